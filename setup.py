@@ -1,0 +1,5 @@
+"""Packaging entry point; all metadata stands in pyproject.toml."""
+
+from setuptools import setup
+
+setup()
