@@ -1,0 +1,114 @@
+"""The pieces of megatron-core's schedules that our handlers reuse, behind one signature.
+
+Loss scaling, MoE and autocast settings, timers and activation recomputation stay Megatron's own code; only the order
+of passes and the vocabulary layers are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel import schedules
+
+
+def forward_step(
+    call_model: Callable[..., Any],
+    data_iterator: Any,
+    model: torch.nn.Module,
+    num_microbatches: int,
+    input_tensor: torch.Tensor | None,
+    forward_data_store: list[Any],
+    config: Any,
+    cp_group_size: int,
+    collect_non_loss_data: bool,
+    is_first_microbatch: bool,
+    current_microbatch: int,
+    computes_loss: bool,
+    vp_stage: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One stage's forward as in Megatron; the loss too where ``computes_loss``.
+
+    Returns:
+        The stage's output (or the scaled loss) and the number of tokens of the loss.
+    """
+    outputs, num_tokens = schedules.forward_step(
+        call_model,
+        data_iterator,
+        model,
+        num_microbatches,
+        [input_tensor],
+        forward_data_store,
+        config,
+        cp_group_size,
+        collect_non_loss_data=collect_non_loss_data,
+        is_first_microbatch=is_first_microbatch,
+        current_microbatch=current_microbatch,
+        vp_stage=vp_stage,
+        is_last_stage=computes_loss,
+    )
+    return outputs[0], num_tokens
+
+
+def backward_step(
+    input_tensor: torch.Tensor | None,
+    output_tensor: torch.Tensor,
+    output_grad: torch.Tensor | None,
+    config: Any,
+) -> torch.Tensor | None:
+    """One stage's backward as in Megatron; returns the gradient of its input."""
+    return schedules.backward_step(
+        [input_tensor], [output_tensor], [output_grad], ModelType.encoder_or_decoder, config
+    )[0]
+
+
+def release_output(output_tensor: torch.Tensor, config: Any) -> None:
+    """Free the storage of an output that has been handed on; its graph stays."""
+    schedules.deallocate_output_tensor(output_tensor, config.deallocate_pipeline_outputs)
+
+
+def loss_and_gradient(
+    model: torch.nn.Module,
+    token_losses: torch.Tensor,
+    loss_func: Callable[..., Any],
+    config: Any,
+    num_microbatches: int,
+    cp_group_size: int,
+    collect_non_loss_data: bool,
+    with_gradient: bool,
+) -> tuple[list[Any], torch.Tensor, torch.Tensor | None]:
+    """Megatron's loss scaling around ``loss_func``, and the gradient that it gives every token.
+
+    Args:
+        token_losses: ``[b, s]`` float32.
+
+    Returns:
+        What ``loss_func`` reported, the number of tokens, and the gradient ``[b, s]`` float32 with respect to
+        ``token_losses``, loss scale included (None unless ``with_gradient``).
+    """
+    store: list[Any] = []
+    leaf = token_losses.detach().clone().requires_grad_(with_gradient)
+    if config.timers is not None:
+        config.timers("forward-compute", log_level=2).start()
+    with torch.set_grad_enabled(with_gradient):
+        # Megatron divides the loss in place, so it must not be a leaf itself.
+        loss, num_tokens = schedules.forward_step_calc_loss(
+            model,
+            leaf * 1.0 if with_gradient else leaf,
+            loss_func,
+            config,
+            None,
+            collect_non_loss_data,
+            num_microbatches,
+            store,
+            cp_group_size,
+            True,
+        )
+        if not with_gradient:
+            return store, num_tokens, None
+        if config.grad_scale_func is not None:
+            loss = config.grad_scale_func(loss)
+    (grad,) = torch.autograd.grad(loss, leaf)
+    return store, num_tokens, grad.float()

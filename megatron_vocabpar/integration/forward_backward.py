@@ -1,0 +1,307 @@
+"""Our executor behind Megatron's forward-backward signature.
+
+``ForwardBackward`` is what ``get_forward_backward_func`` would return: called once per iteration, for
+training or evaluation, with an unchanged ``forward_step``. It owns what outlives an iteration: the
+groups, the side streams and the lowered schedules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+from megatron_vocabpar.integration import compat
+from megatron_vocabpar.integration.gradients import GradientSync
+from megatron_vocabpar.integration.handlers import Call, Iteration, Rank
+from megatron_vocabpar.integration.microbatches import ModelCall, record_call, share_microbatches
+from megatron_vocabpar.integration.model import VocabParallelGPTModel
+from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_groups
+from megatron_vocabpar.runtime.executor import Observer, execute
+from megatron_vocabpar.runtime.streams import side_stream
+from megatron_vocabpar.schedule.costs import PassCosts
+from megatron_vocabpar.schedule.forward_only import forward_only as evaluation_schedule
+from megatron_vocabpar.schedule.generate import generate
+from megatron_vocabpar.schedule.lower import lower
+from megatron_vocabpar.schedule.methods import method_named
+from megatron_vocabpar.schedule.passes import Instruction, PassType
+from megatron_vocabpar.schedule.schedule import Schedule
+
+
+def vocab_groups() -> VocabGroups:
+    """The vocabulary group of this process, from megatron-core's parallel state; all ranks call it."""
+    pipeline = parallel_state.get_pipeline_model_parallel_world_size()
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    coordinates = (
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    return create_groups(coordinates, pipeline, tensor)
+
+
+class ForwardBackward:
+    """A megatron-core forward-backward function that runs our schedules.
+
+    Args:
+        method: one of ``schedule.methods.METHODS``.
+        groups: the vocabulary group of this rank.
+        device: where the model lives.
+        costs: pass times for the generator; by default the paper's proportions.
+        observers: context managers to hold around every instruction (progress, timeline).
+        stream_observer: wraps the work on side streams, for the timeline.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        groups: VocabGroups,
+        device: torch.device,
+        *,
+        costs: PassCosts | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self.method = method_named(method)
+        self.groups = groups
+        self.device = device
+        self._costs = costs
+        self._observers = observers
+        self._output_stream = side_stream(device, "output-collectives")
+        self._input_stream = side_stream(device, "input-collectives")
+        self._point_to_point = PointToPoint(groups)
+        self._plans: dict[tuple[int, bool], tuple[Schedule, tuple[Instruction, ...]]] = {}
+
+    def schedule(self, num_microbatches: int, forward_only: bool = False) -> Schedule:
+        """The schedule that a call with these arguments runs."""
+        return self._plan(num_microbatches, forward_only)[0]
+
+    def close(self) -> None:
+        """Release the side streams."""
+        self._output_stream.close()
+        self._input_stream.close()
+
+    def _plan(self, num_microbatches: int, forward_only: bool) -> tuple[Schedule, tuple[Instruction, ...]]:
+        key = (num_microbatches, forward_only)
+        if key not in self._plans:
+            schedule = generate(self.method.name, self.groups.pipeline, num_microbatches, costs=self._costs)
+            if forward_only:
+                schedule = evaluation_schedule(schedule)
+            self._plans[key] = (schedule, lower(schedule, self._costs)[self.groups.stage])
+        return self._plans[key]
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Iterator[Any] | list[Iterator[Any] | None] | None,
+        model: torch.nn.Module | list[torch.nn.Module],
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
+    ) -> list[Any]:
+        """Run one iteration; the arguments are megatron-core's.
+
+        Returns:
+            What the loss function reported for each microbatch, on the last stage; else an empty list.
+
+        Raises:
+            ValueError: for a setting that this executor does not support, naming it and the remedy.
+            InstructionError: if an instruction fails, naming rank, pass and microbatch.
+        """
+        chunks = model if isinstance(model, list) else [model]
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        config = get_model_config(chunks[0])
+        check_config(config, adjust_tensor_shapes_fn, self.method.vocabulary_parallel)
+        schedule, instructions = self._plan(num_microbatches, forward_only)
+        if len(chunks) != schedule.chunks:
+            raise ValueError(
+                f"the model has {len(chunks)} chunks, the schedule {schedule.chunks}; build one model chunk per "
+                "schedule chunk"
+            )
+        if pg_collection is None:
+            pg_collection = process_groups()
+        rank = Rank(
+            self.method.algorithm,
+            schedule.layout,
+            self.groups,
+            self.device,
+            self._output_stream,
+            self._input_stream,
+            self._point_to_point,
+        )
+        shards = self.groups.tensor if config.sequence_parallel else 1
+        cp_size = pg_collection.cp.size()
+        call = Call(
+            forward_step_func,
+            iterators,
+            chunks,
+            config,
+            num_microbatches,
+            (seq_length // cp_size // shards, micro_batch_size, config.hidden_size),
+            cp_size,
+            forward_only,
+            collect_non_loss_data,
+            first_val_step if forward_only and first_val_step is not None else True,
+        )
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        iteration = self._prepare(rank, call)
+        try:
+            with torch.set_grad_enabled(not forward_only):
+                execute(dist.get_rank(), instructions, iteration.handlers(), self._observers)
+                iteration.finish()
+        except BaseException:
+            iteration.gradients.abandon()
+            raise
+        iteration.gradients.finish()
+        if config.finalize_model_grads_func is not None and not forward_only:
+            config.finalize_model_grads_func(
+                chunks,
+                self._token_total(iteration.num_tokens) if config.calculate_per_token_loss else None,
+                pg_collection=pg_collection,
+                force_all_reduce=force_all_reduce,
+            )
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return iteration.reported
+
+    def _token_total(self, num_tokens: torch.Tensor | int) -> torch.Tensor:
+        return torch.as_tensor(num_tokens, dtype=torch.int, device=self.device)
+
+    def _prepare(self, rank: Rank, call: Call) -> Iteration:
+        """Record and share the microbatches, and suspend gradient reduction."""
+        if not self.method.vocabulary_parallel:
+            return Iteration(rank, call, self._gradient_sync(rank, call, {}))
+        model = get_attr_wrapped_model(call.chunks[0], "shard", return_model_obj=True)
+        assert isinstance(model, VocabParallelGPTModel)
+        recorded = self._record(rank, call)
+        grad_losses = None
+        if rank.is_last and not call.forward_only:
+            grad_losses = [_announced_gradient(recorded_call, call) for recorded_call in recorded]
+        microbatches = share_microbatches(
+            self.groups,
+            model.shard.ranges,
+            self.groups.members_of(rank.placement.first_rank)[0],
+            self.groups.members_of(rank.placement.last_rank)[0],
+            [_required(c.input_ids, "input_ids") for c in recorded] if rank.is_first else None,
+            [_required(c.labels, "labels") for c in recorded] if rank.is_last else None,
+            grad_losses,
+            call.num_microbatches,
+            self.device,
+            call.forward_only,
+        )
+        output_pass = PassType.S if rank.algorithm == "interlaced" else PassType.T
+        embedding, *output = model.vocabulary_weights()
+        shards = {PassType.IB: embedding, output_pass: output[0] if output else embedding}
+        return Iteration(
+            rank,
+            call,
+            self._gradient_sync(rank, call, shards),
+            model=model,
+            microbatches=microbatches,
+            recorded_first=recorded if rank.is_first else (),
+            recorded_last=recorded if rank.is_last else (),
+        )
+
+    def _record(self, rank: Rank, call: Call) -> list[ModelCall]:
+        """The calls that ``forward_step`` makes; only the first and the last stage have a batch."""
+        if not (rank.is_first or rank.is_last):
+            return []
+        return [
+            record_call(call.forward_step_func, call.data_iterators[0], call.chunks[0])
+            for _ in range(call.num_microbatches)
+        ]
+
+    def _gradient_sync(
+        self, rank: Rank, call: Call, shards: dict[PassType, torch.nn.Parameter]
+    ) -> GradientSync:
+        config = call.config
+        no_sync = _per_chunk(config.no_sync_func or contextlib.nullcontext, len(call.chunks))
+        grad_sync = _per_chunk(config.grad_sync_func, len(call.chunks)) if config.grad_sync_func else []
+        starts_early = not grad_sync or rank.is_first
+        return GradientSync(call.chunks, no_sync, grad_sync, starts_early, call.num_microbatches, shards)
+
+
+def _per_chunk(value: Any, chunks: int) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value] * chunks
+
+
+def _required(tensor: torch.Tensor | None, name: str) -> torch.Tensor:
+    if tensor is None:
+        raise ValueError(
+            f"forward_step passed no {name} to the model; vocabulary parallelism needs token ids on the first "
+            "stage and labels on the last"
+        )
+    return tensor
+
+
+def _announced_gradient(recorded: ModelCall, call: Call) -> torch.Tensor:
+    """The gradient that the loss function gives every token, from losses of one nat each."""
+    labels = _required(recorded.labels, "labels")
+    ones = torch.ones_like(labels, dtype=torch.float32)
+    _, _, grad = compat.loss_and_gradient(
+        call.chunks[-1],
+        ones,
+        recorded.loss_func,
+        call.config,
+        call.num_microbatches,
+        call.cp_group_size,
+        False,
+        with_gradient=True,
+    )
+    assert grad is not None
+    return grad
+
+
+def check_config(config: Any, adjust_tensor_shapes_fn: Any, vocabulary_parallel: bool) -> None:
+    """Refuse what this executor would run wrongly.
+
+    Raises:
+        ValueError: naming the setting and the remedy.
+    """
+    refused = [
+        (config.overlap_p2p_comm, "overlap_p2p_comm", "turn it off: receives are posted ahead anyway"),
+        (config.defer_embedding_wgrad_compute, "defer_embedding_wgrad_compute", "turn it off"),
+        (
+            config.num_microbatches_with_partial_activation_checkpoints is not None,
+            "num_microbatches_with_partial_activation_checkpoints",
+            "use a recompute_granularity that is the same for all microbatches",
+        ),
+        (adjust_tensor_shapes_fn is not None, "adjust_tensor_shapes_fn", "do not pass it"),
+        (
+            config.variable_seq_lengths and not vocabulary_parallel,
+            "variable_seq_lengths",
+            "use a method that partitions the vocabulary, or fixed lengths",
+        ),
+    ]
+    for is_set, name, remedy in refused:
+        if is_set:
+            raise ValueError(f"{name} is not supported by this forward-backward function; {remedy}")
+
+
+def process_groups() -> ProcessGroupCollection:
+    """megatron-core's default process groups, as its own schedules collect them."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.dp_cp = parallel_state.get_data_parallel_group(
+        with_context_parallel=True, partial_data_parallel=False
+    )
+    return groups

@@ -1,0 +1,224 @@
+"""A GPTModel stage that also holds this rank's rows of both vocabulary layers.
+
+Every stage gets an ``embedding.word_embeddings`` and an ``output_layer`` with the standard parameter
+names, each with ``P = V_pad / (p * t)`` rows; one DDP wrapper then sees transformer layers and shards as
+one chunk. The transformer part runs as in Megatron, but the first stage is given embedded rows in place of token
+ids, and the last stage returns its hidden states: the vocabulary passes around it are the schedule's.
+
+Next: ``handlers.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+
+from megatron_vocabpar.layers.embedding import embedding_forward
+from megatron_vocabpar.layers.output import NaiveState, OutputState, naive_maximum, output_forward
+from megatron_vocabpar.layers.partition import VocabRange, even_ranges, padded_vocab_size
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """Which rows of the vocabulary this rank owns.
+
+    Attributes:
+        ranges: rows of every member of the vocabulary group, stage-major (``stage * t + tensor_rank``).
+        member: this rank's place among them.
+        pipeline, tensor: ``p`` and ``t``.
+    """
+
+    ranges: tuple[VocabRange, ...]
+    member: int
+    pipeline: int
+    tensor: int
+
+    @property
+    def range(self) -> VocabRange:
+        """This rank's rows."""
+        return self.ranges[self.member]
+
+
+def vocab_shard(vocab_size: int, divisible_by: int = 1) -> VocabShard:
+    """The even partition of ``vocab_size`` true ids over this process's PP x TP ranks.
+
+    Args:
+        vocab_size: ``V``, the number of true ids; padding is added to a multiple of ``2 * p * t``.
+        divisible_by: a further divisor of the padded size (Megatron's ``make_vocab_size_divisible_by``).
+    """
+    pipeline = parallel_state.get_pipeline_model_parallel_world_size()
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    member = (
+        parallel_state.get_pipeline_model_parallel_rank() * tensor
+        + parallel_state.get_tensor_model_parallel_rank()
+    )
+    padded = padded_vocab_size(vocab_size, pipeline, tensor, divisible_by)
+    return VocabShard(even_ranges(padded, pipeline * tensor, vocab_size), member, pipeline, tensor)
+
+
+def _sharded_weight(weight: torch.Tensor, key: str, shard: VocabShard) -> ShardedTensor:
+    """The standard global tensor ``key [V_pad, H]``, of which this rank holds the rows of its shard."""
+    return ShardedTensor.from_rank_offsets(
+        key,
+        weight,
+        (0, shard.member, len(shard.ranges)),
+        replica_id=(0, 0, parallel_state.get_data_parallel_rank(with_context_parallel=True)),
+        allow_shape_mismatch=True,
+    )
+
+
+class VocabShardEmbedding(VocabParallelEmbedding):
+    """This rank's rows of the input embedding.
+
+    Called with token ids ``[k]`` that this rank owns it returns their rows ``[k, H]`` (pass IF); called
+    with embedded rows ``[b, s, H]``, as the first stage's F does, it hands them on.
+    """
+
+    def __init__(self, shard: VocabShard, hidden_size: int, **kwargs: Any) -> None:
+        super().__init__(shard.range.rows * shard.tensor, hidden_size, **kwargs)
+        self.shard = shard
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        if input_.is_floating_point():
+            return input_
+        return embedding_forward(input_, self.weight.detach(), self.shard.range)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        return {f"{prefix}weight": _sharded_weight(self.weight, f"{prefix}weight", self.shard)}
+
+
+class VocabShardOutput(ColumnParallelLinear):
+    """This rank's rows of the output weight; a call is pass S.
+
+    ``forward(x [n, H], targets [n], ...)`` returns the state that T needs and the packed statistics;
+    with ``maximum_only`` (naive's S) the state that S2 needs and the local offsets.
+    """
+
+    def __init__(self, shard: VocabShard, hidden_size: int, **kwargs: Any) -> None:
+        super().__init__(hidden_size, shard.range.rows * shard.tensor, bias=False, **kwargs)
+        self.shard = shard
+
+    def forward(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        with_input_gradient: bool = False,
+        keep_state: bool = True,
+        maximum_only: bool = False,
+    ) -> tuple[OutputState | NaiveState | None, torch.Tensor]:
+        weight = self.weight.detach()
+        if maximum_only:
+            return naive_maximum(x, weight, targets, self.shard.range)
+        return output_forward(
+            x,
+            weight,
+            targets,
+            self.shard.range,
+            with_input_gradient=with_input_gradient,
+            keep_state=keep_state,
+        )
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        return {f"{prefix}weight": _sharded_weight(self.weight, f"{prefix}weight", self.shard)}
+
+
+class VocabParallelGPTModel(GPTModel):
+    """megatron-core's GPTModel with both vocabulary layers partitioned over all pipeline stages.
+
+    Takes GPTModel's arguments, and:
+
+    Args:
+        vocab_size: number of true token ids ``V`` (not padded).
+        shard: the partition; by default the even one over this process's PP x TP ranks.
+        share_embeddings_and_output_weights: tied weights; here both layers are one parameter, since the
+            rows of both lie on the same rank, and nothing needs an all-reduce.
+
+    Raises:
+        ValueError: for multi-token prediction, whose heads are not partitioned.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        transformer_layer_spec: Any,
+        vocab_size: int,
+        max_sequence_length: int,
+        *,
+        shard: VocabShard | None = None,
+        share_embeddings_and_output_weights: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs.get("mtp_block_spec") is not None or getattr(config, "mtp_num_layers", None):
+            raise ValueError(
+                f"mtp_num_layers={config.mtp_num_layers}: multi-token prediction heads are not partitioned; "
+                "train without mtp_num_layers or without vocabulary parallelism"
+            )
+        shard = shard or vocab_shard(vocab_size)
+        super().__init__(
+            config,
+            transformer_layer_spec,
+            shard.range.rows * shard.tensor,
+            max_sequence_length,
+            share_embeddings_and_output_weights=False,
+            **kwargs,
+        )
+        self.shard = shard
+        self.tied = share_embeddings_and_output_weights
+        layer_options = {"config": config, "tp_group": self.pg_collection.tp}
+        if not self.pre_process:
+            self.embedding = torch.nn.Module()
+        self.embedding.word_embeddings = VocabShardEmbedding(
+            shard, config.hidden_size, init_method=config.embedding_init_method, **layer_options
+        )
+        self.embedding.reduce_scatter_embeddings = False
+        self.output_layer = VocabShardOutput(
+            shard,
+            config.hidden_size,
+            init_method=config.init_method,
+            skip_weight_param_allocation=self.tied,
+            **layer_options,
+        )
+        if self.tied:
+            self.output_layer.weight = self.embedding.word_embeddings.weight
+        for weight in self.vocabulary_weights():
+            weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
+
+    def vocabulary_weights(self) -> tuple[torch.nn.Parameter, ...]:
+        """The parameters of this rank's shards: one if tied, else embedding and output."""
+        embedding = self.embedding.word_embeddings.weight
+        return (embedding,) if self.tied else (embedding, self.output_layer.weight)
+
+    def _postprocess(self, hidden_states: torch.Tensor, **unused: Any) -> torch.Tensor:
+        return hidden_states
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if not self.pre_process:
+            key = f"{prefix}embedding.word_embeddings."
+            state.update(self.embedding.word_embeddings.sharded_state_dict(key, (), metadata))
+        state.update(self.output_layer.sharded_state_dict(f"{prefix}output_layer.", (), metadata))
+        if self.tied:
+            del state[f"{prefix}output_layer.weight"]
+        return state

@@ -1,0 +1,87 @@
+"""Initial weights that do not depend on how the model is partitioned.
+
+Every parameter is drawn in full from a generator seeded by its global name, and a rank keeps its part. So
+runs with different methods, pipeline and tensor-parallel sizes start from the same model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import get_pg_rank, get_pg_size
+
+from megatron_vocabpar.integration.model import VocabParallelGPTModel
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+_SCALED = ("linear_proj.weight", "linear_fc2.weight")
+
+
+def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters of an unwrapped stage with the layer numbers of the whole model (from 0) in their names.
+
+    A weight tied on this stage is named once, by its embedding.
+    """
+    for name, parameter in model.named_parameters():
+        match = _LAYER.match(name)
+        if match:
+            number = model.decoder.layers[int(match[1])].layer_number - 1
+            name = f"decoder.layers.{number}.{name[match.end() :]}"
+        yield name, parameter
+
+
+def initialise_weights(model: GPTModel, seed: int) -> None:
+    """Draw all weights of an unwrapped stage anew: normal with Megatron's standard deviations.
+
+    Matrices get ``init_method_std``, projections back into the residual stream that over ``sqrt(2 L)``;
+    vectors (norms, biases) keep what they have. Padding rows of the vocabulary are zero.
+
+    Args:
+        model: GPTModel or VocabParallelGPTModel. On the last stage of a model with tied weights the output weight is
+            drawn as the embedding is.
+        seed: of the whole model.
+    """
+    config = model.config
+    for name, parameter in global_parameters(model):
+        if parameter.dim() < 2:
+            continue
+        if name == "output_layer.weight" and getattr(model, "share_embeddings_and_output_weights", False):
+            name = "embedding.word_embeddings.weight"
+        std = config.init_method_std
+        if name.endswith(_SCALED):
+            std /= math.sqrt(2 * config.num_layers)
+        full = torch.randn(_full_shape(model, name, parameter), generator=_generator(seed, name)) * std
+        with torch.no_grad():
+            parameter.copy_(local_part(model, name, parameter, full))
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def _full_shape(model: GPTModel, name: str, parameter: torch.nn.Parameter) -> tuple[int, ...]:
+    shape = list(parameter.shape)
+    if isinstance(model, VocabParallelGPTModel) and name in _VOCABULARY:
+        shape[0] = model.shard.range.vocab_size
+    elif getattr(parameter, "tensor_model_parallel", False):
+        shape[parameter.partition_dim] *= get_pg_size(model.pg_collection.tp)  # type: ignore[attr-defined]
+    return tuple(shape)
+
+
+def local_part(model: GPTModel, name: str, parameter: torch.nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+    """The part of a whole tensor that this rank's ``parameter`` holds; padding rows are zero."""
+    if isinstance(model, VocabParallelGPTModel) and name in _VOCABULARY:
+        shard = model.shard.range
+        part = full.new_zeros(parameter.shape)
+        part[: shard.valid_rows] = full[shard.start : shard.start + shard.valid_rows]
+        return part
+    if getattr(parameter, "tensor_model_parallel", False):
+        group = model.pg_collection.tp
+        return full.chunk(get_pg_size(group), dim=parameter.partition_dim)[get_pg_rank(group)]  # type: ignore[attr-defined]
+    return full

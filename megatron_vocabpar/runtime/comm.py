@@ -1,0 +1,178 @@
+"""Communication of the vocabulary layers and between stages, over torch.distributed.
+
+Groups and peers come in as arguments. A pipeline of ``p`` stages with ``t`` tensor-parallel ranks each
+has one vocabulary group of ``p * t`` ranks: member ``stage * t + tensor_rank`` owns that shard. It has
+two communicators for collectives, one for the output layer and one for the input layer, and two for
+point-to-point, one towards higher and one towards lower ranks, so that no two directions share a queue.
+Each communicator is used in one order, the schedule's, on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class VocabGroups:
+    """The vocabulary group of this rank.
+
+    Attributes:
+        ranks: global ranks of the members, stage-major: member ``stage * tensor + tensor_rank``.
+        pipeline: number of stages ``p``.
+        tensor: tensor-parallel size ``t``.
+        member: this rank's place in ``ranks``.
+        output, input: communicators for the collectives of the output and the input layer.
+        upward, downward: communicators for point-to-point towards higher and lower stages.
+    """
+
+    ranks: tuple[int, ...]
+    pipeline: int
+    tensor: int
+    member: int
+    output: dist.ProcessGroup
+    input: dist.ProcessGroup
+    upward: dist.ProcessGroup
+    downward: dist.ProcessGroup
+
+    @property
+    def stage(self) -> int:
+        """Pipeline rank of this process."""
+        return self.member // self.tensor
+
+    @property
+    def tensor_rank(self) -> int:
+        """Tensor-parallel rank of this process."""
+        return self.member % self.tensor
+
+    def members_of(self, stage: int) -> range:
+        """Members that hold pipeline rank ``stage``."""
+        return range(stage * self.tensor, (stage + 1) * self.tensor)
+
+
+def create_groups(coordinates: tuple[int, int, int], pipeline: int, tensor: int) -> VocabGroups:
+    """Create the communicators; every rank of the job calls this once.
+
+    Args:
+        coordinates: this rank's (replica, stage, tensor rank); a replica is one data- and
+            context-parallel index.
+        pipeline: number of stages.
+        tensor: tensor-parallel size.
+    """
+    everyone: list[tuple[int, int, int]] = [(0, 0, 0)] * dist.get_world_size()
+    dist.all_gather_object(everyone, coordinates)
+    place = {coordinate: rank for rank, coordinate in enumerate(everyone)}
+    mine: list[dist.ProcessGroup] = []
+    for replica in sorted({replica for replica, _, _ in everyone}):
+        ranks = [place[replica, stage, t] for stage in range(pipeline) for t in range(tensor)]
+        groups = [dist.new_group(ranks) for _ in range(4)]
+        if replica == coordinates[0]:
+            mine, my_ranks = groups, tuple(ranks)
+    member = coordinates[1] * tensor + coordinates[2]
+    return VocabGroups(my_ranks, pipeline, tensor, member, *mine)
+
+
+class PointToPoint:
+    """Sends and receives between stages; what was sent stays alive until it has left.
+
+    gloo and NCCL read a tensor after ``isend`` returns: freeing or reusing its storage before the send
+    has completed corrupts the message without an error.
+    """
+
+    def __init__(self, groups: VocabGroups) -> None:
+        self._groups = groups
+        self._in_flight: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def _peer(self, stage: int) -> tuple[int, int]:
+        member = stage * self._groups.tensor + self._groups.tensor_rank
+        return self._groups.ranks[member], stage - self._groups.stage
+
+    def send(self, tensor: torch.Tensor, stage: int) -> None:
+        """Send to the same tensor-parallel rank of pipeline rank ``stage``; returns at once."""
+        peer, direction = self._peer(stage)
+        group = self._groups.upward if direction > 0 else self._groups.downward
+        self.reap()
+        work = dist.isend(tensor, peer, group=group)
+        assert work is not None
+        self._in_flight.append((work, tensor))
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, stage: int) -> Receive:
+        """Post the receive of a tensor from pipeline rank ``stage``; returns at once."""
+        peer, direction = self._peer(stage)
+        group = self._groups.downward if direction > 0 else self._groups.upward
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+        work = dist.irecv(tensor, peer, group=group)
+        assert work is not None
+        return Receive(work, tensor)
+
+    def reap(self) -> None:
+        """Let go of what has been sent."""
+        self._in_flight = [(work, tensor) for work, tensor in self._in_flight if not work.is_completed()]
+
+    def drain(self) -> None:
+        """Wait until everything has been sent."""
+        for work, _ in self._in_flight:
+            work.wait()
+        self._in_flight.clear()
+
+
+@dataclass
+class Receive:
+    """A posted receive."""
+
+    work: dist.Work
+    tensor: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        """The received tensor."""
+        self.work.wait()
+        return self.tensor
+
+
+def broadcast(
+    groups: VocabGroups, group: dist.ProcessGroup, pieces: Sequence[torch.Tensor], members: Sequence[int]
+) -> None:
+    """Fill each of ``pieces`` on every rank from the member of the same position in ``members``."""
+    if len(groups.ranks) > 1:
+        for piece, member in zip(pieces, members, strict=True):
+            dist.broadcast(piece, groups.ranks[member], group=group)
+
+
+def all_gather(groups: VocabGroups, group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor [...]`` of every member, stacked in member order: ``[members, ...]``."""
+    gathered = tensor.new_empty((len(groups.ranks), *tensor.shape))
+    if len(groups.ranks) == 1:
+        gathered[0].copy_(tensor)
+    else:
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), tensor, group=group)
+    return gathered
+
+
+def all_reduce(
+    groups: VocabGroups,
+    group: dist.ProcessGroup,
+    tensor: torch.Tensor,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> torch.Tensor:
+    """Reduce in place over all members; returns ``tensor``."""
+    if len(groups.ranks) > 1:
+        dist.all_reduce(tensor, op, group=group)
+    return tensor
+
+
+def exchange_rows(
+    groups: VocabGroups, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+) -> torch.Tensor:
+    """Send ``send_counts[k]`` consecutive rows of ``rows [sum, H]`` to member k; receive likewise.
+
+    Returns:
+        ``[sum(receive_counts), H]``, in member order.
+    """
+    if len(groups.ranks) == 1:
+        return rows
+    received = rows.new_empty((sum(receive_counts), rows.shape[1]))
+    dist.all_to_all_single(received, rows, list(receive_counts), list(send_counts), group=groups.input)
+    return received

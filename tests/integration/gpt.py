@@ -1,0 +1,264 @@
+"""A small GPT, its data, and three optimizer steps: unsharded in stock megatron-core, or through our executor."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+
+from megatron_vocabpar.integration.cpu import megatron_on_cpu
+from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
+from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
+from megatron_vocabpar.integration.weights import global_parameters, initialise_weights, local_part
+from megatron_vocabpar.schedule.methods import METHODS
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run."""
+
+    method: str = "vocab-2"
+    pp: int = 1
+    tp: int = 1
+    dp: int = 1
+    m: int = 2
+    tied: bool = False
+    position: str = "learned_absolute"
+    vocab_size: int = 96
+    layers: int = 4
+    hidden: int = 16
+    seq_length: int = 8
+    micro_batch_size: int = 2
+    steps: int = 3
+    dtype: torch.dtype = torch.float32
+    loss: str = "per-microbatch"
+    calculate_per_token_loss: bool = False
+    overlap_grad_reduce: bool = False
+    deallocate: bool = True
+    seed: int = 7
+    labels: str = "random"
+
+    def unsharded(self) -> Case:
+        """The same training on one process, without any of our code."""
+        return replace(self, method="stock", pp=1, tp=1, dp=1, m=self.m * self.dp)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves on one rank; arrays by global parameter name, with the rows that they hold."""
+
+    losses: list[float]
+    evaluation: list[float]
+    first_gradients: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray]
+
+
+def transformer_config(case: Case) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=case.layers,
+        hidden_size=case.hidden,
+        num_attention_heads=4,
+        ffn_hidden_size=4 * case.hidden,
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        sequence_parallel=case.tp > 1,
+        pipeline_dtype=case.dtype,
+        params_dtype=case.dtype,
+        bf16=case.dtype is torch.bfloat16,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=0.3,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        calculate_per_token_loss=case.calculate_per_token_loss,
+        deallocate_pipeline_outputs=case.deallocate,
+    )
+
+
+def build_model(case: Case) -> GPTModel:
+    pre = parallel_state.is_pipeline_first_stage()
+    post = parallel_state.is_pipeline_last_stage()
+    options: dict[str, Any] = {
+        "config": transformer_config(case),
+        "transformer_layer_spec": get_gpt_layer_local_spec(),
+        "vocab_size": case.vocab_size,
+        "max_sequence_length": case.seq_length,
+        "pre_process": pre,
+        "post_process": post,
+        "position_embedding_type": case.position,
+        "share_embeddings_and_output_weights": case.tied,
+    }
+    parallel = case.method in METHODS and METHODS[case.method].vocabulary_parallel
+    model = (
+        VocabParallelGPTModel(**options, shard=vocab_shard(case.vocab_size))
+        if parallel
+        else GPTModel(**options)
+    )
+    initialise_weights(model, case.seed)
+    return model
+
+
+def batch(case: Case, step: int, replica: int, i: int) -> dict[str, torch.Tensor]:
+    """Microbatch ``i`` of a data-parallel replica; the global order is replica-major."""
+    generator = torch.Generator().manual_seed(1000 * step + replica * case.m + i)
+    shape = (case.micro_batch_size, case.seq_length)
+    tokens = torch.randint(0, case.vocab_size, shape, generator=generator)
+    labels = torch.randint(0, case.vocab_size, shape, generator=generator)
+    mask = (torch.rand(shape, generator=generator) > 0.2).float()
+    if case.labels == "one masked microbatch" and i == case.m - 1:
+        mask = torch.zeros(shape)
+    if case.labels == "all the same":
+        labels = torch.full(shape, case.vocab_size - 1)
+    s = case.seq_length
+    return {
+        "tokens": tokens,
+        "labels": labels,
+        "loss_mask": mask,
+        "position_ids": torch.arange(s).expand(shape).contiguous(),
+        "attention_mask": torch.triu(torch.ones(s, s, dtype=torch.bool), 1)[None, None],
+    }
+
+
+def _loss(mask: torch.Tensor, output: torch.Tensor, kind: str, **_: Any) -> tuple[Any, ...]:
+    losses, mask = output.float().reshape(-1), mask.reshape(-1)
+    total = (losses * mask).sum()
+    if kind == "per-microbatch":
+        mean = total / mask.sum().clamp(min=1)
+        return mean, {"lm loss": mean.detach().clone()}
+    tokens = mask.sum().to(torch.int)
+    report = torch.stack([total.detach(), tokens.float()])
+    return total, tokens, {"lm loss": report.clone()}
+
+
+def forward_step(data_iterator: Iterator[Any] | None, model: Any, kind: str) -> tuple[Any, Any]:
+    """As Megatron's: middle stages have no batch."""
+    fields: dict[str, Any] = {} if data_iterator is None else next(data_iterator)
+    output = model(
+        fields.get("tokens"),
+        fields.get("position_ids"),
+        fields.get("attention_mask"),
+        labels=fields.get("labels"),
+    )
+    return output, partial(_loss, fields.get("loss_mask"), kind=kind)
+
+
+def _summary(reported: list[Any]) -> float:
+    values = [r["lm loss"] for r in reported]
+    if values and values[0].dim():
+        return float(torch.stack(values).sum(0)[0])
+    return float(sum(values)) / max(len(values), 1)
+
+
+class MainGradAdam:
+    """AdamW on fp32 copies of the weights, from ``main_grad``; the same arithmetic on every partition."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._masters = [p.detach().float().clone().requires_grad_() for p in parameters]
+        self._adam = torch.optim.AdamW(self._masters, lr=1e-2, eps=1e-3, weight_decay=0.1)
+
+    def step(self) -> None:
+        for master, parameter in zip(self._masters, self._parameters, strict=True):
+            master.grad = parameter.main_grad.float().clone()  # type: ignore[attr-defined]
+        self._adam.step()
+        with torch.no_grad():
+            for master, parameter in zip(self._masters, self._parameters, strict=True):
+                parameter.copy_(master)
+
+
+def train(_: int, case: Case, reference: Result | None = None) -> Result:
+    """Three steps on this rank of ``case.pp * case.tp * case.dp``, each with an evaluation before the update.
+
+    With a reference, ``first_gradients`` and ``weights`` of the result are the differences from this rank's part of
+    the reference's, relative to the norm of the reference's whole tensor.
+    """
+    with megatron_on_cpu(), _parallel_state(case):
+        model_parallel_cuda_manual_seed(case.seed)
+        module = build_model(case)
+        config = module.config
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=case.overlap_grad_reduce, bucket_size=4000
+        )
+        model = DistributedDataParallel(config, ddp_config, module)
+        config.finalize_model_grads_func = finalize_model_grads
+        config.no_sync_func = model.no_sync if case.overlap_grad_reduce else None
+        run = (
+            _stock(case)
+            if case.method == "stock"
+            else ForwardBackward(case.method, vocab_groups(), torch.device("cpu"))
+        )
+        optimizer = MainGradAdam(list(module.parameters()))
+        replica = parallel_state.get_data_parallel_rank()
+        has_batch = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+        losses: list[float] = []
+        evaluation: list[float] = []
+        for step in range(case.steps):
+            model.zero_grad_buffer()
+            for forward_only, record in ((False, losses), (True, evaluation)):
+                batches = iter([batch(case, step, replica, i) for i in range(case.m)]) if has_batch else None
+                reported = run(
+                    forward_step_func=partial(forward_step, kind=case.loss),
+                    data_iterator=batches,
+                    model=[model],
+                    num_microbatches=case.m,
+                    seq_length=case.seq_length,
+                    micro_batch_size=case.micro_batch_size,
+                    forward_only=forward_only,
+                )
+                record.append(_summary(reported))
+            if step == 0:
+                first = _arrays(module, gradients=True)
+            optimizer.step()
+        weights = _arrays(module, gradients=False)
+        if reference is not None:
+            first = _differences(module, first, reference.first_gradients)
+            weights = _differences(module, weights, reference.weights)
+        return Result(losses, evaluation, first, weights)
+
+
+def _differences(
+    module: GPTModel, arrays: dict[str, np.ndarray], reference: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    parameters = dict(global_parameters(module))
+    differences = {}
+    for name, array in arrays.items():
+        # A tied output weight of the stock last stage is the reference's embedding.
+        whole = torch.from_numpy(reference[name if name in reference else "embedding.word_embeddings.weight"])
+        part = local_part(module, name, parameters[name], whole)
+        differences[name] = (torch.from_numpy(array) - part).norm().numpy() / max(float(whole.norm()), 1e-30)
+    return differences
+
+
+def _arrays(module: GPTModel, gradients: bool) -> dict[str, np.ndarray]:
+    return {
+        name: (p.main_grad if gradients else p).detach().float().numpy().copy()  # type: ignore[attr-defined]
+        for name, p in global_parameters(module)
+    }
+
+
+@contextlib.contextmanager
+def _parallel_state(case: Case) -> Iterator[None]:
+    parallel_state.initialize_model_parallel(case.tp, case.pp)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def _stock(case: Case) -> Any:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    return get_forward_backward_func()
