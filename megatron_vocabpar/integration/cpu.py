@@ -7,12 +7,15 @@ context is open; nothing changes on a machine with a GPU, where it is not entere
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -40,7 +43,21 @@ def _type_as_on_cuda(self: torch.Tensor, dtype: Any = None, **options: Any) -> A
     return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
 
-# (where, name, replacement, reason)
+def _torch_norm(
+    cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *_: Any, **__: Any
+) -> torch.nn.Module:
+    """megatron-core's torch norm, usable under sequence parallelism.
+
+    All that it lacks is the mark by which finalize_model_grads sums the gradients of all tensor-parallel ranks.
+    """
+    norm = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization]
+    module = norm(hidden_size, eps=eps)
+    for parameter in module.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return module
+
+
+# Each entry: owner, name, replacement, reason.
 _REPLACED: tuple[tuple[Any, str, Any, str], ...] = (
     (torch.cuda, "current_device", lambda: _CPU, "DDP and parameters are allocated on it"),
     (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state(), "tensor-parallel RNG tracker"),
@@ -50,18 +67,27 @@ _REPLACED: tuple[tuple[Any, str, Any, str], ...] = (
     (megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state), "likewise"),
     (torch.Tensor, "cuda", lambda self, *_, **__: self, "tied embeddings, optimizer state"),
     (torch.Tensor, "type", _type_as_on_cuda, "optimizers sort parameters by type name"),
+    (WrappedTorchNorm, "__new__", staticmethod(_torch_norm), "sequence parallelism without apex or TE"),
 )
+
+
+def _same_generator(record: logging.LogRecord) -> bool:
+    """The CPU's generator stands in for CUDA's, so that it moves in a forked RNG state is no news."""
+    return "CPU RNG state changed" not in record.getMessage()
 
 
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
     """Run megatron-core on the CPU inside this context."""
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _, _ in _REPLACED]
+    originals = [(owner, name, inspect.getattr_static(owner, name)) for owner, name, _, _ in _REPLACED]
     for owner, name, replacement, _ in _REPLACED:
         setattr(owner, name, replacement)
+    logger = logging.getLogger(megatron_random.__name__)
+    logger.addFilter(_same_generator)
     try:
         with _CudaLiteralsMeanCpu():
             yield
     finally:
+        logger.removeFilter(_same_generator)
         for owner, name, original in originals:
             setattr(owner, name, original)

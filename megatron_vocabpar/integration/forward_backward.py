@@ -24,6 +24,7 @@ from megatron_vocabpar.integration.microbatches import ModelCall, record_call, s
 from megatron_vocabpar.integration.model import VocabParallelGPTModel
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_groups
 from megatron_vocabpar.runtime.executor import Observer, execute
+from megatron_vocabpar.runtime.profile import INPUT, OUTPUT, Timeline
 from megatron_vocabpar.runtime.streams import side_stream
 from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.forward_only import forward_only as evaluation_schedule
@@ -54,8 +55,8 @@ class ForwardBackward:
         groups: the vocabulary group of this rank.
         device: where the model lives.
         costs: pass times for the generator; by default the paper's proportions.
-        observers: context managers to hold around every instruction (progress, timeline).
-        stream_observer: wraps the work on side streams, for the timeline.
+        observers: context managers to hold around every instruction (progress, profiler ranges).
+        timeline: records what runs when, while it is started.
     """
 
     def __init__(
@@ -66,14 +67,19 @@ class ForwardBackward:
         *,
         costs: PassCosts | None = None,
         observers: Sequence[Observer] = (),
+        timeline: Timeline | None = None,
     ) -> None:
         self.method = method_named(method)
         self.groups = groups
         self.device = device
         self._costs = costs
-        self._observers = observers
+        self._timeline = timeline
+        self._observers = (*observers, *([timeline.observe] if timeline else []))
         self._output_stream = side_stream(device, "output-collectives")
         self._input_stream = side_stream(device, "input-collectives")
+        if timeline is not None:
+            self._output_stream = timeline.watch(self._output_stream, OUTPUT)
+            self._input_stream = timeline.watch(self._input_stream, INPUT)
         self._point_to_point = PointToPoint(groups)
         self._plans: dict[tuple[int, bool], tuple[Schedule, tuple[Instruction, ...]]] = {}
 
@@ -142,6 +148,7 @@ class ForwardBackward:
             self._output_stream,
             self._input_stream,
             self._point_to_point,
+            self._timeline.waiting if self._timeline else contextlib.nullcontext,
         )
         shards = self.groups.tensor if config.sequence_parallel else 1
         cp_size = pg_collection.cp.size()

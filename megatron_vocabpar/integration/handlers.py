@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats
 from megatron_vocabpar.runtime.buffers import Buffers
 from megatron_vocabpar.runtime.comm import (
     PointToPoint,
+    Receive,
     VocabGroups,
     all_gather,
     all_reduce,
@@ -40,6 +42,8 @@ from megatron_vocabpar.runtime.streams import Event, Stream
 from megatron_vocabpar.schedule.dependencies import EMBEDDED_INPUTS
 from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, PassType
 from megatron_vocabpar.schedule.placement import Placement
+
+T = TypeVar("T")
 
 # Which collective carries the merged statistics, and which the input gradient, in each algorithm.
 STATISTICS = {"vocab-1": CommType.C1, "vocab-2": CommType.C1, "naive": CommType.C2}
@@ -57,6 +61,7 @@ class Rank:
     output_stream: Stream
     input_stream: Stream
     point_to_point: PointToPoint
+    waiting: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
     def pipeline_rank(self) -> int:
@@ -163,6 +168,10 @@ class Iteration:
                 events.popleft().wait()
         self.buffers.check_empty()
 
+    def _wait(self, event: Event[T] | Receive) -> Any:
+        with self.rank.waiting():
+            return event.wait()
+
     # ------------------------------------------------------------------ stages
 
     def forward(self, instruction: Pass) -> None:
@@ -212,7 +221,7 @@ class Iteration:
         if self.rank.placement.rank_of(stage - 1) == self.rank.pipeline_rank:
             tensor = self.buffers.take(before, "output")
         else:
-            tensor = self.buffers.take(Comm(CommType.RECV_F, stage, i), "received").wait()
+            tensor = self._wait(self.buffers.take(Comm(CommType.RECV_F, stage, i), "received"))
         return tensor.requires_grad_(not self.call.forward_only)
 
     def backward(self, instruction: Pass) -> None:
@@ -227,7 +236,7 @@ class Iteration:
         elif placement.rank_of(stage + 1) == self.rank.pipeline_rank:
             output_grad = self.buffers.take(Pass(PassType.B, stage + 1, i), "input_grad")
         else:
-            output_grad = self.buffers.take(Comm(CommType.RECV_B, stage, i), "received").wait()
+            output_grad = self._wait(self.buffers.take(Comm(CommType.RECV_B, stage, i), "received"))
         self.gradients.before_backward(placement.chunk_of(stage))
         input_grad = compat.backward_step(stage_input, output, output_grad, self.call.config)
         self.gradients.after_backward(placement.chunk_of(stage))
@@ -292,7 +301,7 @@ class Iteration:
     def input_forward(self, instruction: Pass) -> None:
         """IF: look up the rows that this rank owns, once the tokens of microbatch i - 2 have left."""
         while len(self._departures) >= EMBEDDED_INPUTS:
-            self._departures.popleft().wait()
+            self._wait(self._departures.popleft())
         tokens = self.microbatches[instruction.microbatch].owned_tokens
         rows = self._vocab_model().embedding.word_embeddings(tokens)
         self.buffers.put(instruction, "rows", rows)
@@ -315,7 +324,7 @@ class Iteration:
 
     def _embedded_rows(self, i: int) -> torch.Tensor:
         microbatch = self.microbatches[i]
-        rows = self.buffers.take(Comm(CommType.CI, self.rank.pipeline_rank, i), "event").wait()
+        rows = self._wait(self.buffers.take(Comm(CommType.CI, self.rank.pipeline_rank, i), "event"))
         embedded = assemble(microbatch.plan, rows).view(*microbatch.shape, -1)
         return embedded.requires_grad_(not self.call.forward_only)
 
@@ -346,7 +355,7 @@ class Iteration:
     def input_backward(self, instruction: Pass) -> None:
         """IB: add the received gradients into this rank's rows of the embedding gradient."""
         i = instruction.microbatch
-        rows = self.buffers.take(Comm(CommType.CIB, instruction.stage, i), "event").wait()
+        rows = self._wait(self.buffers.take(Comm(CommType.CIB, instruction.stage, i), "event"))
         model = self._vocab_model()
         weight = model.embedding.word_embeddings.weight
         embedding_backward(rows, self.microbatches[i].owned_tokens, model.shard.range, main_grad(weight))
@@ -386,7 +395,7 @@ class Iteration:
     def output_forward(self, instruction: Pass) -> None:
         """S: logits of this rank's shard and their local statistics."""
         i, algorithm = instruction.microbatch, self.rank.algorithm
-        x = self.buffers.take(Comm(CommType.C0, instruction.stage, i), "event").wait()
+        x = self._wait(self.buffers.take(Comm(CommType.C0, instruction.stage, i), "event"))
         options: dict[str, bool] = {"maximum_only": True}
         if algorithm != "naive":
             training = not self.call.forward_only
@@ -413,7 +422,7 @@ class Iteration:
     def exponential_sum(self, instruction: Pass) -> None:
         """S2, naive: exponentials against the global offset, and their local sum."""
         i = instruction.microbatch
-        offsets = self.buffers.take(Comm(CommType.C1, instruction.stage, i), "event").wait()
+        offsets = self._wait(self.buffers.take(Comm(CommType.C1, instruction.stage, i), "event"))
         state = self.buffers.take(Pass(PassType.S, instruction.stage, i), "state")
         state, statistics = naive_sum(state, offsets)
         self._put_state(instruction, None if self.call.forward_only else state, statistics)
@@ -477,9 +486,9 @@ class Iteration:
         weight = self._vocab_model().output_layer.weight
         grad_loss = self.microbatches[i].grad_loss
         if algorithm == "vocab-2":
-            merged, _ = event.wait()
+            merged, _ = self._wait(event)
         else:
-            merged = event.wait()
+            merged = self._wait(event)
             part = input_gradient(state, merged, grad_loss, weight.detach())
             self.buffers.put(instruction, "hidden_grad", part)
             if self.rank.is_last:
@@ -501,22 +510,22 @@ class Iteration:
         """S of interlaced: the whole output layer, all ranks in step."""
         rank, i = self.rank, instruction.microbatch
         groups = rank.groups
-        x = self.buffers.take(Comm(CommType.C0, instruction.stage, i), "event").wait()
+        x = self._wait(self.buffers.take(Comm(CommType.C0, instruction.stage, i), "event"))
         layer = self._vocab_model().output_layer
         training = not self.call.forward_only
         state, statistics = layer(
             x, self.microbatches[i].labels, with_input_gradient=training, keep_state=training
         )
-        merged = rank.output_stream.submit(
-            lambda: merge_stats(all_gather(groups, groups.output, statistics))
-        ).wait()
+        merged = self._wait(
+            rank.output_stream.submit(lambda: merge_stats(all_gather(groups, groups.output, statistics)))
+        )
         if rank.is_last:
             self._report_loss(i, merged)
         if not training:
             return
         grad_loss = self.microbatches[i].grad_loss
         part = input_gradient(state, merged, grad_loss, layer.weight.detach())
-        hidden_grad = rank.output_stream.submit(lambda: all_reduce(groups, groups.output, part)).wait()
+        hidden_grad = self._wait(rank.output_stream.submit(lambda: all_reduce(groups, groups.output, part)))
         if rank.is_last:
             self.buffers.put(instruction, "hidden_grad", hidden_grad)
         weight_gradient(state, merged, grad_loss, main_grad(layer.weight))
@@ -529,7 +538,7 @@ class Iteration:
             grad = self.buffers.take(Pass(PassType.S, rank, i), "hidden_grad")
         else:
             source = Comm(INPUT_GRADIENT[self.rank.algorithm], rank, i)
-            grad = self.buffers.take(source, "event").wait()
+            grad = self._wait(self.buffers.take(source, "event"))
             if self.rank.algorithm == "vocab-2":
                 merged, grad = grad
                 self._report_loss(i, merged)

@@ -184,6 +184,8 @@ class VocabParallelGPTModel(GPTModel):
         layer_options = {"config": config, "tp_group": self.pg_collection.tp}
         if not self.pre_process:
             self.embedding = torch.nn.Module()
+        if self.post_process:
+            del self.output_layer  # so that a tied weight is named by its embedding on every stage
         self.embedding.word_embeddings = VocabShardEmbedding(
             shard, config.hidden_size, init_method=config.embedding_init_method, **layer_options
         )

@@ -63,6 +63,7 @@ class Result:
     evaluation: list[float]
     first_gradients: dict[str, np.ndarray]
     weights: dict[str, np.ndarray]
+    reports_loss: bool
 
 
 def transformer_config(case: Case) -> TransformerConfig:
@@ -226,7 +227,7 @@ def train(_: int, case: Case, reference: Result | None = None) -> Result:
         if reference is not None:
             first = _differences(module, first, reference.first_gradients)
             weights = _differences(module, weights, reference.weights)
-        return Result(losses, evaluation, first, weights)
+        return Result(losses, evaluation, first, weights, parallel_state.is_pipeline_last_stage())
 
 
 def _differences(

@@ -1,0 +1,190 @@
+"""Megatron's own data path: an indexed dataset written, read as ``GPTDataset``, and cut into microbatches.
+
+Which sequences a microbatch holds depends on the seed, the step and its place in the step alone, so every
+method sees the same data and a resumed job goes on where it stopped.
+Next: ``train/prepare.py``, which decides what is written, and ``trainer.py``, which reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sysconfig
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets import utils as dataset_utils
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+
+from megatron_vocabpar.train.cache import locked
+from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.prepare import DataFiles, DatasetSizes
+
+Batch = Mapping[str, torch.Tensor | None]
+"""``tokens``, ``labels``, ``position_ids`` [b, s] int64, ``loss_mask`` [b, s] float32, ``attention_mask`` None."""
+
+_SCANNED_TOKENS = 1 << 28
+
+
+def write_dataset(prefix: str, documents: Iterable[Sequence[int]], vocab_size: int) -> None:
+    """Write ``prefix.bin`` and ``prefix.idx``: one sequence a document, in the smallest token type.
+
+    A reader finds the whole of both files or no ``.idx``.
+    """
+    partial = f"{prefix}.partial-{os.getpid()}"
+    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+    builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=DType.optimal_dtype(vocab_size))
+    for document in documents:
+        builder.add_document(document, [len(document)])
+    builder.finalize(f"{partial}.idx")
+    for end in (".bin", ".idx"):
+        os.replace(partial + end, prefix + end)
+
+
+def inspect_dataset(prefix: str) -> DatasetSizes:
+    """Sequence lengths of an indexed dataset, and its largest token id (among the first 2²⁸ tokens).
+
+    Raises:
+        ValueError: if the files are not an indexed dataset, or hold no token.
+    """
+    try:
+        dataset = IndexedDataset(prefix)
+    except Exception as error:  # Megatron reports a wrong header by an assertion
+        raise ValueError(f"{prefix} is not a Megatron indexed dataset ({error}); give another --text") from error
+    lengths = dataset.sequence_lengths.tolist()
+    if sum(lengths) == 0:
+        raise ValueError(f"the indexed dataset {prefix} is empty; give another --text")
+    tokens = np.memmap(f"{prefix}.bin", dtype=dataset.index.dtype, mode="r")
+    return DatasetSizes(lengths, int(tokens[:_SCANNED_TOKENS].max()))
+
+
+def compile_helpers() -> None:
+    """Make sure that ``GPTDataset``'s C++ functions are there; run it in one process, before the workers start.
+
+    The wheels of megatron-core bring them; an installation without them is compiled here.
+
+    Raises:
+        ValueError: if there is no C++ compiler or pybind11, or the compilation fails.
+    """
+    with contextlib.suppress(ImportError):
+        from megatron.core.datasets import helpers_cpp  # noqa: F401
+
+        return
+    folder = Path(dataset_utils.__file__).parent
+    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+    if compiler is None:
+        raise ValueError("megatron-core's dataset functions need a C++ compiler; install g++")
+    try:
+        import pybind11
+    except ModuleNotFoundError as error:
+        raise ValueError("megatron-core's dataset functions need pybind11; run: pip install pybind11") from error
+    target = folder / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
+    includes = [f"-I{path}" for path in (pybind11.get_include(), sysconfig.get_paths()["include"])]
+    with locked(folder):
+        command = [compiler, "-O3", "-shared", "-std=c++17", "-fPIC", *includes]
+        result = subprocess.run(
+            [*command, str(folder / "helpers.cpp"), "-o", str(target)], capture_output=True, text=True
+        )
+    if result.returncode != 0:
+        last = (result.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ValueError(f"{compiler} could not compile {folder / 'helpers.cpp'}: {last}")
+
+
+class _Vocabulary:
+    """What ``GPTDatasetConfig`` asks of a tokenizer: a size, an end of document, and an identity for the cache."""
+
+    def __init__(self, files: DataFiles) -> None:
+        self.vocab_size = files.vocab_size
+        self.eod = files.eod
+        self.unique_identifiers = OrderedDict(class_="megatron_vocabpar", vocab_size=files.vocab_size)
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """One epoch of each part, shuffled by the seed; ``valid`` is None where nothing is kept for evaluation."""
+
+    train: GPTDataset
+    valid: GPTDataset | None
+
+
+def build_datasets(config: TrainConfig, files: DataFiles) -> Datasets:
+    """``GPTDataset`` for training and evaluation. Call it on every rank: Megatron's builder has barriers.
+
+    Args:
+        config: sequence length and seed.
+        files: what ``prepare`` returned; the indices are kept in ``files.index_cache``.
+    """
+    evaluated = config.eval_interval > 0 and files.valid_documents > 0
+    dataset_config = GPTDatasetConfig(
+        random_seed=config.seed,
+        sequence_length=config.seq_length,
+        blend=([files.prefix], None),
+        split=f"{files.documents - files.valid_documents},{files.valid_documents if evaluated else 0},0",
+        path_to_cache=files.index_cache,
+        tokenizer=_Vocabulary(files),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    with locked(Path(files.index_cache)) if rank == 0 else contextlib.nullcontext():
+        builder = BlendedMegatronDatasetBuilder(GPTDataset, [None, None, None], lambda: True, dataset_config)
+        train, valid, _ = builder.build()
+    return Datasets(train, valid)
+
+
+def microbatch(
+    dataset: GPTDataset, config: TrainConfig, step: int, index: int, dp_rank: int = 0
+) -> dict[str, torch.Tensor | None]:
+    """Microbatch ``index`` of a step, for one data-parallel rank.
+
+    The sequences of a step are counted microbatch by microbatch, and rank by rank within each. After the
+    last sequence of the dataset comes a new epoch, shuffled again by the seed and the epoch's number.
+
+    Returns:
+        a ``Batch`` on the CPU.
+
+    Raises:
+        ValueError: if a token id is not in the model's vocabulary.
+    """
+    size = config.micro_batch_size
+    first = ((step * config.microbatches + index) * config.dp + dp_rank) * size
+    samples = [dataset[_sample(len(dataset), config.seed, place)] for place in range(first, first + size)]
+    batch: dict[str, torch.Tensor | None] = {
+        name: torch.stack([sample[name] for sample in samples])
+        for name in ("tokens", "labels", "loss_mask", "position_ids")
+    }
+    largest = max(int(sample[name].max()) for sample in samples for name in ("tokens", "labels"))
+    if largest >= config.vocab_size:
+        raise ValueError(f"the data holds token id {largest}; give --vocab-size {largest + 1} or more")
+    batch["attention_mask"] = None
+    return batch
+
+
+def microbatches(
+    dataset: GPTDataset, config: TrainConfig, start_step: int, dp_rank: int = 0
+) -> Iterator[dict[str, Any]]:
+    """The microbatches of step ``start_step``, then of the next, without end: Megatron's ``data_iterator``."""
+    step = start_step
+    while True:
+        for index in range(config.microbatches):
+            yield microbatch(dataset, config, step, index, dp_rank)
+        step += 1
+
+
+def _sample(length: int, seed: int, place: int) -> int:
+    """Index of the sample at ``place`` of an endless order; the first epoch is the dataset's own order."""
+    epoch, within = divmod(place, length)
+    if epoch == 0:
+        return within
+    return int(np.random.default_rng([seed, epoch]).permutation(length)[within])

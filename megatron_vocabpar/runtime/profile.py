@@ -1,0 +1,179 @@
+"""Measured timelines: when each rank computed, waited and communicated.
+
+A ``Timeline`` observes instructions on the main stream and, through ``watch``, the work on side streams. Waiting for a
+message is told apart from computing, so measured passes can be compared with planned ones and fed back
+into the generator as :class:`PassCosts`-like medians.
+
+The trace opens in any viewer of the Chrome trace-event format (Perfetto, chrome://tracing).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+
+from megatron_vocabpar.runtime.streams import Event, Mark, Stream, clock
+from megatron_vocabpar.schedule.passes import Instruction, Pass
+
+T = TypeVar("T")
+
+COMPUTE, OUTPUT, INPUT = "compute", "output collectives", "input collectives"
+_LANES = (COMPUTE, OUTPUT, INPUT)
+_COLOURS = {
+    "F": "thread_state_running",
+    "B": "rail_response",
+    "W": "rail_load",
+    "S": "thread_state_iowait",
+    "S2": "thread_state_iowait",
+    "T": "rail_animation",
+    "IF": "rail_idle",
+    "IB": "rail_idle",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that one rank did.
+
+    Attributes:
+        name: text form of the instruction.
+        kind: its type, or ``wait``.
+        lane: ``compute``, ``output collectives`` or ``input collectives``.
+        start_s, end_s: seconds on the machine's monotonic clock.
+    """
+
+    name: str
+    kind: str
+    lane: str
+    start_s: float
+    end_s: float
+
+
+class Timeline:
+    """Records spans between ``start`` and ``stop``; costs nothing otherwise."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._mark = clock(device)
+        self._spans: list[tuple[str, str, str, Mark, Mark]] = []
+        self._recording = False
+        self._current: Instruction | None = None
+        self._computing_since: Mark | None = None
+
+    def start(self) -> None:
+        """Forget the past and record from now on."""
+        self._spans.clear()
+        self._recording = True
+
+    def stop(self) -> list[Span]:
+        """Stop recording; the spans so far."""
+        self._recording = False
+        return [Span(n, kind, lane, a.seconds(), b.seconds()) for n, kind, lane, a, b in self._spans]
+
+    @contextmanager
+    def observe(self, instruction: Instruction) -> Iterator[None]:
+        """Around an instruction: an observer for the executor."""
+        self._current = instruction
+        if not self._recording:
+            yield
+            return
+        self._computing_since = self._mark()
+        yield
+        if isinstance(instruction, Pass):
+            self._add(instruction, instruction.type.value, COMPUTE, self._computing_since)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait inside an instruction."""
+        if not self._recording or self._current is None:
+            yield
+            return
+        begin = self._mark()
+        yield
+        self._add(self._current, "wait", COMPUTE, begin)
+        self._computing_since = self._mark()
+
+    def watch(self, stream: Stream, lane: str) -> Stream:
+        """The same stream, whose work is recorded under the instruction that submitted it."""
+        return _WatchedStream(self, stream, lane)
+
+    def _add(self, instruction: Instruction, kind: str, lane: str, begin: Mark) -> None:
+        self._spans.append((str(instruction), kind, lane, begin, self._mark()))
+
+    def recorded(self, work: Callable[[], T], lane: str) -> Callable[[], T]:
+        """``work``, recorded in ``lane`` when it runs."""
+        if not self._recording or self._current is None:
+            return work
+        instruction = self._current
+
+        def run() -> T:
+            begin = self._mark()
+            value = work()
+            self._add(instruction, instruction.type.value, lane, begin)
+            return value
+
+        return run
+
+
+class _WatchedStream:
+    def __init__(self, timeline: Timeline, stream: Stream, lane: str) -> None:
+        self._timeline = timeline
+        self._stream = stream
+        self._lane = lane
+
+    def submit(self, work: Callable[[], T]) -> Event[T]:
+        return self._stream.submit(self._timeline.recorded(work, self._lane))
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def trace_events(spans_by_rank: Sequence[Sequence[Span]]) -> dict[str, Any]:
+    """A Chrome trace: a row for each rank's passes, and below it its collectives; times in microseconds."""
+    origin = min((span.start_s for spans in spans_by_rank for span in spans), default=0.0)
+    events: list[dict[str, Any]] = []
+    for rank, spans in enumerate(spans_by_rank):
+        for position, lane in enumerate(_LANES):
+            row = rank * len(_LANES) + position
+            name = f"rank {rank}" if lane == COMPUTE else f"rank {rank} {lane}"
+            events.append({"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": name}})
+            events.append(
+                {"ph": "M", "pid": 0, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}}
+            )
+        for span in spans:
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": rank * len(_LANES) + _LANES.index(span.lane),
+                    "name": f"wait for {span.name}" if span.kind == "wait" else span.name,
+                    "cat": span.kind,
+                    "cname": _COLOURS.get(span.kind, "grey"),
+                    "ts": round((span.start_s - origin) * 1e6, 1),
+                    "dur": round((span.end_s - span.start_s) * 1e6, 1),
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def median_pass_ms(spans_by_rank: Sequence[Sequence[Span]]) -> dict[str, list[float]]:
+    """Median milliseconds of each pass type on each rank, waiting left out; 0 where a rank ran none."""
+    kinds = sorted({span.kind for spans in spans_by_rank for span in spans if _is_pass(span)})
+    medians: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for spans in spans_by_rank:
+        durations: dict[str, list[float]] = defaultdict(list)
+        for span in spans:
+            if _is_pass(span):
+                durations[span.kind].append((span.end_s - span.start_s) * 1e3)
+        for kind in kinds:
+            medians[kind].append(median(durations[kind]) if durations[kind] else 0.0)
+    return medians
+
+
+def _is_pass(span: Span) -> bool:
+    return span.lane == COMPUTE and span.kind != "wait"
