@@ -1,0 +1,108 @@
+"""The input layer on vocabulary shards: passes IF and IB.
+
+Token ids are known on every rank, so every rank derives the same plan: which rank owns each token
+and in which order the rows travel. A rank looks up, sends and gets gradients for its own rows only,
+n/p on average, where the published scheme has every rank build and all-reduce a dense [n, H].
+
+Letters: n tokens, H hidden, P rows of this rank's shard. The collective itself is the runtime's.
+Source: section 5.4 and appendix C of the paper. Next: ``output.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_vocabpar.layers.kernels.reference import scatter_add_rows_
+from megatron_vocabpar.layers.partition import VocabRange
+
+
+@dataclass(frozen=True, slots=True)
+class InputPlan:
+    """How the tokens of one microbatch divide over the shards.
+
+    Attributes:
+        order: [n] int64 token positions grouped by owner rank, ascending inside an owner.
+        counts: tokens of each rank, in rank order; they sum to n.
+    """
+
+    order: Tensor
+    counts: tuple[int, ...]
+
+    def positions(self, rank: int) -> Tensor:
+        """[counts[rank]] positions of the tokens that this rank owns, ascending."""
+        start = sum(self.counts[:rank])
+        return self.order[start : start + self.counts[rank]]
+
+
+def plan_input(tokens: Tensor, ranges: Sequence[VocabRange]) -> InputPlan:
+    """Divide tokens over the shards that own them.
+
+    Args:
+        tokens: [n] integer ids. Counts are needed on the host: ids on a GPU cost a synchronisation.
+        ranges: adjacent ranges of all ranks, in rank order, some perhaps empty.
+
+    Raises:
+        ValueError: if an id is outside [0, V).
+    """
+    vocab_size = ranges[0].vocab_size
+    outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+    if outside.numel():
+        raise ValueError(
+            f"token id {int(outside[0])} is outside the vocabulary of {vocab_size} ids; "
+            "use the tokenizer the data was made with, or a larger vocabulary"
+        )
+    stops = torch.tensor([shard.stop for shard in ranges], device=tokens.device)
+    owner = torch.bucketize(tokens.long(), stops, right=True)  # the number of ranges that end at or before it
+    return InputPlan(
+        order=torch.argsort(owner, stable=True),
+        counts=tuple(torch.bincount(owner, minlength=len(ranges)).tolist()),
+    )
+
+
+@torch.no_grad()
+def embedding_forward(tokens_owned: Tensor, weight: Tensor, shard: VocabRange) -> Tensor:
+    """Pass IF: the rows of this shard's tokens.
+
+    Args:
+        tokens_owned: [m] global ids, all inside the shard: ``tokens[plan.positions(rank)]``.
+        weight: [P, H].
+        shard: the rows that ``weight`` holds.
+
+    Returns:
+        [m, H] in the weight's dtype.
+    """
+    return weight.index_select(0, tokens_owned.long() - shard.start)
+
+
+@torch.no_grad()
+def assemble(plan: InputPlan, received: Tensor) -> Tensor:
+    """First stage, after CI: rows of all ranks in owner order, [n, H], to token order, [n, H]."""
+    rows = torch.empty_like(received)
+    rows[plan.order] = received
+    return rows
+
+
+@torch.no_grad()
+def split_gradient(plan: InputPlan, grad: Tensor) -> Tensor:
+    """First stage, before the way back: the gradient in token order, [n, H], to owner order, [n, H].
+
+    Split it by ``plan.counts`` to send each rank its own rows.
+    """
+    return grad[plan.order]
+
+
+@torch.no_grad()
+def embedding_backward(grad_rows: Tensor, tokens_owned: Tensor, shard: VocabRange, main_grad: Tensor) -> None:
+    """Pass IB: add the rows' gradients into this shard's weight gradient, in token order.
+
+    Args:
+        grad_rows: [m, H] gradient of the rows that ``embedding_forward`` gave, any floating dtype.
+        tokens_owned: [m] the same ids.
+        shard: the rows that the gradient holds.
+        main_grad: [P, H], added to in place; fp32 for 16-bit weights, or the weight's dtype.
+    """
+    scatter_add_rows_(main_grad, tokens_owned.long() - shard.start, grad_rows)

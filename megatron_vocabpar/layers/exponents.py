@@ -1,0 +1,72 @@
+"""Exact powers of two: the offset that makes softmax shards join without rounding.
+
+A logit is split as ``y = (q + f) ln 2`` with integer q and |f| <= 1/2, so that
+``exp(y) = 2^f * 2^q``. Only ``2^f`` is ever rounded; multiplying by ``2^(q - k)`` for an integer
+offset k changes the exponent alone. Stored exponentials then do not depend on k, and so not on how
+the vocabulary is cut.
+
+Exponents travel as whole numbers in the floating type of the statistics. Used by
+``kernels/reference.py`` and ``softmax_stats.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EXPONENT_LIMIT = float(2**22)
+"""q is clamped to +-2^22 (+-2.9e6 nats), where differences of exponents are still exact in fp32."""
+
+NOTHING = -EXPONENT_LIMIT
+"""The offset k of a row without any finite logit, such as every row of an all-padding shard."""
+
+_LOG2_E = 1.4426950408889634
+# ln 2 in two parts. The first has 9 significant bits, so q * _LN2_HIGH is exact for |q| < 2^15
+# (|y| < 22000), and the remainder y - q ln 2 keeps the full precision of y however large y is.
+_LN2_HIGH = 355 / 512
+_LN2_LOW = -2.1219444005469057e-4
+
+
+def split_exponent(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Split natural-log values into integer exponents and remainders.
+
+    Args:
+        y: any shape, fp32 or fp64. -inf is allowed.
+
+    Returns:
+        ``(q, r)`` like y with ``y = q ln 2 + r``, q whole and within +-EXPONENT_LIMIT, |r| <= ln 2 / 2
+        except where q was clamped: -inf gives the lowest q and r = -inf, so that exp(r) = 0. NaN and
+        +inf come out as NaN or inf.
+    """
+    q = (y * _LOG2_E).round_().clamp_(-EXPONENT_LIMIT, EXPONENT_LIMIT)
+    # Two separate multiplications: a fused one would round differently from one layout to another.
+    r = (y - q * _LN2_HIGH).sub_(q * _LN2_LOW)
+    return q, r
+
+
+def fraction_power(r: Tensor) -> Tensor:
+    """exp(r) = 2^f for the remainder r of ``split_exponent``; 0 for r = -inf. Overwrites r."""
+    return r.mul_(_LOG2_E).exp2_()
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent, exactly, built from its bits.
+
+    Args:
+        exponent: whole numbers, fp32 or fp64, any shape.
+
+    Returns:
+        The powers in the same dtype; 0 below the smallest normal number (2^-126 in fp32), 2^127 (in
+        fp64 2^1023) above the largest.
+    """
+    if exponent.dtype == torch.float64:
+        return (
+            (exponent.clamp(-1023, 1023).to(torch.int64) + 1023).bitwise_left_shift_(52).view(torch.float64)
+        )
+    assert exponent.dtype == torch.float32, exponent.dtype
+    return (exponent.clamp(-127, 127).to(torch.int32) + 127).bitwise_left_shift_(23).view(torch.float32)
+
+
+def log_of_power(exponent: Tensor) -> Tensor:
+    """exponent * ln 2 to the full precision of its dtype, for a whole number."""
+    return exponent * _LN2_HIGH + exponent * _LN2_LOW

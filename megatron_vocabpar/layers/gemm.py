@@ -1,0 +1,69 @@
+"""Matrix products that are accumulated, and returned, in high precision.
+
+16-bit operands give fp32 results: the logits' own rounding to 16 bits would dominate every other
+error of the output layer (5e-3 in a log-probability). On a GPU the library does that directly; on
+the CPU, whose 16-bit products round their results, the operands are converted first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+_TRANSIENT_BYTES = 64 * 2**20
+
+
+def result_dtype(operand: torch.dtype) -> torch.dtype:
+    """The dtype of logits, statistics and input gradients: fp32, or fp64 for fp64 operands.
+
+    Raises:
+        ValueError: if the vocabulary layers can't compute in ``operand``.
+    """
+    if operand == torch.float64:
+        return torch.float64
+    if operand == torch.float32 or operand in _HALF_DTYPES:
+        return torch.float32
+    raise ValueError(f"operands in {operand}: use bfloat16, float16, float32 or float64")
+
+
+def row_chunks(rows: int, columns: int, rows_per_chunk: int | None = None) -> list[slice]:
+    """Cut ``rows`` so that a transient of fp32 [chunk, columns] stays near 64 MiB, or as told.
+
+    Raises:
+        ValueError: if ``rows_per_chunk`` is below 1.
+    """
+    if rows_per_chunk is None:
+        rows_per_chunk = max(1, _TRANSIENT_BYTES // (4 * max(1, columns)))
+    if rows_per_chunk < 1:
+        raise ValueError(f"{rows_per_chunk} rows per chunk: give at least 1, or None to choose by size")
+    return [slice(start, min(start + rows_per_chunk, rows)) for start in range(0, rows, rows_per_chunk)]
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` for [i, j] and [j, k] of one dtype, in ``result_dtype`` of it."""
+    dtype = result_dtype(a.dtype)
+    if a.dtype == dtype:
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)
+
+
+def add_product_(out: Tensor, a: Tensor, b: Tensor, factor: Tensor | None = None) -> None:
+    """``out += factor * (a @ b)`` in place, by one accumulating product where the library has it.
+
+    Args:
+        out: [i, k], in the operands' dtype or in ``result_dtype`` of it.
+        a: [i, j].
+        b: [j, k], in the dtype of a.
+        factor: one element, in ``result_dtype``; None is 1.
+    """
+    if factor is None and (a.dtype == result_dtype(a.dtype) or (a.is_cuda and out.dtype == a.dtype)):
+        out.addmm_(a, b)
+    elif factor is None and a.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        for rows in row_chunks(a.shape[0], max(a.shape[1], b.shape[1])):
+            part = product(a[rows], b)
+            out[rows] += part if factor is None else part * factor

@@ -1,0 +1,173 @@
+"""The row kernels of the vocabulary layers in plain PyTorch: this is the specification.
+
+Device kernels have the same signatures and must give the same results; each function below is one
+kernel. Numbered steps are the steps of the kernel.
+
+Source: sections 4.3 and 4.4 of the paper (the S pass), with integer offsets and the target's term
+left out. Read ``../exponents.py`` first.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_vocabpar.layers.exponents import NOTHING, fraction_power, power_of_two, split_exponent
+from megatron_vocabpar.layers.gemm import result_dtype
+
+HEADROOM = {torch.float16: 14}
+"""Exponents by which stored values may exceed 1, where the storage has few below 1.
+
+fp16 ends at 2^-24; lifting the row by 2^14 keeps ids down to 2^-39 of the most likely one.
+"""
+
+
+class Exponentials(NamedTuple):
+    """One shard's exponentials of the logits, without the target.
+
+    Attributes:
+        e: [n, P] storage dtype, or None where not asked for; ``exp(Y_ij) / 2^k_i``, exactly 0 for the
+            target, for padding and for logits 2^126 below the row's largest.
+        k: [n] whole offsets.
+        s_rest: [n] sums of the unrounded exponentials; 0 where the shard has nothing but the target.
+        target_logit: [n] the target's logit, 0 where another shard owns it.
+    """
+
+    e: Tensor | None
+    k: Tensor
+    s_rest: Tensor
+    target_logit: Tensor
+
+
+def take_target_(logits: Tensor, target_row: Tensor, valid_rows: int) -> Tensor:
+    """Mask padding and each row's target with -inf, in place.
+
+    Args:
+        logits: [n, P] fp32 or fp64, overwritten.
+        target_row: [n] int64, the target's column in this shard, or -1.
+        valid_rows: columns from here on are padding.
+
+    Returns:
+        [n] the target's logit as it was, 0 where target_row is -1.
+    """
+    logits[:, valid_rows:] = -torch.inf
+    if valid_rows == 0:
+        return logits.new_zeros(logits.shape[0])
+    owned = target_row >= 0
+    column = target_row.clamp(min=0).unsqueeze(1)  # [n, 1]
+    found = logits.gather(1, column).squeeze(1)
+    logits.scatter_(1, column, torch.where(owned, -torch.inf, found).unsqueeze(1))
+    return torch.where(owned, found, 0)
+
+
+def row_offset(q: Tensor, dtype: torch.dtype) -> Tensor:
+    """k: the largest exponent of each row, less the headroom of the storage dtype.
+
+    Args:
+        q: [n, P] whole exponents (see ``split_exponent``).
+        dtype: in which the exponentials are stored.
+
+    Returns:
+        [n] like q; ``NOTHING`` for rows without a finite logit.
+    """
+    if q.shape[1] == 0:
+        return q.new_full((q.shape[0],), NOTHING)
+    largest = q.amax(dim=1)
+    return torch.where(largest == NOTHING, NOTHING, largest - HEADROOM.get(dtype, 0))
+
+
+def exponentials(
+    logits: Tensor,
+    target_row: Tensor,
+    valid_rows: int,
+    offset: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Exponentials:
+    """The S pass between its matrix products: one read of the logits, one write of E.
+
+    Args:
+        logits: [n, P] fp32 or fp64; overwritten.
+        target_row: [n] int64, the target's column in this shard, or -1.
+        valid_rows: columns from here on are padding.
+        offset: [n] offsets to use, not below the row's own (naive: the largest of all shards); None
+            takes the row's own.
+        dtype: storage dtype of E, which decides the headroom; None is the dtype of the logits.
+        out: [n, P] of that dtype, where to store E; None where E is not needed.
+
+    Returns:
+        The exponentials and statistics, in the dtype of the logits but for ``e``, which is ``out``.
+    """
+    dtype = logits.dtype if dtype is None else dtype
+    # 1. the target leaves the row; padding is masked
+    target_logit = take_target_(logits, target_row, valid_rows)
+    # 2. y = (q + f) ln 2
+    q, r = split_exponent(logits)
+    # 3. the row's offset
+    k = row_offset(q, dtype) if offset is None else offset
+    # 4. 2^f * 2^(q - k): the second factor is exact
+    values = fraction_power(r).mul_(power_of_two(q.sub_(k.unsqueeze(1))))
+    # 5. sum the unrounded values, store the rounded ones
+    if out is not None:
+        out.copy_(values)
+    return Exponentials(out, k, values.sum(dim=1), target_logit)
+
+
+def scale_rows(x: Tensor, scale: Tensor) -> Tensor:
+    """Each row of x times its factor, multiplied in the factors' dtype: [n, H] like x, x untouched."""
+    return (x.to(scale.dtype) * scale.unsqueeze(1)).to(x.dtype)
+
+
+def lift(x: Tensor, scale: Tensor) -> Tensor | None:
+    """The power of two by which scaled rows must grow to fit fp16, whose small numbers end at 2^-24.
+
+    Args:
+        x: [n, H].
+        scale: [n] factors, fp32.
+
+    Returns:
+        None unless x is fp16; else a one-element tensor: scaled rows times it stay below 2^15.
+    """
+    if x.dtype != torch.float16 or x.numel() == 0:
+        return None
+    largest = (x.abs().amax(dim=1).to(scale.dtype) * scale.abs()).amax()
+    exponent = torch.frexp(largest).exponent.to(scale.dtype)
+    return power_of_two(15 - exponent).reshape(1)
+
+
+def scatter_add_rows_(out: Tensor, rows: Tensor, values: Tensor, scale: Tensor | None = None) -> None:
+    """``out[rows[i]] += scale[i] * values[i]`` in place, in one fixed order for any number of repeats.
+
+    Args:
+        out: [P, H] of any floating dtype. Repeats are summed in fp32 before they are added to a 16-bit one.
+        rows: [m] int64 rows of ``out``, repeats allowed.
+        values: [m, H] of any floating dtype.
+        scale: [m] fp32 or fp64 factors; None is 1.
+    """
+    if rows.numel() == 0:
+        return
+    dtype = result_dtype(out.dtype)
+    addends = values.to(dtype)
+    if scale is not None:
+        addends = addends * scale.to(dtype).unsqueeze(1)
+    if out.dtype != dtype:
+        rows, repeat = torch.unique(rows, return_inverse=True)
+        sums = addends.new_zeros(len(rows), out.shape[1])
+        _accumulate_rows_(sums, repeat, addends)
+        addends = sums.to(out.dtype)
+    _accumulate_rows_(out, rows, addends)
+
+
+def _accumulate_rows_(out: Tensor, rows: Tensor, addends: Tensor) -> None:
+    """Add rows of one dtype by the operation that is deterministic on the device.
+
+    On the CPU index_add_ goes through the rows in order; on a GPU it adds atomically, in any order,
+    while index_put_ sorts by row first.
+    """
+    if out.is_cuda:
+        out.index_put_((rows,), addends, accumulate=True)
+    else:
+        out.index_add_(0, rows, addends)

@@ -1,0 +1,99 @@
+"""Which rows of the vocabulary a rank owns.
+
+The vocabulary of V ids is padded to V_pad rows and cut into contiguous ranges, one per rank of the
+vocabulary group (pipeline times tensor parallel ranks). Padding rows exist in the weights, yet take
+no probability and get no gradient. Everything else in this room takes a ``VocabRange`` as an
+argument; nothing asks a process group.
+
+Source: Balancing Pipeline Parallelism with Vocabulary Parallelism, section 6.1 (padding to a
+multiple of 2p). Next: ``softmax_stats.py`` (how ranges join again), then ``output.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+
+
+@dataclass(frozen=True, slots=True)
+class VocabRange:
+    """Rows [start, stop) of the padded vocabulary, of which ids below ``vocab_size`` are true.
+
+    Raises:
+        ValueError: if the range is reversed or negative, or the vocabulary is empty.
+    """
+
+    start: int
+    stop: int
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 1:
+            raise ValueError(f"vocabulary size {self.vocab_size}: give at least one id")
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"rows [{self.start}, {self.stop}): need 0 <= start <= stop")
+
+    @property
+    def rows(self) -> int:
+        """P, the rows of this shard's weight, padding included."""
+        return self.stop - self.start
+
+    @property
+    def valid_rows(self) -> int:
+        """The leading rows that are true ids; 0 for a shard that is all padding."""
+        return max(0, min(self.stop, self.vocab_size) - self.start)
+
+
+def padded_vocab_size(vocab_size: int, pipeline: int, tensor: int = 1, divisible_by: int = 1) -> int:
+    """V_pad: the smallest multiple of ``2 * pipeline * tensor`` and of ``divisible_by`` that holds V ids.
+
+    Raises:
+        ValueError: if an argument is below 1.
+    """
+    for name, value in (
+        ("vocabulary size", vocab_size),
+        ("pipeline size", pipeline),
+        ("tensor-parallel size", tensor),
+        ("divisor of the padded vocabulary", divisible_by),
+    ):
+        if value < 1:
+            raise ValueError(f"{name} {value}: give at least 1")
+    multiple = lcm(2 * pipeline * tensor, divisible_by)
+    return -(-vocab_size // multiple) * multiple
+
+
+def even_ranges(padded_vocab_size: int, world_size: int, vocab_size: int) -> tuple[VocabRange, ...]:
+    """``world_size`` equal ranges that cover the padded vocabulary, in rank order.
+
+    Raises:
+        ValueError: if the ranges can't be equal, or V ids don't fit.
+    """
+    if world_size < 1:
+        raise ValueError(f"{world_size} vocabulary ranks: give at least 1")
+    if padded_vocab_size % world_size:
+        raise ValueError(
+            f"a padded vocabulary of {padded_vocab_size} rows does not divide over {world_size} ranks; "
+            "take the size from padded_vocab_size(), or use ranges_from_sizes()"
+        )
+    return ranges_from_sizes([padded_vocab_size // world_size] * world_size, vocab_size)
+
+
+def ranges_from_sizes(sizes: Sequence[int], vocab_size: int) -> tuple[VocabRange, ...]:
+    """Adjacent ranges of the given numbers of rows, which may differ and may be 0, in rank order.
+
+    Raises:
+        ValueError: if there is no size, one is negative, or V ids don't fit.
+    """
+    if not sizes:
+        raise ValueError("no shard sizes: give the rows of at least one rank")
+    if min(sizes) < 0:
+        raise ValueError(f"shard of {min(sizes)} rows: sizes must be 0 or more")
+    if sum(sizes) < vocab_size:
+        raise ValueError(
+            f"shards of {sum(sizes)} rows in all do not hold {vocab_size} ids; pad with padded_vocab_size()"
+        )
+    starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+    return tuple(
+        VocabRange(start, start + size, vocab_size) for start, size in zip(starts, sizes, strict=True)
+    )
