@@ -8,6 +8,8 @@ Next: ``train/prepare.py``, which decides what is written, and ``trainer.py``, w
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import os
 import shutil
 import subprocess
@@ -59,7 +61,9 @@ def inspect_dataset(prefix: str) -> DatasetSizes:
     try:
         dataset = IndexedDataset(prefix)
     except Exception as error:  # Megatron reports a wrong header by an assertion
-        raise ValueError(f"{prefix} is not a Megatron indexed dataset ({error}); give another --text") from error
+        raise ValueError(
+            f"{prefix} is not a Megatron indexed dataset ({error}); give another --text"
+        ) from error
     lengths = dataset.sequence_lengths.tolist()
     if sum(lengths) == 0:
         raise ValueError(f"the indexed dataset {prefix} is empty; give another --text")
@@ -76,8 +80,7 @@ def compile_helpers() -> None:
         ValueError: if there is no C++ compiler or pybind11, or the compilation fails.
     """
     with contextlib.suppress(ImportError):
-        from megatron.core.datasets import helpers_cpp  # noqa: F401
-
+        importlib.import_module("megatron.core.datasets.helpers_cpp")
         return
     folder = Path(dataset_utils.__file__).parent
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
@@ -86,7 +89,9 @@ def compile_helpers() -> None:
     try:
         import pybind11
     except ModuleNotFoundError as error:
-        raise ValueError("megatron-core's dataset functions need pybind11; run: pip install pybind11") from error
+        raise ValueError(
+            "megatron-core's dataset functions need pybind11; run: pip install pybind11"
+        ) from error
     target = folder / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
     includes = [f"-I{path}" for path in (pybind11.get_include(), sysconfig.get_paths()["include"])]
     with locked(folder):
@@ -123,12 +128,12 @@ def build_datasets(config: TrainConfig, files: DataFiles) -> Datasets:
         config: sequence length and seed.
         files: what ``prepare`` returned; the indices are kept in ``files.index_cache``.
     """
-    evaluated = config.eval_interval > 0 and files.valid_documents > 0
+    valid_documents = files.valid_documents if files.valid_tokens > config.seq_length else 0
     dataset_config = GPTDatasetConfig(
         random_seed=config.seed,
         sequence_length=config.seq_length,
         blend=([files.prefix], None),
-        split=f"{files.documents - files.valid_documents},{files.valid_documents if evaluated else 0},0",
+        split=f"{files.documents - valid_documents},{valid_documents},0",
         path_to_cache=files.index_cache,
         tokenizer=_Vocabulary(files),
         reset_position_ids=False,
@@ -187,4 +192,9 @@ def _sample(length: int, seed: int, place: int) -> int:
     epoch, within = divmod(place, length)
     if epoch == 0:
         return within
-    return int(np.random.default_rng([seed, epoch]).permutation(length)[within])
+    return int(_shuffled(length, seed, epoch)[within])
+
+
+@functools.lru_cache(maxsize=2)
+def _shuffled(length: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(length)

@@ -1,0 +1,130 @@
+"""Our executor beside megatron-core's own 1F1B: the same stock model, processes and machine, in one run.
+
+Method ``baseline`` leaves the vocabulary layers where Megatron has them, so what differs is the executor alone. The
+two take turns, iteration by iteration, and the ratio is taken pair by pair: the machine's drift cancels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.launch import launch
+
+RESULT_FILE = "runtime.json"
+
+
+@dataclass(frozen=True)
+class RuntimeResult:
+    """Iteration times in milliseconds, in the order measured; entry i of both was measured one after the other."""
+
+    ours_ms: tuple[float, ...]
+    megatron_ms: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Median over the pairs of ours / Megatron's."""
+        return statistics.median(a / b for a, b in zip(self.ours_ms, self.megatron_ms, strict=True))
+
+
+def measure_runtime(config: TrainConfig) -> RuntimeResult:
+    """Start ``config.world_size`` processes and measure ``config.steps`` pairs of iterations.
+
+    Args:
+        config: model, processes and microbatches; method and data are not used.
+    """
+    with tempfile.TemporaryDirectory(prefix="vocabpar-bench-") as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(TrainConfig.from_json(_with(config, method="baseline", output=folder)).to_json())
+        launch(path, config.world_size, Path(folder), worker_module="megatron_vocabpar.bench.runtime")
+        return RuntimeResult(**{k: tuple(v) for k, v in json.loads((Path(folder) / RESULT_FILE).read_text()).items()})
+
+
+def _with(config: TrainConfig, **changes: Any) -> str:
+    return json.dumps({**json.loads(config.to_json()), **changes})
+
+
+def _run_rank(config: TrainConfig) -> None:
+    """Measure on this rank; rank 0 writes the result."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_vocabpar.integration.build import build_model
+    from megatron_vocabpar.integration.cpu import megatron_on_cpu
+    from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
+    from megatron_vocabpar.integration.trainer import forward_step, layers_per_stage
+    from megatron_vocabpar.runtime.streams import backend, default_device
+
+    device = default_device(config.device, int(os.environ["LOCAL_RANK"]))
+    with ExitStack() as stack:
+        if device.type == "cpu":
+            torch.set_num_threads(1)
+            stack.enter_context(megatron_on_cpu())
+        dist.init_process_group(backend(device))
+        stack.callback(dist.destroy_process_group)
+        parallel_state.initialize_model_parallel(config.tp, config.pp)
+        model_parallel_cuda_manual_seed(config.seed)
+        model = build_model(config, layers_per_stage(config))
+        model.config.batch_p2p_sync = False
+        ours = ForwardBackward("baseline", vocab_groups(), device)
+        has_batch = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+
+        def iterate(run: Callable[..., Any]) -> float:
+            model.zero_grad_buffer()
+            dist.barrier()
+            start = time.perf_counter()
+            run(
+                forward_step_func=partial(forward_step, device),
+                data_iterator=_random_batches(config) if has_batch else None,
+                model=[model],
+                num_microbatches=config.microbatches,
+                seq_length=config.seq_length,
+                micro_batch_size=config.micro_batch_size,
+                forward_only=False,
+            )
+            dist.barrier()
+            return (time.perf_counter() - start) * 1e3
+
+        both = (ours, get_forward_backward_func())
+        for run in both:
+            iterate(run)
+        pairs = [tuple(iterate(run) for run in both) for _ in range(config.steps)]
+        if dist.get_rank() == 0:
+            result = {"ours_ms": [a for a, _ in pairs], "megatron_ms": [b for _, b in pairs]}
+            (Path(config.output) / RESULT_FILE).write_text(json.dumps(result))
+
+
+def _random_batches(config: TrainConfig) -> Iterator[dict[str, Any]]:
+    import torch
+
+    shape = (config.micro_batch_size, config.seq_length)
+    generator = torch.Generator().manual_seed(config.seed)
+    for _ in range(config.microbatches):
+        tokens = torch.randint(0, config.vocab_size, shape, generator=generator)
+        yield {
+            "tokens": tokens,
+            "labels": tokens.roll(-1, 1),
+            "loss_mask": torch.ones(shape),
+            "position_ids": torch.arange(config.seq_length).expand(shape).contiguous(),
+            "attention_mask": None,
+        }
+
+
+if __name__ == "__main__":
+    from megatron_vocabpar.train.worker import run_worker
+
+    sys.exit(run_worker(sys.argv[1], _run_rank))

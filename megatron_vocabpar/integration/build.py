@@ -1,0 +1,124 @@
+"""From a ``TrainConfig`` to megatron-core's objects: configuration, model chunk, DDP, optimizer, learning rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
+from megatron_vocabpar.integration.weights import initialise_weights
+from megatron_vocabpar.schedule.methods import method_named
+from megatron_vocabpar.train.config import TrainConfig
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_POSITIONS = {"learned": "learned_absolute", "rope": "rope"}
+
+
+def transformer_config(config: TrainConfig, layers_per_stage: tuple[int, ...]) -> TransformerConfig:
+    """megatron-core's configuration of the transformer layers.
+
+    Args:
+        layers_per_stage: transformer layers of each pipeline stage; they sum to ``config.layers``.
+    """
+    dtype = _DTYPES[config.dtype]
+    return TransformerConfig(
+        num_layers=config.layers,
+        hidden_size=config.hidden,
+        num_attention_heads=config.heads,
+        ffn_hidden_size=config.ffn_hidden,
+        tensor_model_parallel_size=config.tp,
+        pipeline_model_parallel_size=config.pp,
+        pipeline_model_parallel_layout=_layout(layers_per_stage),
+        sequence_parallel=config.use_sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        deallocate_pipeline_outputs=True,
+    )
+
+
+def _layout(layers_per_stage: tuple[int, ...]) -> list[list[str]] | None:
+    """Megatron's layout of uneven stages; None where the stages are even."""
+    if len(set(layers_per_stage)) == 1:
+        return None
+    layout = [["decoder"] * layers for layers in layers_per_stage]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return layout
+
+
+def build_model(config: TrainConfig, layers_per_stage: tuple[int, ...]) -> DistributedDataParallel:
+    """This rank's chunk with the weights that ``config.seed`` gives, inside Megatron's DDP."""
+    options: dict[str, Any] = {
+        "config": transformer_config(config, layers_per_stage),
+        "transformer_layer_spec": get_gpt_layer_local_spec(),
+        "vocab_size": config.vocab_size,
+        "max_sequence_length": config.seq_length,
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
+        "position_embedding_type": _POSITIONS[config.position],
+        "share_embeddings_and_output_weights": config.tied,
+    }
+    model: GPTModel
+    if method_named(config.method).vocabulary_parallel:
+        model = VocabParallelGPTModel(**options, shard=vocab_shard(config.vocab_size))
+    else:
+        model = GPTModel(**options)
+    initialise_weights(model, config.seed)
+    transformer = model.config
+    wrapped = Float16Module(transformer, model) if transformer.bf16 else model
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        use_distributed_optimizer=config.distributed_optimizer,
+    )
+    ddp = DistributedDataParallel(transformer, ddp_config, wrapped)
+    transformer.finalize_model_grads_func = finalize_model_grads
+    transformer.no_sync_func = ddp.no_sync if config.overlap_grad_reduce else None
+    return ddp
+
+
+def build_optimizer(
+    config: TrainConfig, model: DistributedDataParallel
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """Megatron's Adam with fp32 main parameters, and linear warm-up with cosine decay."""
+    optimizer_config = OptimizerConfig(
+        lr=config.lr,
+        min_lr=config.lr / 10,
+        weight_decay=config.weight_decay,
+        clip_grad=config.clip_grad,
+        bf16=config.dtype == "bf16",
+        params_dtype=_DTYPES[config.dtype],
+        use_distributed_optimizer=config.distributed_optimizer,
+    )
+    optimizer = get_megatron_optimizer(optimizer_config, [model])
+    model.config.grad_scale_func = optimizer.scale_loss
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.lr / 10,
+        lr_warmup_steps=min(config.warmup, config.steps - 1),
+        lr_decay_steps=config.steps,
+        lr_decay_style="cosine",
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler

@@ -1,0 +1,230 @@
+"""The training loop of ``vocabpar train``, on one rank.
+
+1. Join the process group; build model, optimizer and data as Megatron does.
+2. For every step: one call of the forward-backward function, one optimizer step, one line of metrics.
+3. Now and then an evaluation, with the same forward-backward function.
+4. At the end: checkpoint, the schedule as a picture, the measured timeline of the last step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megatron_vocabpar.integration.build import build_model, build_optimizer
+from megatron_vocabpar.integration.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from megatron_vocabpar.integration.cpu import megatron_on_cpu
+from megatron_vocabpar.integration.datasets import build_datasets, microbatches
+from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
+from megatron_vocabpar.runtime.profile import Span, Timeline, trace_events
+from megatron_vocabpar.runtime.streams import backend, default_device, named_range, peak_memory_mib
+from megatron_vocabpar.schedule.draw import draw_svg
+from megatron_vocabpar.schedule.passes import Instruction
+from megatron_vocabpar.schedule.redistribution import redistribute_by_flops, with_final_stage
+from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.output import (
+    CHECKPOINT_FOLDER,
+    DATA_FILE,
+    METRICS_FILE,
+    SCHEDULE_FILE,
+    TIMELINE_FILE,
+)
+from megatron_vocabpar.train.prepare import DataFiles
+from megatron_vocabpar.train.metrics import Metrics
+from megatron_vocabpar.train.progress_record import ProgressRecord
+
+
+def run(config: TrainConfig) -> None:
+    """Train as ``config`` says, on the rank that the environment names.
+
+    Args:
+        config: of one method; ``config.output`` is that method's folder, with ``data.json`` in it.
+    """
+    device = default_device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
+    with ExitStack() as stack:
+        if device.type == "cpu":
+            stack.enter_context(megatron_on_cpu())
+        dist.init_process_group(backend(device))
+        stack.callback(dist.destroy_process_group)
+        parallel_state.initialize_model_parallel(config.tp, config.pp)
+        stack.callback(parallel_state.destroy_model_parallel)
+        torch.manual_seed(config.seed)
+        model_parallel_cuda_manual_seed(config.seed)
+        _Trainer(config, device).train()
+
+
+def layers_per_stage(config: TrainConfig) -> tuple[int, ...]:
+    """Transformer layers of each stage: even, but for ``redis``."""
+    if config.method != "redis" or config.pp == 1:
+        return (config.layers // config.pp,) * config.pp
+    if config.final_stage_layers is not None:
+        return with_final_stage(config.layers, config.pp, config.final_stage_layers)
+    return redistribute_by_flops(
+        config.layers, config.pp, config.hidden, config.seq_length, config.vocab_size
+    )
+
+
+def loss_func(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[Any, ...]:
+    """Megatron's: sum over the tokens that count, their number, and both for the report."""
+    losses = output.float().reshape(-1)
+    mask = loss_mask.reshape(-1)
+    total = (losses * mask).sum()
+    tokens = mask.sum().to(torch.int)
+    return total, tokens, {"lm loss": torch.stack([total.detach().clone(), tokens.float()])}
+
+
+def forward_step(device: torch.device, data_iterator: Iterator[Any] | None, model: Any) -> tuple[Any, Any]:
+    """Megatron's: middle stages have no batch."""
+    batch: dict[str, Any] = {}
+    if data_iterator is not None:
+        batch = {k: v if v is None else v.to(device) for k, v in next(data_iterator).items()}
+    output = model(
+        batch.get("tokens"),
+        batch.get("position_ids"),
+        batch.get("attention_mask"),
+        labels=batch.get("labels"),
+    )
+    return output, partial(loss_func, batch.get("loss_mask"))
+
+
+def _profiler_range(device: torch.device, instruction: Instruction) -> AbstractContextManager[object]:
+    return named_range(device, str(instruction))
+
+
+class _Trainer:
+    """What lives as long as the job on one rank."""
+
+    def __init__(self, config: TrainConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.folder = Path(config.output)
+        self.record = ProgressRecord.of_this_rank()
+        self.timeline = Timeline(device)
+        self.forward_backward = ForwardBackward(
+            config.method,
+            vocab_groups(),
+            device,
+            observers=(self._note_instruction, partial(_profiler_range, device)),
+            timeline=self.timeline,
+        )
+        self.model = build_model(config, layers_per_stage(config))
+        self.optimizer, self.scheduler = build_optimizer(config, self.model)
+        self.data = build_datasets(config, DataFiles.from_json((self.folder / DATA_FILE).read_text()))
+
+    @contextmanager
+    def _note_instruction(self, instruction: Instruction) -> Iterator[None]:
+        self.record.write(str(instruction))
+        yield
+
+    def train(self) -> None:
+        """Train to the last step and leave the results."""
+        config, first_step = self.config, 0
+        checkpoints = self.folder / CHECKPOINT_FOLDER
+        if config.resume:
+            first_step = load_checkpoint(
+                latest_checkpoint(checkpoints), self.model, self.optimizer, self.scheduler
+            )
+        batches = self._batches(self.data.train, first_step)
+        with Metrics(config, self.folder / METRICS_FILE, first_step, dist.get_rank() == 0) as metrics:
+            for step in range(first_step, config.steps):
+                self.record.write_step(step)
+                if step == config.steps - 1:
+                    self.timeline.start()
+                measured = self._step(batches)
+                if config.eval_interval and (step + 1) % config.eval_interval == 0:
+                    measured["eval_loss"] = self._evaluate()
+                metrics.add({"step": step + 1, **measured})
+        self._write_pictures()
+        if config.save and first_step < config.steps:
+            save_checkpoint(
+                checkpoints / f"step_{config.steps:07d}",
+                self.model,
+                self.optimizer,
+                self.scheduler,
+                config.steps,
+            )
+        self.forward_backward.close()
+
+    def _batches(self, dataset: Any, step: int) -> Iterator[Any] | None:
+        """The data of the first and the last stage; the others load nothing."""
+        if parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage():
+            return microbatches(dataset, self.config, step, parallel_state.get_data_parallel_rank())
+        return None
+
+    def _step(self, batches: Iterator[Any] | None) -> dict[str, Any]:
+        """One optimizer step; what is measured of it, the same on all ranks."""
+        start = time.perf_counter()
+        learning_rate = self.optimizer.param_groups[0]["lr"]
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reported = self._run(batches, forward_only=False)
+        _, grad_norm, _ = self.optimizer.step()
+        self.scheduler.step(increment=1)
+        loss = self._mean_loss(reported)
+        seconds = time.perf_counter() - start
+        return {
+            "loss": loss,
+            "grad_norm": float(grad_norm),
+            "lr": learning_rate,
+            "tokens_per_s": self.config.tokens_per_step / seconds,
+            "iteration_ms": seconds * 1e3,
+            "peak_memory_mib": self._peak_memory_mib(),
+        }
+
+    def _evaluate(self) -> float | None:
+        """Mean loss of the first ``eval_iters`` steps' worth of the evaluation data."""
+        if self.data.valid is None:
+            return None
+        batches = self._batches(self.data.valid, 0)
+        reported: list[Any] = []
+        for _ in range(self.config.eval_iters):
+            reported += self._run(batches, forward_only=True)
+        return self._mean_loss(reported)
+
+    def _run(self, batches: Iterator[Any] | None, forward_only: bool) -> list[Any]:
+        return self.forward_backward(
+            forward_step_func=partial(forward_step, self.device),
+            data_iterator=batches,
+            model=[self.model],
+            num_microbatches=self.config.microbatches,
+            seq_length=self.config.seq_length,
+            micro_batch_size=self.config.micro_batch_size,
+            forward_only=forward_only,
+        )
+
+    def _mean_loss(self, reported: list[Any]) -> float:
+        """Loss per token over all replicas; one tensor-parallel rank of each last stage counts."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if reported and parallel_state.get_tensor_model_parallel_rank() == 0:
+            sums += torch.stack([report["lm loss"] for report in reported]).double().sum(0)
+        dist.all_reduce(sums)
+        total, tokens = sums.tolist()
+        return total / max(tokens, 1.0)
+
+    def _peak_memory_mib(self) -> list[float]:
+        """The largest peak of each stage's ranks."""
+        peaks = torch.zeros(self.config.pp, dtype=torch.float64, device=self.device)
+        peaks[parallel_state.get_pipeline_model_parallel_rank()] = peak_memory_mib(self.device)
+        dist.all_reduce(peaks, dist.ReduceOp.MAX)
+        return [round(peak, 1) for peak in peaks.tolist()]
+
+    def _write_pictures(self) -> None:
+        """The planned schedule, and the measured timeline of the last step."""
+        spans = self.timeline.stop()
+        everyone: list[list[Span]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, spans)
+        if dist.get_rank() == 0 and any(everyone):
+            schedule = self.forward_backward.schedule(self.config.microbatches)
+            (self.folder / SCHEDULE_FILE).write_text(draw_svg(schedule))
+            (self.folder / TIMELINE_FILE).write_text(json.dumps(trace_events(everyone)))
