@@ -1,0 +1,206 @@
+"""Every check on a ``TrainConfig`` that can be made before a process starts, in one place.
+
+Each failure is one ``ValueError`` that names the flag, its value and what to do instead. Nothing is
+written: a job that is refused leaves the results folder as it was.
+Next: ``output.py`` (the results folder), then ``job.py``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.train.config import DEVICES, DTYPES, POSITIONS, TrainConfig, flag
+from megatron_vocabpar.train.output import check_output
+from megatron_vocabpar.train.text import check_source
+
+TRAIN_MODULES = ("torch", "megatron.core", "tokenizers", "english_words", "matplotlib", "numpy", "psutil")
+SMALLEST_TOKENIZER = 257  # the 256 bytes and the end of text
+
+_AT_LEAST_ONE = (
+    "pp", "tp", "dp", "layers", "hidden", "heads", "ffn_hidden", "seq_length", "vocab_size",
+    "micro_batch_size", "microbatches", "steps", "eval_iters", "log_interval",
+)  # fmt: skip
+_NOT_NEGATIVE = ("warmup", "weight_decay", "clip_grad", "eval_interval", "seed")
+_CHOICES = {"position": POSITIONS, "dtype": DTYPES, "device": DEVICES}
+
+
+def count_gpus() -> int:
+    """CUDA devices that this process sees."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def check(
+    config: TrainConfig,
+    environment: Mapping[str, str] = os.environ,
+    gpus: Callable[[], int] = count_gpus,
+) -> None:
+    """Refuse a job that cannot run as asked.
+
+    Args:
+        config: the job.
+        environment: read for ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE``, which torchrun sets.
+        gpus: number of CUDA devices on this machine; asked only if ``device`` is cuda.
+
+    Raises:
+        ValueError: naming the flag, its value and the remedy.
+    """
+    _check_numbers(config)
+    _check_methods(config)
+    _check_layers(config)
+    _check_model(config)
+    _check_processes(config, environment, gpus)
+    _check_vocabulary(config)
+    check_source(config.text)
+    check_output(config)
+
+
+def resolve_device(
+    config: TrainConfig, environment: Mapping[str, str] = os.environ, gpus: Callable[[], int] = count_gpus
+) -> str:
+    """``cpu`` or ``cuda``: for ``auto``, CUDA where every process of this machine has a device of its own."""
+    if config.device != "auto":
+        return config.device
+    return "cuda" if gpus() >= _local_processes(config, environment) else "cpu"
+
+
+def _check_numbers(config: TrainConfig) -> None:
+    for name in _AT_LEAST_ONE:
+        if getattr(config, name) < 1:
+            shown = flag(name.removesuffix("_hidden"))
+            raise ValueError(f"{shown} is {getattr(config, name)}; give at least 1")
+    for name in _NOT_NEGATIVE:
+        if getattr(config, name) < 0:
+            raise ValueError(f"{flag(name)} is {getattr(config, name)}; give 0 or more")
+    if config.lr <= 0:
+        raise ValueError(f"--lr is {config.lr}; give a learning rate above 0")
+    if config.warmup >= config.steps:
+        raise ValueError(f"--warmup {config.warmup} leaves no step of --steps {config.steps}; give fewer")
+    for name, choices in _CHOICES.items():
+        if getattr(config, name) not in choices:
+            raise ValueError(f"{flag(name)} is {getattr(config, name)!r}; choose one of {', '.join(choices)}")
+
+
+def _check_methods(config: TrainConfig) -> None:
+    for shown, names in (("--method", (config.method,)), ("--compare", config.compare)):
+        for name in names:
+            if name not in METHODS:
+                near = difflib.get_close_matches(name, METHODS, n=1, cutoff=0.5)
+                guess = f"did you mean {near[0]}? " if near else ""
+                raise ValueError(
+                    f"{shown}: unknown method {name!r}; {guess}the methods are {', '.join(METHODS)}"
+                )
+
+
+def _check_layers(config: TrainConfig) -> None:
+    if config.pp > config.layers:
+        raise ValueError(
+            f"--pp {config.pp} is larger than --layers {config.layers}; every stage needs a layer: "
+            f"give --pp {config.layers} or fewer, or --layers {config.pp} or more"
+        )
+    even = [name for name in config.methods if name != "redis"]
+    if even and config.layers % config.pp:
+        below = config.layers // config.pp * config.pp
+        raise ValueError(
+            f"--layers {config.layers} cannot be divided over --pp {config.pp} stages, which {even[0]} needs; "
+            f"give --layers {below} or {below + config.pp}"
+        )
+    if config.final_stage_layers is not None:
+        if "redis" not in config.methods:
+            raise ValueError(
+                f"--final-stage-layers {config.final_stage_layers} is for the method redis, "
+                f"which is not among {', '.join(config.methods)}; leave it out"
+            )
+        most = config.layers - (config.pp - 1)
+        if not 0 <= config.final_stage_layers <= most:
+            raise ValueError(
+                f"--final-stage-layers {config.final_stage_layers} leaves a stage without a layer; give 0 to {most}"
+            )
+
+
+def _check_model(config: TrainConfig) -> None:
+    if config.hidden % config.heads:
+        raise ValueError(
+            f"--hidden {config.hidden} cannot be divided over --heads {config.heads}; "
+            f"give --hidden {config.hidden // config.heads * config.heads + config.heads} or other --heads"
+        )
+    if config.position == "rope" and config.hidden // config.heads % 2:
+        raise ValueError(
+            f"--position rope needs an even size per head, not {config.hidden // config.heads} "
+            f"(--hidden {config.hidden} over --heads {config.heads}); give --hidden {2 * config.hidden}"
+        )
+    for name in ("heads", "ffn_hidden"):
+        if getattr(config, name) % config.tp:
+            shown = flag(name.removesuffix("_hidden"))
+            raise ValueError(
+                f"{shown} {getattr(config, name)} cannot be divided over --tp {config.tp}; "
+                f"give a multiple of {config.tp}"
+            )
+    if config.use_sequence_parallel and config.seq_length % config.tp:
+        raise ValueError(
+            f"--seq-length {config.seq_length} cannot be divided over --tp {config.tp}, which sequence "
+            f"parallelism needs; give a multiple of {config.tp}, or --no-sequence-parallel"
+        )
+
+
+def _check_processes(config: TrainConfig, environment: Mapping[str, str], gpus: Callable[[], int]) -> None:
+    processes = f"--pp {config.pp} × --tp {config.tp} × --dp {config.dp} = {config.world_size} processes"
+    started = environment.get("WORLD_SIZE")
+    if started is not None and int(started) != config.world_size:
+        raise ValueError(
+            f"torchrun started {started} processes, but the job has {processes}; "
+            f"change --nproc-per-node or the three sizes so that they agree"
+        )
+    if config.device == "cuda":
+        found, needed = gpus(), _local_processes(config, environment)
+        if found == 0:
+            raise ValueError("--device cuda: this machine shows no CUDA device; give --device cpu")
+        if found < needed:
+            raise ValueError(
+                f"--device cuda: {processes} need a GPU each, this machine shows {found}; "
+                f"give smaller sizes, or --device cpu"
+            )
+
+
+def _local_processes(config: TrainConfig, environment: Mapping[str, str]) -> int:
+    return int(environment.get("LOCAL_WORLD_SIZE", config.world_size))
+
+
+def _check_vocabulary(config: TrainConfig) -> None:
+    if config.tokenizer is not None:
+        if config.tokenizer_vocab_size is not None:
+            raise ValueError(
+                f"--tokenizer-vocab-size {config.tokenizer_vocab_size} is for a tokenizer that is trained, but "
+                f"--tokenizer {config.tokenizer} is given; leave one of them out"
+            )
+        if not Path(config.tokenizer).is_file():
+            raise ValueError(f"--tokenizer {config.tokenizer}: there is no such file; give a tokenizer.json")
+        return
+    if config.tokenizer_size < SMALLEST_TOKENIZER:
+        shown = "--vocab-size" if config.tokenizer_vocab_size is None else "--tokenizer-vocab-size"
+        raise ValueError(
+            f"{shown} {config.tokenizer_size} is too small for a byte-level tokenizer; "
+            f"give at least {SMALLEST_TOKENIZER}"
+        )
+    if config.tokenizer_size > config.vocab_size:
+        raise ValueError(
+            f"--vocab-size {config.vocab_size} is smaller than the tokenizer's {config.tokenizer_size}; "
+            f"give --vocab-size {config.tokenizer_size} or more, or a smaller --tokenizer-vocab-size"
+        )
+
+
+def require_modules(names: tuple[str, ...] = TRAIN_MODULES) -> None:
+    """Find out before the work that a module is not installed, not after it.
+
+    Raises:
+        ModuleNotFoundError: for the first module of ``names`` that is missing.
+    """
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)

@@ -1,0 +1,202 @@
+"""Text to token ids on disk, once: corpus, tokenizer, Megatron indexed dataset, each kept between runs.
+
+The parent process runs this before any worker starts; what it returns is written beside the workers'
+configuration as ``data.json``. Writing and reading the indexed dataset needs megatron-core, which is not
+imported here: ``integration/datasets.py`` has the two functions that are passed in.
+Next: ``integration/datasets.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_vocabpar.train.cache import cache_folder, locked, write_atomically
+from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.text import Corpus, is_indexed_dataset, read_corpus
+
+VALID_FRACTION = 0.02
+_FORMAT = "1"  # a part of every cache key; raise it when the written form changes
+
+WriteDataset = Callable[[str, Iterable[Sequence[int]], int], None]
+"""``(prefix, documents as token ids, vocabulary size)``: write ``prefix.bin`` and ``prefix.idx``."""
+
+
+@dataclass(frozen=True)
+class DatasetSizes:
+    """What is in an indexed dataset: the length of each sequence (tokens), and the largest token id."""
+
+    sequence_lengths: Sequence[int]
+    largest_id: int
+
+
+InspectDataset = Callable[[str], DatasetSizes]
+
+
+@dataclass(frozen=True)
+class DataFiles:
+    """Prepared data, as the workers read it.
+
+    Attributes:
+        name: the text, as a person would call it.
+        prefix: path of the indexed dataset without ``.bin`` and ``.idx``.
+        tokenizer: path of the ``tokenizer.json``; None for an indexed dataset that the user named.
+        vocab_size: the tokenizer's size, or the largest token id plus one.
+        eod: id of the end-of-document token (0 where there is no tokenizer).
+        documents: documents (sequences of the indexed dataset) in all.
+        valid_documents: how many of them, at the end, are kept for evaluation.
+        train_tokens: tokens of the documents that are trained on.
+        valid_tokens: tokens of the documents that are kept for evaluation.
+        index_cache: folder in which ``GPTDataset`` keeps its indices.
+    """
+
+    name: str
+    prefix: str
+    tokenizer: str | None
+    vocab_size: int
+    eod: int
+    documents: int
+    valid_documents: int
+    train_tokens: int
+    valid_tokens: int
+    index_cache: str
+
+    def to_json(self) -> str:
+        """The record as indented JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> DataFiles:
+        """Read ``to_json`` back."""
+        return cls(**json.loads(text))
+
+
+def prepare(
+    config: TrainConfig,
+    write_dataset: WriteDataset,
+    inspect_dataset: InspectDataset,
+    say: Callable[[str], None] = lambda line: None,
+) -> DataFiles:
+    """The data of a job, from the cache where it is there.
+
+    Args:
+        config: names the text, the tokenizer and the sizes.
+        write_dataset: writes an indexed dataset.
+        inspect_dataset: reads the sizes of one.
+        say: told, in a line, of work that takes seconds.
+
+    Raises:
+        ValueError: if the text cannot be read, cannot fill the tokenizer's vocabulary, is too short for
+            ``seq_length``, or has token ids that ``vocab_size`` does not hold.
+    """
+    if is_indexed_dataset(config.text):
+        files = _named_dataset(str(config.text), inspect_dataset)
+    else:
+        files = _tokenized(config, write_dataset, inspect_dataset, say)
+    _check_sizes(config, files)
+    return files
+
+
+def _named_dataset(prefix: str, inspect_dataset: InspectDataset) -> DataFiles:
+    key = hashlib.sha256(prefix.encode()).hexdigest()[:16]
+    sizes = inspect_dataset(prefix)
+    return _data_files(prefix, prefix, None, sizes.largest_id + 1, 0, sizes, cache_folder() / "indices" / key)
+
+
+def _tokenized(
+    config: TrainConfig,
+    write_dataset: WriteDataset,
+    inspect_dataset: InspectDataset,
+    say: Callable[[str], None],
+) -> DataFiles:
+    corpus = read_corpus(config.text)
+    tokenizer_path = _tokenizer_path(config, corpus, say)
+    tokenizer_key = hashlib.sha256(tokenizer_path.read_bytes()).hexdigest()
+    folder = cache_folder() / "datasets" / _key(corpus.digest, tokenizer_key)
+    record = folder / "data.json"
+    with locked(folder):
+        if not record.is_file():
+            from megatron_vocabpar.train.tokenizer import END_OF_TEXT, encoded, load_tokenizer
+
+            say(f"tokenizing {corpus.name} ({sum(map(len, corpus.documents)) / 1e6:.1f} M characters)")
+            tokenizer = load_tokenizer(tokenizer_path)
+            size, prefix = tokenizer.get_vocab_size(), str(folder / "text")
+            write_dataset(prefix, _nonempty(encoded(tokenizer, corpus.documents)), size)
+            files = _data_files(
+                corpus.name,
+                prefix,
+                str(tokenizer_path),
+                size,
+                tokenizer.token_to_id(END_OF_TEXT),
+                inspect_dataset(prefix),
+                folder / "indices",
+            )
+            write_atomically(record, files.to_json())
+    return DataFiles.from_json(record.read_text())
+
+
+def _tokenizer_path(config: TrainConfig, corpus: Corpus, say: Callable[[str], None]) -> Path:
+    """The tokenizer's file: the user's, or one that is trained now if the cache has none."""
+    if config.tokenizer is not None:
+        from megatron_vocabpar.train.tokenizer import load_tokenizer
+
+        load_tokenizer(Path(config.tokenizer))
+        return Path(config.tokenizer)
+    folder = cache_folder() / "tokenizers"
+    path = folder / f"{_key(corpus.digest, str(config.tokenizer_size))}.json"
+    with locked(folder):
+        if not path.is_file():
+            from megatron_vocabpar.train.tokenizer import train_tokenizer
+
+            say(f"training a tokenizer of {config.tokenizer_size} tokens on {corpus.name}")
+            write_atomically(path, train_tokenizer(corpus.documents, config.tokenizer_size).to_str())
+    return path
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\0".join((_FORMAT, *parts)).encode()).hexdigest()[:16]
+
+
+def _nonempty(documents: Iterator[list[int]]) -> Iterator[list[int]]:
+    return (document for document in documents if document)
+
+
+def _data_files(
+    name: str,
+    prefix: str,
+    tokenizer: str | None,
+    vocab_size: int,
+    eod: int,
+    sizes: DatasetSizes,
+    index_cache: Path,
+) -> DataFiles:
+    documents = len(sizes.sequence_lengths)
+    valid = 0 if documents < 2 else max(1, round(VALID_FRACTION * documents))
+    tokens, kept = sum(sizes.sequence_lengths), sum(sizes.sequence_lengths[documents - valid :])
+    return DataFiles(
+        name, prefix, tokenizer, vocab_size, eod, documents, valid, tokens - kept, kept, str(index_cache)
+    )
+
+
+def _check_sizes(config: TrainConfig, files: DataFiles) -> None:
+    if files.vocab_size > config.vocab_size:
+        what = "the largest token id of" if files.tokenizer is None else "the vocabulary of the tokenizer of"
+        raise ValueError(
+            f"--vocab-size {config.vocab_size} is too small: {what} {files.name} needs {files.vocab_size}; "
+            f"give --vocab-size {files.vocab_size} or more"
+        )
+    needed = config.seq_length + 1
+    if files.train_tokens < needed:
+        raise ValueError(
+            f"--text: {files.name} has {files.train_tokens} tokens to train on, fewer than one sequence of "
+            f"--seq-length {config.seq_length}; give a longer text or a shorter sequence"
+        )
+    if config.eval_interval and files.valid_tokens < needed:
+        raise ValueError(
+            f"--text: {files.name} leaves {files.valid_tokens} tokens for evaluation, fewer than one sequence "
+            f"of --seq-length {config.seq_length}; give a longer text, or --eval-interval 0"
+        )

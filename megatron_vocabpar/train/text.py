@@ -1,0 +1,158 @@
+"""Real text with no download: the standard library's Python source, or what the user names.
+
+A source is read as *documents*: pieces of at most ``LONGEST_PIECE`` characters, cut at line ends, in
+an order that spreads the files (so the last documents, which are kept for evaluation, are like the rest).
+Next: ``tokenizer.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+LONGEST_PIECE = 64 * 1024
+PIECES_WANTED = 100  # a small text is cut finer, so that a part can be kept for evaluation
+SHORTEST_PIECE = 512
+MOST_CHARACTERS = 64 * 1024 * 1024
+_SNIFFED = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text as it is tokenized.
+
+    Attributes:
+        name: what a person would call it.
+        documents: pieces of text, none empty.
+    """
+
+    name: str
+    documents: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """A hash of the documents and their order, for the keys of caches."""
+        hash = hashlib.sha256()
+        for document in self.documents:
+            hash.update(document.encode("utf-8", "surrogatepass"))
+            hash.update(b"\0")
+        return hash.hexdigest()
+
+
+def is_indexed_dataset(text: str | None) -> bool:
+    """Whether ``text`` names a Megatron indexed dataset, by the path without ``.bin`` and ``.idx``."""
+    return text is not None and all(Path(text + end).is_file() for end in (".bin", ".idx"))
+
+
+def check_source(text: str | None) -> None:
+    """A quick look at the start of a source.
+
+    Raises:
+        ValueError: if it is missing, empty or binary, naming the path and the remedy.
+    """
+    if text is None:
+        _standard_library()
+        return
+    path = Path(text)
+    if is_indexed_dataset(text) or path.is_dir():
+        return
+    if path.suffix in (".bin", ".idx") and is_indexed_dataset(str(path.with_suffix(""))):
+        raise ValueError(f"--text {text} is a part of an indexed dataset; give --text {path.with_suffix('')}")
+    if not path.exists():
+        raise ValueError(f"--text {text}: there is no such file; give a text file, or leave --text out")
+    with open(path, "rb") as file:
+        start = file.read(_SNIFFED)
+    if not start.strip():
+        raise ValueError(f"--text {text} is empty; give a file with text in it")
+    if _decoded(start, cut=len(start) == _SNIFFED) is None:
+        raise ValueError(f"--text {text} is not text (UTF-8); give a text file")
+
+
+def read_corpus(text: str | None) -> Corpus:
+    """Read a source that is not an indexed dataset.
+
+    Args:
+        text: a file, a folder (its text files, others are skipped), or None for the standard library.
+
+    Raises:
+        ValueError: if it is missing, empty or binary.
+    """
+    check_source(text)
+    if text is None:
+        return Corpus("the standard library's Python source", _documents(_files(_standard_library(), "*.py")))
+    path = Path(text)
+    if path.is_dir():
+        documents = _documents(_files(path, "*"))
+        if not documents:
+            raise ValueError(f"--text {text} holds no text file; give a folder of text files")
+        return Corpus(text, documents)
+    content = _decoded(path.read_bytes())
+    if content is None:
+        raise ValueError(f"--text {text} is not text (UTF-8); give a text file")
+    return Corpus(text, _documents(iter([content])))
+
+
+def _standard_library() -> Path:
+    folder = Path(sysconfig.get_path("stdlib"))
+    if not (folder / "abc.py").is_file():
+        raise ValueError(
+            f"this Python has no source of its standard library in {folder}; give a file by --text"
+        )
+    return folder
+
+
+def _files(folder: Path, pattern: str) -> Iterator[str]:
+    """The text files under ``folder``, in the order of a hash of their relative paths, skipping the others."""
+    paths = [
+        path
+        for path in folder.rglob(pattern)
+        if path.is_file() and not {"site-packages", "dist-packages", "__pycache__"} & set(path.parts)
+    ]
+    for path in sorted(paths, key=lambda path: _path_hash(path.relative_to(folder))):
+        content = _decoded(path.read_bytes())
+        if content is not None:
+            yield content
+
+
+def _path_hash(path: Path) -> str:
+    return hashlib.sha256(path.as_posix().encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _decoded(raw: bytes, cut: bool = False) -> str | None:
+    """``raw`` as UTF-8, or None if it is something else; ``cut`` forgives a character that the end cuts in two."""
+    if b"\0" in raw:
+        return None
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if cut and error.start >= len(raw) - 3:
+            return raw[: error.start].decode("utf-8")
+        return None
+
+
+def _documents(contents: Iterator[str]) -> tuple[str, ...]:
+    """Cut contents into documents, up to ``MOST_CHARACTERS`` in all."""
+    taken: list[str] = []
+    room = MOST_CHARACTERS
+    for content in contents:
+        taken.append(content[:room])
+        room -= len(taken[-1])
+        if room <= 0:
+            break
+    total = sum(map(len, taken))
+    longest = min(LONGEST_PIECE, max(SHORTEST_PIECE, total // PIECES_WANTED))
+    return tuple(piece for content in taken for piece in _pieces(content, longest) if piece.strip())
+
+
+def _pieces(content: str, longest: int) -> Iterator[str]:
+    """Cut ``content`` after line ends, or within a line that is longer than ``longest`` characters."""
+    start = 0
+    while len(content) - start > longest:
+        line_end = content.rfind("\n", start, start + longest) + 1
+        end = line_end if line_end > start else start + longest
+        yield content[start:end]
+        start = end
+    yield content[start:]

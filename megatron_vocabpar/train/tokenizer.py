@@ -1,0 +1,83 @@
+"""A byte-level BPE tokenizer of exactly the size that is asked for.
+
+Trained on the text; where the text cannot fill the vocabulary, rare merges and then the word lists of the
+``english-words`` package (341,000 words) are added to the training text. Every byte is a token, so any
+text can be encoded, and token 0 is ``<|endoftext|>``.
+Next: ``prepare.py``, which keeps it between runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+END_OF_TEXT = "<|endoftext|>"
+_BATCH = 64
+
+
+def train_tokenizer(documents: Sequence[str], vocab_size: int) -> Tokenizer:
+    """Train a tokenizer with exactly ``vocab_size`` tokens; the same documents give the same tokenizer.
+
+    Raises:
+        ValueError: if text and words together do not hold that many, saying how many they do.
+    """
+    reached = 0
+    for words, min_frequency in ((False, 2), (True, 1)):
+        tokenizer = _trained([*documents, *(_words() if words else ())], vocab_size, min_frequency)
+        reached = tokenizer.get_vocab_size()
+        if reached == vocab_size:
+            return tokenizer
+    raise ValueError(
+        f"the text and the word lists fill a vocabulary of {reached} tokens, not of {vocab_size}; "
+        f"give --tokenizer-vocab-size {reached} or fewer, or a larger --text"
+    )
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Read a ``tokenizer.json``.
+
+    Raises:
+        ValueError: if it is not one, or has no ``<|endoftext|>``.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"cannot read the tokenizer {path}: {error}; give a tokenizer.json") from error
+    if tokenizer.token_to_id(END_OF_TEXT) is None:
+        raise ValueError(f"the tokenizer {path} has no token {END_OF_TEXT}; give one that has")
+    return tokenizer
+
+
+def encoded(tokenizer: Tokenizer, documents: Sequence[str]) -> Iterator[list[int]]:
+    """Token ids of each document in turn, each closed by ``<|endoftext|>``."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    for start in range(0, len(documents), _BATCH):
+        batch = list(documents[start : start + _BATCH])
+        for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+            yield [*encoding.ids, end]
+
+
+def _trained(texts: Sequence[str], vocab_size: int, min_frequency: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _words() -> Iterator[str]:
+    """The words of both lists of ``english-words``, sorted, in pieces of text."""
+    from english_words import get_english_words_set
+
+    words = sorted(get_english_words_set(["web2", "gcide"]))
+    for start in range(0, len(words), 1000):
+        yield " " + " ".join(words[start : start + 1000])

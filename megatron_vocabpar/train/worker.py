@@ -1,0 +1,83 @@
+"""One training process: ``python -m megatron_vocabpar.train.worker <config.json>``.
+
+Started by ``launch.py``, once a rank, with torch's ``RANK``, ``WORLD_SIZE``, … in the environment. Rank 0
+keeps the terminal, the others write to a log file. An exception is left in a file for the launcher, and
+the process ends; it also ends when its launcher is gone.
+Next: ``integration/trainer.py``, which does the training.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.failure import write_error
+from megatron_vocabpar.train.output import LOG_FOLDER
+from megatron_vocabpar.train.progress_record import RECORDS_VARIABLE
+
+_PARENT_CHECK_S = 1.0
+
+
+def run_worker(config_path: str, run: Callable[[TrainConfig], None]) -> int:
+    """Run the trainer on this rank; returns the exit code.
+
+    Args:
+        config_path: ``config.json`` of the method, in the method's folder.
+        run: the trainer, called with the configuration.
+    """
+    rank = int(os.environ["RANK"])
+    config = TrainConfig.from_json(Path(config_path).read_text())
+    _follow_parent()
+    if rank != 0:
+        _log_to(Path(config.output) / LOG_FOLDER / f"rank{rank}.log")
+    faulthandler.enable()
+    try:
+        run(config)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        records = os.environ.get(RECORDS_VARIABLE)
+        if records is None:
+            raise
+        write_error(Path(records), rank, error)
+        # Peers wait for this process in gloo's threads or NCCL's kernels, which a normal exit would join.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    return 0
+
+
+def _log_to(path: Path) -> None:
+    """Send this process's output, and its children's, to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+
+
+def _follow_parent() -> None:
+    """End this process soon after its launcher has died, however that died."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_CHECK_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="vocabpar-parent-watch", daemon=True).start()
+
+
+def _train(config: TrainConfig) -> None:
+    from megatron_vocabpar.integration.trainer import run
+
+    run(config)
+
+
+if __name__ == "__main__":
+    sys.exit(run_worker(sys.argv[1], _train))

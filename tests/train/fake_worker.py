@@ -1,0 +1,46 @@
+"""A worker whose trainer only pretends: what it does is told by the environment variable ``FAKE_WORKER``.
+
+Run as ``python -m tests.train.fake_worker <config.json>``, as the launcher runs the real one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.progress_record import ProgressRecord
+from megatron_vocabpar.train.worker import run_worker
+
+PATIENCE_S = 120
+
+
+def pretend(config: TrainConfig) -> None:
+    """Do what ``FAKE_WORKER`` says: ``train``, ``raise:RANK``, ``kill:RANK``, ``exit:RANK`` or ``wait``."""
+    what, _, chosen = os.environ.get("FAKE_WORKER", "train").partition(":")
+    rank = int(os.environ["RANK"])
+    record = ProgressRecord.of_this_rank()
+    record.write_step(7)
+    record.write("2S5")
+    Path(config.output, f"pid{rank}").write_text(str(os.getpid()))
+    if what == "train":
+        from tests.train.fake_results import write_results
+
+        print(f"rank {rank} of {os.environ['WORLD_SIZE']} trains {config.method}", flush=True)
+        if rank == 0:
+            write_results(config)
+        return
+    if what != "wait" and rank == int(chosen):
+        if what == "raise":
+            raise RuntimeError("the pretended fault")
+        if what == "exit":
+            os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(PATIENCE_S)
+
+
+if __name__ == "__main__":
+    sys.exit(run_worker(sys.argv[1], pretend))

@@ -1,0 +1,123 @@
+"""Real processes with a pretended trainer: success, an exception, a kill, Ctrl-C; no process is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.failure import TrainingFailed
+from megatron_vocabpar.train.launch import Interrupted, launch
+from megatron_vocabpar.train.output import LOG_FOLDER, method_config, open_method
+
+RANKS = 3
+FAKE = "tests.train.fake_worker"
+
+
+@pytest.fixture
+def config_path(tmp_path: Path) -> Path:
+    return open_method(method_config(TrainConfig(pp=RANKS, layers=RANKS, output=str(tmp_path)), "vocab-2"))
+
+
+def run(config_path: Path) -> None:
+    launch(config_path, RANKS, config_path.parent / LOG_FOLDER, FAKE)
+
+
+def alive(config_path: Path) -> list[int]:
+    """Ranks whose process is still there."""
+
+    def exists(pid: int) -> bool:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    pids = {int(p.name[3:]): int(p.read_text()) for p in config_path.parent.glob("pid*")}
+    assert pids, "no worker ran"
+    return [rank for rank, pid in pids.items() if exists(pid)]
+
+
+def test_success_keeps_rank_0_on_the_terminal(config_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(config_path)
+    assert capfd.readouterr().out == f"rank 0 of {RANKS} trains vocab-2\n"
+    assert (
+        config_path.parent / LOG_FOLDER / "rank2.log"
+    ).read_text() == f"rank 2 of {RANKS} trains vocab-2\n"
+    assert alive(config_path) == []
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("raise:1", "rank 1 raised RuntimeError: the pretended fault"),
+        ("raise:0", "rank 0 raised RuntimeError: the pretended fault"),
+        ("kill:2", "rank 2 was killed by signal 9, SIGKILL"),
+        ("exit:1", "rank 1 ended with exit code 3"),
+    ],
+)
+def test_a_failing_rank_ends_the_job(
+    config_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    what: str,
+    message: str,
+) -> None:
+    monkeypatch.setenv("FAKE_WORKER", what)
+    started = time.monotonic()
+    with pytest.raises(TrainingFailed) as failed:
+        run(config_path)
+    assert time.monotonic() - started < 30
+    first = str(failed.value).splitlines()[0]
+    assert first == f"{message} (at step 7, in pass 2S5: S of microbatch 5 on stage 2)"
+    assert ("pretend(config)" in str(failed.value) or "the pretended fault" in str(failed.value)) == (
+        what.startswith("raise")
+    )
+    assert alive(config_path) == []
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_leaves_no_process(config_path: Path, sent: signal.Signals) -> None:
+    code = (
+        f"import sys; from tests.train import test_launch as t; from pathlib import Path\n"
+        f"try: t.run(Path({str(config_path)!r}))\n"
+        f"except t.Interrupted as stop: sys.exit(100 + stop.signal_number)"
+    )
+    with started_launcher(code, config_path) as process:
+        process.send_signal(sent)
+        assert process.wait(timeout=30) == 100 + sent
+    assert alive(config_path) == []
+
+
+def test_workers_end_when_the_launcher_is_killed(config_path: Path) -> None:
+    code = f"from tests.train import test_launch as t; from pathlib import Path; t.run(Path({str(config_path)!r}))"
+    with started_launcher(code, config_path) as process:
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 20
+    while alive(config_path) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert alive(config_path) == []
+
+
+def started_launcher(code: str, config_path: Path) -> subprocess.Popen[bytes]:
+    """A process that runs ``code``, once all its workers wait."""
+    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "FAKE_WORKER": "wait"})
+    deadline = time.monotonic() + 60
+    while len(list(config_path.parent.glob("pid*"))) < RANKS:
+        assert process.poll() is None, "the launcher ended early"
+        assert time.monotonic() < deadline, "the workers did not start"
+        time.sleep(0.1)
+    time.sleep(0.3)
+    return process
+
+
+def test_interrupted_names_the_signal() -> None:
+    assert Interrupted(signal.SIGINT).signal_number == 2
