@@ -69,6 +69,8 @@ class OutputState:
     Attributes:
         x: [n, H] operand dtype, as received.
         e: [n, P] operand dtype; exponentials with the target's entry and padding zero.
+        valid_rows: the columns of e, and rows of the weight, that are true ids. Products stop there, so
+            that nothing in the padding can reach a gradient.
         k: [n] whole offsets, fp32 (fp64 for fp64).
         target_row: [n] int64 local row of the target, -1 where another shard, or none, owns it.
         owned: the tokens with a target here.
@@ -77,6 +79,7 @@ class OutputState:
 
     x: Tensor
     e: Tensor
+    valid_rows: int
     k: Tensor
     target_row: Tensor
     owned: OwnedTargets
@@ -144,12 +147,12 @@ def output_forward(
             out=None if e is None else e[rows],
         )
         if a is not None and part.e is not None:
-            a[rows] = product(part.e, weight)
+            a[rows] = product(part.e[:, : shard.valid_rows], weight[: shard.valid_rows])
         parts.append(pack_stats(part.k, part.s_rest, part.target_logit, target_row[rows] >= 0))
     stats = torch.cat(parts) if parts else x.new_empty((0, 4), dtype=dtype)
     if e is None or owned is None:
         return None, stats
-    return OutputState(x, e, stats[:, 0].clone(), target_row, owned, a), stats
+    return OutputState(x, e, shard.valid_rows, stats[:, 0].clone(), target_row, owned, a), stats
 
 
 @torch.no_grad()
@@ -210,7 +213,8 @@ def naive_sum(
     stats = torch.cat(parts) if parts else state.logits.new_empty((0, 4))
     if e is None:
         return None, stats
-    return OutputState(x, e, stats[:, 0].clone(), target_row, _owned_targets(target_row), None), stats
+    owned = _owned_targets(target_row)
+    return OutputState(x, e, shard.valid_rows, stats[:, 0].clone(), target_row, owned, None), stats
 
 
 @torch.no_grad()
@@ -231,8 +235,9 @@ def input_gradient(state: OutputState, merged: MergedStats, grad_loss: Tensor, w
         grad = scale_rows(state.a, scale)
     else:
         grad = scale.new_empty(state.x.shape)
-        for rows in row_chunks(state.e.shape[0], state.e.shape[1]):
-            torch.mul(product(state.e[rows], weight), scale[rows].unsqueeze(1), out=grad[rows])
+        e, valid_weight = state.e[:, : state.valid_rows], weight[: state.valid_rows]
+        for rows in row_chunks(e.shape[0], e.shape[1]):
+            torch.mul(product(e[rows], valid_weight), scale[rows].unsqueeze(1), out=grad[rows])
     owned = state.owned
     remainder = merged.target_scale(grad_loss)[owned.tokens]
     scatter_add_rows_(grad, owned.tokens, weight[owned.rows], remainder)
@@ -262,11 +267,12 @@ def weight_gradient(state: OutputState, merged: MergedStats, grad_loss: Tensor, 
             f"main_grad in {main_grad.dtype}: use {result_dtype(x.dtype)}, or {x.dtype} like the weight"
         )
     scale = merged.row_scale(state.k, grad_loss)
+    valid_grad, valid_e = main_grad[: state.valid_rows], e[:, : state.valid_rows].t()
     lifted = lift(x, scale)
     if lifted is None:
-        add_product_(main_grad, e.t(), scale_rows(x, scale))
+        add_product_(valid_grad, valid_e, scale_rows(x, scale))
     else:
-        add_product_(main_grad, e.t(), scale_rows(x, scale * lifted), 1 / lifted)
+        add_product_(valid_grad, valid_e, scale_rows(x, scale * lifted), 1 / lifted)
     remainder = merged.target_scale(grad_loss)[owned.tokens]
     scatter_add_rows_(main_grad, owned.rows, x[owned.tokens], remainder)
 

@@ -1,0 +1,99 @@
+"""All ranks of one output layer in one process: the shards are looped over, reductions are sums here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_vocabpar.layers.output import (
+    OutputState,
+    input_gradient,
+    naive_maximum,
+    naive_sum,
+    output_forward,
+    weight_gradient,
+)
+from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats
+
+METHODS = ("naive", "vocab-1", "vocab-2")
+
+
+@dataclass(frozen=True)
+class Result:
+    """The whole layer's result, shards joined; dw holds padding rows too."""
+
+    loss: Tensor
+    dx: Tensor
+    dw: Tensor
+
+
+def split(weight: Tensor, ranges: Sequence[VocabRange]) -> list[Tensor]:
+    """Each rank's rows; padding rows that ``weight`` lacks are NaN, since nothing may read them."""
+    padding = weight.new_full((ranges[-1].stop - len(weight), weight.shape[1]), torch.nan)
+    padded = torch.cat((weight, padding))
+    return [padded[shard.start : shard.stop].clone() for shard in ranges]
+
+
+def forward(
+    method: str,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    targets: Tensor,
+    ranges: Sequence[VocabRange],
+    rows_per_chunk: int | None = None,
+) -> tuple[list[OutputState], MergedStats]:
+    """S (and S2) of every rank and the merge of their statistics."""
+    pairs = list(zip(weights, ranges, strict=True))
+    if method == "naive":
+        begun = [naive_maximum(x, w, targets, shard, rows_per_chunk=rows_per_chunk) for w, shard in pairs]
+        largest = torch.stack([k for _, k in begun]).amax(dim=0)
+        done = [naive_sum(state, largest, rows_per_chunk=rows_per_chunk) for state, _ in begun]
+    else:
+        done = [
+            output_forward(
+                x,
+                w,
+                targets,
+                shard,
+                with_input_gradient=method == "vocab-2",
+                rows_per_chunk=rows_per_chunk,
+            )
+            for w, shard in pairs
+        ]
+    states = [state for state, _ in done if state is not None]
+    assert len(states) == len(ranges)
+    return states, merge_stats(torch.stack([stats for _, stats in done]))
+
+
+def backward(
+    states: Sequence[OutputState],
+    merged: MergedStats,
+    g: Tensor,
+    weights: Sequence[Tensor],
+    main_grad_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """dX summed over the ranks, in their order, and dW of all rows."""
+    dx = torch.stack([input_gradient(state, merged, g, w) for state, w in zip(states, weights, strict=True)])
+    main_grads = [torch.zeros_like(w, dtype=main_grad_dtype or dx.dtype) for w in weights]
+    for state, main_grad in zip(states, main_grads, strict=True):
+        weight_gradient(state, merged, g, main_grad)
+    return dx.sum(dim=0), torch.cat(main_grads)
+
+
+def run(
+    method: str,
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    g: Tensor,
+    ranges: Sequence[VocabRange],
+    rows_per_chunk: int | None = None,
+) -> Result:
+    """Forward and backward of every rank."""
+    weights = split(weight, ranges)
+    states, merged = forward(method, x, weights, targets, ranges, rows_per_chunk)
+    return Result(merged.loss, *backward(states, merged, g, weights))

@@ -1,0 +1,355 @@
+"""S and T of every method against the unsharded float64 layer, shards looped over in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_vocabpar.layers.output import input_gradient, output_forward, weight_gradient
+from megatron_vocabpar.layers.partition import (
+    VocabRange,
+    even_ranges,
+    padded_vocab_size,
+    ranges_from_sizes,
+)
+from megatron_vocabpar.layers.softmax_stats import merge_stats
+
+from . import reference
+from .shards import METHODS, Result, backward, forward, run, split
+
+V, H, N = 37, 16, 60
+TOLERANCE = {torch.float32: 3e-6, torch.float64: 1e-13, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+
+
+def even(world_size: int, vocab_size: int = V) -> tuple[VocabRange, ...]:
+    return even_ranges(padded_vocab_size(vocab_size, world_size), world_size, vocab_size)
+
+
+SPLITS = {f"{r} even": even(r) for r in (1, 2, 3, 4, 5, 8)} | {
+    "uneven": ranges_from_sizes([1, 20, 3, 16], V),
+    "empty shards": ranges_from_sizes([0, 20, 0, 0, 18, 0], V),
+    "all-padding shards": ranges_from_sizes([37, 5, 6], V),
+    "one row each": ranges_from_sizes([1] * 40, V),
+}
+
+
+def batch(dtype: torch.dtype, spread: float = 2.0, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, weight, targets on every id and so on every shard edge, g with some zero rows."""
+    generator = torch.Generator().manual_seed(seed)
+    x = (spread * torch.randn(N, H, generator=generator)).to(dtype)
+    weight = torch.randn(V, H, generator=generator).to(dtype)
+    targets = torch.arange(N) % V
+    targets[-4:] = torch.tensor([-100, V, V + 1, -1])  # ignored: masked, padding ids, nonsense
+    g = (
+        torch.rand(N, generator=generator, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+        / N
+    )
+    g[5:9] = 0
+    return x, weight, targets, g
+
+
+def check(result: Result, expected: tuple[Tensor, Tensor, Tensor], tolerance: float) -> None:
+    loss, dx, dw = expected
+    vocab_size = len(dw)
+    assert (result.loss >= 0).all()
+    torch.testing.assert_close(result.loss.double(), loss, rtol=max(1e-14, 1e-6), atol=1e-6)
+    assert reference.relative_error(result.dx, dx) < tolerance
+    assert reference.relative_error(result.dw[:vocab_size], dw) < tolerance
+    assert (result.dw[vocab_size:] == 0).all()  # padding gets no gradient at all, and no NaN
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("ranges", SPLITS.values(), ids=SPLITS.keys())
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_equals_the_unsharded_layer(method: str, ranges: tuple[VocabRange, ...], dtype: torch.dtype) -> None:
+    x, weight, targets, g = batch(dtype)
+    check(
+        run(method, x, weight, targets, g, ranges),
+        reference.output_layer(x, weight, targets, g),
+        TOLERANCE[dtype],
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_float64_loss_is_tight(method: str) -> None:
+    x, weight, targets, g = batch(torch.float64, spread=4.0)
+    result = run(method, x, weight, targets, g, even(4))
+    loss, dx, dw = reference.output_layer(x, weight, targets, g)
+    assert result.loss.dtype == result.dx.dtype == result.dw.dtype == torch.float64
+    torch.testing.assert_close(result.loss, loss, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(result.dx, dx, rtol=1e-11, atol=1e-15)
+    torch.testing.assert_close(result.dw[:V], dw, rtol=1e-11, atol=1e-15)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("target", [0, 9, 10, V - 1])
+def test_all_targets_the_same(method: str, target: int) -> None:
+    x, weight, targets, g = batch(torch.float32)
+    targets = torch.full_like(targets, target)
+    check(run(method, x, weight, targets, g, even(4)), reference.output_layer(x, weight, targets, g), 3e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ignored_tokens_leave_no_trace(method: str) -> None:
+    x, weight, targets, g = batch(torch.float32)
+    ranges = even(4)
+    result = run(method, x, weight, torch.full_like(targets, -100), g, ranges)
+    assert (result.loss == 0).all()
+    assert (result.dx == 0).all()
+    assert (result.dw == 0).all()
+    # A padding id as target is no target either, although a shard holds its row.
+    some = targets.clone()
+    some[:20] = V
+    ignored = run(method, x, weight, some, g, ranges)
+    assert (ignored.loss[:20] == 0).all()
+    assert (ignored.dx[:20] == 0).all()
+    check(ignored, reference.output_layer(x, weight, some, g), 3e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_without_gradient_get_exactly_none(method: str) -> None:
+    x, weight, targets, g = batch(torch.bfloat16)
+    result = run(method, x, weight, targets, g, even(3))
+    assert (result.dx[5:9] == 0).all()
+    nothing = run(method, x, weight, targets, torch.zeros_like(g), even(3))
+    assert (nothing.dx == 0).all()
+    assert (nothing.dw == 0).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_logits_of_ten_thousand(method: str, dtype: torch.dtype) -> None:
+    # Whole numbers, so that the products are exact and only the softmax is tested.
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randint(-30, 31, (N, H), generator=generator).to(dtype)
+    weight = torch.randint(-60, 61, (V, H), generator=generator).to(dtype)
+    x[0], weight[0], weight[1] = 30, 21, -21  # logits of +-10080
+    targets = torch.arange(N) % V
+    targets[1] = 0
+    g = torch.ones(N)
+    logits = x.double() @ weight.double().t()
+    assert logits.max() > 1e4
+    assert logits.min() < -1e4
+    tolerance = {torch.float32: 1e-5}.get(dtype, 4e-3)
+    for ranges in (even(1), even(4), SPLITS["one row each"]):
+        check(
+            run(method, x, weight, targets, g, ranges),
+            reference.output_layer(x, weight, targets, g),
+            tolerance,
+        )
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("gap", [20.0, 75.0, 150.0, -150.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gaps_between_shards(method: str, gap: float, dtype: torch.dtype) -> None:
+    """Each shard's logits lie ``gap`` nats above the shard's before; multiples of 1/64, so exact in fp32."""
+    x, weight, targets, g = batch(dtype, spread=0.5)
+    x, weight = (x * 8).round() / 8, (weight * 8).round() / 8
+    ranges = even(4)
+    x[:, 0] = 64
+    for rank, shard in enumerate(ranges):
+        weight[shard.start : shard.start + shard.valid_rows, 0] = gap * rank / 64
+    check(
+        run(method, x, weight, targets, g, ranges),
+        reference.output_layer(x, weight, targets, g),
+        TOLERANCE[dtype],
+    )
+
+
+def confident_batch(count: int, vocab_size: int, hidden: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """bf16 tokens whose p_target runs from 1e-4 to 1 - 1e-9: each x points along its target's row."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(vocab_size, hidden, generator=generator).bfloat16()
+    targets = torch.randint(0, vocab_size, (count,), generator=generator)
+    odds = torch.linspace(-9, 20, count)  # log(p / (1 - p))
+    row = weight[targets].float()
+    noise = torch.randn(count, hidden, generator=generator)
+    noise -= row * (noise * row).sum(1, keepdim=True) / (row * row).sum(1, keepdim=True)
+    # Against random rows the scaled target gives logits of variance t^2 / |row|^2.
+    size = row.norm(dim=1)
+    wanted = odds + torch.log(torch.tensor(float(vocab_size)))
+    logit = wanted + wanted.square() / (2 * size.square())
+    x = row * (logit / size.square()).unsqueeze(1) + 0.3 * noise / hidden**0.5
+    return x.bfloat16(), weight, targets, torch.full((count,), 1 / count)
+
+
+BUCKETS = [
+    (0.0, 0.1, 5e-4),
+    (0.1, 0.5, 5e-4),
+    (0.5, 0.9, 5e-4),
+    (0.9, 0.99, 5e-4),
+    (0.99, 0.999, 5e-4),
+    (0.999, 1.0, 2e-3),
+]
+
+
+@pytest.fixture(scope="module")
+def confident() -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor, Tensor]]:
+    inputs = confident_batch(count=384, vocab_size=4000, hidden=64)
+    return inputs, reference.output_layer(*inputs)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("world_size", [1, 4, 8])
+def test_bf16_error_in_every_bucket_of_confidence(method: str, world_size: int, confident) -> None:
+    (x, weight, targets, g), (loss, dx, dw) = confident
+    result = run(method, x, weight, targets, g, even(world_size, 4000))
+    errors, p_target = reference.row_errors(result.dx, dx), torch.exp(-loss)
+    for low, high, limit in BUCKETS:
+        inside = (p_target >= low) & (p_target < high)
+        assert inside.sum() >= 8, (low, high)
+        assert errors[inside].median() < limit, (low, high)
+    assert errors.max() < 2**-8  # no row is lost
+    assert (result.loss.double() - loss).square().mean().sqrt() < 1e-5
+    assert (result.loss >= 0).all()
+    assert reference.relative_error(result.dw[:4000], dw) < 3e-3
+
+
+def test_the_published_subtraction_loses_the_gradient_of_confident_tokens(confident) -> None:
+    """A 16-bit softmax minus one-hot, as published: what the exact remainder is for."""
+    (x, weight, targets, g), (loss, dx, _) = confident
+    sure = torch.exp(-loss) > 0.999
+    softmax = torch.softmax(x.float() @ weight.float().t(), dim=1).bfloat16()
+    softmax[torch.arange(len(x)), targets] -= 1
+    published = (softmax.float() @ weight.float()) * g.unsqueeze(1)
+    ours = run("vocab-2", x, weight, targets, g, even(4, 4000)).dx
+    assert reference.row_errors(published, dx)[sure].median() > 0.5
+    assert reference.row_errors(ours, dx)[sure].median() < 2e-3
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_methods_agree(dtype: torch.dtype) -> None:
+    """vocab-1 and naive store the same exponentials as vocab-2; only the order of rounding differs."""
+    x, weight, targets, g = batch(dtype)
+    naive, first, second = (run(method, x, weight, targets, g, even(4)) for method in METHODS)
+    tolerance = 1e-13 if dtype == torch.float64 else 1e-6
+    for other in (naive, first):
+        torch.testing.assert_close(other.loss, second.loss, rtol=tolerance, atol=tolerance)
+        assert reference.relative_error(other.dx, second.dx.double()) < tolerance
+        assert reference.relative_error(other.dw, second.dw.double()) < (
+            tolerance if dtype.itemsize > 2 else 2e-3
+        )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_chunks_change_nothing_but_rounding(method: str) -> None:
+    x, weight, targets, g = batch(torch.float32)
+    whole, chunked = (run(method, x, weight, targets, g, even(3), rows) for rows in (None, 7))
+    torch.testing.assert_close(chunked.loss, whole.loss, rtol=1e-6, atol=1e-6)
+    assert reference.relative_error(chunked.dx, whole.dx.double()) < 1e-6
+    assert reference.relative_error(chunked.dw, whole.dw.double()) < 1e-6
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_t_runs_late_out_of_order_twice_and_with_another_g(method: str) -> None:
+    ranges = even(4)
+    batches = [batch(torch.bfloat16, seed=seed) for seed in range(3)]
+    weights = split(batches[0][1], ranges)
+    at_once = []
+    for x, _, targets, g in batches:
+        states, merged = forward(method, x, weights, targets, ranges)
+        at_once.append(backward(states, merged, g, weights))
+    kept = [forward(method, x, weights, targets, ranges) for x, _, targets, _ in batches]
+    for i in (2, 0, 1):
+        states, merged = kept[i]
+        backward(states, merged, 5 * batches[i][3], weights)  # another g in between
+        for _ in range(2):
+            dx, dw = backward(states, merged, batches[i][3], weights)
+            assert torch.equal(dx, at_once[i][0])
+            assert torch.equal(dw, at_once[i][1])
+
+
+def test_main_grad_is_added_to() -> None:
+    x, weight, targets, g = batch(torch.bfloat16)
+    (shard,) = even(1)
+    (padded,) = split(weight, (shard,))
+    state, stats = output_forward(x, padded, targets, shard, with_input_gradient=False)
+    merged = merge_stats(stats.unsqueeze(0))
+    assert state is not None
+    main_grad = torch.full((shard.rows, H), 0.5)
+    once = torch.zeros(shard.rows, H)
+    weight_gradient(state, merged, g, once)
+    for _ in range(2):
+        weight_gradient(state, merged, g, main_grad)
+    torch.testing.assert_close(main_grad, 0.5 + 2 * once, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_main_grad_in_the_operands_dtype(dtype: torch.dtype) -> None:
+    x, weight, targets, g = batch(dtype)
+    targets[:] = 7  # repeats are summed before they are rounded
+    ranges = even(2)
+    weights = split(weight, ranges)
+    states, merged = forward("vocab-1", x, weights, targets, ranges)
+    _, dw = backward(states, merged, g, weights, main_grad_dtype=dtype)
+    assert dw.dtype == dtype
+    assert reference.relative_error(dw[:V], reference.output_layer(x, weight, targets, g)[2]) < 1e-2
+
+
+def test_small_gradients_survive_in_fp16() -> None:
+    x, weight, targets, g = batch(torch.float16)
+    result = run("vocab-2", x, weight, targets, g * 1e-6, even(2))
+    _, dx, dw = reference.output_layer(x, weight, targets, g * 1e-6)
+    assert reference.relative_error(result.dx, dx) < 5e-4
+    assert reference.relative_error(result.dw[:V], dw) < 5e-4
+
+
+def test_evaluation_keeps_nothing_and_gives_the_same_statistics() -> None:
+    x, weight, targets, _ = batch(torch.bfloat16)
+    for shard, w in zip(even(4), split(weight, even(4)), strict=True):
+        state, expected = output_forward(x, w, targets, shard, with_input_gradient=True)
+        nothing, stats = output_forward(x, w, targets, shard, with_input_gradient=True, keep_state=False)
+        assert nothing is None
+        assert state is not None
+        assert torch.equal(stats, expected)
+
+
+def test_parameters_that_require_grad_are_taken_as_they_are() -> None:
+    x, weight, targets, g = batch(torch.float32)
+    (shard,) = ranges_from_sizes([V], V)
+    parameter = torch.nn.Parameter(weight)
+    state, stats = output_forward(x.requires_grad_(), parameter, targets, shard, with_input_gradient=False)
+    assert state is not None
+    assert not stats.requires_grad
+    merged = merge_stats(stats.unsqueeze(0))
+    assert not input_gradient(state, merged, g, parameter).requires_grad
+    assert parameter.grad is None
+
+
+def test_no_tokens() -> None:
+    x, weight, targets, g = batch(torch.float32)
+    result = run("vocab-2", x[:0], weight, targets[:0], g[:0], even(2))
+    assert result.loss.shape == (0,)
+    assert result.dx.shape == (0, H)
+    assert (result.dw == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda x, w, t: (x[0], w, t), r"need \[n, H\]"),
+        (lambda x, w, t: (x, w[1:], t), r"need \[n, H\] and \[37, H\]"),
+        (lambda x, w, t: (x.bfloat16(), w, t), "input in torch.bfloat16, weight in torch.float32"),
+        (lambda x, w, t: (x, w, t.unsqueeze(0)), r"targets of shape \(1, 60\)"),
+        (lambda x, w, t: (x.int(), w.int(), t), "operands in torch.int32"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(change, named: str) -> None:
+    x, weight, targets, _ = batch(torch.float32)
+    (shard,) = ranges_from_sizes([V], V)
+    with pytest.raises(ValueError, match=named):
+        output_forward(*change(x, weight, targets), shard, with_input_gradient=False)
+
+
+def test_a_main_grad_that_does_not_fit_is_named() -> None:
+    x, weight, targets, g = batch(torch.float32)
+    (shard,) = ranges_from_sizes([V], V)
+    state, stats = output_forward(x, weight, targets, shard, with_input_gradient=False)
+    assert state is not None
+    merged = merge_stats(stats.unsqueeze(0))
+    with pytest.raises(ValueError, match=r"main_grad of shape \(36, 16\)"):
+        weight_gradient(state, merged, g, torch.zeros(V - 1, H))
+    with pytest.raises(ValueError, match=r"main_grad in torch.bfloat16: use torch.float32"):
+        weight_gradient(state, merged, g, torch.zeros(V, H, dtype=torch.bfloat16))
