@@ -40,9 +40,7 @@ class Verb:
 
 VERBS = {
     "schedule": Verb("megatron_vocabpar.cli.schedule:schedule_command", "Print or draw a schedule."),
-    "simulate": Verb(
-        "megatron_vocabpar.cli.simulate:simulate_command", "Time, bubble and memory of schedules."
-    ),
+    "simulate": Verb("megatron_vocabpar.cli.simulate:simulate_command", "Predict time, bubble and memory."),
     "train": Verb("megatron_vocabpar.cli.train:train_command", "Train a GPT on this machine.", "train"),
     "bench": Verb("megatron_vocabpar.cli.bench:bench_command", "Measure against stock Megatron.", "train"),
 }
@@ -91,7 +89,7 @@ class UserError(click.ClickException):
 
 
 def _missing_extra(verb: str, error: ModuleNotFoundError) -> Exception:
-    """The one line for a module that an extra would have installed; our own missing modules pass unchanged."""
+    """The one line for a module that an extra would have installed; a missing module of ours passes."""
     extra = VERBS[verb].extra if verb in VERBS else None
     if extra is None or (error.name or "").partition(".")[0] == "megatron_vocabpar":
         return error

@@ -32,7 +32,7 @@ from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.prepare import DataFiles, DatasetSizes
 
 Batch = Mapping[str, torch.Tensor | None]
-"""``tokens``, ``labels``, ``position_ids`` [b, s] int64, ``loss_mask`` [b, s] float32, ``attention_mask`` None."""
+"""``tokens``, ``labels``, ``position_ids`` [b, s] int64, ``loss_mask`` fp32, ``attention_mask`` None."""
 
 _SCANNED_TOKENS = 1 << 28
 
@@ -72,7 +72,7 @@ def inspect_dataset(prefix: str) -> DatasetSizes:
 
 
 def compile_helpers() -> None:
-    """Make sure that ``GPTDataset``'s C++ functions are there; run it in one process, before the workers start.
+    """Make sure that ``GPTDataset``'s C++ functions are there; in one process, before the workers start.
 
     The wheels of megatron-core bring them; an installation without them is compiled here.
 
@@ -105,7 +105,7 @@ def compile_helpers() -> None:
 
 
 class _Vocabulary:
-    """What ``GPTDatasetConfig`` asks of a tokenizer: a size, an end of document, and an identity for the cache."""
+    """What ``GPTDatasetConfig`` asks of a tokenizer: size, end of document, an identity for the cache."""
 
     def __init__(self, files: DataFiles) -> None:
         self.vocab_size = files.vocab_size
@@ -115,7 +115,7 @@ class _Vocabulary:
 
 @dataclass(frozen=True)
 class Datasets:
-    """One epoch of each part, shuffled by the seed; ``valid`` is None where nothing is kept for evaluation."""
+    """One epoch of each part, shuffled by the seed; ``valid`` is None where nothing is kept for it."""
 
     train: GPTDataset
     valid: GPTDataset | None
@@ -179,7 +179,7 @@ def microbatch(
 def microbatches(
     dataset: GPTDataset, config: TrainConfig, start_step: int, dp_rank: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """The microbatches of step ``start_step``, then of the next, without end: Megatron's ``data_iterator``."""
+    """The microbatches of ``start_step``, then of the next step, without end: a ``data_iterator``."""
     step = start_step
     while True:
         for index in range(config.microbatches):

@@ -25,7 +25,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of ``folder`` (created if missing); other processes wait for it, and a dead one frees it."""
+    """Hold the lock of ``folder`` (created if missing); others wait for it, and a dead process frees it."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

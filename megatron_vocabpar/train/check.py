@@ -108,8 +108,8 @@ def _check_layers(config: TrainConfig) -> None:
     if even and config.layers % config.pp:
         below = config.layers // config.pp * config.pp
         raise ValueError(
-            f"--layers {config.layers} cannot be divided over --pp {config.pp} stages, which {even[0]} needs; "
-            f"give --layers {below} or {below + config.pp}"
+            f"--layers {config.layers} cannot be divided over --pp {config.pp} stages, which {even[0]} "
+            f"needs; give --layers {below} or {below + config.pp}"
         )
     if config.final_stage_layers is not None:
         if "redis" not in config.methods:
@@ -120,7 +120,8 @@ def _check_layers(config: TrainConfig) -> None:
         most = config.layers - (config.pp - 1)
         if not 0 <= config.final_stage_layers <= most:
             raise ValueError(
-                f"--final-stage-layers {config.final_stage_layers} leaves a stage without a layer; give 0 to {most}"
+                f"--final-stage-layers {config.final_stage_layers} leaves a stage without a layer; "
+                f"give 0 to {most}"
             )
 
 
@@ -176,8 +177,8 @@ def _check_vocabulary(config: TrainConfig) -> None:
     if config.tokenizer is not None:
         if config.tokenizer_vocab_size is not None:
             raise ValueError(
-                f"--tokenizer-vocab-size {config.tokenizer_vocab_size} is for a tokenizer that is trained, but "
-                f"--tokenizer {config.tokenizer} is given; leave one of them out"
+                f"--tokenizer-vocab-size {config.tokenizer_vocab_size} is for a tokenizer that is "
+                f"trained, but --tokenizer {config.tokenizer} is given; leave one of them out"
             )
         if not Path(config.tokenizer).is_file():
             raise ValueError(f"--tokenizer {config.tokenizer}: there is no such file; give a tokenizer.json")

@@ -26,7 +26,7 @@ def _option(
     off: str | None = None,
     metavar: str | None = None,
 ) -> Any:
-    """A field with its command-line option: a section of ``--help``, a help text, choices, or the flag that unsets it."""
+    """A field and its option: section of ``--help``, help text, choices, or the flag that unsets it."""
     return field(
         default=default,
         metadata={"section": section, "help": help, "choices": choices, "off": off, "metavar": metavar},
@@ -57,9 +57,7 @@ class TrainConfig:
     overlap_grad_reduce: bool = _option(
         False, "Processes", "Reduce gradients while the backward runs.", off="--no-overlap-grad-reduce"
     )
-    device: str = _option(
-        "auto", "Processes", "auto takes GPUs where there is one a process.", choices=DEVICES
-    )
+    device: str = _option("auto", "Processes", "auto: a GPU a process, or the CPU.", choices=DEVICES)
 
     layers: int = _option(8, "Model", "Transformer layers.")
     hidden: int = _option(128, "Model", "Hidden size.")
@@ -97,9 +95,7 @@ class TrainConfig:
     eval_iters: int = _option(2, "Data", "Steps' worth of microbatches per evaluation.")
 
     output: str = _option("vocabpar-out", "Results", "The results folder.", metavar="FOLDER")
-    resume: bool = _option(
-        False, "Results", "Go on from the checkpoints in the results folder.", off="--no-resume"
-    )
+    resume: bool = _option(False, "Results", "Go on from the checkpoints in the folder.", off="--no-resume")
     overwrite: bool = _option(
         False, "Results", "Replace the results of an earlier job in this folder.", off="--no-overwrite"
     )
@@ -159,3 +155,17 @@ class TrainConfig:
 def flag(name: str) -> str:
     """The command-line flag of a field, such as ``--micro-batch-size``."""
     return "--" + name.replace("_", "-")
+
+
+def command_line(config: TrainConfig) -> list[str]:
+    """The command that asks for ``config``: what differs from the defaults, without resume and overwrite."""
+    words = ["vocabpar", "train"]
+    for option in dataclasses.fields(TrainConfig):
+        value = getattr(config, option.name)
+        if value == option.default or option.name in ("resume", "overwrite"):
+            continue
+        if isinstance(value, bool):
+            words.append(flag(option.name) if value else option.metadata["off"])
+        else:
+            words += [flag(option.name), ",".join(value) if isinstance(value, tuple) else str(value)]
+    return words

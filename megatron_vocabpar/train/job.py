@@ -57,9 +57,7 @@ def plan_job(config: TrainConfig, data: DataFunctions, say: Say) -> tuple[TrainC
     check(config)
     config = dataclasses.replace(config, device=resolve_device(config))
     files = prepare(config, data.write, data.inspect, say)
-    say(
-        f"data: {files.name}, {files.train_tokens:,} tokens to train on, {files.valid_tokens:,} for evaluation"
-    )
+    say(f"data: {files.name}, {files.train_tokens:,} tokens ({files.valid_tokens:,} more for evaluation)")
     return config, files
 
 

@@ -80,7 +80,7 @@ def launch(config_path: Path, world_size: int, logs: Path, worker_module: str = 
 
 
 def worker_environment(environment: Mapping[str, str], records: Path) -> dict[str, str]:
-    """The variables that workers get beside the launcher's own: one thread each unless the user says otherwise."""
+    """What workers get beside the launcher's own variables: one thread each, unless the user has set it."""
     return {
         "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": environment.get("TOKENIZERS_PARALLELISM", "false"),

@@ -123,7 +123,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def open_output(config: TrainConfig) -> None:
-    """Create the results folder and note the job in it; ``overwrite`` first removes what an earlier job wrote.
+    """Create the results folder and note the job in it; ``overwrite`` first removes an earlier job's files.
 
     Call it after ``check_output``. Files that no job writes are kept.
     """
@@ -138,7 +138,7 @@ def open_output(config: TrainConfig) -> None:
 
 
 def open_method(config: TrainConfig) -> Path:
-    """Create the folder of one method (``method_config``) and write its ``config.json``; returns that file."""
+    """Create the folder of one method (``method_config``) with its ``config.json``; returns that file."""
     folder = Path(config.output)
     (folder / LOG_FOLDER).mkdir(parents=True, exist_ok=True)
     path = folder / CONFIG_FILE

@@ -120,7 +120,7 @@ def _tokenized(
     record = folder / "data.json"
     with locked(folder):
         if not record.is_file():
-            from megatron_vocabpar.train.tokenizer import END_OF_TEXT, encoded, load_tokenizer
+            from megatron_vocabpar.train.tokenizer import encoded, end_of_text, load_tokenizer
 
             say(f"tokenizing {corpus.name} ({sum(map(len, corpus.documents)) / 1e6:.1f} M characters)")
             tokenizer = load_tokenizer(tokenizer_path)
@@ -131,7 +131,7 @@ def _tokenized(
                 prefix,
                 str(tokenizer_path),
                 size,
-                tokenizer.token_to_id(END_OF_TEXT),
+                end_of_text(tokenizer),
                 inspect_dataset(prefix),
                 folder / "indices",
             )
@@ -197,6 +197,6 @@ def _check_sizes(config: TrainConfig, files: DataFiles) -> None:
         )
     if config.eval_interval and files.valid_tokens < needed:
         raise ValueError(
-            f"--text: {files.name} leaves {files.valid_tokens} tokens for evaluation, fewer than one sequence "
-            f"of --seq-length {config.seq_length}; give a longer text, or --eval-interval 0"
+            f"--text: {files.name} leaves {files.valid_tokens} tokens for evaluation, fewer than one "
+            f"sequence of --seq-length {config.seq_length}; give a longer text, or --eval-interval 0"
         )

@@ -105,7 +105,7 @@ def _standard_library() -> Path:
 
 
 def _files(folder: Path, pattern: str) -> Iterator[str]:
-    """The text files under ``folder``, in the order of a hash of their relative paths, skipping the others."""
+    """The text files under ``folder``, in the order of a hash of their relative paths."""
     paths = [
         path
         for path in folder.rglob(pattern)
@@ -122,7 +122,7 @@ def _path_hash(path: Path) -> str:
 
 
 def _decoded(raw: bytes, cut: bool = False) -> str | None:
-    """``raw`` as UTF-8, or None if it is something else; ``cut`` forgives a character that the end cuts in two."""
+    """``raw`` as UTF-8, or None if it is not; ``cut`` forgives a character that the end cuts in two."""
     if b"\0" in raw:
         return None
     try:

@@ -45,14 +45,25 @@ def load_tokenizer(path: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"cannot read the tokenizer {path}: {error}; give a tokenizer.json") from error
-    if tokenizer.token_to_id(END_OF_TEXT) is None:
-        raise ValueError(f"the tokenizer {path} has no token {END_OF_TEXT}; give one that has")
+    end_of_text(tokenizer)
     return tokenizer
+
+
+def end_of_text(tokenizer: Tokenizer) -> int:
+    """Id of ``<|endoftext|>``.
+
+    Raises:
+        ValueError: if the tokenizer does not have it.
+    """
+    id = tokenizer.token_to_id(END_OF_TEXT)
+    if id is None:
+        raise ValueError(f"--tokenizer: the tokenizer has no token {END_OF_TEXT}; give one that has")
+    return id
 
 
 def encoded(tokenizer: Tokenizer, documents: Sequence[str]) -> Iterator[list[int]]:
     """Token ids of each document in turn, each closed by ``<|endoftext|>``."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    end = end_of_text(tokenizer)
     for start in range(0, len(documents), _BATCH):
         batch = list(documents[start : start + _BATCH])
         for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):

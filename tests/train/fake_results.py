@@ -1,9 +1,52 @@
-"""Results as a trainer would leave them, made without training."""
+"""Results as a trainer would leave them, made without training: a curve that falls, with a little noise."""
 
 from __future__ import annotations
 
+import math
+import random
+from pathlib import Path
+from typing import Any
+
 from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.metrics import Metrics
+from megatron_vocabpar.train.output import CHECKPOINT_FOLDER, METRICS_FILE, SCHEDULE_FILE, TIMELINE_FILE
+
+PICTURE = (
+    '<svg xmlns="http://www.w3.org/2000/svg" width="300" height="40">'
+    '<rect width="80" height="40" fill="teal"/><text x="10" y="25">0F0</text></svg>'
+)
+
+
+def records(steps: int, first_step: int = 0, noise: float = 0.0, stages: int = 4) -> list[dict[str, Any]]:
+    """Lines of ``metrics.jsonl`` for the steps after ``first_step``; ``noise`` is added to the losses."""
+    bumps = random.Random(5)
+    made = []
+    for step in range(1, steps + 1):
+        loss = 4 + 5 * math.exp(-step / 20) + 0.1 * bumps.random()
+        record = {
+            "step": step,
+            "loss": loss + noise * bumps.random(),
+            "grad_norm": 1.5,
+            "lr": 1e-3,
+            "tokens_per_s": 2000.0 + step,
+            "iteration_ms": 500.0 - step,
+            "peak_memory_mib": [400.0 + step / 10 + stage for stage in range(stages)],
+        }
+        if step % 20 == 0:
+            record["eval_loss"] = loss + 0.2
+        made.append(record)
+    return made[first_step:]
 
 
 def write_results(config: TrainConfig) -> None:
-    pass
+    """Fill the folder of one method."""
+    folder = Path(config.output)
+    noise = 0.0 if config.method == "baseline" else 2e-6
+    with Metrics(config, folder / METRICS_FILE, 0, active=True) as metrics:
+        for record in records(config.steps, noise=noise, stages=config.pp):
+            metrics.add(record)
+    (folder / SCHEDULE_FILE).write_text(PICTURE)
+    (folder / TIMELINE_FILE).write_text("[]")
+    checkpoint = folder / CHECKPOINT_FOLDER
+    checkpoint.mkdir(exist_ok=True)
+    (checkpoint / "weights").write_text("0")

@@ -97,7 +97,9 @@ def test_a_signal_to_the_launcher_leaves_no_process(config_path: Path, sent: sig
 
 
 def test_workers_end_when_the_launcher_is_killed(config_path: Path) -> None:
-    code = f"from tests.train import test_launch as t; from pathlib import Path; t.run(Path({str(config_path)!r}))"
+    code = (
+        f"from pathlib import Path; from tests.train.test_launch import run; run(Path({str(config_path)!r}))"
+    )
     with started_launcher(code, config_path) as process:
         process.kill()
         process.wait()

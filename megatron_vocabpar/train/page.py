@@ -1,0 +1,130 @@
+"""``index.html``: the results of a job on one page that needs no other file and no instructions."""
+
+from __future__ import annotations
+
+import base64
+import html
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.train.config import TrainConfig, command_line
+from megatron_vocabpar.train.output import (
+    CHECKPOINT_FOLDER,
+    LOG_FOLDER,
+    METRICS_FILE,
+    SCHEDULE_FILE,
+    TIMELINE_FILE,
+)
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
+img { max-width: 100%; height: auto; background: white }
+figure { margin: 1rem 0; overflow-x: auto }
+figcaption, .quiet { color: #555; font-size: 0.9rem }
+table { border-collapse: collapse; margin: 1rem 0 }
+th, td { padding: 0.25rem 0.8rem; border-bottom: 1px solid #ddd; text-align: right }
+th:first-child, td:first-child { text-align: left }
+pre { background: #f3f3f3; padding: 0.6rem 0.8rem; overflow-x: auto }
+code { background: #f3f3f3 }
+"""
+
+_FILES = (
+    (METRICS_FILE, "loss, gradient norm, speed and memory of every step, one line of JSON each"),
+    (SCHEDULE_FILE, "the schedule as a picture"),
+    (TIMELINE_FILE, "what each rank did in the last step, measured"),
+    (CHECKPOINT_FOLDER, "the trained model"),
+    (LOG_FOLDER, "the output of the ranks other than 0"),
+)
+
+
+def write_page(output: Path, config: TrainConfig, tables: Sequence[tuple[str, list[list[str]]]]) -> Path:
+    """Write ``index.html`` into the results folder.
+
+    Args:
+        output: the results folder, with ``loss.png`` and a folder a method.
+        config: the job.
+        tables: ``(title, [heading, row, …])`` of text cells.
+
+    Returns:
+        the page's path.
+    """
+    parts = [
+        f"<h1>{html.escape(', '.join(config.methods))}: {config.steps} steps</h1>",
+        f"<p>{html.escape(_in_words(config))}</p>",
+        _picture(output / "loss.png", "Loss per token of each training step; circles are evaluations."),
+        *(_table(title, cells) for title, cells in tables),
+        *(_method(output, name) for name in config.methods if (output / name).is_dir()),
+        "<h2>Again, or further</h2>",
+        "<p>This job was</p>",
+        f"<pre>{html.escape(shlex.join(command_line(config)))}</pre>",
+        "<p>To go on from its checkpoint, add <code>--resume</code> and a larger <code>--steps</code>.</p>",
+    ]
+    page = output / "index.html"
+    page.write_text(
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>vocabpar: results</title><style>{_STYLE}</style></head>\n"
+        f"<body>\n{chr(10).join(parts)}\n</body></html>\n",
+        encoding="utf-8",
+    )
+    return page
+
+
+def _in_words(config: TrainConfig) -> str:
+    """The model and its processes in one sentence."""
+    return (
+        f"A GPT with {config.layers} layers, hidden size {config.hidden}, {config.heads} heads and a vocabulary "
+        f"of {config.vocab_size:,} tokens ({'tied' if config.tied else 'untied'}, {config.position} positions, "
+        f"{config.dtype}), over {config.pp} pipeline stages × {config.tp} tensor-parallel × {config.dp} "
+        f"data-parallel ranks on {config.device}; {config.microbatches} microbatches of "
+        f"{config.micro_batch_size} × {config.seq_length} tokens a step and replica."
+    )
+
+
+def _method(output: Path, name: str) -> str:
+    """One method: its schedule, its files, how to look at the timeline."""
+    folder = output / name
+    summary = METHODS[name].summary if name in METHODS else ""
+    parts = [f"<h2>{html.escape(name)}</h2>", f"<p>{html.escape(summary)}</p>"]
+    if (folder / SCHEDULE_FILE).is_file():
+        parts.append(
+            _picture(
+                folder / SCHEDULE_FILE,
+                "The schedule of one step: a row a rank, time to the right. F and B are the forward and "
+                "backward of a stage's layers; S and T the two halves of the output layer on this rank's shard of the "
+                "vocabulary; the number is the microbatch.",
+            )
+        )
+    items = [
+        f'<li><a href="{name}/{file}">{name}/{file}</a>: {what}</li>'
+        for file, what in _FILES
+        if (folder / file).exists()
+    ]
+    parts.append(f"<ul>{''.join(items)}</ul>")
+    if (folder / TIMELINE_FILE).is_file():
+        parts.append(
+            '<p class="quiet">To see the timeline, open '
+            '<a href="https://ui.perfetto.dev">ui.perfetto.dev</a> '
+            f"(or <code>chrome://tracing</code>) and drop <code>{name}/{TIMELINE_FILE}</code> onto the page: "
+            f"one row a rank, passes and barriers by name. The file stays on your machine.</p>"
+        )
+    return "\n".join(parts)
+
+
+def _picture(path: Path, caption: str) -> str:
+    kind = "svg+xml" if path.suffix == ".svg" else "png"
+    data = base64.b64encode(path.read_bytes()).decode()
+    return (
+        f'<figure><img alt="{html.escape(caption)}" src="data:image/{kind};base64,{data}">'
+        f"<figcaption>{html.escape(caption)}</figcaption></figure>"
+    )
+
+
+def _table(title: str, cells: list[list[str]]) -> str:
+    def row(tag: str, values: Sequence[str]) -> str:
+        return f"<tr>{''.join(f'<{tag}>{html.escape(value)}</{tag}>' for value in values)}</tr>"
+
+    body = "".join(row("td", values) for values in cells[1:])
+    return f"<h2>{html.escape(title)}</h2><table>{row('th', cells[0])}{body}</table>"
