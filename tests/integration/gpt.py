@@ -17,6 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
 
 from megatron_vocabpar.integration.cpu import megatron_on_cpu
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
@@ -49,6 +50,8 @@ class Case:
     deallocate: bool = True
     seed: int = 7
     labels: str = "random"
+    init_std: float = 0.3
+    output_scale: float = 1.0
 
     def unsharded(self) -> Case:
         """The same training on one process, without any of our code."""
@@ -80,12 +83,13 @@ def transformer_config(case: Case) -> TransformerConfig:
         bf16=case.dtype is torch.bfloat16,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        init_method_std=0.3,
+        init_method_std=case.init_std,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         calculate_per_token_loss=case.calculate_per_token_loss,
         deallocate_pipeline_outputs=case.deallocate,
+        batch_p2p_sync=False,
     )
 
 
@@ -109,6 +113,9 @@ def build_model(case: Case) -> GPTModel:
         else GPTModel(**options)
     )
     initialise_weights(model, case.seed)
+    if hasattr(model, "output_layer"):
+        with torch.no_grad():
+            model.output_layer.weight.mul_(case.output_scale)
     return model
 
 
@@ -123,6 +130,9 @@ def batch(case: Case, step: int, replica: int, i: int) -> dict[str, torch.Tensor
         mask = torch.zeros(shape)
     if case.labels == "all the same":
         labels = torch.full(shape, case.vocab_size - 1)
+    if case.labels == "ignored" and case.method != "stock":
+        # Stock has no such label: there, a masked token's label is any id.
+        labels = labels.masked_fill(mask == 0, -100)
     s = case.seq_length
     return {
         "tokens": tokens,
@@ -180,20 +190,25 @@ class MainGradAdam:
                 parameter.copy_(master)
 
 
-def train(_: int, case: Case, reference: Result | None = None) -> Result:
+def train(
+    _: int,
+    case: Case,
+    reference: Result | None = None,
+    given: list[dict[str, torch.Tensor]] | None = None,
+) -> Result:
     """Three steps on this rank of ``case.pp * case.tp * case.dp``, each with an evaluation before the update.
 
     With a reference, ``first_gradients`` and ``weights`` of the result are the differences from this rank's part of
-    the reference's, relative to the norm of the reference's whole tensor.
+    the reference's, relative to the norm of the reference's whole tensor. Given batches replace the random ones.
     """
-    with megatron_on_cpu(), _parallel_state(case):
-        model_parallel_cuda_manual_seed(case.seed)
+    with megatron_on_cpu(), parallel_groups(case):
         module = build_model(case)
         config = module.config
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, overlap_grad_reduce=case.overlap_grad_reduce, bucket_size=4000
         )
-        model = DistributedDataParallel(config, ddp_config, module)
+        wrapped = Float16Module(config, module) if config.bf16 else module
+        model = DistributedDataParallel(config, ddp_config, wrapped)
         config.finalize_model_grads_func = finalize_model_grads
         config.no_sync_func = model.no_sync if case.overlap_grad_reduce else None
         run = (
@@ -209,7 +224,8 @@ def train(_: int, case: Case, reference: Result | None = None) -> Result:
         for step in range(case.steps):
             model.zero_grad_buffer()
             for forward_only, record in ((False, losses), (True, evaluation)):
-                batches = iter([batch(case, step, replica, i) for i in range(case.m)]) if has_batch else None
+                data = given or [batch(case, step, replica, i) for i in range(case.m)]
+                batches = iter(data) if has_batch else None
                 reported = run(
                     forward_step_func=partial(forward_step, kind=case.loss),
                     data_iterator=batches,
@@ -251,8 +267,9 @@ def _arrays(module: GPTModel, gradients: bool) -> dict[str, np.ndarray]:
 
 
 @contextlib.contextmanager
-def _parallel_state(case: Case) -> Iterator[None]:
+def parallel_groups(case: Case) -> Iterator[None]:
     parallel_state.initialize_model_parallel(case.tp, case.pp)
+    model_parallel_cuda_manual_seed(case.seed)
     try:
         yield
     finally:
