@@ -35,8 +35,8 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.exponents import split_exponent
 from megatron_vocabpar.layers.gemm import add_product_, product, result_dtype, row_chunks
+from megatron_vocabpar.layers.kernels.dispatch import exponentials
 from megatron_vocabpar.layers.kernels.reference import (
-    exponentials,
     lift,
     row_offset,
     scale_rows,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_vocabpar.layers.exponents import NOTHING
+from megatron_vocabpar.layers.kernels import cpu, dispatch
 from megatron_vocabpar.layers.kernels.reference import (
     exponentials,
     lift,
@@ -49,6 +50,24 @@ def test_exponentials(dtype: torch.dtype, n: int, columns: int, valid: int) -> N
     assert torch.equal(part.target_logit[owned], logits[owned, target_row[owned]])
     assert (part.target_logit[target_row < 0] == 0).all()
     assert (part.k[part.s_rest == 0] == NOTHING).all()
+
+
+@pytest.mark.parametrize("kernel", [cpu.exponentials, dispatch.exponentials])
+@pytest.mark.parametrize(("n", "columns"), [(0, 5), (3, 0), (70, 20000), (2, 300000)])
+@pytest.mark.parametrize("given", [False, True])
+def test_other_kernels_equal_the_reference(kernel, n: int, columns: int, given: bool) -> None:
+    logits = 4 * torch.randn(n, columns, generator=torch.Generator().manual_seed(0))
+    target_row = torch.full((n,), -1)
+    if columns:
+        target_row[::2] = torch.arange(n)[::2]
+    offset = torch.full((n,), 30.0) if given else None
+    parts = []
+    for implementation in (exponentials, kernel):
+        out = torch.full((n, columns), torch.nan, dtype=torch.bfloat16)
+        valid = max(0, columns - 3)
+        parts.append(implementation(logits.clone(), target_row, valid, offset, dtype=torch.bfloat16, out=out))
+    for expected, got in zip(*parts, strict=True):
+        assert torch.equal(got, expected)
 
 
 def test_the_sum_is_of_unrounded_values() -> None:
