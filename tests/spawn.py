@@ -73,6 +73,7 @@ def _rank_main(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
         )
         outcome = (True, function(rank, *args))
+        dist.barrier()  # a rank that leaves early closes connections that others may still be making
     except BaseException:
         outcome = (False, traceback.format_exc())
     writer.send(outcome)

@@ -18,7 +18,9 @@ CONFIDENT = 0.999
 NEAR_THE_OUTPUT = ("decoder.layers.3.", "decoder.final_layernorm.")
 
 
-def float64_run(_: int, case: Case, confident: bool) -> tuple[list[dict[str, np.ndarray]], float, dict[str, np.ndarray]]:
+def float64_run(
+    _: int, case: Case, confident: bool
+) -> tuple[list[dict[str, np.ndarray]], float, dict[str, np.ndarray]]:
     """The batches, their loss and its gradients in float64, from the bf16 weights.
 
     With ``confident`` the labels are what the model predicts, and only tokens with p_target > 0.999 count.

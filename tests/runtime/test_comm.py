@@ -1,0 +1,76 @@
+"""Communication over gloo: who gets what, also while the sender goes on."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron_vocabpar.runtime.comm import (
+    PointToPoint,
+    all_gather,
+    all_reduce,
+    broadcast,
+    create_groups,
+    exchange_rows,
+)
+from tests.spawn import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def _groups_of_two_replicas(rank: int) -> tuple[tuple[int, ...], int, int, int]:
+    # Ranks as Megatron lays them out for tp 2, dp 2, pp 2: tensor fastest, then data, then pipeline.
+    groups = create_groups((rank // 2 % 2, rank // 4, rank % 2), pipeline=2, tensor=2)
+    return groups.ranks, groups.member, groups.stage, groups.tensor_rank
+
+
+def test_members_are_stage_major_within_a_replica() -> None:
+    results = run_ranks(8, _groups_of_two_replicas)
+    assert results[0] == ((0, 1, 4, 5), 0, 0, 0)
+    assert results[3] == ((2, 3, 6, 7), 1, 0, 1)
+    assert results[6] == ((2, 3, 6, 7), 2, 1, 0)
+
+
+def _collectives(rank: int) -> dict[str, list[float]]:
+    groups = create_groups((0, rank, 0), pipeline=3, tensor=1)
+    piece = torch.full((2,), float(rank)) if rank == 2 else torch.empty(2)
+    broadcast(groups, groups.output, [piece], [2])
+    rows = torch.full((rank + 1, 2), float(rank))
+    received = exchange_rows(groups, rows, [rank + 1, 0, 0], [1, 2, 3] if rank == 0 else [0, 0, 0])
+    return {
+        "broadcast": piece.tolist(),
+        "gather": all_gather(groups, groups.output, torch.tensor([rank, rank + 0.5])).flatten().tolist(),
+        "reduce": all_reduce(groups, groups.output, torch.tensor([float(rank)])).tolist(),
+        "maximum": all_reduce(groups, groups.output, torch.tensor([float(rank)]), dist.ReduceOp.MAX).tolist(),
+        "rows": received[:, 0].tolist(),
+    }
+
+
+def test_collectives() -> None:
+    results = run_ranks(3, _collectives)
+    for rank, result in enumerate(results):
+        assert result["broadcast"] == [2.0, 2.0]
+        assert result["gather"] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
+        assert result["reduce"] == [3.0]
+        assert result["maximum"] == [2.0]
+        assert result["rows"] == ([0.0, 1.0, 1.0, 2.0, 2.0, 2.0] if rank == 0 else [])
+
+
+def _ring(rank: int) -> list[float]:
+    groups = create_groups((0, rank, 0), pipeline=2, tensor=1)
+    link, other = PointToPoint(groups), 1 - rank
+    # Both send many messages before either receives: with one queue for both directions this could deadlock.
+    for i in range(50):
+        message = torch.full((1000,), float(100 * rank + i))
+        link.send(message, other)
+        del message  # its storage must stay until it has left
+    received = [link.receive((1000,), torch.float32, CPU, other) for _ in range(50)]
+    values = [float(message.wait().mean()) for message in received]
+    link.drain()
+    return values
+
+
+def test_messages_in_both_directions_arrive_in_order_and_intact() -> None:
+    first, second = run_ranks(2, _ring)
+    assert first == [100.0 + i for i in range(50)]
+    assert second == [float(i) for i in range(50)]

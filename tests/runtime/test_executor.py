@@ -1,0 +1,66 @@
+"""The loop: order, observers, and what a failure says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from megatron_vocabpar.runtime.buffers import BufferError, Buffers
+from megatron_vocabpar.runtime.executor import InstructionError, execute
+from megatron_vocabpar.schedule.passes import CommType, Instruction, Pass, PassType, parse
+
+
+def program(text: str) -> list[Instruction]:
+    return [parse(word) for word in text.split()]
+
+
+def test_runs_in_order_inside_the_observers() -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def observer(instruction: Instruction) -> Iterator[None]:
+        seen.append(f"<{instruction}")
+        yield
+        seen.append(f"{instruction}>")
+
+    handlers = {
+        PassType.F: lambda i: seen.append(f"run {i}"),
+        CommType.SEND_F: lambda i: seen.append(f"run {i}"),
+    }
+    execute(0, program("0F0 0SEND_F0"), handlers, [observer])
+    assert seen == ["<0F0", "run 0F0", "0F0>", "<0SEND_F0", "run 0SEND_F0", "0SEND_F0>"]
+
+
+def test_failure_names_rank_pass_and_microbatch() -> None:
+    def fail(_: Instruction) -> None:
+        raise ZeroDivisionError("no tokens")
+
+    with pytest.raises(
+        InstructionError, match=r"rank 3, pass 2S5 \(S of microbatch 5\): ZeroDivisionError: no tokens"
+    ):
+        execute(3, program("2S5"), {PassType.S: fail})
+
+
+def test_buffers_are_gone_after_their_last_use() -> None:
+    buffers, producer = Buffers(), Pass(PassType.S, 2, 5)
+    buffers.put(producer, "state", "value", uses=2)
+    assert [buffers.take(producer, "state") for _ in range(2)] == ["value", "value"]
+    with pytest.raises(BufferError, match="state of 2S5 is not there"):
+        buffers.take(producer, "state")
+    buffers.check_empty()
+
+
+def test_leak_is_named() -> None:
+    buffers = Buffers()
+    buffers.put(Pass(PassType.S, 2, 5), "state", object())
+    with pytest.raises(BufferError, match="1 buffers are left after the iteration: state of 2S5"):
+        buffers.check_empty()
+
+
+def test_value_put_twice_is_refused() -> None:
+    buffers, producer = Buffers(), Pass(PassType.S, 2, 5)
+    buffers.put(producer, "state", 1)
+    with pytest.raises(BufferError, match="2S5 is already there"):
+        buffers.put(producer, "state", 2)

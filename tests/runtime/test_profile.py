@@ -1,0 +1,62 @@
+"""The measured timeline: spans, waiting told apart from computing, and the trace file."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from megatron_vocabpar.runtime.profile import COMPUTE, OUTPUT, Span, Timeline, median_pass_ms, trace_events
+from megatron_vocabpar.runtime.streams import side_stream
+from megatron_vocabpar.schedule.passes import parse
+
+CPU = torch.device("cpu")
+
+
+def test_waiting_is_not_computing() -> None:
+    timeline = Timeline(CPU)
+    timeline.start()
+    with timeline.observe(parse("1S3")):
+        with timeline.waiting():
+            time.sleep(0.05)
+        time.sleep(0.01)
+    wait, compute = timeline.stop()
+    assert (wait.kind, compute.kind) == ("wait", "S")
+    assert wait.end_s <= compute.start_s
+    assert wait.end_s - wait.start_s >= 0.05
+    assert 0.01 <= compute.end_s - compute.start_s < 0.05
+
+
+def test_side_streams_are_recorded_under_the_instruction_that_submitted() -> None:
+    timeline = Timeline(CPU)
+    stream = timeline.watch(side_stream(CPU, "test"), OUTPUT)
+    timeline.start()
+    with timeline.observe(parse("1C13")):
+        event = stream.submit(lambda: time.sleep(0.01))
+    event.wait()
+    (span,) = timeline.stop()
+    assert (span.name, span.kind, span.lane) == ("1C13", "C1", OUTPUT)
+    stream.close()
+
+
+def test_nothing_is_recorded_before_start() -> None:
+    timeline = Timeline(CPU)
+    with timeline.observe(parse("0F0")):
+        pass
+    assert timeline.stop() == []
+
+
+def test_trace_has_a_named_row_for_every_rank_and_lane() -> None:
+    spans = [[Span("0F0", "F", COMPUTE, 10.0, 10.5)], [Span("1C00", "C0", OUTPUT, 10.5, 10.75)]]
+    events = trace_events(spans)["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    drawn = [(rows[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert drawn == [
+        ("rank 0", "0F0", 0.0, 500000.0),
+        ("rank 1 output collectives", "1C00", 500000.0, 250000.0),
+    ]
+
+
+def test_median_pass_times_by_rank() -> None:
+    spans = [[Span("0F0", "F", COMPUTE, 0.0, 0.001), Span("0F1", "F", COMPUTE, 0.0, 0.003)], []]
+    assert median_pass_ms(spans) == {"F": [2.0, 0.0]}

@@ -1,0 +1,61 @@
+"""A side stream runs beside the caller, in order, and hands errors back."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from megatron_vocabpar.runtime.streams import side_stream
+
+CPU = torch.device("cpu")
+
+
+def test_work_runs_beside_the_caller_and_in_order() -> None:
+    stream, gate, order = side_stream(CPU, "test"), threading.Event(), []
+
+    def first() -> str:
+        gate.wait(5)
+        order.append("first")
+        return "result"
+
+    event = stream.submit(first)
+    later = stream.submit(lambda: order.append("second"))
+    assert not event.done()
+    assert order == []
+    gate.set()  # the caller went on while the stream waited
+    assert event.wait() == "result"
+    later.wait()
+    assert order == ["first", "second"]
+    stream.close()
+
+
+def test_error_is_raised_where_it_is_waited_for() -> None:
+    stream = side_stream(CPU, "test")
+    event = stream.submit(lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        event.wait()
+    assert stream.submit(lambda: "still works").wait() == "still works"
+    stream.close()
+
+
+def test_work_builds_no_graph() -> None:
+    stream, weight = side_stream(CPU, "test"), torch.ones(2, requires_grad=True)
+    assert not stream.submit(lambda: weight * 2).wait().requires_grad
+    stream.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_stream_waits_for_its_producer_and_its_consumer_for_it() -> None:
+    device = torch.device("cuda")
+    stream = side_stream(device, "test")
+    for _ in range(5):
+        torch.cuda._sleep(20_000_000)  # the producer is late: a missing wait would read zeros
+        x = torch.zeros(1 << 20, device=device)
+        torch.cuda._sleep(20_000_000)
+        x.fill_(3.0)
+        event = stream.submit(lambda x=x: (torch.cuda._sleep(20_000_000), x * 2)[1])
+        assert float(event.wait().sum()) == 6.0 * (1 << 20)
+    stream.close()
