@@ -54,6 +54,7 @@ def test_any_split_gives_the_loss_of_the_whole_row(case: tuple[list[float], int,
     merged = merge(logits, target, cuts)
     assert merged.valid.all()
     assert merged.loss.item() >= 0
+    assert 0.7 < merged.total.item() < 1.42 * len(row)  # K is the largest exponent, the target's included
     # p_target this close to 1 is below the range of fp32: the loss is 0
     torch.testing.assert_close(merged.loss[0].double(), loss, rtol=1e-6, atol=1e-30 if loss > 1e-8 else 1e-8)
     torch.testing.assert_close(merged.target_deficit[0].double(), deficit, rtol=2e-6, atol=1e-35)
