@@ -1,6 +1,6 @@
 """Our executor beside megatron-core's own 1F1B: the same stock model, processes and machine, in one run.
 
-Method ``baseline`` leaves the vocabulary layers where Megatron has them, so what differs is the executor alone. The
+Method ``baseline`` leaves the vocabulary layers where Megatron has them, so only the executor differs. The
 two take turns, iteration by iteration, and the ratio is taken pair by pair: the machine's drift cancels.
 """
 
@@ -27,7 +27,7 @@ RESULT_FILE = "runtime.json"
 
 @dataclass(frozen=True)
 class RuntimeResult:
-    """Iteration times in milliseconds, in the order measured; entry i of both was measured one after the other."""
+    """Iteration times in milliseconds; entries i of both were measured one after the other."""
 
     ours_ms: tuple[float, ...]
     megatron_ms: tuple[float, ...]
@@ -48,7 +48,9 @@ def measure_runtime(config: TrainConfig) -> RuntimeResult:
         path = Path(folder) / "config.json"
         path.write_text(TrainConfig.from_json(_with(config, method="baseline", output=folder)).to_json())
         launch(path, config.world_size, Path(folder), worker_module="megatron_vocabpar.bench.runtime")
-        return RuntimeResult(**{k: tuple(v) for k, v in json.loads((Path(folder) / RESULT_FILE).read_text()).items()})
+        return RuntimeResult(
+            **{k: tuple(v) for k, v in json.loads((Path(folder) / RESULT_FILE).read_text()).items()}
+        )
 
 
 def _with(config: TrainConfig, **changes: Any) -> str:

@@ -25,7 +25,9 @@ def bench_command() -> None:
 @click.option("--microbatches", default=8, show_default=True, help="Microbatches per iteration.")
 @click.option("--pairs", default=15, show_default=True, help="Pairs of iterations to measure.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
-@click.option("--format", "output_format", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option(
+    "--format", "output_format", type=click.Choice(["text", "json"]), default="text", show_default=True
+)
 def runtime_command(
     pp: int,
     layers: int,

@@ -1,4 +1,4 @@
-"""From a ``TrainConfig`` to megatron-core's objects: configuration, model chunk, DDP, optimizer, learning rate."""
+"""From a ``TrainConfig`` to megatron-core's objects: model chunk, DDP, optimizer, learning rate."""
 
 from __future__ import annotations
 

@@ -30,9 +30,7 @@ def latest_checkpoint(folder: Path) -> Path:
     return complete[-1]
 
 
-def _state(
-    model: torch.nn.Module, optimizer: MegatronOptimizer | None, is_loading: bool
-) -> dict[str, Any]:
+def _state(model: torch.nn.Module, optimizer: MegatronOptimizer | None, is_loading: bool) -> dict[str, Any]:
     metadata = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "distrib_optim_sharding_type": "fully_sharded_model_space",

@@ -1,7 +1,7 @@
 """The pieces of megatron-core's schedules that our handlers reuse, behind one signature.
 
-Loss scaling, MoE and autocast settings, timers and activation recomputation stay Megatron's own code; only the order
-of passes and the vocabulary layers are ours.
+Loss scaling, MoE and autocast settings, timers and activation recomputation stay Megatron's own code; only
+the order of passes and the vocabulary layers are ours.
 """
 
 from __future__ import annotations
@@ -112,3 +112,10 @@ def loss_and_gradient(
             loss = config.grad_scale_func(loss)
     (grad,) = torch.autograd.grad(loss, leaf)
     return store, num_tokens, grad.float()
+
+
+def report_gradient(chunk: Any, parameter: torch.nn.Parameter) -> None:
+    """Tell an overlapping DDP ``chunk`` that the gradient of one of its parameters is complete."""
+    bucket_groups = getattr(chunk, "param_to_bucket_group", {})
+    if parameter in bucket_groups and chunk.ddp_config.overlap_grad_reduce:
+        bucket_groups[parameter].register_grad_ready(parameter, chunk.force_all_reduce)

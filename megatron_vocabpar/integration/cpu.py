@@ -48,12 +48,12 @@ def _torch_norm(
 ) -> torch.nn.Module:
     """megatron-core's torch norm, usable under sequence parallelism.
 
-    All that it lacks is the mark by which finalize_model_grads sums the gradients of all tensor-parallel ranks.
+    It lacks only the mark by which finalize_model_grads sums gradients over tensor-parallel ranks.
     """
     norm = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization]
     module = norm(hidden_size, eps=eps)
     for parameter in module.parameters():
-        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        parameter.sequence_parallel = config.sequence_parallel
     return module
 
 

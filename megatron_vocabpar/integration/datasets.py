@@ -34,6 +34,7 @@ from megatron_vocabpar.train.prepare import DataFiles, DatasetSizes
 Batch = Mapping[str, torch.Tensor | None]
 """``tokens``, ``labels``, ``position_ids`` [b, s] int64, ``loss_mask`` fp32, ``attention_mask`` None."""
 
+_INDEX_HEADER = b"MMIDIDX\0\0"
 _SCANNED_TOKENS = 1 << 28
 
 
@@ -58,12 +59,10 @@ def inspect_dataset(prefix: str) -> DatasetSizes:
     Raises:
         ValueError: if the files are not an indexed dataset, or hold no token.
     """
-    try:
-        dataset = IndexedDataset(prefix)
-    except Exception as error:  # Megatron reports a wrong header by an assertion
-        raise ValueError(
-            f"{prefix} is not a Megatron indexed dataset ({error}); give another --text"
-        ) from error
+    with open(f"{prefix}.idx", "rb") as index:
+        if index.read(len(_INDEX_HEADER)) != _INDEX_HEADER:
+            raise ValueError(f"{prefix}.idx is not the index of a Megatron dataset; give another --text")
+    dataset = IndexedDataset(prefix)
     lengths = dataset.sequence_lengths.tolist()
     if sum(lengths) == 0:
         raise ValueError(f"the indexed dataset {prefix} is empty; give another --text")

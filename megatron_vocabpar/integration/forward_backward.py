@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.gradients import GradientSync
-from megatron_vocabpar.integration.handlers import Call, Iteration, Rank
+from megatron_vocabpar.integration.handlers import handlers_of
+from megatron_vocabpar.integration.iteration import Call, Iteration, Rank
 from megatron_vocabpar.integration.microbatches import ModelCall, record_call, share_microbatches
 from megatron_vocabpar.integration.model import VocabParallelGPTModel
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_groups
@@ -128,15 +129,15 @@ class ForwardBackward:
             ValueError: for a setting that this executor does not support, naming it and the remedy.
             InstructionError: if an instruction fails, naming rank, pass and microbatch.
         """
-        chunks = model if isinstance(model, list) else [model]
+        chunks: list[torch.nn.Module] = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(chunks[0])
         check_config(config, adjust_tensor_shapes_fn, self.method.vocabulary_parallel)
         schedule, instructions = self._plan(num_microbatches, forward_only)
         if len(chunks) != schedule.chunks:
             raise ValueError(
-                f"the model has {len(chunks)} chunks, the schedule {schedule.chunks}; build one model chunk per "
-                "schedule chunk"
+                f"the model has {len(chunks)} chunks, the schedule {schedule.chunks}; build as many chunks "
+                "as the schedule has"
             )
         if pg_collection is None:
             pg_collection = process_groups()
@@ -166,11 +167,13 @@ class ForwardBackward:
         )
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-        iteration = self._prepare(rank, call)
+        model_with_shards = self._model_with_shards(chunks)
+        iteration = self._prepare(rank, call, model_with_shards)
+        handlers, finish = handlers_of(iteration, model_with_shards)
         try:
             with torch.set_grad_enabled(not forward_only):
-                execute(dist.get_rank(), instructions, iteration.handlers(), self._observers)
-                iteration.finish()
+                execute(dist.get_rank(), instructions, handlers, self._observers)
+                finish()
         except BaseException:
             iteration.gradients.abandon()
             raise
@@ -189,12 +192,21 @@ class ForwardBackward:
     def _token_total(self, num_tokens: torch.Tensor | int) -> torch.Tensor:
         return torch.as_tensor(num_tokens, dtype=torch.int, device=self.device)
 
-    def _prepare(self, rank: Rank, call: Call) -> Iteration:
-        """Record and share the microbatches, and suspend gradient reduction."""
+    def _model_with_shards(self, chunks: Sequence[torch.nn.Module]) -> VocabParallelGPTModel | None:
         if not self.method.vocabulary_parallel:
+            return None
+        model = unwrap_model(chunks[0])
+        if not isinstance(model, VocabParallelGPTModel):
+            raise ValueError(
+                f"method {self.method.name} needs a VocabParallelGPTModel, got {type(model).__name__}; "
+                "build the model with it, or use method baseline"
+            )
+        return model
+
+    def _prepare(self, rank: Rank, call: Call, model: VocabParallelGPTModel | None) -> Iteration:
+        """Record and share the microbatches, and suspend gradient reduction."""
+        if model is None:
             return Iteration(rank, call, self._gradient_sync(rank, call, {}))
-        model = get_attr_wrapped_model(call.chunks[0], "shard", return_model_obj=True)
-        assert isinstance(model, VocabParallelGPTModel)
         recorded = self._record(rank, call)
         grad_losses = None
         if rank.is_last and not call.forward_only:
@@ -218,7 +230,6 @@ class ForwardBackward:
             rank,
             call,
             self._gradient_sync(rank, call, shards),
-            model=model,
             microbatches=microbatches,
             recorded_first=recorded if rank.is_first else (),
             recorded_last=recorded if rank.is_last else (),
@@ -250,8 +261,8 @@ def _per_chunk(value: Any, chunks: int) -> list[Any]:
 def _required(tensor: torch.Tensor | None, name: str) -> torch.Tensor:
     if tensor is None:
         raise ValueError(
-            f"forward_step passed no {name} to the model; vocabulary parallelism needs token ids on the first "
-            "stage and labels on the last"
+            f"forward_step passed no {name} to the model; vocabulary parallelism needs token ids on the "
+            "first stage and labels on the last"
         )
     return tensor
 

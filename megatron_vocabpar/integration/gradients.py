@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_vocabpar.integration import compat
 from megatron_vocabpar.schedule.passes import PassType
 
 
@@ -31,7 +32,7 @@ class GradientSync:
 
     Args:
         chunks: the wrapped model chunks of this rank.
-        no_sync_funcs: a context manager factory per chunk that suspends reduction (Megatron's ``no_sync_func``).
+        no_sync_funcs: per chunk, a function whose context suspends reduction (Megatron's ``no_sync_func``).
         grad_sync_funcs: with gradient reduction aligned across stages, what starts it per chunk; then only
             the first stage reduces before the end.
         starts_early: whether this rank may reduce as soon as its last backward runs.
@@ -107,6 +108,4 @@ class GradientSync:
         while self._written:
             parameter = self._written.pop()
             for chunk in self._chunks:
-                groups = getattr(chunk, "param_to_bucket_group", {})
-                if parameter in groups and chunk.ddp_config.overlap_grad_reduce:
-                    groups[parameter].register_grad_ready(parameter, chunk.force_all_reduce)
+                compat.report_gradient(chunk, parameter)

@@ -113,6 +113,12 @@ class Microbatch:
         """``n = b * s``."""
         return self.shape[0] * self.shape[1]
 
+    @property
+    def gradient(self) -> torch.Tensor:
+        """``grad_loss``, which there is in training."""
+        assert self.grad_loss is not None
+        return self.grad_loss
+
 
 def share_microbatches(
     groups: VocabGroups,

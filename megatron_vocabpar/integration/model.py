@@ -2,8 +2,8 @@
 
 Every stage gets an ``embedding.word_embeddings`` and an ``output_layer`` with the standard parameter
 names, each with ``P = V_pad / (p * t)`` rows; one DDP wrapper then sees transformer layers and shards as
-one chunk. The transformer part runs as in Megatron, but the first stage is given embedded rows in place of token
-ids, and the last stage returns its hidden states: the vocabulary passes around it are the schedule's.
+one chunk. The transformer part runs as in Megatron, but the first stage is given embedded rows in place
+of token ids, and the last stage returns its hidden states: the passes around it are the schedule's.
 
 Next: ``handlers.py``.
 """
@@ -11,7 +11,7 @@ Next: ``handlers.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -109,7 +109,7 @@ class VocabShardOutput(ColumnParallelLinear):
         super().__init__(hidden_size, shard.range.rows * shard.tensor, bias=False, **kwargs)
         self.shard = shard
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         x: torch.Tensor,
         targets: torch.Tensor,
@@ -179,17 +179,17 @@ class VocabParallelGPTModel(GPTModel):
             share_embeddings_and_output_weights=False,
             **kwargs,
         )
-        self.shard = shard
-        self.tied = share_embeddings_and_output_weights
+        self.shard: VocabShard = shard
+        self.tied: bool = share_embeddings_and_output_weights
         layer_options = {"config": config, "tp_group": self.pg_collection.tp}
         if not self.pre_process:
             self.embedding = torch.nn.Module()
         if self.post_process:
-            del self.output_layer  # so that a tied weight is named by its embedding on every stage
+            delattr(self, "output_layer")  # so that a tied weight is named by its embedding on every stage
         self.embedding.word_embeddings = VocabShardEmbedding(
             shard, config.hidden_size, init_method=config.embedding_init_method, **layer_options
         )
-        self.embedding.reduce_scatter_embeddings = False
+        self.embedding.reduce_scatter_embeddings = False  # type: ignore[assignment]
         self.output_layer = VocabShardOutput(
             shard,
             config.hidden_size,
@@ -198,14 +198,24 @@ class VocabParallelGPTModel(GPTModel):
             **layer_options,
         )
         if self.tied:
-            self.output_layer.weight = self.embedding.word_embeddings.weight
+            self.vocab_output.weight = self.word_embeddings.weight
         for weight in self.vocabulary_weights():
             weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
 
+    @property
+    def word_embeddings(self) -> VocabShardEmbedding:
+        """This rank's rows of the input embedding."""
+        return cast(VocabShardEmbedding, cast(torch.nn.Module, self.embedding).word_embeddings)
+
+    @property
+    def vocab_output(self) -> VocabShardOutput:
+        """This rank's rows of the output weight."""
+        return cast(VocabShardOutput, self.output_layer)
+
     def vocabulary_weights(self) -> tuple[torch.nn.Parameter, ...]:
         """The parameters of this rank's shards: one if tied, else embedding and output."""
-        embedding = self.embedding.word_embeddings.weight
-        return (embedding,) if self.tied else (embedding, self.output_layer.weight)
+        embedding = self.word_embeddings.weight
+        return (embedding,) if self.tied else (embedding, self.vocab_output.weight)
 
     def _postprocess(self, hidden_states: torch.Tensor, **unused: Any) -> torch.Tensor:
         return hidden_states
@@ -219,8 +229,8 @@ class VocabParallelGPTModel(GPTModel):
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if not self.pre_process:
             key = f"{prefix}embedding.word_embeddings."
-            state.update(self.embedding.word_embeddings.sharded_state_dict(key, (), metadata))
-        state.update(self.output_layer.sharded_state_dict(f"{prefix}output_layer.", (), metadata))
+            state.update(self.word_embeddings.sharded_state_dict(key, (), metadata))
+        state.update(self.vocab_output.sharded_state_dict(f"{prefix}output_layer.", (), metadata))
         if self.tied:
             del state[f"{prefix}output_layer.weight"]
         return state

@@ -33,6 +33,7 @@ from megatron_vocabpar.schedule.draw import draw_svg
 from megatron_vocabpar.schedule.passes import Instruction
 from megatron_vocabpar.schedule.redistribution import redistribute_by_flops, with_final_stage
 from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.metrics import Metrics
 from megatron_vocabpar.train.output import (
     CHECKPOINT_FOLDER,
     DATA_FILE,
@@ -41,7 +42,6 @@ from megatron_vocabpar.train.output import (
     TIMELINE_FILE,
 )
 from megatron_vocabpar.train.prepare import DataFiles
-from megatron_vocabpar.train.metrics import Metrics
 from megatron_vocabpar.train.progress_record import ProgressRecord
 
 
@@ -75,9 +75,10 @@ def layers_per_stage(config: TrainConfig) -> tuple[int, ...]:
     )
 
 
-def loss_func(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[Any, ...]:
+def loss_func(loss_mask: torch.Tensor | None, output: torch.Tensor) -> tuple[Any, ...]:
     """Megatron's: sum over the tokens that count, their number, and both for the report."""
     losses = output.float().reshape(-1)
+    assert loss_mask is not None
     mask = loss_mask.reshape(-1)
     total = (losses * mask).sum()
     tokens = mask.sum().to(torch.int)

@@ -42,8 +42,8 @@ def initialise_weights(model: GPTModel, seed: int) -> None:
     vectors (norms, biases) keep what they have. Padding rows of the vocabulary are zero.
 
     Args:
-        model: GPTModel or VocabParallelGPTModel. On the last stage of a model with tied weights the output weight is
-            drawn as the embedding is.
+        model: GPTModel or VocabParallelGPTModel. A stock last stage draws a tied output weight as the
+            embedding is drawn.
         seed: of the whole model.
     """
     config = model.config

@@ -1,8 +1,7 @@
 """Measured timelines: when each rank computed, waited and communicated.
 
-A ``Timeline`` observes instructions on the main stream and, through ``watch``, the work on side streams. Waiting for a
-message is told apart from computing, so measured passes can be compared with planned ones and fed back
-into the generator as :class:`PassCosts`-like medians.
+A ``Timeline`` observes instructions on the main stream and, through ``watch``, the work on side streams.
+Waiting for a message is told apart from computing, so measured passes compare with planned ones.
 
 The trace opens in any viewer of the Chrome trace-event format (Perfetto, chrome://tracing).
 """
@@ -145,19 +144,19 @@ def trace_events(spans_by_rank: Sequence[Sequence[Span]]) -> dict[str, Any]:
             events.append(
                 {"ph": "M", "pid": 0, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}}
             )
-        for span in spans:
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": 0,
-                    "tid": rank * len(_LANES) + _LANES.index(span.lane),
-                    "name": f"wait for {span.name}" if span.kind == "wait" else span.name,
-                    "cat": span.kind,
-                    "cname": _COLOURS.get(span.kind, "grey"),
-                    "ts": round((span.start_s - origin) * 1e6, 1),
-                    "dur": round((span.end_s - span.start_s) * 1e6, 1),
-                }
-            )
+        events.extend(
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": rank * len(_LANES) + _LANES.index(span.lane),
+                "name": f"wait for {span.name}" if span.kind == "wait" else span.name,
+                "cat": span.kind,
+                "cname": _COLOURS.get(span.kind, "grey"),
+                "ts": round((span.start_s - origin) * 1e6, 1),
+                "dur": round((span.end_s - span.start_s) * 1e6, 1),
+            }
+            for span in spans
+        )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

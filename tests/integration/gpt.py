@@ -1,4 +1,4 @@
-"""A small GPT, its data, and three optimizer steps: unsharded in stock megatron-core, or through our executor."""
+"""A small GPT, its data, and three optimizer steps, in stock megatron-core or through our executor."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def build_model(case: Case) -> GPTModel:
         else GPTModel(**options)
     )
     initialise_weights(model, case.seed)
-    if hasattr(model, "output_layer"):
+    if hasattr(model, "output_layer") and not case.tied:
         with torch.no_grad():
             model.output_layer.weight.mul_(case.output_scale)
     return model
@@ -198,8 +198,9 @@ def train(
 ) -> Result:
     """Three steps on this rank of ``case.pp * case.tp * case.dp``, each with an evaluation before the update.
 
-    With a reference, ``first_gradients`` and ``weights`` of the result are the differences from this rank's part of
-    the reference's, relative to the norm of the reference's whole tensor. Given batches replace the random ones.
+    With a reference, ``first_gradients`` and ``weights`` of the result are the differences from this rank's
+    part of the reference's, relative to the norm of the reference's whole tensor. Given batches replace
+    the random ones.
     """
     with megatron_on_cpu(), parallel_groups(case):
         module = build_model(case)

@@ -1,0 +1,125 @@
+"""One forward-backward call on one rank: what the handlers of all layers share.
+
+``Rank`` stays the same from one iteration to the next, ``Call`` holds the arguments of this one, and an
+``Iteration`` is where handlers leave tensors for each other, keyed by the instruction that produced them.
+
+Next: ``stages.py``, ``input_layer.py`` and ``output_layer.py``, whose methods are the handlers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_vocabpar.integration.gradients import GradientSync
+from megatron_vocabpar.integration.microbatches import ForwardStep, Microbatch, ModelCall
+from megatron_vocabpar.runtime.buffers import Buffers
+from megatron_vocabpar.runtime.comm import PointToPoint, Receive, VocabGroups
+from megatron_vocabpar.runtime.streams import Event, Stream
+from megatron_vocabpar.schedule.placement import Placement
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What stays the same on this rank from one iteration to the next."""
+
+    algorithm: str
+    placement: Placement
+    groups: VocabGroups
+    device: torch.device
+    output_stream: Stream
+    input_stream: Stream
+    point_to_point: PointToPoint
+    waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    @property
+    def pipeline_rank(self) -> int:
+        return self.groups.stage
+
+    @property
+    def is_first(self) -> bool:
+        return self.pipeline_rank == self.placement.first_rank
+
+    @property
+    def is_last(self) -> bool:
+        return self.pipeline_rank == self.placement.last_rank
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one forward-backward call that handlers need."""
+
+    forward_step_func: ForwardStep
+    data_iterators: Sequence[Iterator[Any] | None]
+    chunks: Sequence[torch.nn.Module]
+    config: Any
+    num_microbatches: int
+    hidden_shape: tuple[int, int, int]
+    cp_group_size: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_microbatch_flag: bool
+
+
+@dataclass
+class Iteration:
+    """The state of one forward-backward call on one rank.
+
+    Attributes:
+        microbatches: what every rank knows of each microbatch; empty for baseline and redis.
+        recorded_first, recorded_last: by microbatch, the calls that ``forward_step`` makes on the first and
+            on the last stage; empty on other ranks.
+        buffers: tensors and events between instructions.
+        reported: what the loss function reported, in order (Megatron's forward_data_store).
+        num_tokens: tokens of the loss, where the loss is computed.
+    """
+
+    rank: Rank
+    call: Call
+    gradients: GradientSync
+    microbatches: Sequence[Microbatch] = ()
+    recorded_first: Sequence[ModelCall] = ()
+    recorded_last: Sequence[ModelCall] = ()
+    buffers: Buffers = field(default_factory=Buffers)
+    reported: list[Any] = field(default_factory=list)
+    num_tokens: torch.Tensor | int = 0
+    _unclaimed: deque[Event[Any]] = field(default_factory=deque)
+
+    def wait(self, event: Event[Any] | Receive) -> Any:
+        """Wait for communication, seen as waiting in the timeline."""
+        with self.rank.waiting():
+            return event.wait()
+
+    def unclaim(self, event: Event[Any]) -> None:
+        """Hold an event that nobody consumes until it is done, so that its errors are raised here."""
+        while self._unclaimed and self._unclaimed[0].done():
+            self._unclaimed.popleft().wait()
+        self._unclaimed.append(event)
+
+    def finish(self) -> None:
+        """Wait for what nobody claimed, and check that nothing is left.
+
+        Raises:
+            BufferError: naming the buffers that are left.
+        """
+        self.rank.point_to_point.drain()
+        while self._unclaimed:
+            self._unclaimed.popleft().wait()
+        self.buffers.check_empty()
+
+    @property
+    def sequence_shards(self) -> int:
+        """Parts into which sequence parallelism cuts the hidden states between layers."""
+        return self.rank.groups.tensor if self.call.config.sequence_parallel else 1
+
+    def hidden_shape(self, i: int) -> tuple[int, int, int]:
+        """Shape ``[s, b, H]`` of microbatch ``i`` between stages, on this rank."""
+        if not self.microbatches:
+            return self.call.hidden_shape
+        b, s = self.microbatches[i].shape
+        return (s // self.sequence_shards, b, self.call.hidden_shape[2])

@@ -1,0 +1,257 @@
+"""The partitioned output layer: C0, S, C1, S2, C2, T and C3 of every algorithm, and the loss.
+
+    naive       C0  S  C1(maximum)     S2  C2(statistics)  T  C3(input gradient)
+    vocab-1     C0  S  C1(statistics)                      T  C2(input gradient)
+    vocab-2     C0  S  C1(statistics, input gradient)      T
+    interlaced  C0  S(everything, all ranks in step)
+
+The mathematics is in ``layers/output.py``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_vocabpar.integration import compat
+from megatron_vocabpar.integration.gradients import main_grad
+from megatron_vocabpar.integration.iteration import Iteration
+from megatron_vocabpar.integration.model import VocabParallelGPTModel
+from megatron_vocabpar.layers.output import input_gradient, naive_sum, weight_gradient
+from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats
+from megatron_vocabpar.runtime.comm import all_gather, all_reduce, broadcast
+from megatron_vocabpar.runtime.streams import Event
+from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, PassType
+
+# Which collective carries the merged statistics, and which the input gradient, in each algorithm.
+STATISTICS = {"vocab-1": CommType.C1, "vocab-2": CommType.C1, "naive": CommType.C2}
+INPUT_GRADIENT = {"vocab-1": CommType.C2, "vocab-2": CommType.C1, "naive": CommType.C3}
+
+
+class OutputLayer:
+    """Handlers of the output layer's passes and collectives for the shard that ``model`` holds."""
+
+    def __init__(self, iteration: Iteration, model: VocabParallelGPTModel) -> None:
+        self.it = iteration
+        self.model = model
+        self._evaluations: deque[tuple[int, Event[MergedStats]]] = deque()
+
+    def finish(self) -> None:
+        """In evaluation: report the losses that are still on their way."""
+        self._report_evaluations(keep=0)
+
+    def broadcast_hidden(self, instruction: Comm) -> None:
+        """C0: the last stage's hidden states ``[n, H]`` to every rank.
+
+        With sequence parallelism each tensor-parallel rank of the last stage sends its part of the
+        sequence.
+        """
+        rank, i = self.it.rank, instruction.microbatch
+        groups = rank.groups
+        parts = self.it.sequence_shards
+        members = list(groups.members_of(rank.placement.last_rank))[:parts]
+        dtype = self.model.vocab_output.weight.dtype
+        shape = (self.it.microbatches[i].tokens, self.it.call.hidden_shape[2])
+        mine: torch.Tensor | None = None
+        if rank.is_last:
+            mine = self.it.buffers.take(Pass(PassType.F, rank.placement.last_stage, i), "hidden")
+
+        def run() -> torch.Tensor:
+            if mine is not None and parts == 1 and groups.member in members:
+                broadcast(groups, groups.output, [mine], members)
+                return mine
+            full = torch.empty(shape, dtype=dtype, device=rank.device)
+            pieces = full.chunk(parts)
+            if mine is not None and groups.member in members:
+                pieces[groups.tensor_rank].copy_(mine)
+            broadcast(groups, groups.output, pieces, members)
+            return full
+
+        self.it.buffers.put(instruction, "event", rank.output_stream.submit(run))
+
+    def output_forward(self, instruction: Pass) -> None:
+        """S: logits of this rank's shard and their local statistics."""
+        i, algorithm = instruction.microbatch, self.it.rank.algorithm
+        x = self.it.wait(self.it.buffers.take(Comm(CommType.C0, instruction.stage, i), "event"))
+        options: dict[str, bool] = {"maximum_only": True}
+        if algorithm != "naive":
+            training = not self.it.call.forward_only
+            options = {"with_input_gradient": algorithm == "vocab-2" and training, "keep_state": training}
+        state, statistics = self.model.vocab_output(x, self.it.microbatches[i].labels, **options)
+        self._put_state(instruction, state, statistics)
+
+    def _put_state(self, producer: Pass, state: Any, statistics: torch.Tensor) -> None:
+        if state is not None:
+            # vocab-2 reads the state twice: in C1 for the input gradient and in T.
+            self.it.buffers.put(
+                producer, "state", state, uses=2 if self.it.rank.algorithm == "vocab-2" else 1
+            )
+        self.it.buffers.put(producer, "statistics", statistics)
+
+    def reduce_maximum(self, instruction: Comm) -> None:
+        """naive's C1: the maximal offset of every token."""
+        groups = self.it.rank.groups
+        source = Pass(PassType.S, instruction.stage, instruction.microbatch)
+        offsets = self.it.buffers.take(source, "statistics")
+        event = self.it.rank.output_stream.submit(
+            lambda: all_reduce(groups, groups.output, offsets, dist.ReduceOp.MAX)
+        )
+        self.it.buffers.put(instruction, "event", event)
+
+    def exponential_sum(self, instruction: Pass) -> None:
+        """S2, naive: exponentials against the global offset, and their local sum."""
+        i = instruction.microbatch
+        offsets = self.it.wait(self.it.buffers.take(Comm(CommType.C1, instruction.stage, i), "event"))
+        state = self.it.buffers.take(Pass(PassType.S, instruction.stage, i), "state")
+        state, statistics = naive_sum(state, offsets)
+        self._put_state(instruction, None if self.it.call.forward_only else state, statistics)
+
+    def _softmax_pass(self, i: int) -> Pass:
+        last = PassType.S2 if self.it.rank.algorithm == "naive" else PassType.S
+        return Pass(last, self.it.rank.pipeline_rank, i)
+
+    def gather_statistics(self, instruction: Comm) -> None:
+        """C1 of vocab-1, C2 of naive: everyone's statistics, merged in rank order."""
+        groups = self.it.rank.groups
+        statistics = self.it.buffers.take(self._softmax_pass(instruction.microbatch), "statistics")
+        event = self.it.rank.output_stream.submit(
+            lambda: merge_stats(all_gather(groups, groups.output, statistics))
+        )
+        self._put_statistics(instruction, event)
+
+    def _put_statistics(self, instruction: Comm, event: Event[MergedStats]) -> None:
+        if not self.it.call.forward_only:
+            self.it.buffers.put(instruction, "event", event)
+        elif not self.it.rank.is_last:
+            self.it.unclaim(event)
+        else:
+            # In evaluation no pass consumes the statistics: report with a lag that hides the collective.
+            self._evaluations.append((instruction.microbatch, event))
+            self._report_evaluations(keep=2)
+
+    def _report_evaluations(self, keep: int) -> None:
+        while len(self._evaluations) > keep:
+            i, event = self._evaluations.popleft()
+            self._report_loss(i, event.wait())
+
+    def gather_statistics_and_input_gradient(self, instruction: Comm) -> None:
+        """C1 of vocab-2: the statistics, then the input gradient from what S left."""
+        if self.it.call.forward_only:
+            self.gather_statistics(instruction)
+            return
+        groups, i = self.it.rank.groups, instruction.microbatch
+        source = self._softmax_pass(i)
+        statistics = self.it.buffers.take(source, "statistics")
+        state = self.it.buffers.take(source, "state")
+        grad_loss = self.it.microbatches[i].gradient
+        weight = self.model.vocab_output.weight.detach()
+        is_last = self.it.rank.is_last
+
+        def run() -> tuple[MergedStats, torch.Tensor | None]:
+            merged = merge_stats(all_gather(groups, groups.output, statistics))
+            part = input_gradient(state, merged, grad_loss, weight)
+            hidden_grad = all_reduce(groups, groups.output, part)
+            return merged, hidden_grad if is_last else None
+
+        # Taken by T everywhere, and by B of the last stage.
+        event = self.it.rank.output_stream.submit(run)
+        self.it.buffers.put(instruction, "event", event, uses=2 if is_last else 1)
+
+    def output_backward(self, instruction: Pass) -> None:
+        """T: the weight gradient and, but for vocab-2, this rank's part of the input gradient."""
+        i, algorithm = instruction.microbatch, self.it.rank.algorithm
+        event = self.it.buffers.take(Comm(STATISTICS[algorithm], instruction.stage, i), "event")
+        state = self.it.buffers.take(self._softmax_pass(i), "state")
+        weight = self.model.vocab_output.weight
+        grad_loss = self.it.microbatches[i].gradient
+        if algorithm == "vocab-2":
+            merged, _ = self.it.wait(event)
+        else:
+            merged = self.it.wait(event)
+            part = input_gradient(state, merged, grad_loss, weight.detach())
+            self.it.buffers.put(instruction, "hidden_grad", part)
+            if self.it.rank.is_last:
+                self._report_loss(i, merged)
+        weight_gradient(state, merged, grad_loss, main_grad(weight))
+        self.it.gradients.wrote(PassType.T)
+
+    def reduce_input_gradient(self, instruction: Comm) -> None:
+        """C2 of vocab-1, C3 of naive: the sum of all ranks' parts of the input gradient, in float32."""
+        groups = self.it.rank.groups
+        part = self.it.buffers.take(
+            Pass(PassType.T, instruction.stage, instruction.microbatch), "hidden_grad"
+        )
+        event = self.it.rank.output_stream.submit(lambda: all_reduce(groups, groups.output, part))
+        if self.it.rank.is_last:
+            self.it.buffers.put(instruction, "event", event)
+        else:
+            self.it.unclaim(event)
+
+    def synchronous_output(self, instruction: Pass) -> None:
+        """S of interlaced: the whole output layer, all ranks in step."""
+        rank, i = self.it.rank, instruction.microbatch
+        groups = rank.groups
+        x = self.it.wait(self.it.buffers.take(Comm(CommType.C0, instruction.stage, i), "event"))
+        layer = self.model.vocab_output
+        training = not self.it.call.forward_only
+        state, statistics = layer(
+            x, self.it.microbatches[i].labels, with_input_gradient=training, keep_state=training
+        )
+        merged = self.it.wait(
+            rank.output_stream.submit(lambda: merge_stats(all_gather(groups, groups.output, statistics)))
+        )
+        if rank.is_last:
+            self._report_loss(i, merged)
+        if not training:
+            return
+        grad_loss = self.it.microbatches[i].gradient
+        part = input_gradient(state, merged, grad_loss, layer.weight.detach())
+        hidden_grad = self.it.wait(rank.output_stream.submit(lambda: all_reduce(groups, groups.output, part)))
+        if rank.is_last:
+            self.it.buffers.put(instruction, "hidden_grad", hidden_grad)
+        weight_gradient(state, merged, grad_loss, main_grad(layer.weight))
+        self.it.gradients.wrote(PassType.S)
+
+    def hidden_gradient(self, i: int) -> torch.Tensor:
+        """The gradient of the last stage's output ``[s, b, H]``; reports the loss if nobody has yet."""
+        rank = self.it.rank.pipeline_rank
+        if self.it.rank.algorithm == "interlaced":
+            grad = self.it.buffers.take(Pass(PassType.S, rank, i), "hidden_grad")
+        else:
+            source = Comm(INPUT_GRADIENT[self.it.rank.algorithm], rank, i)
+            grad = self.it.wait(self.it.buffers.take(source, "event"))
+            if self.it.rank.algorithm == "vocab-2":
+                merged, grad = grad
+                self._report_loss(i, merged)
+        part = grad.chunk(self.it.sequence_shards)[self.it.rank.groups.tensor_rank % self.it.sequence_shards]
+        return part.view(self.it.hidden_shape(i))
+
+    def _report_loss(self, i: int, merged: MergedStats) -> None:
+        """Megatron's loss function on the true token losses; its gradient must be what was announced."""
+        call, microbatch = self.it.call, self.it.microbatches[i]
+        b, s = microbatch.shape
+        reported, num_tokens, grad = compat.loss_and_gradient(
+            call.chunks[-1],
+            merged.loss.float().view(s, b).t().contiguous(),
+            self.it.recorded_last[i].loss_func,
+            call.config,
+            call.num_microbatches,
+            call.cp_group_size,
+            call.collect_non_loss_data,
+            with_gradient=not call.forward_only,
+        )
+        self.it.reported.extend(reported)
+        self.it.num_tokens = self.it.num_tokens + num_tokens
+        if grad is not None:
+            _check_gradient(grad.t().reshape(-1), microbatch.gradient)
+
+
+def _check_gradient(true: torch.Tensor, announced: torch.Tensor) -> None:
+    if not torch.allclose(true, announced, rtol=1e-4, atol=0.0, equal_nan=True):
+        raise ValueError(
+            "the loss function is not linear in the per-token losses: its gradient depends on their "
+            "values. Vocabulary parallelism sends the gradient ahead; use a (masked, weighted) sum or mean"
+        )

@@ -1,0 +1,152 @@
+"""The transformer layers of a stage: F, B, and point-to-point between stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_vocabpar.integration import compat
+from megatron_vocabpar.integration.iteration import Iteration
+from megatron_vocabpar.integration.microbatches import ModelCall
+from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, PassType
+
+
+class Stages:
+    """Handlers of F, B, SEND and RECV.
+
+    Args:
+        iteration: the state of this call.
+        embedded_rows: on the first stage, the embedded tokens ``[b, s, H]`` of a microbatch; None where the
+            input layer is not partitioned but part of the first stage's F.
+        hidden_gradient: the gradient ``[s, b, H]`` of the last stage's output; None likewise.
+    """
+
+    def __init__(
+        self,
+        iteration: Iteration,
+        embedded_rows: Callable[[int], torch.Tensor] | None = None,
+        hidden_gradient: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
+        self.it = iteration
+        self.embedded_rows = embedded_rows
+        self.hidden_gradient = hidden_gradient
+
+    def forward(self, instruction: Pass) -> None:
+        """F: one stage's transformer layers, and what Megatron computes around them."""
+        stage, i = instruction.stage, instruction.microbatch
+        call, placement = self.it.call, self.it.rank.placement
+        chunk = placement.chunk_of(stage)
+        is_last_stage = stage == placement.last_stage
+        partitioned = self.embedded_rows is not None
+        call_model: Callable[..., Any] = call.forward_step_func
+        stage_input: torch.Tensor | None = None
+        if stage > 0:
+            stage_input = self._stage_input(stage, i)
+            if is_last_stage and partitioned:
+                call_model = _replay(self.it.recorded_last[i])
+        elif self.embedded_rows is not None:
+            stage_input = self.embedded_rows(i)
+            call_model = _replay(self.it.recorded_first[i].replace_input_ids(stage_input))
+        output, num_tokens = compat.forward_step(
+            call_model,
+            call.data_iterators[chunk],
+            call.chunks[chunk],
+            call.num_microbatches,
+            stage_input if stage > 0 else None,
+            self.it.reported,
+            call.config,
+            call.cp_group_size,
+            call.collect_non_loss_data,
+            call.first_microbatch_flag and i == 0,
+            i,
+            is_last_stage and not partitioned,
+            getattr(call.chunks[chunk], "vp_stage", None),
+        )
+        self.it.num_tokens = self.it.num_tokens + num_tokens
+        if not is_last_stage:
+            self.it.buffers.put(instruction, "output", output.detach())
+        elif partitioned:
+            # Megatron's half-precision wrapper turns the last stage's output into float32: exact either way.
+            hidden = output.detach().to(call.config.params_dtype)
+            self.it.buffers.put(instruction, "hidden", hidden.flatten(0, 1))
+        if not call.forward_only:
+            compat.release_output(output, call.config)
+            self.it.buffers.put(instruction, "graph", (stage_input, output))
+
+    def _stage_input(self, stage: int, i: int) -> torch.Tensor:
+        before = Pass(PassType.F, stage - 1, i)
+        if self.it.rank.placement.rank_of(stage - 1) == self.it.rank.pipeline_rank:
+            tensor = self.it.buffers.take(before, "output")
+        else:
+            tensor = self.it.wait(self.it.buffers.take(Comm(CommType.RECV_F, stage, i), "received"))
+        return tensor.requires_grad_(not self.it.call.forward_only)
+
+    def backward(self, instruction: Pass) -> None:
+        """B: gradients of one stage's transformer layers and of its input."""
+        stage, i = instruction.stage, instruction.microbatch
+        placement = self.it.rank.placement
+        stage_input, output = self.it.buffers.take(Pass(PassType.F, stage, i), "graph")
+        output_grad: torch.Tensor | None = None
+        if stage == placement.last_stage:
+            if self.hidden_gradient is not None:
+                output_grad = self.hidden_gradient(i).to(output.dtype)
+        elif placement.rank_of(stage + 1) == self.it.rank.pipeline_rank:
+            output_grad = self.it.buffers.take(Pass(PassType.B, stage + 1, i), "input_grad")
+        else:
+            output_grad = self.it.wait(self.it.buffers.take(Comm(CommType.RECV_B, stage, i), "received"))
+        self.it.gradients.before_backward(placement.chunk_of(stage))
+        input_grad = compat.backward_step(stage_input, output, output_grad, self.it.call.config)
+        self.it.gradients.after_backward(placement.chunk_of(stage))
+        if stage > 0 or self.embedded_rows is not None:
+            self.it.buffers.put(instruction, "input_grad", input_grad)
+
+    def send_forward(self, instruction: Comm) -> None:
+        """SEND_F: a stage's output to the rank of the next stage."""
+        output = self.it.buffers.take(Pass(PassType.F, instruction.stage, instruction.microbatch), "output")
+        expected = self.it.hidden_shape(instruction.microbatch)
+        if tuple(output.shape) != expected:
+            raise ValueError(
+                f"the stage's output has shape {tuple(output.shape)}, the next stage expects {expected}; "
+                "check seq_length and micro_batch_size of the call"
+            )
+        self._send(output, instruction.stage + 1)
+
+    def send_backward(self, instruction: Comm) -> None:
+        """SEND_B: a stage's input gradient to the rank of the previous stage."""
+        grad = self.it.buffers.take(Pass(PassType.B, instruction.stage, instruction.microbatch), "input_grad")
+        self._send(grad, instruction.stage - 1)
+
+    def _send(self, tensor: torch.Tensor, stage: int) -> None:
+        dtype = self._transfer_dtype()
+        self.it.rank.point_to_point.send(tensor.to(dtype).contiguous(), self.it.rank.placement.rank_of(stage))
+
+    def receive_forward(self, instruction: Comm) -> None:
+        """RECV_F: post the receive of a stage's input."""
+        self._receive(instruction, instruction.stage - 1)
+
+    def receive_backward(self, instruction: Comm) -> None:
+        """RECV_B: post the receive of the gradient of a stage's output."""
+        self._receive(instruction, instruction.stage + 1)
+
+    def _receive(self, instruction: Comm, from_stage: int) -> None:
+        posted = self.it.rank.point_to_point.receive(
+            self.it.hidden_shape(instruction.microbatch),
+            self._transfer_dtype(),
+            self.it.rank.device,
+            self.it.rank.placement.rank_of(from_stage),
+        )
+        self.it.buffers.put(instruction, "received", posted)
+
+    def _transfer_dtype(self) -> torch.dtype:
+        return self.it.call.config.pipeline_dtype or self.it.call.config.params_dtype
+
+
+def _replay(recorded: ModelCall) -> Callable[..., tuple[torch.Tensor, Callable[..., Any]]]:
+    """A ``forward_step`` that calls the model as recorded."""
+
+    def call_model(_: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        return model(*recorded.args, **recorded.kwargs), recorded.loss_func
+
+    return call_model
