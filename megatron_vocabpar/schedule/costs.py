@@ -1,0 +1,295 @@
+"""How long things take: ``PassCosts`` as profiled or estimated, ``PassTimes`` for one schedule.
+
+``PassCosts`` holds what does not depend on the schedule: times of a rank's *whole* share of layers, in
+milliseconds, one number or one per rank. ``PassTimes`` is their reading for one schedule: a chunk's pass
+takes 1/chunks of it, B takes B_ms + W_ms where W is not split off, and baseline and redis add the output
+layer to the last stage.
+
+The files in ``data/`` hold the paper's settings (sequence length 2048, Tables 1 and 2), estimated from
+FLOPs at the rates that its published 8-GPU runs reached.
+
+Next: ``timing.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from .passes import CommType, PassType
+from .schedule import Schedule
+
+PerRank = float | tuple[float, ...]
+
+_TRANSFORMER = (PassType.F, PassType.B, PassType.W)
+_LAYERS_PER_RANK = 4  # assumed where a cost file does not say how many layers there are
+
+
+@dataclass(frozen=True)
+class PassCosts:
+    """Measured or estimated times, in milliseconds.
+
+    Attributes:
+        F_ms: forward of a rank's whole share of layers; one number, or one per rank.
+        B_ms: its input gradient alone.
+        W_ms: its weight gradient alone.
+        IF_ms: input forward of one microbatch on one rank's shard.
+        IB_ms: input backward.
+        methods: for each algorithm of the output layer, ``S_ms``, ``T_ms``, ``S2_ms`` (naive) and
+            ``synchronous_ms`` (interlaced: the collectives inside S).
+        p2p_ms: one point-to-point transfer between stages.
+        broadcast_ms: C0 and CIB.
+        all_reduce_ms: the other collectives.
+        last_rank_extra: ``F_ms``, ``B_ms``, ``W_ms`` that the whole output layer adds to the last stage
+            where it is not partitioned.
+        first_rank_extra: what the whole input layer adds to the first stage, likewise.
+        layers: transformer layers of the whole model, or None where unknown.
+    """
+
+    F_ms: PerRank
+    B_ms: PerRank
+    W_ms: PerRank
+    IF_ms: PerRank = 0.0
+    IB_ms: PerRank = 0.0
+    methods: Mapping[str, Mapping[str, PerRank]] = field(default_factory=dict)
+    p2p_ms: float = 0.0
+    broadcast_ms: float = 0.0
+    all_reduce_ms: float = 0.0
+    last_rank_extra: Mapping[str, float] = field(default_factory=dict)
+    first_rank_extra: Mapping[str, float] = field(default_factory=dict)
+    layers: int | None = None
+
+    @staticmethod
+    def default(p: int) -> PassCosts:
+        """Round numbers in the paper's proportions, for when nothing is measured.
+
+        Args:
+            p: pipeline size; the undivided output layer costs p times a rank's shard.
+        """
+        return PassCosts(
+            F_ms=10.0,
+            B_ms=11.0,
+            W_ms=9.0,
+            IF_ms=0.5,
+            IB_ms=0.5,
+            methods={
+                "naive": {"S_ms": 2.5, "S2_ms": 0.5, "T_ms": 5.0},
+                "vocab-1": {"S_ms": 2.5, "T_ms": 5.0},
+                "vocab-2": {"S_ms": 5.0, "T_ms": 2.5},
+                "interlaced": {"S_ms": 7.5, "T_ms": 0.0, "synchronous_ms": 1.0},
+            },
+            p2p_ms=0.3,
+            broadcast_ms=0.3,
+            all_reduce_ms=0.3,
+            last_rank_extra={"F_ms": 2.5 * p, "B_ms": 2.5 * p, "W_ms": 2.5 * p},
+            first_rank_extra={"B_ms": 0.5 * p},
+        )
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> PassCosts:
+        """Read the JSON form (see ``data/p8_v256k.json``).
+
+        Raises:
+            ValueError: naming the first missing or malformed entry.
+        """
+        methods = data.get("methods", {})
+        if not isinstance(methods, Mapping) or not all(isinstance(v, Mapping) for v in methods.values()):
+            raise ValueError("costs: 'methods' must map each method's name to its times")
+        layers = data.get("layers")
+        if layers is not None and (not isinstance(layers, int) or layers < 1):
+            raise ValueError(f"costs: layers is {layers!r}; give a whole number of at least 1")
+        return PassCosts(
+            F_ms=_per_rank(data, "F_ms"),
+            B_ms=_per_rank(data, "B_ms"),
+            W_ms=_per_rank(data, "W_ms"),
+            IF_ms=_per_rank(data, "IF_ms", 0.0),
+            IB_ms=_per_rank(data, "IB_ms", 0.0),
+            methods={name: {key: _per_rank(times, key) for key in times} for name, times in methods.items()},
+            p2p_ms=_number(data, "p2p_ms"),
+            broadcast_ms=_number(data, "broadcast_ms"),
+            all_reduce_ms=_number(data, "all_reduce_ms"),
+            last_rank_extra=_numbers(data, "baseline_last_rank_extra"),
+            first_rank_extra=_numbers(data, "baseline_first_rank_extra"),
+            layers=layers,
+        )
+
+    @staticmethod
+    def load(path: str | Path) -> PassCosts:
+        """Read a cost file.
+
+        Raises:
+            ValueError: if it is missing, not JSON or malformed; the message names the file.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"cannot read costs from {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise ValueError(f"costs file {path} is not JSON: {error}") from error
+        if not isinstance(data, dict):
+            raise ValueError(f"costs file {path} must hold one JSON object")
+        return PassCosts.from_dict(data)
+
+    @staticmethod
+    def paper(p: int, vocab: str = "256k") -> PassCosts:
+        """The paper's setting for ``p`` in 8, 16, 32 and ``vocab`` 32k or 256k, sequence length 2048."""
+        file = resources.files(__package__) / "data" / f"p{p}_v{vocab}.json"
+        if not file.is_file():
+            raise ValueError(f"no costs for p={p}, vocabulary {vocab!r}; there are p=8, 16, 32 and 32k, 256k")
+        return PassCosts.from_dict(json.loads(file.read_text(encoding="utf-8")))
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """The times of one schedule's instructions, in milliseconds.
+
+    Attributes:
+        passes: for each type, the time on each stage (F, B, W) or rank (vocabulary passes).
+        comms: for each type of communication, its time.
+    """
+
+    passes: Mapping[PassType, tuple[float, ...]]
+    comms: Mapping[CommType, float]
+
+    @staticmethod
+    def of(costs: PassCosts, schedule: Schedule, *, splits_w: bool | None = None) -> PassTimes:
+        """Read ``costs`` for one schedule.
+
+        Args:
+            costs: times of a rank's whole share.
+            schedule: the schedule, or a frame.
+            splits_w: whether W stands apart from B; by default as the schedule's passes say.
+
+        Raises:
+            ValueError: if a list of times does not have one entry per rank, or the costs say nothing
+                about the schedule's algorithm.
+        """
+        p, layout = schedule.p, schedule.layout
+        split = schedule.splits_w if splits_w is None else splits_w
+        share = _shares(costs, schedule)
+        transformer: dict[PassType, list[float]] = {}
+        for type_ in _TRANSFORMER:
+            name = f"{type_.value}_ms"
+            per_rank = _spread(getattr(costs, name), p, name)
+            ranks = [layout.rank_of(stage) for stage in range(layout.num_stages)]
+            times = [per_rank[rank] * share[rank] / schedule.chunks for rank in ranks]
+            if schedule.algorithm == "none":
+                times[-1] += costs.last_rank_extra.get(name, 0.0)
+            if schedule.input == "local":
+                times[0] += costs.first_rank_extra.get(name, 0.0)
+            transformer[type_] = times
+        if not split:
+            w = transformer[PassType.W]
+            transformer[PassType.B] = [b + w for b, w in zip(transformer[PassType.B], w, strict=True)]
+            transformer[PassType.W] = [0.0] * layout.num_stages
+        passes = {type_: tuple(times) for type_, times in transformer.items()}
+        return PassTimes({**passes, **_vocabulary_times(costs, schedule)}, _comm_times(costs))
+
+    def scaled(self, comm: float) -> PassTimes:
+        """The same passes, with every communication ``comm`` times as long."""
+        return replace(self, comms={type_: comm * time for type_, time in self.comms.items()})
+
+
+def redistributed_layers(layers: int, p: int, first_extra: float, last_extra: float) -> tuple[int, ...]:
+    """Spread whole layers over the ranks so that the slowest rank is as fast as can be (``redis``).
+
+    Args:
+        layers: transformer layers to place.
+        p: pipeline size.
+        first_extra: work of the first rank besides its layers, in units of one layer's work.
+        last_extra: the same of the last rank.
+
+    Returns:
+        Layers per rank; a rank may get none. Ties go to later ranks, which hold fewer microbatches.
+    """
+    load = [0.0] * p
+    load[0] += first_extra
+    load[-1] += last_extra
+    counts = [0] * p
+    for _ in range(layers):
+        rank = min(range(p), key=lambda r: (load[r], -r))
+        counts[rank] += 1
+        load[rank] += 1.0
+    return tuple(counts)
+
+
+def _shares(costs: PassCosts, schedule: Schedule) -> list[float]:
+    """For each rank, its number of layers over the even share."""
+    p = schedule.p
+    if schedule.method != "redis":
+        return [1.0] * p
+    layers = costs.layers or _LAYERS_PER_RANK * p
+    work = (
+        sum(sum(_spread(getattr(costs, f"{t.value}_ms"), p, f"{t.value}_ms")) for t in _TRANSFORMER) / layers
+    )
+    extras = [sum(extra.values()) / work for extra in (costs.first_rank_extra, costs.last_rank_extra)]
+    return [count * p / layers for count in redistributed_layers(layers, p, extras[0], extras[1])]
+
+
+def _vocabulary_times(costs: PassCosts, schedule: Schedule) -> dict[PassType, tuple[float, ...]]:
+    p = schedule.p
+    times = {PassType.IF: _spread(costs.IF_ms, p, "IF_ms"), PassType.IB: _spread(costs.IB_ms, p, "IB_ms")}
+    if schedule.algorithm == "none":
+        return times
+    if schedule.algorithm not in costs.methods:
+        raise ValueError(
+            f"the costs have no times for {schedule.algorithm!r}; add them under 'methods' "
+            f"(there are {', '.join(costs.methods) or 'none'})"
+        )
+    method = costs.methods[schedule.algorithm]
+    for type_ in (PassType.S, PassType.S2, PassType.T):
+        name = f"{type_.value}_ms"
+        times[type_] = _spread(method.get(name, 0.0), p, name)
+    if schedule.algorithm == "interlaced":
+        synchronous = _spread(method.get("synchronous_ms", 0.0), p, "synchronous_ms")
+        parts = zip(times[PassType.S], times[PassType.T], synchronous, strict=True)
+        times[PassType.S] = tuple(map(sum, parts))
+    return times
+
+
+def _comm_times(costs: PassCosts) -> dict[CommType, float]:
+    p2p = (CommType.SEND_F, CommType.RECV_F, CommType.SEND_B, CommType.RECV_B)
+    broadcast = (CommType.C0, CommType.CIB)
+    times = dict.fromkeys(CommType, costs.all_reduce_ms)
+    return times | dict.fromkeys(p2p, costs.p2p_ms) | dict.fromkeys(broadcast, costs.broadcast_ms)
+
+
+def _spread(value: PerRank, p: int, name: str) -> tuple[float, ...]:
+    if not isinstance(value, tuple):
+        return (value,) * p
+    if len(value) != p:
+        raise ValueError(
+            f"costs: {name} lists {len(value)} ranks, but the pipeline has {p}; give one number or {p}"
+        )
+    return value
+
+
+def _per_rank(data: Mapping[str, Any], key: str, default: float | None = None) -> PerRank:
+    value = data.get(key, default)
+    if isinstance(value, list) and value and all(_is_time(item) for item in value):
+        return tuple(float(item) for item in value)
+    if _is_time(value):
+        return float(value)
+    raise ValueError(f"costs: {key} is {value!r}; give milliseconds, one number or a list of one per rank")
+
+
+def _number(data: Mapping[str, Any], key: str) -> float:
+    value = data.get(key, 0.0)
+    if not _is_time(value):
+        raise ValueError(f"costs: {key} is {value!r}; give one number of milliseconds")
+    return float(value)
+
+
+def _numbers(data: Mapping[str, Any], key: str) -> dict[str, float]:
+    value = data.get(key, {})
+    if not isinstance(value, Mapping):
+        raise ValueError(f"costs: {key} must map F_ms, B_ms and W_ms to milliseconds")
+    return {name: _number(value, name) for name in value}
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value < float("inf")

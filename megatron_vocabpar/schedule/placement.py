@@ -1,0 +1,75 @@
+"""Where the virtual pipeline stages live: (rank, chunk) -> stage and back.
+
+A rank holds ``chunks`` model chunks; chunk ``c`` of rank ``r`` is one virtual stage. In the
+``standard`` placement (1F1B, interleaved 1F1B) every chunk runs from rank 0 to rank p-1, so the stage
+is ``c * p + r``. In the ``vshape`` placement (V-Half and its relatives) odd chunks run backwards, so
+with two chunks rank 0 holds the first and the last stage.
+
+Source: section 5 and appendix D; Qi et al., Pipeline Parallelism with Controllable Memory (2024).
+Next: ``schedule.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Shape = Literal["standard", "vshape"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The map between stages and ranks.
+
+    Args:
+        p: pipeline size, at least 1.
+        chunks: model chunks on each rank, at least 1.
+        shape: ``standard`` or ``vshape``.
+
+    Raises:
+        ValueError: if a size is below 1 or the shape is unknown.
+    """
+
+    p: int
+    chunks: int = 1
+    shape: Shape = "standard"
+
+    def __post_init__(self) -> None:
+        if self.p < 1:
+            raise ValueError(f"pipeline size {self.p} is below 1; use at least one rank")
+        if self.chunks < 1:
+            raise ValueError(f"{self.chunks} chunks per rank is below 1; use at least one")
+        if self.shape not in ("standard", "vshape"):
+            raise ValueError(f"unknown placement {self.shape!r}; choose standard or vshape")
+
+    @property
+    def num_stages(self) -> int:
+        return self.p * self.chunks
+
+    @property
+    def last_stage(self) -> int:
+        return self.num_stages - 1
+
+    @property
+    def first_rank(self) -> int:
+        return self.rank_of(0)
+
+    @property
+    def last_rank(self) -> int:
+        return self.rank_of(self.last_stage)
+
+    def chunk_of(self, stage: int) -> int:
+        """The chunk that ``stage`` is on its rank."""
+        return stage // self.p
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds ``stage``."""
+        chunk, position = divmod(stage, self.p)
+        return self.p - 1 - position if self._backwards(chunk) else position
+
+    def stage_of(self, rank: int, chunk: int = 0) -> int:
+        """The stage that chunk ``chunk`` of ``rank`` is."""
+        return chunk * self.p + (self.p - 1 - rank if self._backwards(chunk) else rank)
+
+    def _backwards(self, chunk: int) -> bool:
+        return self.shape == "vshape" and chunk % 2 == 1

@@ -1,0 +1,75 @@
+"""A schedule: the compute passes of every rank, in order. Data, nothing else.
+
+Next: ``dependencies.py`` (which orders are allowed), ``generate.py`` (how one is made).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from .passes import POINT_TO_POINT, VOCABULARY_PASSES, Instruction, Pass, PassType
+from .placement import Placement, Shape
+
+Input = Literal["parallel", "local"]
+Program = tuple[tuple[Instruction, ...], ...]
+
+
+class ScheduleError(ValueError):
+    """A schedule or a program breaks a rule; the message names the first broken one."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The compute passes of one iteration.
+
+    Attributes:
+        method: one of ``methods.METHODS``.
+        p: pipeline size.
+        m: microbatches.
+        chunks: model chunks on each rank.
+        algorithm: the output layer's: ``none``, ``naive``, ``vocab-1``, ``vocab-2`` or ``interlaced``.
+        placement: ``standard`` or ``vshape``.
+        input: ``parallel`` where the embedding is partitioned over all ranks (passes IF and IB),
+            ``local`` where it stays inside the first stage's F and B.
+        ranks: for each rank its passes, in order. Empty in a *frame*, which has the shape of a
+            schedule but no order yet.
+    """
+
+    method: str
+    p: int
+    m: int
+    chunks: int
+    algorithm: str
+    placement: Shape
+    input: Input
+    ranks: tuple[tuple[Pass, ...], ...] = ()
+
+    @cached_property
+    def layout(self) -> Placement:
+        return Placement(self.p, self.chunks, self.placement)
+
+    @cached_property
+    def splits_w(self) -> bool:
+        """Whether the weight gradient is split from B into passes of its own."""
+        return any(pass_.type is PassType.W for passes in self.ranks for pass_ in passes)
+
+    def rank_of(self, instruction: Instruction) -> int:
+        """The rank that runs ``instruction`` (the stage of a vocabulary pass or a collective is a rank)."""
+        if isinstance(instruction, Pass):
+            if instruction.type in VOCABULARY_PASSES:
+                return instruction.stage
+        elif instruction.type not in POINT_TO_POINT:
+            return instruction.stage
+        return self.layout.rank_of(instruction.stage)
+
+    def to_text(self) -> str:
+        """One line a rank, the passes in order, as in ``0F0 0F1 0B0``."""
+        return "\n".join(" ".join(map(str, passes)) for passes in self.ranks)
+
+
+def passes_of(instructions: Iterable[Instruction]) -> tuple[Pass, ...]:
+    """The compute passes among ``instructions``, in order."""
+    return tuple(item for item in instructions if isinstance(item, Pass))
