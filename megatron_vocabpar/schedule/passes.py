@@ -2,7 +2,7 @@
 
 A schedule is data. Its atoms are *passes* (computation) and *communications*; both print as
 ``<stage><type><microbatch>`` and parse back: ``2S5`` is pass S of microbatch 5 on stage 2,
-``0SEND_F3`` sends the output of 0F3. Times, peers and flags never live inside an instruction;
+``0SEND_F3`` sends the output of 0F3, ``1C1.5`` is C1 of microbatch 5 (the dot keeps digits apart). Times, peers and flags never live inside an instruction;
 they stand in maps keyed by it.
 
 For F, B and W the stage is the virtual pipeline stage (``chunk * p + rank`` in the standard
@@ -63,7 +63,7 @@ class Pass:
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.type.value}{self.microbatch}"
+        return _text(self.stage, self.type.value, self.microbatch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +75,18 @@ class Comm:
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.type.value}{self.microbatch}"
+        return _text(self.stage, self.type.value, self.microbatch)
 
 
 Instruction = Pass | Comm
 
 _NAMES = {t.value: t for t in (*PassType, *CommType)}
-_PATTERN = re.compile(r"(\d+)(%s)(\d+)" % "|".join(sorted(_NAMES, key=len, reverse=True)))
+_PATTERN = re.compile(r"(\d+)([A-Z]+(?:_[A-Z]+)?)(?:(\d)\.)?(\d+)")
+
+
+def _text(stage: int, name: str, microbatch: int) -> str:
+    """A dot keeps a name that ends in a digit apart from the microbatch: 2S2.0 is S2, 2S20 is S."""
+    return f"{stage}{name}.{microbatch}" if name[-1].isdigit() else f"{stage}{name}{microbatch}"
 
 
 def parse(text: str) -> Instruction:
@@ -91,9 +96,10 @@ def parse(text: str) -> Instruction:
         ValueError: if ``text`` is not ``<stage><type><microbatch>``.
     """
     match = _PATTERN.fullmatch(text)
-    if match is None:
+    name = match[2] + (match[3] or "") if match else ""
+    if match is None or name not in _NAMES:
         raise ValueError(f"{text!r} is not an instruction; expected <stage><type><microbatch>, such as 2S5")
-    type_, stage, microbatch = _NAMES[match[2]], int(match[1]), int(match[3])
+    type_, stage, microbatch = _NAMES[name], int(match[1]), int(match[4])
     if isinstance(type_, PassType):
         return Pass(type_, stage, microbatch)
     return Comm(type_, stage, microbatch)

@@ -31,11 +31,11 @@ def test_side_streams_are_recorded_under_the_instruction_that_submitted() -> Non
     timeline = Timeline(CPU)
     stream = timeline.watch(side_stream(CPU, "test"), OUTPUT)
     timeline.start()
-    with timeline.observe(parse("1C13")):
+    with timeline.observe(parse("1C1.3")):
         event = stream.submit(lambda: time.sleep(0.01))
     event.wait()
     (span,) = timeline.stop()
-    assert (span.name, span.kind, span.lane) == ("1C13", "C1", OUTPUT)
+    assert (span.name, span.kind, span.lane) == ("1C1.3", "C1", OUTPUT)
     stream.close()
 
 
@@ -47,13 +47,13 @@ def test_nothing_is_recorded_before_start() -> None:
 
 
 def test_trace_has_a_named_row_for_every_rank_and_lane() -> None:
-    spans = [[Span("0F0", "F", COMPUTE, 10.0, 10.5)], [Span("1C00", "C0", OUTPUT, 10.5, 10.75)]]
+    spans = [[Span("0F0", "F", COMPUTE, 10.0, 10.5)], [Span("1C0.0", "C0", OUTPUT, 10.5, 10.75)]]
     events = trace_events(spans)["traceEvents"]
     rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     drawn = [(rows[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
     assert drawn == [
         ("rank 0", "0F0", 0.0, 500000.0),
-        ("rank 1 output collectives", "1C00", 500000.0, 250000.0),
+        ("rank 1 output collectives", "1C0.0", 500000.0, 250000.0),
     ]
 
 
