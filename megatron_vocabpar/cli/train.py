@@ -10,6 +10,7 @@ import dataclasses
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -17,6 +18,7 @@ import click
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.train.check import require_modules
 from megatron_vocabpar.train.config import TrainConfig, flag
+from megatron_vocabpar.train.quiet import quiet_imports
 
 _PATHS = ("text", "tokenizer")
 _TYPES = typing.get_type_hints(TrainConfig)
@@ -76,16 +78,21 @@ def config_from_options(options: dict[str, Any]) -> TrainConfig:
 
 
 def _write_dataset(prefix: str, documents: Iterable[Sequence[int]], vocab_size: int) -> None:
-    from megatron_vocabpar.integration import datasets
-
+    datasets = _datasets()
     datasets.compile_helpers()
     datasets.write_dataset(prefix, documents, vocab_size)
 
 
 def _inspect_dataset(prefix: str) -> Any:
-    from megatron_vocabpar.integration import datasets
+    return _datasets().inspect_dataset(prefix)
 
-    return datasets.inspect_dataset(prefix)
+
+def _datasets() -> ModuleType:
+    """The room with Megatron in it, imported when data has to be written: that takes seconds."""
+    with quiet_imports():
+        from megatron_vocabpar.integration import datasets
+
+    return datasets
 
 
 def _train(**options: Any) -> None:

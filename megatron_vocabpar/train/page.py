@@ -38,6 +38,18 @@ _FILES = (
     (LOG_FOLDER, "the output of the ranks other than 0"),
 )
 
+_SCHEDULE_CAPTION = (
+    "The schedule of one step: a row a rank, time to the right. F and B are the forward and backward of a "
+    "stage's layers; S and T the two halves of the output layer on this rank's shard of the vocabulary; the "
+    "number is the microbatch."
+)
+
+_TIMELINE_HINT = (
+    '<p class="quiet">To see the timeline, open <a href="https://ui.perfetto.dev">ui.perfetto.dev</a> (or '
+    "<code>chrome://tracing</code>) and drop <code>{path}</code> onto the page: one row a rank, passes and "
+    "barriers by name. The file stays on your machine.</p>"
+)
+
 
 def write_page(output: Path, config: TrainConfig, tables: Sequence[tuple[str, list[list[str]]]]) -> Path:
     """Write ``index.html`` into the results folder.
@@ -75,10 +87,10 @@ def write_page(output: Path, config: TrainConfig, tables: Sequence[tuple[str, li
 def _in_words(config: TrainConfig) -> str:
     """The model and its processes in one sentence."""
     return (
-        f"A GPT with {config.layers} layers, hidden size {config.hidden}, {config.heads} heads and a vocabulary "
-        f"of {config.vocab_size:,} tokens ({'tied' if config.tied else 'untied'}, {config.position} positions, "
-        f"{config.dtype}), over {config.pp} pipeline stages × {config.tp} tensor-parallel × {config.dp} "
-        f"data-parallel ranks on {config.device}; {config.microbatches} microbatches of "
+        f"A GPT with {config.layers} layers, hidden size {config.hidden}, {config.heads} heads and "
+        f"a vocabulary of {config.vocab_size:,} ({'tied' if config.tied else 'untied'}, {config.position} "
+        f"positions, {config.dtype}), over {config.pp} pipeline stages × {config.tp} tensor-parallel × "
+        f"{config.dp} data-parallel ranks on {config.device}; {config.microbatches} microbatches of "
         f"{config.micro_batch_size} × {config.seq_length} tokens a step and replica."
     )
 
@@ -89,14 +101,7 @@ def _method(output: Path, name: str) -> str:
     summary = METHODS[name].summary if name in METHODS else ""
     parts = [f"<h2>{html.escape(name)}</h2>", f"<p>{html.escape(summary)}</p>"]
     if (folder / SCHEDULE_FILE).is_file():
-        parts.append(
-            _picture(
-                folder / SCHEDULE_FILE,
-                "The schedule of one step: a row a rank, time to the right. F and B are the forward and "
-                "backward of a stage's layers; S and T the two halves of the output layer on this rank's shard of the "
-                "vocabulary; the number is the microbatch.",
-            )
-        )
+        parts.append(_picture(folder / SCHEDULE_FILE, _SCHEDULE_CAPTION))
     items = [
         f'<li><a href="{name}/{file}">{name}/{file}</a>: {what}</li>'
         for file, what in _FILES
@@ -104,12 +109,7 @@ def _method(output: Path, name: str) -> str:
     ]
     parts.append(f"<ul>{''.join(items)}</ul>")
     if (folder / TIMELINE_FILE).is_file():
-        parts.append(
-            '<p class="quiet">To see the timeline, open '
-            '<a href="https://ui.perfetto.dev">ui.perfetto.dev</a> '
-            f"(or <code>chrome://tracing</code>) and drop <code>{name}/{TIMELINE_FILE}</code> onto the page: "
-            f"one row a rank, passes and barriers by name. The file stays on your machine.</p>"
-        )
+        parts.append(_TIMELINE_HINT.format(path=f"{name}/{TIMELINE_FILE}"))
     return "\n".join(parts)
 
 

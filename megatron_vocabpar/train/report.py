@@ -30,7 +30,7 @@ _WIDTH = 110
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One method's run in a row; rates are medians over the steps, peaks the largest of any step, by stage."""
+    """One method's run in a row; rates are medians over steps, peaks the largest of any step, by stage."""
 
     method: str
     steps: int

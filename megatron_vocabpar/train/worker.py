@@ -20,6 +20,7 @@ from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import write_error
 from megatron_vocabpar.train.output import LOG_FOLDER
 from megatron_vocabpar.train.progress_record import RECORDS_VARIABLE
+from megatron_vocabpar.train.quiet import quiet_imports
 
 _PARENT_CHECK_S = 1.0
 
@@ -74,7 +75,8 @@ def _follow_parent() -> None:
 
 
 def _train(config: TrainConfig) -> None:
-    from megatron_vocabpar.integration.trainer import run
+    with quiet_imports():
+        from megatron_vocabpar.integration.trainer import run
 
     run(config)
 

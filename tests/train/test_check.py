@@ -1,0 +1,206 @@
+"""Bad input: one message that names the value and the remedy, before anything is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_vocabpar.train.check import check, require_modules, resolve_device
+from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.output import CHECKPOINT_FOLDER, method_config, open_method, open_output
+
+
+def no_gpu() -> int:
+    return 0
+
+
+def examine(tmp_path: Path, environment: dict[str, str] | None = None, gpus: int = 0, **values: Any) -> None:
+    config = TrainConfig(**{"output": str(tmp_path / "out"), **values})
+    check(config, environment or {}, lambda: gpus)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"pp": 9}, "--pp 9 is larger than --layers 8; every stage needs a layer: give --pp 8 or fewer"),
+        (
+            {"pp": 3},
+            "--layers 8 cannot be divided over --pp 3 stages, which vocab-2 needs; give --layers 6 or 9",
+        ),
+        ({"pp": 3, "method": "redis", "compare": ("naive",)}, "which naive needs"),
+        ({"microbatches": 0}, "--microbatches is 0; give at least 1"),
+        ({"ffn": 0}, "--ffn is 0; give at least 1"),
+        ({"lr": 0.0}, "--lr is 0.0; give a learning rate above 0"),
+        ({"seed": -1}, "--seed is -1; give 0 or more"),
+        ({"warmup": 60}, "--warmup 60 leaves no step of --steps 60"),
+        ({"dtype": "fp16"}, "--dtype is 'fp16'; choose one of fp32, bf16"),
+        ({"method": "vocab2"}, "--method: unknown method 'vocab2'; did you mean vocab-2?"),
+        ({"compare": ("basline",)}, "--compare: unknown method 'basline'; did you mean baseline?"),
+        ({"method": "zzz"}, "unknown method 'zzz'; the methods are baseline, redis, naive"),
+        ({"heads": 3}, "--hidden 128 cannot be divided over --heads 3; give --hidden 129"),
+        ({"heads": 128, "position": "rope"}, "--position rope needs an even size per head, not 1"),
+        ({"tp": 3}, "--heads 4 cannot be divided over --tp 3"),
+        ({"tp": 4, "ffn": 30}, "--ffn 30 cannot be divided over --tp 4"),
+        ({"tp": 2, "seq_length": 31}, "--seq-length 31 cannot be divided over --tp 2"),
+        ({"final_stage_layers": 1}, "--final-stage-layers 1 is for the method redis"),
+        ({"method": "redis", "final_stage_layers": 6}, "leaves a stage without a layer; give 0 to 5"),
+        ({"vocab_size": 100}, "--vocab-size 100 is too small for a byte-level tokenizer; give at least 257"),
+        (
+            {"vocab_size": 300, "tokenizer_vocab_size": 400},
+            "--vocab-size 300 is smaller than the tokenizer's 400",
+        ),
+        ({"tokenizer": "/no/tokenizer.json"}, "there is no such file; give a tokenizer.json"),
+        ({"text": "/no/such/text"}, "--text /no/such/text: there is no such file"),
+        ({"device": "cuda"}, "--device cuda: this machine shows no CUDA device; give --device cpu"),
+        ({"resume": True}, "holds no checkpoint of vocab-2"),
+        ({"resume": True, "overwrite": True}, "give one of the two"),
+    ],
+)
+def test_refused(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+        examine(tmp_path, **values)
+    assert "\n" not in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"pp": 1},
+        {"pp": 3, "method": "redis"},
+        {"pp": 4, "method": "redis", "final_stage_layers": 0},
+        {"tp": 2, "seq_length": 31, "sequence_parallel": False},
+        {"vocab_size": 400, "tokenizer_vocab_size": 300},
+        {"microbatches": 1},
+    ],
+)
+def test_accepted(tmp_path: Path, values: dict[str, Any]) -> None:
+    examine(tmp_path, **values)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fewer_gpus_than_processes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"= 4 processes need a GPU each, this machine shows 3"):
+        examine(tmp_path, gpus=3, device="cuda")
+    examine(tmp_path, gpus=4, device="cuda")
+    examine(tmp_path, {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, gpus=2, device="cuda")
+
+
+def test_torchrun_must_start_as_many_processes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"torchrun started 3 processes, but the job has --pp 4 .* = 4"):
+        examine(tmp_path, {"WORLD_SIZE": "3"})
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "got"), [("auto", 4, "cuda"), ("auto", 3, "cpu"), ("cpu", 8, "cpu")]
+)
+def test_device(asked: str, gpus: int, got: str) -> None:
+    assert resolve_device(TrainConfig(device=asked), {}, lambda: gpus) == got
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b" \n\n", "is empty"),
+        (b"ab\0cd", "is not text"),
+        (b"\xff\xfe\xfa" * 9, "is not text"),
+    ],
+)
+def test_text_files_that_are_not_text(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"--text {path} {message}.*; give a"):
+        examine(tmp_path, text=str(path))
+
+
+def finished_job(tmp_path: Path, **values: Any) -> TrainConfig:
+    """A results folder with a checkpoint in it, and the configuration that made it."""
+    config = TrainConfig(output=str(tmp_path / "out"), **values)
+    open_output(config)
+    checkpoint = open_method(method_config(config, config.method)).parent / CHECKPOINT_FOLDER
+    checkpoint.mkdir()
+    (checkpoint / "weights").write_text("1")
+    return config
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_earlier_results_need_a_word_from_the_user(tmp_path: Path) -> None:
+    config = finished_job(tmp_path)
+    before = files(tmp_path)
+    with pytest.raises(ValueError, match="holds the results of an earlier job; give --resume, --overwrite"):
+        check(config, {}, no_gpu)
+    check(dataclasses.replace(config, resume=True, steps=100), {}, no_gpu)
+    check(dataclasses.replace(config, overwrite=True), {}, no_gpu)
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_that_is_not_ours(tmp_path: Path, overwrite: bool) -> None:
+    (tmp_path / "letter.txt").write_text("dear")
+    with pytest.raises(ValueError, match="is not empty and holds no results of an earlier job"):
+        examine(tmp_path, output=str(tmp_path), overwrite=overwrite)
+    assert (tmp_path / "letter.txt").read_text() == "dear"
+
+
+def test_the_output_folder_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    with pytest.raises(ValueError, match="is a file; give a folder"):
+        examine(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": 64}, "has --hidden 128, this job has 64; give --hidden 128"),
+        ({"ffn": 64}, "has --ffn 512, this job has 64"),
+        ({"tied": True}, "has --tied False, this job has True"),
+        ({"vocab_size": 9000}, "has --vocab-size 8192, this job has 9000"),
+        ({"layers": 12, "hidden": 64}, "has --layers 8, this job has 12"),
+    ],
+)
+def test_resume_from_another_model(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    config = finished_job(tmp_path)
+    before = files(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check(dataclasses.replace(config, resume=True, **change), {}, no_gpu)
+    assert files(tmp_path) == before
+
+
+def test_resume_with_a_damaged_record(tmp_path: Path) -> None:
+    config = finished_job(tmp_path)
+    (Path(config.output) / "vocab-2" / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"cannot read .*config\.json"):
+        check(dataclasses.replace(config, resume=True), {}, no_gpu)
+
+
+def test_resume_by_method(tmp_path: Path) -> None:
+    """A comparison that broke off resumes the method that has a checkpoint and begins the other."""
+    config = dataclasses.replace(finished_job(tmp_path), resume=True, compare=("baseline",))
+    check(config, {}, no_gpu)
+    assert [method_config(config, name).resume for name in config.methods] == [True, False]
+
+
+def test_overwrite_removes_the_job_and_keeps_the_rest(tmp_path: Path) -> None:
+    config = finished_job(tmp_path)
+    folder = Path(config.output)
+    (folder / "notes.txt").write_text("mine")
+    (folder / "index.html").write_text("old")
+    open_output(dataclasses.replace(config, overwrite=True, steps=7))
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "notes.txt"]
+    assert TrainConfig.from_json((folder / "config.json").read_text()).steps == 7
+
+
+def test_missing_module() -> None:
+    require_modules(("json",))
+    with pytest.raises(ModuleNotFoundError, match="no_such_module") as missing:
+        require_modules(("json", "no_such_module"))
+    assert missing.value.name == "no_such_module"

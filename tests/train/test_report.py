@@ -1,0 +1,116 @@
+"""Comparison, summary, pictures and page, from metrics that were made up."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from megatron_vocabpar.train.compare import differences, loss_curve, reference_method
+from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.output import method_config, open_method, open_output
+from megatron_vocabpar.train.report import as_text, difference_table, summarize, summary_table, write_report
+from tests.train.fake_results import records, write_results
+
+
+def test_differences_by_hand() -> None:
+    curves = {
+        "baseline": {1: 8.0, 2: 4.0, 3: 2.0},
+        "vocab-2": {1: 8.5, 2: 4.0, 3: 1.75},
+        "naive": {2: 4.5, 9: 0.0},
+    }
+    vocab_2, naive = differences(curves, "baseline")
+    assert (vocab_2.method, vocab_2.reference, vocab_2.steps) == ("vocab-2", "baseline", 3)
+    assert (vocab_2.absolute, vocab_2.absolute_step) == (0.5, 1)
+    assert (vocab_2.relative, vocab_2.relative_step) == (0.125, 3)
+    assert (naive.steps, naive.absolute, naive.relative) == (1, 0.5, 0.125)
+
+
+def test_a_reference_of_zero_and_no_common_step() -> None:
+    (only,) = differences({"a": {1: 0.0}, "b": {1: 0.5}, "c": {2: 1.0}}, "a")
+    assert (only.method, only.absolute, only.relative) == ("b", 0.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("methods", "reference"), [(["vocab-2", "baseline"], "baseline"), (["vocab-2", "naive"], "vocab-2")]
+)
+def test_reference(methods: list[str], reference: str) -> None:
+    assert reference_method(methods) == reference
+
+
+def test_summary() -> None:
+    row = summarize("vocab-2", records(41))
+    assert row.steps == 41
+    assert (row.first_loss, row.final_loss) == (records(41)[0]["loss"], records(41)[40]["loss"])
+    assert row.eval_loss == records(41)[39]["eval_loss"]
+    assert (row.tokens_per_s, row.iteration_ms) == (2021.0, 479.0)
+    assert row.peak_memory_mib == pytest.approx([404.1, 405.1, 406.1, 407.1])
+    assert summarize("vocab-2", records(5)).eval_loss is None
+
+
+def test_tables_as_text() -> None:
+    shown = as_text(summary_table([summarize("vocab-2", records(5))]))
+    assert re.search(r"vocab-2 .* 5 .* – .* 2,003 .* 497 .* 400/402/402/404", shown.replace("│", " "))
+    rows = differences({"baseline": {1: 8.0}, "naive": {1: 8.0001}}, "baseline")
+    assert "1.00e-04" in as_text(difference_table(rows))
+
+
+def reported(tmp_path: Path, **values: object) -> tuple[Path, str]:
+    config = TrainConfig(output=str(tmp_path / "out"), steps=40, **values)  # type: ignore[arg-type]
+    open_output(config)
+    for method in config.methods:
+        told = method_config(config, method)
+        open_method(told)
+        write_results(told)
+    return tmp_path / "out", write_report(tmp_path / "out")
+
+
+def test_report_of_a_comparison(tmp_path: Path) -> None:
+    output, shown = reported(tmp_path, compare=("baseline",))
+    (difference,) = json.loads((output / "comparison.json").read_text())
+    assert difference["method"] == "vocab-2"
+    assert 0 < difference["absolute"] < 2.1e-6
+    assert [row["method"] for row in json.loads((output / "summary.json").read_text())] == [
+        "vocab-2",
+        "baseline",
+    ]
+    assert "Largest difference of the loss from baseline" in shown
+    assert shown.endswith(f"results: {output / 'index.html'}")
+    with Image.open(output / "loss.png") as picture:
+        assert len(picture.convert("RGB").getcolors(1 << 20) or []) > 50
+
+
+def test_report_of_one_method(tmp_path: Path) -> None:
+    output, shown = reported(tmp_path)
+    assert not (output / "comparison.json").exists()
+    assert "Largest difference" not in shown
+    curve = loss_curve(records(40, noise=2e-6))
+    assert f"{curve[40]:.4f}" in shown
+
+
+def test_the_page_needs_no_other_file(tmp_path: Path) -> None:
+    output, _ = reported(tmp_path, compare=("baseline",))
+    page = (output / "index.html").read_text()
+    assert re.findall(r'src="(?!data:)', page) == []
+    assert page.count("data:image/png;base64,") == 1
+    assert page.count("data:image/svg+xml;base64,") == 2
+    links = re.findall(r'href="([^"]+)"', page)
+    assert all((output / link).exists() for link in links if not link.startswith("https://ui.perfetto.dev"))
+    assert "vocab-2/timeline.json" in links
+    assert "baseline/checkpoint" in links
+    assert "vocabpar train --compare baseline --steps 40 --output" in page
+    assert "Largest difference of the loss from baseline" in page
+
+
+def test_a_method_that_was_not_trained_is_left_out(tmp_path: Path) -> None:
+    config = TrainConfig(output=str(tmp_path), steps=40, compare=("baseline",))
+    open_output(config)
+    with pytest.raises(ValueError, match="holds no metrics of vocab-2, baseline"):
+        write_report(tmp_path)
+    told = method_config(config, "baseline")
+    open_method(told)
+    write_results(told)
+    assert "vocab-2" not in write_report(tmp_path).split("results:")[0]
