@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .passes import CommType, PassType
+from .redistribution import redistribute
 from .schedule import Schedule
 
 PerRank = float | tuple[float, ...]
@@ -194,40 +195,16 @@ class PassTimes:
         return replace(self, comms={type_: comm * time for type_, time in self.comms.items()})
 
 
-def redistributed_layers(layers: int, p: int, first_extra: float, last_extra: float) -> tuple[int, ...]:
-    """Spread whole layers over the ranks so that the slowest rank is as fast as can be (``redis``).
-
-    Args:
-        layers: transformer layers to place.
-        p: pipeline size.
-        first_extra: work of the first rank besides its layers, in units of one layer's work.
-        last_extra: the same of the last rank.
-
-    Returns:
-        Layers per rank; a rank may get none. Ties go to later ranks, which hold fewer microbatches.
-    """
-    load = [0.0] * p
-    load[0] += first_extra
-    load[-1] += last_extra
-    counts = [0] * p
-    for _ in range(layers):
-        rank = min(range(p), key=lambda r: (load[r], -r))
-        counts[rank] += 1
-        load[rank] += 1.0
-    return tuple(counts)
-
-
 def _shares(costs: PassCosts, schedule: Schedule) -> list[float]:
     """For each rank, its number of layers over the even share."""
     p = schedule.p
     if schedule.method != "redis":
         return [1.0] * p
     layers = costs.layers or _LAYERS_PER_RANK * p
-    work = (
-        sum(sum(_spread(getattr(costs, f"{t.value}_ms"), p, f"{t.value}_ms")) for t in _TRANSFORMER) / layers
-    )
-    extras = [sum(extra.values()) / work for extra in (costs.first_rank_extra, costs.last_rank_extra)]
-    return [count * p / layers for count in redistributed_layers(layers, p, extras[0], extras[1])]
+    names = [f"{type_.value}_ms" for type_ in _TRANSFORMER]
+    layer_work = sum(sum(_spread(getattr(costs, name), p, name)) for name in names) / layers
+    first, last = (sum(extra.values()) for extra in (costs.first_rank_extra, costs.last_rank_extra))
+    return [count * p / layers for count in redistribute(layers, p, first, last, layer_work)]
 
 
 def _vocabulary_times(costs: PassCosts, schedule: Schedule) -> dict[PassType, tuple[float, ...]]:

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import ceil
 
 from .building_block import BuildingBlock, place, repeat
 from .costs import PassCosts, PassTimes
 from .families import Family, families
-from .methods import Method, method_named
+from .methods import method_named
 from .network import Network, build_network
 from .passes import CommType, Pass, PassType
-from .schedule import Schedule
-from .timing import Floats, Played, Stuck, Trigger, play
+from .peaks import claimed_peak, peak_activations
+from .schedule import Input, Schedule
+from .timing import Floats, Played, Trigger, play
 
 SOFTMAX_SHARDS = 3  # microbatches whose softmax shard may wait for a delayed T when S makes another
 INPUT_GRADIENTS = 3  # the same of input gradients that wait for IB
@@ -53,7 +53,7 @@ def frame(method: str, p: int, m: int, *, family: str = "1f1b", chunks: int = 1)
         raise ValueError(f"{m} microbatches is below 1; use at least one")
     if chunks < 1:
         raise ValueError(f"{chunks} chunks per rank is below 1; use at least one")
-    input_ = "parallel" if chosen.vocabulary_parallel else "local"
+    input_: Input = "parallel" if chosen.vocabulary_parallel else "local"
     return Schedule(method, p, m, chunks, chosen.algorithm, kind.shape, input_)
 
 
@@ -116,27 +116,6 @@ def generate(
     return best[1]
 
 
-def claimed_peak(method: Method, p: int) -> float:
-    """The most microbatches whose activations a rank holds in 1F1B (section 5.2, appendix B.1)."""
-    return ceil(1.5 * p) if method.algorithm == "interlaced" else p + method.barriers
-
-
-def peak_activations(schedule: Schedule) -> tuple[float, ...]:
-    """For each rank, the most microbatches whose activations it holds at once, from F to B (W if split).
-
-    A chunk of a rank's layers counts as 1/chunks of a microbatch.
-    """
-    release = PassType.W if schedule.splits_w else PassType.B
-    peaks = []
-    for passes in schedule.ranks:
-        alive = peak = 0
-        for pass_ in passes:
-            alive += (pass_.type is PassType.F) - (pass_.type is release)
-            peak = max(peak, alive)
-        peaks.append(peak / schedule.chunks)
-    return tuple(peaks)
-
-
 def _candidates(shape: Schedule, network: Network, times: PassTimes, family: Family) -> Iterator[_Candidate]:
     benign = _benign_times(shape)
     waits = family.pattern(shape.layout, benign)
@@ -172,7 +151,7 @@ def _floats(network: Network, overlap: float) -> Floats:
 
 
 def _holder(node: int, network: Network) -> int:
-    """What makes the buffer that a lazy pass frees: a pass on its rank (S for T), or the collective it needs."""
+    """What makes the buffer that a lazy pass frees: a pass on its rank (S for T), or a collective."""
     needed = network.needs[node][-1].node
     parts = [part for part, groups in enumerate(network.feeds) if needed in groups]
     return next((part for part in parts if network.rank[part] == network.rank[node]), needed)

@@ -34,8 +34,8 @@ from .passes import (
     Pass,
     PassType,
 )
-from .schedule import Program, Schedule
-from .timing import play
+from .schedule import Deadlock, Program, Schedule
+from .timing import Stuck, play
 
 Rows = Sequence[Sequence[Instruction]]
 
@@ -55,7 +55,7 @@ def lower(schedule: Schedule, costs: PassCosts | None = None) -> Program:
             must be given the same.
 
     Raises:
-        timing.Stuck: if the schedule deadlocks (``validate`` says where).
+        Deadlock: if the order of the passes cannot be kept.
     """
     rows = add_collectives(schedule.ranks, schedule, costs)
     rows = add_receives(rows, schedule)
@@ -89,7 +89,7 @@ def receive_of(item: Instruction, schedule: Schedule) -> Comm | None:
 
 
 def add_receives(rows: Rows, schedule: Schedule) -> list[list[Instruction]]:
-    """Insert RECV_F and RECV_B one compute pass ahead of their consumers, or earlier if FIFO order asks for it."""
+    """Insert RECV_F and RECV_B one compute pass ahead of their consumers, earlier where FIFO asks for it."""
     inserts: list[list[tuple[int, Instruction]]] = [[] for _ in rows]
     consumers = [_receives_by_consumer(row, schedule) for row in rows]
     for source, row in enumerate(rows):
@@ -139,7 +139,11 @@ def add_collectives(
 
 
 def pass_ends(schedule: Schedule, costs: PassCosts | None = None) -> dict[Pass, float]:
-    """When each pass ends if all passes run as soon as they can."""
+    """When each pass ends, in ms, if all passes run as soon as they can.
+
+    Raises:
+        Deadlock: if the order of the passes cannot be kept.
+    """
     times = PassTimes.of(costs or PassCosts.default(schedule.p), schedule)
     times = PassTimes(
         {type_: tuple(max(time, _LEAST_MS) for time in row) for type_, row in times.passes.items()},
@@ -155,9 +159,16 @@ def pass_ends(schedule: Schedule, costs: PassCosts | None = None) -> dict[Pass, 
                 sequence.append((network.arrival[node], pass_.microbatch))
             sequence.append((node, pass_.microbatch))
         sequences.append(sequence)
+    try:
+        rows = play(network, schedule.m, sequences)
+    except Stuck as stuck:
+        rank, (node, mb) = next(iter(stuck.waiting.items()))
+        whole = {arrival: node for node, arrival in network.arrival.items()}
+        item = Pass(*network.names[whole.get(node, node)], mb)
+        raise Deadlock(rank, item, "what it waits for never runs") from stuck
     return {
         Pass(*network.names[item.node], item.microbatch): item.end
-        for row in play(network, schedule.m, sequences)
+        for row in rows
         for item in row
         if item.node < len(network.names)
     }
@@ -166,7 +177,7 @@ def pass_ends(schedule: Schedule, costs: PassCosts | None = None) -> dict[Pass, 
 def collective_order(
     schedule: Schedule, group: frozenset[CommType], ends: Mapping[Pass, float]
 ) -> list[tuple[float, CommType, int]]:
-    """The group's collectives as (ready, type, microbatch), in the order in which every rank launches them."""
+    """The group's collectives as (ready, type, microbatch), in the order that every rank keeps."""
     names = list(CommType)
     order = []
     for type_ in collectives(schedule):

@@ -93,12 +93,12 @@ def build_network(schedule: Schedule, times: PassTimes, *, splits_w: bool) -> Ne
                 assert isinstance(producer, Pass)
                 feeds[index[producer.type, producer.stage]].append(group)
                 producers[group] += 1
-    rank = [schedule.rank_of(Pass(type_, stage, 0)) for type_, stage in names]
-    duration = [times.passes[type_][stage] for type_, stage in names]
+    ranks = [schedule.rank_of(Pass(type_, stage, 0)) for type_, stage in names]
+    durations = [times.passes[type_][stage] for type_, stage in names]
     return Network(
         names,
-        (*rank, *(rank[node] for node in arrival)),
-        (*duration, *(0.0 for _ in arrival)),
+        (*ranks, *(ranks[node] for node in arrival)),
+        (*durations, *(0.0 for _ in arrival)),
         tuple(needs),
         tuple(map(tuple, feeds)),
         tuple(producers),

@@ -2,8 +2,8 @@
 
 A schedule is data. Its atoms are *passes* (computation) and *communications*; both print as
 ``<stage><type><microbatch>`` and parse back: ``2S5`` is pass S of microbatch 5 on stage 2,
-``0SEND_F3`` sends the output of 0F3, ``1C1.5`` is C1 of microbatch 5 (the dot keeps digits apart). Times, peers and flags never live inside an instruction;
-they stand in maps keyed by it.
+``0SEND_F3`` sends the output of 0F3, ``1C1.5`` is C1 of microbatch 5 (the dot keeps digits apart).
+Times, peers and flags never live inside an instruction; they stand in maps keyed by it.
 
 For F, B and W the stage is the virtual pipeline stage (``chunk * p + rank`` in the standard
 placement). The passes of the vocabulary layers run on every rank, so for IF, S, S2, T and IB, and

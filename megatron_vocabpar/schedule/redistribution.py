@@ -79,4 +79,4 @@ def with_final_stage(layers: int, p: int, final_stage_layers: int) -> tuple[int,
             f"choose 0 to {max(0, layers - p + 1)} with at least two stages"
         )
     share, longer = divmod(rest, p - 1)
-    return tuple(share + (stage < longer) for stage in range(p - 1)) + (final_stage_layers,)
+    return (*(share + (stage < longer) for stage in range(p - 1)), final_stage_layers)

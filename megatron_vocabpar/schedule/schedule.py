@@ -21,6 +21,14 @@ class ScheduleError(ValueError):
     """A schedule or a program breaks a rule; the message names the first broken one."""
 
 
+class Deadlock(ScheduleError):
+    """No rank can go on. Holds the first rank that has not finished and where it stopped."""
+
+    def __init__(self, rank: int, item: Instruction, reason: str) -> None:
+        super().__init__(f"deadlock: rank {rank}, {item}: {reason}")
+        self.rank, self.item, self.reason = rank, item, reason
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The compute passes of one iteration.

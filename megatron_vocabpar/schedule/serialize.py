@@ -1,6 +1,6 @@
 """A schedule as JSON and as text, both ways.
 
-JSON: ``{"p", "m", "chunks", "algorithm", "placement", "input", "ranks": [[{"op", "mb", "chunk"}, ...], ...]}``,
+JSON: ``{"p", "m", "chunks", "algorithm", "placement", "input", "ranks": [[{"op", "mb", "chunk"}, ...]]}``,
 the compute passes of each rank in order. ``chunk`` is the chunk of F, B and W on their rank, 0 for the
 vocabulary passes. Text: one line a rank, passes as ``<stage><type><microbatch>``.
 """

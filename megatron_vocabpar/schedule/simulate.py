@@ -27,7 +27,7 @@ from .passes import (
     Pass,
     PassType,
 )
-from .schedule import Program, Schedule, ScheduleError
+from .schedule import Program, Schedule
 
 Interval = tuple[float, float]
 
@@ -70,7 +70,7 @@ def simulate(
     """Run ``program``, by default ``lower(schedule, costs)``, with the times of ``costs``.
 
     Raises:
-        ScheduleError: if it deadlocks, naming for the first stuck rank the instruction and what it waits for.
+        Deadlock: naming for the first stuck rank the instruction and what it waits for.
     """
     costs = costs or PassCosts.default(schedule.p)
     simulator = _Simulator(schedule, PassTimes.of(costs, schedule), program or lower(schedule, costs))
@@ -120,9 +120,7 @@ class _Simulator:
                 blockers = ", ".join(
                     str(blocker) for blocker, ranks in self.sleepers.items() if rank in ranks
                 )
-                raise ScheduleError(
-                    f"deadlock: rank {rank} waits at {item} for {blockers}, which never completes"
-                )
+                raise Deadlock(rank, item, f"waits for {blockers}, which never completes")
 
     def _step(self, rank: int, item: Instruction) -> Instruction | None:
         """Run one instruction; return what it has to wait for if it cannot run yet."""

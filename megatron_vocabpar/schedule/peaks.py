@@ -1,0 +1,33 @@
+"""How many microbatches' activations a rank holds: counted in a schedule, and claimed for a method.
+
+Next: ``generate.py``.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from .methods import Method
+from .passes import PassType
+from .schedule import Schedule
+
+
+def claimed_peak(method: Method, p: int) -> float:
+    """The most microbatches whose activations a rank holds in 1F1B (section 5.2, appendix B.1)."""
+    return ceil(1.5 * p) if method.algorithm == "interlaced" else p + method.barriers
+
+
+def peak_activations(schedule: Schedule) -> tuple[float, ...]:
+    """For each rank, the most microbatches whose activations it holds at once, from F to B (W if split).
+
+    A chunk of a rank's layers counts as 1/chunks of a microbatch.
+    """
+    release = PassType.W if schedule.splits_w else PassType.B
+    peaks = []
+    for passes in schedule.ranks:
+        alive = peak = 0
+        for pass_ in passes:
+            alive += (pass_.type is PassType.F) - (pass_.type is release)
+            peak = max(peak, alive)
+        peaks.append(peak / schedule.chunks)
+    return tuple(peaks)
