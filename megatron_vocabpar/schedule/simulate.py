@@ -27,7 +27,7 @@ from .passes import (
     Pass,
     PassType,
 )
-from .schedule import Program, Schedule
+from .schedule import Deadlock, Program, Schedule
 
 Interval = tuple[float, float]
 
