@@ -1,0 +1,46 @@
+"""What all pictures share: the colour and the explanation of each type of pass.
+
+Colours are chosen to differ in lightness too, so that they survive greyscale print and colour blindness;
+a rank's second and later chunks are drawn in a darker shade.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..passes import PassType
+from ..schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How one type of pass is drawn: background and text colour as ``#rrggbb``, and its explanation."""
+
+    fill: str
+    ink: str
+    meaning: str
+
+
+STYLES: dict[PassType, Style] = {
+    PassType.F: Style("#9ec5f4", "#12233d", "forward"),
+    PassType.B: Style("#a8dcb5", "#10301b", "backward"),
+    PassType.W: Style("#d3ead9", "#10301b", "weight gradient"),
+    PassType.S: Style("#f6b26b", "#3d2200", "output layer S"),
+    PassType.S2: Style("#f9d9a8", "#3d2200", "output layer S2"),
+    PassType.T: Style("#d9534f", "#ffffff", "output layer T"),
+    PassType.IF: Style("#c9b3e6", "#281544", "input forward"),
+    PassType.IB: Style("#7d5ba6", "#ffffff", "input backward"),
+}
+
+
+def types_in(schedule: Schedule) -> list[PassType]:
+    """The types of pass that the schedule has, in the order of the legend."""
+    present = {pass_.type for passes in schedule.ranks for pass_ in passes}
+    return [type_ for type_ in STYLES if type_ in present]
+
+
+def shade(colour: str, chunk: int) -> str:
+    """``colour``, darker for later chunks of a rank."""
+    factor = 0.82**chunk
+    parts = [int(colour[k : k + 2], 16) for k in (1, 3, 5)]
+    return "#" + "".join(f"{round(part * factor):02x}" for part in parts)

@@ -1,0 +1,114 @@
+"""A time grid for the terminal, as the paper's Figure 10: one row a rank, time to the right.
+
+Each pass is as wide as it is long. It shows its letter and its microbatch where there is room (``F3``), the
+letter alone where there is not; ``i`` and ``o`` are IF and IB. Idle time is blank. Long schedules are cut
+into panels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..costs import PassCosts
+from ..passes import Pass, PassType
+from ..schedule import Schedule
+from ..simulate import Simulation, simulate
+from .style import STYLES, types_in
+
+_LETTERS = {PassType.IF: "i", PassType.IB: "o", PassType.S2: "M"}
+_COLUMNS_PER_FORWARD = 4
+_RESET = "\x1b[0m"
+
+
+def draw_text(
+    schedule: Schedule,
+    costs: PassCosts | None = None,
+    *,
+    width: int = 120,
+    colour: bool = False,
+    simulation: Simulation | None = None,
+) -> str:
+    """The grid, with a legend below.
+
+    Args:
+        schedule: what to draw.
+        costs: times of the passes; ``PassCosts.default`` where nothing is measured.
+        width: columns of a panel, the rank's number included.
+        colour: draw passes as coloured cells (ANSI escapes).
+        simulation: times to draw, if they are known; ``costs`` is then not used.
+    """
+    sim = simulation or simulate(schedule, costs)
+    unit = _unit_ms(sim)
+    rows = [_cells(passes, sim, unit) for passes in schedule.ranks]
+    length = max((start + len(text) for row in rows for start, text, _ in row), default=0)
+    margin = len(str(schedule.p - 1)) + 2
+    step = max(width - margin, 20)
+    panels = [
+        _panel(rows, left, min(left + step, length), margin, unit, colour) for left in range(0, length, step)
+    ]
+    return "\n\n".join(["\n".join(panel) for panel in panels] + [_legend(schedule, unit, colour)])
+
+
+def _unit_ms(sim: Simulation) -> float:
+    """Milliseconds of one column: a middling forward pass gets four."""
+    forwards = sorted(end - start for pass_, (start, end) in sim.passes.items() if pass_.type is PassType.F)
+    middle = forwards[len(forwards) // 2] if forwards else 0.0
+    return (middle or sim.iteration_ms or 1.0) / _COLUMNS_PER_FORWARD
+
+
+def _cells(passes: tuple[Pass, ...], sim: Simulation, unit: float) -> list[tuple[int, str, PassType]]:
+    """Each pass as (first column, text, type); every pass gets at least one column."""
+    cells = []
+    cursor = 0
+    for pass_ in passes:
+        start, end = (round(time / unit) for time in sim.passes[pass_])
+        start = max(start, cursor)
+        cursor = max(end, start + 1)
+        cells.append((start, _label(pass_, cursor - start), pass_.type))
+    return cells
+
+
+def _label(pass_: Pass, width: int) -> str:
+    letter = _LETTERS.get(pass_.type, pass_.type.value)
+    full = f"{letter}{pass_.microbatch}"
+    return (full if len(full) <= width else letter).ljust(width, "\N{MIDDLE DOT}")
+
+
+def _panel(
+    rows: list[list[tuple[int, str, PassType]]], left: int, right: int, margin: int, unit: float, colour: bool
+) -> Iterator[str]:
+    yield " " * margin + _axis(left, right, unit)
+    for rank, row in enumerate(rows):
+        line, cursor = [f"{rank:>{margin - 2}}| "], left
+        for start, text, type_ in row:
+            first, last = max(start, left), min(start + len(text), right)
+            if first < last:
+                line.append(
+                    " " * (first - cursor) + _paint(text[first - start : last - start], type_, colour)
+                )
+                cursor = last
+        yield "".join(line).rstrip()
+
+
+def _axis(left: int, right: int, unit: float) -> str:
+    """Times in ms above every twentieth column."""
+    marks = [f"{f'|{column * unit:.0f}':<20}" for column in range(left, right, 20)]
+    return "".join(marks)[: right - left].rstrip()
+
+
+def _paint(text: str, type_: PassType, colour: bool) -> str:
+    if not colour:
+        return text
+    fill, ink = (
+        ";".join(str(int(c[k : k + 2], 16)) for k in (1, 3, 5))
+        for c in (STYLES[type_].fill, STYLES[type_].ink)
+    )
+    return f"\x1b[48;2;{fill}m\x1b[38;2;{ink}m{text.replace(chr(0xB7), ' ')}{_RESET}"
+
+
+def _legend(schedule: Schedule, unit: float, colour: bool) -> str:
+    parts = [
+        f"{_paint(_LETTERS.get(type_, type_.value), type_, colour)} {STYLES[type_].meaning}"
+        for type_ in types_in(schedule)
+    ]
+    return f"{', '.join(parts)}; the digits are the microbatch, a column is {unit:.3g} ms"
