@@ -18,7 +18,7 @@ import click
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.train.check import require_modules
 from megatron_vocabpar.train.config import TrainConfig, flag
-from megatron_vocabpar.train.quiet import quiet_imports
+from megatron_vocabpar.train.quiet import quiet_megatron
 
 _PATHS = ("text", "tokenizer")
 _TYPES = typing.get_type_hints(TrainConfig)
@@ -89,7 +89,7 @@ def _inspect_dataset(prefix: str) -> Any:
 
 def _datasets() -> ModuleType:
     """The room with Megatron in it, imported when data has to be written: that takes seconds."""
-    with quiet_imports():
+    with quiet_megatron():
         from megatron_vocabpar.integration import datasets
 
     return datasets

@@ -25,7 +25,7 @@ _AT_LEAST_ONE = (
     "pp", "tp", "dp", "layers", "hidden", "heads", "ffn_hidden", "seq_length", "vocab_size",
     "micro_batch_size", "microbatches", "steps", "eval_iters", "log_interval",
 )  # fmt: skip
-_NOT_NEGATIVE = ("warmup", "weight_decay", "clip_grad", "eval_interval", "seed")
+_NOT_NEGATIVE = ("warmup", "weight_decay", "clip_grad", "eval_interval", "save_interval", "seed")
 _CHOICES = {"position": POSITIONS, "dtype": DTYPES, "device": DEVICES}
 
 

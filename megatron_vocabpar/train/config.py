@@ -100,6 +100,7 @@ class TrainConfig:
         False, "Results", "Replace the results of an earlier job in this folder.", off="--no-overwrite"
     )
     log_interval: int = _option(1, "Results", "Steps between updates of the progress line.")
+    save_interval: int = _option(0, "Results", "Steps between checkpoints (0: only at the end).")
     save: bool = _option(True, "Results", "Write a checkpoint at the end.", off="--no-save")
 
     @property

@@ -39,10 +39,10 @@ _FILES = (
 )
 
 _SCHEDULE_CAPTION = (
-    "The schedule of one step: a row a rank, time to the right. F and B are the forward and backward of a "
-    "stage's layers; S and T the two halves of the output layer on this rank's shard of the vocabulary; the "
-    "number is the microbatch."
+    "The schedule of one step: a row a rank, time to the right; the number is the microbatch. F and B are "
+    "the forward and backward of a stage's layers"
 )
+_VOCABULARY_CAPTION = ", S and T the output layer on this rank's shard of the vocabulary"
 
 _TIMELINE_HINT = (
     '<p class="quiet">To see the timeline, open <a href="https://ui.perfetto.dev">ui.perfetto.dev</a> (or '
@@ -98,10 +98,11 @@ def _in_words(config: TrainConfig) -> str:
 def _method(output: Path, name: str) -> str:
     """One method: its schedule, its files, how to look at the timeline."""
     folder = output / name
-    summary = METHODS[name].summary if name in METHODS else ""
-    parts = [f"<h2>{html.escape(name)}</h2>", f"<p>{html.escape(summary)}</p>"]
+    method = METHODS[name]
+    parts = [f"<h2>{html.escape(name)}</h2>", f"<p>{html.escape(method.summary)}</p>"]
     if (folder / SCHEDULE_FILE).is_file():
-        parts.append(_picture(folder / SCHEDULE_FILE, _SCHEDULE_CAPTION))
+        caption = _SCHEDULE_CAPTION + (_VOCABULARY_CAPTION if method.vocabulary_parallel else "") + "."
+        parts.append(_picture(folder / SCHEDULE_FILE, caption))
     items = [
         f'<li><a href="{name}/{file}">{name}/{file}</a>: {what}</li>'
         for file, what in _FILES

@@ -1,4 +1,4 @@
-"""Keep off the terminal what other packages say on import and the user cannot act on."""
+"""Keep off the terminal what Megatron warns of and the user cannot act on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def quiet_imports() -> Iterator[None]:
-    """Import Megatron without its warnings that Transformer Engine and Apex, for GPUs, are missing."""
+def quiet_megatron() -> Iterator[None]:
+    """Silence the warnings of megatron-core's modules: parts for GPUs that are missing, its own old names."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+        warnings.filterwarnings("ignore", module=r"megatron\.core")
+        warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
         yield

@@ -1,8 +1,8 @@
 """One training process: ``python -m megatron_vocabpar.train.worker <config.json>``.
 
 Started by ``launch.py``, once a rank, with torch's ``RANK``, ``WORLD_SIZE``, … in the environment. Rank 0
-keeps the terminal, the others write to a log file. An exception is left in a file for the launcher, and
-the process ends; it also ends when its launcher is gone.
+keeps the terminal, without Megatron's warnings; the others write all they say to a log file. An exception
+is left in a file for the launcher, and the process ends; it also ends when its launcher is gone.
 Next: ``integration/trainer.py``, which does the training.
 """
 
@@ -14,13 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import write_error
 from megatron_vocabpar.train.output import LOG_FOLDER
 from megatron_vocabpar.train.progress_record import RECORDS_VARIABLE
-from megatron_vocabpar.train.quiet import quiet_imports
+from megatron_vocabpar.train.quiet import quiet_megatron
 
 _PARENT_CHECK_S = 1.0
 
@@ -39,7 +40,8 @@ def run_worker(config_path: str, run: Callable[[TrainConfig], None]) -> int:
         _log_to(Path(config.output) / LOG_FOLDER / f"rank{rank}.log")
     faulthandler.enable()
     try:
-        run(config)
+        with quiet_megatron() if rank == 0 else nullcontext():
+            run(config)
     except KeyboardInterrupt:
         return 130
     except Exception as error:
@@ -75,8 +77,7 @@ def _follow_parent() -> None:
 
 
 def _train(config: TrainConfig) -> None:
-    with quiet_imports():
-        from megatron_vocabpar.integration.trainer import run
+    from megatron_vocabpar.integration.trainer import run
 
     run(config)
 
