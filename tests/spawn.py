@@ -29,7 +29,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
             context.Process(
-                target=_rank_main, args=(rank, world_size, folder, writer, function, args), daemon=True
+                target=_rank_main, args=(rank, world_size, folder, writer, function, args)
             )
             for rank, (_, writer) in enumerate(pipes)
         ]

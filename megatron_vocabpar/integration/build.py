@@ -120,5 +120,7 @@ def build_optimizer(
         end_wd=config.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,  # a resumed job may ask for more steps
+        override_opt_param_scheduler=True,
     )
     return optimizer, scheduler

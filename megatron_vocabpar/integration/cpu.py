@@ -21,26 +21,25 @@ from torch.overrides import TorchFunctionMode
 _CPU = torch.device("cpu")
 
 
-class _CudaLiteralsMeanCpu(TorchFunctionMode):
-    """``device="cuda"`` in a factory call means the CPU."""
+class _CudaMeansCpu(TorchFunctionMode):
+    """``device="cuda"`` in a factory call and ``tensor.cuda()`` mean the CPU.
+
+    ``tensor.type()`` names CPU tensors as CUDA tensors: megatron-core's optimizers sort parameters by it.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
         kwargs = kwargs or {}
         device = kwargs.get("device")
         if isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda":
             kwargs = {**kwargs, "device": _CPU}
-        return func(*args, **kwargs)
-
-
-_tensor_type = torch.Tensor.type
-
-
-def _type_as_on_cuda(self: torch.Tensor, dtype: Any = None, **options: Any) -> Any:
-    """``tensor.type()`` with the CUDA spelling, which megatron-core's optimizers compare with."""
-    result = _tensor_type(self, dtype, **options)
-    return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
 
 
 def _torch_norm(
@@ -60,13 +59,12 @@ def _torch_norm(
 # Each entry: owner, name, replacement, reason.
 _REPLACED: tuple[tuple[Any, str, Any, str], ...] = (
     (torch.cuda, "current_device", lambda: _CPU, "DDP and parameters are allocated on it"),
+    (torch.cuda, "synchronize", lambda *_: None, "checkpoints, point-to-point"),
     (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state(), "tensor-parallel RNG tracker"),
     (torch.cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state), "likewise"),
     (torch.cuda, "manual_seed", lambda seed: torch.manual_seed(seed) and None, "likewise"),
     (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state(), "likewise"),
     (megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state), "likewise"),
-    (torch.Tensor, "cuda", lambda self, *_, **__: self, "tied embeddings, optimizer state"),
-    (torch.Tensor, "type", _type_as_on_cuda, "optimizers sort parameters by type name"),
     (WrappedTorchNorm, "__new__", staticmethod(_torch_norm), "sequence parallelism without apex or TE"),
 )
 
@@ -85,7 +83,7 @@ def megatron_on_cpu() -> Iterator[None]:
     logger = logging.getLogger(megatron_random.__name__)
     logger.addFilter(_same_generator)
     try:
-        with _CudaLiteralsMeanCpu():
+        with _CudaMeansCpu():
             yield
     finally:
         logger.removeFilter(_same_generator)

@@ -52,11 +52,18 @@ def run(config: TrainConfig) -> None:
         config: of one method; ``config.output`` is that method's folder, with ``data.json`` in it.
     """
     device = default_device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(backend(device))
+    try:
+        train(config, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def train(config: TrainConfig, device: torch.device) -> None:
+    """Train in the process group that there is; see ``run``."""
     with ExitStack() as stack:
         if device.type == "cpu":
             stack.enter_context(megatron_on_cpu())
-        dist.init_process_group(backend(device))
-        stack.callback(dist.destroy_process_group)
         parallel_state.initialize_model_parallel(config.tp, config.pp)
         stack.callback(parallel_state.destroy_model_parallel)
         torch.manual_seed(config.seed)
@@ -146,16 +153,18 @@ class _Trainer:
                 if config.eval_interval and (step + 1) % config.eval_interval == 0:
                     measured["eval_loss"] = self._evaluate()
                 metrics.add({"step": step + 1, **measured})
-        self._write_pictures()
-        if config.save and first_step < config.steps:
-            save_checkpoint(
-                checkpoints / f"step_{config.steps:07d}",
-                self.model,
-                self.optimizer,
-                self.scheduler,
-                config.steps,
-            )
+                self.record.write("saving results")
+                if step == config.steps - 1:
+                    self._write_pictures()
+                if self._saves_after(step):
+                    folder = checkpoints / f"step_{step + 1:07d}"
+                    save_checkpoint(folder, self.model, self.optimizer, self.scheduler, step + 1)
         self.forward_backward.close()
+
+    def _saves_after(self, step: int) -> bool:
+        config, done = self.config, step + 1
+        at_interval = bool(config.save_interval) and done % config.save_interval == 0
+        return config.save and (done == config.steps or at_interval)
 
     def _batches(self, dataset: Any, step: int) -> Iterator[Any] | None:
         """The data of the first and the last stage; the others load nothing."""

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+# torch 2.13 renamed it.
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 @dataclass(frozen=True)
 class VocabGroups:
@@ -147,7 +150,7 @@ def all_gather(groups: VocabGroups, group: dist.ProcessGroup, tensor: torch.Tens
     if len(groups.ranks) == 1:
         gathered[0].copy_(tensor)
     else:
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), tensor, group=group)
+        _all_gather_single(gathered.flatten(0, 1), tensor, group=group)
     return gathered
 
 

@@ -281,3 +281,10 @@ def _stock(case: Case) -> Any:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     return get_forward_backward_func()
+
+
+def unwrap(model: torch.nn.Module) -> GPTModel:
+    """The model inside DDP and the half-precision wrapper."""
+    while not isinstance(model, GPTModel):
+        model = model.module
+    return model

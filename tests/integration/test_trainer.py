@@ -1,0 +1,159 @@
+"""The training loop of ``vocabpar train``: resume, evaluation, checkpoints between methods and partitions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megatron_vocabpar.integration.build import build_model, build_optimizer
+from megatron_vocabpar.integration.checkpoint import latest_checkpoint, load_checkpoint
+from megatron_vocabpar.integration.cpu import megatron_on_cpu
+from megatron_vocabpar.integration.datasets import inspect_dataset, write_dataset
+from megatron_vocabpar.integration.trainer import layers_per_stage, train
+from megatron_vocabpar.integration.weights import global_parameters
+from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.prepare import prepare
+from tests.integration.gpt import unwrap
+from tests.spawn import run_ranks
+
+TEXT = " ".join(f"word{i % 37} says {i % 11} times {i % 5}." for i in range(3000))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """A tiny job, its text and tokenizer."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text.txt").write_text("\n\n".join(TEXT[i : i + 500] for i in range(0, len(TEXT), 500)))
+    return TrainConfig(
+        pp=2,
+        layers=2,
+        hidden=16,
+        heads=2,
+        seq_length=16,
+        vocab_size=301,
+        tokenizer_vocab_size=300,
+        micro_batch_size=2,
+        microbatches=3,
+        steps=4,
+        warmup=1,
+        lr=1e-2,
+        text=str(folder / "text.txt"),
+        eval_interval=2,
+        eval_iters=1,
+        log_interval=100,
+        device="cpu",
+    )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VOCABPAR_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def open_job(config: TrainConfig, folder: Path, **changes: object) -> TrainConfig:
+    job = dataclasses.replace(config, output=str(folder), **changes)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "data.json").write_text(prepare(job, write_dataset, inspect_dataset).to_json())
+    return job
+
+
+def _train(_: int, config: TrainConfig) -> None:
+    train(config, torch.device("cpu"))
+
+
+def run_job(config: TrainConfig) -> list[dict[str, float]]:
+    run_ranks(config.world_size, _train, config)
+    return [json.loads(line) for line in (Path(config.output) / "metrics.jsonl").read_text().splitlines()]
+
+
+def _weights(_: int, config: TrainConfig) -> dict[str, np.ndarray]:
+    """The weights that a partition loads from a checkpoint, whole tensors by their global names."""
+    with megatron_on_cpu():
+        parallel_state.initialize_model_parallel(config.tp, config.pp)
+        model_parallel_cuda_manual_seed(config.seed)
+        model = build_model(config, layers_per_stage(config))
+        optimizer, scheduler = build_optimizer(config, model)
+        load_checkpoint(latest_checkpoint(Path(config.output) / "checkpoint"), model, optimizer, scheduler)
+        return {name: p.detach().float().numpy().copy() for name, p in global_parameters(unwrap(model))}
+
+
+def weights(config: TrainConfig, pp: int, method: str) -> dict[str, np.ndarray]:
+    loaded = run_ranks(pp, _weights, dataclasses.replace(config, pp=pp, method=method))
+    whole: dict[str, list[np.ndarray]] = {}
+    for part in loaded:
+        for name, array in part.items():
+            whole.setdefault(name, []).append(array)
+    return {name: np.concatenate(parts) if parts[0].ndim == 2 else parts[0] for name, parts in whole.items()}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_resumed_training_is_bitwise_the_uninterrupted_one(
+    base: TrainConfig, tmp_path: Path, dtype: str, tied: bool
+) -> None:
+    straight = run_job(open_job(base, tmp_path / "straight", dtype=dtype, tied=tied))
+    interrupted = open_job(base, tmp_path / "interrupted", dtype=dtype, tied=tied, save_interval=2)
+    run_job(interrupted)
+    shutil.rmtree(tmp_path / "interrupted" / "checkpoint" / "step_0000004")
+    resumed = run_job(dataclasses.replace(interrupted, resume=True))
+    for a, b in zip(straight, resumed, strict=True):
+        assert (a["step"], a["loss"], a["grad_norm"], a.get("eval_loss")) == (
+            b["step"],
+            b["loss"],
+            b["grad_norm"],
+            b.get("eval_loss"),
+        )
+    assert straight[-1]["loss"] < straight[0]["loss"]
+
+
+def test_results_folder(base: TrainConfig, tmp_path: Path) -> None:
+    run_job(open_job(base, tmp_path / "job", method="vocab-1"))
+    trace = json.loads((tmp_path / "job" / "timeline.json").read_text())["traceEvents"]
+    names = {event["name"] for event in trace if event["ph"] == "X"}
+    rows = {event["args"]["name"] for event in trace if event["name"] == "thread_name"}
+    assert {"0S0", "1T2", "1B2", "0C0.1", "1C1.0", "0C2.2", "0CI0", "1CIB2"} <= names
+    assert {"rank 0", "rank 1", "rank 1 output collectives", "rank 0 input collectives"} <= rows
+    assert (tmp_path / "job" / "schedule.svg").read_text().startswith("<svg")
+    assert latest_checkpoint(tmp_path / "job" / "checkpoint").name == "step_0000004"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("method", ["vocab-2", "baseline"])
+def test_checkpoint_loads_into_any_method_and_partition(
+    base: TrainConfig, tmp_path: Path, method: str, tied: bool
+) -> None:
+    job = open_job(base, tmp_path / "job", method=method, tied=tied, steps=2)
+    run_job(job)
+    expected = weights(job, 1, "baseline")
+    for pp, other in [(1, "vocab-1"), (2, "vocab-2"), (2, "baseline")]:
+        loaded = weights(job, pp, other)
+        for name, array in expected.items():
+            if tied and other == "baseline" and "word_embeddings" in name:
+                continue  # stock's last stage holds a second copy of it
+            rows = base.vocab_size if array.shape[0] >= base.vocab_size else len(array)
+            np.testing.assert_array_equal(loaded[name][:rows], array[:rows], err_msg=f"{other} {name}")
+
+
+def test_checkpoint_holds_the_standard_keys_and_global_shapes(base: TrainConfig, tmp_path: Path) -> None:
+    job = open_job(base, tmp_path / "job", steps=2)
+    run_job(job)
+    metadata = dist_checkpointing.load_tensors_metadata(str(latest_checkpoint(tmp_path / "job" / "checkpoint")))
+    padded = 304  # 301 to a multiple of 2 p
+    for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        assert metadata[key].global_shape == (padded, base.hidden)
+
+
+def test_no_complete_checkpoint_is_said(tmp_path: Path) -> None:
+    (tmp_path / "step_0000004.partial").mkdir()
+    with pytest.raises(ValueError, match="holds no complete checkpoint"):
+        latest_checkpoint(tmp_path)
