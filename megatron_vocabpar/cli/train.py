@@ -78,9 +78,7 @@ def config_from_options(options: dict[str, Any]) -> TrainConfig:
 
 
 def _write_dataset(prefix: str, documents: Iterable[Sequence[int]], vocab_size: int) -> None:
-    datasets = _datasets()
-    datasets.compile_helpers()
-    datasets.write_dataset(prefix, documents, vocab_size)
+    _datasets().write_dataset(prefix, documents, vocab_size)
 
 
 def _inspect_dataset(prefix: str) -> Any:
@@ -92,6 +90,7 @@ def _datasets() -> ModuleType:
     with quiet_megatron():
         from megatron_vocabpar.integration import datasets
 
+    datasets.compile_helpers()
     return datasets
 
 

@@ -141,6 +141,8 @@ def build_datasets(config: TrainConfig, files: DataFiles) -> Datasets:
         create_attention_mask=False,
     )
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    if rank == 0:  # builds the indices; the other ranks load them
+        compile_helpers()
     with locked(Path(files.index_cache)) if rank == 0 else contextlib.nullcontext():
         builder = BlendedMegatronDatasetBuilder(GPTDataset, [None, None, None], lambda: True, dataset_config)
         train, valid, _ = builder.build()

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from megatron.core.datasets import utils as dataset_utils
 
 from megatron_vocabpar.integration.datasets import (
     build_datasets,
@@ -187,8 +193,44 @@ def test_data_files_both_ways(text: str) -> None:
     assert DataFiles.from_json(files.to_json()) == files
 
 
-def test_the_helpers_are_there() -> None:
-    compile_helpers()
-    from megatron.core.datasets import helpers_cpp
+@pytest.fixture
+def without_helpers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installation of megatron-core with the source of its helpers, not compiled; returns its folder."""
+    installed = Path(dataset_utils.__file__).parent
+    folder = tmp_path / "datasets"
+    folder.mkdir()
+    shutil.copy(installed / "helpers.cpp", folder)
+    monkeypatch.setattr(dataset_utils, "__file__", str(folder / "utils.py"))
+    monkeypatch.setitem(sys.modules, "megatron.core.datasets.helpers_cpp", None)  # makes the import fail
+    return folder
 
-    assert callable(helpers_cpp.build_sample_idx_int32)
+
+def test_helpers_that_are_installed_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", None)
+    compile_helpers()
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_helpers_are_compiled_where_they_are_missing(without_helpers: Path) -> None:
+    compile_helpers()
+    (compiled,) = without_helpers.glob("helpers_cpp*.so")
+    spec = importlib.util.spec_from_file_location("helpers_cpp", compiled)
+    assert spec is not None
+    assert spec.loader is not None
+    helpers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(helpers)
+    sizes, order = np.array([5, 5], np.int32), np.array([0, 1], np.int32)
+    samples = helpers.build_sample_idx_int32(sizes, order, 4, 1, 10, True, 1)
+    assert samples.tolist() == [[0, 0], [0, 4], [1, 3]]
+
+
+def test_no_compiler(without_helpers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ValueError, match=r"need a C\+\+ compiler; install g\+\+"):
+        compile_helpers()
+
+
+def test_a_compilation_that_fails(without_helpers: Path) -> None:
+    (without_helpers / "helpers.cpp").write_text("int main( {")
+    with pytest.raises(ValueError, match=r"could not compile .*helpers\.cpp: "):
+        compile_helpers()
