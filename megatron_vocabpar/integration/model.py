@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 
@@ -99,9 +100,9 @@ class VocabShardEmbedding(VocabParallelEmbedding):
 
 
 class VocabShardOutput(ColumnParallelLinear):
-    """This rank's rows of the output weight; a call is pass S.
+    """This rank's rows of the output weight, or nothing where they are tied; a call is pass S.
 
-    ``forward(x [n, H], targets [n], ...)`` returns the state that T needs and the packed statistics;
+    ``forward(x [n, H], targets [n], weight [P, H], ...)`` returns the state that T needs and the packed statistics;
     with ``maximum_only`` (naive's S) the state that S2 needs and the local offsets.
     """
 
@@ -113,12 +114,13 @@ class VocabShardOutput(ColumnParallelLinear):
         self,
         x: torch.Tensor,
         targets: torch.Tensor,
+        weight: torch.Tensor,
         *,
         with_input_gradient: bool = False,
         keep_state: bool = True,
         maximum_only: bool = False,
     ) -> tuple[OutputState | NaiveState | None, torch.Tensor]:
-        weight = self.weight.detach()
+        weight = weight.detach()
         if maximum_only:
             return naive_maximum(x, weight, targets, self.shard.range)
         return output_forward(
@@ -136,6 +138,8 @@ class VocabShardOutput(ColumnParallelLinear):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
+        if self.weight is None:
+            return {}
         return {f"{prefix}weight": _sharded_weight(self.weight, f"{prefix}weight", self.shard)}
 
 
@@ -197,8 +201,6 @@ class VocabParallelGPTModel(GPTModel):
             skip_weight_param_allocation=self.tied,
             **layer_options,
         )
-        if self.tied:
-            self.vocab_output.weight = self.word_embeddings.weight
         for weight in self.vocabulary_weights():
             weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
 
@@ -212,10 +214,15 @@ class VocabParallelGPTModel(GPTModel):
         """This rank's rows of the output weight."""
         return cast(VocabShardOutput, self.output_layer)
 
+    @property
+    def output_weight(self) -> torch.nn.Parameter:
+        """``[P, H]``: the output layer's own weight, or the embedding's where they are tied."""
+        return self.word_embeddings.weight if self.tied else self.vocab_output.weight
+
     def vocabulary_weights(self) -> tuple[torch.nn.Parameter, ...]:
         """The parameters of this rank's shards: one if tied, else embedding and output."""
         embedding = self.word_embeddings.weight
-        return (embedding,) if self.tied else (embedding, self.vocab_output.weight)
+        return (embedding,) if self.tied else (embedding, self.output_weight)
 
     def _postprocess(self, hidden_states: torch.Tensor, **unused: Any) -> torch.Tensor:
         return hidden_states
@@ -226,11 +233,11 @@ class VocabParallelGPTModel(GPTModel):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        if not self.pre_process:
-            key = f"{prefix}embedding.word_embeddings."
-            state.update(self.word_embeddings.sharded_state_dict(key, (), metadata))
-        state.update(self.vocab_output.sharded_state_dict(f"{prefix}output_layer.", (), metadata))
-        if self.tied:
-            del state[f"{prefix}output_layer.weight"]
-        return state
+        metadata = metadata or {}
+        metadata.setdefault(
+            "dp_cp_group", parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
+        # GPTModel's and LanguageModule's own methods place the vocabulary layers on the first and last stage.
+        state = super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
+        key = f"{prefix}embedding.word_embeddings."
+        return state | self.word_embeddings.sharded_state_dict(key, (), metadata)

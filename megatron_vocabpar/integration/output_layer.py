@@ -53,7 +53,7 @@ class OutputLayer:
         groups = rank.groups
         parts = self.it.sequence_shards
         members = list(groups.members_of(rank.placement.last_rank))[:parts]
-        dtype = self.model.vocab_output.weight.dtype
+        dtype = self.model.output_weight.dtype
         shape = (self.it.microbatches[i].tokens, self.it.call.hidden_shape[2])
         mine: torch.Tensor | None = None
         if rank.is_last:
@@ -80,7 +80,8 @@ class OutputLayer:
         if algorithm != "naive":
             training = not self.it.call.forward_only
             options = {"with_input_gradient": algorithm == "vocab-2" and training, "keep_state": training}
-        state, statistics = self.model.vocab_output(x, self.it.microbatches[i].labels, **options)
+        labels = self.it.microbatches[i].labels
+        state, statistics = self.model.vocab_output(x, labels, self.model.output_weight, **options)
         self._put_state(instruction, state, statistics)
 
     def _put_state(self, producer: Pass, state: Any, statistics: torch.Tensor) -> None:
@@ -147,7 +148,7 @@ class OutputLayer:
         statistics = self.it.buffers.take(source, "statistics")
         state = self.it.buffers.take(source, "state")
         grad_loss = self.it.microbatches[i].gradient
-        weight = self.model.vocab_output.weight.detach()
+        weight = self.model.output_weight.detach()
         is_last = self.it.rank.is_last
 
         def run() -> tuple[MergedStats, torch.Tensor | None]:
@@ -165,7 +166,7 @@ class OutputLayer:
         i, algorithm = instruction.microbatch, self.it.rank.algorithm
         event = self.it.buffers.take(Comm(STATISTICS[algorithm], instruction.stage, i), "event")
         state = self.it.buffers.take(self._softmax_pass(i), "state")
-        weight = self.model.vocab_output.weight
+        weight = self.model.output_weight
         grad_loss = self.it.microbatches[i].gradient
         if algorithm == "vocab-2":
             merged, _ = self.it.wait(event)
@@ -195,10 +196,11 @@ class OutputLayer:
         rank, i = self.it.rank, instruction.microbatch
         groups = rank.groups
         x = self.it.wait(self.it.buffers.take(Comm(CommType.C0, instruction.stage, i), "event"))
-        layer = self.model.vocab_output
+        weight = self.model.output_weight
         training = not self.it.call.forward_only
-        state, statistics = layer(
-            x, self.it.microbatches[i].labels, with_input_gradient=training, keep_state=training
+        labels = self.it.microbatches[i].labels
+        state, statistics = self.model.vocab_output(
+            x, labels, weight, with_input_gradient=training, keep_state=training
         )
         merged = self.it.wait(
             rank.output_stream.submit(lambda: merge_stats(all_gather(groups, groups.output, statistics)))
@@ -208,11 +210,11 @@ class OutputLayer:
         if not training:
             return
         grad_loss = self.it.microbatches[i].gradient
-        part = input_gradient(state, merged, grad_loss, layer.weight.detach())
+        part = input_gradient(state, merged, grad_loss, weight.detach())
         hidden_grad = self.it.wait(rank.output_stream.submit(lambda: all_reduce(groups, groups.output, part)))
         if rank.is_last:
             self.it.buffers.put(instruction, "hidden_grad", hidden_grad)
-        weight_gradient(state, merged, grad_loss, main_grad(layer.weight))
+        weight_gradient(state, merged, grad_loss, main_grad(weight))
         self.it.gradients.wrote(PassType.S)
 
     def hidden_gradient(self, i: int) -> torch.Tensor:
