@@ -80,8 +80,6 @@ def _check_numbers(config: TrainConfig) -> None:
             raise ValueError(f"{flag(name)} is {getattr(config, name)}; give 0 or more")
     if config.lr <= 0:
         raise ValueError(f"--lr is {config.lr}; give a learning rate above 0")
-    if config.warmup >= config.steps:
-        raise ValueError(f"--warmup {config.warmup} leaves no step of --steps {config.steps}; give fewer")
     for name, choices in _CHOICES.items():
         if getattr(config, name) not in choices:
             raise ValueError(f"{flag(name)} is {getattr(config, name)!r}; choose one of {', '.join(choices)}")

@@ -73,7 +73,7 @@ class TrainConfig:
     microbatches: int = _option(8, "Training", "Microbatches per step and data-parallel replica.")
     steps: int = _option(60, "Training", "Optimizer steps in all, those before a resume included.")
     lr: float = _option(3e-3, "Training", "Learning rate.")
-    warmup: int = _option(5, "Training", "Steps of linear warm-up.")
+    warmup: int = _option(5, "Training", "Steps of linear warm-up (fewer than --steps).")
     weight_decay: float = _option(0.01, "Training", "Weight decay.")
     clip_grad: float = _option(1.0, "Training", "Largest gradient norm (0: do not clip).")
     seed: int = _option(1234, "Training", "Seed of the weights and of the order of the data.")

@@ -15,7 +15,14 @@ from pathlib import Path
 from megatron_vocabpar.train.check import check, resolve_device
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.launch import WORKER_MODULE, launch
-from megatron_vocabpar.train.output import DATA_FILE, LOG_FOLDER, method_config, open_method, open_output
+from megatron_vocabpar.train.output import (
+    DATA_FILE,
+    LOG_FOLDER,
+    finished,
+    method_config,
+    open_method,
+    open_output,
+)
 from megatron_vocabpar.train.prepare import DataFiles, InspectDataset, WriteDataset, prepare
 from megatron_vocabpar.train.report import write_report
 
@@ -46,6 +53,9 @@ def run_job(config: TrainConfig, data: DataFunctions, say: Say, worker_module: s
     config, files = plan_job(config, data, say)
     open_output(config)
     for method in config.methods:
+        if finished(config, method):
+            say(f"{method} has done its {config.steps} steps")
+            continue
         path = open_job_method(config, method, files)
         say(f"training {method} on {config.world_size} processes ({config.device})")
         launch(path, config.world_size, path.parent / LOG_FOLDER, worker_module)

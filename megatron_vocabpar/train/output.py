@@ -12,6 +12,7 @@ Next: ``job.py``, which fills it.
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from pathlib import Path
 
@@ -25,6 +26,7 @@ LOG_FOLDER = "logs"
 METRICS_FILE = "metrics.jsonl"
 SCHEDULE_FILE = "schedule.svg"
 TIMELINE_FILE = "timeline.json"
+_CHECKPOINT_NAME = re.compile(r"step_(\d+)")
 REPORT_FILES = ("index.html", "loss.png", "comparison.json", "summary.json")
 
 # A checkpoint of a model with another value in one of these fields is another model, or reads other tokens.
@@ -42,15 +44,20 @@ def method_config(config: TrainConfig, method: str) -> TrainConfig:
         method=method,
         compare=(),
         output=str(folder),
-        resume=config.resume and has_checkpoint(folder),
+        resume=config.resume and steps_done(folder) > 0,
         overwrite=False,
     )
 
 
-def has_checkpoint(folder: Path) -> bool:
-    """Whether a method's folder holds a checkpoint."""
-    checkpoint = folder / CHECKPOINT_FOLDER
-    return checkpoint.is_dir() and any(checkpoint.iterdir())
+def steps_done(folder: Path) -> int:
+    """Steps of the newest complete checkpoint (``step_0000060``) in a method's folder; 0 without one."""
+    names = [path.name for path in (folder / CHECKPOINT_FOLDER).glob("step_*")]
+    return max((int(match[1]) for match in map(_CHECKPOINT_NAME.fullmatch, names) if match), default=0)
+
+
+def finished(config: TrainConfig, method: str) -> bool:
+    """Whether a job that resumes has nothing left to do for this method."""
+    return config.resume and steps_done(Path(config.output) / method) >= config.steps
 
 
 def check_output(config: TrainConfig) -> None:
@@ -81,7 +88,7 @@ def check_output(config: TrainConfig) -> None:
 
 
 def _check_resume(config: TrainConfig, folder: Path) -> None:
-    resumable = [name for name in config.methods if has_checkpoint(folder / name)]
+    resumable = [name for name in config.methods if steps_done(folder / name)]
     if not resumable:
         raise ValueError(
             f"--resume: {folder} holds no checkpoint of {', '.join(config.methods)}; "
@@ -97,6 +104,11 @@ def _check_resume(config: TrainConfig, folder: Path) -> None:
                     f"--resume: the model in {folder / name} has {shown} {_shown(before)}, this job has "
                     f"{_shown(now)}; give {shown} {_shown(before)}, or another --output"
                 )
+    if all(finished(config, name) for name in config.methods):
+        done = min(steps_done(folder / name) for name in config.methods)
+        raise ValueError(
+            f"--resume: the job in {folder} has done {done} steps, and --steps is {config.steps}; give more"
+        )
 
 
 _FLAG_OF = {"ffn_hidden": "ffn", "tokenizer_size": "tokenizer_vocab_size"}

@@ -47,6 +47,6 @@ def write_results(config: TrainConfig) -> None:
             metrics.add(record)
     (folder / SCHEDULE_FILE).write_text(PICTURE)
     (folder / TIMELINE_FILE).write_text("[]")
-    checkpoint = folder / CHECKPOINT_FOLDER
-    checkpoint.mkdir(exist_ok=True)
+    checkpoint = folder / CHECKPOINT_FOLDER / f"step_{config.steps:07d}"
+    checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / "weights").write_text("0")

@@ -11,7 +11,14 @@ import pytest
 
 from megatron_vocabpar.train.check import check, require_modules, resolve_device
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.output import CHECKPOINT_FOLDER, method_config, open_method, open_output
+from megatron_vocabpar.train.output import (
+    CHECKPOINT_FOLDER,
+    finished,
+    method_config,
+    open_method,
+    open_output,
+    steps_done,
+)
 
 
 def no_gpu() -> int:
@@ -36,7 +43,6 @@ def examine(tmp_path: Path, environment: dict[str, str] | None = None, gpus: int
         ({"ffn": 0}, "--ffn is 0; give at least 1"),
         ({"lr": 0.0}, "--lr is 0.0; give a learning rate above 0"),
         ({"seed": -1}, "--seed is -1; give 0 or more"),
-        ({"warmup": 60}, "--warmup 60 leaves no step of --steps 60"),
         ({"dtype": "fp16"}, "--dtype is 'fp16'; choose one of fp32, bf16"),
         ({"method": "vocab2"}, "--method: unknown method 'vocab2'; did you mean vocab-2?"),
         ({"compare": ("basline",)}, "--compare: unknown method 'basline'; did you mean baseline?"),
@@ -123,8 +129,8 @@ def finished_job(tmp_path: Path, **values: Any) -> TrainConfig:
     """A results folder with a checkpoint in it, and the configuration that made it."""
     config = TrainConfig(output=str(tmp_path / "out"), **values)
     open_output(config)
-    checkpoint = open_method(method_config(config, config.method)).parent / CHECKPOINT_FOLDER
-    checkpoint.mkdir()
+    checkpoint = open_method(method_config(config, config.method)).parent / CHECKPOINT_FOLDER / "step_0000060"
+    checkpoint.mkdir(parents=True)
     (checkpoint / "weights").write_text("1")
     return config
 
@@ -171,7 +177,7 @@ def test_resume_from_another_model(tmp_path: Path, change: dict[str, Any], messa
     config = finished_job(tmp_path)
     before = files(tmp_path)
     with pytest.raises(ValueError, match=re.escape(message)):
-        check(dataclasses.replace(config, resume=True, **change), {}, no_gpu)
+        check(dataclasses.replace(config, resume=True, steps=100, **change), {}, no_gpu)
     assert files(tmp_path) == before
 
 
@@ -184,9 +190,27 @@ def test_resume_with_a_damaged_record(tmp_path: Path) -> None:
 
 def test_resume_by_method(tmp_path: Path) -> None:
     """A comparison that broke off resumes the method that has a checkpoint and begins the other."""
-    config = dataclasses.replace(finished_job(tmp_path), resume=True, compare=("baseline",))
+    config = dataclasses.replace(finished_job(tmp_path), resume=True, steps=100, compare=("baseline",))
     check(config, {}, no_gpu)
     assert [method_config(config, name).resume for name in config.methods] == [True, False]
+
+
+def test_a_method_that_is_done_is_not_trained_again(tmp_path: Path) -> None:
+    config = dataclasses.replace(finished_job(tmp_path), resume=True, compare=("baseline",))
+    check(config, {}, no_gpu)
+    assert [finished(config, name) for name in config.methods] == [True, False]
+    with pytest.raises(ValueError, match="has done 60 steps, and --steps is 60; give more"):
+        check(dataclasses.replace(config, compare=()), {}, no_gpu)
+
+
+def test_a_checkpoint_that_was_cut_short_does_not_count(tmp_path: Path) -> None:
+    config = finished_job(tmp_path)
+    checkpoints = Path(config.output) / "vocab-2" / CHECKPOINT_FOLDER
+    (checkpoints / "step_0000080.partial").mkdir()
+    assert steps_done(Path(config.output) / "vocab-2") == 60
+    (checkpoints / "step_0000060").rename(checkpoints / "step_0000060.partial")
+    with pytest.raises(ValueError, match="holds no checkpoint of vocab-2"):
+        check(dataclasses.replace(config, resume=True, steps=100), {}, no_gpu)
 
 
 def test_overwrite_removes_the_job_and_keeps_the_rest(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def vocabpar(*arguments: str, environment: dict[str, str] | None = None) -> subp
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
 
 
@@ -144,6 +144,15 @@ def test_a_whole_job_with_two_methods(tmp_path: Path, text: str, environment: di
     again = vocabpar("train", *arguments, environment=environment)
     assert again.returncode == 2
     assert "give --resume, --overwrite, or another folder" in again.stderr
+    further = subprocess.run(
+        [sys.executable, *fake_job("run_job", *arguments, "--resume", "--compare", "baseline,naive")],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert further.returncode == 0, further.stderr
+    assert "baseline has done its 40 steps" in further.stdout
+    assert "rank 0 of 2 trains naive" in further.stdout
 
 
 def test_a_failing_worker_is_exit_code_1(tmp_path: Path, text: str, environment: dict[str, str]) -> None:
@@ -188,7 +197,7 @@ def torchrun(
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
 
 
