@@ -160,7 +160,7 @@ def pass_ends(schedule: Schedule, costs: PassCosts | None = None) -> dict[Pass, 
             sequence.append((node, pass_.microbatch))
         sequences.append(sequence)
     try:
-        rows = play(network, schedule.m, sequences)
+        rows = play(network, schedule.m, sequences).rows
     except Stuck as stuck:
         rank, (node, mb) = next(iter(stuck.waiting.items()))
         whole = {arrival: node for node, arrival in network.arrival.items()}

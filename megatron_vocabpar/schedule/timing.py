@@ -34,6 +34,24 @@ class Played(NamedTuple):
     end: float
 
 
+@dataclass(frozen=True)
+class Timeline:
+    """How a schedule plays.
+
+    Attributes:
+        rows: for each rank all its passes, in the order in which it runs them.
+        peak: for each rank, the most that ``Floats.weight`` added up to.
+    """
+
+    rows: tuple[list[Played], ...]
+    peak: tuple[float, ...]
+
+    @property
+    def end(self) -> float:
+        """When the last pass ends, in ms."""
+        return max((row[-1].end for row in self.rows if row), default=0.0)
+
+
 class Stuck(Exception):
     """No rank can go on. ``waiting`` holds the (node, microbatch) at which each unfinished rank stopped."""
 
@@ -57,18 +75,22 @@ class Floats:
         eager: for each eager node, its trigger.
         lazy: for each lazy node, its trigger.
         cap: for each lazy node, how many microbatches of it may be pending when another is triggered.
-        overlap: how far a lazy pass may delay the next core pass, as a share of its own length.
+        overlap: how far a pass that fills a gap may delay the next core pass, as a share of its own length.
+        ahead: how many core passes behind the next one may be moved up into a gap before it.
+        max_activations: a forward pass is moved up only if its rank then holds no more microbatches.
+        weight: for each node, how its start (positive) or its end (negative) changes that number.
     """
 
     eager: Mapping[int, Trigger] = field(default_factory=dict)
     lazy: Mapping[int, Trigger] = field(default_factory=dict)
     cap: Mapping[int, int] = field(default_factory=dict)
     overlap: float = 0.0
+    ahead: int = 0
+    max_activations: float = float("inf")
+    weight: Mapping[int, float] = field(default_factory=dict)
 
 
-def play(
-    network: Network, m: int, sequences: Sequences, floats: Floats | None = None
-) -> tuple[list[Played], ...]:
+def play(network: Network, m: int, sequences: Sequences, floats: Floats | None = None) -> Timeline:
     """Play ``m`` microbatches.
 
     Args:
@@ -76,9 +98,6 @@ def play(
         m: microbatches.
         sequences: for each rank its core passes as (node, microbatch), in order.
         floats: how all other passes are placed.
-
-    Returns:
-        For each rank all its passes, in the order in which it runs them.
 
     Raises:
         Stuck: if the order of the core passes cannot be kept.
@@ -94,6 +113,9 @@ class _Player:
         self.latest = [[0.0] * m for _ in range(nodes)]  # of collectives: the last producer so far
         self.missing = [[count] * m for count in network.producers]
         self.position = [0] * ranks
+        self.moved: set[tuple[int, int]] = set()  # core passes that ran before their turn
+        self.alive = [0.0] * ranks
+        self.peak = [0.0] * ranks
         self.free = [0.0] * ranks
         self.queued = [False] * ranks
         self.rows: list[list[Played]] = [[] for _ in range(ranks)]
@@ -109,12 +131,12 @@ class _Player:
                 self.pending[node] = deque(range(min(back, m)))
                 table[network.rank[node]][node] = self.pending[node]
 
-    def play(self) -> tuple[list[Played], ...]:
+    def play(self) -> Timeline:
         for rank in range(len(self.sequences)):
             self._look_ahead(rank)
         while self.heap:
             start, rank, node, mb = heappop(self.heap)
-            self._fill(rank, start)
+            self._fill(rank, start, exact=node in self.network.arrival)
             if node not in self.pending or mb in self.pending[node]:
                 self._run(rank, node, mb, max(start, self.free[rank]))
             self.queued[rank] = False
@@ -124,7 +146,7 @@ class _Player:
         }
         if waiting:
             raise Stuck(waiting)
-        return tuple(self.rows)
+        return Timeline(tuple(self.rows), tuple(self.peak))
 
     def _must_run(self, rank: int) -> tuple[int, int] | None:
         """What ``rank`` has to run next: a lazy pass that is forced, or the next core pass."""
@@ -134,10 +156,15 @@ class _Player:
             known = [item for item in left if self._ready(*item) >= 0.0]
             return min(known, key=lambda item: self._ready(*item)) if known else next(iter(left), None)
         core = sequence[position]
+        forced = self._forced_before(rank, core[0])
+        return core if forced is None else forced
+
+    def _forced_before(self, rank: int, core: int) -> tuple[int, int] | None:
+        """A lazy pass that must run before ``core`` because too many like it are pending."""
         for node, queue in self.lazy[rank].items():
-            if len(queue) >= self.floats.cap[node] and self._raises(core[0], node):
+            if len(queue) >= self.floats.cap[node] and self._raises(core, node):
                 return node, queue[0]
-        return core
+        return None
 
     def _raises(self, core: int, node: int) -> bool:
         """Whether running ``core`` may add to the pending passes of ``node``."""
@@ -148,17 +175,19 @@ class _Player:
         """Queue the next pass of ``rank`` by its start, or let the rank sleep until that is known."""
         if self.queued[rank]:
             return
-        chosen = self._must_run(rank)
-        if chosen is not None and self._ready(*chosen) < 0.0:
-            self.sleepers.setdefault(self._unknown(*chosen), []).append(rank)
-            chosen = None
-        if chosen is None:
-            for node, queue in self.eager[rank].items():
-                if queue and self._ready(node, queue[0]) >= 0.0:
-                    chosen = node, queue[0]
+        chosen, ready = self._must_run(rank), -1.0
         if chosen is not None:
+            ready = self._ready(*chosen)
+            if ready < 0.0:
+                self.sleepers.setdefault(self._unknown(*chosen), []).append(rank)
+        if ready < 0.0:
+            for node, queue in self.eager[rank].items():
+                if queue and (ready := self._ready(node, queue[0])) >= 0.0:
+                    chosen = node, queue[0]
+                    break
+        if ready >= 0.0 and chosen is not None:
             self.queued[rank] = True
-            heappush(self.heap, (max(self.free[rank], self._ready(*chosen)), rank, *chosen))
+            heappush(self.heap, (max(self.free[rank], ready), rank, *chosen))
 
     def _ready(self, node: int, mb: int) -> float:
         """When all that a pass waits for is there; negative while that is not known."""
@@ -178,28 +207,83 @@ class _Player:
             (n, mb - b) for n, b, _ in self.network.needs[node] if mb >= b and self.finish[n][mb - b] < 0.0
         )
 
-    def _fill(self, rank: int, until: float) -> None:
-        """Run floats in the idle time of ``rank`` before its next pass, which is ready at ``until``."""
-        for node, queue in self.eager[rank].items():
-            while len(queue) > 0 and 0.0 <= (ready := self._ready(node, queue[0])) <= until:
-                self._run(rank, node, queue[0], max(ready, self.free[rank]))
-        for node, queue in self.lazy[rank].items():
-            duration = self.network.duration[node]
-            limit = until - duration * (1.0 - self.floats.overlap)
-            while queue and (ready := self._ready(node, queue[0])) >= 0.0:
-                start = max(ready, self.free[rank])
-                if start > limit or start >= until:
-                    break
-                self._run(rank, node, queue[0], start)
+    def _fill(self, rank: int, until: float, exact: bool) -> None:
+        """Run floats in the idle time of ``rank`` before its next pass, which is ready at ``until``.
 
-    def _run(self, rank: int, node: int, mb: int, start: float) -> None:
+        An eager pass may delay the next one by all of its length, other floats by ``Floats.overlap`` of
+        theirs; nothing may if ``exact``, as other ranks start that pass at the same time.
+        """
+        eager_overlap, overlap = (0.0, 0.0) if exact else (1.0, self.floats.overlap)
+        for node, queue in self.eager[rank].items():
+            while queue and self._fits(rank, node, queue[0], until, eager_overlap):
+                self._run(rank, node, queue[0], max(self._ready(node, queue[0]), self.free[rank]))
+        if self.floats.ahead:
+            self._move_up(rank, until, overlap)
+        for node, queue in self.lazy[rank].items():
+            while queue and self.free[rank] < until and self._fits(rank, node, queue[0], until, overlap):
+                self._run(rank, node, queue[0], max(self._ready(node, queue[0]), self.free[rank]))
+
+    def _fits(self, rank: int, node: int, mb: int, until: float, overlap: float) -> bool:
+        """Whether a pass is ready in time to run before ``until``, or past it by a share of its length."""
+        ready = self._ready(node, mb)
+        start = max(ready, self.free[rank])
+        return (
+            ready >= 0.0 and start <= until and start + self.network.duration[node] * (1.0 - overlap) <= until
+        )
+
+    def _advance(self, rank: int) -> None:
+        """Go to the next core pass that has not run yet."""
+        sequence = self.sequences[rank]
+        self.position[rank] += 1
+        while self.position[rank] < len(sequence) and sequence[self.position[rank]] in self.moved:
+            self.position[rank] += 1
+
+    def _move_up(self, rank: int, until: float, overlap: float) -> None:
+        """Run core passes before their turn, in the idle time before the next one, ready at ``until``.
+
+        A forward pass is moved only if no pass that it overtakes then finds too many microbatches alive.
+        """
+        sequence, network, floats = self.sequences[rank], self.network, self.floats
+        position, left = self.position[rank], floats.ahead + 1
+        held = highest = self.alive[rank]
+        while left and position < len(sequence) and self.free[rank] < until:
+            node, mb = sequence[position]
+            position += 1
+            if (node, mb) in self.moved:
+                continue
+            weight = floats.weight.get(node, 0.0)
+            if left <= floats.ahead:
+                if node >= len(network.names) or node in network.arrival:
+                    break
+                allowed = weight <= 0.0 or highest + weight <= floats.max_activations
+                if (
+                    allowed
+                    and self._fits(rank, node, mb, until, overlap)
+                    and not self._forced_before(rank, node)
+                ):
+                    self._run(rank, node, mb, max(self._ready(node, mb), self.free[rank]), early=True)
+                    position, left = self.position[rank], floats.ahead + 1
+                    held = highest = self.alive[rank]
+                    continue
+            left -= 1
+            held += weight
+            highest = max(highest, held)
+
+    def _run(self, rank: int, node: int, mb: int, start: float, *, early: bool = False) -> None:
         end = start + self.network.duration[node]
         self.free[rank] = end
         self.rows[rank].append(Played(node, mb, start, end))
         if node in self.pending:
             self.pending[node].popleft()
+        elif early:
+            self.moved.add((node, mb))
         else:
-            self.position[rank] += 1
+            self._advance(rank)
+        weight = self.floats.weight.get(node, 0.0)
+        if weight:
+            self.alive[rank] += weight
+            if self.alive[rank] > self.peak[rank]:
+                self.peak[rank] = self.alive[rank]
         self._finish(node, mb, end)
         for group in self.network.feeds[node]:
             self.latest[group][mb] = max(self.latest[group][mb], end)

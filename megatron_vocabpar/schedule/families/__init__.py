@@ -23,6 +23,7 @@ class Family:
     Attributes:
         name: as on the command line.
         shape: how stages are placed on ranks.
+        chunks: model chunks on each rank.
         splits_w: whether the weight gradient is a pass of its own.
         pattern: for each pass (type, stage), the least time in ms that it waits once it is ready; passes
             that are missing from it start as soon as their rank has room.
@@ -30,6 +31,7 @@ class Family:
 
     name: str
     shape: Shape
+    chunks: int
     splits_w: bool
     pattern: Pattern
 
@@ -39,3 +41,15 @@ def families() -> dict[str, Family]:
     from .one_f_one_b import ONE_F_ONE_B
 
     return {family.name: family for family in (ONE_F_ONE_B,)}
+
+
+def family_named(name: str) -> Family:
+    """The family with this name.
+
+    Raises:
+        ValueError: if there is none; the message lists the names.
+    """
+    known = families()
+    if name not in known:
+        raise ValueError(f"unknown family {name!r}; choose one of {', '.join(known)}")
+    return known[name]

@@ -18,4 +18,4 @@ def pattern(layout: Placement, times: PassTimes) -> Mapping[tuple[PassType, int]
     return {}
 
 
-ONE_F_ONE_B = Family("1f1b", "standard", False, pattern)
+ONE_F_ONE_B = Family("1f1b", "standard", 1, False, pattern)
