@@ -146,7 +146,7 @@ class _Trainer:
         batches = self._batches(self.data.train, first_step)
         with Metrics(config, self.folder / METRICS_FILE, first_step, dist.get_rank() == 0) as metrics:
             for step in range(first_step, config.steps):
-                self.record.write_step(step)
+                self.record.write_step(step + 1)
                 if step == config.steps - 1:
                     self.timeline.start()
                 measured = self._step(batches)
