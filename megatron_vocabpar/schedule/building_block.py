@@ -181,8 +181,8 @@ def _chain(network: Network) -> Iterator[int]:
         yield from reversed(nodes) if wanted is PassType.B else nodes
 
 
-def repeat(block: BuildingBlock, network: Network, m: int) -> tuple[list[tuple[int, int]], ...]:
-    """The block of every microbatch, ``interval`` apart: on each rank (node, microbatch) in order of start.
+def repeat(block: BuildingBlock, network: Network, m: int) -> tuple[list[int], ...]:
+    """The block of every microbatch, ``interval`` apart: on each rank the items (see ``timing``) by start.
 
     Ties go in the order of ``PassType``. Warm-up and cool-down need no rule of their own: they are what is
     left of the steady state when microbatches before the first and after the last are missing.
@@ -194,18 +194,15 @@ def repeat(block: BuildingBlock, network: Network, m: int) -> tuple[list[tuple[i
         turn = int(offset // block.interval)
         phase = offset - turn * block.interval
         rows[network.rank[node]].append((phase, order[network.names[node][0]], turn, node))
-    return tuple(list(_repeat_row(row, network, m)) for row in rows)
+    return tuple(list(_repeat_row(sorted(row), network, m)) for row in rows)
 
 
-def _repeat_row(
-    row: list[tuple[float, int, int, int]], network: Network, m: int
-) -> Iterator[tuple[int, int]]:
+def _repeat_row(row: list[tuple[float, int, int, int]], network: Network, m: int) -> Iterator[int]:
     """One rank's passes, given as (phase, tie, turn, node): interval by interval, by phase."""
-    row.sort()
     turns = [turn for _, _, turn, _ in row]
     for interval in range(min(turns, default=0), max(turns, default=0) + m):
         for _, _, turn, node in row:
             if 0 <= interval - turn < m:
                 if node in network.arrival:
-                    yield network.arrival[node], interval - turn
-                yield node, interval - turn
+                    yield network.arrival[node] * m + interval - turn
+                yield node * m + interval - turn

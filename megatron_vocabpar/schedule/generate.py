@@ -105,9 +105,9 @@ def _play(candidate: Candidate, network: Network, m: int) -> Timeline:
 
 
 def _schedule(shape: Schedule, network: Network, played: Timeline) -> Schedule:
-    names = network.names
+    names, m = network.names, shape.m
     ranks = tuple(
-        tuple(Pass(*names[item.node], item.microbatch) for item in row if item.node < len(names))
-        for row in played.rows
+        tuple(Pass(*names[item // m], item % m) for item in row if item // m < len(names))
+        for row in played.order
     )
     return replace(shape, ranks=ranks)

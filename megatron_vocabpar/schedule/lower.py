@@ -150,27 +150,27 @@ def pass_ends(schedule: Schedule, costs: PassCosts | None = None) -> dict[Pass, 
         {type_: max(time, _LEAST_MS) for type_, time in times.comms.items()},
     )
     network = build_network(schedule, times, splits_w=schedule.splits_w)
+    m = schedule.m
     sequences = []
     for passes in schedule.ranks:
         sequence = []
         for pass_ in passes:
             node = network.index[pass_.type, pass_.stage]
             if node in network.arrival:
-                sequence.append((network.arrival[node], pass_.microbatch))
-            sequence.append((node, pass_.microbatch))
+                sequence.append(network.arrival[node] * m + pass_.microbatch)
+            sequence.append(node * m + pass_.microbatch)
         sequences.append(sequence)
     try:
-        rows = play(network, schedule.m, sequences).rows
+        ends = play(network, m, sequences).ends
     except Stuck as stuck:
         rank, (node, mb) = next(iter(stuck.waiting.items()))
         whole = {arrival: node for node, arrival in network.arrival.items()}
         item = Pass(*network.names[whole.get(node, node)], mb)
         raise Deadlock(rank, item, "what it waits for never runs") from stuck
     return {
-        Pass(*network.names[item.node], item.microbatch): item.end
-        for row in rows
-        for item in row
-        if item.node < len(network.names)
+        pass_: ends[network.index[pass_.type, pass_.stage] * m + pass_.microbatch]
+        for passes in schedule.ranks
+        for pass_ in passes
     }
 
 
