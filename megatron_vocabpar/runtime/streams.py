@@ -10,10 +10,14 @@ Next: ``comm.py`` (what is submitted), then ``executor.py`` (who submits).
 
 from __future__ import annotations
 
+import re
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -191,9 +195,11 @@ def peak_memory_mib(device: torch.device) -> float:
     """Peak memory of this process on ``device``, in MiB: allocated on a GPU, resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Linux: getrusage would count what the parent held when it forked this process.
+        return float(re.search(r"VmHWM:\s*(\d+) kB", status.read_text())[1]) / 2**10  # type: ignore[index]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def default_device(name: str, local_rank: int) -> torch.device:

@@ -7,7 +7,8 @@ import threading
 import pytest
 import torch
 
-from megatron_vocabpar.runtime.streams import side_stream
+from megatron_vocabpar.runtime.streams import peak_memory_mib, side_stream
+from tests.spawn import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -59,3 +60,15 @@ def test_cuda_stream_waits_for_its_producer_and_its_consumer_for_it() -> None:
         event = stream.submit(lambda x=x: (torch.cuda._sleep(20_000_000), x * 2)[1])
         assert float(event.wait().sum()) == 6.0 * (1 << 20)
     stream.close()
+
+
+def _peaks(_: int) -> tuple[float, float]:
+    before = peak_memory_mib(CPU)
+    ballast = torch.ones(64 << 18)  # 64 MiB
+    return before, peak_memory_mib(CPU) - before * (ballast[0].item())
+
+
+def test_peak_memory_sees_what_this_process_allocated() -> None:
+    ((before, grown),) = run_ranks(1, _peaks)
+    assert before > 10
+    assert 60 <= grown <= 100
