@@ -34,6 +34,7 @@ class Case:
     pp: int = 1
     tp: int = 1
     dp: int = 1
+    cp: int = 1
     m: int = 2
     tied: bool = False
     position: str = "learned_absolute"
@@ -77,6 +78,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         ffn_hidden_size=4 * case.hidden,
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
+        context_parallel_size=case.cp,
         sequence_parallel=case.tp > 1,
         pipeline_dtype=case.dtype,
         params_dtype=case.dtype,
@@ -145,8 +147,10 @@ def batch(case: Case, step: int, replica: int, i: int) -> dict[str, torch.Tensor
 
 def _loss(mask: torch.Tensor, output: torch.Tensor, kind: str, **_: Any) -> tuple[Any, ...]:
     losses, mask = output.float().reshape(-1), mask.reshape(-1)
+    if kind == "squared":
+        losses = losses**2
     total = (losses * mask).sum()
-    if kind == "per-microbatch":
+    if kind in ("per-microbatch", "squared"):
         mean = total / mask.sum().clamp(min=1)
         return mean, {"lm loss": mean.detach().clone()}
     tokens = mask.sum().to(torch.int)
@@ -269,7 +273,7 @@ def _arrays(module: GPTModel, gradients: bool) -> dict[str, np.ndarray]:
 
 @contextlib.contextmanager
 def parallel_groups(case: Case) -> Iterator[None]:
-    parallel_state.initialize_model_parallel(case.tp, case.pp)
+    parallel_state.initialize_model_parallel(case.tp, case.pp, context_parallel_size=case.cp)
     model_parallel_cuda_manual_seed(case.seed)
     try:
         yield

@@ -147,7 +147,9 @@ def test_checkpoint_loads_into_any_method_and_partition(
 def test_checkpoint_holds_the_standard_keys_and_global_shapes(base: TrainConfig, tmp_path: Path) -> None:
     job = open_job(base, tmp_path / "job", steps=2)
     run_job(job)
-    metadata = dist_checkpointing.load_tensors_metadata(str(latest_checkpoint(tmp_path / "job" / "checkpoint")))
+    metadata = dist_checkpointing.load_tensors_metadata(
+        str(latest_checkpoint(tmp_path / "job" / "checkpoint"))
+    )
     padded = 304  # 301 to a multiple of 2 p
     for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
         assert metadata[key].global_shape == (padded, base.hidden)

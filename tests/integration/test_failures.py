@@ -1,0 +1,66 @@
+"""A rank that fails in a pass ends the job soon, with a message that names rank, pass and microbatch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_vocabpar.integration.datasets import inspect_dataset, write_dataset
+from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.failure import TrainingFailed
+from megatron_vocabpar.train.launch import launch
+from megatron_vocabpar.train.output import DATA_FILE, LOG_FOLDER, method_config, open_method
+from megatron_vocabpar.train.prepare import prepare
+from tests.integration.gpt import Case, train
+from tests.spawn import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (
+            "raise",
+            r"rank 1 raised InstructionError: rank 1, pass 1T2 \(T of microbatch 2\): FloatingPointError",
+        ),
+        (
+            "kill",
+            r"rank 1 was killed by signal 9, SIGKILL \(at step 1, in pass 1T2: T of microbatch 2",
+        ),
+    ],
+)
+def test_failing_rank_is_named(
+    fault: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VOCABPAR_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("VOCABPAR_FAULT", fault)
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"line {i} of {i % 7} and {i % 11}" for i in range(2000)))
+    config = TrainConfig(
+        pp=2, layers=2, hidden=16, heads=2, seq_length=16, vocab_size=300, microbatches=4, steps=3,
+        eval_interval=0, text=str(text), device="cpu", output=str(tmp_path / "out"),
+    )  # fmt: skip
+    config_path = open_method(method_config(config, "vocab-2"))
+    (config_path.parent / DATA_FILE).write_text(prepare(config, write_dataset, inspect_dataset).to_json())
+    with pytest.raises(TrainingFailed, match=message):
+        launch(config_path, 2, config_path.parent / LOG_FOLDER, "tests.integration.failing_worker")
+
+
+def _nonlinear(_: int) -> None:
+    train(0, Case(method="vocab-2", pp=1, m=1, loss="squared"))
+
+
+def test_loss_function_that_is_not_linear_is_refused() -> None:
+    with pytest.raises(AssertionError, match="the loss function is not linear in the per-token losses"):
+        run_ranks(1, _nonlinear)
+
+
+def _context_parallel(_: int) -> None:
+    train(0, Case(method="vocab-2", pp=2, cp=2))
+
+
+def test_context_parallelism_without_transformer_engine_is_refused() -> None:
+    with pytest.raises(
+        AssertionError, match="Context parallelism is only supported by TEDotProductAttention"
+    ):
+        run_ranks(4, _context_parallel)
