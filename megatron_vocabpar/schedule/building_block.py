@@ -52,8 +52,10 @@ class _Ring:
     def place(self, ready: float, duration: float) -> float:
         """Reserve the earliest start, not before ``ready``, that leaves room for all that remains."""
         self.remaining.remove(duration)
-        phase = ready % self.interval
         slack = self.interval * _SLACK
+        if duration <= slack:
+            return ready  # takes no room
+        phase = ready % self.interval
         for wait in sorted({(start - phase) % self.interval for start in self._starts(phase, duration)}):
             start = (phase + wait) % self.interval
             arcs = _insert(self.arcs, start, duration, self.interval, slack)

@@ -156,13 +156,21 @@ class _Player:
         """What ``rank`` has to run next: a lazy pass that is forced, or the next core pass; -1 if nothing."""
         sequence, position = self.sequences[rank], self.position[rank]
         if position == len(sequence):
-            left = [(node, queue[0]) for node, queue in self.lazy[rank] if queue]
-            known = [item for item in left if self._ready(*item) >= 0.0] or left[:1]
-            node, mb = min(known, key=lambda item: self._ready(*item), default=(-1, self.m - 1))
-            return node * self.m + mb
+            return self._last_lazy(rank)
         core = sequence[position]
         forced = self._forced_before(rank, core // self.m)
         return core if forced < 0 else forced
+
+    def _last_lazy(self, rank: int) -> int:
+        """When no core pass is left: the lazy pass that is ready first, of those over their cap if any are."""
+        choices = []
+        for node, queue in self.lazy[rank]:
+            if queue:
+                ready = self._ready(node, queue[0])
+                choices.append(
+                    (ready < 0.0, len(queue) < self.floats.cap[node], ready, node * self.m + queue[0])
+                )
+        return min(choices)[-1] if choices else -1
 
     def _forced_before(self, rank: int, core: int) -> int:
         """A lazy pass that must run before a core node because too many are pending; -1 if none."""
