@@ -9,30 +9,28 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.utils import get_model_config
 
-from megatron_vocabpar.integration import compat
-from megatron_vocabpar.integration.gradients import GradientSync
 from megatron_vocabpar.integration.handlers import handlers_of
-from megatron_vocabpar.integration.iteration import Call, Iteration, Rank
-from megatron_vocabpar.integration.microbatches import ModelCall, record_call, share_microbatches
-from megatron_vocabpar.integration.model import VocabParallelGPTModel
+from megatron_vocabpar.integration.iteration import Call, Rank
+from megatron_vocabpar.integration.preparation import chunk_with_shards, prepare
+from megatron_vocabpar.integration.weight_gradients import split_weight_gradients
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_groups
 from megatron_vocabpar.runtime.executor import Observer, execute
 from megatron_vocabpar.runtime.profile import INPUT, OUTPUT, Timeline
 from megatron_vocabpar.runtime.streams import side_stream
-from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.forward_only import forward_only as evaluation_schedule
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.lower import lower
 from megatron_vocabpar.schedule.methods import method_named
-from megatron_vocabpar.schedule.passes import Instruction, PassType
+from megatron_vocabpar.schedule.passes import Instruction
 from megatron_vocabpar.schedule.schedule import Schedule
 
 
@@ -55,7 +53,8 @@ class ForwardBackward:
         method: one of ``schedule.methods.METHODS``.
         groups: the vocabulary group of this rank.
         device: where the model lives.
-        costs: pass times for the generator; by default the paper's proportions.
+        make_schedule: from a number of microbatches to a schedule of this method for this many stages, the
+            same on every rank; by default 1F1B with the paper's proportions of pass times.
         observers: context managers to hold around every instruction (progress, profiler ranges).
         timeline: records what runs when, while it is started.
     """
@@ -66,14 +65,14 @@ class ForwardBackward:
         groups: VocabGroups,
         device: torch.device,
         *,
-        costs: PassCosts | None = None,
+        make_schedule: Callable[[int], Schedule] | None = None,
         observers: Sequence[Observer] = (),
         timeline: Timeline | None = None,
     ) -> None:
         self.method = method_named(method)
         self.groups = groups
         self.device = device
-        self._costs = costs
+        self._make_schedule = make_schedule or partial(generate, method, groups.pipeline)
         self._timeline = timeline
         self._observers = (*observers, *([timeline.observe] if timeline else []))
         self._output_stream = side_stream(device, "output-collectives")
@@ -96,10 +95,10 @@ class ForwardBackward:
     def _plan(self, num_microbatches: int, forward_only: bool) -> tuple[Schedule, tuple[Instruction, ...]]:
         key = (num_microbatches, forward_only)
         if key not in self._plans:
-            schedule = generate(self.method.name, self.groups.pipeline, num_microbatches, costs=self._costs)
+            schedule = self._make_schedule(num_microbatches)
             if forward_only:
                 schedule = evaluation_schedule(schedule)
-            self._plans[key] = (schedule, lower(schedule, self._costs)[self.groups.stage])
+            self._plans[key] = (schedule, lower(schedule)[self.groups.stage])
         return self._plans[key]
 
     def __call__(
@@ -167,17 +166,18 @@ class ForwardBackward:
         )
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-        model_with_shards = self._model_with_shards(chunks)
-        iteration = self._prepare(rank, call, model_with_shards)
-        handlers, finish = handlers_of(iteration, model_with_shards)
-        try:
-            with torch.set_grad_enabled(not forward_only):
-                execute(dist.get_rank(), instructions, handlers, self._observers)
-                finish()
-        except BaseException:
-            iteration.gradients.abandon()
-            raise
-        iteration.gradients.finish()
+        model_with_shards = chunk_with_shards(self.method, chunks)
+        with split_weight_gradients(chunks if schedule.splits_w else ()) as weight_gradients:
+            iteration = prepare(rank, call, schedule, model_with_shards, weight_gradients)
+            handlers, finish = handlers_of(iteration, model_with_shards, weight_gradients)
+            try:
+                with torch.set_grad_enabled(not forward_only):
+                    execute(dist.get_rank(), instructions, handlers, self._observers)
+                    finish()
+            except BaseException:
+                iteration.gradients.abandon()
+                raise
+            iteration.gradients.finish()
         if config.finalize_model_grads_func is not None and not forward_only:
             config.finalize_model_grads_func(
                 chunks,
@@ -191,98 +191,6 @@ class ForwardBackward:
 
     def _token_total(self, num_tokens: torch.Tensor | int) -> torch.Tensor:
         return torch.as_tensor(num_tokens, dtype=torch.int, device=self.device)
-
-    def _model_with_shards(self, chunks: Sequence[torch.nn.Module]) -> VocabParallelGPTModel | None:
-        if not self.method.vocabulary_parallel:
-            return None
-        model = unwrap_model(chunks[0])
-        if not isinstance(model, VocabParallelGPTModel):
-            raise ValueError(
-                f"method {self.method.name} needs a VocabParallelGPTModel, got {type(model).__name__}; "
-                "build the model with it, or use method baseline"
-            )
-        return model
-
-    def _prepare(self, rank: Rank, call: Call, model: VocabParallelGPTModel | None) -> Iteration:
-        """Record and share the microbatches, and suspend gradient reduction."""
-        if model is None:
-            return Iteration(rank, call, self._gradient_sync(rank, call, {}))
-        recorded = self._record(rank, call)
-        grad_losses = None
-        if rank.is_last and not call.forward_only:
-            grad_losses = [_announced_gradient(recorded_call, call) for recorded_call in recorded]
-        microbatches = share_microbatches(
-            self.groups,
-            model.shard.ranges,
-            self.groups.members_of(rank.placement.first_rank)[0],
-            self.groups.members_of(rank.placement.last_rank)[0],
-            [_required(c.input_ids, "input_ids") for c in recorded] if rank.is_first else None,
-            [_required(c.labels, "labels") for c in recorded] if rank.is_last else None,
-            grad_losses,
-            call.num_microbatches,
-            self.device,
-            call.forward_only,
-        )
-        output_pass = PassType.S if rank.algorithm == "interlaced" else PassType.T
-        embedding, *output = model.vocabulary_weights()
-        shards = {PassType.IB: embedding, output_pass: output[0] if output else embedding}
-        return Iteration(
-            rank,
-            call,
-            self._gradient_sync(rank, call, shards),
-            microbatches=microbatches,
-            recorded_first=recorded if rank.is_first else (),
-            recorded_last=recorded if rank.is_last else (),
-        )
-
-    def _record(self, rank: Rank, call: Call) -> list[ModelCall]:
-        """The calls that ``forward_step`` makes; only the first and the last stage have a batch."""
-        if not (rank.is_first or rank.is_last):
-            return []
-        return [
-            record_call(call.forward_step_func, call.data_iterators[0], call.chunks[0])
-            for _ in range(call.num_microbatches)
-        ]
-
-    def _gradient_sync(
-        self, rank: Rank, call: Call, shards: dict[PassType, torch.nn.Parameter]
-    ) -> GradientSync:
-        config = call.config
-        no_sync = _per_chunk(config.no_sync_func or contextlib.nullcontext, len(call.chunks))
-        grad_sync = _per_chunk(config.grad_sync_func, len(call.chunks)) if config.grad_sync_func else []
-        starts_early = not grad_sync or rank.is_first
-        return GradientSync(call.chunks, no_sync, grad_sync, starts_early, call.num_microbatches, shards)
-
-
-def _per_chunk(value: Any, chunks: int) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value] * chunks
-
-
-def _required(tensor: torch.Tensor | None, name: str) -> torch.Tensor:
-    if tensor is None:
-        raise ValueError(
-            f"forward_step passed no {name} to the model; vocabulary parallelism needs token ids on the "
-            "first stage and labels on the last"
-        )
-    return tensor
-
-
-def _announced_gradient(recorded: ModelCall, call: Call) -> torch.Tensor:
-    """The gradient that the loss function gives every token, from losses of one nat each."""
-    labels = _required(recorded.labels, "labels")
-    ones = torch.ones_like(labels, dtype=torch.float32)
-    _, _, grad = compat.loss_and_gradient(
-        call.chunks[-1],
-        ones,
-        recorded.loss_func,
-        call.config,
-        call.num_microbatches,
-        call.cp_group_size,
-        False,
-        with_gradient=True,
-    )
-    assert grad is not None
-    return grad
 
 
 def check_config(config: Any, adjust_tensor_shapes_fn: Any, vocabulary_parallel: bool) -> None:

@@ -1,8 +1,9 @@
 """Gradients that bypass autograd, and when data parallelism may reduce them.
 
-T and IB add straight into the fp32 ``main_grad`` of a shard. Megatron's DistributedDataParallel starts
-a bucket's reduction when autograd has produced the gradients of all its parameters in the last microbatch, so
-for the shards we report that ourselves, once their last write of the iteration is done.
+T and IB, and W where it is split off, add straight into the fp32 ``main_grad`` of a weight. Megatron's
+DistributedDataParallel starts a bucket's reduction when autograd has produced the gradients of all its
+parameters in the last microbatch, so for these weights we report that ourselves, once their last write
+of the iteration is done.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class GradientSync:
             the first stage reduces before the end.
         starts_early: whether this rank may reduce as soon as its last backward runs.
         num_microbatches: backwards per chunk.
-        shards: which parameter the last passes of a type write, and how often.
+        written: the parameters that bypass autograd, by the type of pass that adds to their gradients.
+        runs: how often each of these types runs on this rank.
     """
 
     def __init__(
@@ -47,7 +49,8 @@ class GradientSync:
         grad_sync_funcs: Sequence[Callable[[Iterable[torch.nn.Parameter]], None]],
         starts_early: bool,
         num_microbatches: int,
-        shards: Mapping[PassType, torch.nn.Parameter],
+        written: Mapping[PassType, Sequence[torch.nn.Parameter]],
+        runs: Mapping[PassType, int],
     ) -> None:
         self._chunks = chunks
         self._grad_sync_funcs = grad_sync_funcs
@@ -57,10 +60,12 @@ class GradientSync:
         for context in self._suspended:
             if context is not None:
                 context.__enter__()
-        self._shards = shards
-        self._writes_left = dict.fromkeys(shards.values(), 0)
-        for parameter in shards.values():
-            self._writes_left[parameter] += num_microbatches
+        self._parameters = written
+        self._runs_left = dict(runs)
+        self._types_left: dict[torch.nn.Parameter, int] = {}
+        for parameters in written.values():
+            for parameter in parameters:
+                self._types_left[parameter] = self._types_left.get(parameter, 0) + 1
         self._written: list[torch.nn.Parameter] = []
 
     def before_backward(self, chunk: int) -> None:
@@ -75,13 +80,16 @@ class GradientSync:
             self._report_written()
 
     def wrote(self, pass_type: PassType) -> None:
-        """A pass of this type has added its part into its shard's gradient."""
-        parameter = self._shards[pass_type]
-        self._writes_left[parameter] -= 1
-        if self._writes_left[parameter] == 0:
-            self._written.append(parameter)
-            if not any(self._backwards_left):
-                self._report_written()
+        """A pass of this type has added its part into its parameters' gradients."""
+        self._runs_left[pass_type] -= 1
+        if self._runs_left[pass_type] > 0:
+            return
+        for parameter in self._parameters[pass_type]:
+            self._types_left[parameter] -= 1
+            if self._types_left[parameter] == 0:
+                self._written.append(parameter)
+        if not any(self._backwards_left):
+            self._report_written()
 
     def finish(self) -> None:
         """Resume everything and report what is left."""

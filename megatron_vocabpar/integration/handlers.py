@@ -9,7 +9,7 @@ they consume. They never decide an order: that is the schedule's (``schedule/dep
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_vocabpar.integration.input_layer import InputLayer
@@ -17,6 +17,7 @@ from megatron_vocabpar.integration.iteration import Iteration
 from megatron_vocabpar.integration.model import VocabParallelGPTModel
 from megatron_vocabpar.integration.output_layer import OutputLayer
 from megatron_vocabpar.integration.stages import Stages
+from megatron_vocabpar.integration.weight_gradients import WeightGradients
 from megatron_vocabpar.runtime.executor import Handlers
 from megatron_vocabpar.schedule.passes import CommType, PassType
 
@@ -28,6 +29,7 @@ def stage_table(stages: Stages) -> Table:
     return {
         PassType.F: stages.forward,
         PassType.B: stages.backward,
+        PassType.W: stages.weight_backward,
         CommType.SEND_F: stages.send_forward,
         CommType.RECV_F: stages.receive_forward,
         CommType.SEND_B: stages.send_backward,
@@ -70,18 +72,21 @@ def vocabulary_table(algorithm: str, inputs: InputLayer, output: OutputLayer) ->
 
 
 def handlers_of(
-    iteration: Iteration, model: VocabParallelGPTModel | None
+    iteration: Iteration,
+    model: VocabParallelGPTModel | None,
+    weight_gradients: Sequence[WeightGradients] = (),
 ) -> tuple[Handlers, Callable[[], None]]:
     """The table for one forward-backward call, and what to call when its instructions have run.
 
     Args:
         iteration: the state of the call.
         model: the chunk that holds the vocabulary shards, unwrapped; None for baseline and redis.
+        weight_gradients: of each chunk, where the schedule splits them from B.
     """
     if model is None:
-        return stage_table(Stages(iteration)), iteration.finish
+        return stage_table(Stages(iteration, weight_gradients)), iteration.finish
     inputs, output = InputLayer(iteration, model), OutputLayer(iteration, model)
-    stages = Stages(iteration, inputs.embedded_rows, output.hidden_gradient)
+    stages = Stages(iteration, weight_gradients, inputs.embedded_rows, output.hidden_gradient)
 
     def finish() -> None:
         output.finish()

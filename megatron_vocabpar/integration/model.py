@@ -102,8 +102,8 @@ class VocabShardEmbedding(VocabParallelEmbedding):
 class VocabShardOutput(ColumnParallelLinear):
     """This rank's rows of the output weight, or nothing where they are tied; a call is pass S.
 
-    ``forward(x [n, H], targets [n], weight [P, H], ...)`` returns the state that T needs and the packed statistics;
-    with ``maximum_only`` (naive's S) the state that S2 needs and the local offsets.
+    ``forward(x [n, H], targets [n], weight [P, H], ...)`` returns the state that T needs and the packed
+    statistics; with ``maximum_only`` (naive's S) the state that S2 needs and the local offsets.
     """
 
     def __init__(self, shard: VocabShard, hidden_size: int, **kwargs: Any) -> None:
@@ -151,6 +151,7 @@ class VocabParallelGPTModel(GPTModel):
     Args:
         vocab_size: number of true token ids ``V`` (not padded).
         shard: the partition; by default the even one over this process's PP x TP ranks.
+        holds_shard: False for a rank's chunks after its first, which hold transformer layers alone.
         share_embeddings_and_output_weights: tied weights; here both layers are one parameter, since the
             rows of both lie on the same rank, and nothing needs an all-reduce.
 
@@ -166,6 +167,7 @@ class VocabParallelGPTModel(GPTModel):
         max_sequence_length: int,
         *,
         shard: VocabShard | None = None,
+        holds_shard: bool = True,
         share_embeddings_and_output_weights: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -185,11 +187,14 @@ class VocabParallelGPTModel(GPTModel):
         )
         self.shard: VocabShard = shard
         self.tied: bool = share_embeddings_and_output_weights
+        self.holds_shard: bool = holds_shard
+        if self.post_process:
+            delattr(self, "output_layer")  # so that a tied weight is named by its embedding on every stage
+        if not holds_shard:
+            return
         layer_options = {"config": config, "tp_group": self.pg_collection.tp}
         if not self.pre_process:
             self.embedding = torch.nn.Module()
-        if self.post_process:
-            delattr(self, "output_layer")  # so that a tied weight is named by its embedding on every stage
         self.embedding.word_embeddings = VocabShardEmbedding(
             shard, config.hidden_size, init_method=config.embedding_init_method, **layer_options
         )
@@ -234,10 +239,10 @@ class VocabParallelGPTModel(GPTModel):
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
         metadata = metadata or {}
-        metadata.setdefault(
-            "dp_cp_group", parallel_state.get_data_parallel_group(with_context_parallel=True)
-        )
+        metadata.setdefault("dp_cp_group", parallel_state.get_data_parallel_group(with_context_parallel=True))
         # GPTModel's and LanguageModule's own methods place the vocabulary layers on the first and last stage.
         state = super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
+        if not self.holds_shard:
+            return state
         key = f"{prefix}embedding.word_embeddings."
         return state | self.word_embeddings.sharded_state_dict(key, (), metadata)

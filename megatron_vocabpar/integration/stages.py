@@ -1,8 +1,8 @@
-"""The transformer layers of a stage: F, B, and point-to-point between stages."""
+"""The transformer layers of a stage: F, B, W, and point-to-point between stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,14 +10,16 @@ import torch
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.iteration import Iteration
 from megatron_vocabpar.integration.microbatches import ModelCall
+from megatron_vocabpar.integration.weight_gradients import WeightGradients
 from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, PassType
 
 
 class Stages:
-    """Handlers of F, B, SEND and RECV.
+    """Handlers of F, B, W, SEND and RECV.
 
     Args:
         iteration: the state of this call.
+        weight_gradients: of each chunk, where the schedule splits them from B; else empty.
         embedded_rows: on the first stage, the embedded tokens ``[b, s, H]`` of a microbatch; None where the
             input layer is not partitioned but part of the first stage's F.
         hidden_gradient: the gradient ``[s, b, H]`` of the last stage's output; None likewise.
@@ -26,10 +28,12 @@ class Stages:
     def __init__(
         self,
         iteration: Iteration,
+        weight_gradients: Sequence[WeightGradients] = (),
         embedded_rows: Callable[[int], torch.Tensor] | None = None,
         hidden_gradient: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         self.it = iteration
+        self.weight_gradients = weight_gradients
         self.embedded_rows = embedded_rows
         self.hidden_gradient = hidden_gradient
 
@@ -96,11 +100,20 @@ class Stages:
             output_grad = self.it.buffers.take(Pass(PassType.B, stage + 1, i), "input_grad")
         else:
             output_grad = self.it.wait(self.it.buffers.take(Comm(CommType.RECV_B, stage, i), "received"))
-        self.it.gradients.before_backward(placement.chunk_of(stage))
+        chunk = placement.chunk_of(stage)
+        if self.weight_gradients:
+            self.weight_gradients[chunk].begin(i)
+        self.it.gradients.before_backward(chunk)
         input_grad = compat.backward_step(stage_input, output, output_grad, self.it.call.config)
-        self.it.gradients.after_backward(placement.chunk_of(stage))
+        self.it.gradients.after_backward(chunk)
         if stage > 0 or self.embedded_rows is not None:
             self.it.buffers.put(instruction, "input_grad", input_grad)
+
+    def weight_backward(self, instruction: Pass) -> None:
+        """W: the weight gradients that B left out."""
+        chunk = self.it.rank.placement.chunk_of(instruction.stage)
+        self.weight_gradients[chunk].compute(instruction.microbatch)
+        self.it.gradients.wrote(PassType.W)
 
     def send_forward(self, instruction: Comm) -> None:
         """SEND_F: a stage's output to the rank of the next stage."""

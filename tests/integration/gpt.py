@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,15 +15,22 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
+from megatron_vocabpar.integration.chunks import chunk_positions
 from megatron_vocabpar.integration.cpu import megatron_on_cpu
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
 from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
 from megatron_vocabpar.integration.weights import global_parameters, initialise_weights, local_part
+from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.passes import Pass, PassType
+from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -50,13 +57,21 @@ class Case:
     overlap_grad_reduce: bool = False
     deallocate: bool = True
     seed: int = 7
+    schedule: str = "1f1b"
+    chunks: int = 1
+    shape: str = "standard"
     labels: str = "random"
     init_std: float = 0.3
     output_scale: float = 1.0
 
     def unsharded(self) -> Case:
         """The same training on one process, without any of our code."""
-        return replace(self, method="stock", pp=1, tp=1, dp=1, m=self.m * self.dp)
+        changes = {"method": "stock", "pp": 1, "tp": 1, "dp": 1, "m": self.m * self.dp}
+        return replace(self, **changes, schedule="1f1b", chunks=1, shape="standard")
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.pp, self.chunks, self.shape)
 
 
 @dataclass(frozen=True)
@@ -79,6 +94,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
         context_parallel_size=case.cp,
+        virtual_pipeline_model_parallel_size=case.chunks if case.chunks > 1 else None,
         sequence_parallel=case.tp > 1,
         pipeline_dtype=case.dtype,
         params_dtype=case.dtype,
@@ -95,25 +111,28 @@ def transformer_config(case: Case) -> TransformerConfig:
     )
 
 
-def build_model(case: Case) -> GPTModel:
-    pre = parallel_state.is_pipeline_first_stage()
-    post = parallel_state.is_pipeline_last_stage()
+def build_chunks(case: Case) -> list[GPTModel]:
+    """This rank's model chunks."""
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    positions = chunk_positions(case.placement, rank, ProcessGroupCollection.use_mpu_process_groups())
+    return [build_model(case, position.options, i == 0) for i, position in enumerate(positions)]
+
+
+def build_model(case: Case, position: dict[str, Any] | None = None, holds_shard: bool = True) -> GPTModel:
     options: dict[str, Any] = {
         "config": transformer_config(case),
         "transformer_layer_spec": get_gpt_layer_local_spec(),
         "vocab_size": case.vocab_size,
         "max_sequence_length": case.seq_length,
-        "pre_process": pre,
-        "post_process": post,
+        **(position or {"pre_process": True, "post_process": True}),
         "position_embedding_type": case.position,
         "share_embeddings_and_output_weights": case.tied,
     }
-    parallel = case.method in METHODS and METHODS[case.method].vocabulary_parallel
-    model = (
-        VocabParallelGPTModel(**options, shard=vocab_shard(case.vocab_size))
-        if parallel
-        else GPTModel(**options)
-    )
+    if case.method in METHODS and METHODS[case.method].vocabulary_parallel:
+        shard = vocab_shard(case.vocab_size)
+        model: GPTModel = VocabParallelGPTModel(**options, shard=shard, holds_shard=holds_shard)
+    else:
+        model = GPTModel(**options)
     initialise_weights(model, case.seed)
     if hasattr(model, "output_layer") and not case.tied:
         with torch.no_grad():
@@ -207,34 +226,41 @@ def train(
     the random ones.
     """
     with megatron_on_cpu(), parallel_groups(case):
-        module = build_model(case)
-        config = module.config
+        modules = build_chunks(case)
+        config = modules[0].config
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, overlap_grad_reduce=case.overlap_grad_reduce, bucket_size=4000
         )
-        wrapped = Float16Module(config, module) if config.bf16 else module
-        model = DistributedDataParallel(config, ddp_config, wrapped)
-        config.finalize_model_grads_func = finalize_model_grads
-        config.no_sync_func = model.no_sync if case.overlap_grad_reduce else None
+        wrapped = [Float16Module(config, module) if config.bf16 else module for module in modules]
+        model = [DistributedDataParallel(config, ddp_config, module) for module in wrapped]
+        for module in modules:
+            module.config.finalize_model_grads_func = finalize_model_grads
+            if case.overlap_grad_reduce:
+                no_sync = [ddp.no_sync for ddp in model]
+                module.config.no_sync_func = no_sync if case.chunks > 1 else no_sync[0]
         run = (
-            _stock(case)
+            get_forward_backward_func()
             if case.method == "stock"
-            else ForwardBackward(case.method, vocab_groups(), torch.device("cpu"))
+            else ForwardBackward(
+                case.method, vocab_groups(), torch.device("cpu"), make_schedule=schedule_maker(case)
+            )
         )
-        optimizer = MainGradAdam(list(module.parameters()))
+        optimizer = MainGradAdam([p for module in modules for p in module.parameters()])
         replica = parallel_state.get_data_parallel_rank()
-        has_batch = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        ends = (0, case.placement.last_stage)
+        has_batch = [case.placement.stage_of(rank, chunk) in ends for chunk in range(case.chunks)]
         losses: list[float] = []
         evaluation: list[float] = []
         for step in range(case.steps):
-            model.zero_grad_buffer()
+            for ddp in model:
+                ddp.zero_grad_buffer()
             for forward_only, record in ((False, losses), (True, evaluation)):
                 data = given or [batch(case, step, replica, i) for i in range(case.m)]
-                batches = iter(data) if has_batch else None
                 reported = run(
                     forward_step_func=partial(forward_step, kind=case.loss),
-                    data_iterator=batches,
-                    model=[model],
+                    data_iterator=[iter(data) if has else None for has in has_batch],
+                    model=model,
                     num_microbatches=case.m,
                     seq_length=case.seq_length,
                     micro_batch_size=case.micro_batch_size,
@@ -242,31 +268,33 @@ def train(
                 )
                 record.append(_summary(reported))
             if step == 0:
-                first = _arrays(module, gradients=True)
+                first = _arrays(modules, gradients=True)
             optimizer.step()
-        weights = _arrays(module, gradients=False)
+        weights = _arrays(modules, gradients=False)
         if reference is not None:
-            first = _differences(module, first, reference.first_gradients)
-            weights = _differences(module, weights, reference.weights)
-        return Result(losses, evaluation, first, weights, parallel_state.is_pipeline_last_stage())
+            first = _differences(modules, first, reference.first_gradients)
+            weights = _differences(modules, weights, reference.weights)
+        return Result(losses, evaluation, first, weights, rank == case.placement.last_rank)
 
 
 def _differences(
-    module: GPTModel, arrays: dict[str, np.ndarray], reference: dict[str, np.ndarray]
+    modules: list[GPTModel], arrays: dict[str, np.ndarray], reference: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    parameters = dict(global_parameters(module))
+    parameters = {n: (module, p) for module in modules for n, p in global_parameters(module)}
     differences = {}
     for name, array in arrays.items():
         # A tied output weight of the stock last stage is the reference's embedding.
         whole = torch.from_numpy(reference[name if name in reference else "embedding.word_embeddings.weight"])
-        part = local_part(module, name, parameters[name], whole)
+        module, parameter = parameters[name]
+        part = local_part(module, name, parameter, whole)
         differences[name] = (torch.from_numpy(array) - part).norm().numpy() / max(float(whole.norm()), 1e-30)
     return differences
 
 
-def _arrays(module: GPTModel, gradients: bool) -> dict[str, np.ndarray]:
+def _arrays(modules: list[GPTModel], gradients: bool) -> dict[str, np.ndarray]:
     return {
         name: (p.main_grad if gradients else p).detach().float().numpy().copy()  # type: ignore[attr-defined]
+        for module in modules
         for name, p in global_parameters(module)
     }
 
@@ -281,10 +309,32 @@ def parallel_groups(case: Case) -> Iterator[None]:
         parallel_state.destroy_model_parallel()
 
 
-def _stock(case: Case) -> Any:
-    from megatron.core.pipeline_parallel import get_forward_backward_func
+def schedule_maker(case: Case) -> Callable[[int], Schedule] | None:
+    """How the case's schedules are made; ``sequential`` is one microbatch after the other, W split off."""
+    if case.schedule == "sequential":
+        return partial(sequential, case)
+    if case.schedule == "1f1b":
+        return None
+    return partial(generate, case.method, case.pp, family=case.schedule, chunks=case.chunks)
 
-    return get_forward_backward_func()
+
+def sequential(case: Case, m: int) -> Schedule:
+    """The slowest valid schedule: each microbatch goes through all passes before the next starts."""
+    algorithm = METHODS[case.method].algorithm
+    frame = Schedule(case.method, case.pp, m, case.chunks, algorithm, case.shape, "parallel")
+    ranks: list[list[Pass]] = [[] for _ in range(case.pp)]
+    stages = range(frame.layout.num_stages)
+    middle = {"naive": "S S2 T", "interlaced": "S"}.get(algorithm, "S T").split()
+    for i in range(m):
+        order = [Pass(PassType.IF, rank, i) for rank in range(case.pp)]
+        order += [Pass(PassType.F, stage, i) for stage in stages]
+        order += [Pass(PassType(kind), rank, i) for kind in middle for rank in range(case.pp)]
+        order += [Pass(PassType.B, stage, i) for stage in reversed(stages)]
+        order += [Pass(PassType.W, stage, i) for stage in stages]
+        order += [Pass(PassType.IB, rank, i) for rank in range(case.pp)]
+        for item in order:
+            ranks[frame.rank_of(item)].append(item)
+    return replace(frame, ranks=tuple(map(tuple, ranks)))
 
 
 def unwrap(model: torch.nn.Module) -> GPTModel:

@@ -1,0 +1,65 @@
+"""Where a rank's model chunks stand: the arguments by which megatron-core builds the layers of one stage.
+
+megatron-core counts the layers of a chunk from its pipeline rank and its ``vp_stage``, in the standard
+placement. In a V-shaped placement odd chunks run backwards; such a chunk is built as the one that the
+standard placement has at the same stage, by showing the mirrored pipeline rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_vocabpar.schedule.placement import Placement
+
+
+class _AtRank:
+    """A pipeline group seen from another of its ranks; only sizes and ranks are asked of it."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
+        self._group = group
+        self._rank = rank
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._group.size()
+
+
+@dataclass(frozen=True)
+class ChunkPosition:
+    """One chunk of this rank.
+
+    Attributes:
+        stage: its virtual stage.
+        options: ``pre_process``, ``post_process``, ``vp_stage`` and ``pg_collection`` for GPTModel.
+    """
+
+    stage: int
+    options: dict[str, Any]
+
+
+def chunk_positions(placement: Placement, rank: int, pg_collection: Any) -> Iterator[ChunkPosition]:
+    """The chunks of pipeline rank ``rank``, in order.
+
+    Args:
+        pg_collection: megatron-core's process groups of this rank.
+    """
+    for chunk in range(placement.chunks):
+        stage = placement.stage_of(rank, chunk)
+        groups = copy.copy(pg_collection)
+        groups.pp = _AtRank(pg_collection.pp, stage % placement.p)
+        yield ChunkPosition(
+            stage,
+            {
+                "pre_process": stage == 0,
+                "post_process": stage == placement.last_stage,
+                "vp_stage": chunk if placement.chunks > 1 else None,
+                "pg_collection": groups,
+            },
+        )

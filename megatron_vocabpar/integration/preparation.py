@@ -1,0 +1,145 @@
+"""Before an iteration's first instruction: record and share the microbatches, suspend gradient reduction."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+
+from megatron_vocabpar.integration import compat
+from megatron_vocabpar.integration.gradients import GradientSync
+from megatron_vocabpar.integration.iteration import Call, Iteration, Rank
+from megatron_vocabpar.integration.microbatches import ModelCall, record_call, share_microbatches
+from megatron_vocabpar.integration.model import VocabParallelGPTModel
+from megatron_vocabpar.integration.weight_gradients import WeightGradients
+from megatron_vocabpar.schedule.methods import Method
+from megatron_vocabpar.schedule.passes import PassType
+from megatron_vocabpar.schedule.schedule import Schedule
+
+
+def chunk_with_shards(method: Method, chunks: Sequence[torch.nn.Module]) -> VocabParallelGPTModel | None:
+    """The chunk of this rank that holds the vocabulary shards, unwrapped; None where there are none.
+
+    Raises:
+        ValueError: if the method partitions the vocabulary and the first chunk is another model.
+    """
+    if not method.vocabulary_parallel:
+        return None
+    model = unwrap_model(chunks[0])
+    if not isinstance(model, VocabParallelGPTModel):
+        raise ValueError(
+            f"method {method.name} needs a VocabParallelGPTModel, got {type(model).__name__}; "
+            "build the model with it, or use method baseline"
+        )
+    return model
+
+
+def prepare(
+    rank: Rank,
+    call: Call,
+    schedule: Schedule,
+    model: VocabParallelGPTModel | None,
+    weight_gradients: Sequence[WeightGradients],
+) -> Iteration:
+    """Record and share the microbatches, and suspend gradient reduction."""
+    written: dict[PassType, list[torch.nn.Parameter]] = {}
+    if weight_gradients:
+        written[PassType.W] = [p for gradients in weight_gradients for p in gradients.parameters()]
+    if model is None:
+        return Iteration(rank, call, _gradient_sync(rank, call, schedule, written))
+    first, last = _record_first_and_last(rank, call)
+    grad_losses = None
+    if rank.is_last and not call.forward_only:
+        grad_losses = [_announced_gradient(recorded, call) for recorded in last]
+    microbatches = share_microbatches(
+        rank.groups,
+        model.shard.ranges,
+        rank.groups.members_of(rank.placement.first_rank)[0],
+        rank.groups.members_of(rank.placement.last_rank)[0],
+        [_required(recorded.input_ids, "input_ids") for recorded in first] if rank.is_first else None,
+        [_required(recorded.labels, "labels") for recorded in last] if rank.is_last else None,
+        grad_losses,
+        call.num_microbatches,
+        rank.device,
+        call.forward_only,
+    )
+    output_pass = PassType.S if rank.algorithm == "interlaced" else PassType.T
+    written |= {PassType.IB: [model.word_embeddings.weight], output_pass: [model.output_weight]}
+    return Iteration(
+        rank,
+        call,
+        _gradient_sync(rank, call, schedule, written),
+        microbatches=microbatches,
+        recorded_first=first,
+        recorded_last=last,
+    )
+
+
+def _record_first_and_last(rank: Rank, call: Call) -> tuple[list[ModelCall], list[ModelCall]]:
+    """The calls that ``forward_step`` makes on the first and on the last stage, where this rank has them.
+
+    Other stages get no batch. Each chunk has a data iterator of its own, as in Megatron.
+    """
+
+    def record(stage: int) -> list[ModelCall]:
+        chunk = rank.placement.chunk_of(stage)
+        return [
+            record_call(call.forward_step_func, call.data_iterators[chunk], call.chunks[chunk])
+            for _ in range(call.num_microbatches)
+        ]
+
+    first = record(0) if rank.is_first else []
+    if rank.placement.last_stage == 0:
+        return first, first
+    return first, record(rank.placement.last_stage) if rank.is_last else []
+
+
+def _required(tensor: torch.Tensor | None, name: str) -> torch.Tensor:
+    if tensor is None:
+        raise ValueError(
+            f"forward_step passed no {name} to the model; vocabulary parallelism needs token ids on the "
+            "first stage and labels on the last"
+        )
+    return tensor
+
+
+def _announced_gradient(recorded: ModelCall, call: Call) -> torch.Tensor:
+    """The gradient that the loss function gives every token, from losses of one nat each."""
+    labels = _required(recorded.labels, "labels")
+    _, _, grad = compat.loss_and_gradient(
+        call.chunks[-1],
+        torch.ones_like(labels, dtype=torch.float32),
+        recorded.loss_func,
+        call.config,
+        call.num_microbatches,
+        call.cp_group_size,
+        False,
+        with_gradient=True,
+    )
+    assert grad is not None
+    return grad
+
+
+def _gradient_sync(
+    rank: Rank, call: Call, schedule: Schedule, written: dict[PassType, list[torch.nn.Parameter]]
+) -> GradientSync:
+    config = call.config
+    no_sync = _per_chunk(config.no_sync_func or contextlib.nullcontext, len(call.chunks))
+    grad_sync = _per_chunk(config.grad_sync_func, len(call.chunks)) if config.grad_sync_func else []
+    passes = schedule.ranks[rank.pipeline_rank]
+    return GradientSync(
+        call.chunks,
+        no_sync,
+        grad_sync,
+        not grad_sync or rank.is_first,
+        call.num_microbatches,
+        written,
+        {kind: sum(p.type is kind for p in passes) for kind in written},
+    )
+
+
+def _per_chunk(value: Any, chunks: int) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value] * chunks
