@@ -22,7 +22,7 @@ from megatron_vocabpar.integration.handlers import handlers_of
 from megatron_vocabpar.integration.iteration import Call, Rank
 from megatron_vocabpar.integration.preparation import chunk_with_shards, prepare
 from megatron_vocabpar.integration.weight_gradients import split_weight_gradients
-from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_groups
+from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, broadcast, create_groups
 from megatron_vocabpar.runtime.executor import Observer, execute
 from megatron_vocabpar.runtime.profile import INPUT, OUTPUT, Timeline
 from megatron_vocabpar.runtime.streams import side_stream
@@ -31,6 +31,7 @@ from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.lower import lower
 from megatron_vocabpar.schedule.methods import method_named
 from megatron_vocabpar.schedule.passes import Instruction
+from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.schedule.schedule import Schedule
 
 
@@ -179,9 +180,12 @@ class ForwardBackward:
                 raise
             iteration.gradients.finish()
         if config.finalize_model_grads_func is not None and not forward_only:
+            tokens = None
+            if config.calculate_per_token_loss:
+                tokens = self._token_total(iteration.num_tokens, schedule.layout)
             config.finalize_model_grads_func(
                 chunks,
-                self._token_total(iteration.num_tokens) if config.calculate_per_token_loss else None,
+                tokens,
                 pg_collection=pg_collection,
                 force_all_reduce=force_all_reduce,
             )
@@ -189,8 +193,16 @@ class ForwardBackward:
             config.timers("forward-backward").stop()
         return iteration.reported
 
-    def _token_total(self, num_tokens: torch.Tensor | int) -> torch.Tensor:
-        return torch.as_tensor(num_tokens, dtype=torch.int, device=self.device)
+    def _token_total(self, num_tokens: torch.Tensor | int, placement: Placement) -> torch.Tensor:
+        """Tokens of the loss, on the last pipeline rank, where Megatron's ``finalize_model_grads`` looks.
+
+        In a V-shaped placement the last stage, which counts them, is on the first rank.
+        """
+        total = torch.as_tensor(num_tokens, dtype=torch.int, device=self.device)
+        if placement.last_rank != placement.p - 1:
+            counter = self.groups.members_of(placement.last_rank)[0]
+            broadcast(self.groups, self.groups.output, [total], [counter])
+        return total
 
 
 def check_config(config: Any, adjust_tensor_shapes_fn: Any, vocabulary_parallel: bool) -> None:

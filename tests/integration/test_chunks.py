@@ -1,7 +1,7 @@
 """Several chunks per rank and split weight gradients train as one unsharded stock model does.
 
-The schedule here is the slowest valid one, microbatch after microbatch: what is tested is the runtime, in any
-placement, not the order.
+The schedule here is the slowest valid one, microbatch after microbatch: it is the runtime, in any placement,
+that is tested, not the order.
 """
 
 from __future__ import annotations
