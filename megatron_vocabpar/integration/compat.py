@@ -1,17 +1,25 @@
 """The pieces of megatron-core's schedules that our handlers reuse, behind one signature.
 
 Loss scaling, MoE and autocast settings, timers and activation recomputation stay Megatron's own code; only
-the order of passes and the vocabulary layers are ours.
+the order of passes and the vocabulary layers are ours. What differs between versions is told by signature
+(``bindings.py`` has the table), never by version string.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core import parallel_state, process_groups_config
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
+
+_BACKWARD_PARAMETERS = tuple(inspect.signature(schedules.backward_step).parameters)
+_FINALIZE_PARAMETERS = tuple(inspect.signature(finalize_model_grads).parameters)
 
 
 def forward_step(
@@ -59,9 +67,8 @@ def backward_step(
     config: Any,
 ) -> torch.Tensor | None:
     """One stage's backward as in Megatron; returns the gradient of its input."""
-    return schedules.backward_step(
-        [input_tensor], [output_tensor], [output_grad], ModelType.encoder_or_decoder, config
-    )[0]
+    model_type = [ModelType.encoder_or_decoder] if "model_type" in _BACKWARD_PARAMETERS else []
+    return schedules.backward_step([input_tensor], [output_tensor], [output_grad], *model_type, config)[0]
 
 
 def release_output(output_tensor: torch.Tensor, config: Any) -> None:
@@ -119,3 +126,43 @@ def report_gradient(chunk: Any, parameter: torch.nn.Parameter) -> None:
     bucket_groups = getattr(chunk, "param_to_bucket_group", {})
     if parameter in bucket_groups and chunk.ddp_config.overlap_grad_reduce:
         bucket_groups[parameter].register_grad_ready(parameter, chunk.force_all_reduce)
+
+
+def call_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward-backward call of any version, as the newest names them."""
+    return {name: value for name, value in arguments.items() if name != "grad_finalize_pgs"}
+
+
+def process_groups() -> Any:
+    """megatron-core's default process groups, as its own schedules collect them."""
+    # Version 0.14 has no collection of this name.
+    groups = getattr(process_groups_config, "ProcessGroupCollection", SimpleNamespace)()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.dp_cp = parallel_state.get_data_parallel_group(
+        with_context_parallel=True, partial_data_parallel=False
+    )
+    return groups
+
+
+def finalize_gradients(
+    config: Any,
+    chunks: Sequence[torch.nn.Module],
+    num_tokens: torch.Tensor | None,
+    pg_collection: Any,
+    force_all_reduce: bool | None,
+) -> None:
+    """Call ``config.finalize_model_grads_func`` with what this version of it takes."""
+    options = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
+    accepted = {name: value for name, value in options.items() if name in _FINALIZE_PARAMETERS}
+    config.finalize_model_grads_func(chunks, num_tokens, **accepted)
+
+
+def tensor_parallel_group(model: Any) -> Any:
+    """The tensor-parallel group that a GPTModel was built with."""
+    # Version 0.14 calls its collection of groups otherwise.
+    groups = model.pg_collection if hasattr(model, "pg_collection") else model.model_comm_pgs
+    return groups.tp

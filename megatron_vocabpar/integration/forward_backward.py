@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.handlers import handlers_of
 from megatron_vocabpar.integration.iteration import Call, Rank
 from megatron_vocabpar.integration.preparation import chunk_with_shards, prepare
@@ -140,7 +140,7 @@ class ForwardBackward:
                 "as the schedule has"
             )
         if pg_collection is None:
-            pg_collection = process_groups()
+            pg_collection = compat.process_groups()
         rank = Rank(
             self.method.algorithm,
             schedule.layout,
@@ -183,12 +183,7 @@ class ForwardBackward:
             tokens = None
             if config.calculate_per_token_loss:
                 tokens = self._token_total(iteration.num_tokens, schedule.layout)
-            config.finalize_model_grads_func(
-                chunks,
-                tokens,
-                pg_collection=pg_collection,
-                force_all_reduce=force_all_reduce,
-            )
+            compat.finalize_gradients(config, chunks, tokens, pg_collection, force_all_reduce)
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return iteration.reported
@@ -229,17 +224,3 @@ def check_config(config: Any, adjust_tensor_shapes_fn: Any, vocabulary_parallel:
     for is_set, name, remedy in refused:
         if is_set:
             raise ValueError(f"{name} is not supported by this forward-backward function; {remedy}")
-
-
-def process_groups() -> ProcessGroupCollection:
-    """megatron-core's default process groups, as its own schedules collect them."""
-    groups = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.dp_cp = parallel_state.get_data_parallel_group(
-        with_context_parallel=True, partial_data_parallel=False
-    )
-    return groups

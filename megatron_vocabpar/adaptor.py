@@ -1,0 +1,16 @@
+"""One line that lets a Megatron-LM training script understand ``--enable-vocab-parallel``.
+
+``import megatron_vocabpar.adaptor`` before any import of megatron. With none of our options on the command line
+it imports nothing and touches nothing. Next: ``integration/bindings.py``, the table of what it replaces.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from megatron_vocabpar.integration.flags import config_from_argv, is_asked_for
+
+if is_asked_for(sys.argv[1:]):
+    from megatron_vocabpar.integration.patch import apply
+
+    apply(config_from_argv(sys.argv[1:]))

@@ -1,0 +1,200 @@
+"""Every name of Megatron that is replaced: where it is, which modules hold a copy of it, and why.
+
+Versions are told apart by signatures, since tags and wheels disagree on version strings. ``SIGNATURES`` says
+what each function looked like in which version, of those we replace and of those we call; a signature
+that is in no row stops the run. Standard library only. Next: ``patch.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+VERSIONS = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19", "main")
+"""Versions of megatron-core, oldest first; ``main`` is the development branch after 0.19."""
+
+Parameters = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A replaced name.
+
+    Attributes:
+        module, name: where it is defined.
+        copies: modules that take it by value when they are imported (``from ... import``).
+        reason: why it is replaced.
+        partitioned_only: replaced only where the vocabulary layers are partitioned.
+    """
+
+    module: str
+    name: str
+    copies: tuple[str, ...]
+    reason: str
+    partitioned_only: bool = True
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """All modules that hold the name."""
+        return (self.module, *self.copies)
+
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_GPT_MODEL = "megatron.core.models.gpt.gpt_model"
+_ARGUMENTS = "megatron.training.arguments"
+
+BINDINGS = (
+    Binding(
+        _SCHEDULES,
+        "get_forward_backward_func",
+        (
+            "megatron.core.pipeline_parallel",
+            "megatron.training.training",
+            "megatron.rl.rl_utils",
+            "megatron.post_training.generate",
+        ),
+        "runs our schedules; megatron-core has no hook for another schedule",
+    ),
+    Binding(
+        _GPT_MODEL,
+        "GPTModel",
+        (
+            "megatron.core.models.gpt",
+            "megatron.training.models.gpt",
+            "megatron.post_training.loss_func",
+            "megatron.rl.inference.megatron",
+            "gpt_builders",
+            "model_provider",
+            "__main__",
+        ),
+        "a subclass whose stages hold their rows of both vocabulary layers",
+    ),
+    Binding(
+        _ARGUMENTS,
+        "parse_args",
+        ("megatron.training.initialize",),
+        "adds our options after the script's own extra_args_provider",
+        partitioned_only=False,
+    ),
+    Binding(
+        _ARGUMENTS,
+        "validate_args",
+        ("megatron.training.initialize",),
+        "checks all flags together before process groups start, and places redistributed layers",
+        partitioned_only=False,
+    ),
+)
+
+
+def _names(text: str) -> Parameters:
+    return tuple(text.split())
+
+
+_FORWARD = (
+    "self input_ids position_ids attention_mask decoder_input labels inference_context packed_seq_params "
+    "extra_block_kwargs runtime_gather_output inference_params loss_mask"
+)
+_MODEL = (
+    "self config transformer_layer_spec vocab_size max_sequence_length pre_process post_process "
+    "fp16_lm_cross_entropy {}parallel_output share_embeddings_and_output_weights position_embedding_type "
+    "rotary_percent rotary_base rope_scaling rope_scaling_factor scatter_embedding_sequence_parallel "
+    "seq_len_interpolation_factor mtp_block_spec {} vp_stage"
+)
+_BACKWARD = "input_tensor output_tensor output_tensor_grad"
+
+SIGNATURES: Mapping[tuple[str, str], Mapping[Parameters, tuple[str, ...]]] = {
+    (_SCHEDULES, "get_forward_backward_func"): {
+        (): ("0.14", "0.15"),
+        _names("pp_size vp_size"): ("0.16", "0.17", "0.18"),
+        _names("pp_size vp_size schedule_pg_collection"): ("0.19", "main"),
+    },
+    (_SCHEDULES, "forward_step"): {
+        _names(
+            "forward_step_func data_iterator model num_microbatches input_tensor forward_data_store config "
+            "cp_group_size collect_non_loss_data checkpoint_activations_microbatch is_first_microbatch "
+            "current_microbatch vp_stage is_last_stage"
+        ): VERSIONS,
+    },
+    (_SCHEDULES, "forward_step_calc_loss"): {
+        _names(
+            "model output_tensor loss_func config vp_stage collect_non_loss_data num_microbatches "
+            "forward_data_store cp_group_size is_last_stage"
+        ): VERSIONS,
+    },
+    (_SCHEDULES, "backward_step"): {
+        _names(f"{_BACKWARD} model_type config pipeline_model_parallel_size"): ("0.14",),
+        _names(f"{_BACKWARD} model_type config"): ("0.15", "0.16"),
+        _names(f"{_BACKWARD} config"): ("0.17", "0.18", "0.19", "main"),
+    },
+    (_SCHEDULES, "deallocate_output_tensor"): {_names("out deallocate_pipeline_outputs"): VERSIONS},
+    ("megatron.core.distributed.finalize_model_grads", "finalize_model_grads"): {
+        _names("model num_tokens grad_finalize_pgs"): ("0.14",),
+        _names("model num_tokens pg_collection"): ("0.15",),
+        _names("model num_tokens pg_collection force_all_reduce"): VERSIONS[2:],
+    },
+    (_GPT_MODEL, "GPTModel.__init__"): {
+        _names(_MODEL.format("", "model_comm_pgs")): ("0.14",),
+        _names(_MODEL.format("", "pg_collection")): VERSIONS[1:-1],
+        _names(_MODEL.format("logit_dtype ", "pg_collection")): ("main",),
+    },
+    (_GPT_MODEL, "GPTModel.forward"): {
+        _names(_FORWARD): ("0.14", "0.15"),
+        _names(f"{_FORWARD} padding_mask"): ("0.16",),
+        _names(f"{_FORWARD} padding_mask is_spec_decode"): ("0.17",),
+        _names(f"{_FORWARD} padding_mask output_processor output_processor_context"): VERSIONS[4:],
+    },
+    (_ARGUMENTS, "parse_args"): {_names("extra_args_provider ignore_unknown_args"): VERSIONS},
+    (_ARGUMENTS, "validate_args"): {_names("args defaults"): VERSIONS},
+}
+
+NEEDED: Mapping[tuple[str, str], Parameters] = {
+    key: tuple(sorted(set.intersection(*(set(parameters) for parameters in rows))))
+    for key, rows in SIGNATURES.items()
+}
+"""The parameters that all known versions share: what an unknown version must still have."""
+
+
+def find_version(signature_of: Callable[[str, str], Parameters | None], allow_unknown: bool = False) -> str:
+    """Which version of Megatron has these signatures.
+
+    Args:
+        signature_of: from module and name to parameter names; None if the name is missing.
+        allow_unknown: accept a version that is in no row if it has every parameter in ``NEEDED``.
+
+    Returns:
+        The newest version whose row all signatures match, or ``unknown``.
+
+    Raises:
+        ValueError: naming every missing or changed name and what to do.
+    """
+    found = {key: signature_of(*key) for key in SIGNATURES}
+    missing = [".".join(key) for key, signature in found.items() if signature is None]
+    if missing:
+        raise ValueError(
+            f"Megatron has no {', '.join(missing)}; this is none of the supported versions "
+            f"{', '.join(VERSIONS)}: use one of them"
+        )
+    common = set(VERSIONS)
+    changed = []
+    for key, signature in found.items():
+        versions = SIGNATURES[key].get(signature or ())
+        if versions is None:
+            changed.append(f"{'.'.join(key)}({', '.join(signature or ())})")
+        else:
+            common &= set(versions)
+    if common and not changed:
+        return max(common, key=VERSIONS.index)
+    what = "; ".join(changed) or "signatures of several versions beside each other"
+    if not allow_unknown:
+        raise ValueError(
+            f"unknown version of Megatron: {what}. Use one of {', '.join(VERSIONS)}, or try this one with "
+            "--vocab-parallel-allow-unknown-megatron"
+        )
+    lacking = [
+        f"{'.'.join(key)} lacks {', '.join(sorted(set(NEEDED[key]) - set(signature or ())))}"
+        for key, signature in found.items()
+        if not set(NEEDED[key]) <= set(signature or ())
+    ]
+    if lacking:
+        raise ValueError(f"this version of Megatron cannot be used: {'; '.join(lacking)}")
+    return "unknown"

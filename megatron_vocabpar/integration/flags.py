@@ -1,0 +1,189 @@
+"""Command-line flags: our options beside Megatron's, one frozen configuration, and every cross-flag check.
+
+The options are read twice: from ``sys.argv`` when Megatron is about to be imported, to know whether anything is
+to be replaced at all, and by Megatron's own parser, so that they show in ``--help`` and in what Megatron prints and
+saves. Standard library only. Next: ``refusals.py``, the table of what cannot be combined.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_vocabpar.schedule.methods import METHODS, Method, method_named
+
+SCHEDULES = ("1f1b",)
+"""Schedule families that run inside Megatron's training loop."""
+
+_METHODS = tuple(name for name in METHODS if name != "baseline")
+_HELP = ("-h", "--help")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One command-line option.
+
+    Attributes:
+        flag: as on the command line.
+        arguments: further arguments of ``argparse``'s ``add_argument``.
+        published: whether it is a spelling of the published scripts, kept so that their launch lines run.
+    """
+
+    flag: str
+    arguments: dict[str, Any]
+    published: bool = False
+
+    @property
+    def attribute(self) -> str:
+        """Its name in the parsed arguments."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+OPTIONS = (
+    Option(
+        "--enable-vocab-parallel",
+        {"action": "store_true", "help": "Partition the vocabulary layers over all pipeline stages."},
+    ),
+    Option(
+        "--vocab-parallel-method",
+        {"choices": _METHODS, "default": None, "help": "How they are computed; vocab-2 by default."},
+    ),
+    Option(
+        "--vocab-parallel-schedule",
+        {"choices": SCHEDULES, "default": "1f1b", "help": "Which pipeline schedule they are woven into."},
+    ),
+    Option(
+        "--vocab-parallel-allow-unknown-megatron",
+        {
+            "action": "store_true",
+            "help": "Run on a Megatron version that is not in the table, if it has every parameter we use.",
+        },
+    ),
+    Option(
+        "--disable-backward-fusion",
+        {"action": "store_true", "help": "As published: --vocab-parallel-method vocab-1."},
+        published=True,
+    ),
+    Option(
+        "--use-interlaced-schedule",
+        {"action": "store_true", "help": "As published: --vocab-parallel-method interlaced."},
+        published=True,
+    ),
+    Option(
+        "--enable-layer-redistribution",
+        {"action": "store_true", "help": "As published: move transformer layers away from the last stage."},
+        published=True,
+    ),
+    Option(
+        "--final-stage-num-layers",
+        {"type": int, "default": None, "help": "Transformer layers left on the last stage."},
+        published=True,
+    ),
+    Option(
+        "--schedule-timer-start",
+        {"type": int, "default": None, "help": "As published; has no effect: nothing is timed in training."},
+        published=True,
+    ),
+    Option(
+        "--schedule-timer-end",
+        {"type": int, "default": None, "help": "As published; has no effect."},
+        published=True,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FlagConfig:
+    """What the flags ask for.
+
+    Attributes:
+        enabled: whether the vocabulary layers or the transformer layers are to be moved at all.
+        method: a name of ``schedule.methods``; ``baseline`` where only published spellings without effect are given.
+        schedule: one of ``SCHEDULES``.
+        redistribute: whether transformer layers move away from the last stage.
+        final_stage_layers: how many stay there; None: as the operation counts say.
+        allow_unknown: run on an unknown Megatron version if its signatures allow it.
+    """
+
+    enabled: bool = False
+    method: str = "baseline"
+    schedule: str = "1f1b"
+    redistribute: bool = False
+    final_stage_layers: int | None = None
+    allow_unknown: bool = False
+
+    @property
+    def layers(self) -> Method:
+        """Where the vocabulary layers are."""
+        return method_named(self.method)
+
+
+def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our options to Megatron's parser, as its ``extra_args_provider`` would."""
+    group = parser.add_argument_group(title="vocabulary parallelism")
+    for option in OPTIONS:
+        group.add_argument(option.flag, **option.arguments)
+    return parser
+
+
+def chain(provider: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    """An ``extra_args_provider`` that runs ``provider`` and then adds our options."""
+
+    def both(parser: Any) -> Any:
+        return add_options(provider(parser) if provider is not None else parser)
+
+    return both
+
+
+def is_asked_for(argv: Sequence[str]) -> bool:
+    """Whether the command line holds one of our options, or asks for help."""
+    names = {option.flag for option in OPTIONS} | set(_HELP)
+    return any(word.partition("=")[0] in names for word in argv)
+
+
+def config_from_argv(argv: Sequence[str]) -> FlagConfig:
+    """What our options in a command line with Megatron's arguments ask for.
+
+    Raises:
+        ValueError: if they contradict each other, naming flags and remedy.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    args, _ = add_options(parser).parse_known_args(list(argv))
+    return config_from(args)
+
+
+def config_from(args: Any) -> FlagConfig:
+    """The configuration that parsed arguments ask for.
+
+    Raises:
+        ValueError: if our options contradict each other, naming flags and remedy.
+    """
+    named = [
+        ("--vocab-parallel-method", args.vocab_parallel_method),
+        ("--use-interlaced-schedule", "interlaced" if args.use_interlaced_schedule else None),
+        ("--disable-backward-fusion", "vocab-1" if args.disable_backward_fusion else None),
+    ]
+    methods = {flag: method for flag, method in named if method is not None}
+    if args.final_stage_num_layers is not None and not (
+        args.enable_layer_redistribution or args.vocab_parallel_method == "redis"
+    ):
+        raise ValueError("--final-stage-num-layers needs --enable-layer-redistribution; add it")
+    redistribute = args.enable_layer_redistribution or args.vocab_parallel_method == "redis"
+    if not args.enable_vocab_parallel:
+        if methods:
+            raise ValueError(f"{' and '.join(methods)}: needs --enable-vocab-parallel; add it")
+        method = "redis" if redistribute else "baseline"
+    else:
+        if len(set(methods.values())) > 1:
+            raise ValueError(f"{' and '.join(methods)} ask for different methods; keep one of them")
+        method = next(iter(methods.values()), "vocab-2")
+    return FlagConfig(
+        enabled=method != "baseline",
+        method=method,
+        schedule=args.vocab_parallel_schedule,
+        redistribute=redistribute,
+        final_stage_layers=args.final_stage_num_layers,
+        allow_unknown=args.vocab_parallel_allow_unknown_megatron,
+    )

@@ -1,0 +1,110 @@
+"""Apply the table of ``bindings.py`` to the imported Megatron, and undo it.
+
+Applying is idempotent: a replacement carries the patch that put it there. Modules that Megatron imports later take
+the replacement by themselves; those that are loaded already are listed in the table, and get it here.
+
+Next: ``replacements.py``, what is put in.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from typing import Any
+
+from megatron_vocabpar.integration.bindings import BINDINGS, Binding, Parameters, find_version
+from megatron_vocabpar.integration.flags import FlagConfig
+
+_MARK = "__vocabpar_patch__"
+
+
+class Patch:
+    """What has been replaced in this process, and by what.
+
+    Attributes:
+        config: what the flags ask for.
+        version: of Megatron, as its signatures tell.
+    """
+
+    def __init__(self, config: FlagConfig, version: str) -> None:
+        self.config = config
+        self.version = version
+        self._replaced: list[tuple[Binding, Any, Any]] = []
+
+    def replace(self, binding: Binding, replacement: Any) -> None:
+        """Put ``replacement`` wherever the name of ``binding`` is held by a loaded module."""
+        original = getattr(importlib.import_module(binding.module), binding.name)
+        setattr(replacement, _MARK, self)
+        _swap(binding, original, replacement)
+        self._replaced.append((binding, original, replacement))
+
+    def undo(self) -> None:
+        """Put every original back, in its own module and in all copies."""
+        while self._replaced:
+            binding, original, replacement = self._replaced.pop()
+            _swap(binding, replacement, original)
+
+
+def _swap(binding: Binding, current: Any, new: Any) -> None:
+    for place in binding.places:
+        module = sys.modules.get(place)
+        if module is not None and vars(module).get(binding.name) is current:
+            setattr(module, binding.name, new)
+
+
+def installed() -> Patch | None:
+    """The patch that is in force, if any; imports nothing."""
+    for binding in BINDINGS:
+        module = sys.modules.get(binding.module)
+        # Not inherited: a subclass of a replaced class is no replacement.
+        mark = vars(getattr(module, binding.name, object)).get(_MARK)
+        if mark is not None:
+            return mark
+    return None
+
+
+def apply(config: FlagConfig) -> Patch:
+    """Replace what ``config`` needs; a second call changes nothing.
+
+    Raises:
+        ValueError: if Megatron lacks a name or has an unknown signature, naming it, or if a patch with another
+            configuration is in force.
+    """
+    present = installed()
+    if present is not None:
+        if present.config != config:
+            raise ValueError(f"already applied with {present.config}; undo that before applying {config}")
+        return present
+    version = find_version(live_signature, config.allow_unknown)
+    from megatron_vocabpar.integration.replacements import replacement_for
+
+    patch = Patch(config, version)
+    try:
+        for binding in BINDINGS:
+            if config.layers.vocabulary_parallel or not binding.partitioned_only:
+                original = getattr(importlib.import_module(binding.module), binding.name)
+                patch.replace(binding, replacement_for(binding, original, config))
+    except BaseException:
+        patch.undo()
+        raise
+    return patch
+
+
+def live_signature(module: str, name: str) -> Parameters | None:
+    """Parameter names of ``module.name`` in the importable Megatron; None if it has no such name.
+
+    Raises:
+        ValueError: if the module cannot be imported.
+    """
+    try:
+        owner: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"cannot import {module} ({error}); run from a Megatron-LM checkout, or put it on PYTHONPATH"
+        ) from error
+    for part in name.split("."):
+        owner = getattr(owner, part, None)
+        if owner is None:
+            return None
+    return tuple(inspect.signature(owner).parameters)

@@ -1,0 +1,244 @@
+"""The table of what cannot be combined with ``--enable-vocab-parallel``: flag, how it is recognised, remedy.
+
+All rows are checked at once, before any process group exists; ``docs/megatron.md`` shows the same table and a
+test walks it. Standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_vocabpar.integration.flags import FlagConfig
+from megatron_vocabpar.schedule.redistribution import redistribute_by_flops, with_final_stage
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One row.
+
+    Attributes:
+        flag: Megatron's flag, with its value where only some values are refused.
+        is_asked: from Megatron's parsed arguments to whether the row applies.
+        remedy: why, and what to do.
+        example: arguments (attribute to value) that the row applies to.
+    """
+
+    flag: str
+    is_asked: Callable[[Any], bool]
+    remedy: str
+    example: dict[str, Any]
+
+
+def _set(attribute: str) -> Callable[[Any], bool]:
+    return lambda args: bool(getattr(args, attribute, None))
+
+
+def _other_than(attribute: str, *allowed: Any) -> Callable[[Any], bool]:
+    def is_asked(args: Any) -> bool:
+        value = getattr(args, attribute, None)
+        return value is not None and getattr(value, "value", value) not in allowed
+
+    return is_asked
+
+
+def _several_chunks(args: Any) -> bool:
+    layout = getattr(args, "pipeline_model_parallel_layout", None)
+    stages = 0 if layout is None else _stages_of(layout)
+    return (
+        bool(getattr(args, "num_layers_per_virtual_pipeline_stage", None))
+        or (getattr(args, "num_virtual_stages_per_pipeline_rank", None) or 1) > 1
+        or stages > args.pipeline_model_parallel_size
+    )
+
+
+def _stages_of(layout: str) -> int:
+    """Number of stages of a layout such as ``Et*3|(tt|)*2L``, its repetitions written out."""
+    repeated = re.compile(r"(?:\(([^()]*)\)|(.))\*(\d+)")
+    written_out = repeated.sub(lambda match: (match[1] or match[2]) * int(match[3]), layout)
+    return written_out.count("|") + 1
+
+
+def _stage_local_checkpoint(args: Any) -> bool:
+    legacy = getattr(args, "ckpt_format", "torch_dist") not in (None, "torch_dist")
+    legacy = legacy and not getattr(args, "use_dist_ckpt", False)
+    return legacy and bool(getattr(args, "save", None) or getattr(args, "load", None))
+
+
+REFUSALS = (
+    Refusal(
+        "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank, "
+        "--pipeline-model-parallel-layout with several chunks per rank",
+        _several_chunks,
+        "one model chunk per rank only; leave them out",
+        {"num_virtual_stages_per_pipeline_rank": 2},
+    ),
+    Refusal(
+        "--mtp-num-layers",
+        _set("mtp_num_layers"),
+        "the heads of multi-token prediction are not partitioned; train without it",
+        {"mtp_num_layers": 1},
+    ),
+    Refusal(
+        "--use-legacy-models",
+        _set("use_legacy_models"),
+        "only megatron-core's GPTModel is partitioned; leave it out",
+        {"use_legacy_models": True},
+    ),
+    Refusal(
+        "--use-megatron-fsdp, --use-custom-fsdp, --use-torch-fsdp2",
+        lambda args: any(
+            getattr(args, name, False) for name in ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
+        ),
+        "S/T passes write main_grad of DistributedDataParallel; use --use-distributed-optimizer instead",
+        {"use_torch_fsdp2": True},
+    ),
+    Refusal(
+        "--enable-cuda-graph, --external-cuda-graph, --cuda-graph-impl other than none",
+        lambda args: (
+            _set("enable_cuda_graph")(args)
+            or _set("external_cuda_graph")(args)
+            or _other_than("cuda_graph_impl", "none")(args)
+        ),
+        "side streams cannot be captured; leave it out",
+        {"cuda_graph_impl": "local"},
+    ),
+    Refusal(
+        "--defer-embedding-wgrad-compute",
+        _set("defer_embedding_wgrad_compute"),
+        "pass T delays the weight gradient already; leave it out",
+        {"defer_embedding_wgrad_compute": True},
+    ),
+    Refusal(
+        "--overlap-moe-expert-parallel-comm, --delay-wgrad-compute",
+        lambda args: _set("overlap_moe_expert_parallel_comm")(args) or _set("delay_wgrad_compute")(args),
+        "they need Megatron's own schedule; leave them out",
+        {"overlap_moe_expert_parallel_comm": True},
+    ),
+    Refusal(
+        "--ckpt-format other than torch_dist",
+        _stage_local_checkpoint,
+        "vocabulary shards need the distributed format; use --ckpt-format torch_dist",
+        {"ckpt_format": "torch", "save": "checkpoints"},
+    ),
+    Refusal(
+        "--auto-detect-ckpt-format",
+        _set("auto_detect_ckpt_format"),
+        "a legacy checkpoint holds the layers of single stages; convert it to torch_dist and leave this out",
+        {"auto_detect_ckpt_format": True},
+    ),
+    Refusal(
+        "--rerun-mode report_stats",
+        _other_than("rerun_mode", "disabled", "validate_results"),
+        "the loss function runs on trial losses first, which would spoil the statistics; use disabled",
+        {"rerun_mode": "report_stats"},
+    ),
+    Refusal(
+        "--check-for-spiky-loss",
+        _set("check_for_spiky_loss"),
+        "the loss function runs on trial losses first, which would spoil its statistics; leave it out",
+        {"check_for_spiky_loss": True},
+    ),
+    Refusal(
+        "--inprocess-restart",
+        _set("inprocess_restart"),
+        "the vocabulary groups cannot be rebuilt in a running process; leave it out",
+        {"inprocess_restart": True},
+    ),
+    Refusal(
+        "--perform-rl-step",
+        _set("perform_rl_step"),
+        "it needs logits, which no rank holds; leave it out",
+        {"perform_rl_step": True},
+    ),
+    Refusal(
+        "--use-mup",
+        _set("use_mup"),
+        "it scales logits inside the stock output layer; leave it out",
+        {"use_mup": True},
+    ),
+    Refusal(
+        "--hybrid-layer-pattern, --hybrid-override-pattern, --is-hybrid-model",
+        lambda args: any(
+            getattr(args, name, None)
+            for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model")
+        ),
+        "only GPTModel is partitioned; leave it out",
+        {"hybrid_override_pattern": "M*"},
+    ),
+)
+
+
+def check(args: Any, config: FlagConfig) -> None:
+    """Every cross-flag check, before process groups start.
+
+    Args:
+        args: Megatron's arguments, parsed and not yet validated.
+        config: what our flags ask for.
+
+    Raises:
+        ValueError: naming every refused flag with its remedy.
+    """
+    rows = REFUSALS if config.layers.vocabulary_parallel else ()
+    problems = [f"{row.flag}: {row.remedy}" for row in rows if row.is_asked(args)]
+    problems += _redistribution_problems(args, config)
+    if problems:
+        raise ValueError("--enable-vocab-parallel refuses these flags:\n  " + "\n  ".join(problems))
+
+
+def _redistribution_problems(args: Any, config: FlagConfig) -> list[str]:
+    if not config.redistribute:
+        return []
+    problems = []
+    if args.pipeline_model_parallel_size < 2:
+        problems.append("--enable-layer-redistribution: needs --pipeline-model-parallel-size of at least 2")
+    fixed = [
+        "--" + name.replace("_", "-")
+        for name in (
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+            "pipeline_model_parallel_layout",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+        )
+        if getattr(args, name, None)
+    ]
+    if fixed or _several_chunks(args):
+        problems.append(
+            f"--enable-layer-redistribution: places the layers itself; leave out {', '.join(fixed)}"
+            if fixed
+            else "--enable-layer-redistribution: needs one model chunk per rank"
+        )
+    if config.final_stage_layers is None and not _known_vocab_size(args):
+        problems.append(
+            "--enable-layer-redistribution: give --final-stage-num-layers N, or --vocab-size to compute it"
+        )
+    return problems
+
+
+def _known_vocab_size(args: Any) -> int | None:
+    return getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)
+
+
+def place_layers(args: Any, config: FlagConfig) -> None:
+    """Write the redistributed transformer layers into Megatron's own ``pipeline_model_parallel_layout``.
+
+    Raises:
+        ValueError: if the layers do not fill the stages.
+    """
+    p = args.pipeline_model_parallel_size
+    if config.final_stage_layers is not None:
+        counts = with_final_stage(args.num_layers, p, config.final_stage_layers)
+    else:
+        vocab_size = _known_vocab_size(args)
+        assert vocab_size is not None
+        counts = redistribute_by_flops(args.num_layers, p, args.hidden_size, args.seq_length, vocab_size)
+    args.pipeline_model_parallel_layout = layout(counts)
+
+
+def layout(counts: tuple[int, ...]) -> str:
+    """Megatron's layout string of these transformer layers per stage, such as ``Ettt|ttt|tL``."""
+    stages = ["t" * count for count in counts]
+    return "|".join(["E" + stages[0], *stages[1:-1], stages[-1] + "L"])

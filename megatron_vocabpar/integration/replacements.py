@@ -1,0 +1,137 @@
+"""What is put in place of Megatron's names; see the table in ``bindings.py`` for where and why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+
+from megatron_vocabpar.integration import compat
+from megatron_vocabpar.integration.bindings import Binding
+from megatron_vocabpar.integration.flags import FlagConfig, chain
+from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
+from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
+from megatron_vocabpar.integration.refusals import check, place_layers
+from megatron_vocabpar.schedule.generate import generate
+
+
+def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
+    """What goes in the place of ``original``."""
+    makers: dict[str, Callable[[Any, FlagConfig], Any]] = {
+        "get_forward_backward_func": _provide_schedule,
+        "GPTModel": _model_class,
+        "parse_args": _parse_with_our_options,
+        "validate_args": _check_first,
+    }
+    return makers[binding.name](original, config)
+
+
+def _parse_with_our_options(original: Callable[..., Any], _: FlagConfig) -> Callable[..., Any]:
+    @wraps(original)
+    def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
+        args = original(chain(extra_args_provider), ignore_unknown_args)
+        if not hasattr(args, "enable_vocab_parallel"):
+            raise ValueError("--yaml-cfg drops all flags, ours too; give the settings as flags instead")
+        return args
+
+    return parse_args
+
+
+def _check_first(original: Callable[..., Any], config: FlagConfig) -> Callable[..., Any]:
+    @wraps(original)
+    def validate_args(args: Any, *rest: Any, **named: Any) -> Any:
+        check(args, config)
+        if config.redistribute:
+            place_layers(args, config)
+        if args.rank == 0 and config.enabled:
+            print(_announcement(args, config), flush=True)
+        return original(args, *rest, **named)
+
+    return validate_args
+
+
+def _announcement(args: Any, config: FlagConfig) -> str:
+    text = f"> vocabulary parallelism: method {config.method}, schedule {config.schedule}"
+    if config.layers.vocabulary_parallel and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        text += (
+            "\n> CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams of a GPU into one queue: collectives of the vocabulary "
+            "layers wait for computation. Set it to 8"
+        )
+        if args.tensor_model_parallel_size > 1 and getattr(args, "sequence_parallel", False):
+            text += (
+                ", where Megatron allows it with tensor and sequence parallelism (Blackwell GPUs, or TE's)"
+            )
+    return text
+
+
+class ScheduleRunner:
+    """The forward-backward function of this process; groups and streams exist from its first call on."""
+
+    def __init__(self, config: FlagConfig) -> None:
+        self._config = config
+        self._run: ForwardBackward | None = None
+
+    def __call__(self, **arguments: Any) -> list[Any]:
+        if self._run is None:
+            model = arguments["model"]
+            chunk = model[0] if isinstance(model, list) else model
+            self._run = self._build(next(chunk.parameters()).device)
+        return self._run(**compat.call_arguments(arguments))
+
+    def _build(self, device: torch.device) -> ForwardBackward:
+        groups = vocab_groups()
+        make_schedule = partial(generate, self._config.method, groups.pipeline, family=self._config.schedule)
+        return ForwardBackward(self._config.method, groups, device, make_schedule=make_schedule)
+
+
+def _provide_schedule(original: Callable[..., Any], config: FlagConfig) -> Callable[..., Any]:
+    runner = ScheduleRunner(config)
+
+    @wraps(original)
+    def get_forward_backward_func(*_: Any, **__: Any) -> ScheduleRunner:
+        return runner
+
+    return get_forward_backward_func
+
+
+def _model_class(original: type, _: FlagConfig) -> type:
+    assert issubclass(VocabParallelGPTModel, original)
+
+    class GPTModel(VocabParallelGPTModel):
+        """megatron-core's GPTModel as the training script builds it, with partitioned vocabulary layers."""
+
+        def __init__(
+            self,
+            config: Any,
+            transformer_layer_spec: Any,
+            vocab_size: int,
+            max_sequence_length: int,
+            **kwargs: Any,
+        ) -> None:
+            true_size, divisible_by = vocabulary(vocab_size)
+            super().__init__(
+                config,
+                transformer_layer_spec,
+                true_size,
+                max_sequence_length,
+                shard=vocab_shard(true_size, divisible_by),
+                **kwargs,
+            )
+
+    GPTModel.__qualname__ = original.__qualname__
+    return GPTModel
+
+
+def vocabulary(padded_size: int) -> tuple[int, int]:
+    """Number of true token ids, and what the padded size must be divisible by, of the running training.
+
+    Args:
+        padded_size: what Megatron made of it; it pads for tensor parallelism only, and never masks.
+    """
+    from megatron.training import get_args
+    from megatron.training.global_vars import get_tokenizer
+
+    return min(get_tokenizer().vocab_size, padded_size), get_args().make_vocab_size_divisible_by

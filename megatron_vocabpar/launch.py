@@ -1,0 +1,35 @@
+"""Run an unchanged Megatron-LM script with our flags.
+
+    torchrun --nproc-per-node 8 -m megatron_vocabpar.launch /path/to/pretrain_gpt.py --enable-vocab-parallel ...
+
+The script runs as ``__main__``, with its folder first on the path, as ``python /path/to/pretrain_gpt.py`` would.
+"""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import sys
+from pathlib import Path
+
+
+def main(argv: list[str]) -> None:
+    """Run the script ``argv[0]`` with the arguments ``argv[1:]``.
+
+    Raises:
+        ValueError: if it is no file.
+    """
+    if not argv or not Path(argv[0]).is_file():
+        raise ValueError(
+            f"{argv[0] if argv else 'no script'}: not a file; give the path of Megatron-LM's pretrain_gpt.py, "
+            "then its arguments"
+        )
+    script = Path(argv[0]).resolve()
+    sys.argv = [str(script), *argv[1:]]
+    sys.path.insert(0, str(script.parent))
+    importlib.import_module("megatron_vocabpar.adaptor")
+    runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
