@@ -28,9 +28,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
-            context.Process(
-                target=_rank_main, args=(rank, world_size, folder, writer, function, args)
-            )
+            context.Process(target=_rank_main, args=(rank, world_size, folder, writer, function, args))
             for rank, (_, writer) in enumerate(pipes)
         ]
         for process in processes:
@@ -78,4 +76,7 @@ def _rank_main(
         outcome = (False, traceback.format_exc())
     writer.send(outcome)
     writer.close()
+    for child in multiprocessing.active_children():  # a distributed checkpoint leaves its manager behind
+        child.kill()
+        child.join()
     os._exit(0)

@@ -65,11 +65,12 @@ def _run_rank(config: TrainConfig) -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_vocabpar.integration.build import build_model
+    from megatron_vocabpar.integration.build import build_chunks
     from megatron_vocabpar.integration.cpu import megatron_on_cpu
     from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
     from megatron_vocabpar.integration.trainer import forward_step, layers_per_stage
     from megatron_vocabpar.runtime.streams import backend, default_device
+    from megatron_vocabpar.schedule.placement import Placement
 
     device = default_device(config.device, int(os.environ["LOCAL_RANK"]))
     with ExitStack() as stack:
@@ -80,19 +81,20 @@ def _run_rank(config: TrainConfig) -> None:
         stack.callback(dist.destroy_process_group)
         parallel_state.initialize_model_parallel(config.tp, config.pp)
         model_parallel_cuda_manual_seed(config.seed)
-        model = build_model(config, layers_per_stage(config))
-        model.config.batch_p2p_sync = False
+        placement = Placement(config.pp)
+        chunks = build_chunks(config, layers_per_stage(config, placement), placement)
+        chunks[0].config.batch_p2p_sync = False
         ours = ForwardBackward("baseline", vocab_groups(), device)
         has_batch = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
 
         def iterate(run: Callable[..., Any]) -> float:
-            model.zero_grad_buffer()
+            chunks[0].zero_grad_buffer()
             dist.barrier()
             start = time.perf_counter()
             run(
                 forward_step_func=partial(forward_step, device),
                 data_iterator=_random_batches(config) if has_batch else None,
-                model=[model],
+                model=chunks,
                 num_microbatches=config.microbatches,
                 seq_length=config.seq_length,
                 micro_batch_size=config.micro_batch_size,

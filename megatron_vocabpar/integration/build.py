@@ -12,23 +12,29 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
+from megatron_vocabpar.integration.chunks import ChunkPosition, chunk_positions
 from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
 from megatron_vocabpar.integration.weights import initialise_weights
 from megatron_vocabpar.schedule.methods import method_named
+from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.train.config import TrainConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _POSITIONS = {"learned": "learned_absolute", "rope": "rope"}
 
 
-def transformer_config(config: TrainConfig, layers_per_stage: tuple[int, ...]) -> TransformerConfig:
+def transformer_config(
+    config: TrainConfig, layers_per_stage: tuple[int, ...], chunks: int
+) -> TransformerConfig:
     """megatron-core's configuration of the transformer layers.
 
     Args:
-        layers_per_stage: transformer layers of each pipeline stage; they sum to ``config.layers``.
+        layers_per_stage: transformer layers of each virtual stage; they sum to ``config.layers``.
+        chunks: model chunks on each rank.
     """
     dtype = _DTYPES[config.dtype]
     return TransformerConfig(
@@ -38,6 +44,7 @@ def transformer_config(config: TrainConfig, layers_per_stage: tuple[int, ...]) -
         ffn_hidden_size=config.ffn_hidden,
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         pipeline_model_parallel_layout=_layout(layers_per_stage),
         sequence_parallel=config.use_sequence_parallel,
         params_dtype=dtype,
@@ -62,39 +69,51 @@ def _layout(layers_per_stage: tuple[int, ...]) -> list[list[str]] | None:
     return layout
 
 
-def build_model(config: TrainConfig, layers_per_stage: tuple[int, ...]) -> DistributedDataParallel:
-    """This rank's chunk with the weights that ``config.seed`` gives, inside Megatron's DDP."""
+def build_chunks(
+    config: TrainConfig, layers_per_stage: tuple[int, ...], placement: Placement
+) -> list[DistributedDataParallel]:
+    """This rank's chunks with the weights that ``config.seed`` gives, each inside Megatron's DDP."""
+    transformer = transformer_config(config, layers_per_stage, placement.chunks)
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    positions = chunk_positions(placement, rank, ProcessGroupCollection.use_mpu_process_groups())
+    chunks = [_build_chunk(config, transformer, position, i == 0) for i, position in enumerate(positions)]
+    transformer.finalize_model_grads_func = finalize_model_grads
+    if config.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        transformer.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+    return chunks
+
+
+def _build_chunk(
+    config: TrainConfig, transformer: TransformerConfig, position: ChunkPosition, holds_shard: bool
+) -> DistributedDataParallel:
     options: dict[str, Any] = {
-        "config": transformer_config(config, layers_per_stage),
+        "config": transformer,
         "transformer_layer_spec": get_gpt_layer_local_spec(),
         "vocab_size": config.vocab_size,
         "max_sequence_length": config.seq_length,
-        "pre_process": parallel_state.is_pipeline_first_stage(),
-        "post_process": parallel_state.is_pipeline_last_stage(),
         "position_embedding_type": _POSITIONS[config.position],
         "share_embeddings_and_output_weights": config.tied,
+        **position.options,
     }
     model: GPTModel
     if method_named(config.method).vocabulary_parallel:
-        model = VocabParallelGPTModel(**options, shard=vocab_shard(config.vocab_size))
+        shard = vocab_shard(config.vocab_size)
+        model = VocabParallelGPTModel(**options, shard=shard, holds_shard=holds_shard)
     else:
         model = GPTModel(**options)
     initialise_weights(model, config.seed)
-    transformer = model.config
     wrapped = Float16Module(transformer, model) if transformer.bf16 else model
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=config.overlap_grad_reduce,
         use_distributed_optimizer=config.distributed_optimizer,
     )
-    ddp = DistributedDataParallel(transformer, ddp_config, wrapped)
-    transformer.finalize_model_grads_func = finalize_model_grads
-    transformer.no_sync_func = ddp.no_sync if config.overlap_grad_reduce else None
-    return ddp
+    return DistributedDataParallel(transformer, ddp_config, wrapped)
 
 
 def build_optimizer(
-    config: TrainConfig, model: DistributedDataParallel
+    config: TrainConfig, chunks: list[DistributedDataParallel]
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Megatron's Adam with fp32 main parameters, and linear warm-up with cosine decay."""
     optimizer_config = OptimizerConfig(
@@ -106,8 +125,8 @@ def build_optimizer(
         params_dtype=_DTYPES[config.dtype],
         use_distributed_optimizer=config.distributed_optimizer,
     )
-    optimizer = get_megatron_optimizer(optimizer_config, [model])
-    model.config.grad_scale_func = optimizer.scale_loss
+    optimizer = get_megatron_optimizer(optimizer_config, chunks)
+    chunks[0].config.grad_scale_func = optimizer.scale_loss
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

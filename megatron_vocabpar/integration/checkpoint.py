@@ -7,6 +7,7 @@ method, pipeline and tensor-parallel size can load what another one saved.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +31,28 @@ def latest_checkpoint(folder: Path) -> Path:
     return complete[-1]
 
 
-def _state(model: torch.nn.Module, optimizer: MegatronOptimizer | None, is_loading: bool) -> dict[str, Any]:
+def _chunk_key(i: int) -> str:
+    return f"model{i}"
+
+
+def _state(
+    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, is_loading: bool
+) -> dict[str, Any]:
     metadata = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "distrib_optim_sharding_type": "fully_sharded_model_space",
     }
-    state: dict[str, Any] = {"model": unwrap_model(model).sharded_state_dict(metadata=metadata)}
-    if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(
-            state["model"], is_loading=is_loading, metadata=metadata
-        )
-    return state
+    state: dict[str, Any] = {
+        _chunk_key(i): unwrap_model(chunk).sharded_state_dict(metadata=metadata)
+        for i, chunk in enumerate(chunks)
+    }
+    optimizer_state = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+    return {**state, "optimizer": optimizer_state}
 
 
 def save_checkpoint(
     folder: Path,
-    model: torch.nn.Module,
+    chunks: Sequence[torch.nn.Module],
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
     step: int,
@@ -59,7 +66,7 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    state = _state(model, optimizer, is_loading=False)
+    state = _state(chunks, optimizer, is_loading=False)
     state |= {"scheduler": scheduler.state_dict(), "step": step}
     dist_checkpointing.save(state, str(partial))
     dist.barrier()
@@ -70,7 +77,7 @@ def save_checkpoint(
 
 def load_checkpoint(
     folder: Path,
-    model: torch.nn.Module,
+    chunks: Sequence[torch.nn.Module],
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
 ) -> int:
@@ -79,8 +86,9 @@ def load_checkpoint(
     Returns:
         The number of steps done.
     """
-    loaded = dist_checkpointing.load(_state(model, optimizer, is_loading=True), str(folder))
-    unwrap_model(model).load_state_dict(loaded["model"], strict=True)
+    loaded = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(folder))
+    for i, chunk in enumerate(chunks):
+        unwrap_model(chunk).load_state_dict(loaded[_chunk_key(i)], strict=True)
     optimizer.load_state_dict(loaded["optimizer"])
     scheduler.load_state_dict(loaded["scheduler"])
     return int(loaded["step"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_vocabpar.integration.build import build_model, build_optimizer
+from megatron_vocabpar.integration.build import build_chunks, build_optimizer
 from megatron_vocabpar.integration.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from megatron_vocabpar.integration.cpu import megatron_on_cpu
 from megatron_vocabpar.integration.datasets import build_datasets, microbatches
@@ -30,8 +30,11 @@ from megatron_vocabpar.integration.forward_backward import ForwardBackward, voca
 from megatron_vocabpar.runtime.profile import Span, Timeline, trace_events
 from megatron_vocabpar.runtime.streams import backend, default_device, named_range, peak_memory_mib
 from megatron_vocabpar.schedule.draw import draw_svg
+from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.passes import Instruction
+from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.schedule.redistribution import redistribute_by_flops, with_final_stage
+from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.metrics import Metrics
 from megatron_vocabpar.train.output import (
@@ -71,10 +74,16 @@ def train(config: TrainConfig, device: torch.device) -> None:
         _Trainer(config, device).train()
 
 
-def layers_per_stage(config: TrainConfig) -> tuple[int, ...]:
-    """Transformer layers of each stage: even, but for ``redis``."""
+def schedule_maker(config: TrainConfig) -> Callable[[int], Schedule]:
+    """The schedules of a job, by number of microbatches."""
+    return partial(generate, config.method, config.pp, family=config.family, chunks=config.chunks)
+
+
+def layers_per_stage(config: TrainConfig, placement: Placement) -> tuple[int, ...]:
+    """Transformer layers of each virtual stage: even, but for ``redis``."""
+    stages = placement.num_stages
     if config.method != "redis" or config.pp == 1:
-        return (config.layers // config.pp,) * config.pp
+        return (config.layers // stages,) * stages
     if config.final_stage_layers is not None:
         return with_final_stage(config.layers, config.pp, config.final_stage_layers)
     return redistribute_by_flops(
@@ -123,11 +132,13 @@ class _Trainer:
             config.method,
             vocab_groups(),
             device,
+            make_schedule=schedule_maker(config),
             observers=(self._note_instruction, partial(_profiler_range, device)),
             timeline=self.timeline,
         )
-        self.model = build_model(config, layers_per_stage(config))
-        self.optimizer, self.scheduler = build_optimizer(config, self.model)
+        self.placement = self.forward_backward.schedule(config.microbatches).layout
+        self.chunks = build_chunks(config, layers_per_stage(config, self.placement), self.placement)
+        self.optimizer, self.scheduler = build_optimizer(config, self.chunks)
         self.data = build_datasets(config, DataFiles.from_json((self.folder / DATA_FILE).read_text()))
 
     @contextmanager
@@ -141,7 +152,7 @@ class _Trainer:
         checkpoints = self.folder / CHECKPOINT_FOLDER
         if config.resume:
             first_step = load_checkpoint(
-                latest_checkpoint(checkpoints), self.model, self.optimizer, self.scheduler
+                latest_checkpoint(checkpoints), self.chunks, self.optimizer, self.scheduler
             )
         batches = self._batches(self.data.train, first_step)
         with Metrics(config, self.folder / METRICS_FILE, first_step, dist.get_rank() == 0) as metrics:
@@ -158,7 +169,7 @@ class _Trainer:
                     self._write_pictures()
                 if self._saves_after(step):
                     folder = checkpoints / f"step_{step + 1:07d}"
-                    save_checkpoint(folder, self.model, self.optimizer, self.scheduler, step + 1)
+                    save_checkpoint(folder, self.chunks, self.optimizer, self.scheduler, step + 1)
         self.forward_backward.close()
 
     def _saves_after(self, step: int) -> bool:
@@ -166,17 +177,24 @@ class _Trainer:
         at_interval = bool(config.save_interval) and done % config.save_interval == 0
         return config.save and (done == config.steps or at_interval)
 
-    def _batches(self, dataset: Any, step: int) -> Iterator[Any] | None:
-        """The data of the first and the last stage; the others load nothing."""
-        if parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage():
-            return microbatches(dataset, self.config, step, parallel_state.get_data_parallel_rank())
-        return None
+    def _batches(self, dataset: Any, step: int) -> list[Iterator[Any] | None]:
+        """The data of each chunk: the first and the last stage have some, the others load nothing."""
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        replica = parallel_state.get_data_parallel_rank()
+        ends = (0, self.placement.last_stage)
+        return [
+            microbatches(dataset, self.config, step, replica)
+            if self.placement.stage_of(rank, chunk) in ends
+            else None
+            for chunk in range(self.placement.chunks)
+        ]
 
-    def _step(self, batches: Iterator[Any] | None) -> dict[str, Any]:
+    def _step(self, batches: list[Iterator[Any] | None]) -> dict[str, Any]:
         """One optimizer step; what is measured of it, the same on all ranks."""
         start = time.perf_counter()
         learning_rate = self.optimizer.param_groups[0]["lr"]
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         reported = self._run(batches, forward_only=False)
         _, grad_norm, _ = self.optimizer.step()
@@ -202,11 +220,11 @@ class _Trainer:
             reported += self._run(batches, forward_only=True)
         return self._mean_loss(reported)
 
-    def _run(self, batches: Iterator[Any] | None, forward_only: bool) -> list[Any]:
+    def _run(self, batches: list[Iterator[Any] | None], forward_only: bool) -> list[Any]:
         return self.forward_backward(
             forward_step_func=partial(forward_step, self.device),
             data_iterator=batches,
-            model=[self.model],
+            model=self.chunks,
             num_microbatches=self.config.microbatches,
             seq_length=self.config.seq_length,
             micro_batch_size=self.config.micro_batch_size,

@@ -9,6 +9,7 @@ Next: ``integration/trainer.py``, which does the training.
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import sys
 import threading
@@ -52,6 +53,8 @@ def run_worker(config_path: str, run: Callable[[TrainConfig], None]) -> int:
         # Peers wait for this process in gloo's threads or NCCL's kernels, which a normal exit would join.
         sys.stdout.flush()
         sys.stderr.flush()
+        for child in multiprocessing.active_children():
+            child.kill()
         os._exit(1)
     return 0
 

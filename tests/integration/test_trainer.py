@@ -13,12 +13,13 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_vocabpar.integration.build import build_model, build_optimizer
+from megatron_vocabpar.integration.build import build_chunks, build_optimizer
 from megatron_vocabpar.integration.checkpoint import latest_checkpoint, load_checkpoint
 from megatron_vocabpar.integration.cpu import megatron_on_cpu
 from megatron_vocabpar.integration.datasets import inspect_dataset, write_dataset
 from megatron_vocabpar.integration.trainer import layers_per_stage, train
 from megatron_vocabpar.integration.weights import global_parameters
+from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.prepare import prepare
 from tests.integration.gpt import unwrap
@@ -81,10 +82,11 @@ def _weights(_: int, config: TrainConfig) -> dict[str, np.ndarray]:
     with megatron_on_cpu():
         parallel_state.initialize_model_parallel(config.tp, config.pp)
         model_parallel_cuda_manual_seed(config.seed)
-        model = build_model(config, layers_per_stage(config))
-        optimizer, scheduler = build_optimizer(config, model)
-        load_checkpoint(latest_checkpoint(Path(config.output) / "checkpoint"), model, optimizer, scheduler)
-        return {name: p.detach().float().numpy().copy() for name, p in global_parameters(unwrap(model))}
+        placement = Placement(config.pp)
+        chunks = build_chunks(config, layers_per_stage(config, placement), placement)
+        optimizer, scheduler = build_optimizer(config, chunks)
+        load_checkpoint(latest_checkpoint(Path(config.output) / "checkpoint"), chunks, optimizer, scheduler)
+        return {name: p.detach().float().numpy().copy() for name, p in global_parameters(unwrap(chunks[0]))}
 
 
 def weights(config: TrainConfig, pp: int, method: str) -> dict[str, np.ndarray]:
