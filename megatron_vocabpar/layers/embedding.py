@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.kernels.reference import scatter_add_rows_
+from megatron_vocabpar.layers.kernels.dispatch import scatter_add_rows_
 from megatron_vocabpar.layers.partition import VocabRange
 
 

@@ -20,11 +20,11 @@ EXPONENT_LIMIT = float(2**22)
 NOTHING = -EXPONENT_LIMIT
 """The offset k of a row without any finite logit, such as every row of an all-padding shard."""
 
-_LOG2_E = 1.4426950408889634
-# ln 2 in two parts. The first has 9 significant bits, so q * _LN2_HIGH is exact for |q| < 2^15
+LOG2_E = 1.4426950408889634
+# ln 2 in two parts. The first has 9 significant bits, so q * LN2_HIGH is exact for |q| < 2^15
 # (|y| < 22000), and the remainder y - q ln 2 keeps the full precision of y however large y is.
-_LN2_HIGH = 355 / 512
-_LN2_LOW = -2.1219444005469057e-4
+LN2_HIGH = 355 / 512
+LN2_LOW = -2.1219444005469057e-4
 
 
 def split_exponent(y: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,15 +38,15 @@ def split_exponent(y: Tensor) -> tuple[Tensor, Tensor]:
         except where q was clamped: -inf gives the lowest q and r = -inf, so that exp(r) = 0. NaN and
         +inf come out as NaN or inf.
     """
-    q = (y * _LOG2_E).round_().clamp_(-EXPONENT_LIMIT, EXPONENT_LIMIT)
+    q = (y * LOG2_E).round_().clamp_(-EXPONENT_LIMIT, EXPONENT_LIMIT)
     # Two separate multiplications: a fused one would round differently from one layout to another.
-    r = (y - q * _LN2_HIGH).sub_(q * _LN2_LOW)
+    r = (y - q * LN2_HIGH).sub_(q * LN2_LOW)
     return q, r
 
 
 def fraction_power(r: Tensor) -> Tensor:
     """exp(r) = 2^f for the remainder r of ``split_exponent``; 0 for r = -inf. Overwrites r."""
-    return r.mul_(_LOG2_E).exp2_()
+    return r.mul_(LOG2_E).exp2_()
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
@@ -69,4 +69,4 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 def log_of_power(exponent: Tensor) -> Tensor:
     """exponent * ln 2 to the full precision of its dtype, for a whole number."""
-    return exponent * _LN2_HIGH + exponent * _LN2_LOW
+    return exponent * LN2_HIGH + exponent * LN2_LOW

@@ -7,6 +7,10 @@ the CPU, whose 16-bit products round their results, the operands are converted f
 
 from __future__ import annotations
 
+import importlib
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,6 +28,11 @@ def result_dtype(operand: torch.dtype) -> torch.dtype:
         return torch.float64
     if operand == torch.float32 or operand in _HALF_DTYPES:
         return torch.float32
+    if operand.is_floating_point and operand.itemsize == 1:
+        raise ValueError(
+            f"operands in {operand}: 8-bit logits are wrong by several percent, and with them every "
+            "probability and gradient; keep the output layer in bfloat16 and use FP8 in the other layers"
+        )
     raise ValueError(f"operands in {operand}: use bfloat16, float16, float32 or float64")
 
 
@@ -40,14 +49,20 @@ def row_chunks(rows: int, columns: int, rows_per_chunk: int | None = None) -> li
     return [slice(start, min(start + rows_per_chunk, rows)) for start in range(0, rows, rows_per_chunk)]
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` for [i, j] and [j, k] of one dtype, in ``result_dtype`` of it."""
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """``a @ b`` for [i, j] and [j, k] of one dtype, in ``result_dtype`` of it.
+
+    Args:
+        a: [i, j].
+        b: [j, k].
+        out: [i, k] in that dtype, where to store it; None allocates.
+    """
     dtype = result_dtype(a.dtype)
     if a.dtype == dtype:
-        return a @ b
+        return torch.mm(a, b, out=out)
     if a.is_cuda:
-        return torch.mm(a, b, out_dtype=dtype)
-    return a.to(dtype) @ b.to(dtype)
+        return torch.mm(a, b, out_dtype=dtype, out=out)
+    return torch.mm(a.to(dtype), b.to(dtype), out=out)
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor, factor: Tensor | None = None) -> None:
@@ -62,8 +77,21 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor, factor: Tensor | None = None
     if factor is None and (a.dtype == result_dtype(a.dtype) or (a.is_cuda and out.dtype == a.dtype)):
         out.addmm_(a, b)
     elif factor is None and a.is_cuda:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        fused = _fused_accumulation()
+        if fused is not None and a.t().is_contiguous() and b.is_contiguous() and out.is_contiguous():
+            fused.wgrad_gemm_accum_fp32(b, a.t(), out)
+        else:
+            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
         for rows in row_chunks(a.shape[0], max(a.shape[1], b.shape[1])):
             part = product(a[rows], b)
             out[rows] += part if factor is None else part * factor
+
+
+@cache
+def _fused_accumulation() -> Any | None:
+    """The weight-gradient extension that Megatron uses (from apex), where it is installed."""
+    try:
+        return importlib.import_module("fused_weight_gradient_mlp_cuda")
+    except ImportError:
+        return None

@@ -28,6 +28,7 @@ Next: ``../runtime/executor.py``, which runs these passes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,16 +36,11 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.exponents import split_exponent
 from megatron_vocabpar.layers.gemm import add_product_, product, result_dtype, row_chunks
-from megatron_vocabpar.layers.kernels.dispatch import exponentials
-from megatron_vocabpar.layers.kernels.reference import (
-    lift,
-    row_offset,
-    scale_rows,
-    scatter_add_rows_,
-    take_target_,
-)
+from megatron_vocabpar.layers.kernels.dispatch import exponentials, scale_rows, scatter_add_rows_
+from megatron_vocabpar.layers.kernels.reference import lift, row_offset, take_target_
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.layers.softmax_stats import MergedStats, pack_stats
+from megatron_vocabpar.layers.softmax_stats import STATS_WIDTH, MergedStats, pack_stats
+from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +64,33 @@ class OutputState:
 
     Attributes:
         x: [n, H] operand dtype, as received.
-        e: [n, P] operand dtype; exponentials with the target's entry and padding zero.
-        valid_rows: the columns of e, and rows of the weight, that are true ids. Products stop there, so
-            that nothing in the padding can reach a gradient.
+        e: [n, P] operand dtype; exponentials with the target's entry and padding zero. None where they
+            are to be recomputed.
+        weight: [P, H] as in S, for recomputation: no copy, so T must run before it changes. Else None.
+        shard: the rows of the weight. Products stop at the true ids, so that nothing in the padding can
+            reach a gradient.
         k: [n] whole offsets, fp32 (fp64 for fp64).
         target_row: [n] int64 local row of the target, -1 where another shard, or none, owns it.
         owned: the tokens with a target here.
         a: [n, H] fp32 (fp64 for fp64) E W, where S was asked for it (vocab-2); else None.
+        target_slope: [n] slope of the softcap at the target's logit, where there is a softcap; else None.
+        weight_sum: [H] sum of the weight's true rows, where labels are smoothed; else None.
+        terms: what the loss consists of.
+        rows_per_chunk: as in S, for recomputation.
     """
 
     x: Tensor
-    e: Tensor
-    valid_rows: int
+    e: Tensor | None
+    weight: Tensor | None
+    shard: VocabRange
     k: Tensor
     target_row: Tensor
     owned: OwnedTargets
-    a: Tensor | None
+    a: Tensor | None = None
+    target_slope: Tensor | None = None
+    weight_sum: Tensor | None = None
+    terms: LossTerms = PLAIN
+    rows_per_chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +120,8 @@ def output_forward(
     with_input_gradient: bool,
     keep_state: bool = True,
     rows_per_chunk: int | None = None,
+    recompute: bool = False,
+    terms: LossTerms = PLAIN,
 ) -> tuple[OutputState | None, Tensor]:
     """Pass S of vocab-1 and vocab-2: logits, exponentials and this shard's statistics.
 
@@ -124,35 +133,66 @@ def output_forward(
         with_input_gradient: also compute ``A = E W`` (vocab-2), so that dX needs no pass after the barrier.
         keep_state: False for evaluation: only the statistics, nothing of [n, P] stored.
         rows_per_chunk: tokens whose fp32 logits exist at one time; None bounds them to about 64 MiB.
+        recompute: keep no [n, P] tensor; T computes the logits again, a fourth product in place of 2 n P
+            bytes. Use ``output_backward`` in vocab-1: two separate halves of T would recompute twice.
+        terms: what the loss consists of; ``merge_stats`` wants the same.
 
     Returns:
-        ``(state, stats)``: stats is [n, 4] for the collective and then ``merge_stats``.
+        ``(state, stats)``: stats is [n, 4] ([n, 5] with label smoothing) for the collective and then
+        ``merge_stats``.
 
     Raises:
         ValueError: if shapes or dtypes do not fit one another.
     """
     target_row = _target_rows(x, weight, targets, shard)
-    dtype = result_dtype(x.dtype)
-    e = x.new_empty(x.shape[0], shard.rows) if keep_state else None
-    a = x.new_empty(x.shape, dtype=dtype) if keep_state and with_input_gradient else None
+    dtype, valid = result_dtype(x.dtype), shard.valid_rows
+    keep_e, keep_a = keep_state and not recompute, keep_state and with_input_gradient
+    e = x.new_empty(x.shape[0], shard.rows) if keep_e else None
+    a = x.new_empty(x.shape, dtype=dtype) if keep_a else None
     owned = _owned_targets(target_row) if keep_state else None
-    parts = []
+    weight_sum = weight[:valid].sum(0, dtype=dtype) if terms.label_smoothing else None
+    parts, slopes = [], []
     for rows in row_chunks(x.shape[0], shard.rows, rows_per_chunk):
-        logits = product(x[rows], weight.t())  # [rows, P]
+        # Wide exponentials take the place of their logits; 16-bit ones need a transient.
+        place = e[rows] if e is not None and e.dtype == dtype else None
+        logits = product(x[rows], weight.t(), out=place)  # [rows, P]
+        out = None if e is None else e[rows]
+        if out is None and a is not None:
+            out = torch.empty_like(logits, dtype=x.dtype)
         part = exponentials(
             logits,
             target_row[rows],
-            shard.valid_rows,
+            valid,
             dtype=x.dtype,
-            out=None if e is None else e[rows],
+            out=out,
+            logit_scale=terms.logit_scale,
+            softcap=terms.softcap,
         )
         if a is not None and part.e is not None:
-            a[rows] = product(part.e[:, : shard.valid_rows], weight[: shard.valid_rows])
-        parts.append(pack_stats(part.k, part.s_rest, part.target_logit, target_row[rows] >= 0))
-    stats = torch.cat(parts) if parts else x.new_empty((0, 4), dtype=dtype)
-    if e is None or owned is None:
+            product(part.e[:, :valid], weight[:valid], out=a[rows])
+        mean_logit = None
+        if weight_sum is not None:
+            mean_logit = (x[rows].to(dtype) @ weight_sum) * (terms.logit_scale / shard.vocab_size)
+        parts.append(pack_stats(part.k, part.s_rest, part.target_logit, target_row[rows] >= 0, mean_logit))
+        slopes.append(part.target_slope)
+    width = STATS_WIDTH + bool(terms.label_smoothing)
+    stats = torch.cat(parts) if parts else x.new_empty((0, width), dtype=dtype)
+    if owned is None:
         return None, stats
-    return OutputState(x, e, shard.valid_rows, stats[:, 0].clone(), target_row, owned, a), stats
+    return OutputState(
+        x=x,
+        e=e,
+        weight=weight if recompute else None,
+        shard=shard,
+        k=stats[:, 0].clone(),
+        target_row=target_row,
+        owned=owned,
+        a=a,
+        target_slope=None if terms.softcap is None else torch.cat([s for s in slopes if s is not None]),
+        weight_sum=weight_sum,
+        terms=terms,
+        rows_per_chunk=rows_per_chunk,
+    ), stats
 
 
 @torch.no_grad()
@@ -214,7 +254,7 @@ def naive_sum(
     if e is None:
         return None, stats
     owned = _owned_targets(target_row)
-    return OutputState(x, e, shard.valid_rows, stats[:, 0].clone(), target_row, owned, None), stats
+    return OutputState(x, e, None, shard, stats[:, 0].clone(), target_row, owned), stats
 
 
 @torch.no_grad()
@@ -235,12 +275,9 @@ def input_gradient(state: OutputState, merged: MergedStats, grad_loss: Tensor, w
         grad = scale_rows(state.a, scale)
     else:
         grad = scale.new_empty(state.x.shape)
-        e, valid_weight = state.e[:, : state.valid_rows], weight[: state.valid_rows]
-        for rows in row_chunks(e.shape[0], e.shape[1]):
-            torch.mul(product(e[rows], valid_weight), scale[rows].unsqueeze(1), out=grad[rows])
-    owned = state.owned
-    remainder = merged.target_scale(grad_loss)[owned.tokens]
-    scatter_add_rows_(grad, owned.tokens, weight[owned.rows], remainder)
+        for rows, e in _exponentials(state):
+            _input_product(state, rows, e, weight, scale, grad)
+    _add_input_terms(state, merged, grad_loss, weight, grad)
     return grad
 
 
@@ -257,24 +294,122 @@ def weight_gradient(state: OutputState, merged: MergedStats, grad_loss: Tensor, 
     Raises:
         ValueError: if ``main_grad`` has another shape, or a dtype that the operands can't add to.
     """
-    x, e, owned = state.x, state.e, state.owned
-    if main_grad.shape != (e.shape[1], x.shape[1]):
+    _check_main_grad(state, main_grad)
+    scaled, lifted = _scaled_input(state, merged, grad_loss)
+    for rows, e in _exponentials(state):
+        _weight_product(state, e, scaled[rows], lifted, main_grad)
+    _add_weight_terms(state, merged, grad_loss, main_grad)
+
+
+@torch.no_grad()
+def output_backward(
+    state: OutputState, merged: MergedStats, grad_loss: Tensor, weight: Tensor, main_grad: Tensor
+) -> Tensor:
+    """Pass T of vocab-1: both halves. Where S kept no exponentials, they are recomputed once for both.
+
+    Args and errors are those of ``input_gradient`` and ``weight_gradient``.
+
+    Returns:
+        [n, H] fp32 (fp64 for fp64) this shard's part of dX.
+    """
+    if state.e is not None or state.a is not None:
+        weight_gradient(state, merged, grad_loss, main_grad)
+        return input_gradient(state, merged, grad_loss, weight)
+    _check_main_grad(state, main_grad)
+    scale = merged.row_scale(state.k, grad_loss)
+    grad = scale.new_empty(state.x.shape)
+    scaled, lifted = _scaled_input(state, merged, grad_loss)
+    for rows, e in _exponentials(state):
+        _input_product(state, rows, e, weight, scale, grad)
+        _weight_product(state, e, scaled[rows], lifted, main_grad)
+    _add_input_terms(state, merged, grad_loss, weight, grad)
+    _add_weight_terms(state, merged, grad_loss, main_grad)
+    return grad
+
+
+def _exponentials(state: OutputState) -> Iterator[tuple[slice, Tensor]]:
+    """The stored exponentials in one piece, or recomputed ones a chunk of tokens at a time."""
+    if state.e is not None:
+        yield slice(0, state.x.shape[0]), state.e
+        return
+    assert state.weight is not None
+    for rows in row_chunks(state.x.shape[0], state.shard.rows, state.rows_per_chunk):
+        logits = product(state.x[rows], state.weight.t())
+        part = exponentials(
+            logits,
+            state.target_row[rows],
+            state.shard.valid_rows,
+            state.k[rows],
+            dtype=state.x.dtype,
+            out=torch.empty_like(logits, dtype=state.x.dtype),
+            logit_scale=state.terms.logit_scale,
+            softcap=state.terms.softcap,
+        )
+        assert part.e is not None
+        yield rows, part.e
+
+
+def _input_product(
+    state: OutputState, rows: slice, e: Tensor, weight: Tensor, scale: Tensor, grad: Tensor
+) -> None:
+    valid = state.shard.valid_rows
+    product(e[:, :valid], weight[:valid], out=grad[rows])
+    grad[rows] *= scale[rows].unsqueeze(1)
+
+
+def _add_input_terms(
+    state: OutputState, merged: MergedStats, grad_loss: Tensor, weight: Tensor, grad: Tensor
+) -> None:
+    """What is not in the exponentials: the targets' rows, and the smoothed labels."""
+    owned = state.owned
+    remainder = _target_remainder(state, merged, grad_loss)
+    scatter_add_rows_(grad, owned.tokens, weight[owned.rows], remainder, ascending=True)
+    if state.weight_sum is not None:
+        grad.addr_(merged.uniform_scale(grad_loss, state.shard.vocab_size), state.weight_sum)
+
+
+def _check_main_grad(state: OutputState, main_grad: Tensor) -> None:
+    x, rows = state.x, state.shard.rows
+    if main_grad.shape != (rows, x.shape[1]):
         raise ValueError(
-            f"main_grad of shape {tuple(main_grad.shape)}: this shard's weight is {(e.shape[1], x.shape[1])}"
+            f"main_grad of shape {tuple(main_grad.shape)}: this shard's weight is {(rows, x.shape[1])}"
         )
     if main_grad.dtype not in (x.dtype, result_dtype(x.dtype)):
         raise ValueError(
             f"main_grad in {main_grad.dtype}: use {result_dtype(x.dtype)}, or {x.dtype} like the weight"
         )
+
+
+def _scaled_input(state: OutputState, merged: MergedStats, grad_loss: Tensor) -> tuple[Tensor, Tensor | None]:
+    """[n, H] X with the rows' factors, and the power of two by which fp16 was lifted."""
     scale = merged.row_scale(state.k, grad_loss)
-    valid_grad, valid_e = main_grad[: state.valid_rows], e[:, : state.valid_rows].t()
-    lifted = lift(x, scale)
-    if lifted is None:
-        add_product_(valid_grad, valid_e, scale_rows(x, scale))
-    else:
-        add_product_(valid_grad, valid_e, scale_rows(x, scale * lifted), 1 / lifted)
-    remainder = merged.target_scale(grad_loss)[owned.tokens]
+    lifted = lift(state.x, scale)
+    return scale_rows(state.x, scale if lifted is None else scale * lifted), lifted
+
+
+def _weight_product(
+    state: OutputState, e: Tensor, scaled: Tensor, lifted: Tensor | None, main_grad: Tensor
+) -> None:
+    valid = state.shard.valid_rows
+    add_product_(main_grad[:valid], e[:, :valid].t(), scaled, None if lifted is None else 1 / lifted)
+
+
+def _add_weight_terms(state: OutputState, merged: MergedStats, grad_loss: Tensor, main_grad: Tensor) -> None:
+    """What is not in the exponentials: the targets' tokens, and the smoothed labels."""
+    x, owned = state.x, state.owned
+    remainder = _target_remainder(state, merged, grad_loss)
     scatter_add_rows_(main_grad, owned.rows, x[owned.tokens], remainder)
+    if state.weight_sum is not None:
+        uniform = merged.uniform_scale(grad_loss, state.shard.vocab_size)
+        main_grad[: state.shard.valid_rows] += uniform @ x.to(uniform.dtype)
+
+
+def _target_remainder(state: OutputState, merged: MergedStats, grad_loss: Tensor) -> Tensor:
+    """[m] factors of the owned targets: g (p_target - 1), with the loss's other terms."""
+    remainder = merged.target_scale(grad_loss)
+    if state.target_slope is not None:
+        remainder = remainder * state.target_slope
+    return remainder[state.owned.tokens]
 
 
 def _target_rows(x: Tensor, weight: Tensor, targets: Tensor, shard: VocabRange) -> Tensor:

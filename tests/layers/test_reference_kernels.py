@@ -67,7 +67,40 @@ def test_other_kernels_equal_the_reference(kernel, n: int, columns: int, given: 
         valid = max(0, columns - 3)
         parts.append(implementation(logits.clone(), target_row, valid, offset, dtype=torch.bfloat16, out=out))
     for expected, got in zip(*parts, strict=True):
-        assert torch.equal(got, expected)
+        assert (got is None and expected is None) or torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("n", "columns", "spread", "scale"), [(0, 5, 4, 1), (3, 0, 4, 1), (70, 3001, 40, 1), (9, 999, 3000, 0.5)]
+)
+@pytest.mark.parametrize("given", [False, True])
+def test_the_short_way_for_wide_storage_equals_the_reference(
+    dtype: torch.dtype, n: int, columns: int, spread: float, scale: float, given: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = spread * torch.randn(n, columns, generator=generator, dtype=dtype)
+    logits[:1] = -torch.inf
+    target_row = torch.full((n,), -1)
+    if columns:
+        target_row[::2] = torch.arange(n)[::2]
+    offset = exponentials(logits.clone(), target_row, columns).k + 7 if given else None
+    parts = []
+    for implementation in (exponentials, cpu.exponentials):
+        work = logits.clone()
+        place = work if implementation is cpu.exponentials else torch.full_like(work, torch.nan)
+        valid = max(0, columns - 3)
+        parts.append(implementation(work, target_row, valid, offset, out=place, logit_scale=scale))
+    expected, got = parts
+    assert got.e is not None
+    assert expected.e is not None
+    torch.testing.assert_close(
+        got.e, expected.e, rtol=(8e-6 if dtype == torch.float32 else 2e-14), atol=2.0**-125
+    )
+    assert (got.e[expected.e == 0] <= 2.0**-125).all()
+    assert torch.equal(got.k, expected.k)
+    assert torch.equal(got.target_logit, expected.target_logit)
+    torch.testing.assert_close(got.s_rest, expected.s_rest, rtol=2e-6, atol=0)
 
 
 def test_the_sum_is_of_unrounded_values() -> None:

@@ -32,13 +32,36 @@ class Exponentials(NamedTuple):
             target, for padding and for logits 2^126 below the row's largest.
         k: [n] whole offsets.
         s_rest: [n] sums of the unrounded exponentials; 0 where the shard has nothing but the target.
-        target_logit: [n] the target's logit, 0 where another shard owns it.
+        target_logit: [n] the target's transformed logit, 0 where another shard owns it.
+        target_slope: [n] slope of the softcap at the target's logit, 0 where another shard owns it; None
+            without a softcap.
     """
 
     e: Tensor | None
     k: Tensor
     s_rest: Tensor
     target_logit: Tensor
+    target_slope: Tensor | None = None
+
+
+def transform_logits_(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor | None:
+    """Scale and cap logits in place: ``softcap * tanh(logit_scale * y / softcap)``.
+
+    Args:
+        logits: any shape, fp32 or fp64, overwritten.
+        logit_scale: positive factor.
+        softcap: positive bound, or None for no cap.
+
+    Returns:
+        The slope of the cap, 1 - tanh^2, accurate also where tanh rounds to 1; None without a cap.
+    """
+    if logit_scale != 1:
+        logits.mul_(logit_scale)
+    if softcap is None:
+        return None
+    decay = logits.abs().mul_(-2 / softcap).exp_()
+    logits.div_(softcap).tanh_().mul_(softcap)
+    return 4 * decay / (1 + decay).square_()
 
 
 def take_target_(logits: Tensor, target_row: Tensor, valid_rows: int) -> Tensor:
@@ -86,6 +109,8 @@ def exponentials(
     *,
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
 ) -> Exponentials:
     """The S pass between its matrix products: one read of the logits, one write of E.
 
@@ -96,13 +121,21 @@ def exponentials(
         offset: [n] offsets to use, not below the row's own (naive: the largest of all shards); None
             takes the row's own.
         dtype: storage dtype of E, which decides the headroom; None is the dtype of the logits.
-        out: [n, P] of that dtype, where to store E; None where E is not needed.
+        out: [n, P], where to store E, of that dtype or a wider one; None where E is not needed.
+        logit_scale: positive factor of the logits.
+        softcap: bound of the logits (see ``LossTerms``); E is then multiplied by the cap's slope, which
+            its every use in a gradient needs; the sums are not.
 
     Returns:
         The exponentials and statistics, in the dtype of the logits but for ``e``, which is ``out``.
     """
     dtype = logits.dtype if dtype is None else dtype
     # 1. the target leaves the row; padding is masked
+    slope = transform_logits_(logits, logit_scale, softcap)
+    target_slope = None
+    if slope is not None:
+        target_slope = take_target_(slope, target_row, valid_rows)
+        slope.masked_fill_(slope == -torch.inf, 0)
     target_logit = take_target_(logits, target_row, valid_rows)
     # 2. y = (q + f) ln 2
     q, r = split_exponent(logits)
@@ -111,9 +144,10 @@ def exponentials(
     # 4. 2^f * 2^(q - k): the second factor is exact
     values = fraction_power(r).mul_(power_of_two(q.sub_(k.unsqueeze(1))))
     # 5. sum the unrounded values, store the rounded ones
+    s_rest = values.sum(dim=1)
     if out is not None:
-        out.copy_(values)
-    return Exponentials(out, k, values.sum(dim=1), target_logit)
+        out.copy_(values if slope is None else values.mul_(slope))
+    return Exponentials(out, k, s_rest, target_logit, target_slope)
 
 
 def scale_rows(x: Tensor, scale: Tensor) -> Tensor:
@@ -138,7 +172,9 @@ def lift(x: Tensor, scale: Tensor) -> Tensor | None:
     return power_of_two(15 - exponent).reshape(1)
 
 
-def scatter_add_rows_(out: Tensor, rows: Tensor, values: Tensor, scale: Tensor | None = None) -> None:
+def scatter_add_rows_(
+    out: Tensor, rows: Tensor, values: Tensor, scale: Tensor | None = None, *, ascending: bool = False
+) -> None:
     """``out[rows[i]] += scale[i] * values[i]`` in place, in one fixed order for any number of repeats.
 
     Args:
@@ -146,6 +182,7 @@ def scatter_add_rows_(out: Tensor, rows: Tensor, values: Tensor, scale: Tensor |
         rows: [m] int64 rows of ``out``, repeats allowed.
         values: [m, H] of any floating dtype.
         scale: [m] fp32 or fp64 factors; None is 1.
+        ascending: that ``rows`` ascend already, which saves a device kernel the sort.
     """
     if rows.numel() == 0:
         return

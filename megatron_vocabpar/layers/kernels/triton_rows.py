@@ -1,0 +1,121 @@
+"""The small row kernels of T, C1 and IB in Triton: scaled rows, and a scatter that adds in a fixed order.
+
+Same signatures as in ``reference.py``. They work on [n, H]; the kernel on [n, P] is in
+``triton_exponentials.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+_REPEATS = 16
+
+
+@triton.jit
+def _scale_rows_kernel(  # type: ignore[no-untyped-def]
+    x,  # [n, H]
+    x_stride,
+    scale,  # [n] fp32
+    out,  # [n, H]
+    out_stride,
+    columns,  # H
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(scale + row)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32) * factor
+    tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scatter_add_kernel(  # type: ignore[no-untyped-def]
+    out,  # [P, H]
+    out_stride,
+    rows,  # [m] int64, ascending
+    order,  # [m] int64, where each of them stood before they were sorted
+    values,  # [m, H]
+    values_stride,
+    scale,  # [m] fp32, read if HAS_SCALE
+    count,  # m
+    columns,  # H
+    HAS_SCALE: tl.constexpr,
+    REPEATS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per run of equal rows (the others end at once) and block of columns."""
+    first = tl.program_id(0)
+    row = tl.load(rows + first)
+    before = tl.load(rows + tl.maximum(first - 1, 0))
+    if (first == 0) | (before != row):
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < columns
+        total = tl.zeros([BLOCK], tl.float32)
+        start = first
+        more = start < count
+        while more:
+            entry = start + tl.arange(0, REPEATS)
+            same = tl.load(rows + entry, mask=entry < count, other=-1) == row
+            source = tl.load(order + entry, mask=same, other=0)
+            value = tl.load(
+                values + source[:, None] * values_stride + column[None, :],
+                mask=same[:, None] & inside[None, :],
+                other=0.0,
+            ).to(tl.float32)
+            if HAS_SCALE:
+                value = value * tl.load(scale + source, mask=same, other=0.0)[:, None]
+            total += tl.sum(value, axis=0)
+            start += REPEATS
+            more = (start < count) & (tl.sum(same.to(tl.int32), axis=0) == REPEATS)
+        place = out + row * out_stride + column
+        total = total.to(out.dtype.element_ty).to(tl.float32)
+        total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(place, total.to(out.dtype.element_ty), mask=inside)
+
+
+def scale_rows(x: Tensor, scale: Tensor) -> Tensor:
+    """As ``reference.scale_rows``, for fp32 factors."""
+    n, columns = x.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.numel():
+        x = x if x.stride(1) == 1 else x.contiguous()
+        grid = (n, triton.cdiv(columns, _BLOCK))
+        _scale_rows_kernel[grid](
+            x, x.stride(0), scale.contiguous(), out, out.stride(0), columns, BLOCK=_BLOCK
+        )
+    return out
+
+
+def scatter_add_rows_(
+    out: Tensor, rows: Tensor, values: Tensor, scale: Tensor | None = None, *, ascending: bool = False
+) -> None:
+    """As ``reference.scatter_add_rows_``: repeats are summed in fp32, in the order of ``rows``."""
+    assert out.stride(1) == 1 or out.shape[1] <= 1, out.stride()
+    count, columns = values.shape
+    if values.numel() == 0:
+        return
+    if ascending:
+        order = torch.arange(count, device=rows.device)
+    else:
+        rows, order = torch.sort(rows, stable=True)
+    values = values if values.stride(1) == 1 else values.contiguous()
+    block = min(256, triton.next_power_of_2(columns))
+    _scatter_add_kernel[(count, triton.cdiv(columns, block))](
+        out,
+        out.stride(0),
+        rows.contiguous(),
+        order,
+        values,
+        values.stride(0),
+        out if scale is None else scale.float().contiguous(),
+        count,
+        columns,
+        HAS_SCALE=scale is not None,
+        REPEATS=_REPEATS,
+        BLOCK=block,
+    )

@@ -1,0 +1,58 @@
+"""What may be added to the loss of the output layer, and done to its logits before the softmax.
+
+All of it is computed without another pass over [n, P]: the scale and softcap inside the row kernel;
+z-loss as a row scale; label smoothing with the column sum of the weight and rank-1 terms.
+Next: ``output.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerms:
+    """The loss of one token, with y' the transformed logits, V the true ids and t the target:
+
+        y'   = softcap * tanh(logit_scale * y / softcap)       (logit_scale * y without a softcap)
+        loss = lse - (1 - label_smoothing) y'_t - label_smoothing / V * sum_j y'_j + z_loss * lse^2
+        lse  = logsumexp_j y'_j
+
+    With the defaults it is the cross-entropy. Label smoothing is PyTorch's: the target keeps its part of
+    the uniform distribution.
+
+    Attributes:
+        label_smoothing: 0 to below 1.
+        z_loss: weight of the squared logsumexp, 0 or more.
+        logit_scale: positive factor of the logits.
+        softcap: positive bound of the logits' size, or None.
+
+    Raises:
+        ValueError: for values outside these ranges; for label smoothing of softcapped logits, whose
+            gradient is no rank-1 term.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label smoothing {self.label_smoothing}: give 0 or more, and less than 1")
+        if not 0 <= self.z_loss < math.inf:
+            raise ValueError(f"z-loss {self.z_loss}: give a finite weight of 0 or more")
+        if not 0 < self.logit_scale < math.inf:
+            raise ValueError(f"logit scale {self.logit_scale}: give a positive, finite factor")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise ValueError(f"softcap {self.softcap}: give a positive, finite bound, or None")
+        if self.softcap is not None and self.label_smoothing:
+            raise ValueError(
+                f"label smoothing {self.label_smoothing} with softcap {self.softcap}: the gradient of "
+                "the smoothed part then differs in every logit; use one of the two"
+            )
+
+
+PLAIN = LossTerms()
+"""Cross-entropy and nothing else."""

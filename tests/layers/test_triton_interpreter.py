@@ -1,0 +1,33 @@
+"""Runs ``test_triton_kernels.py`` in Triton's interpreter, which must be chosen before Triton is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="the kernels' own tests run in this process",
+)
+def test_triton_kernels_in_the_interpreter() -> None:
+    tests = Path(__file__).with_name("test_triton_kernels.py")
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(tests)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=tests.parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert " passed" in result.stdout
+    assert "skipped" not in result.stdout

@@ -1,0 +1,228 @@
+"""The Triton kernels equal the specification, on a CUDA device or in Triton's interpreter.
+
+On a machine without either these are skipped here, and ``test_triton_interpreter.py`` runs this file in
+a process that interprets.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from megatron_vocabpar.layers.kernels import dispatch, reference
+from megatron_vocabpar.layers.kernels.dispatch import use_kernels
+from megatron_vocabpar.layers.kernels.reference import Exponentials
+
+from . import reference as exact
+from .shards import METHODS, run
+from .test_output import SPLITS, TOLERANCE, V, batch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+pytestmark = [
+    pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA device or the interpreter"),
+    *([pytest.mark.gpu] if DEVICE == "cuda" else []),
+]
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+"""Two fp32 roundings of exp2; one unit in the last place of the storage (the interpreter truncates bf16)."""
+
+
+def rows(n: int, columns: int, spread: float, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Logits, and targets at both edges, elsewhere, and on another shard."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = spread * torch.randn(n, columns, generator=generator)
+    target = torch.randint(-1, max(columns, 1), (n,), generator=generator)
+    target[: min(n, 3)] = torch.tensor([0, columns - 1, -1])[:n]
+    return logits, target.clamp(max=columns - 1)
+
+
+def both(
+    logits: Tensor, target: Tensor, valid: int, offset: Tensor | None = None, **options
+) -> tuple[Exponentials, Exponentials]:
+    """The specification's result and the kernel's, each into outputs full of NaN."""
+    target = torch.where(target < valid, target, -1)
+    storage = options.pop("storage", torch.float32)
+    results = []
+    for kernel, device in ((reference.exponentials, "cpu"), (dispatch.triton_kernels().exponentials, DEVICE)):
+        out = torch.full_like(logits, torch.nan, dtype=storage, device=device)
+        part = kernel(
+            logits.clone().to(device),
+            target.to(device),
+            valid,
+            None if offset is None else offset.to(device),
+            out=out,
+            **options,
+        )
+        assert part.e is out
+        results.append(Exponentials(*(None if field is None else field.cpu() for field in part)))
+    return results[0], results[1]
+
+
+def check(expected: Exponentials, got: Exponentials, storage: torch.dtype = torch.float32) -> None:
+    assert got.e is not None
+    assert expected.e is not None
+    assert torch.equal(got.k, expected.k)
+    torch.testing.assert_close(got.s_rest, expected.s_rest, rtol=2e-6, atol=0)
+    torch.testing.assert_close(got.target_logit, expected.target_logit, rtol=2e-6, atol=1e-6)
+    tiny = 2.0**-24 if storage == torch.float16 else 2.0**-126
+    torch.testing.assert_close(got.e.float(), expected.e.float(), rtol=ROUNDING[storage], atol=tiny)
+    assert torch.equal(got.e == 0, expected.e == 0) or storage == torch.float16
+
+
+SHAPES = [
+    (1, 1, 1),
+    (1, 2, 1),
+    (3, 7, 5),
+    (2, 16, 16),
+    (5, 257, 257),
+    (4, 4095, 4090),
+    (3, 4097, 4097),
+    (2, 40000, 39989),
+    (4, 6, 0),
+    (2, 0, 0),
+    (0, 9, 9),
+]
+
+
+@pytest.mark.parametrize(("n", "columns", "valid"), SHAPES)
+@pytest.mark.parametrize("storage", ROUNDING, ids=str)
+def test_exponentials(n: int, columns: int, valid: int, storage: torch.dtype) -> None:
+    logits, target = rows(n, columns, 4.0)
+    logits[:, valid:] = torch.nan
+    check(*both(logits, target, valid, dtype=storage, storage=storage), storage)
+
+
+@pytest.mark.parametrize("spread", [1.0, 30.0, 3000.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_large_logits_and_gaps(spread: float, dtype: torch.dtype) -> None:
+    """fp32 stored, whatever the storage dtype that decides the headroom: then nothing hides a difference."""
+    logits, target = rows(6, 777, spread)
+    logits[0], logits[1, ::2], logits[2, :5] = -torch.inf, -torch.inf, 1e4
+    logits[3, :] -= 1e4
+    check(*both(logits, target, 770, dtype=dtype))
+
+
+@pytest.mark.parametrize("gap", [0.0, 20.0, 75.0, 150.0])
+def test_a_given_offset(gap: float) -> None:
+    logits, target = rows(5, 300, 3.0)
+    offset = reference.exponentials(logits.clone(), target, 300).k + round(gap * 1.4427)
+    check(*both(logits, target, 300, offset))
+
+
+@pytest.mark.parametrize("special", [torch.nan, torch.inf])
+def test_undefined_logits_are_not_hidden(special: float) -> None:
+    logits, target = rows(3, 50, 1.0)
+    logits[2, 17] = special
+    expected, got = both(logits, target, 50)
+    torch.testing.assert_close(got.s_rest, expected.s_rest, equal_nan=True)
+    assert not got.s_rest[2].isfinite()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0, 30.0])
+@pytest.mark.parametrize("scale", [0.25, 3.0])
+def test_scale_and_softcap(scale: float, softcap: float | None) -> None:
+    logits, target = rows(5, 300, 4.0)
+    logits[0, :7], logits[1, 0], logits[1, 1] = 0.0, 1e4, -1e4
+    expected, got = both(logits, target, 290, logit_scale=scale, softcap=softcap)
+    torch.testing.assert_close(got.k, expected.k)
+    assert got.e is not None
+    torch.testing.assert_close(got.e, expected.e, rtol=1e-5, atol=1e-30)
+    torch.testing.assert_close(got.s_rest, expected.s_rest, rtol=1e-5, atol=0)
+    torch.testing.assert_close(got.target_logit, expected.target_logit, rtol=1e-6, atol=2e-6)
+    assert (got.target_slope is None) == (softcap is None)
+    if softcap is not None:
+        torch.testing.assert_close(got.target_slope, expected.target_slope, rtol=1e-5, atol=1e-30)
+
+
+def test_nothing_is_written_beyond_the_row() -> None:
+    logits, target = rows(4, 33, 1.0)
+    whole = torch.full((4, 64), torch.nan, device=DEVICE)
+    wide = torch.full((4, 64), torch.nan, device=DEVICE)
+    wide[:, :33] = logits.to(DEVICE)
+    kernel = dispatch.triton_kernels().exponentials
+    kernel(wide[:, :33], target.to(DEVICE), 33, out=whole[:, :33])
+    assert whole[:, 33:].isnan().all()
+    assert not whole[:, :33].isnan().any()
+    none = kernel(wide[:, :33], target.to(DEVICE), 33)
+    assert none.e is None
+    assert torch.equal(wide[:, :33].cpu(), logits)
+
+
+def test_exponentials_in_place_of_the_logits() -> None:
+    logits, target = rows(3, 5000, 4.0)
+    expected, apart = both(logits, target, 4990)
+    work = logits.clone().to(DEVICE)
+    got = dispatch.triton_kernels().exponentials(work, target.to(DEVICE), 4990, out=work)
+    assert apart.e is not None
+    assert torch.equal(work.cpu(), apart.e)
+    assert torch.equal(got.k.cpu(), expected.k)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize(("n", "hidden"), [(1, 1), (3, 5), (4, 1025), (0, 4)])
+def test_scale_rows(n: int, hidden: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, scale = torch.randn(n, hidden, generator=generator).to(dtype), torch.rand(n, generator=generator)
+    got = dispatch.triton_kernels().scale_rows(x.to(DEVICE), scale.to(DEVICE))
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.cpu(), reference.scale_rows(x, scale), rtol=ROUNDING[dtype], atol=0)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("repeats", ["none", "some", "all"])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("count", "hidden"), [(1, 1), (70, 5), (33, 300)])
+def test_scatter_add_rows(
+    out_dtype: torch.dtype, repeats: str, scaled: bool, count: int, hidden: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = {
+        "none": torch.randperm(100, generator=generator)[:count],
+        "some": torch.randint(0, 9, (count,), generator=generator),
+        "all": torch.full((count,), 7),
+    }[repeats]
+    values = torch.randn(count, hidden, generator=generator).bfloat16()
+    scale = torch.rand(count, generator=generator) if scaled else None
+    expected = torch.ones(100, hidden, dtype=out_dtype)
+    got = [expected.clone().to(DEVICE) for _ in range(2)]
+    reference.scatter_add_rows_(expected, ids, values, scale)
+    for out in got:
+        dispatch.triton_kernels().scatter_add_rows_(
+            out, ids.to(DEVICE), values.to(DEVICE), None if scale is None else scale.to(DEVICE)
+        )
+    assert torch.equal(*got)
+    tolerance = 1e-5 if out_dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(got[0].cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_scatter_of_ascending_rows_needs_no_sort() -> None:
+    ids, values = torch.tensor([0, 2, 2, 5]), torch.arange(8.0).view(4, 2)
+    got = [torch.zeros(6, 2, device=DEVICE) for _ in range(2)]
+    for out, ascending in zip(got, (False, True), strict=True):
+        dispatch.triton_kernels().scatter_add_rows_(
+            out, ids.to(DEVICE), values.to(DEVICE), ascending=ascending
+        )
+    assert torch.equal(*got)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("split", ["uneven", "all-padding shards"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_layer_with_triton_kernels(method: str, split: str, dtype: torch.dtype) -> None:
+    """The products in PyTorch, everything between them in the kernels, against float64."""
+    x, weight, targets, g = batch(dtype)
+    some = torch.arange(3, 60, 6)  # the interpreter is slow
+    inputs = (x[some], weight, targets[some], g[some])
+    with use_kernels(dispatch.triton_kernels()):
+        got = run(method, *(tensor.to(DEVICE) for tensor in inputs), SPLITS[split])
+    loss, dx, dw = exact.output_layer(*inputs)
+    truncated = 2 if INTERPRETED and dtype == torch.bfloat16 else 1
+    torch.testing.assert_close(got.loss.cpu().double(), loss, rtol=1e-6, atol=1e-6)
+    assert exact.relative_error(got.dx.cpu(), dx) < TOLERANCE[dtype] * truncated
+    assert exact.relative_error(got.dw[:V].cpu(), dw) < TOLERANCE[dtype] * truncated
+    assert (got.dw[V:] == 0).all()
