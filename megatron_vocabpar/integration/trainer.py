@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,11 +30,9 @@ from megatron_vocabpar.integration.forward_backward import ForwardBackward, voca
 from megatron_vocabpar.runtime.profile import Span, Timeline, trace_events
 from megatron_vocabpar.runtime.streams import backend, default_device, named_range, peak_memory_mib
 from megatron_vocabpar.schedule.draw import draw_svg
-from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.passes import Instruction
 from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.schedule.redistribution import redistribute_by_flops, with_final_stage
-from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.metrics import Metrics
 from megatron_vocabpar.train.output import (
@@ -72,11 +70,6 @@ def train(config: TrainConfig, device: torch.device) -> None:
         torch.manual_seed(config.seed)
         model_parallel_cuda_manual_seed(config.seed)
         _Trainer(config, device).train()
-
-
-def schedule_maker(config: TrainConfig) -> Callable[[int], Schedule]:
-    """The schedules of a job, by number of microbatches."""
-    return partial(generate, config.method, config.pp, family=config.family, chunks=config.chunks)
 
 
 def layers_per_stage(config: TrainConfig, placement: Placement) -> tuple[int, ...]:
@@ -132,7 +125,6 @@ class _Trainer:
             config.method,
             vocab_groups(),
             device,
-            make_schedule=schedule_maker(config),
             observers=(self._note_instruction, partial(_profiler_range, device)),
             timeline=self.timeline,
         )

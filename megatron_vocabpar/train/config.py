@@ -41,8 +41,6 @@ class TrainConfig:
     compare: tuple[str, ...] = _option(
         (), "Method", "Train with these methods too and overlay the curves.", metavar="METHOD[,METHOD…]"
     )
-    family: str = _option("1f1b", "Method", "Pattern of the passes; vocabpar schedule --help lists them.")
-    chunks: int = _option(1, "Method", "Model chunks per rank, as the family has them.")
     final_stage_layers: int | None = _option(
         None, "Method", "redis: transformer layers on the last stage (default: balanced by FLOPs)."
     )
