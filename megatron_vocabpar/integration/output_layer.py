@@ -51,7 +51,7 @@ class OutputLayer:
         if self._as_announced and not torch.stack(self._as_announced).all():
             raise ValueError(
                 "the loss function is not linear in the per-token losses: its gradient depends on their "
-                "values. Vocabulary parallelism sends the gradient ahead; use a (masked, weighted) sum or mean"
+                "values. Vocabulary parallelism sends the gradient ahead; use a (masked) sum or mean"
             )
 
     def broadcast_hidden(self, instruction: Comm) -> None:
