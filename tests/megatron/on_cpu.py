@@ -1,0 +1,158 @@
+"""Run an unchanged Megatron-LM script on CPU processes: ``torchrun ... on_cpu.py pretrain_gpt.py arguments``.
+
+Megatron's training loop asks CUDA for devices, memory figures, streams and random states, and gives
+torch.distributed options that gloo does not take. One table answers in CUDA's place; what megatron-core
+itself needs is in ``megatron_vocabpar/integration/cpu.py``. The script then enters through our launcher, with
+or without our flags.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import types
+import typing
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import typing_extensions
+
+_CPU = torch.device("cpu")
+_GIB = 1 << 30
+
+
+def _answer(value: Any = None) -> Callable[..., Any]:
+    return lambda *_, **__: value
+
+
+class _Stream:
+    """A stream on which everything has happened already."""
+
+    cuda_stream = 0
+    device = _CPU
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _answer(True)
+
+
+_PROPERTIES = types.SimpleNamespace(
+    name="cpu", major=9, minor=0, total_memory=16 * _GIB, multi_processor_count=1, warp_size=32
+)
+
+
+def _cuda_names() -> dict[str, Any]:
+    return {
+        "is_available": _answer(True),
+        "is_initialized": _answer(True),
+        "init": _answer(),
+        "_lazy_init": _answer(),
+        "device_count": _answer(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+        "set_device": _answer(),
+        "empty_cache": _answer(),
+        "get_device_name": _answer("cpu"),
+        "get_device_capability": _answer((9, 0)),
+        "get_device_properties": _answer(_PROPERTIES),
+        "memory_allocated": _answer(0),
+        "max_memory_allocated": _answer(0),
+        "memory_reserved": _answer(0),
+        "max_memory_reserved": _answer(0),
+        "device_memory_used": _answer(0),
+        "memory_stats": lambda *_: defaultdict(int),
+        "mem_get_info": _answer((16 * _GIB, 16 * _GIB)),
+        "reset_peak_memory_stats": _answer(),
+        "manual_seed_all": lambda seed: torch.default_generator.manual_seed(seed) and None,
+        "initial_seed": lambda: torch.default_generator.initial_seed(),
+        "Stream": _Stream,
+        "Event": _Stream,
+        "current_stream": lambda *_: _Stream(),
+        "default_stream": lambda *_: _Stream(),
+        "set_stream": _answer(),
+        "stream": lambda *_: contextlib.nullcontext(),
+        "is_current_stream_capturing": _answer(False),
+        "FloatTensor": torch.FloatTensor,
+        "LongTensor": torch.LongTensor,
+        "IntTensor": torch.IntTensor,
+    }
+
+
+def _without(function: Callable[..., Any], *options: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
+
+    return call
+
+
+def stand_in_for_cuda() -> None:
+    """Replace the names for the rest of this process."""
+    for name, value in _cuda_names().items():
+        setattr(torch.cuda, name, value)
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(torch.cuda.nvtx, name, _answer())
+    torch.nn.Module.cuda = lambda self, *_: self  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+    torch.Tensor.record_stream = _answer()  # type: ignore[method-assign]
+    torch.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
+    torch.compile = lambda model=None, **_: model if model is not None else lambda f: f
+    for owner in (dist, dist.distributed_c10d):
+        owner.init_process_group = _without(dist.init_process_group, "device_id", "pg_options")
+        owner.new_group = _without(dist.new_group, "pg_options", "device_id")
+        owner.barrier = _without(dist.barrier, "device_ids")
+    if not hasattr(typing, "override"):  # Megatron 0.18 and later import it; Python has it from 3.12
+        typing.override = typing_extensions.override  # type: ignore[attr-defined]
+
+
+def skip_cuda_compilation() -> None:
+    """Versions before 0.18 compile CUDA kernels when training starts."""
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("megatron.legacy.fused_kernels").load = _answer()
+
+
+class _ScalarWriter:
+    """Stands in for tensorboard's SummaryWriter: appends every scalar to a file, with all its digits."""
+
+    def __init__(self, log_dir: str, **_: Any) -> None:
+        Path(log_dir).mkdir(parents=True, exist_ok=True)
+        self._path = Path(log_dir) / "scalars.jsonl"
+
+    def add_scalar(self, tag: str, value: Any, step: int) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps([tag, int(step), float(value)]) + "\n")
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return _answer()
+
+
+def stand_in_for_tensorboard() -> None:
+    """Let ``--tensorboard-dir`` write what tests compare."""
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = _ScalarWriter  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+
+
+def main(argv: list[str]) -> None:
+    stand_in_for_cuda()
+    stand_in_for_tensorboard()
+    sys.path.insert(0, str(Path(argv[0]).resolve().parent))
+    from megatron_vocabpar.integration.cpu import megatron_on_cpu
+
+    skip_cuda_compilation()
+    with megatron_on_cpu():
+        from megatron_vocabpar import launch
+
+        launch.main(argv)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,68 @@
+"""Megatron's own pretrain_gpt.py trains the same with our flags and without, from the same weights."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.megatron.training import Log, checkout, pretrain
+
+FROM_WEIGHTS = ("--finetune", "--no-load-optim", "--no-load-rng")
+LAYOUTS = {
+    "pp4": {"pp": 4},
+    "pp2 tp2": {"pp": 2, "tp": 2},
+    "pp2 dp2": {"pp": 2, "dp": 2},
+}
+OPTIONS = {"pp2 dp2": ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")}
+EMBEDDINGS = {"untied": ("--untie-embeddings-and-output-weights",), "tied": ()}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A stock checkpoint after three iterations on one process, tied and untied."""
+    checkout()
+    folders = {}
+    for name, options in EMBEDDINGS.items():
+        folders[name] = tmp_path_factory.mktemp(name)
+        pretrain("--save", str(folders[name]), *options, iterations=3)
+    return folders
+
+
+@cache
+def stock(weights: Path, layout: str, *options: str) -> Log:
+    return pretrain("--load", str(weights), *FROM_WEIGHTS, *options, **LAYOUTS[layout])
+
+
+def check(weights: Path, layout: str, method: str, options: tuple[str, ...]) -> None:
+    """Losses, gradient norms and evaluation of 20 iterations equal stock's to 1e-5."""
+    options = (*options, *OPTIONS.get(layout, ()))
+    expected = stock(weights, layout, *options)
+    flags = ("--enable-vocab-parallel", "--vocab-parallel-method", method)
+    ours = pretrain("--load", str(weights), *FROM_WEIGHTS, *flags, *options, **LAYOUTS[layout])
+    assert f"vocabulary parallelism: method {method}" in ours.text
+    assert "vocabulary parallelism: method" not in expected.text
+    assert len(ours.losses) == len(ours.norms) == 20
+    for name in ("losses", "norms", "evaluations"):
+        np.testing.assert_allclose(getattr(ours, name), getattr(expected, name), rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["vocab-2", "vocab-1"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trains_as_stock(weights: dict[str, Path], layout: str, method: str) -> None:
+    check(weights["untied"], layout, method, EMBEDDINGS["untied"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trains_as_stock_with_tied_embeddings(weights: dict[str, Path], layout: str) -> None:
+    check(weights["tied"], layout, "vocab-2", EMBEDDINGS["tied"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["naive", "interlaced"])
+def test_other_methods_train_as_stock(weights: dict[str, Path], method: str) -> None:
+    check(weights["untied"], "pp2 dp2", method, EMBEDDINGS["untied"])

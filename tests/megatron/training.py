@@ -1,0 +1,164 @@
+"""Run Megatron-LM's own ``pretrain_gpt.py`` on CPU processes and read what it reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ON_CPU = Path(__file__).with_name("on_cpu.py")
+_DIVISOR = "--make-vocab-size-divisible-by"
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+MODEL = _words(
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--transformer-impl local --attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion "
+    "--no-masked-softmax-fusion --no-persist-layer-norm --no-bias-gelu-fusion --no-bias-swiglu-fusion "
+    "--no-bias-dropout-fusion --no-rope-fusion"
+)
+TRAINING = _words(
+    "--micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine "
+    "--lr-warmup-iters 2 --weight-decay 0.01 --clip-grad 1.0 --seed 1234 --distributed-backend gloo "
+    "--mock-data --num-workers 0 --tokenizer-type NullTokenizer --split 90,10,0 --log-interval 1 "
+    "--no-create-attention-mask-in-dataloader --eval-interval 1000 --save-interval 1000 "
+    "--ckpt-format torch_dist"
+)
+
+
+def checkout() -> Path:
+    """The Megatron-LM checkout to test with; skips the test, saying why, where there is none."""
+    path = os.environ.get("MEGATRON_LM_PATH")
+    if not path:
+        pytest.skip("MEGATRON_LM_PATH is not set: give the path of a Megatron-LM checkout")
+    if not (Path(path) / "pretrain_gpt.py").is_file():
+        pytest.skip(f"MEGATRON_LM_PATH={path} holds no pretrain_gpt.py")
+    return Path(path)
+
+
+@dataclass(frozen=True)
+class Log:
+    """What one training reported.
+
+    Attributes:
+        text: all that it printed.
+        scalars: by tensorboard tag, the values in order.
+    """
+
+    text: str
+    scalars: dict[str, list[float]]
+
+    @property
+    def losses(self) -> list[float]:
+        """``lm loss`` of every iteration."""
+        return self.scalars["lm loss"]
+
+    @property
+    def norms(self) -> list[float]:
+        """Gradient norm of every iteration."""
+        return self.scalars["grad-norm"]
+
+    @property
+    def evaluations(self) -> list[float]:
+        """Loss of every evaluation."""
+        return [float(value) for value in re.findall(r"lm loss value: +([-+.\dEe]+)", self.text)]
+
+
+def _scalars(folder: str) -> dict[str, list[float]]:
+    values: dict[str, list[float]] = {}
+    path = Path(folder) / "scalars.jsonl"
+    for line in path.read_text().splitlines() if path.exists() else ():
+        tag, _, value = json.loads(line)
+        values.setdefault(tag, []).append(value)
+    return values
+
+
+def build_dataset_helpers(megatron: Path) -> None:
+    """Compile Megatron's C++ data helpers for this interpreter, whichever comes first on PATH."""
+    folder = megatron / "megatron" / "core" / "datasets"
+    target = folder / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if target.exists():
+        return
+    includes = subprocess.run(
+        [sys.executable, "-m", "pybind11", "--includes"], check=True, capture_output=True, text=True
+    ).stdout.split()
+    partial = target.with_suffix(f".{os.getpid()}")
+    command = ["g++", "-O2", "-shared", "-std=c++17", "-fPIC", *includes, str(folder / "helpers.cpp")]
+    subprocess.run([*command, "-o", str(partial)], check=True)
+    partial.replace(target)
+
+
+def pretrain(
+    *arguments: str,
+    pp: int = 1,
+    tp: int = 1,
+    dp: int = 1,
+    vocab_size: int = 256,
+    iterations: int = 20,
+    script: Path | None = None,
+    fails: bool = False,
+    timeout: float = 280,
+) -> Log:
+    """Run ``pretrain_gpt.py`` on ``pp * tp * dp`` processes.
+
+    Args:
+        arguments: of Megatron and ours.
+        vocab_size: number of token ids, the end-of-document token included.
+        script: to run instead of the checkout's own.
+        fails: whether the run is to fail rather than to succeed.
+    """
+    megatron = checkout()
+    build_dataset_helpers(megatron)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        done = _run(
+            port,
+            pp * tp * dp,
+            [
+                *(str(script or megatron / "pretrain_gpt.py"), *MODEL, *TRAINING),
+                *("--pipeline-model-parallel-size", str(pp), "--tensor-model-parallel-size", str(tp)),
+                *("--vocab-size", str(vocab_size - 1), "--train-iters", str(iterations)),
+                *([] if "--eval-iters" in arguments else ["--eval-iters", "2"]),
+                *([] if _DIVISOR in arguments else [_DIVISOR, "8"]),
+                *(["--sequence-parallel"] if tp > 1 else []),
+                *("--tensorboard-dir", folder, "--tensorboard-log-interval", "1"),
+                *arguments,
+            ],
+            timeout,
+        )
+        log = Log(done.stdout, _scalars(folder))
+    assert (done.returncode != 0) == fails, log.text[-6000:]
+    return log
+
+
+def _run(port: int, processes: int, arguments: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nproc-per-node", str(processes), "--master-port", str(port)),
+        *(str(ON_CPU), *arguments),
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }
+    return subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout
+    )
