@@ -1,8 +1,9 @@
 """Run an unchanged Megatron-LM script with our flags.
 
-    torchrun --nproc-per-node 8 -m megatron_vocabpar.launch /path/to/pretrain_gpt.py --enable-vocab-parallel ...
+    torchrun --nproc-per-node 8 -m megatron_vocabpar.launch pretrain_gpt.py --enable-vocab-parallel ...
 
-The script runs as ``__main__``, with its folder first on the path, as ``python /path/to/pretrain_gpt.py`` would.
+The script runs as ``__main__``, with its folder first on the path, as if Python had been given it. Next:
+``adaptor.py``.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ def main(argv: list[str]) -> None:
     """
     if not argv or not Path(argv[0]).is_file():
         raise ValueError(
-            f"{argv[0] if argv else 'no script'}: not a file; give the path of Megatron-LM's pretrain_gpt.py, "
-            "then its arguments"
+            f"{argv[0] if argv else 'no script'}: not a file; give the path of Megatron-LM's "
+            "pretrain_gpt.py, then its arguments"
         )
     script = Path(argv[0]).resolve()
     sys.argv = [str(script), *argv[1:]]

@@ -1,8 +1,8 @@
 """Command-line flags: our options beside Megatron's, one frozen configuration, and every cross-flag check.
 
-The options are read twice: from ``sys.argv`` when Megatron is about to be imported, to know whether anything is
-to be replaced at all, and by Megatron's own parser, so that they show in ``--help`` and in what Megatron prints and
-saves. Standard library only. Next: ``refusals.py``, the table of what cannot be combined.
+The options are read twice: from ``sys.argv`` when Megatron is about to be imported, to know whether anything
+is to be replaced at all, and by Megatron's own parser, so that they show in ``--help`` and in what Megatron
+prints and saves. Standard library only. Next: ``refusals.py``, the table of what cannot be combined.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class FlagConfig:
 
     Attributes:
         enabled: whether the vocabulary layers or the transformer layers are to be moved at all.
-        method: a name of ``schedule.methods``; ``baseline`` where only published spellings without effect are given.
+        method: a name of ``schedule.methods``; ``baseline`` where no option changes anything.
         schedule: one of ``SCHEDULES``.
         redistribute: whether transformer layers move away from the last stage.
         final_stage_layers: how many stay there; None: as the operation counts say.

@@ -1,7 +1,7 @@
 """Apply the table of ``bindings.py`` to the imported Megatron, and undo it.
 
-Applying is idempotent: a replacement carries the patch that put it there. Modules that Megatron imports later take
-the replacement by themselves; those that are loaded already are listed in the table, and get it here.
+Applying is idempotent: a replacement carries the patch that put it there. Modules that Megatron imports later
+take the replacement by themselves; those that are loaded already are listed in the table, and get it here.
 
 Next: ``replacements.py``, what is put in.
 """
@@ -68,8 +68,8 @@ def apply(config: FlagConfig) -> Patch:
     """Replace what ``config`` needs; a second call changes nothing.
 
     Raises:
-        ValueError: if Megatron lacks a name or has an unknown signature, naming it, or if a patch with another
-            configuration is in force.
+        ValueError: if Megatron lacks a name or has an unknown signature, naming it, or if a patch with
+            another configuration is in force.
     """
     present = installed()
     if present is not None:

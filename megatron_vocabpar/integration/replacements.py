@@ -57,13 +57,9 @@ def _announcement(args: Any, config: FlagConfig) -> str:
     text = f"> vocabulary parallelism: method {config.method}, schedule {config.schedule}"
     if config.layers.vocabulary_parallel and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         text += (
-            "\n> CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams of a GPU into one queue: collectives of the vocabulary "
-            "layers wait for computation. Set it to 8"
+            "\n> CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams of a GPU into one queue, so that collectives "
+            "of the vocabulary layers wait for computation: set it to 8, unless Megatron asks for 1"
         )
-        if args.tensor_model_parallel_size > 1 and getattr(args, "sequence_parallel", False):
-            text += (
-                ", where Megatron allows it with tensor and sequence parallelism (Blackwell GPUs, or TE's)"
-            )
     return text
 
 

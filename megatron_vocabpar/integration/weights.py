@@ -15,6 +15,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import get_pg_rank, get_pg_size
 
+from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.model import VocabParallelGPTModel
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -70,7 +71,7 @@ def _full_shape(model: GPTModel, name: str, parameter: torch.nn.Parameter) -> tu
     if isinstance(model, VocabParallelGPTModel) and name in _VOCABULARY:
         shape[0] = model.shard.range.vocab_size
     elif getattr(parameter, "tensor_model_parallel", False):
-        shape[parameter.partition_dim] *= get_pg_size(model.pg_collection.tp)  # type: ignore[attr-defined]
+        shape[parameter.partition_dim] *= get_pg_size(compat.tensor_parallel_group(model))  # type: ignore[attr-defined]
     return tuple(shape)
 
 
@@ -82,6 +83,6 @@ def local_part(model: GPTModel, name: str, parameter: torch.nn.Parameter, full: 
         part[: shard.valid_rows] = full[shard.start : shard.start + shard.valid_rows]
         return part
     if getattr(parameter, "tensor_model_parallel", False):
-        group = model.pg_collection.tp
+        group = compat.tensor_parallel_group(model)
         return full.chunk(get_pg_size(group), dim=parameter.partition_dim)[get_pg_rank(group)]  # type: ignore[attr-defined]
     return full
