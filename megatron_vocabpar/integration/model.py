@@ -20,6 +20,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 
+from megatron_vocabpar.integration import compat
 from megatron_vocabpar.layers.embedding import embedding_forward
 from megatron_vocabpar.layers.output import NaiveState, OutputState, naive_maximum, output_forward
 from megatron_vocabpar.layers.partition import VocabRange, even_ranges, padded_vocab_size
@@ -63,18 +64,33 @@ def vocab_shard(vocab_size: int, divisible_by: int = 1) -> VocabShard:
     return VocabShard(even_ranges(padded, pipeline * tensor, vocab_size), member, pipeline, tensor)
 
 
-def _sharded_weight(weight: torch.Tensor, key: str, shard: VocabShard) -> ShardedTensor:
-    """The standard global tensor ``key [V_pad, H]``, of which this rank holds the rows of its shard."""
-    return ShardedTensor.from_rank_offsets(
-        key,
-        weight,
-        (0, shard.member, len(shard.ranges)),
-        replica_id=(0, 0, parallel_state.get_data_parallel_rank(with_context_parallel=True)),
-        allow_shape_mismatch=True,
-    )
+class _VocabRows(torch.nn.Module):
+    """A layer whose ``weight [P, H]`` is this rank's part of a standard ``[V_pad, H]`` weight."""
+
+    shard: VocabShard
+    weight: torch.nn.Parameter
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """The standard key and global shape; empty where the weight is tied to another layer's."""
+        if self.weight is None:
+            return {}
+        key = f"{prefix}weight"
+        tensor = ShardedTensor.from_rank_offsets(
+            key,
+            self.weight,
+            (0, self.shard.member, len(self.shard.ranges)),
+            replica_id=(0, 0, parallel_state.get_data_parallel_rank(with_context_parallel=True)),
+            allow_shape_mismatch=True,
+        )
+        return {key: tensor}
 
 
-class VocabShardEmbedding(VocabParallelEmbedding):
+class VocabShardEmbedding(_VocabRows, VocabParallelEmbedding):
     """This rank's rows of the input embedding.
 
     Called with token ids ``[k]`` that this rank owns it returns their rows ``[k, H]`` (pass IF); called
@@ -90,16 +106,8 @@ class VocabShardEmbedding(VocabParallelEmbedding):
             return input_
         return embedding_forward(input_, self.weight.detach(), self.shard.range)
 
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> ShardedStateDict:
-        return {f"{prefix}weight": _sharded_weight(self.weight, f"{prefix}weight", self.shard)}
 
-
-class VocabShardOutput(ColumnParallelLinear):
+class VocabShardOutput(_VocabRows, ColumnParallelLinear):
     """This rank's rows of the output weight, or nothing where they are tied; a call is pass S.
 
     ``forward(x [n, H], targets [n], weight [P, H], ...)`` returns the state that T needs and the packed
@@ -131,16 +139,6 @@ class VocabShardOutput(ColumnParallelLinear):
             with_input_gradient=with_input_gradient,
             keep_state=keep_state,
         )
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> ShardedStateDict:
-        if self.weight is None:
-            return {}
-        return {f"{prefix}weight": _sharded_weight(self.weight, f"{prefix}weight", self.shard)}
 
 
 class VocabParallelGPTModel(GPTModel):
@@ -192,7 +190,7 @@ class VocabParallelGPTModel(GPTModel):
             delattr(self, "output_layer")  # so that a tied weight is named by its embedding on every stage
         if not holds_shard:
             return
-        layer_options = {"config": config, "tp_group": self.pg_collection.tp}
+        layer_options = {"config": config, "tp_group": compat.tensor_parallel_group(self)}
         if not self.pre_process:
             self.embedding = torch.nn.Module()
         self.embedding.word_embeddings = VocabShardEmbedding(
