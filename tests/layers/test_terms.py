@@ -1,0 +1,180 @@
+"""Options of S and T against float64 autograd on the whole layer: loss terms, recomputation, chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_vocabpar.layers.output import (
+    input_gradient,
+    output_backward,
+    output_forward,
+    weight_gradient,
+)
+from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats
+from megatron_vocabpar.layers.terms import PLAIN, LossTerms
+
+from . import reference
+from .shards import Result, split
+from .test_output import SPLITS, TOLERANCE, V, batch
+
+TERMS = {
+    "label smoothing": LossTerms(label_smoothing=0.1),
+    "z-loss": LossTerms(z_loss=0.01),
+    "scale": LossTerms(logit_scale=0.3),
+    "softcap": LossTerms(softcap=4.0),
+    "smoothing, z-loss, scale": LossTerms(label_smoothing=0.2, z_loss=0.003, logit_scale=1.7),
+    "z-loss, scale, softcap": LossTerms(z_loss=0.02, logit_scale=2.5, softcap=10.0),
+}
+
+
+def autograd(
+    x: Tensor, weight: Tensor, targets: Tensor, g: Tensor, terms: LossTerms
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition of ``LossTerms``, in float64."""
+    x, weight = (tensor.double().clone().requires_grad_() for tensor in (x, weight))
+    logits = terms.logit_scale * (x @ weight.t())
+    if terms.softcap is not None:
+        logits = terms.softcap * torch.tanh(logits / terms.softcap)
+    counted = (targets >= 0) & (targets < len(weight))
+    loss = torch.nn.functional.cross_entropy(
+        logits,
+        torch.where(counted, targets, -100),
+        reduction="none",
+        label_smoothing=terms.label_smoothing,
+    )
+    loss = loss + counted.double() * terms.z_loss * torch.logsumexp(logits, 1).square()
+    loss.backward(g.double())
+    assert x.grad is not None
+    assert weight.grad is not None
+    return loss.detach(), x.grad, weight.grad
+
+
+def run(
+    method: str,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    ranges: tuple[VocabRange, ...],
+    terms: LossTerms = PLAIN,
+    recompute: bool = False,
+    rows_per_chunk: int | None = None,
+    joint: bool = False,
+) -> Result:
+    x, weight, targets, g = inputs
+    weights = split(weight, ranges)
+    done = [
+        output_forward(
+            x,
+            w,
+            targets,
+            shard,
+            with_input_gradient=method == "vocab-2",
+            rows_per_chunk=rows_per_chunk,
+            recompute=recompute,
+            terms=terms,
+        )
+        for w, shard in zip(weights, ranges, strict=True)
+    ]
+    merged: MergedStats = merge_stats(torch.stack([stats for _, stats in done]), terms)
+    parts, main_grads = [], []
+    for (state, _), w in zip(done, weights, strict=True):
+        assert state is not None
+        assert (state.e is None) == recompute
+        main_grad = torch.zeros_like(w, dtype=merged.loss.dtype)
+        if joint:
+            parts.append(output_backward(state, merged, g, w, main_grad))
+        else:
+            parts.append(input_gradient(state, merged, g, w))
+            weight_gradient(state, merged, g, main_grad)
+        main_grads.append(main_grad)
+    return Result(merged.loss, torch.stack(parts).sum(0), torch.cat(main_grads))
+
+
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS.keys())
+@pytest.mark.parametrize("method", ["vocab-1", "vocab-2"])
+@pytest.mark.parametrize("ranges", ["1 even", "4 even", "uneven", "empty shards", "all-padding shards"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_terms_equal_autograd(terms: LossTerms, method: str, ranges: str, dtype: torch.dtype) -> None:
+    inputs = batch(dtype)
+    result = run(method, inputs, SPLITS[ranges], terms)
+    loss, dx, dw = autograd(*inputs, terms)
+    tight = dtype == torch.float64
+    torch.testing.assert_close(
+        result.loss.double(), loss, rtol=1e-13 if tight else 3e-6, atol=1e-12 if tight else 3e-6
+    )
+    assert reference.relative_error(result.dx, dx) < TOLERANCE[dtype]
+    assert reference.relative_error(result.dw[:V], dw) < TOLERANCE[dtype]
+    assert (result.dw[V:] == 0).all()
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("terms", [PLAIN, TERMS["softcap"], TERMS["smoothing, z-loss, scale"]], ids=str)
+@pytest.mark.parametrize("method", ["vocab-1", "vocab-2"])
+@pytest.mark.parametrize("rows_per_chunk", [None, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_recomputed_logits_give_the_same(
+    dtype: torch.dtype, rows_per_chunk: int | None, method: str, terms: LossTerms, joint: bool
+) -> None:
+    inputs = batch(dtype)
+    kept, again = (
+        run(method, inputs, SPLITS["uneven"], terms, recompute, rows_per_chunk, joint)
+        for recompute in (False, True)
+    )
+    torch.testing.assert_close(again.loss, kept.loss, rtol=1e-6, atol=1e-6)
+    assert reference.relative_error(again.dx, kept.dx.double()) < 2e-6
+    assert reference.relative_error(again.dw, kept.dw.double()) < 2e-6
+
+
+def test_recomputation_keeps_no_tensor_of_the_vocabularys_width() -> None:
+    x, weight, targets, _ = batch(torch.bfloat16)
+    for shard, w in zip(SPLITS["2 even"], split(weight, SPLITS["2 even"]), strict=True):
+        state, _ = output_forward(x, w, targets, shard, with_input_gradient=False, recompute=True)
+        assert state is not None
+        assert state.weight is w
+        kept = [getattr(state, name) for name in state.__slots__]
+        shapes = {tuple(t.shape) for t in kept if isinstance(t, Tensor) and t is not w and t is not x}
+        assert shapes == {(len(x),)}
+
+
+def test_a_saturated_target_keeps_its_small_gradient() -> None:
+    """tanh rounds to 1, its slope is 1e-9: the gradient of the one wrong id must not vanish or explode."""
+    terms = LossTerms(softcap=2.0)
+    x = torch.tensor([[22.0]])
+    weight = torch.tensor([[1.0], [0.5], [-0.01]])
+    inputs = (x, weight, torch.tensor([1]), torch.ones(1))
+    result = run("vocab-2", inputs, (VocabRange(0, 3, 3),), terms)
+    loss, dx, dw = autograd(*inputs, terms)
+    torch.testing.assert_close(result.loss.double(), loss)
+    torch.testing.assert_close(result.dw.double(), dw, rtol=1e-5, atol=0)
+    torch.testing.assert_close(result.dx.double(), dx, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"label_smoothing": 1.0}, "label smoothing 1.0"),
+        ({"label_smoothing": -0.1}, "label smoothing -0.1"),
+        ({"z_loss": -1.0}, "z-loss -1.0"),
+        ({"logit_scale": 0.0}, "logit scale 0.0"),
+        ({"softcap": 0.0}, "softcap 0.0"),
+        ({"softcap": float("nan")}, "softcap nan"),
+        ({"softcap": 30.0, "label_smoothing": 0.1}, "label smoothing 0.1 with softcap 30.0"),
+    ],
+)
+def test_terms_outside_their_ranges_are_named(values: dict[str, float], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        LossTerms(**values)
+
+
+def test_statistics_of_other_terms_are_named() -> None:
+    with pytest.raises(ValueError, match=r"stack the \[n, 5\] statistics"):
+        merge_stats(torch.zeros(2, 3, 4), LossTerms(label_smoothing=0.1))
+
+
+def test_an_fp8_projection_is_refused() -> None:
+    x, weight = (torch.zeros(size, 8).to(torch.float8_e4m3fn) for size in (3, 5))
+    with pytest.raises(ValueError, match="keep the output layer in bfloat16"):
+        output_forward(
+            x, weight, torch.zeros(3, dtype=torch.int64), VocabRange(0, 5, 5), with_input_gradient=False
+        )
