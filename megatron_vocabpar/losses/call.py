@@ -1,0 +1,155 @@
+"""From the arguments of a public loss to one checked call: shapes, dtypes, shards, targets.
+
+Everything a user can get wrong is found here, before any communication. Next: ``functions.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_vocabpar.layers.gemm import result_dtype
+from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.losses.exchange import make_exchange, local_ranges
+from megatron_vocabpar.losses.realign import Realign, aligned_ranges
+from megatron_vocabpar.losses.sources import LazyLogits, Logits
+from megatron_vocabpar.losses.summary import Call, SoftmaxSummary, Summary
+
+
+class Layout(TypedDict, total=False):
+    """The keyword arguments that every loss shares.
+
+    Attributes:
+        group: process group whose ranks hold the shards; None where all shards are in this process.
+        ranges: rows of each shard: all ranks' ranges, or this rank's alone; None for even shards.
+        vocab_size: true ids where ``ranges`` is None; None counts every row.
+        temperature: the logits are divided by it.
+        inference_only: nothing is kept for a backward pass, and results carry no gradient.
+        invariant: results bit for bit independent of the sharding; costs a second pass over the logits.
+        rows_per_chunk: tokens worked on at one time; None bounds a chunk to about 64 MiB.
+    """
+
+    group: dist.ProcessGroup | None
+    ranges: Sequence[VocabRange] | VocabRange | None
+    vocab_size: int | None
+    temperature: float
+    inference_only: bool
+    invariant: bool
+    rows_per_chunk: int | None
+
+
+def leading_shape(logits: Logits) -> torch.Size:
+    """The tokens' shape: that of the logits, or of the hidden states, without the last dimension."""
+    return _tensors(logits)[0].shape[:-1]
+
+
+def summarise(
+    logits: Logits,
+    targets: Tensor | None,
+    layout: Layout,
+    *,
+    ignore_index: int = -100,
+    entropy: bool = False,
+    mean: bool = False,
+) -> tuple[Summary, Tensor | None]:
+    """Run ``SoftmaxSummary`` on checked arguments.
+
+    Returns:
+        The summary in the tokens' shape, and which tokens count (targets other than ``ignore_index``).
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+    """
+    call, tensors = prepare(logits, layout, entropy=entropy, mean=mean)
+    shape = leading_shape(logits)
+    if targets is None:
+        flat, counted = tensors[0].new_full((shape.numel(),), -1, dtype=torch.int64), None
+    else:
+        flat, counted = check_targets(targets, shape, ignore_index, call.ranges[0].vocab_size)
+    results = SoftmaxSummary.apply(call, flat, *tensors)
+    return Summary(*(result.view(shape) for result in results)), counted
+
+
+def prepare(
+    logits: Logits, layout: Layout, *, entropy: bool = False, mean: bool = False
+) -> tuple[Call, tuple[Tensor, ...]]:
+    """The call and its tensors: hidden states then weight shards, or shards of logits."""
+    tensors = _tensors(logits)
+    lazy = isinstance(logits, LazyLogits)
+    shards = tensors[1:] if lazy else tensors
+    _check_shards(tensors, lazy)
+    temperature = float(layout.get("temperature", 1.0))
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature {temperature}: give a positive number")
+    invariant = layout.get("invariant", False)
+    exchange = make_exchange(layout.get("group"), len(shards))
+    widths = [shard.shape[0] if lazy else shard.shape[-1] for shard in shards]
+    ranges = local_ranges(exchange, widths, layout.get("ranges"), layout.get("vocab_size"))
+    keep = not layout.get("inference_only", False) and torch.is_grad_enabled()
+    if not keep:
+        tensors = tuple(tensor.detach() for tensor in tensors)
+    if lazy and invariant:
+        homes = aligned_ranges(exchange, ranges, tensors[1:])
+        tensors = (tensors[0], *Realign.apply(exchange, ranges, homes, *tensors[1:]))
+        ranges = homes
+    rows_per_chunk = layout.get("rows_per_chunk")
+    return (
+        Call(exchange, ranges, lazy, temperature, entropy, mean, invariant, rows_per_chunk, keep),
+        tensors,
+    )
+
+
+def check_targets(
+    targets: Tensor, shape: torch.Size, ignore_index: int, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """([n] ids with -1 for ignored tokens, which tokens count in the shape of the targets).
+
+    On the CPU, ids outside the vocabulary raise; on a GPU that would wait for the device, so there they
+    are left out like ignored tokens.
+
+    Raises:
+        ValueError: for another shape, a dtype that is no integer, or (CPU) an id outside the vocabulary.
+    """
+    if targets.shape != shape:
+        raise ValueError(f"targets of shape {tuple(targets.shape)}: the tokens have {tuple(shape)}")
+    if targets.dtype.is_floating_point or targets.dtype == torch.bool:
+        raise ValueError(f"targets in {targets.dtype}: give integer ids")
+    counted = targets != ignore_index
+    ids = torch.where(counted, targets.long(), -1)
+    if not targets.is_cuda:
+        wrong = targets[counted & ((targets < 0) | (targets >= vocab_size))]
+        if wrong.numel():
+            raise ValueError(
+                f"target id {int(wrong[0])} is outside the vocabulary of {vocab_size} ids; mark tokens to "
+                f"skip with ignore_index ({ignore_index})"
+            )
+    return ids.reshape(-1), counted
+
+
+def _tensors(logits: Logits) -> tuple[Tensor, ...]:
+    if isinstance(logits, LazyLogits):
+        return (logits.hidden, *logits.weights)
+    return (logits,) if isinstance(logits, Tensor) else tuple(logits)
+
+
+def _check_shards(tensors: Sequence[Tensor], lazy: bool) -> None:
+    if not tensors or (lazy and len(tensors) < 2):
+        raise ValueError("no shards: give the logits (or weight rows) of at least one rank")
+    first = tensors[0]
+    result_dtype(first.dtype)
+    for tensor in tensors:
+        if tensor.dim() < 2:
+            raise ValueError(f"a shard of shape {tuple(tensor.shape)}: need tokens and a last dimension")
+        if tensor.dtype != first.dtype or tensor.device != first.device:
+            raise ValueError(
+                f"{tensor.dtype} on {tensor.device} beside {first.dtype} on {first.device}: use one dtype "
+                "and one device"
+            )
+        if lazy and (tensor.shape[-1] != first.shape[-1] or (tensor is not first and tensor.dim() != 2)):
+            raise ValueError(f"hidden {tuple(first.shape)} and weight {tuple(tensor.shape)}: need [..., H], [P, H]")
+        if not lazy and tensor.shape[:-1] != first.shape[:-1]:
+            raise ValueError(f"shards of shapes {tuple(first.shape)} and {tuple(tensor.shape)}: same tokens needed")

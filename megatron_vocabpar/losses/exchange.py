@@ -1,0 +1,157 @@
+"""Where the shards of one vocabulary live, and how their numbers meet.
+
+The losses never name a device or a backend: they compute on the shards that are here and hand small
+per-shard tensors to an ``Exchange``. ``InProcess`` has every shard in this process (the reference, the
+tests, one GPU); ``OverGroup`` has one shard per rank of a ``torch.distributed`` group, which may be a
+tensor-parallel group, a pipeline group, or their product. Both combine in rank order.
+Next: ``sources.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_vocabpar.layers.partition import VocabRange, ranges_from_sizes
+
+# torch 2.13 renamed it.
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+class Exchange(Protocol):
+    """Collectives over the shards of one vocabulary.
+
+    ``parts`` has one tensor for each shard that is here, in rank order, all of one shape and dtype.
+    """
+
+    @property
+    def size(self) -> int:
+        """Number of shards in all, R."""
+        ...
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks of the shards that are here."""
+        ...
+
+    def gather(self, parts: Sequence[Tensor]) -> Tensor:
+        """[R, ...] the tensors of all shards, in rank order."""
+        ...
+
+    def total(self, parts: Sequence[Tensor]) -> Tensor:
+        """The sum over all shards."""
+        ...
+
+    def largest(self, parts: Sequence[Tensor]) -> Tensor:
+        """The elementwise maximum over all shards."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class InProcess:
+    """All ``size`` shards are in this process."""
+
+    size: int
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(range(self.size))
+
+    def gather(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(parts))
+
+    def total(self, parts: Sequence[Tensor]) -> Tensor:
+        result = parts[0].clone()
+        for part in parts[1:]:
+            result += part
+        return result
+
+    def largest(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(parts)).amax(dim=0)
+
+
+@dataclass(frozen=True, slots=True)
+class OverGroup:
+    """One shard on each rank of a process group; every rank makes the same calls in the same order."""
+
+    group: dist.ProcessGroup
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return (dist.get_rank(self.group),)
+
+    def gather(self, parts: Sequence[Tensor]) -> Tensor:
+        (part,) = parts
+        out = part.new_empty((self.size, *part.shape))
+        _all_gather_single(out.flatten(0, 1) if part.dim() else out, part.contiguous(), group=self.group)
+        return out
+
+    def total(self, parts: Sequence[Tensor]) -> Tensor:
+        result = parts[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(result, op=dist.ReduceOp.SUM, group=self.group)
+        return result
+
+    def largest(self, parts: Sequence[Tensor]) -> Tensor:
+        result = parts[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(result, op=dist.ReduceOp.MAX, group=self.group)
+        return result
+
+
+def make_exchange(group: dist.ProcessGroup | None, shards: int) -> Exchange:
+    """The exchange of a call: ``shards`` tensors were passed, ``group`` is None when they are all.
+
+    Raises:
+        ValueError: if several shards were passed together with a group.
+    """
+    if group is None:
+        return InProcess(shards)
+    if shards != 1:
+        raise ValueError(f"{shards} shards and a process group: with a group, pass this rank's shard alone")
+    return OverGroup(group)
+
+
+def local_ranges(
+    exchange: Exchange,
+    widths: Sequence[int],
+    ranges: Sequence[VocabRange] | VocabRange | None,
+    vocab_size: int | None,
+) -> tuple[VocabRange, ...]:
+    """The rows of each shard that is here.
+
+    Args:
+        exchange: where the shards are.
+        widths: rows of each shard that is here.
+        ranges: the ranges of all ranks; or, with a group, this rank's alone; or None: shards in this
+            process follow one another, and the ranks of a group have equal widths.
+        vocab_size: true ids where ``ranges`` is None; None counts every row.
+
+    Raises:
+        ValueError: if the number of ranges or a width does not fit.
+    """
+    if ranges is None:
+        all_widths = list(widths) if isinstance(exchange, InProcess) else [widths[0]] * exchange.size
+        ranges = ranges_from_sizes(all_widths, sum(all_widths) if vocab_size is None else vocab_size)
+    if isinstance(ranges, VocabRange):
+        if len(exchange.members) != 1:
+            raise ValueError(f"one range for {len(exchange.members)} shards: give the range of each")
+        mine: tuple[VocabRange, ...] = (ranges,)
+    else:
+        if len(ranges) != exchange.size:
+            raise ValueError(f"{len(ranges)} ranges for {exchange.size} shards: give the range of each rank")
+        mine = tuple(ranges[member] for member in exchange.members)
+    for member, width, shard in zip(exchange.members, widths, mine, strict=True):
+        if width != shard.rows:
+            raise ValueError(
+                f"rank {member} has {width} vocabulary entries, its range [{shard.start}, {shard.stop}) has "
+                f"{shard.rows}: pass `ranges` with the true sizes (uneven shards are allowed)"
+            )
+    return mine

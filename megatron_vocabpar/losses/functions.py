@@ -1,0 +1,206 @@
+"""The public losses on a sharded vocabulary.
+
+    vocab_logprobs        log p_target                     -loss of equation 1, section 4.1 of the paper
+    vocab_entropy         -sum_j p_j log p_j
+    vocab_cross_entropy   -log p_target, label smoothing, z-loss
+    vocab_argmax          the most likely id               vocab_target_rank: how many ids are likelier
+
+``kl.py`` has the divergence of two distributions. Each takes ``logits``: this rank's shard [..., P], a
+list of all shards (in one process), or ``LazyLogits(hidden, weight)``. The keyword arguments that they
+share are ``call.Layout``. Nothing writes into an argument. Next: ``summary.py``, which computes them.
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from megatron_vocabpar.losses.call import Layout, check_targets, leading_shape, prepare, summarise
+from megatron_vocabpar.losses.reductions import reduce_tokens
+from megatron_vocabpar.losses.sources import Logits
+from megatron_vocabpar.losses.summary import Call, scaled_logits, target_rows
+
+
+def vocab_logprobs(
+    logits: Logits,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    mask: Tensor | None = None,
+    reduction: str = "none",
+    **layout: Unpack[Layout],
+) -> Tensor:
+    """Log-probability of each target over the whole vocabulary.
+
+    Args:
+        logits: [..., P] this rank's shard (fp16, bf16, fp32, fp64), a list of shards, or ``LazyLogits``.
+        targets: [...] integer ids in [0, V), the same on every rank.
+        ignore_index: target of tokens that get 0 and no gradient.
+        mask: [...] weights of the tokens; 0 leaves one out.
+        reduction: ``none``, ``sum``, or ``mean`` over the mask's sum (without one, over counted targets).
+        layout: see ``call.Layout``.
+
+    Returns:
+        [...] fp32 (fp64 for fp64), or a scalar; the same on every rank.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+    """
+    summary, counted = summarise(logits, targets, layout, ignore_index=ignore_index)
+    return reduce_tokens(summary.logprob, reduction, _weights(mask, counted, reduction))
+
+
+def vocab_entropy(
+    logits: Logits, *, mask: Tensor | None = None, reduction: str = "none", **layout: Unpack[Layout]
+) -> Tensor:
+    """Entropy in nats of each token's distribution over the whole vocabulary.
+
+    Args:
+        logits, mask, reduction, layout: as in ``vocab_logprobs``; without a mask the mean is over all tokens.
+
+    Returns:
+        [...] fp32 (fp64 for fp64), or a scalar.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+    """
+    summary, _ = summarise(logits, None, layout, entropy=True)
+    return reduce_tokens(summary.entropy, reduction, mask)
+
+
+def vocab_logprobs_and_entropy(
+    logits: Logits, targets: Tensor, *, ignore_index: int = -100, **layout: Unpack[Layout]
+) -> tuple[Tensor, Tensor]:
+    """Both of the above from one pass over the logits and one collective: ([...], [...])."""
+    summary, _ = summarise(logits, targets, layout, ignore_index=ignore_index, entropy=True)
+    return summary.logprob, summary.entropy
+
+
+def vocab_cross_entropy(
+    logits: Logits,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+    **layout: Unpack[Layout],
+) -> Tensor:
+    """Cross entropy: ``(1-s) (lse - Y_t) + s (lse - mean_j Y_j) + z lse^2`` per token.
+
+    Args:
+        logits, targets, ignore_index, mask, reduction, layout: as in ``vocab_logprobs``.
+        label_smoothing: s in [0, 1), defined as in ``torch.nn.functional.cross_entropy``.
+        z_loss: z, weight of the squared log-sum-exp (PaLM, section 5), 0 or more.
+
+    Returns:
+        A scalar, or [...] for ``none``; fp32 (fp64 for fp64). Smoothing a -inf logit gives inf.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+    """
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label smoothing {label_smoothing}: give a number in [0, 1)")
+    if z_loss < 0:
+        raise ValueError(f"z-loss weight {z_loss}: give 0 or more")
+    smooth = label_smoothing > 0
+    summary, counted = summarise(logits, targets, layout, ignore_index=ignore_index, mean=smooth)
+    loss = 0 - summary.logprob
+    if smooth:
+        loss = (1 - label_smoothing) * loss + label_smoothing * (summary.lse - summary.mean)
+    if z_loss > 0:
+        loss = loss + z_loss * summary.lse.square()
+    if counted is not None:
+        loss = torch.where(counted, loss, 0)
+    return reduce_tokens(loss, reduction, _weights(mask, counted, reduction))
+
+
+def vocab_argmax(logits: Logits, **layout: Unpack[Layout]) -> Tensor:
+    """The id with the largest logit of the whole vocabulary; the smallest of equal ones.
+
+    Returns:
+        [...] int64, the same on every rank; without gradient. For rows of NaN, any id.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+    """
+    with torch.no_grad():
+        call, tensors = prepare(logits, layout)
+        source = call.source(tensors)
+        best: list[list[Tensor]] = [[] for _ in call.ranges]
+        for rows in source.slices(call.rows_per_chunk):
+            for shard, vocab_range in enumerate(call.ranges):
+                y = source.logits(shard, rows)[:, : vocab_range.valid_rows].double()
+                if vocab_range.valid_rows:
+                    value, column = y.max(dim=1)
+                    found = torch.stack((value, column.double() + vocab_range.start), dim=1)
+                else:
+                    found = y.new_full((y.shape[0], 2), -torch.inf)
+                best[shard].append(found)
+        empty = tensors[0].new_empty((0, 2), dtype=torch.float64)
+        gathered = call.exchange.gather([torch.cat([empty, *chunks]) for chunks in best])  # [R, n, 2]
+        winner = gathered[..., 0].argmax(dim=0, keepdim=True)  # the first of equal shards
+        ids = gathered[..., 1].gather(0, winner).squeeze(0)
+        return ids.clamp(min=0).long().view(leading_shape(logits))
+
+
+def vocab_target_rank(
+    logits: Logits, targets: Tensor, *, ignore_index: int = -100, **layout: Unpack[Layout]
+) -> Tensor:
+    """How many ids have a larger logit than the target: 0 where the target is the most likely.
+
+    Args:
+        logits, targets, ignore_index, layout: as in ``vocab_logprobs``.
+
+    Returns:
+        [...] int64, the same on every rank; -1 for ignored tokens; without gradient.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+    """
+    with torch.no_grad():
+        call, tensors = prepare(logits, layout)
+        ids, counted = check_targets(
+            targets, leading_shape(logits), ignore_index, call.ranges[0].vocab_size
+        )
+        target_logit = _target_logits(call, tensors, ids)
+        source = call.source(tensors)
+        counts: list[list[Tensor]] = [[] for _ in call.ranges]
+        for rows in source.slices(call.rows_per_chunk):
+            for shard, vocab_range in enumerate(call.ranges):
+                y = scaled_logits(source, shard, rows, call.temperature)[:, : vocab_range.valid_rows]
+                counts[shard].append((y > target_logit[rows, None]).sum(dim=1))
+        empty = ids.new_empty(0)
+        rank = call.exchange.total([torch.cat([empty, *chunks]) for chunks in counts])
+        return torch.where(counted, rank.view(counted.shape), -1)
+
+
+def _target_logits(call: Call, tensors: tuple[Tensor, ...], ids: Tensor) -> Tensor:
+    """[n] the target's logit, known to every rank; -inf for ignored tokens."""
+    source = call.source(tensors)
+    found: list[list[Tensor]] = [[] for _ in call.ranges]
+    for rows in source.slices(call.rows_per_chunk):
+        for shard, vocab_range in enumerate(call.ranges):
+            y = scaled_logits(source, shard, rows, call.temperature)
+            row = target_rows(ids[rows], vocab_range)
+            if vocab_range.valid_rows == 0:
+                found[shard].append(y.new_full((y.shape[0],), -torch.inf))
+                continue
+            value = y.gather(1, row.clamp(min=0).unsqueeze(1)).squeeze(1)
+            found[shard].append(torch.where(row >= 0, value, -torch.inf))
+    empty = source.logits(0, slice(0, 0)).new_empty(0)
+    return call.exchange.largest([torch.cat([empty, *chunks]) for chunks in found])
+
+
+def _weights(mask: Tensor | None, counted: Tensor | None, reduction: str) -> Tensor | None:
+    """The mask of a reduction: the caller's, without ignored tokens."""
+    if counted is None or (mask is None and reduction == "none"):
+        return mask
+    if mask is None:
+        return counted
+    if mask.shape != counted.shape:
+        raise ValueError(f"mask of shape {tuple(mask.shape)} for targets of {tuple(counted.shape)}")
+    return torch.where(counted, mask, torch.zeros_like(mask))

@@ -1,0 +1,97 @@
+"""Weight shards with boundaries anywhere, moved to boundaries at multiples of a block.
+
+A matrix product over a block of the vocabulary gives the same bits on every sharding only where one rank
+computes the whole block. So each rank lends the rows before its first block boundary (fewer than a
+block) to the rank that holds the block's first row; the backward pass returns their gradients.
+Used by the invariant mode for hidden states. Next: ``sources.py`` (the blocks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.losses.exchange import Exchange
+from megatron_vocabpar.losses.sources import BLOCK
+
+
+def aligned_ranges(
+    exchange: Exchange, ranges: Sequence[VocabRange], weights: Sequence[Tensor]
+) -> tuple[VocabRange, ...]:
+    """For each shard that is here, the blocks whose first row it holds, as one range; waits for the host."""
+    stops = [weight.new_full((1,), shard.stop, dtype=torch.int64) for weight, shard in _both(weights, ranges)]
+    last = int(exchange.largest(stops))
+    return tuple(
+        VocabRange(
+            min(-(-shard.start // BLOCK) * BLOCK, last),
+            min(-(-shard.stop // BLOCK) * BLOCK, last),
+            shard.vocab_size,
+        )
+        for shard in ranges
+    )
+
+
+class Realign(torch.autograd.Function):
+    """``apply(exchange, ranges, homes, *weights)``: the rows of ``homes``, from shards of ``ranges``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        exchange: Exchange,
+        ranges: tuple[VocabRange, ...],
+        homes: tuple[VocabRange, ...],
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.ranges, ctx.homes = exchange, ranges, homes
+        return _move(exchange, weights, ranges, homes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, None, *_move(ctx.exchange, grads, ctx.homes, ctx.ranges))
+
+
+def _move(
+    exchange: Exchange, tensors: Sequence[Tensor], old: Sequence[VocabRange], new: Sequence[VocabRange]
+) -> tuple[Tensor, ...]:
+    """Rows of the old ranges, arranged as the new ones; fewer than BLOCK rows leave each old range."""
+    lent, starts = [], []
+    for tensor, source, home in zip(tensors, old, new, strict=True):
+        leaving = _without(source, home)
+        buffer = tensor.new_zeros(BLOCK, tensor.shape[1])
+        buffer[: len(leaving)] = tensor[leaving.start - source.start : leaving.stop - source.start]
+        lent.append(buffer)
+        starts.append(torch.tensor([leaving.start, leaving.stop], device=tensor.device))
+    rows, places = exchange.gather(lent), exchange.gather(starts).tolist()
+    out = []
+    for tensor, source, home in zip(tensors, old, new, strict=True):
+        target = tensor.new_empty(home.rows, tensor.shape[1])
+        kept = range(max(source.start, home.start), min(source.stop, home.stop))
+        if kept:
+            target[kept.start - home.start : kept.stop - home.start] = tensor[
+                kept.start - source.start : kept.stop - source.start
+            ]
+        for block, (start, stop) in zip(rows, places, strict=True):
+            found = range(max(start, home.start), min(stop, home.stop))
+            if found:
+                target[found.start - home.start : found.stop - home.start] = block[
+                    found.start - start : found.stop - start
+                ]
+        out.append(target)
+    return tuple(out)
+
+
+def _without(source: VocabRange, home: VocabRange) -> range:
+    """The rows of ``source`` that ``home`` lacks: at its beginning or at its end."""
+    if source.start < home.start:
+        return range(source.start, min(source.stop, home.start))
+    return range(min(max(source.start, home.stop), source.stop), source.stop)
+
+
+def _both(weights: Sequence[Tensor], ranges: Sequence[VocabRange]) -> list[tuple[Tensor, VocabRange]]:
+    return list(zip(weights, ranges, strict=True))

@@ -1,0 +1,141 @@
+"""Masked means whose denominators belong to the batch, not to its layout.
+
+A mean of means changes when tokens move between microbatches or ranks. Here a reduction is a sum and a
+count; sums and counts are added over microbatches and ranks first, and one division ends it:
+
+    token     sum_i m_i v_i / sum_i m_i
+    sentence  (1/S) sum_s (sum_{i in s} m_i v_i / sum_{i in s} m_i)        S sentences with a token
+    group     (1/G) sum_g (the token mean over the sentences of group g)   G groups with a token
+
+Tensor-parallel ranks hold the same tokens, so they must not be added; give only the groups over which
+tokens are split (data and context parallel). Docs: ``docs/invariance.md``. Next: ``drift.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+REDUCTIONS = ("none", "mean", "sum")
+
+
+@dataclass(frozen=True)
+class Masked:
+    """A sum of values and the weight that it will be divided by; both fp32 (fp64 for fp64), shape () or [G].
+
+    Attributes:
+        total: sum of mask times value; differentiable.
+        count: sum of the mask.
+    """
+
+    total: Tensor
+    count: Tensor
+
+    def __add__(self, other: Masked) -> Masked:
+        """Join two microbatches."""
+        return Masked(self.total + other.total, self.count + other.count)
+
+    def mean(self) -> Tensor:
+        """total / count; 0 where nothing counts."""
+        return torch.where(self.count > 0, self.total / self.count.clamp(min=1e-30), 0 * self.total)
+
+
+def masked_sum(values: Tensor, mask: Tensor | None = None, dim: int | None = None) -> Masked:
+    """Sum and count of the values where the mask is not 0, over ``dim`` or everything.
+
+    Args:
+        values: [...] any floating dtype; summed in fp32 (fp64 for fp64). NaN under a zero mask has no effect.
+        mask: [...] bool, integer or floating weights, or None for all.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+    weights = torch.ones_like(values, dtype=dtype) if mask is None else mask.to(dtype)
+    if weights.shape != values.shape:
+        raise ValueError(f"mask of shape {tuple(weights.shape)} for values of {tuple(values.shape)}")
+    weighted = torch.where(weights != 0, values.to(dtype) * weights, 0)
+    if dim is None:
+        return Masked(weighted.sum(), weights.sum())
+    return Masked(weighted.sum(dim=dim), weights.sum(dim=dim))
+
+
+def token_mean(values: Tensor, mask: Tensor | None = None, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Mean over all counted tokens, of every rank of ``group``; scalar.
+
+    The gradient that reaches ``values`` is this rank's share of the global mean, so gradients are to be
+    summed over ``group``.
+    """
+    return joined([masked_sum(values, mask)], group)
+
+
+def joined(parts: Sequence[Masked], group: dist.ProcessGroup | None = None) -> Tensor:
+    """The mean of several microbatches' sums and counts, over the ranks of ``group`` too.
+
+    Raises:
+        ValueError: if there are no parts.
+    """
+    if not parts:
+        raise ValueError("no microbatch to reduce: give at least one sum and count")
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = whole + part
+    if group is not None:
+        others = torch.stack((whole.total.detach(), whole.count))
+        dist.all_reduce(others, group=group)
+        whole = Masked(whole.total + (others[0] - whole.total.detach()), others[1])
+    return whole.mean()
+
+
+def sentence_means(values: Tensor, mask: Tensor, sentence: Tensor, sentences: int) -> Masked:
+    """Per sentence, the sum and count of its tokens: [sentences] each.
+
+    Args:
+        values: [...] tokens in any layout: padded, packed, or a microbatch of them.
+        mask: like values.
+        sentence: like values, int64: the sentence of each token, in [0, sentences).
+        sentences: their number in the whole batch, not in this microbatch.
+    """
+    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+    weights = mask.to(dtype).reshape(-1)
+    weighted = torch.where(weights != 0, values.reshape(-1).to(dtype) * weights, 0)
+    zeros = weights.new_zeros(sentences)
+    index = sentence.reshape(-1)
+    return Masked(zeros.index_add(0, index, weighted), zeros.index_add(0, index, weights))
+
+
+def mean_of_counted(per_item: Masked) -> Tensor:
+    """The mean of the items' means, over items with a token; scalar. For sentences, and for groups."""
+    counted = (per_item.count > 0).to(per_item.total.dtype)
+    return per_item.mean().sum() / counted.sum().clamp(min=1)
+
+
+def by_group(per_sentence: Masked, group_of_sentence: Tensor, groups: int) -> Masked:
+    """Sums and counts of groups of sentences (such as the samples of one prompt): [groups] each."""
+    zeros = per_sentence.total.new_zeros(groups)
+    return Masked(
+        zeros.index_add(0, group_of_sentence, per_sentence.total),
+        zeros.index_add(0, group_of_sentence, per_sentence.count),
+    )
+
+
+def reduce_tokens(values: Tensor, reduction: str, mask: Tensor | None) -> Tensor:
+    """``none``, ``sum`` or ``mean`` of per-token values under a mask.
+
+    Raises:
+        ValueError: for another reduction, or a mask of another shape.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction {reduction!r}: use one of {', '.join(REDUCTIONS)}")
+    if reduction == "none":
+        if mask is None:
+            return values
+        if mask.shape != values.shape:
+            raise ValueError(f"mask of shape {tuple(mask.shape)} for values of {tuple(values.shape)}")
+        return torch.where(mask != 0, values * mask.to(values.dtype), 0)
+    whole = masked_sum(values, mask)
+    return whole.total if reduction == "sum" else whole.mean()

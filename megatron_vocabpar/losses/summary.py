@@ -1,0 +1,280 @@
+"""The softmax of a sharded vocabulary in four numbers per token, all differentiable.
+
+Every loss of this package is arithmetic on these [n] tensors:
+
+    logprob  Y_target - lse          lse      logsumexp_j Y_j
+    entropy  lse - sum_j p_j Y_j     mean     (1/V) sum_j Y_j      (j over the V true ids)
+
+One packed collective joins the shards (two in the invariant mode); the arithmetic is that of the output
+layer (``layers/softmax_stats.py``): power-of-two offsets, and the target's own term kept apart, so that
+``1 - p_target`` has no cancellation. The backward pass reads the logits again, chunk by chunk:
+
+    dY_j = p_j (g_lse - g_logprob - g_entropy (log p_j + entropy)) + g_logprob [j = target] + g_mean / V
+
+For logits that exist it needs no communication, and allocates one tensor like them. What is saved is the
+caller's own logits (or hidden states and weight) and four numbers per token.
+
+Source: sections 4.3 and 4.4 of Balancing Pipeline Parallelism with Vocabulary Parallelism for the
+statistics; the identity d log p_t / dY_j = [j = t] - p_j for the gradient. Next: ``functions.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_vocabpar.layers.exponents import log_of_power, power_of_two, split_exponent
+from megatron_vocabpar.layers.kernels.dispatch import exponentials
+from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.layers.softmax_stats import STATS_WIDTH, MergedStats, merge_stats, pack_stats
+from megatron_vocabpar.losses import fixed_point
+from megatron_vocabpar.losses.exchange import Exchange
+from megatron_vocabpar.losses.sources import DenseSource, LazySource, Source
+
+
+class Summary(NamedTuple):
+    """Per token, [n] in fp32 (fp64 for fp64); ``entropy`` and ``mean`` are zeros where not asked for.
+
+    ``logprob`` is 0, without gradient, for tokens whose target no shard owns.
+    """
+
+    logprob: Tensor
+    lse: Tensor
+    entropy: Tensor
+    mean: Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """What stays the same between the forward and the backward pass of one call.
+
+    Attributes:
+        exchange: how the shards meet.
+        ranges: rows of the shards that are here.
+        lazy: the tensors are hidden states and weight shards, not logits.
+        temperature: the logits are divided by it.
+        entropy, mean: which of the costlier numbers to compute.
+        invariant: results bit for bit independent of the sharding.
+        rows_per_chunk: tokens worked on at one time; None bounds a chunk to about 64 MiB.
+        keep: whether a backward pass may follow.
+    """
+
+    exchange: Exchange
+    ranges: tuple[VocabRange, ...]
+    lazy: bool
+    temperature: float
+    entropy: bool
+    mean: bool
+    invariant: bool
+    rows_per_chunk: int | None
+    keep: bool
+
+    def source(self, tensors: Sequence[Tensor]) -> Source:
+        """The logits that ``tensors`` stand for."""
+        if self.lazy:
+            return LazySource(tensors[0], tensors[1:], blocks=self.invariant)
+        return DenseSource(tensors)
+
+
+class SoftmaxSummary(torch.autograd.Function):
+    """``apply(call, targets, *tensors)``: the four tensors of ``Summary``."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, targets: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        source = call.source(tensors)
+        state = _forward(call, source, targets)
+        if call.keep:
+            merged = state.merged
+            ctx.call = call
+            ctx.save_for_backward(
+                targets, merged.offset, merged.total, merged.target_deficit, merged.loss, merged.valid,
+                state.summary.entropy, *tensors,
+            )  # fmt: skip
+        return tuple(state.summary)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        targets, offset, total, deficit, loss, valid, entropy, *tensors = ctx.saved_tensors
+        merged = MergedStats(loss, offset, total, deficit, valid)
+        found = _backward(ctx.call, ctx.call.source(tensors), targets, merged, entropy, grads)
+        return (None, None, *found)
+
+
+class _State(NamedTuple):
+    merged: MergedStats
+    summary: Summary
+
+
+def softmax_of(call: Call, source: Source) -> tuple[Tensor, Tensor]:
+    """The normaliser of each token, ``(offset, total)``: sum_j exp(Y_j) = total * 2^offset."""
+    nowhere = source.logits(0, slice(0, 0)).new_full((source.tokens,), -1, dtype=torch.int64)
+    merged = _forward(call, source, nowhere).merged
+    return merged.offset, merged.total
+
+
+def target_rows(targets: Tensor, shard: VocabRange) -> Tensor:
+    """[n] int64 row of each target in the shard, -1 where it is elsewhere."""
+    row = targets.long() - shard.start
+    return torch.where((row >= 0) & (row < shard.valid_rows), row, -1)
+
+
+def scaled_logits(source: Source, shard: int, rows: slice, temperature: float) -> Tensor:
+    """A fresh chunk of logits, divided by the temperature."""
+    logits = source.logits(shard, rows)
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _forward(call: Call, source: Source, targets: Tensor) -> _State:
+    offset = _common_offset(call, source, targets) if call.invariant else None
+    columns: list[list[Tensor]] = [[] for _ in call.ranges]
+    for rows in source.slices(call.rows_per_chunk):
+        for shard, vocab_range in enumerate(call.ranges):
+            columns[shard].append(_chunk_stats(call, source, targets, shard, vocab_range, rows, offset))
+    width = STATS_WIDTH + call.entropy + call.mean
+    dtype = torch.int64 if offset is not None else None
+    parts = [torch.cat(chunks) if chunks else _no_tokens(source, width, dtype) for chunks in columns]
+    if offset is None:
+        gathered = call.exchange.gather(parts)
+    else:
+        gathered = fixed_point.stats(call.exchange.total(parts), offset, entropy=call.entropy)[None]
+    merged = merge_stats(gathered[..., :STATS_WIDTH])
+    return _State(merged, _summarise(call, gathered, merged))
+
+
+def _no_tokens(source: Source, width: int, dtype: torch.dtype | None) -> Tensor:
+    empty = source.logits(0, slice(0, 0))
+    return empty.new_empty((0, width), dtype=dtype)
+
+
+def _common_offset(call: Call, source: Source, targets: Tensor) -> fixed_point.Offset:
+    """First pass of the invariant mode: the exponents of all shards, and the largest logit."""
+    parts: list[list[Tensor]] = [[] for _ in call.ranges]
+    for rows in source.slices(call.rows_per_chunk):
+        for shard, vocab_range in enumerate(call.ranges):
+            y = scaled_logits(source, shard, rows, call.temperature)
+            parts[shard].append(fixed_point.peaks(y, target_rows(targets[rows], vocab_range), vocab_range))
+    whole = [torch.cat(chunks) if chunks else _no_tokens(source, 2, None) for chunks in parts]
+    return fixed_point.Offset(call.exchange.largest(whole), call.ranges[0].vocab_size)
+
+
+def _chunk_stats(
+    call: Call,
+    source: Source,
+    targets: Tensor,
+    shard: int,
+    vocab_range: VocabRange,
+    rows: slice,
+    offset: fixed_point.Offset | None,
+) -> Tensor:
+    """[rows, 4 to 6] one shard's numbers: packed statistics, sum of e (log e), sum of logits."""
+    y = scaled_logits(source, shard, rows, call.temperature)
+    row = target_rows(targets[rows], vocab_range)
+    valid = vocab_range.valid_rows
+    extra = []
+    logits = y[:, :valid].clone() if call.mean else None
+    q, r = split_exponent(y) if call.entropy else (None, None)
+    e = torch.empty_like(y) if call.entropy or offset is not None else None
+    # No storage in 16 bits follows, so the dtype (and with it the headroom) is that of the statistics.
+    part = exponentials(y, row, valid, None if offset is None else offset.k[rows], dtype=y.dtype, out=e)
+    k = part.k
+    weighted = None
+    if q is not None and r is not None and e is not None:
+        weighted = weighted_logs(e, log_of_power(q.sub_(k.unsqueeze(1))).add_(r))
+    if offset is not None and e is not None:
+        return fixed_point.pack(offset.at(rows), e, part.target_logit, row >= 0, weighted, logits)
+    if weighted is not None:
+        extra.append(weighted.sum(dim=1, keepdim=True))
+    if logits is not None:
+        extra.append(logits.sum(dim=1, keepdim=True))
+    return torch.cat((pack_stats(k, part.s_rest, part.target_logit, row >= 0), *extra), dim=1)
+
+
+def weighted_logs(weights: Tensor, logs: Tensor) -> Tensor:
+    """``weights * logs``, 0 where the weight is 0 (and the logarithm perhaps -inf)."""
+    return torch.where(weights == 0, 0, weights * logs)
+
+
+def _summarise(call: Call, gathered: Tensor, merged: MergedStats) -> Summary:
+    log_total = torch.log(merged.total)
+    entropy = mean = torch.zeros_like(log_total)
+    if call.entropy:
+        entropy = log_total - _mean_log(gathered, merged, log_total)
+    if call.mean:
+        mean = torch.zeros_like(log_total)
+        for part in gathered[:, :, STATS_WIDTH + call.entropy]:
+            mean = mean + part
+        mean = mean / call.ranges[0].vocab_size
+    lse = log_total + log_of_power(merged.offset)
+    return Summary(0 - merged.loss, lse, entropy.clone(), mean.clone())
+
+
+def _mean_log(gathered: Tensor, merged: MergedStats, log_total: Tensor) -> Tensor:
+    """sum_j p_j (Y_j - K ln 2), in the offset of the whole vocabulary."""
+    result = torch.zeros_like(log_total)
+    for stats in gathered:
+        k, s_rest, weighted = stats[:, 0], stats[:, 1], stats[:, STATS_WIDTH]
+        shift = k - merged.offset
+        result = result + power_of_two(shift) * (weighted + log_of_power(shift) * s_rest)
+    p_target = torch.where(merged.valid, torch.exp(-merged.loss), 0)
+    return result / merged.total + weighted_logs(p_target, log_total - merged.loss)
+
+
+def _backward(
+    call: Call,
+    source: Source,
+    targets: Tensor,
+    merged: MergedStats,
+    entropy: Tensor,
+    grads: Sequence[Tensor],
+) -> tuple[Tensor | None, ...]:
+    vocab_size = call.ranges[0].vocab_size
+    g_logprob, g_lse, g_entropy, g_mean = (grad / call.temperature for grad in grads)
+    g_logprob = torch.where(merged.valid, g_logprob, 0)
+    g_mean = g_mean / vocab_size
+    inverse = torch.where(merged.total != 0, 1 / merged.total, 0)
+    p_target = torch.where(merged.valid, torch.exp(-merged.loss), 0)
+    slope = g_lse - g_logprob
+    at_target = -g_logprob * merged.target_deficit + p_target * g_lse + g_mean
+    if call.entropy:
+        at_target = at_target - g_entropy * (weighted_logs(p_target, -merged.loss) + p_target * entropy)
+    log_total = torch.log(merged.total)
+    # Bounds of |dY_j| and of sum_j |dY_j| alike: the sum of p |log p + entropy| is at most 2 log V.
+    bound = 2 * g_logprob.abs() + g_lse.abs() + 2 * log(max(2, vocab_size)) * g_entropy.abs()
+    bound = bound + g_mean.abs() * vocab_size
+    sink = source.gradients(call.exchange, bound if call.invariant else None)
+    for rows in source.slices(call.rows_per_chunk):
+        for shard, vocab_range in enumerate(call.ranges):
+            y = scaled_logits(source, shard, rows, call.temperature)
+            row = target_rows(targets[rows], vocab_range)
+            q, r = split_exponent(y) if call.entropy else (None, None)
+            grad = torch.empty_like(y)
+            offset = merged.offset[rows]
+            exponentials(y, row, vocab_range.valid_rows, offset, dtype=y.dtype, out=grad)
+            grad.mul_(inverse[rows].unsqueeze(1))  # p_j, 0 for the target and for padding
+            if q is not None and r is not None:
+                log_p = log_of_power(q.sub_(offset.unsqueeze(1))).add_(r).sub_(log_total[rows].unsqueeze(1))
+                curve = weighted_logs(grad, log_p.add_(entropy[rows].unsqueeze(1)))
+                grad.mul_(slope[rows].unsqueeze(1)).sub_(curve.mul_(g_entropy[rows].unsqueeze(1)))
+            else:
+                grad.mul_(slope[rows].unsqueeze(1))
+            if call.mean:
+                grad[:, : vocab_range.valid_rows] += g_mean[rows].unsqueeze(1)
+            put_targets_(grad, row, at_target[rows])
+            sink.add(shard, rows, grad, bound[rows])
+    return sink.finish()
+
+
+def put_targets_(grad: Tensor, row: Tensor, values: Tensor) -> None:
+    """Write each owned target's value into its column, in place; ``row`` [n] is -1 for the others."""
+    if grad.shape[1] == 0:
+        return
+    column = row.clamp(min=0).unsqueeze(1)
+    found = grad.gather(1, column).squeeze(1)
+    grad.scatter_(1, column, torch.where(row >= 0, values, found).unsqueeze(1))
