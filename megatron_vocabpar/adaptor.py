@@ -1,8 +1,9 @@
 """One line that lets a Megatron-LM training script understand ``--enable-vocab-parallel``.
 
-``import megatron_vocabpar.adaptor`` before any import of megatron. With none of our options on the
-command line it imports nothing of Megatron and touches nothing. Next: ``integration/bindings.py``, the table of
-what is replaced.
+``import megatron_vocabpar.adaptor`` before any import of megatron. With none of our options on the command
+line it imports nothing of Megatron and touches nothing.
+
+Next: ``integration/bindings.py``, the table of what is replaced.
 """
 
 from __future__ import annotations

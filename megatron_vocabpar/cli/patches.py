@@ -1,0 +1,38 @@
+"""``vocabpar patches``: the table of every replaced name; ``patches/PATCHES.md`` is its output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+
+from megatron_vocabpar.integration.bindings import BINDINGS, SIGNATURES, VERSIONS
+
+
+@click.command()
+def patches_command() -> None:
+    """Print every name of Megatron that is replaced or relied on, as Markdown."""
+    click.echo("\n".join(table()))
+
+
+def table() -> Iterator[str]:
+    """The lines of the table."""
+    yield "# What is replaced in Megatron"
+    yield ""
+    yield "Made by `vocabpar patches`. Nothing is replaced unless one of our options is on the command line."
+    yield ""
+    yield "| name | where it is taken by value | why | when |"
+    yield "| --- | --- | --- | --- |"
+    for binding in BINDINGS:
+        copies = ", ".join(f"`{module}`" for module in binding.copies)
+        when = "vocabulary layers are partitioned" if binding.partitioned_only else "any of our options"
+        yield f"| `{binding.module}.{binding.name}` | {copies} | {binding.reason} | {when} |"
+    yield ""
+    yield "Versions are told apart by the parameters of these functions:"
+    yield ""
+    yield "| function | versions | parameters |"
+    yield "| --- | --- | --- |"
+    for (module, name), rows in SIGNATURES.items():
+        for parameters, versions in rows.items():
+            found = "all" if versions == VERSIONS else ", ".join(versions)
+            yield f"| `{module}.{name}` | {found} | {', '.join(parameters) or 'none'} |"
