@@ -11,7 +11,7 @@ import click
 from megatron_vocabpar.train.config import TrainConfig
 
 
-@click.group("bench", help="Measure this machine: runtime overhead.")
+@click.group("bench", help="Measure this machine: runtime overhead, kernels of the vocabulary layers.")
 def bench_command() -> None:
     pass
 
@@ -64,3 +64,58 @@ def runtime_command(
     click.echo(f"executor, method baseline   {ours:9.1f} ms per iteration (median of {pairs})")
     click.echo(f"megatron-core's own 1F1B    {theirs:9.1f} ms per iteration")
     click.echo(f"ratio, median of the pairs  {result.ratio:9.3f}")
+
+
+@bench_command.command("kernels")
+@click.option("--quick", is_flag=True, help="Fewer shapes: about a minute.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+@click.option(
+    "--dtype",
+    "dtype_name",
+    type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+    default="auto",
+    show_default=True,
+    help="Of X and the weight; auto is bfloat16 on a GPU, float32 on the CPU.",
+)
+@click.option("--rounds", default=15, show_default=True, help="Measured rounds of every shape.")
+@click.option(
+    "--format", "output_format", type=click.Choice(["text", "json"]), default="text", show_default=True
+)
+def kernels_command(quick: bool, device: str, dtype_name: str, rounds: int, output_format: str) -> None:
+    """S, T, IF and IB of one shard, beside bare products, the published passes and other layers."""
+    import torch
+
+    from megatron_vocabpar.bench.kernels import measure_input, measure_output, shapes
+    from megatron_vocabpar.bench.kernels_table import environment, print_table
+
+    if rounds < 1:
+        raise click.BadParameter(f"{rounds} rounds: give at least 1")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise click.BadParameter(f"device {device}: not on this machine; use cpu or auto")
+    where = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
+    if dtype_name == "auto":
+        dtype_name = "float32" if device == "cpu" else "bfloat16"
+    dtype = getattr(torch, dtype_name)
+    if device == "cpu":
+        torch.set_num_threads(1)
+    rows = []
+    for shape in shapes(where, quick):
+        rows += measure_output(shape, where, dtype, rounds, with_scaling=True)
+        rows += measure_input(shape, where, dtype, rounds)
+        click.echo(
+            f"measured n {shape.n}, hidden {shape.hidden}, vocabulary {shape.vocab_size}, p {shape.p}",
+            err=True,
+        )
+    if output_format == "json":
+        click.echo(
+            json.dumps(
+                {"environment": environment(where), "rows": [dataclasses.asdict(row) for row in rows]},
+                indent=1,
+            )
+        )
+    else:
+        print_table(rows, environment(where))
+    if any(row.refused for row in rows):
+        raise click.ClickException("results were refused: they are wrong, see the column or field 'refused'")

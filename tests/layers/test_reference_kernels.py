@@ -72,7 +72,8 @@ def test_other_kernels_equal_the_reference(kernel, n: int, columns: int, given: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
-    ("n", "columns", "spread", "scale"), [(0, 5, 4, 1), (3, 0, 4, 1), (70, 3001, 40, 1), (9, 999, 3000, 0.5)]
+    ("n", "columns", "spread", "scale"),
+    [(0, 5, 4, 1), (3, 0, 4, 1), (70, 999, 4, 1), (70, 3001, 40, 1), (9, 999, 3000, 0.5)],
 )
 @pytest.mark.parametrize("given", [False, True])
 def test_the_short_way_for_wide_storage_equals_the_reference(

@@ -1,7 +1,7 @@
 """The row kernels on the CPU: a few rows at a time, so that every pass but the first stays in the cache.
 
 16-bit storage goes through the reference. fp32 and fp64 storage, which has no rounding worth protecting
-from the split, takes a shorter way: five passes in place of fifteen.
+from the split, takes a shorter way: five or six passes in place of fifteen.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from megatron_vocabpar.layers.gemm import row_chunks
 from megatron_vocabpar.layers.kernels import reference
 from megatron_vocabpar.layers.kernels.reference import Exponentials, take_target_, transform_logits_
 
-_BLOCK_BYTES = 2**18
+_BLOCK_BYTES = 2**22
+
+_SMALL_OFFSET = 64
+"""Below it y log2(e) - k in one fused multiplication and addition loses less than the rounding of fp32."""
 
 
 def exponentials(
@@ -73,8 +76,11 @@ def _direct(
     target_logit = take_target_(logits, target_row, valid_rows)
     k = split_exponent(logits.amax(dim=1))[0] if offset is None else offset
     values = logits if out is None else out
-    torch.sub(logits, (k * LN2_HIGH).unsqueeze(1), out=values)
-    torch.add((k * (-LN2_LOW * LOG2_E)).unsqueeze(1), values, alpha=LOG2_E, out=values)
+    if bool((k.abs() < _SMALL_OFFSET).all()):
+        torch.add(-k.unsqueeze(1), logits, alpha=LOG2_E, out=values)
+    else:
+        torch.sub(logits, (k * LN2_HIGH).unsqueeze(1), out=values)
+        torch.add((k * (-LN2_LOW * LOG2_E)).unsqueeze(1), values, alpha=LOG2_E, out=values)
     lowest = -126.0 if logits.dtype == torch.float32 else -1022.0
     torch.threshold_(values, lowest, -torch.inf)
     values.exp2_()
