@@ -24,7 +24,7 @@ from .schedule import Schedule
 from .timing import Floats, Trigger
 
 SOFTMAX_SHARDS = 3  # softmax shards that may wait for a delayed T when S makes another
-INPUT_GRADIENTS = 2  # input gradients that may wait for IB when another arrives
+INPUT_GRADIENTS = 3  # input gradients that may wait for IB when another arrives
 _STRICT, _NEAR, _FAR = 0, 2, 6  # how far ahead core passes may be moved up
 
 

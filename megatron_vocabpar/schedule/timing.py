@@ -162,7 +162,7 @@ class _Player:
         return core if forced < 0 else forced
 
     def _last_lazy(self, rank: int) -> int:
-        """When no core pass is left: the lazy pass that is ready first, of those over their cap if any are."""
+        """When no core pass is left: the lazy pass that is ready first; those over their cap come first."""
         choices = []
         for node, queue in self.lazy[rank]:
             if queue:

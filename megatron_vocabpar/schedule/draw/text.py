@@ -8,6 +8,7 @@ into panels.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import ceil
 
 from ..costs import PassCosts
 from ..passes import Pass, PassType
@@ -42,7 +43,8 @@ def draw_text(
     rows = [_cells(passes, sim, unit) for passes in schedule.ranks]
     length = max((start + len(text) for row in rows for start, text, _ in row), default=0)
     margin = len(str(schedule.p - 1)) + 2
-    step = max(width - margin, 20)
+    panels_needed = max(1, ceil(length / max(width - margin, 20)))
+    step = max(1, ceil(length / panels_needed))
     panels = [
         _panel(rows, left, min(left + step, length), margin, unit, colour) for left in range(0, length, step)
     ]
