@@ -20,17 +20,17 @@ ON_CPU = Path(__file__).with_name("on_cpu.py")
 _DIVISOR = "--make-vocab-size-divisible-by"
 
 
-def _words(text: str) -> tuple[str, ...]:
+def words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-MODEL = _words(
+MODEL = words(
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--transformer-impl local --attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion "
     "--no-masked-softmax-fusion --no-persist-layer-norm --no-bias-gelu-fusion --no-bias-swiglu-fusion "
     "--no-bias-dropout-fusion --no-rope-fusion"
 )
-TRAINING = _words(
+TRAINING = words(
     "--micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine "
     "--lr-warmup-iters 2 --weight-decay 0.01 --clip-grad 1.0 --seed 1234 --distributed-backend gloo "
     "--mock-data --num-workers 0 --tokenizer-type NullTokenizer --split 90,10,0 --log-interval 1 "

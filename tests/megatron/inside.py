@@ -1,0 +1,94 @@
+"""Small programs that import a Megatron-LM checkout, run by the tests in processes of their own.
+
+``python inside.py CHECKOUT PROGRAM`` reads Megatron's command line as JSON from its input and prints JSON.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import typing
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import typing_extensions
+
+from megatron_vocabpar.integration.bindings import BINDINGS
+from megatron_vocabpar.integration.flags import OPTIONS, config_from_argv
+from megatron_vocabpar.integration.patch import apply, installed
+
+if not hasattr(typing, "override"):
+    typing.override = typing_extensions.override  # type: ignore[attr-defined]
+
+
+def _held() -> Iterator[tuple[str, str, Any]]:
+    """Every place of the table that this version has: module, name and what it holds."""
+    for binding in BINDINGS:
+        for place in binding.places:
+            with suppress(ImportError):
+                module = importlib.import_module(place)
+                if hasattr(module, binding.name):
+                    yield place, binding.name, getattr(module, binding.name)
+
+
+def _differences(before: list[tuple[str, str, Any]]) -> list[str]:
+    return [f"{place}.{name}" for place, name, value in before if vars(sys.modules[place])[name] is not value]
+
+
+def adaptor(_: list[str]) -> dict[str, Any]:
+    """What importing the adaptor after Megatron replaces, and what is left of it after an undo."""
+    before = list(_held())
+    importlib.import_module("megatron_vocabpar.adaptor")
+    replaced = _differences(before)
+    patch = installed()
+    again = patch is not None and apply(patch.config) is patch
+    if patch is not None:
+        patch.undo()
+    return {
+        "places": [f"{place}.{name}" for place, name, _ in before],
+        "replaced": replaced,
+        "again": again,
+        "left": _differences(before),
+    }
+
+
+def adaptor_first(_: list[str]) -> dict[str, Any]:
+    """What modules that are imported after the adaptor take from it."""
+    loaded = importlib.import_module("megatron_vocabpar.adaptor") and "megatron" in sys.modules
+    held = list(_held())
+    replaced = [f"{place}.{name}" for place, name, value in held if "__vocabpar_patch__" in vars(value)]
+    return {"megatron was imported": loaded, "replaced": replaced}
+
+
+def arguments(argv: list[str]) -> dict[str, Any]:
+    """Megatron's validated arguments of a command line with our flags."""
+    patch = apply(config_from_argv(argv))
+    module = importlib.import_module("megatron.training.arguments")
+    args = module.parse_args(lambda parser: (parser.add_argument("--of-the-script"), parser)[1])
+    assert hasattr(args, "of_the_script")
+    module.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
+    shown = [option.attribute for option in OPTIONS] + ["pipeline_model_parallel_layout"]
+    return {
+        "method": patch.config.method,
+        "version": patch.version,
+        "args": {name: str(getattr(args, name)) for name in shown},
+    }
+
+
+def refused(argv: list[str]) -> dict[str, Any]:
+    """The message with which a command line is refused."""
+    try:
+        arguments(argv)
+    except ValueError as error:
+        return {"message": str(error)}
+    return {"message": ""}
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, sys.argv[1])
+    program = {f.__name__: f for f in (adaptor, adaptor_first, arguments, refused)}[sys.argv[2]]
+    sys.argv = ["pretrain_gpt.py", *json.load(sys.stdin)]
+    result = program(sys.argv[1:])
+    print("\n" + json.dumps(result))

@@ -1,0 +1,222 @@
+"""The doors into a real Megatron-LM: what is replaced and when, and which launch lines are accepted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from megatron_vocabpar.cli.doctor import doctor_command
+from megatron_vocabpar.cli.patches import table
+from megatron_vocabpar.integration import bindings
+from megatron_vocabpar.integration.bindings import BINDINGS, SIGNATURES, VERSIONS, find_version
+from megatron_vocabpar.integration.flags import FlagConfig, config_from_argv, is_asked_for
+from megatron_vocabpar.integration.refusals import REFUSALS, check, layout
+from megatron_vocabpar.integration.sources import source_signatures
+from tests.megatron.training import ROOT, checkout, words
+
+ENABLE = "--enable-vocab-parallel"
+
+
+def inside(program: str, argv: tuple[str, ...] = (), world_size: int = 4) -> dict[str, Any]:
+    """The result of a program of ``inside.py`` in the checkout."""
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+        "WORLD_SIZE": str(world_size),
+        "RANK": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("inside.py")), str(checkout()), program],
+        input=json.dumps(argv),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("argv", [(), ("--num-layers", "4")])
+def test_nothing_is_touched_without_our_flags(argv: tuple[str, ...]) -> None:
+    result = inside("adaptor", argv)
+    assert len(result["places"]) >= 10
+    assert result["replaced"] == []
+    assert not inside("adaptor_first", argv)["megatron was imported"]
+
+
+def test_replaces_every_copy_once_and_undoes_it() -> None:
+    result = inside("adaptor", (ENABLE,))
+    assert result["replaced"] == result["places"]
+    assert result["again"]
+    assert result["left"] == []
+
+
+def test_later_imports_take_the_replacement() -> None:
+    late = inside("adaptor_first", (ENABLE,))["replaced"]
+    assert late == inside("adaptor", (ENABLE,))["places"]
+
+
+def test_redistribution_alone_leaves_schedule_and_model() -> None:
+    flags = ("--enable-layer-redistribution", "--final-stage-num-layers", "1")
+    replaced = inside("adaptor", flags)["replaced"]
+    assert {place.rpartition(".")[2] for place in replaced} == {"parse_args", "validate_args"}
+
+
+# The published script's options, but for its data and sizes.
+PUBLISHED = words(
+    "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 8 --num-layers 32 --hidden-size 64 "
+    "--ffn-hidden-size 256 --num-attention-heads 4 --exit-interval 30 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 24 --train-samples 146484375 "
+    "--lr-decay-samples 126953125 --lr-warmup-samples 183105 --lr 6.0e-5 --min-lr 6.0e-6 "
+    "--lr-decay-style cosine --log-interval 10 --eval-iters 40 --eval-interval 10000 --mock-data "
+    "--tokenizer-type GPTSentencePieceTokenizer --split 98,2,0 --clip-grad 8.0 --weight-decay 0.1 "
+    "--adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 --no-barrier-with-level-1-timing "
+    "--profile-step-start 7 --profile-step-end 8 --profile-ranks 0 1 2 3 4 5 6 7 --schedule-timer-start 10 "
+    "--schedule-timer-end 20 --use-flash-attn --sequence-parallel --untie-embeddings-and-output-weights "
+    "--attention-dropout 0 --hidden-dropout 0 --use-cpu-initialization --use-distributed-optimizer "
+    "--initial-loss-scale 65536 --no-create-attention-mask-in-dataloader --fp16 --transformer-impl local"
+)
+FIVE_METHODS = {
+    "baseline": (),
+    "redis": words("--enable-layer-redistribution --final-stage-num-layers 1"),
+    "interlaced": words("--enable-vocab-parallel --use-interlaced-schedule"),
+    "vocab-1": words("--enable-vocab-parallel --disable-backward-fusion"),
+    "vocab-2": words("--enable-vocab-parallel"),
+}
+
+
+@pytest.mark.parametrize("method", FIVE_METHODS)
+def test_published_launch_lines_are_accepted(method: str) -> None:
+    result = inside("arguments", (*PUBLISHED, *FIVE_METHODS[method]), world_size=8)
+    assert result["method"] == method
+    assert result["args"]["enable_vocab_parallel"] == str(ENABLE in FIVE_METHODS[method])
+    assert result["args"]["schedule_timer_start"] == "10"
+    if method == "redis":
+        expected = layout((5, 5, 5, 4, 4, 4, 4, 1))
+        assert expected in result["args"]["pipeline_model_parallel_layout"].replace("'", "")
+
+
+def test_a_refused_launch_line_names_every_flag() -> None:
+    flags = (ENABLE, "--mtp-num-layers", "1", "--inprocess-restart")
+    message = inside("refused", (*PUBLISHED, *flags), world_size=8)["message"]
+    assert "--mtp-num-layers: the heads" in message
+    assert "--inprocess-restart: the vocabulary groups" in message
+
+
+PLAIN = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 1, "ckpt_format": "torch_dist"}
+
+
+@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.flag)
+def test_every_row_of_the_table_is_refused_and_documented(row: Any) -> None:
+    config = FlagConfig(enabled=True, method="vocab-2")
+    check(SimpleNamespace(**PLAIN), config)
+    with pytest.raises(ValueError, match="refuses these flags") as error:
+        check(SimpleNamespace(**(PLAIN | row.example)), config)
+    assert f"{row.flag}: {row.remedy}" in str(error.value)
+    check(SimpleNamespace(**(PLAIN | row.example)), FlagConfig())
+    assert f"| `{row.flag}` | {row.remedy} |" in (ROOT / "docs" / "megatron.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--vocab-parallel-method vocab-1", "needs --enable-vocab-parallel"),
+        ("--use-interlaced-schedule", "needs --enable-vocab-parallel"),
+        (f"{ENABLE} --use-interlaced-schedule --disable-backward-fusion", "different methods"),
+        (f"{ENABLE} --vocab-parallel-method vocab-2 --disable-backward-fusion", "different methods"),
+        ("--final-stage-num-layers 1", "needs --enable-layer-redistribution"),
+    ],
+)
+def test_contradicting_options(argv: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_from_argv(argv.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("", FlagConfig()),
+        ("--schedule-timer-start 5", FlagConfig()),
+        (ENABLE, FlagConfig(True, "vocab-2")),
+        (f"{ENABLE} --vocab-parallel-method=naive --num-layers 4", FlagConfig(True, "naive")),
+        (f"{ENABLE} --disable-backward-fusion", FlagConfig(True, "vocab-1")),
+        (
+            "--enable-layer-redistribution --final-stage-num-layers 2",
+            FlagConfig(True, "redis", redistribute=True, final_stage_layers=2),
+        ),
+        (f"{ENABLE} --vocab-parallel-method redis", FlagConfig(True, "redis", redistribute=True)),
+    ],
+)
+def test_options(argv: str, expected: FlagConfig) -> None:
+    assert config_from_argv(argv.split()) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "asked"), [("", False), ("--num-layers 4", False), ("--help", True), (f"{ENABLE}", True)]
+)
+def test_is_asked_for(argv: str, asked: bool) -> None:
+    assert is_asked_for(argv.split()) == asked
+
+
+def _signatures_of(version: str) -> dict[tuple[str, str], tuple[str, ...]]:
+    return {
+        key: next(parameters for parameters, versions in rows.items() if version in versions)
+        for key, rows in SIGNATURES.items()
+    }
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_signatures_tell_the_version(version: str) -> None:
+    found = _signatures_of(version)
+    assert find_version(lambda module, name: found[module, name]) == version
+
+
+def test_missing_and_changed_names_are_refused_by_name() -> None:
+    found: dict[tuple[str, str], Any] = dict(_signatures_of("0.16"))
+    key = (bindings.BINDINGS[0].module, "backward_step")
+    with pytest.raises(ValueError, match=r"has no .*schedules.backward_step"):
+        find_version(lambda module, name: None if (module, name) == key else found[module, name])
+    found[key] = (*found[key], "something_new")
+    with pytest.raises(ValueError, match=r"backward_step\(.*something_new.*allow-unknown"):
+        find_version(lambda module, name: found[module, name])
+    assert find_version(lambda module, name: found[module, name], allow_unknown=True) == "unknown"
+    found[key] = ("input_tensor", "something_new")
+    with pytest.raises(ValueError, match="backward_step lacks config, output_tensor"):
+        find_version(lambda module, name: found[module, name], allow_unknown=True)
+
+
+def test_the_table_file_is_current() -> None:
+    assert (ROOT / "patches" / "PATCHES.md").read_text() == "\n".join(table()) + "\n"
+
+
+def test_patch_of_this_version_applies_and_reverses(tmp_path: Path) -> None:
+    version = find_version(source_signatures(checkout()))
+    patches = sorted((ROOT / "patches").glob(f"core_v{version}*.patch"))
+    assert patches or version == "main"
+    shutil.copy(checkout() / "pretrain_gpt.py", tmp_path)
+    script = tmp_path / "pretrain_gpt.py"
+    before = script.read_text()
+    for patch in patches:
+        for options in (["--check"], [], ["-R", "--check"], ["-R"]):
+            subprocess.run(["git", "apply", *options, str(patch)], cwd=tmp_path, check=True)
+        assert script.read_text() == before
+
+
+def test_doctor_names_version_and_every_replaced_name() -> None:
+    result = CliRunner().invoke(doctor_command, ["--megatron", str(checkout())])
+    assert result.exit_code == 0, result.output
+    assert f"Megatron core {find_version(source_signatures(checkout()))}, by its signatures" in result.output
+    for binding in BINDINGS:
+        assert f"{binding.module}.{binding.name}" in result.output
