@@ -64,3 +64,38 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: st
     assert result.exit_code == 2
     assert message in result.output
     assert len(result.output.strip().splitlines()) == 1
+
+
+def simulate(path: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(main, ["simulate", str(path), *arguments])
+
+
+def test_simulate_reads_what_schedule_writes(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    run("--method", "vocab-1", "--pp", "4", "--microbatches", "9", "--format", "json", "--output", str(path))
+    data = json.loads(simulate(path, "--format", "json").output)
+    assert data["ranks"][0]["peak_activations"] == 6
+    assert f"{data['iteration_ms']:.1f} ms" in run("--method", "vocab-1", "--microbatches", "9").output
+    assert f"{data['iteration_ms']:.1f} ms an iteration" in simulate(path).output
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        (None, [], "cannot read the schedule"),
+        ("{", [], "the schedule is not JSON"),
+        ("good", ["--max-activations", "2"], "peak over the cap"),
+        ("good", ["--costs", "/nowhere"], "cannot read costs"),
+    ],
+)
+def test_simulate_names_bad_input(
+    tmp_path: Path, content: str | None, arguments: list[str], message: str
+) -> None:
+    path = tmp_path / "schedule.json"
+    if content == "good":
+        run("--pp", "4", "--format", "json", "--output", str(path))
+    elif content is not None:
+        path.write_text(content)
+    result = simulate(path, *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
