@@ -97,7 +97,9 @@ class GradientSync:
             if self._suspended[chunk] is not None:
                 self._resume(chunk)
                 if self._grad_sync_funcs:
+                    # Reduces all gradients of the chunk, so that none is to be reported by itself.
                     self._grad_sync_funcs[chunk](self._chunks[chunk].parameters())
+                    self._written.clear()
         self._report_written()
 
     def abandon(self) -> None:

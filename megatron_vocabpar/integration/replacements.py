@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable
 from functools import partial, wraps
@@ -80,7 +81,9 @@ class ScheduleRunner:
     def _build(self, device: torch.device) -> ForwardBackward:
         groups = vocab_groups()
         make_schedule = partial(generate, self._config.method, groups.pipeline, family=self._config.schedule)
-        return ForwardBackward(self._config.method, groups, device, make_schedule=make_schedule)
+        run = ForwardBackward(self._config.method, groups, device, make_schedule=make_schedule)
+        atexit.register(run.close)
+        return run
 
 
 def _provide_schedule(original: Callable[..., Any], config: FlagConfig) -> Callable[..., Any]:

@@ -152,6 +152,9 @@ def main(argv: list[str]) -> None:
         from megatron_vocabpar import launch
 
         launch.main(argv)
+        if dist.is_initialized():
+            dist.barrier()  # a rank that leaves early closes connections that others still use
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":
