@@ -106,7 +106,7 @@ def pretrain(
     pp: int = 1,
     tp: int = 1,
     dp: int = 1,
-    vocab_size: int = 256,
+    vocab_size: int = 4608,
     iterations: int = 20,
     script: Path | None = None,
     fails: bool = False,
@@ -116,7 +116,7 @@ def pretrain(
 
     Args:
         arguments: of Megatron and ours.
-        vocab_size: number of token ids, the end-of-document token included.
+        vocab_size: number of token ids, the end-of-document token included; 0.14 makes up ids to 4096.
         script: to run instead of the checkout's own.
         fails: whether the run is to fail rather than to succeed.
     """
