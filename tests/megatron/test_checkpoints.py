@@ -1,4 +1,4 @@
-"""Checkpoints are standard: every layout, stock or ours, goes on from every other's, optimizer state included.
+"""Checkpoints are standard: every layout goes on from every other one's, optimizer state included.
 
 The vocabulary size is a prime number, so that shards have padding rows and global shapes differ.
 """
