@@ -178,7 +178,10 @@ class ForwardBackward:
             except BaseException:
                 iteration.gradients.abandon()
                 raise
-            iteration.gradients.finish()
+            if forward_only:
+                iteration.gradients.abandon()
+            else:
+                iteration.gradients.finish()
         if config.finalize_model_grads_func is not None and not forward_only:
             tokens = None
             if config.calculate_per_token_loss:
