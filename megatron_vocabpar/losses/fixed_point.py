@@ -61,6 +61,17 @@ def peaks(logits: Tensor, target_row: Tensor, shard: VocabRange) -> Tensor:
     return torch.stack((row_offset(split_exponent(logits)[0], logits.dtype), largest), dim=1)
 
 
+def exponentials(logits: Tensor, target_row: Tensor, valid_rows: int, k: Tensor) -> tuple[Tensor, Tensor]:
+    """``(e, target_logit)`` of the row kernel for offsets k [n], with exp in place of exp2.
+
+    The CPU's exp2 rounds the last few elements of a tensor otherwise than the others, exp does not.
+    Overwrites ``logits`` [n, P].
+    """
+    target_logit = take_target_(logits, target_row, valid_rows)
+    q, r = split_exponent(logits)
+    return r.exp_().mul_(power_of_two(q.sub_(k.unsqueeze(1)))), target_logit
+
+
 def pack(
     offset: Offset,
     e: Tensor,

@@ -180,20 +180,22 @@ def _chunk_stats(
     extra = []
     logits = y[:, :valid].clone() if call.mean else None
     q, r = split_exponent(y) if call.entropy else (None, None)
-    e = torch.empty_like(y) if call.entropy or offset is not None else None
+    if offset is not None:
+        grid = offset.at(rows)
+        e, target_logit = fixed_point.exponentials(y, row, valid, grid.k)
+        weighted = None
+        if q is not None and r is not None:
+            weighted = weighted_logs(e, log_of_power(q.sub_(grid.k.unsqueeze(1))).add_(r))
+        return fixed_point.pack(grid, e, target_logit, row >= 0, weighted, logits)
+    stored = torch.empty_like(y) if call.entropy else None
     # No storage in 16 bits follows, so the dtype (and with it the headroom) is that of the statistics.
-    part = exponentials(y, row, valid, None if offset is None else offset.k[rows], dtype=y.dtype, out=e)
-    k = part.k
-    weighted = None
-    if q is not None and r is not None and e is not None:
-        weighted = weighted_logs(e, log_of_power(q.sub_(k.unsqueeze(1))).add_(r))
-    if offset is not None and e is not None:
-        return fixed_point.pack(offset.at(rows), e, part.target_logit, row >= 0, weighted, logits)
-    if weighted is not None:
+    part = exponentials(y, row, valid, dtype=y.dtype, out=stored)
+    if q is not None and r is not None and stored is not None:
+        weighted = weighted_logs(stored, log_of_power(q.sub_(part.k.unsqueeze(1))).add_(r))
         extra.append(weighted.sum(dim=1, keepdim=True))
     if logits is not None:
         extra.append(logits.sum(dim=1, keepdim=True))
-    return torch.cat((pack_stats(k, part.s_rest, part.target_logit, row >= 0), *extra), dim=1)
+    return torch.cat((pack_stats(part.k, part.s_rest, part.target_logit, row >= 0), *extra), dim=1)
 
 
 def weighted_logs(weights: Tensor, logs: Tensor) -> Tensor:
@@ -254,9 +256,12 @@ def _backward(
             y = scaled_logits(source, shard, rows, call.temperature)
             row = target_rows(targets[rows], vocab_range)
             q, r = split_exponent(y) if call.entropy else (None, None)
-            grad = torch.empty_like(y)
             offset = merged.offset[rows]
-            exponentials(y, row, vocab_range.valid_rows, offset, dtype=y.dtype, out=grad)
+            if call.invariant:
+                grad, _ = fixed_point.exponentials(y, row, vocab_range.valid_rows, offset)
+            else:
+                grad = torch.empty_like(y)
+                exponentials(y, row, vocab_range.valid_rows, offset, dtype=y.dtype, out=grad)
             grad.mul_(inverse[rows].unsqueeze(1))  # p_j, 0 for the target and for padding
             if q is not None and r is not None:
                 log_p = log_of_power(q.sub_(offset.unsqueeze(1))).add_(r).sub_(log_total[rows].unsqueeze(1))

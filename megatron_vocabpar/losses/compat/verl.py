@@ -1,0 +1,41 @@
+"""verl: ``verl/utils/megatron/tensor_parallel.py`` and ``verl/utils/kernel/linear_cross_entropy.py``.
+
+Signatures of volcengine/verl at b178a3cd5.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_vocabpar.losses import functions
+from megatron_vocabpar.losses.reductions import reduce_tokens
+from megatron_vocabpar.losses.sources import LazyLogits
+
+
+def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
+    """[n, P] to [n] fp32."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    return functions.vocab_entropy(vocab_parallel_logits, group=group)
+
+
+def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    """[..., P] and [...] to [...] fp32."""
+    return functions.vocab_logprobs(logits, labels, group=parallel_state.get_tensor_model_parallel_group())
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float | None = 1.0,
+    reduction: str | None = "none",
+    dist_process_group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``(log-probabilities, entropy)`` of [..., H] hidden states and a [P, H] shard; [n] without reduction."""
+    logits = LazyLogits(hidden.reshape(-1, hidden.shape[-1]), weight)
+    logprobs, entropy = functions.vocab_logprobs_and_entropy(
+        logits, labels.reshape(-1), temperature=temperature or 1.0, group=dist_process_group
+    )
+    return reduce_tokens(logprobs, reduction or "none", None), entropy

@@ -1,0 +1,148 @@
+"""Context parallelism: sequences dealt out in zigzag order, gathered again, and log-probabilities of them.
+
+A sequence of S tokens is cut into 2C chunks; rank k of C holds chunks k and 2C-1-k, so that causal attention
+costs every rank the same. ``zigzag_gather`` puts the whole sequence back in its order on every rank; its
+backward is ``zigzag_split``, which takes this rank's two chunks of the gradient. As in the published scheme,
+that assumes that every rank computes the same loss from the gathered sequence; ``sum_gradients=True`` adds
+the ranks' gradients instead, for losses that differ. ``zigzag_split(zigzag_gather(x)) == x``.
+
+Packed sequences are cut one by one, at ``cu_seqlens``. Source: ROLL's note on context-parallel
+communication. Next: ``functions.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_vocabpar.losses.call import Layout
+from megatron_vocabpar.losses.exchange import make_exchange
+from megatron_vocabpar.losses.functions import vocab_logprobs
+from megatron_vocabpar.losses.sources import Logits
+
+
+def zigzag_order(length: int, size: int, cu_seqlens: Sequence[int] | None = None) -> Tensor:
+    """[C, length / C] int64: the positions that each rank holds, in its own order.
+
+    Args:
+        length: tokens of the dimension that is cut.
+        size: context-parallel size, C.
+        cu_seqlens: boundaries of packed sequences, from 0 to ``length``; None is one sequence.
+
+    Raises:
+        ValueError: if a sequence's length is no multiple of 2C, or the boundaries don't fit.
+    """
+    edges = [0, length] if cu_seqlens is None else [int(edge) for edge in cu_seqlens]
+    if size < 1 or edges[0] != 0 or edges[-1] != length or edges != sorted(edges):
+        raise ValueError(f"boundaries {edges} for {length} tokens on {size} ranks: need 0 to {length}, ascending")
+    held: list[list[Tensor]] = [[] for _ in range(size)]
+    for start, stop in zip(edges, edges[1:], strict=False):
+        if (stop - start) % (2 * size):
+            raise ValueError(
+                f"a sequence of {stop - start} tokens on {size} ranks: pad it to a multiple of {2 * size}"
+            )
+        chunks = torch.arange(start, stop).view(2 * size, -1)
+        for rank in range(size):
+            held[rank].extend((chunks[rank], chunks[2 * size - 1 - rank]))
+    return torch.stack([torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64) for parts in held])
+
+
+def zigzag_split(
+    x: Tensor, rank: int, size: int, dim: int = -1, cu_seqlens: Sequence[int] | None = None
+) -> Tensor:
+    """This rank's tokens of a whole sequence: [..., S, ...] to [..., S / C, ...]; differentiable, local.
+
+    Raises:
+        ValueError: as ``zigzag_order``, or for a rank outside [0, C).
+    """
+    if not 0 <= rank < size:
+        raise ValueError(f"context-parallel rank {rank} of {size}: give 0 to {size - 1}")
+    order = zigzag_order(x.shape[dim], size, cu_seqlens)
+    return x.index_select(dim, order[rank].to(x.device))
+
+
+def zigzag_gather(
+    x: Tensor | Sequence[Tensor],
+    group: dist.ProcessGroup | None = None,
+    dim: int = -1,
+    cu_seqlens: Sequence[int] | None = None,
+    *,
+    sum_gradients: bool = False,
+) -> Tensor:
+    """The whole sequence in its original order: [..., S / C, ...] to [..., S, ...].
+
+    Args:
+        x: this rank's tokens; or, without a group, every rank's, in rank order.
+        group: context-parallel group, or None where all parts are in this process.
+        dim: the sequence dimension.
+        cu_seqlens: boundaries of packed sequences in the whole sequence (not divided by C).
+        sum_gradients: add the ranks' gradients in the backward pass. Leave it out where every rank computes
+            the same loss of the gathered sequence.
+
+    Raises:
+        ValueError: as ``zigzag_order``.
+    """
+    parts = (x,) if isinstance(x, Tensor) else tuple(x)
+    return _Gather.apply(group, dim, cu_seqlens, sum_gradients, *parts)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: dist.ProcessGroup | None,
+        dim: int,
+        cu_seqlens: Sequence[int] | None,
+        sum_gradients: bool,
+        *parts: Tensor,
+    ) -> Tensor:
+        exchange = make_exchange(group, len(parts))
+        order = zigzag_order(parts[0].shape[dim] * exchange.size, exchange.size, cu_seqlens)
+        ctx.exchange, ctx.dim, ctx.cu_seqlens = exchange, dim, cu_seqlens
+        ctx.sum_gradients = sum_gradients and group is not None
+        joined = torch.cat(exchange.gather(parts).unbind(0), dim=dim)
+        return joined.index_select(dim, order.flatten().argsort().to(joined.device))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        exchange = ctx.exchange
+        whole = exchange.total([grad]) if ctx.sum_gradients else grad
+        parts = [zigzag_split(whole, rank, exchange.size, ctx.dim, ctx.cu_seqlens) for rank in exchange.members]
+        return (None, None, None, None, *parts)
+
+
+def context_parallel_logprobs(
+    logits: Logits,
+    targets: Tensor,
+    *,
+    cp_group: dist.ProcessGroup,
+    cu_seqlens: Sequence[int] | None = None,
+    dim: int = -1,
+    ignore_index: int = -100,
+    **layout: Unpack[Layout],
+) -> Tensor:
+    """Log-probabilities of a whole sequence, from this rank's zigzag part of the logits.
+
+    Args:
+        logits: [..., S / C, P], as in ``vocab_logprobs``, of this rank's positions.
+        targets: [..., S] of the whole sequence, in original order, already shifted.
+        cp_group: context-parallel group; ``group`` in ``layout`` is the vocabulary's.
+        cu_seqlens, dim: as in ``zigzag_gather``; ``dim`` counts the targets' dimensions.
+        ignore_index, layout: as in ``vocab_logprobs``.
+
+    Returns:
+        [..., S] in original order, on every rank.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+    """
+    rank, size = dist.get_rank(cp_group), dist.get_world_size(cp_group)
+    mine = zigzag_split(targets, rank, size, dim, cu_seqlens)
+    found = vocab_logprobs(logits, mine, ignore_index=ignore_index, **layout)
+    return zigzag_gather(found, cp_group, dim, cu_seqlens)

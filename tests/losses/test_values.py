@@ -1,0 +1,246 @@
+"""Values and gradients of the losses on simulated shards, against unsharded float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_vocabpar.layers.partition import VocabRange, ranges_from_sizes
+from megatron_vocabpar.losses import (
+    LazyLogits,
+    vocab_argmax,
+    vocab_cross_entropy,
+    vocab_entropy,
+    vocab_kl,
+    vocab_logprobs,
+    vocab_logprobs_and_entropy,
+    vocab_target_rank,
+)
+from tests.losses import reference
+from tests.losses.reference import SPLITS, VOCAB, error
+
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 2e-3}
+
+
+def example(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden [2, 6, 16], weight [V, 16], targets on the first, last and boundary ids, one ignored."""
+    draw = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(2, 6, 16, generator=draw).to(dtype)
+    weight = torch.randn(VOCAB, 16, generator=draw).to(dtype)
+    targets = torch.tensor([[0, 599, 1, 256, 257, -100], [75, 149, 150, 300, 400, 450]])
+    return hidden, weight, targets
+
+
+def losses(logits: object, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    options = {"temperature": 1.3, "rows_per_chunk": 5}
+    logprob, entropy = vocab_logprobs_and_entropy(logits, targets, **options)
+    return logprob, entropy, vocab_cross_entropy(logits, targets, label_smoothing=0.1, z_loss=1e-3, **options)
+
+
+def weighted(parts: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """One scalar with another gradient for each token."""
+    ramp = torch.linspace(-1, 2, 12, dtype=parts[0].dtype).view(2, 6)
+    return (parts[0] * ramp).sum() + 2 * (parts[1] * ramp).sum() + 3 * parts[2]
+
+
+@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_logits(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    hidden, weight, targets = example(dtype)
+    whole = (hidden.double() @ weight.double().t()).to(dtype)
+    expected_in = whole.double().clone().requires_grad_()
+    expected = reference.all_losses(expected_in, targets, 1.3)
+    weighted(expected).backward()
+    shards = [part.clone().requires_grad_() for part in whole.split(sizes, dim=-1)]
+    before = [part.detach().clone() for part in shards]
+    found = losses(shards, targets)
+    weighted(found).backward()
+    for value, wanted in zip(found, expected, strict=True):
+        assert error(value, wanted) < min(TOLERANCE[dtype], 2e-6)
+    grad = torch.cat([part.grad for part in shards], dim=-1)
+    assert grad.dtype == dtype
+    assert error(grad, expected_in.grad) < TOLERANCE[dtype]
+    assert all(torch.equal(part.detach(), old) for part, old in zip(shards, before, strict=True))
+
+
+@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_hidden(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    hidden, weight, targets = example(dtype)
+    x, w = hidden.double().clone().requires_grad_(), weight.double().clone().requires_grad_()
+    expected = reference.all_losses(x @ w.t(), targets, 1.3)
+    weighted(expected).backward()
+    mine = hidden.clone().requires_grad_()
+    shards = [part.clone().requires_grad_() for part in weight.split(sizes)]
+    found = losses(LazyLogits(mine, shards), targets)
+    weighted(found).backward()
+    for value, wanted in zip(found, expected, strict=True):
+        assert error(value, wanted) < min(TOLERANCE[dtype], 2e-6)
+    assert error(mine.grad, x.grad) < TOLERANCE[dtype]
+    assert error(torch.cat([part.grad for part in shards]), w.grad) < TOLERANCE[dtype]
+
+
+def test_the_published_example() -> None:
+    logits, target = torch.tensor([[0.1, -0.2, 1.7, 0.3, 1.2, -0.5]], dtype=torch.float64), torch.tensor([4])
+    for sizes in ((6,), (3, 3), (1, 4, 1), (2, 0, 4)):
+        found = vocab_logprobs(list(logits.split(sizes, dim=-1)), target)
+        assert abs(float(found) - -1.3395806963) < 5e-11
+
+
+@pytest.mark.parametrize("size", [-1e4, 1e4])
+def test_large_logits(size: float) -> None:
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1)) * 3 + size
+    targets = torch.tensor([0, 250, 300, 599])
+    expected_in = logits.double().clone().requires_grad_()
+    expected = reference.logprobs(expected_in, targets) + reference.entropy(expected_in)
+    expected.sum().backward()
+    shards = [part.clone().requires_grad_() for part in logits.split([250, 350], dim=-1)]
+    logprob, entropy = vocab_logprobs_and_entropy(shards, targets)
+    (logprob + entropy).sum().backward()
+    assert error(logprob + entropy, expected) < 1e-6
+    assert error(torch.cat([part.grad for part in shards], dim=-1), expected_in.grad) < 1e-5
+
+
+@pytest.mark.parametrize("vocab", [131_072, 262_144])
+def test_large_vocabulary_in_bf16(vocab: int) -> None:
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    targets = torch.tensor([0, vocab // 2, vocab - 1])
+    shards = [part.clone().requires_grad_() for part in logits.chunk(4, dim=-1)]
+    expected_in = logits.double().clone().requires_grad_()
+    expected = reference.logprobs(expected_in, targets)
+    expected.sum().backward()
+    found = vocab_logprobs(shards, targets)
+    found.sum().backward()
+    assert error(found, expected) < 1e-6
+    assert error(torch.cat([part.grad for part in shards], dim=-1), expected_in.grad) < 3e-3
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_gradcheck(lazy: bool) -> None:
+    draw = torch.Generator().manual_seed(3)
+    targets = torch.tensor([0, 4, -100, 6])
+    sizes = (2, 0, 5)
+    hidden = torch.randn(4, 3, generator=draw, dtype=torch.float64).requires_grad_()
+    shards = [torch.randn(size, 3, generator=draw, dtype=torch.float64).requires_grad_() for size in sizes]
+    if not lazy:
+        shards = [(hidden @ part.t()).detach().requires_grad_() for part in shards]
+
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        logits = LazyLogits(tensors[0], tensors[1:]) if lazy else list(tensors)
+        return (*losses_small(logits, targets), vocab_kl(logits, fixed))
+
+    fixed = [torch.randn(4, size, generator=draw, dtype=torch.float64).requires_grad_() for size in sizes]
+    inputs = (hidden, *shards) if lazy else tuple(shards)
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradcheck(lambda *q: vocab_kl(inputs if not lazy else LazyLogits(hidden, shards), q), fixed)
+
+
+def losses_small(logits: object, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logprob, entropy = vocab_logprobs_and_entropy(logits, targets, temperature=0.7)
+    return logprob, entropy, vocab_cross_entropy(logits, targets, label_smoothing=0.2, z_loss=0.1)
+
+
+@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+def test_kl(sizes: tuple[int, ...]) -> None:
+    draw = torch.Generator().manual_seed(4)
+    p = torch.randn(5, VOCAB, generator=draw, dtype=torch.float64)
+    q = p + 0.01 * torch.randn(5, VOCAB, generator=draw, dtype=torch.float64)
+    p, q = p.requires_grad_(), q.requires_grad_()
+    logs = reference.log_softmax(p), reference.log_softmax(q)
+    expected = (logs[0].exp() * (logs[0] - logs[1])).sum(dim=-1)
+    expected.sum().backward()
+    shards = [[part.detach().float().requires_grad_() for part in t.split(sizes, dim=-1)] for t in (p, q)]
+    found = vocab_kl(*shards)
+    found.sum().backward()
+    assert error(found, expected) < 1e-4
+    assert bool((found >= 0).all())
+    for parts, whole in zip(shards, (p, q), strict=True):
+        assert error(torch.cat([part.grad for part in parts], dim=-1), whole.grad) < 1e-3
+
+
+@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+def test_argmax_and_rank(sizes: tuple[int, ...]) -> None:
+    hidden, weight, targets = example(torch.float64)
+    logits = hidden @ weight.t()
+    logits[0, 0, 3] = logits[0, 0, 400] = 1e3  # equal logits: the smallest id wins
+    shards = list(logits.split(sizes, dim=-1))
+    assert torch.equal(vocab_argmax(shards), logits.argmax(dim=-1))
+    assert int(vocab_argmax(shards)[0, 0]) == 3
+    target_logit = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1))
+    rank = torch.where(targets == -100, -1, (logits > target_logit).sum(dim=-1))
+    assert torch.equal(vocab_target_rank(shards, targets), rank)
+
+
+def test_padding_takes_no_probability_and_no_gradient() -> None:
+    ranges = ranges_from_sizes((4, 4, 4), vocab_size=7)
+    logits = torch.randn(3, 7)
+    padded = torch.cat((logits, torch.full((3, 5), torch.nan)), dim=-1)
+    shards = [part.clone().requires_grad_() for part in padded.split(4, dim=-1)]
+    found = vocab_cross_entropy(shards, torch.tensor([0, 5, 6]), ranges=ranges, label_smoothing=0.1)
+    found.backward()
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor([0, 5, 6]), label_smoothing=0.1)
+    assert error(found, expected) < 1e-6
+    assert torch.equal(shards[2].grad, torch.zeros(3, 4))
+    assert torch.equal(shards[1].grad[:, 3:], torch.zeros(3, 1))
+
+
+def test_prompt_and_padding_masks() -> None:
+    hidden, weight, targets = example(torch.float64)
+    logits = hidden @ weight.t()
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0]])
+    counted = mask * (targets != -100)
+    expected = -(reference.logprobs(logits, targets) * counted).sum() / counted.sum()
+    for sizes in SPLITS:
+        found = vocab_cross_entropy(list(logits.split(sizes, dim=-1)), targets, mask=mask)
+        assert error(found, expected) < 1e-14
+
+
+def test_strided_logits_are_not_copied_whole() -> None:
+    hidden, weight, targets = example(torch.float64)
+    whole = (hidden @ weight.t()).requires_grad_()
+    shifted = vocab_logprobs(whole[:, :-1], targets[:, 1:])
+    shifted.sum().backward()
+    expected_in = whole.detach().clone().requires_grad_()
+    expected = reference.logprobs(expected_in[:, :-1], targets[:, 1:])
+    expected.sum().backward()
+    assert error(shifted, expected) < 1e-14
+    assert error(whole.grad, expected_in.grad) < 1e-14
+
+
+def test_saved_tensors_hold_no_copy_of_the_logits() -> None:
+    logits = torch.randn(64, 1000, dtype=torch.bfloat16, requires_grad=True)
+    sizes: list[tuple[int, int]] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: sizes.append((t.data_ptr(), t.numel())) or t, lambda t: t
+    ):
+        vocab_logprobs(logits, torch.zeros(64, dtype=torch.int64))
+    assert sum(count for pointer, count in sizes if pointer != logits.data_ptr()) <= 10 * 64
+
+
+def test_inference_only_keeps_nothing() -> None:
+    logits = torch.randn(3, 10, requires_grad=True)
+    targets = torch.tensor([1, 2, 3])
+    assert not vocab_logprobs(logits, targets, inference_only=True).requires_grad
+    assert not vocab_entropy(logits, inference_only=True).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, t: vocab_logprobs(x, t[:2]), "targets of shape"),
+        (lambda x, t: vocab_logprobs(x, t.float()), "integer ids"),
+        (lambda x, t: vocab_logprobs(x, t + 10), "outside the vocabulary of 10"),
+        (lambda x, t: vocab_logprobs(x, t, temperature=0.0), "temperature 0"),
+        (lambda x, t: vocab_logprobs(x, t, ranges=VocabRange(0, 4, 10)), "has 10 vocabulary entries"),
+        (lambda x, t: vocab_logprobs(x.int(), t), "operands in"),
+        (lambda x, t: vocab_logprobs(x, t, reduction="avg"), "reduction 'avg'"),
+        (lambda x, t: vocab_cross_entropy(x, t, label_smoothing=1.0), "label smoothing"),
+        (lambda x, t: vocab_cross_entropy(x, t, mask=t[:2]), "mask of shape"),
+        (lambda x, t: vocab_kl(x, [x, x]), "shard them alike"),
+        (lambda x, t: vocab_kl(x, x[:2]), "p has tokens"),
+    ],
+)
+def test_bad_input(call: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(torch.randn(3, 10), torch.tensor([1, 2, 3]))
