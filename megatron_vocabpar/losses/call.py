@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.gemm import result_dtype
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.losses.exchange import make_exchange, local_ranges
+from megatron_vocabpar.losses.exchange import local_ranges, make_exchange
 from megatron_vocabpar.losses.realign import Realign, aligned_ranges
 from megatron_vocabpar.losses.sources import LazyLogits, Logits
 from megatron_vocabpar.losses.summary import Call, SoftmaxSummary, Summary
@@ -150,6 +150,10 @@ def _check_shards(tensors: Sequence[Tensor], lazy: bool) -> None:
                 "and one device"
             )
         if lazy and (tensor.shape[-1] != first.shape[-1] or (tensor is not first and tensor.dim() != 2)):
-            raise ValueError(f"hidden {tuple(first.shape)} and weight {tuple(tensor.shape)}: need [..., H], [P, H]")
+            raise ValueError(
+                f"hidden {tuple(first.shape)} and weight {tuple(tensor.shape)}: need [..., H], [P, H]"
+            )
         if not lazy and tensor.shape[:-1] != first.shape[:-1]:
-            raise ValueError(f"shards of shapes {tuple(first.shape)} and {tuple(tensor.shape)}: same tokens needed")
+            raise ValueError(
+                f"shards of shapes {tuple(first.shape)} and {tuple(tensor.shape)}: same tokens needed"
+            )

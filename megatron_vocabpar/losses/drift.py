@@ -175,14 +175,26 @@ def _predictions(run: Run, drifts: Tensor) -> Iterator[tuple[str, str, Tensor]]:
     """(cause, sentence, [candidates, m] values that the fault would give)."""
     shards = _Shards.of(run, drifts)
     owned = shards.part_lse.gather(0, shards.owner.unsqueeze(0))
-    yield "log-sum-exp", "owner-only: the owner's own log-sum-exp was used, without a reduction", shards.target - owned
+    yield (
+        "log-sum-exp",
+        "owner-only: the owner's own log-sum-exp was used, without a reduction",
+        shards.target - owned,
+    )
     mean = shards.part_lse.mean(dim=0, keepdim=True)
-    yield "log-sum-exp", "averaged: the shards' log-sum-exps were averaged; add their exponentials", shards.target - mean
+    yield (
+        "log-sum-exp",
+        "averaged: the shards' log-sum-exps were averaged; add their exponentials",
+        shards.target - mean,
+    )
     others = shards.read.permute(0, 2, 1).flatten(0, 1)
     nothing = torch.zeros_like(others[:1])
     repeated = shards.read[..., 0].sum(dim=0, keepdim=True)
     wrong = torch.cat((others, nothing, repeated)) - shards.lse
-    yield "ownership", "another shard's logit, or none, was taken for the target's; check the shards' ranges", wrong
+    yield (
+        "ownership",
+        "another shard's logit, or none, was taken for the target's; check the shards' ranges",
+        wrong,
+    )
 
 
 def _loss_cause(
@@ -198,13 +210,19 @@ def _loss_cause(
         counted = [parts == batch for batch in sorted(set(batches)) if float(mask[parts == batch].sum())]
         means = [float((values * mask)[part].sum() / mask[part].sum()) for part in counted]
         if means and _close(loss[1], sum(means) / len(means), tolerance):
-            return "aggregation", f"the loss is the mean of {len(means)} microbatches' means; add sums and counts"
+            return (
+                "aggregation",
+                f"the loss is the mean of {len(means)} microbatches' means; add sums and counts",
+            )
     if _close(loss[1], float(values.mean()), tolerance):
         return "mask denominator", f"the mask was left out: the mean is over all {len(values)} tokens"
     if loss[1] and isfinite(loss[1]) and isfinite(total / loss[1]):
         implied = total / loss[1]
         if implied > 0.5 and abs(implied - round(implied)) <= max(tolerance * implied, 1e-9):
-            return "mask denominator", f"the masked sum was divided by {round(implied)}, the mask counts {count:g}"
+            return (
+                "mask denominator",
+                f"the masked sum was divided by {round(implied)}, the mask counts {count:g}",
+            )
     return "unknown", "the tokens agree, and no known reduction gives this loss"
 
 

@@ -163,9 +163,7 @@ def vocab_target_rank(
     """
     with torch.no_grad():
         call, tensors = prepare(logits, layout)
-        ids, counted = check_targets(
-            targets, leading_shape(logits), ignore_index, call.ranges[0].vocab_size
-        )
+        ids, counted = check_targets(targets, leading_shape(logits), ignore_index, call.ranges[0].vocab_size)
         target_logit = _target_logits(call, tensors, ids)
         source = call.source(tensors)
         counts: list[list[Tensor]] = [[] for _ in call.ranges]

@@ -60,7 +60,9 @@ class Run:
         for field in ("targets", "mask", "microbatch"):
             given = len(getattr(self, field))
             if given != len(self.logprobs) and (given or field == "targets"):
-                raise ValueError(f"run {self.name!r}: {given} {field} for {len(self.logprobs)} log-probabilities")
+                raise ValueError(
+                    f"run {self.name!r}: {given} {field} for {len(self.logprobs)} log-probabilities"
+                )
 
     def owner(self, target: int) -> int | None:
         """Rank of the shard that holds the id, or None."""

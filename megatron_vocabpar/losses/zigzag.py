@@ -39,7 +39,9 @@ def zigzag_order(length: int, size: int, cu_seqlens: Sequence[int] | None = None
     """
     edges = [0, length] if cu_seqlens is None else [int(edge) for edge in cu_seqlens]
     if size < 1 or edges[0] != 0 or edges[-1] != length or edges != sorted(edges):
-        raise ValueError(f"boundaries {edges} for {length} tokens on {size} ranks: need 0 to {length}, ascending")
+        raise ValueError(
+            f"boundaries {edges} for {length} tokens on {size} ranks: need 0 to {length}, ascending"
+        )
     held: list[list[Tensor]] = [[] for _ in range(size)]
     for start, stop in zip(edges, edges[1:], strict=False):
         if (stop - start) % (2 * size):
@@ -113,7 +115,9 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         exchange = ctx.exchange
         whole = exchange.total([grad]) if ctx.sum_gradients else grad
-        parts = [zigzag_split(whole, rank, exchange.size, ctx.dim, ctx.cu_seqlens) for rank in exchange.members]
+        parts = [
+            zigzag_split(whole, rank, exchange.size, ctx.dim, ctx.cu_seqlens) for rank in exchange.members
+        ]
         return (None, None, None, None, *parts)
 
 

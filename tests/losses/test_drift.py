@@ -84,7 +84,9 @@ def test_faults_of_the_loss(fault: str, seed: int, lengths: list[int]) -> None:
     right = -joined([masked_sum(row, kept) for row, kept in zip(values, mask, strict=True)])
     batch = torch.arange(len(lengths))[:, None].expand_as(mask)
     wrong = {
-        "microbatch means": -torch.stack([row[kept].mean() for row, kept in zip(values, mask, strict=True)]).mean(),
+        "microbatch means": -torch.stack(
+            [row[kept].mean() for row, kept in zip(values, mask, strict=True)]
+        ).mean(),
         "whole length": -(values * mask).sum() / values.numel(),
         "mask left out": -values.mean(),
     }[fault]
@@ -119,7 +121,12 @@ def test_the_published_wrong_reductions(tmp_path: Path, fault: str, value: float
     report = json.loads(shown.output)
     assert report["cause"] == "log-sum-exp"
     assert report["detail"].startswith(detail)
-    assert (report["position"], report["target"], report["owner_rank"], report["tp_size"]) == (0, 4, 1, [1, 2])
+    assert (report["position"], report["target"], report["owner_rank"], report["tp_size"]) == (
+        0,
+        4,
+        1,
+        [1, 2],
+    )
     assert CliRunner().invoke(main, ["drift", files[0], files[0]]).exit_code == 0
     assert CliRunner().invoke(main, ["drift", *files, "--tolerance", "10"]).exit_code == 0
     missing = CliRunner().invoke(main, ["drift", files[0], str(tmp_path / "none.json")])

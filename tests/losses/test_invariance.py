@@ -9,7 +9,16 @@ from torch import Tensor
 from megatron_vocabpar.losses import LazyLogits, vocab_cross_entropy, vocab_logprobs_and_entropy
 from tests.losses.reference import VOCAB
 
-SPLITS = [(300, 300), (200,) * 3, (150,) * 4, (75,) * 8, (1, 599), (257, 0, 343), (100, 300, 7, 193), (599, 1)]
+SPLITS = [
+    (300, 300),
+    (200,) * 3,
+    (150,) * 4,
+    (75,) * 8,
+    (1, 599),
+    (257, 0, 343),
+    (100, 300, 7, 193),
+    (599, 1),
+]
 LARGE = (1, 2, 3, 250, 44, 100, 0, 200)
 
 

@@ -75,7 +75,9 @@ def _two_ranks(rank: int) -> None:
     # Case A: masking the finished log-probabilities gives the right loss and a wrong gradient.
     lse = all_reduce(shard.exp().sum(dim=-1), group).log()
     owned = (targets >= mine.start) & (targets < mine.stop)
-    picked = (shard - lse.unsqueeze(-1)).gather(-1, (targets - mine.start).clamp(0, 4).unsqueeze(-1)).squeeze(-1)
+    picked = (
+        (shard - lse.unsqueeze(-1)).gather(-1, (targets - mine.start).clamp(0, 4).unsqueeze(-1)).squeeze(-1)
+    )
     shard.grad = None
     case_a = -all_reduce(picked * owned, group).mean()
     case_a.backward()

@@ -133,7 +133,9 @@ def test_gradcheck(lazy: bool) -> None:
     fixed = [torch.randn(4, size, generator=draw, dtype=torch.float64).requires_grad_() for size in sizes]
     inputs = (hidden, *shards) if lazy else tuple(shards)
     assert torch.autograd.gradcheck(function, inputs)
-    assert torch.autograd.gradcheck(lambda *q: vocab_kl(inputs if not lazy else LazyLogits(hidden, shards), q), fixed)
+    assert torch.autograd.gradcheck(
+        lambda *q: vocab_kl(inputs if not lazy else LazyLogits(hidden, shards), q), fixed
+    )
 
 
 def losses_small(logits: object, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,7 +35,9 @@ def from_parallel_logits_to_logprobs(
         getattr(sampling_params, "top_k", None) not in (None, -1)
         or getattr(sampling_params, "top_p", 1.0) != 1.0
     ):
-        raise ValueError("sampling_params with top-k or top-p: filter the logits first, or keep NeMo-RL's own")
+        raise ValueError(
+            "sampling_params with top-k or top-p: filter the logits first, or keep NeMo-RL's own"
+        )
     length = target.shape[1]
     size = 1 if cp_group is None else dist.get_world_size(cp_group)
     shifted = target.roll(shifts=-1, dims=-1)

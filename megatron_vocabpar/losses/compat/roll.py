@@ -12,7 +12,9 @@ from megatron_vocabpar.losses import functions
 from megatron_vocabpar.losses.zigzag import zigzag_gather
 
 
-def vocab_parallel_logprobs(vocab_parallel_logits: Tensor, target: Tensor, use_fused_kernel: bool = True) -> Tensor:
+def vocab_parallel_logprobs(
+    vocab_parallel_logits: Tensor, target: Tensor, use_fused_kernel: bool = True
+) -> Tensor:
     """[b, s, P] logits and [b, s] ids to [b, s] fp32. ``use_fused_kernel`` has no effect."""
     group = parallel_state.get_tensor_model_parallel_group()
     return functions.vocab_logprobs(vocab_parallel_logits, target, group=group)
