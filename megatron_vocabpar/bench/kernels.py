@@ -1,9 +1,10 @@
 """The output and input layer of one shard: times beside their matrix products and beside other layers.
 
 One process, one shard, no communication, as in Table 3 of the paper. The shard owns every target (the
-most work a shard can have). On the CPU one thread's processor time is measured. Contenders take turns, round by round, on inputs that rotate, and ratios are
-medians over the rounds, so that the machine's drift cancels. Every result is first checked against
-float64; a contender that fails is refused. The table and command are in ``cli/bench.py``.
+most work a shard can have). On the CPU one thread's processor time is measured. Contenders take turns,
+round by round, on inputs that rotate, and ratios are medians over the rounds, so that the machine's drift
+cancels. Every result is first checked against float64; a method that fails is refused. The table is in
+``kernels_table.py``, the command in ``cli/bench.py``.
 
 Source of the shapes: Table 1 of the paper. Next: ``kernels_published.py``.
 """
@@ -66,8 +67,8 @@ def shapes(device: torch.device, quick: bool) -> list[Shape]:
     about the share beside the products that it has on a GPU."""
     vocabularies: tuple[int, ...]
     if device.type == "cpu":
-        vocabularies = (32768,) if quick else (32768, 65536)
-        return [Shape(512, 128, v, p) for v in vocabularies for p in (8, 16)]
+        vocabularies = (65536,) if quick else (65536, 131072)
+        return [Shape(1024, 64, v, p) for v in vocabularies for p in (8, 16)]
     models = {8: 3072, 16: 4096, 32: 5120}
     tokens, vocabularies = ((2048,), (131072,)) if quick else ((2048, 4096), (32768, 65536, 131072, 262144))
     return [Shape(n, hidden, v, p) for n in tokens for p, hidden in models.items() for v in vocabularies]
@@ -426,7 +427,11 @@ def measure_input(shape: Shape, device: torch.device, dtype: torch.dtype, rounds
     for name, (ours, published, whole) in passes.items():
         if not torch.equal(embedding_forward(mine[0], weight, shard), full[mine[0]]):
             raise AssertionError("IF does not give the rows of the unsharded embedding")
-        contenders = {"ours": ours, "published": published, "whole": whole}
+        contenders: dict[str, Callable[[int], object]] = {
+            "ours": ours,
+            "published": published,
+            "whole": whole,
+        }
         times = _time_rounds(contenders, rounds, device, calls=20)
         rows.append(
             Row(

@@ -1,0 +1,75 @@
+"""The benchmark of the vocabulary layers measures what it says, and refuses what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_vocabpar.bench import kernels
+from megatron_vocabpar.bench.kernels import METHODS, Shape, measure_input, measure_output, shapes
+from megatron_vocabpar.bench.kernels_others import forward_backward, installed
+from megatron_vocabpar.bench.kernels_published import published_pass
+
+from . import reference
+from .test_output import V, batch
+
+CPU = torch.device("cpu")
+SMALL = Shape(n=64, hidden=32, vocab_size=4000, p=4)
+
+
+@pytest.mark.parametrize("algorithm", [1, 2])
+def test_the_published_passes_give_the_layers_result(algorithm: int) -> None:
+    x, weight, targets, g = batch(torch.float32)
+    targets = targets.clamp(0, V - 1)
+    main_grad = torch.zeros_like(weight)
+    loss, dx = published_pass(x, weight, targets, g, main_grad, algorithm)
+    exact = reference.output_layer(x, weight, targets, g)
+    torch.testing.assert_close(loss.double(), exact[0], rtol=1e-5, atol=1e-5)
+    assert reference.relative_error(dx, exact[1]) < 1e-5
+    assert reference.relative_error(main_grad, exact[2]) < 1e-5
+
+
+def test_pytorch_gives_the_layers_result() -> None:
+    x, weight, targets, _ = batch(torch.float32)
+    targets = targets.clamp(0, V - 1)
+    parameter = torch.nn.Parameter(weight)
+    loss, dx = forward_backward(installed(CPU)["pytorch"], x, parameter, targets)
+    exact = reference.output_layer(x, weight, targets, torch.full((len(x),), 1 / len(x)))
+    torch.testing.assert_close(loss.double(), exact[0].mean(), rtol=1e-5, atol=1e-6)
+    assert reference.relative_error(dx, exact[1]) < 1e-5
+    assert parameter.grad is not None
+    assert reference.relative_error(parameter.grad, exact[2]) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_field_that_a_cpu_can_measure_is_there(dtype: torch.dtype) -> None:
+    rows = measure_output(SMALL, CPU, dtype, rounds=2, with_scaling=True)
+    assert [row.method for row in rows] == list(METHODS)
+    for row in rows:
+        assert row.refused == {}
+        assert row.rows_of_weight == 1000
+        for name in ("ours_ms", "s_ms", "t_ms", "three_gemms_ms", "published_ms", "pytorch_ms"):
+            assert getattr(row, name) > 0, name
+        assert row.peak_mib is None
+        assert row.dx_error_by_p_target
+    stored, with_a, recomputed = (row.kept_mib for row in rows)
+    assert stored is not None
+    assert with_a is not None
+    assert recomputed is not None
+    assert with_a > stored > recomputed
+    inputs = measure_input(SMALL, CPU, dtype, rounds=2)
+    assert [row.method for row in inputs] == ["IF", "IB"]
+
+
+def test_wrong_results_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = kernels.input_gradient
+    monkeypatch.setattr(kernels, "input_gradient", lambda *args: 1.01 * right(*args))
+    rows = {row.method: row for row in measure_output(SMALL, CPU, torch.float32, 1, with_scaling=False)}
+    assert "row error of dX" in rows["vocab-2"].refused["ours"]
+    assert rows["vocab-1"].refused == {}
+
+
+def test_a_gpu_gets_the_papers_shapes() -> None:
+    cuda = torch.device("cuda")
+    assert len(shapes(cuda, quick=False)) == 24
+    assert {(s.p, s.hidden) for s in shapes(cuda, quick=True)} == {(8, 3072), (16, 4096), (32, 5120)}
