@@ -32,4 +32,4 @@ hidden = torch.randn(8, 16, requires_grad=True)
 weights = [torch.randn(size, 16, requires_grad=True) for size in (100, 57)]
 loss = vocab_cross_entropy(LazyLogits(hidden, weights), torch.randint(0, 157, (8,)), invariant=True)
 loss.backward()
-print("from hidden states", f"{float(loss):.4f}", "gradient", tuple(hidden.grad.shape))
+print("from hidden states", f"{loss.item():.4f}", "gradient", tuple(hidden.grad.shape))

@@ -14,6 +14,7 @@ Next: ``summary.py``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -123,7 +124,7 @@ def _chunks(
     for call, source in zip(calls, sources, strict=True):
         cuts.update(rows.stop for rows in source.slices(call.rows_per_chunk))
     edges = sorted(cuts)
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         for shard, vocab_range in enumerate(calls[0].ranges):
             yield slice(start, stop), shard, vocab_range
 

@@ -13,6 +13,7 @@ communication. Next: ``functions.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Unpack
 
 import torch
@@ -43,7 +44,7 @@ def zigzag_order(length: int, size: int, cu_seqlens: Sequence[int] | None = None
             f"boundaries {edges} for {length} tokens on {size} ranks: need 0 to {length}, ascending"
         )
     held: list[list[Tensor]] = [[] for _ in range(size)]
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         if (stop - start) % (2 * size):
             raise ValueError(
                 f"a sequence of {stop - start} tokens on {size} ranks: pad it to a multiple of {2 * size}"

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vocabpar.losses import functions
+from megatron_vocabpar.losses.call import Layout
 
 
 def calculate_log_probs_and_entropy(
@@ -20,17 +21,18 @@ def calculate_log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """[n, P] logits and [n] ids to log-probabilities [n], and entropy [n] or None.
 
-    ``log_prob_keep_mask`` [n, P] leaves ids out of the log-probability (the target stays), not of the entropy.
+    ``log_prob_keep_mask`` [n, P] leaves ids, but never the target, out of the log-probability alone.
     """
     rows = chunk_size if chunk_size > 0 else None
     kept = logits if log_prob_keep_mask is None else _masked(logits, tokens, tp_group, log_prob_keep_mask)
-    options = {"group": tp_group, "rows_per_chunk": rows}
+    options: Layout = {"group": tp_group, "rows_per_chunk": rows}
     if not with_entropy:
         return functions.vocab_logprobs(kept, tokens, **options), None
     if kept is logits and with_entropy_grad:
         return functions.vocab_logprobs_and_entropy(logits, tokens, **options)
     logprobs = functions.vocab_logprobs(kept, tokens, **options)
-    return logprobs, functions.vocab_entropy(logits, inference_only=not with_entropy_grad, **options)
+    options["inference_only"] = not with_entropy_grad
+    return logprobs, functions.vocab_entropy(logits, **options)
 
 
 def _masked(logits: Tensor, tokens: Tensor, group: dist.ProcessGroup | None, keep: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def linear_cross_entropy(
     reduction: str | None = "none",
     dist_process_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(log-probabilities, entropy)`` of [..., H] hidden states and a [P, H] shard; [n] without reduction."""
+    """``(log-probabilities, entropy)`` of hidden states [..., H] and a shard [P, H]; [n] for ``none``."""
     logits = LazyLogits(hidden.reshape(-1, hidden.shape[-1]), weight)
     logprobs, entropy = functions.vocab_logprobs_and_entropy(
         logits, labels.reshape(-1), temperature=temperature or 1.0, group=dist_process_group

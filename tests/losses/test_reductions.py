@@ -1,0 +1,39 @@
+"""Masked means do not change when tokens move between microbatches."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_vocabpar.losses.reductions import by_group, joined, masked_sum, mean_of_counted, sentence_means
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=2, max_size=7),
+    cut=st.integers(1, 6),
+    seed=st.integers(0, 999),
+)
+def test_microbatch_layout(lengths: list[int], cut: int, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    values = torch.randn(len(lengths), 9, generator=draw, dtype=torch.float64)
+    mask = torch.arange(9) < torch.tensor(lengths)[:, None]
+    values = torch.where(mask, values, torch.nan)  # padding must not be read
+    sentence = torch.arange(len(lengths))[:, None].expand_as(values)
+    group = torch.arange(len(lengths)) % 2
+    rows = [values[row, :length] for row, length in enumerate(lengths)]
+    batches = [slice(start, start + cut) for start in range(0, len(lengths), cut)]
+    token = joined([masked_sum(values[part], mask[part]) for part in batches])
+    every = torch.cat(rows)
+    assert torch.allclose(token, every.mean() if len(every) else torch.zeros((), dtype=torch.float64))
+    per = [sentence_means(values[part], mask[part], sentence[part], len(lengths)) for part in batches]
+    whole = per[0]
+    for part in per[1:]:
+        whole = whole + part
+    zero = torch.zeros(1, dtype=torch.float64)
+    means = torch.stack([row.mean() for row in rows if len(row)] or [zero[0]])
+    assert torch.allclose(mean_of_counted(whole), means.mean())
+    joined_rows = [torch.cat([rows[i] for i in range(len(rows)) if i % 2 == g]) for g in (0, 1)]
+    groups = torch.stack([row.mean() for row in joined_rows if len(row)] or [zero[0]])
+    assert torch.allclose(mean_of_counted(by_group(whole, group, 2)), groups.mean())
