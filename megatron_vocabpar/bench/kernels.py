@@ -67,8 +67,8 @@ def shapes(device: torch.device, quick: bool) -> list[Shape]:
     about the share beside the products that it has on a GPU."""
     vocabularies: tuple[int, ...]
     if device.type == "cpu":
-        vocabularies = (65536,) if quick else (65536, 131072)
-        return [Shape(1024, 64, v, p) for v in vocabularies for p in (8, 16)]
+        vocabularies = (32768,) if quick else (32768, 65536)
+        return [Shape(512, 64, v, p) for v in vocabularies for p in (8, 16)]
     models = {8: 3072, 16: 4096, 32: 5120}
     tokens, vocabularies = ((2048,), (131072,)) if quick else ((2048, 4096), (32768, 65536, 131072, 262144))
     return [Shape(n, hidden, v, p) for n in tokens for p, hidden in models.items() for v in vocabularies]

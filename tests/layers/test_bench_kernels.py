@@ -14,7 +14,7 @@ from . import reference
 from .test_output import V, batch
 
 CPU = torch.device("cpu")
-SMALL = Shape(n=64, hidden=32, vocab_size=4000, p=4)
+SMALL = Shape(n=64, hidden=64, vocab_size=16000, p=4)
 
 
 @pytest.mark.parametrize("algorithm", [1, 2])
@@ -47,7 +47,7 @@ def test_every_field_that_a_cpu_can_measure_is_there(dtype: torch.dtype) -> None
     assert [row.method for row in rows] == list(METHODS)
     for row in rows:
         assert row.refused == {}
-        assert row.rows_of_weight == 1000
+        assert row.rows_of_weight == 4000
         for name in ("ours_ms", "s_ms", "t_ms", "three_gemms_ms", "published_ms", "pytorch_ms"):
             assert getattr(row, name) > 0, name
         assert row.peak_mib is None
