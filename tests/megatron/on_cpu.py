@@ -2,8 +2,8 @@
 
 Megatron's training loop asks CUDA for devices, memory figures, streams and random states, and gives
 torch.distributed options that gloo does not take. One table answers in CUDA's place; what megatron-core
-itself needs is in ``megatron_vocabpar/integration/cpu.py``. The script then enters through our launcher, with
-or without our flags.
+itself needs is in ``megatron_vocabpar/integration/cpu.py``. The script enters through our launcher, or as it
+is where it imports our adaptor itself.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import json
 import os
+import runpy
 import sys
 import types
 import typing
@@ -151,7 +152,11 @@ def main(argv: list[str]) -> None:
     with megatron_on_cpu():
         from megatron_vocabpar import launch
 
-        launch.main(argv)
+        if "megatron_vocabpar.adaptor" in Path(argv[0]).read_text():
+            sys.argv = argv
+            runpy.run_path(argv[0], run_name="__main__")
+        else:
+            launch.main(argv)
         if dist.is_initialized():
             dist.barrier()  # a rank that leaves early closes connections that others still use
             dist.destroy_process_group()

@@ -30,10 +30,10 @@ def run(layout: str, tied: str, *options: str, iterations: int) -> Log:
     return pretrain(
         *flags,
         *EMBEDDINGS[tied],
-        *("--make-vocab-size-divisible-by", "1", "--lr-decay-iters", "20", "--eval-iters", "0"),
+        *("--make-vocab-size-divisible-by", "1", "--eval-iters", "0"),
+        *("--exit-interval", str(iterations)),  # as an interruption: the learning rates stay those of 20
         *options,
         vocab_size=4603,
-        iterations=iterations,
         **sizes,
     )
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.megatron.training import Log, checkout, pretrain
+from megatron_vocabpar.integration.bindings import find_version
+from megatron_vocabpar.integration.sources import source_signatures
+from tests.megatron.training import ROOT, Log, checkout, pretrain
 
 FROM_WEIGHTS = ("--finetune", "--no-load-optim", "--no-load-rng")
 LAYOUTS = {
@@ -43,6 +48,7 @@ def check(weights: Path, layout: str, method: str, options: tuple[str, ...]) -> 
     flags = ("--enable-vocab-parallel", "--vocab-parallel-method", method)
     ours = pretrain("--load", str(weights), *FROM_WEIGHTS, *flags, *options, **LAYOUTS[layout])
     assert f"vocabulary parallelism: method {method}" in ours.text
+    assert re.search(rf"^ +vocab_parallel_method \.+ {method}$", ours.text, re.MULTILINE)
     assert "vocabulary parallelism: method" not in expected.text
     assert len(ours.losses) == len(ours.norms) == 20
     for name in ("losses", "norms", "evaluations"):
@@ -66,3 +72,22 @@ def test_trains_as_stock_with_tied_embeddings(weights: dict[str, Path], layout: 
 @pytest.mark.parametrize("method", ["naive", "interlaced"])
 def test_other_methods_train_as_stock(weights: dict[str, Path], method: str) -> None:
     check(weights["untied"], "pp2 dp2", method, EMBEDDINGS["untied"])
+
+
+def test_patched_script_trains(tmp_path: Path) -> None:
+    """The third door: the checkout's script with the line of our patch, started by itself."""
+    version = find_version(source_signatures(checkout()))
+    patches = sorted((ROOT / "patches").glob(f"core_v{version}*.patch"))
+    shutil.copy(checkout() / "pretrain_gpt.py", tmp_path)
+    subprocess.run(["git", "apply", str(patches[-1])], cwd=tmp_path, check=True)
+    script = tmp_path / "pretrain_gpt.py"
+    log = pretrain("--enable-vocab-parallel", pp=2, iterations=3, script=script)
+    assert "vocabulary parallelism: method vocab-2" in log.text
+    assert len(log.losses) == 3
+    assert "vocabulary parallelism" not in pretrain(iterations=3, script=script).text
+
+
+def test_refuses_before_process_groups_start() -> None:
+    log = pretrain("--enable-vocab-parallel", "--mtp-num-layers", "1", iterations=3, fails=True)
+    assert "--mtp-num-layers: the heads of multi-token prediction are not partitioned" in log.text
+    assert "initialized tensor model parallel" not in log.text
