@@ -18,6 +18,7 @@ import types
 import typing
 from collections import defaultdict
 from collections.abc import Callable
+from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,16 @@ def skip_cuda_compilation() -> None:
         importlib.import_module("megatron.legacy.fused_kernels").load = _answer()
 
 
+def spawn_without_script() -> None:
+    """Let the helper process of a checkpoint start without importing the script and Megatron again."""
+    prepared = spawn.get_preparation_data
+
+    def prepare(name: str) -> dict[str, Any]:
+        return {key: value for key, value in prepared(name).items() if not key.startswith("init_main")}
+
+    spawn.get_preparation_data = prepare
+
+
 class _ScalarWriter:
     """Stands in for tensorboard's SummaryWriter: appends every scalar to a file, with all its digits."""
 
@@ -145,6 +156,7 @@ def stand_in_for_tensorboard() -> None:
 def main(argv: list[str]) -> None:
     stand_in_for_cuda()
     stand_in_for_tensorboard()
+    spawn_without_script()
     sys.path.insert(0, str(Path(argv[0]).resolve().parent))
     from megatron_vocabpar.integration.cpu import megatron_on_cpu
 
