@@ -63,8 +63,7 @@ class Shape:
 
 
 def shapes(device: torch.device, quick: bool) -> list[Shape]:
-    """The paper's shapes on a GPU. On the CPU small ones, whose hidden size is such that elementwise work has
-    about the share beside the products that it has on a GPU."""
+    """The paper's shapes on a GPU; on the CPU small ones that end in minutes, and tell nothing about a GPU."""
     vocabularies: tuple[int, ...]
     if device.type == "cpu":
         vocabularies = (32768,) if quick else (32768, 65536)
