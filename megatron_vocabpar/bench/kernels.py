@@ -63,7 +63,7 @@ class Shape:
 
 
 def shapes(device: torch.device, quick: bool) -> list[Shape]:
-    """The paper's shapes on a GPU; on the CPU small ones that end in minutes, and tell nothing about a GPU."""
+    """The paper's shapes on a GPU; on the CPU small ones, which tell nothing about a GPU."""
     vocabularies: tuple[int, ...]
     if device.type == "cpu":
         vocabularies = (32768,) if quick else (32768, 65536)
