@@ -42,7 +42,9 @@ VERBS = {
     "schedule": Verb("megatron_vocabpar.cli.schedule:schedule_command", "Print or draw a schedule."),
     "simulate": Verb("megatron_vocabpar.cli.simulate:simulate_command", "Predict time, bubble and memory."),
     "train": Verb("megatron_vocabpar.cli.train:train_command", "Train a GPT on this machine.", "train"),
-    "drift": Verb("megatron_vocabpar.cli.drift:drift_command", "Compare two runs' log-probabilities.", "train"),
+    "drift": Verb(
+        "megatron_vocabpar.cli.drift:drift_command", "Compare two runs' log-probabilities.", "train"
+    ),
     "bench": Verb("megatron_vocabpar.cli.bench:bench_command", "Measure against stock Megatron.", "train"),
     "doctor": Verb("megatron_vocabpar.cli.doctor:doctor_command", "Look at a Megatron-LM checkout."),
     "patches": Verb("megatron_vocabpar.cli.patches:patches_command", "What is replaced in Megatron."),
