@@ -8,11 +8,9 @@ The trace opens in any viewer of the Chrome trace-event format (Perfetto, chrome
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -158,21 +156,3 @@ def trace_events(spans_by_rank: Sequence[Sequence[Span]]) -> dict[str, Any]:
             for span in spans
         )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def median_pass_ms(spans_by_rank: Sequence[Sequence[Span]]) -> dict[str, list[float]]:
-    """Median milliseconds of each pass type on each rank, waiting left out; 0 where a rank ran none."""
-    kinds = sorted({span.kind for spans in spans_by_rank for span in spans if _is_pass(span)})
-    medians: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for spans in spans_by_rank:
-        durations: dict[str, list[float]] = defaultdict(list)
-        for span in spans:
-            if _is_pass(span):
-                durations[span.kind].append((span.end_s - span.start_s) * 1e3)
-        for kind in kinds:
-            medians[kind].append(median(durations[kind]) if durations[kind] else 0.0)
-    return medians
-
-
-def _is_pass(span: Span) -> bool:
-    return span.lane == COMPUTE and span.kind != "wait"

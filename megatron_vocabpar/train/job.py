@@ -76,8 +76,3 @@ def open_job_method(config: TrainConfig, method: str, files: DataFiles) -> Path:
     path = open_method(method_config(config, method))
     (path.parent / DATA_FILE).write_text(files.to_json())
     return path
-
-
-def read_data_files(config: TrainConfig) -> DataFiles:
-    """The prepared data of a worker's configuration, from ``data.json`` in its results folder."""
-    return DataFiles.from_json((Path(config.output) / DATA_FILE).read_text())

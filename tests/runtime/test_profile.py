@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from megatron_vocabpar.runtime.profile import COMPUTE, OUTPUT, Span, Timeline, median_pass_ms, trace_events
+from megatron_vocabpar.runtime.profile import COMPUTE, OUTPUT, Span, Timeline, trace_events
 from megatron_vocabpar.runtime.streams import side_stream
 from megatron_vocabpar.schedule.passes import parse
 
@@ -55,8 +55,3 @@ def test_trace_has_a_named_row_for_every_rank_and_lane() -> None:
         ("rank 0", "0F0", 0.0, 500000.0),
         ("rank 1 output collectives", "1C0.0", 500000.0, 250000.0),
     ]
-
-
-def test_median_pass_times_by_rank() -> None:
-    spans = [[Span("0F0", "F", COMPUTE, 0.0, 0.001), Span("0F1", "F", COMPUTE, 0.0, 0.003)], []]
-    assert median_pass_ms(spans) == {"F": [2.0, 0.0]}
