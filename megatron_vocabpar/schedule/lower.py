@@ -20,22 +20,21 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from .costs import PassCosts, PassTimes
-from .dependencies import collectives, prerequisites
-from .network import build_network
+from .network import Network, build_network
 from .passes import (
     INPUT_COLLECTIVES,
     OUTPUT_COLLECTIVES,
-    POINT_TO_POINT,
     Comm,
     CommType,
     Instruction,
     Pass,
     PassType,
 )
+from .replay import Stopped, replay
 from .schedule import Deadlock, Program, Schedule
-from .timing import Stuck, play
 
 Rows = Sequence[Sequence[Instruction]]
 
@@ -65,16 +64,24 @@ def lower(schedule: Schedule, costs: PassCosts | None = None) -> Program:
 
 def add_sends(rows: Rows, schedule: Schedule) -> list[list[Instruction]]:
     """Insert SEND_F and SEND_B right after the passes whose results they carry."""
-    return [list(_with_sends(row, schedule)) for row in rows]
+    away = _leaving(schedule)
+    return [list(_with_sends(row, away)) for row in rows]
 
 
-def _with_sends(row: Iterable[Instruction], schedule: Schedule) -> Iterator[Instruction]:
+def _with_sends(row: Iterable[Instruction], away: Mapping[PassType, Sequence[bool]]) -> Iterator[Instruction]:
     for item in row:
         yield item
-        receive = receive_of(item, schedule)
-        if receive is not None:
-            assert isinstance(item, Pass)
+        if isinstance(item, Pass) and item.type in away and away[item.type][item.stage]:
             yield Comm(_SEND[item.type][0], item.stage, item.microbatch)
+
+
+def _leaving(schedule: Schedule) -> dict[PassType, list[bool]]:
+    """For F and B and each stage, whether the result goes to another rank."""
+    stages = range(schedule.layout.num_stages)
+    return {
+        type_: [receive_of(Pass(type_, stage, 0), schedule) is not None for stage in stages]
+        for type_ in _SEND
+    }
 
 
 def receive_of(item: Instruction, schedule: Schedule) -> Comm | None:
@@ -90,35 +97,40 @@ def receive_of(item: Instruction, schedule: Schedule) -> Comm | None:
 
 def add_receives(rows: Rows, schedule: Schedule) -> list[list[Instruction]]:
     """Insert RECV_F and RECV_B one compute pass ahead of their consumers, earlier where FIFO asks for it."""
+    away = _leaving(schedule)
+    ranks = [schedule.layout.rank_of(stage) for stage in range(schedule.layout.num_stages)]
+    earliest = _receive_positions(rows)
     inserts: list[list[tuple[int, Instruction]]] = [[] for _ in rows]
-    consumers = [_receives_by_consumer(row, schedule) for row in rows]
-    for source, row in enumerate(rows):
-        sent: dict[int, list[Comm]] = {}
+    for row in rows:
+        sent: dict[int, list[tuple[int, Comm]]] = {}
         for item in row:
-            receive = receive_of(item, schedule)
-            if receive is not None:
-                sent.setdefault(schedule.rank_of(receive), []).append(receive)
+            if isinstance(item, Pass) and item.type in away and away[item.type][item.stage]:
+                _, receive, step = _SEND[item.type]
+                stage = item.stage + step
+                position = earliest[item.type].get((stage, item.microbatch))
+                if position is not None:
+                    comm = Comm(receive, stage, item.microbatch)
+                    sent.setdefault(ranks[stage], []).append((position, comm))
         for target, receives in sent.items():
-            assert target != source
             position = len(rows[target])
             late_first = []
-            for receive in reversed(receives):
-                position = min(position, consumers[target][receive])
-                late_first.append((position, receive))
+            for wanted, comm in reversed(receives):
+                position = min(position, wanted)
+                late_first.append((position, comm))
             inserts[target].extend(reversed(late_first))
     return [insert(row, where) for row, where in zip(rows, inserts, strict=True)]
 
 
-def _receives_by_consumer(row: Sequence[Instruction], schedule: Schedule) -> dict[Comm, int]:
-    """For each receive that a rank's passes need, the position of the pass before its consumer."""
-    positions: dict[Comm, int] = {}
-    previous = 0
-    for position, item in enumerate(row):
-        if isinstance(item, Pass):
-            for need in prerequisites(item, schedule):
-                if isinstance(need, Comm) and need.type in POINT_TO_POINT:
-                    positions[need] = previous
-            previous = position
+def _receive_positions(rows: Rows) -> dict[PassType, dict[tuple[int, int], int]]:
+    """For each F and B, by stage and microbatch, the position on its rank of the pass before it."""
+    positions: dict[PassType, dict[tuple[int, int], int]] = {type_: {} for type_ in _SEND}
+    for row in rows:
+        previous = 0
+        for position, item in enumerate(row):
+            if isinstance(item, Pass):
+                if item.type in _SEND:
+                    positions[item.type][item.stage, item.microbatch] = previous
+                previous = position
     return positions
 
 
@@ -126,20 +138,34 @@ def add_collectives(
     rows: Rows, schedule: Schedule, costs: PassCosts | None = None
 ) -> list[list[Instruction]]:
     """Insert the launches of the output and the input group's collectives, each group in one order."""
-    ends = pass_ends(schedule, costs)
+    played = play_passes(schedule, costs)
     out: list[list[Instruction]] = [list(row) for row in rows]
     for group in (OUTPUT_COLLECTIVES, INPUT_COLLECTIVES):
-        order = collective_order(schedule, group, ends)
+        order = collective_order(played, group)
         for rank, row in enumerate(out):
-            finished = [ends[item] for item in row if isinstance(item, Pass)]
             slots = [position for position, item in enumerate(row) if isinstance(item, Pass)] + [len(row)]
-            launches = [(slots[bisect_right(finished, at)], Comm(type_, rank, mb)) for at, type_, mb in order]
+            ends = played.ends[rank]
+            launches = [(slots[bisect_right(ends, at)], Comm(type_, rank, mb)) for at, type_, mb in order]
             out[rank] = insert(row, launches)
     return out
 
 
-def pass_ends(schedule: Schedule, costs: PassCosts | None = None) -> dict[Pass, float]:
-    """When each pass ends, in ms, if all passes run as soon as they can.
+@dataclass(frozen=True)
+class Played:
+    """When passes end, in ms, if all run as soon as they can.
+
+    Attributes:
+        ends: for each rank, the ends of its passes, in the schedule's order.
+        ready: for each type of collective and each microbatch, the end of the last producer; negative where
+            there is none, as in a forward-only schedule.
+    """
+
+    ends: tuple[list[float], ...]
+    ready: Mapping[CommType, list[float]]
+
+
+def play_passes(schedule: Schedule, costs: PassCosts | None = None) -> Played:
+    """Play a schedule's passes with the times of ``costs``.
 
     Raises:
         Deadlock: if the order of the passes cannot be kept.
@@ -149,48 +175,42 @@ def pass_ends(schedule: Schedule, costs: PassCosts | None = None) -> dict[Pass, 
         {type_: tuple(max(time, _LEAST_MS) for time in row) for type_, row in times.passes.items()},
         {type_: max(time, _LEAST_MS) for type_, time in times.comms.items()},
     )
-    network = build_network(schedule, times, splits_w=schedule.splits_w)
-    m = schedule.m
-    sequences = []
-    for passes in schedule.ranks:
-        sequence = []
-        for pass_ in passes:
-            node = network.index[pass_.type, pass_.stage]
-            if node in network.arrival:
-                sequence.append(network.arrival[node] * m + pass_.microbatch)
-            sequence.append(node * m + pass_.microbatch)
-        sequences.append(sequence)
+    network, m = build_network(schedule, times, splits_w=schedule.splits_w), schedule.m
+    nodes: dict[PassType, dict[int, int]] = {}
+    for (type_, stage), node in network.index.items():
+        nodes.setdefault(type_, {})[stage] = node
+    items = [[nodes[pass_.type][pass_.stage] * m + pass_.microbatch for pass_ in row] for row in schedule.ranks]
+    sequences = [list(_with_arrivals(row, network, m)) for row in items] if network.arrival else items
     try:
-        ends = play(network, m, sequences).ends
-    except Stuck as stuck:
-        rank, (node, mb) = next(iter(stuck.waiting.items()))
+        ends = replay(network, m, sequences)
+    except Stopped as stopped:
+        node, mb = divmod(sequences[stopped.rank][stopped.position], m)
         whole = {arrival: node for node, arrival in network.arrival.items()}
         item = Pass(*network.names[whole.get(node, node)], mb)
-        raise Deadlock(rank, item, "what it waits for never runs") from stuck
-    return {
-        pass_: ends[network.index[pass_.type, pass_.stage] * m + pass_.microbatch]
-        for passes in schedule.ranks
-        for pass_ in passes
-    }
+        raise Deadlock(stopped.rank, item, "what it waits for never runs") from stopped
+    ready = {type_: ends[node * m : (node + 1) * m] for type_, node in network.groups.items()}
+    return Played(tuple([ends[item] for item in row] for row in items), ready)
 
 
-def collective_order(
-    schedule: Schedule, group: frozenset[CommType], ends: Mapping[Pass, float]
-) -> list[tuple[float, CommType, int]]:
+def _with_arrivals(row: Iterable[int], network: Network, m: int) -> Iterator[int]:
+    for item in row:
+        node, mb = divmod(item, m)
+        if node in network.arrival:
+            yield network.arrival[node] * m + mb
+        yield item
+
+
+def collective_order(played: Played, group: frozenset[CommType]) -> list[tuple[float, CommType, int]]:
     """The group's collectives as (ready, type, microbatch), in the order that every rank keeps."""
+    order = [
+        (at, place, mb)
+        for place, type_ in enumerate(CommType)
+        if type_ in group
+        for mb, at in enumerate(played.ready.get(type_, ()))
+        if at >= 0.0
+    ]
     names = list(CommType)
-    order = []
-    for type_ in collectives(schedule):
-        if type_ not in group:
-            continue
-        for mb in range(schedule.m):
-            producers = [
-                need for rank in range(schedule.p) for need in prerequisites(Comm(type_, rank, mb), schedule)
-            ]
-            produced = [ends.get(need) for need in producers if isinstance(need, Pass)]
-            if all(end is not None for end in produced):
-                order.append((max(end for end in produced if end is not None), type_, mb))
-    return sorted(order, key=lambda item: (item[0], names.index(item[1]), item[2]))
+    return [(at, names[place], mb) for at, place, mb in sorted(order)]
 
 
 def insert(row: Sequence[Instruction], inserts: Iterable[tuple[int, Instruction]]) -> list[Instruction]:

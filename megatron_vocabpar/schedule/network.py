@@ -43,6 +43,7 @@ class Network:
         producers: for every node, how many producers it has (0 but for collectives).
         index: pass node by type and stage.
         arrival: the arrival node of a pass node that has one.
+        groups: collective node by type.
     """
 
     names: tuple[tuple[PassType, int], ...]
@@ -53,6 +54,7 @@ class Network:
     producers: tuple[int, ...]
     index: dict[tuple[PassType, int], int]
     arrival: dict[int, int]
+    groups: dict[CommType, int]
 
     @property
     def sinks(self) -> frozenset[int]:
@@ -104,6 +106,7 @@ def build_network(schedule: Schedule, times: PassTimes, *, splits_w: bool) -> Ne
         tuple(producers),
         index,
         arrival,
+        groups,
     )
 
 

@@ -20,7 +20,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class PassType(Enum):
+class _Name(Enum):
+    """Members are singletons, so identity hashes them; Enum's own hash is a slow call on every look-up."""
+
+    __hash__ = object.__hash__
+
+
+class PassType(_Name):
     """Computation, in the order in which ties between passes are broken (see ``building_block``)."""
 
     IF = "IF"  # input forward: look up this rank's rows of the embedding
@@ -33,7 +39,7 @@ class PassType(Enum):
     IB = "IB"  # input backward: add the input gradient into this rank's embedding rows
 
 
-class CommType(Enum):
+class CommType(_Name):
     """Communication. Collectives name the moment a rank *launches* its part; consumers wait."""
 
     SEND_F = "SEND_F"  # output of F to the next stage

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from .dependencies import collectives, prerequisites, vocabulary_passes
 from .forward_only import FORWARD
-from .lower import pass_ends, receive_of
+from .lower import play_passes, receive_of
 from .passes import (
     INPUT_COLLECTIVES,
     OUTPUT_COLLECTIVES,
@@ -126,7 +126,7 @@ def _local_needs(pass_: Pass, schedule: Schedule, rank: int) -> Iterator[Pass]:
 
 def _check_deadlock(schedule: Schedule) -> None:
     try:
-        pass_ends(schedule)
+        play_passes(schedule)
     except Deadlock as deadlock:
         raise _error("deadlock", schedule.ranks, deadlock.rank, deadlock.item, deadlock.reason) from deadlock
 

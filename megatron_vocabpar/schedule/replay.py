@@ -1,0 +1,98 @@
+"""When the passes of a finished order run, if every rank starts its next pass as soon as it can.
+
+What ``timing.play`` does for a generator, without anything left to place: nothing but the given order. A
+transfer takes its time and no queue; ``simulate.py`` knows queues. Used where an order has to be read fast:
+for the order of collectives (``lower.py``) and for deadlocks (``validate.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .network import Network
+
+
+class Stopped(Exception):
+    """No rank can go on. ``rank`` is the first that has not finished, ``position`` where it stands."""
+
+    def __init__(self, rank: int, position: int) -> None:
+        super().__init__(f"rank {rank} stops at position {position}")
+        self.rank, self.position = rank, position
+
+
+def replay(network: Network, m: int, sequences: Sequence[Sequence[int]]) -> list[float]:
+    """Run every rank's items in order; item ``n * m + i`` is node ``n`` of microbatch ``i``.
+
+    Args:
+        network: rules and times.
+        m: microbatches.
+        sequences: for each rank its items, arrivals included.
+
+    Returns:
+        for each item, collectives included, its end in ms; for a collective, when its last producer ends.
+        Negative where it never ran.
+
+    Raises:
+        Stopped: if the order cannot be kept.
+    """
+    return _Replay(network, m, sequences).run()
+
+
+class _Replay:
+    def __init__(self, network: Network, m: int, sequences: Sequence[Sequence[int]]) -> None:
+        nodes = len(network.producers)
+        self.m, self.sequences = m, sequences
+        self.duration, self.feeds = network.duration, network.feeds
+        self.needs = [
+            [((need.node - node) * m - need.back, need.back, need.latency) for need in row]
+            for node, row in enumerate(network.needs)
+        ]
+        self.ends = [-1.0] * (nodes * m)
+        self.latest = [0.0] * (nodes * m)  # of collectives: the end of the last producer so far
+        self.missing = [count for count in network.producers for _ in range(m)]
+        self.position, self.free = [0] * len(sequences), [0.0] * len(sequences)
+        self.sleepers: dict[int, list[int]] = {}
+        self.awake = list(range(len(sequences)))
+
+    def run(self) -> list[float]:
+        while self.awake:
+            self._advance(self.awake.pop())
+        for rank, sequence in enumerate(self.sequences):
+            if self.position[rank] < len(sequence):
+                raise Stopped(rank, self.position[rank])
+        return self.ends
+
+    def _advance(self, rank: int) -> None:
+        """Run the items of ``rank`` up to the first that has to wait for an item that has not run."""
+        sequence, now = self.sequences[rank], self.free[rank]
+        for place in range(self.position[rank], len(sequence)):
+            item = sequence[place]
+            node, mb = divmod(item, self.m)
+            start = now
+            for offset, back, latency in self.needs[node]:
+                if mb >= back:
+                    done = self.ends[item + offset]
+                    if done < 0.0:
+                        self.sleepers.setdefault(item + offset, []).append(rank)
+                        self.position[rank], self.free[rank] = place, now
+                        return
+                    if done + latency > start:
+                        start = done + latency
+            now = start + self.duration[node]
+            self._finish(item, now)
+            for group in self.feeds[node]:
+                self._feed(group * self.m + mb, now)
+        self.position[rank], self.free[rank] = len(sequence), now
+
+    def _feed(self, collective: int, now: float) -> None:
+        """One producer of a collective has ended."""
+        self.latest[collective] = max(self.latest[collective], now)
+        self.missing[collective] -= 1
+        if not self.missing[collective]:
+            self._finish(collective, self.latest[collective])
+
+    def _finish(self, item: int, end: float) -> None:
+        self.ends[item] = end
+        sleepers = self.sleepers.pop(item, None)
+        if sleepers:
+            self.awake += sleepers
