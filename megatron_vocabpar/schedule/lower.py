@@ -27,6 +27,7 @@ from .network import Network, build_network
 from .passes import (
     INPUT_COLLECTIVES,
     OUTPUT_COLLECTIVES,
+    RECEIVE_OF,
     Comm,
     CommType,
     Instruction,
@@ -38,10 +39,7 @@ from .schedule import Deadlock, Program, Schedule
 
 Rows = Sequence[Sequence[Instruction]]
 
-_SEND = {
-    PassType.F: (CommType.SEND_F, CommType.RECV_F, 1),
-    PassType.B: (CommType.SEND_B, CommType.RECV_B, -1),
-}
+_SEND = {PassType.F: CommType.SEND_F, PassType.B: CommType.SEND_B}
 _LEAST_MS = 1e-5  # no pass or transfer is taken to be shorter, so that "after" is never "at the same time"
 
 
@@ -72,7 +70,7 @@ def _with_sends(row: Iterable[Instruction], away: Mapping[PassType, Sequence[boo
     for item in row:
         yield item
         if isinstance(item, Pass) and item.type in away and away[item.type][item.stage]:
-            yield Comm(_SEND[item.type][0], item.stage, item.microbatch)
+            yield Comm(_SEND[item.type], item.stage, item.microbatch)
 
 
 def _leaving(schedule: Schedule) -> dict[PassType, list[bool]]:
@@ -88,7 +86,7 @@ def receive_of(item: Instruction, schedule: Schedule) -> Comm | None:
     """The receive, on another rank, of what ``item`` produces; None if there is none."""
     if not isinstance(item, Pass) or item.type not in _SEND:
         return None
-    _, receive, step = _SEND[item.type]
+    receive, step = RECEIVE_OF[_SEND[item.type]]
     neighbour, layout = item.stage + step, schedule.layout
     if not 0 <= neighbour <= layout.last_stage or layout.rank_of(neighbour) == layout.rank_of(item.stage):
         return None
@@ -105,7 +103,7 @@ def add_receives(rows: Rows, schedule: Schedule) -> list[list[Instruction]]:
         sent: dict[int, list[tuple[int, Comm]]] = {}
         for item in row:
             if isinstance(item, Pass) and item.type in away and away[item.type][item.stage]:
-                _, receive, step = _SEND[item.type]
+                receive, step = RECEIVE_OF[_SEND[item.type]]
                 stage = item.stage + step
                 position = earliest[item.type].get((stage, item.microbatch))
                 if position is not None:
@@ -179,7 +177,9 @@ def play_passes(schedule: Schedule, costs: PassCosts | None = None) -> Played:
     nodes: dict[PassType, dict[int, int]] = {}
     for (type_, stage), node in network.index.items():
         nodes.setdefault(type_, {})[stage] = node
-    items = [[nodes[pass_.type][pass_.stage] * m + pass_.microbatch for pass_ in row] for row in schedule.ranks]
+    items = [
+        [nodes[pass_.type][pass_.stage] * m + pass_.microbatch for pass_ in row] for row in schedule.ranks
+    ]
     sequences = [list(_with_arrivals(row, network, m)) for row in items] if network.arrival else items
     try:
         ends = replay(network, m, sequences)

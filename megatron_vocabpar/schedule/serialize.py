@@ -16,6 +16,7 @@ from .placement import Placement
 from .schedule import Schedule
 
 _METHODS = {"none": "baseline"}  # baseline and redis have the same passes; the others are named alike
+_PASS_TYPES = {type_.value: type_ for type_ in PassType}
 _ALGORITHMS = ("none", "naive", "vocab-1", "vocab-2", "interlaced")
 
 
@@ -83,24 +84,22 @@ def _to_dict(pass_: Pass, layout: Placement) -> dict[str, str | int]:
 
 
 def _from_dict(item: object, rank: int, layout: Placement) -> Pass:
-    if not isinstance(item, Mapping):
+    if not isinstance(item, dict):
         raise ValueError(f"schedule, rank {rank}: {item!r} is not a pass; give op, mb and chunk")
     op, mb, chunk = item.get("op"), item.get("mb"), item.get("chunk")
-    if op not in {type_.value for type_ in PassType}:
-        raise ValueError(
-            f"schedule, rank {rank}: unknown op {op!r}; give one of {', '.join(t.value for t in PassType)}"
-        )
+    type_ = _PASS_TYPES.get(op) if isinstance(op, str) else None
+    if type_ is None:
+        raise ValueError(f"schedule, rank {rank}: unknown op {op!r}; give one of {', '.join(_PASS_TYPES)}")
     if not _is_index(mb) or not _is_index(chunk):
-        raise ValueError(f"schedule, rank {rank}: {dict(item)!r} needs whole numbers mb and chunk from 0")
-    type_ = PassType(op)
+        raise ValueError(f"schedule, rank {rank}: {item!r} needs whole numbers mb and chunk from 0")
     if type_ in VOCABULARY_PASSES:
-        return Pass(type_, rank, cast(int, mb))
-    if cast(int, chunk) >= layout.chunks:
+        return Pass(type_, rank, mb)
+    if chunk >= layout.chunks:
         raise ValueError(f"schedule, rank {rank}: chunk {chunk} of {layout.chunks}; chunks count from 0")
-    return Pass(type_, layout.stage_of(rank, cast(int, chunk)), cast(int, mb))
+    return Pass(type_, layout.stage_of(rank, chunk), mb)
 
 
-def _is_index(value: object) -> bool:
+def _is_index(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 

@@ -12,15 +12,18 @@ The message holds the rank, the pass and a small grid of every rank's passes wit
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import zip_longest
 
 from .dependencies import collectives, prerequisites, vocabulary_passes
 from .forward_only import FORWARD
 from .lower import play_passes, receive_of
+from .numbering import Distance, Numbering
 from .passes import (
     INPUT_COLLECTIVES,
     OUTPUT_COLLECTIVES,
     POINT_TO_POINT,
+    RECEIVE_OF,
     Comm,
     CommType,
     Instruction,
@@ -46,31 +49,28 @@ def validate(schedule: Schedule, max_activations: float | None = None) -> None:
     """
     if len(schedule.ranks) != schedule.p:
         raise ScheduleError(f"missing rank: {len(schedule.ranks)} rows of passes for {schedule.p} ranks")
+    numbering = Numbering(schedule)
     for rank in range(schedule.p):
-        _check_complete(schedule, rank)
-    for rank in range(schedule.p):
-        _check_order(schedule, rank)
+        _check_complete(schedule, numbering, rank)
+    _check_order(schedule, numbering)
     _check_deadlock(schedule)
     if max_activations is not None:
         _check_peak(schedule, max_activations)
 
 
 def validate_program(schedule: Schedule, program: Program) -> None:
-    """Check a program that ``schedule`` was lowered to.
+    """Check a program that a valid ``schedule`` was lowered to.
 
     Raises:
         ScheduleError: naming the first broken rule, the rank, the instruction, and showing where it is.
     """
     if len(program) != schedule.p:
         raise ScheduleError(f"missing rank: {len(program)} programs for {schedule.p} ranks")
-    for rank, (passes, row) in enumerate(zip(schedule.ranks, program, strict=True)):
-        for expected, found in zip(passes, passes_of(row), strict=False):
-            if expected != found:
-                raise _error("order", program, rank, found, f"the schedule has {expected} here")
-    expected_comms = _expected_communication(schedule)
-    for rank, row in enumerate(program):
-        _check_communication(program, rank, Counter(row), expected_comms[rank])
-        _check_program_order(schedule, program, rank)
+    _check_passes(schedule, program)
+    numbering, expected = Numbering(schedule), _expected_communication(schedule)
+    for rank in range(schedule.p):
+        _check_communication(program, rank, expected[rank])
+        _check_program_order(numbering, program, rank)
     for group in (OUTPUT_COLLECTIVES, INPUT_COLLECTIVES):
         _check_collective_order(program, group)
     _check_point_to_point_order(schedule, program)
@@ -80,48 +80,80 @@ def validate_program(schedule: Schedule, program: Program) -> None:
         raise _error("deadlock", program, deadlock.rank, deadlock.item, deadlock.reason) from deadlock
 
 
-def expected_passes(schedule: Schedule, rank: int) -> Iterator[Pass]:
-    """The passes that ``rank`` must run, in no particular order."""
+def expected_nodes(schedule: Schedule, rank: int) -> dict[PassType, frozenset[int]]:
+    """The types of passes that ``rank`` must run for every microbatch, each on these stages."""
     backward = any(pass_.type is PassType.B for passes in schedule.ranks for pass_ in passes)
     wanted = frozenset(PassType) if backward or not any(schedule.ranks) else FORWARD
-    stages = [schedule.layout.stage_of(rank, chunk) for chunk in range(schedule.chunks)]
-    transformer = [PassType.F, PassType.B, *([PassType.W] if schedule.splits_w else [])]
-    for mb in range(schedule.m):
-        yield from (Pass(type_, stage, mb) for type_ in transformer for stage in stages if type_ in wanted)
-        yield from (Pass(type_, rank, mb) for type_ in vocabulary_passes(schedule) if type_ in wanted)
+    stages = frozenset(schedule.layout.stage_of(rank, chunk) for chunk in range(schedule.chunks))
+    transformer = (PassType.F, PassType.B, *((PassType.W,) if schedule.splits_w else ()))
+    nodes = dict.fromkeys(transformer, stages) | dict.fromkeys(vocabulary_passes(schedule), frozenset({rank}))
+    return {type_: nodes[type_] for type_ in nodes if type_ in wanted}
 
 
-def _check_complete(schedule: Schedule, rank: int) -> None:
-    counts, expected = Counter(schedule.ranks[rank]), set(expected_passes(schedule, rank))
-    for pass_, count in counts.items():
-        if pass_ not in expected:
+def _check_complete(schedule: Schedule, numbering: Numbering, rank: int) -> None:
+    nodes, row = expected_nodes(schedule, rank), schedule.ranks[rank]
+    for pass_ in row:
+        if not 0 <= pass_.microbatch < schedule.m or pass_.stage not in nodes.get(pass_.type, ()):
             raise _error("foreign pass", schedule.ranks, rank, pass_, "it does not belong to this rank")
-        if count > 1:
-            raise _error("doubled pass", schedule.ranks, rank, pass_, f"it is there {count} times")
-    for pass_ in sorted(expected - set(counts), key=lambda item: (item.microbatch, item.stage)):
+    numbers = list(map(numbering.number, row))
+    there = set(numbers)
+    if len(there) < len(numbers):
+        number, count = Counter(numbers).most_common(1)[0]
+        culprit = numbering.item(number)
+        raise _error("doubled pass", schedule.ranks, rank, culprit, f"it is there {count} times")
+    if len(there) < schedule.m * sum(map(len, nodes.values())):
+        expected = (
+            Pass(type_, stage, mb)
+            for mb in range(schedule.m)
+            for type_, stages in nodes.items()
+            for stage in sorted(stages)
+        )
+        missing = next(pass_ for pass_ in expected if numbering.number(pass_) not in there)
         raise ScheduleError(
-            f"missing pass: rank {rank} never runs {pass_}\n{grid(schedule.ranks, rank, None)}"
+            f"missing pass: rank {rank} never runs {missing}\n{grid(schedule.ranks, rank, None)}"
         )
 
 
-def _check_order(schedule: Schedule, rank: int) -> None:
+def _check_order(schedule: Schedule, numbering: Numbering) -> None:
     """Passes of one rank that depend on each other, directly or through communication."""
-    seen: set[Pass] = set()
-    for pass_ in schedule.ranks[rank]:
-        for need in _local_needs(pass_, schedule, rank):
-            if need not in seen:
-                raise _error("order", schedule.ranks, rank, pass_, f"{need} must come before it")
-        seen.add(pass_)
+    needs = _local_needs(numbering)
+    seen = bytearray(numbering.size)
+    for rank, passes in enumerate(schedule.ranks):
+        for pass_ in passes:
+            number = numbering.number(pass_)
+            for offset, back in needs[number // schedule.m]:
+                if pass_.microbatch >= back and not seen[number + offset]:
+                    reason = f"{numbering.item(number + offset)} must come before it"
+                    raise _error("order", schedule.ranks, rank, pass_, reason)
+            seen[number] = 1
 
 
-def _local_needs(pass_: Pass, schedule: Schedule, rank: int) -> Iterator[Pass]:
-    for need in prerequisites(pass_, schedule):
-        if isinstance(need, Pass):
-            yield need
-        elif need.type not in POINT_TO_POINT:
-            for producer in prerequisites(need, schedule):
-                assert isinstance(producer, Pass)
-                yield producer
+def _local_needs(numbering: Numbering) -> list[list[Distance]]:
+    """For each node, the passes of its own rank that it waits for, straight or through a collective."""
+    local: list[list[Distance]] = []
+    first_comm, collective = _first_comm(numbering), _collective_nodes(numbering)
+    for node, needs in enumerate(numbering.needs):
+        local.append([])
+        for offset, back in needs:
+            source = node + (offset + back) // numbering.schedule.m
+            if source < first_comm:
+                local[-1].append(Distance(offset, back))
+            elif source in collective:
+                producers = numbering.needs[source]
+                local[-1] += [Distance(offset + more, back + earlier) for more, earlier in producers]
+    return local
+
+
+def _first_comm(numbering: Numbering) -> int:
+    return numbering.first_node[next(iter(CommType))]
+
+
+def _collective_nodes(numbering: Numbering) -> frozenset[int]:
+    return frozenset(
+        numbering.first_node[type_] + rank
+        for type_ in OUTPUT_COLLECTIVES | INPUT_COLLECTIVES
+        for rank in range(numbering.schedule.p)
+    )
 
 
 def _check_deadlock(schedule: Schedule) -> None:
@@ -149,7 +181,7 @@ def _expected_communication(schedule: Schedule) -> list[set[Comm]]:
     there = {pass_ for passes in schedule.ranks for pass_ in passes}
     for pass_ in there:
         receive = receive_of(pass_, schedule)
-        if receive is not None:
+        if receive is not None and _consumer(receive) in there:
             (send,) = prerequisites(receive, schedule)
             assert isinstance(send, Comm)
             expected[schedule.rank_of(receive)].add(receive)
@@ -163,26 +195,49 @@ def _expected_communication(schedule: Schedule) -> list[set[Comm]]:
     return expected
 
 
-def _check_communication(
-    program: Program, rank: int, counts: Counter[Instruction], expected: set[Comm]
-) -> None:
+def _consumer(receive: Comm) -> Pass:
+    type_ = PassType.F if receive.type is CommType.RECV_F else PassType.B
+    return Pass(type_, receive.stage, receive.microbatch)
+
+
+def _check_passes(schedule: Schedule, program: Program) -> None:
+    """A program holds the schedule's passes, in their order."""
+    for rank, (passes, row) in enumerate(zip(schedule.ranks, program, strict=True)):
+        for expected, found in zip_longest(passes, passes_of(row)):
+            if found is None:
+                raise ScheduleError(
+                    f"missing pass: rank {rank} never runs {expected}\n{grid(program, rank, None)}"
+                )
+            if expected != found:
+                reason = f"the schedule has {expected or 'nothing more'} here"
+                raise _error("order", program, rank, found, reason)
+
+
+def _check_communication(program: Program, rank: int, expected: set[Comm]) -> None:
+    counts = Counter(item for item in program[rank] if isinstance(item, Comm))
     for item, count in counts.items():
-        if isinstance(item, Comm) and item not in expected:
+        if item not in expected:
             raise _error("leaked buffer", program, rank, item, "nothing produces or consumes what it carries")
         if count > 1:
             raise _error("doubled communication", program, rank, item, f"it is there {count} times")
-    for item in sorted(expected - set(counts), key=str):
-        raise ScheduleError(f"missing communication: rank {rank} never issues {item}")
+    if len(counts) < len(expected):
+        missing = min(expected - set(counts), key=lambda item: (item.microbatch, str(item)))
+        raise ScheduleError(
+            f"missing communication: rank {rank} never issues {missing}\n{grid(program, rank, None)}"
+        )
 
 
-def _check_program_order(schedule: Schedule, program: Program, rank: int) -> None:
+def _check_program_order(numbering: Numbering, program: Program, rank: int) -> None:
     """Producers before launches, launches and receives before consumers."""
-    seen: set[Instruction] = set()
+    m, seen = numbering.schedule.m, bytearray(numbering.size)
     for item in program[rank]:
-        for need in prerequisites(item, schedule):
-            if schedule.rank_of(need) == rank and need not in seen:
-                raise _error("order", program, rank, item, f"{need} must come before it")
-        seen.add(item)
+        number = numbering.number(item)
+        for offset, back in numbering.needs[number // m]:
+            if item.microbatch >= back and not seen[number + offset]:
+                need = numbering.item(number + offset)
+                if numbering.schedule.rank_of(need) == rank:
+                    raise _error("order", program, rank, item, f"{need} must come before it")
+        seen[number] = 1
 
 
 def _check_collective_order(program: Program, group: frozenset[CommType]) -> None:
@@ -194,26 +249,25 @@ def _check_collective_order(program: Program, group: frozenset[CommType]) -> Non
 
 
 def _check_point_to_point_order(schedule: Schedule, program: Program) -> None:
-    for source in range(schedule.p):
-        for target in range(schedule.p):
-            sent = [
-                receive
-                for receive in (receive_of(pass_, schedule) for pass_ in _sent(program[source]))
-                if receive is not None and schedule.rank_of(receive) == target
-            ]
-            posted = [item for item in program[target] if item in set(sent)]
-            for expected, found in zip(sent, posted, strict=True):
-                if expected != found:
-                    reason = f"rank {source} sends what {expected} receives first"
-                    raise _error("point-to-point order", program, target, found, reason)
-
-
-def _sent(row: Sequence[Instruction]) -> Iterator[Pass]:
-    """The passes whose results a rank sends, in the order of the sends."""
-    producer = {CommType.SEND_F: PassType.F, CommType.SEND_B: PassType.B}
-    for item in row:
-        if isinstance(item, Comm) and item.type in producer:
-            yield Pass(producer[item.type], item.stage, item.microbatch)
+    """Between two ranks, receives are posted in the order of the sends."""
+    sent: dict[tuple[int, int], list[Comm]] = {}
+    posted: dict[tuple[int, int], list[Comm]] = {}
+    for rank, row in enumerate(program):
+        for item in row:
+            if isinstance(item, Comm) and item.type in RECEIVE_OF:
+                receive, step = RECEIVE_OF[item.type]
+                neighbour = schedule.layout.rank_of(item.stage + step)
+                comm = Comm(receive, item.stage + step, item.microbatch)
+                sent.setdefault((rank, neighbour), []).append(comm)
+            elif isinstance(item, Comm) and item.type in POINT_TO_POINT:
+                step = -1 if item.type is CommType.RECV_F else 1
+                neighbour = schedule.layout.rank_of(item.stage + step)
+                posted.setdefault((neighbour, rank), []).append(item)
+    for (source, target), order in sent.items():
+        for expected, found in zip(order, posted[source, target], strict=True):
+            if expected != found:
+                reason = f"rank {source} sends what {expected} receives first"
+                raise _error("point-to-point order", program, target, found, reason)
 
 
 def _error(

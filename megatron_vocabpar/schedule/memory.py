@@ -1,0 +1,156 @@
+"""What a rank holds and for how long: the buffers of a simulated schedule, their numbers and their sizes.
+
+A buffer lives from the pass or transfer that fills it to the one that frees it:
+
+    activations      from the start of F to the end of B
+    weight_inputs    where W is split off: from the end of B to the end of W
+    softmax_shards   from the start of S to the end of T
+    embedded_inputs  from the start of IF until CI has ended; on the first rank to the end of F of stage 0
+    input_gradients  from the end of CIB (on the first rank: of B of stage 0) to the end of IB
+    logits           where the output layer is not partitioned: from the start to the end of the last stage's
+                     F and B
+
+Sizes come from a cost file: given in it, or estimated from the model's shape. Weights, their gradients and the
+optimizer's state do not change within an iteration and are left out.
+
+Source of the estimates: bytes per element fitted to the paper's Table 5 (34.3·s·b·H a layer, 7.3 B per logit
+of a shard, 11 B per logit of an undivided layer); Qi et al., Zero Bubble Pipeline Parallelism (2023), Table
+1: 32 of 34·s·b·H stay until W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .events import Events
+from .passes import CommType, PassType
+
+Interval = tuple[float, float]
+Curve = list[tuple[float, float]]
+
+ACTIVATIONS, WEIGHT_INPUTS, LOGITS = "activations", "weight_inputs", "logits"
+SOFTMAX_SHARDS, EMBEDDED_INPUTS = "softmax_shards", "embedded_inputs"
+INPUT_GRADIENTS = "input_gradients"
+BUFFERS = (ACTIVATIONS, WEIGHT_INPUTS, SOFTMAX_SHARDS, EMBEDDED_INPUTS, INPUT_GRADIENTS, LOGITS)
+
+_MIB = 2.0**20
+_BF16_BYTES = 2.0
+_LAYER_BYTES, _UNTIL_W = 34.3, 32.0 / 34.0
+_SHARD_LOGIT_BYTES, _LOGIT_BYTES = 7.3, 11.0
+_SHAPE = ("seq_length", "hidden", "layers", "vocab")
+
+
+@dataclass(frozen=True)
+class BufferSizes:
+    """MiB that one microbatch takes on one rank, for each buffer; activations are those of all its chunks."""
+
+    mib: Mapping[str, float]
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any], p: int) -> BufferSizes | None:
+        """Read a cost file's ``memory_mib``, or estimate from its model's shape.
+
+        Args:
+            data: a cost file's object: with ``memory_mib``, MiB by buffer; or with ``seq_length``, ``hidden``,
+                ``layers``, ``vocab`` and perhaps ``micro_batch_size``.
+            p: pipeline size.
+
+        Returns:
+            None where the file has neither.
+
+        Raises:
+            ValueError: naming the malformed entry.
+        """
+        given = data.get("memory_mib")
+        if given is not None:
+            if not isinstance(given, Mapping) or not all(map(_is_size, given.values())):
+                raise ValueError("costs: 'memory_mib' must map buffers to MiB, such as activations to 210.0")
+            unknown = sorted(set(given) - set(BUFFERS))
+            if unknown:
+                raise ValueError(
+                    f"costs: memory_mib has no buffer {unknown[0]!r}; there are {', '.join(BUFFERS)}"
+                )
+            return BufferSizes({name: float(given.get(name, 0.0)) for name in BUFFERS})
+        if not all(key in data for key in _SHAPE):
+            return None
+        seq, hidden, layers, vocab, micro = (_count(data, key) for key in (*_SHAPE, "micro_batch_size"))
+        tokens, width = float(seq * micro), _BF16_BYTES * hidden
+        activations = _LAYER_BYTES * tokens * hidden * layers / p
+        sizes = {
+            ACTIVATIONS: activations,
+            WEIGHT_INPUTS: activations * _UNTIL_W,
+            SOFTMAX_SHARDS: _SHARD_LOGIT_BYTES * tokens * vocab / p,
+            EMBEDDED_INPUTS: tokens * width,
+            INPUT_GRADIENTS: tokens * width,
+            LOGITS: _LOGIT_BYTES * tokens * vocab,
+        }
+        return BufferSizes({name: size / _MIB for name, size in sizes.items()})
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value < float("inf")
+
+
+def _count(data: Mapping[str, Any], key: str) -> int:
+    value = data.get(key, 1)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"costs: {key} is {value!r}; give a whole number of at least 1")
+    return value
+
+
+def lifetimes(events: Events, rank: int) -> dict[str, list[Interval]]:
+    """When each buffer of a rank is alive, in ms; a list has one interval a microbatch (and chunk)."""
+    schedule, numbering = events.numbering.schedule, events.numbering
+    m, layout = schedule.m, schedule.layout
+
+    def times(values: Sequence[float], type_: PassType | CommType, stage: int) -> Sequence[float]:
+        first = (numbering.first_node[type_] + stage) * m
+        return values[first : first + m]
+
+    def between(opens: Sequence[float], closes: Sequence[float]) -> list[Interval]:
+        return [(a, b) for a, b in zip(opens, closes, strict=True) if a >= 0.0 and b >= 0.0]
+
+    starts, ends = events.starts, events.ends
+    alive: dict[str, list[Interval]] = {name: [] for name in BUFFERS}
+    for chunk in range(schedule.chunks):
+        stage = layout.stage_of(rank, chunk)
+        backward = times(ends, PassType.B, stage)
+        held = between(times(starts, PassType.F, stage), backward)
+        alive[ACTIVATIONS] += held
+        alive[WEIGHT_INPUTS] += between(backward, times(ends, PassType.W, stage))
+        if schedule.algorithm == "none" and stage == layout.last_stage:
+            alive[LOGITS] += held
+    alive[SOFTMAX_SHARDS] = between(times(starts, PassType.S, rank), times(ends, PassType.T, rank))
+    first = rank == layout.first_rank
+    gone = times(ends, PassType.F, 0) if first else times(ends, CommType.CI, rank)
+    came = times(ends, PassType.B, 0) if first else times(ends, CommType.CIB, rank)
+    alive[EMBEDDED_INPUTS] = between(times(starts, PassType.IF, rank), gone)
+    alive[INPUT_GRADIENTS] = between(came, times(ends, PassType.IB, rank))
+    return alive
+
+
+def most_alive(intervals: Sequence[Interval]) -> int:
+    """The most intervals that are open at once; at the same time an end comes before a start."""
+    return round(max((value for _, value in curve([(1.0, intervals)])), default=0.0))
+
+
+def curve(weighted: Sequence[tuple[float, Sequence[Interval]]]) -> Curve:
+    """The sum of the weights of all open intervals after each of its changes, as (time, sum)."""
+    steps: dict[float, float] = {}
+    for weight, intervals in weighted:
+        if weight:
+            for start, end in intervals:
+                steps[start] = steps.get(start, 0.0) + weight
+                steps[end] = steps.get(end, 0.0) - weight
+    total, points = 0.0, []
+    for time in sorted(steps):
+        total += steps[time]
+        points.append((time, total))
+    return points
+
+
+def parts_at(alive: Mapping[str, Sequence[Interval]], time: float) -> dict[str, int]:
+    """How many of each buffer are open at a time."""
+    return {name: sum(a <= time < b for a, b in intervals) for name, intervals in alive.items()}
