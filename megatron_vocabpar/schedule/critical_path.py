@@ -1,7 +1,7 @@
-"""The critical path of a simulation: the chain of passes and transfers that the iteration's length is made of.
+"""The critical path of a simulation: the passes and transfers that the iteration's length is made of.
 
-From the pass that ends last, each step back goes to what the step waited for last (its cause in ``events.py``),
-down to the start. Every step starts when the one before it ends: shortening a step that is not on the
+From the pass that ends last, each step back goes to what the step waited for last (its cause in
+``events.py``), down to the start. Every step starts when the one before it ends: shortening a step that is not on the
 path gains nothing.
 """
 
@@ -16,7 +16,7 @@ from .passes import Instruction, Pass
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One pass or transfer of the path: a receive stands for the transfer, a collective is named by one rank."""
+    """One pass or transfer of the path; a transfer goes by its receive, a collective by one rank's part."""
 
     item: Instruction
     rank: int
