@@ -1,8 +1,8 @@
 """The critical path of a simulation: the passes and transfers that the iteration's length is made of.
 
 From the pass that ends last, each step back goes to what the step waited for last (its cause in
-``events.py``), down to the start. Every step starts when the one before it ends: shortening a step that is not on the
-path gains nothing.
+``events.py``), down to the start. Every step starts when the one before it ends: shortening a step that is
+not on the path gains nothing.
 """
 
 from __future__ import annotations

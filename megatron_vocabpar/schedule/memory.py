@@ -10,8 +10,8 @@ A buffer lives from the pass or transfer that fills it to the one that frees it:
     logits           where the output layer is not partitioned: from the start to the end of the last stage's
                      F and B
 
-Sizes come from a cost file: given in it, or estimated from the model's shape. Weights, their gradients and the
-optimizer's state do not change within an iteration and are left out.
+Sizes come from a cost file: given in it, or estimated from the model's shape. Weights, their gradients and
+the optimizer's state do not change within an iteration and are left out.
 
 Source of the estimates: bytes per element fitted to the paper's Table 5 (34.3·s·b·H a layer, 7.3 B per logit
 of a shard, 11 B per logit of an undivided layer); Qi et al., Zero Bubble Pipeline Parallelism (2023), Table
@@ -53,8 +53,8 @@ class BufferSizes:
         """Read a cost file's ``memory_mib``, or estimate from its model's shape.
 
         Args:
-            data: a cost file's object: with ``memory_mib``, MiB by buffer; or with ``seq_length``, ``hidden``,
-                ``layers``, ``vocab`` and perhaps ``micro_batch_size``.
+            data: a cost file's object: with ``memory_mib``, MiB by buffer; or with ``seq_length``,
+                ``hidden``, ``layers``, ``vocab`` and perhaps ``micro_batch_size``.
             p: pipeline size.
 
         Returns:

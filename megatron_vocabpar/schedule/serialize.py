@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from .passes import VOCABULARY_PASSES, Pass, PassType, parse
 from .placement import Placement
@@ -99,7 +99,7 @@ def _from_dict(item: object, rank: int, layout: Placement) -> Pass:
     return Pass(type_, layout.stage_of(rank, chunk), mb)
 
 
-def _is_index(value: Any) -> bool:
+def _is_index(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 

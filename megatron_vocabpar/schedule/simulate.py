@@ -92,7 +92,8 @@ class Simulation:
             number = events.numbering.number(pass_)
             if events.starts[number] > now:
                 waited = self.waited_for(pass_)
-                name = waited.type.value if waited else pass_.type.value
+                # A pass that starts together with others waits for their ranks.
+                name = waited.type.value if isinstance(waited, Comm) else pass_.type.value
                 idle[name] = idle.get(name, 0.0) + events.starts[number] - now
             now = events.ends[number]
         if self.iteration_ms > now:

@@ -109,9 +109,7 @@ def _check_complete(schedule: Schedule, numbering: Numbering, rank: int) -> None
             for stage in sorted(stages)
         )
         missing = next(pass_ for pass_ in expected if numbering.number(pass_) not in there)
-        raise ScheduleError(
-            f"missing pass: rank {rank} never runs {missing}\n{grid(schedule.ranks, rank, None)}"
-        )
+        raise _missing("pass", "runs", schedule.ranks, rank, missing)
 
 
 def _check_order(schedule: Schedule, numbering: Numbering) -> None:
@@ -205,9 +203,7 @@ def _check_passes(schedule: Schedule, program: Program) -> None:
     for rank, (passes, row) in enumerate(zip(schedule.ranks, program, strict=True)):
         for expected, found in zip_longest(passes, passes_of(row)):
             if found is None:
-                raise ScheduleError(
-                    f"missing pass: rank {rank} never runs {expected}\n{grid(program, rank, None)}"
-                )
+                raise _missing("pass", "runs", program, rank, expected)
             if expected != found:
                 reason = f"the schedule has {expected or 'nothing more'} here"
                 raise _error("order", program, rank, found, reason)
@@ -222,9 +218,7 @@ def _check_communication(program: Program, rank: int, expected: set[Comm]) -> No
             raise _error("doubled communication", program, rank, item, f"it is there {count} times")
     if len(counts) < len(expected):
         missing = min(expected - set(counts), key=lambda item: (item.microbatch, str(item)))
-        raise ScheduleError(
-            f"missing communication: rank {rank} never issues {missing}\n{grid(program, rank, None)}"
-        )
+        raise _missing("communication", "issues", program, rank, missing)
 
 
 def _check_program_order(numbering: Numbering, program: Program, rank: int) -> None:
@@ -274,6 +268,12 @@ def _error(
     rule: str, rows: Sequence[Sequence[Instruction]], rank: int, culprit: Instruction, reason: str
 ) -> ScheduleError:
     return ScheduleError(f"{rule}: rank {rank}, {culprit}: {reason}\n{grid(rows, rank, culprit)}")
+
+
+def _missing(
+    what: str, does: str, rows: Sequence[Sequence[Instruction]], rank: int, item: Instruction
+) -> ScheduleError:
+    return ScheduleError(f"missing {what}: rank {rank} never {does} {item}\n{grid(rows, rank, None)}")
 
 
 def grid(rows: Sequence[Sequence[Instruction]], rank: int, culprit: Instruction | None) -> str:
