@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+from collections.abc import Callable
+from pathlib import Path
 
 import click
 
@@ -119,3 +121,62 @@ def kernels_command(quick: bool, device: str, dtype_name: str, rounds: int, outp
         print_table(rows, environment(where))
     if any(row.refused for row in rows):
         raise click.ClickException("results were refused: they are wrong, see the column or field 'refused'")
+
+
+def _checkout(framework: str) -> Callable[[click.decorators.FC], click.decorators.FC]:
+    name = framework.lower()
+    folder = click.Path(path_type=Path)
+    return click.option(
+        f"--{name}", name.replace("-", "_"), type=folder, help=f"Root of a checkout of {framework}."
+    )
+
+
+@bench_command.command("losses")
+@_checkout("ROLL")
+@_checkout("verl")
+@_checkout("NeMo-RL")
+@_checkout("slime")
+@click.option("--tokens", default=512, show_default=True, help="Tokens of the sequence.")
+@click.option("--vocab-size", default=65536, show_default=True, help="Vocabulary, over all ranks.")
+@click.option("--ranks", default=2, show_default=True, help="Processes that share it.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option("--rounds", default=7, show_default=True, help="Measured rounds of every function.")
+@click.option(
+    "--format", "output_format", type=click.Choice(["text", "json"]), default="text", show_default=True
+)
+def losses_command(
+    roll: Path | None,
+    verl: Path | None,
+    nemo_rl: Path | None,
+    slime: Path | None,
+    tokens: int,
+    vocab_size: int,
+    ranks: int,
+    dtype: str,
+    rounds: int,
+    output_format: str,
+) -> None:
+    """losses.compat beside ROLL's, verl's, NeMo-RL's and slime's own functions, read from your checkouts."""
+    import torch
+
+    from megatron_vocabpar.bench.kernels_table import environment
+    from megatron_vocabpar.bench.losses import Setting, commit_of, measure_losses
+    from megatron_vocabpar.bench.losses_table import print_table
+
+    given = {"ROLL": roll, "verl": verl, "NeMo-RL": nemo_rl, "slime": slime}
+    checkouts = {name: path for name, path in given.items() if path is not None}
+    if not checkouts:
+        raise click.UsageError("nothing to compare with: give --roll, --verl, --nemo-rl or --slime")
+    setting = Setting(
+        checkouts, tokens=tokens, vocab_size=vocab_size, ranks=ranks, dtype=dtype, rounds=rounds
+    )
+    rows = measure_losses(setting)
+    device = torch.device("cuda" if torch.cuda.device_count() >= ranks else "cpu")
+    where = environment(device) | {name: commit_of(path) for name, path in checkouts.items()}
+    where |= {"tokens": str(tokens), "vocabulary": str(vocab_size), "ranks": str(ranks)}
+    if output_format == "json":
+        click.echo(
+            json.dumps({"environment": where, "rows": [dataclasses.asdict(row) for row in rows]}, indent=1)
+        )
+    else:
+        print_table(rows, where)

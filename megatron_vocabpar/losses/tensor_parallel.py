@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.gemm import result_dtype
 from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.losses.exchange import OverGroup
 from megatron_vocabpar.losses.summary import target_rows
 
 
@@ -57,6 +58,26 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def copy_to_shards(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The tensor itself; its gradient is summed over the group. None: one rank."""
     return _CopyToShards.apply(x, group)
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.rank, ctx.size = dist.get_rank(group), dist.get_world_size(group)
+        return OverGroup(group).gather([x]).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.size)[ctx.rank], None
+
+
+def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sequence-parallel parts [s / t, ...] of all ranks in rank order: [s, ...].
+
+    Its gradient is this rank's part of the whole one, which must be the same on every rank: that of
+    ``LazyLogits`` over the same group is.
+    """
+    return _GatherSequence.apply(x, group)
 
 
 def _lse_and_target(

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.losses import functions
 from megatron_vocabpar.losses.sources import LazyLogits
+from megatron_vocabpar.losses.tensor_parallel import gather_sequence
 from megatron_vocabpar.losses.zigzag import zigzag_gather, zigzag_split
 
 
@@ -54,7 +55,7 @@ def from_parallel_logits_to_logprobs(
         rows_per_chunk=chunk_size,
     )
     if cp_group is not None and size > 1:
-        logprobs = zigzag_gather(logprobs, cp_group, dim=1)
+        logprobs = allgather_cp_sharded_tensor(logprobs, cp_group)
     return logprobs[:, : length - 1]
 
 
@@ -63,26 +64,44 @@ def vocab_parallel_argmax(logits: Tensor, *, tp_group: dist.ProcessGroup | None 
     return functions.vocab_argmax(logits, group=tp_group)
 
 
-def hidden_to_logprobs(
-    hidden: Tensor,
-    target: Tensor,
+def allgather_cp_sharded_tensor(tensor: Tensor, cp_group: dist.ProcessGroup, seq_dim: int = 1) -> Tensor:
+    """[..., s/C, ...] zigzag parts to [..., s, ...]; the backward pass sums the ranks' gradients."""
+    return zigzag_gather(tensor, cp_group, seq_dim, sum_gradients=True)
+
+
+def from_parallel_hidden_states_to_logprobs(
+    tensor_parallel_hidden_states: Tensor,
     output_weight_layer: Tensor,
+    runtime_gather_output: bool,
+    target: Tensor,
     vocab_start_index: int,
     vocab_end_index: int,
-    chunk_size: int | None,
     tp_group: dist.ProcessGroup,
     inference_only: bool = False,
+    cp_group: dist.ProcessGroup | None = None,
+    chunk_size: int | None = None,
 ) -> Tensor:
-    """``ChunkedDistributedHiddenStatesToLogprobs.apply`` on gathered [s, b, H] hidden states: [b, s]."""
+    """[s/t, b, H] hidden states, [P, H] and [b, s] unshifted ids to [b, s-1] log-probabilities of next ids.
+
+    ``runtime_gather_output`` has no effect. The logits exist for ``chunk_size`` tokens (of all sequences) at
+    a time.
+
+    Raises:
+        ValueError: if ``cp_group`` has several ranks.
+    """
+    if cp_group is not None and dist.get_world_size(cp_group) != 1:
+        raise ValueError("hidden states over context parallelism: gather them first, and leave cp_group out")
+    hidden = gather_sequence(tensor_parallel_hidden_states, tp_group)
     shard = VocabRange(vocab_start_index, vocab_end_index, _vocab_size(vocab_end_index, tp_group, target))
-    return functions.vocab_logprobs(
+    logprobs = functions.vocab_logprobs(
         LazyLogits(hidden.transpose(0, 1), output_weight_layer),
-        target,
+        target.roll(shifts=-1, dims=-1),
         group=tp_group,
         ranges=shard,
         inference_only=inference_only,
         rows_per_chunk=chunk_size,
     )
+    return logprobs[:, :-1]
 
 
 def _vocab_size(vocab_end_index: int, group: dist.ProcessGroup, like: Tensor) -> int:

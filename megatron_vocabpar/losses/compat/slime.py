@@ -19,20 +19,29 @@ def calculate_log_probs_and_entropy(
     log_prob_keep_mask: Tensor | None = None,
     with_entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """[n, P] logits and [n] ids to log-probabilities [n], and entropy [n] or None.
+    """[n, P] logits and [n] ids to log-probabilities [n, 1], and entropy [n] or None; of no tokens, [0] each.
 
     ``log_prob_keep_mask`` [n, P] leaves ids, but never the target, out of the log-probability alone.
     """
-    rows = chunk_size if chunk_size > 0 else None
-    kept = logits if log_prob_keep_mask is None else _masked(logits, tokens, tp_group, log_prob_keep_mask)
-    options: Layout = {"group": tp_group, "rows_per_chunk": rows}
-    if not with_entropy:
-        return functions.vocab_logprobs(kept, tokens, **options), None
-    if kept is logits and with_entropy_grad:
-        return functions.vocab_logprobs_and_entropy(logits, tokens, **options)
-    logprobs = functions.vocab_logprobs(kept, tokens, **options)
-    options["inference_only"] = not with_entropy_grad
-    return logprobs, functions.vocab_entropy(logits, **options)
+    if len(logits) == 0:
+        return logits.new_zeros(0), logits.new_zeros(0) if with_entropy else None
+    group = _group(tp_group)
+    kept = logits if log_prob_keep_mask is None else _masked(logits, tokens, group, log_prob_keep_mask)
+    options: Layout = {"group": group, "rows_per_chunk": chunk_size if chunk_size > 0 else None}
+    entropy = None
+    if with_entropy and kept is logits and with_entropy_grad:
+        logprobs, entropy = functions.vocab_logprobs_and_entropy(logits, tokens, **options)
+    else:
+        logprobs = functions.vocab_logprobs(kept, tokens, **options)
+        if with_entropy:
+            options["inference_only"] = not with_entropy_grad
+            entropy = functions.vocab_entropy(logits, **options)
+    return logprobs.unsqueeze(-1), entropy
+
+
+def _group(tp_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """None means all ranks there, where processes were started."""
+    return dist.group.WORLD if tp_group is None and dist.is_initialized() else tp_group
 
 
 def _masked(logits: Tensor, tokens: Tensor, group: dist.ProcessGroup | None, keep: Tensor) -> Tensor:
