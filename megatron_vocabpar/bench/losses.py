@@ -217,9 +217,10 @@ def _compare(case: Case, data: Data, setting: Setting) -> Row:
         leaves = _leaves(case, data)
 
         def once(f: Function = function, x: tuple[Tensor, ...] = leaves) -> object:
+            found = _run(case, f, x)
             for leaf in x:
                 leaf.grad = None
-            return _run(case, f, x)
+            return found
 
         memory[name] = peak_mib(once, data.logits.device)
     return Row(

@@ -36,14 +36,16 @@ def result_dtype(operand: torch.dtype) -> torch.dtype:
     raise ValueError(f"operands in {operand}: use bfloat16, float16, float32 or float64")
 
 
-def row_chunks(rows: int, columns: int, rows_per_chunk: int | None = None) -> list[slice]:
-    """Cut ``rows`` so that a transient of fp32 [chunk, columns] stays near 64 MiB, or as told.
+def row_chunks(
+    rows: int, columns: int, rows_per_chunk: int | None = None, *, transient_bytes: int = _TRANSIENT_BYTES
+) -> list[slice]:
+    """Cut ``rows`` so that a transient of fp32 [chunk, columns] stays near ``transient_bytes``, or as told.
 
     Raises:
         ValueError: if ``rows_per_chunk`` is below 1.
     """
     if rows_per_chunk is None:
-        rows_per_chunk = max(1, _TRANSIENT_BYTES // (4 * max(1, columns)))
+        rows_per_chunk = max(1, transient_bytes // (4 * max(1, columns)))
     if rows_per_chunk < 1:
         raise ValueError(f"{rows_per_chunk} rows per chunk: give at least 1, or None to choose by size")
     return [slice(start, min(start + rows_per_chunk, rows)) for start in range(0, rows, rows_per_chunk)]

@@ -133,12 +133,12 @@ def vocab_argmax(logits: Logits, **layout: Unpack[Layout]) -> Tensor:
         best: list[list[Tensor]] = [[] for _ in call.ranges]
         for rows in source.slices(call.rows_per_chunk):
             for shard, vocab_range in enumerate(call.ranges):
-                y = source.logits(shard, rows)[:, : vocab_range.valid_rows].double()
+                y = source.logits(shard, rows)[:, : vocab_range.valid_rows]
                 if vocab_range.valid_rows:
                     value, column = y.max(dim=1)
-                    found = torch.stack((value, column.double() + vocab_range.start), dim=1)
+                    found = torch.stack((value.double(), column.double() + vocab_range.start), dim=1)
                 else:
-                    found = y.new_full((y.shape[0], 2), -torch.inf)
+                    found = y.new_full((y.shape[0], 2), -torch.inf, dtype=torch.float64)
                 best[shard].append(found)
         empty = tensors[0].new_empty((0, 2), dtype=torch.float64)
         gathered = call.exchange.gather([torch.cat([empty, *chunks]) for chunks in best])  # [R, n, 2]

@@ -25,6 +25,18 @@ BLOCK = 256
 """Rows of the vocabulary, and tokens, in one matrix product of the invariant mode."""
 
 
+_CACHED = 2**22
+_REUSED = 2**24
+"""Bytes of a chunk on the CPU: what stays in its cache, and what the C library reuses without new pages."""
+
+_ON_DEVICE = 2**26
+
+
+def transient_bytes(like: Tensor, on_cpu: int) -> int:
+    """Bytes of an fp32 chunk on the device of ``like``."""
+    return on_cpu if like.device.type == "cpu" else _ON_DEVICE
+
+
 @dataclass(frozen=True)
 class LazyLogits:
     """The logits ``hidden @ weight.T`` of this rank, not yet computed.
@@ -91,7 +103,9 @@ class DenseSource:
 
     def slices(self, rows_per_chunk: int | None) -> list[slice]:
         widest = max(shard.shape[-1] for shard in self.shards)
-        within = row_chunks(self._period, widest, rows_per_chunk)
+        within = row_chunks(
+            self._period, widest, rows_per_chunk, transient_bytes=transient_bytes(self.shards[0], _CACHED)
+        )
         return [
             slice(start + part.start, start + part.stop)
             for start in range(0, self.tokens, self._period)
@@ -143,7 +157,12 @@ class LazySource:
 
     def slices(self, rows_per_chunk: int | None) -> list[slice]:
         widest = max(weight.shape[0] for weight in self.weights)
-        return row_chunks(self.tokens, widest, BLOCK if self.blocks else rows_per_chunk)
+        return row_chunks(
+            self.tokens,
+            widest,
+            BLOCK if self.blocks else rows_per_chunk,
+            transient_bytes=transient_bytes(self.x, _REUSED),
+        )
 
     def logits(self, shard: int, rows: slice) -> Tensor:
         weight, x = self.weights[shard], self.x[rows]

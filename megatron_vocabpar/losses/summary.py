@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_vocabpar.layers.exponents import log_of_power, power_of_two, split_exponent
+from megatron_vocabpar.layers.exponents import log_of_power, power_of_two
 from megatron_vocabpar.layers.kernels.dispatch import exponentials
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.softmax_stats import STATS_WIDTH, MergedStats, merge_stats, pack_stats
@@ -179,23 +179,24 @@ def _chunk_stats(
     valid = vocab_range.valid_rows
     extra = []
     logits = y[:, :valid].clone() if call.mean else None
-    q, r = split_exponent(y) if call.entropy else (None, None)
     if offset is not None:
         grid = offset.at(rows)
         e, target_logit = fixed_point.exponentials(y, row, valid, grid.k)
-        weighted = None
-        if q is not None and r is not None:
-            weighted = weighted_logs(e, log_of_power(q.sub_(grid.k.unsqueeze(1))).add_(r))
+        weighted = finite_log(e).mul_(e) if call.entropy else None
         return fixed_point.pack(grid, e, target_logit, row >= 0, weighted, logits)
     stored = torch.empty_like(y) if call.entropy else None
     # No storage in 16 bits follows, so the dtype (and with it the headroom) is that of the statistics.
     part = exponentials(y, row, valid, dtype=y.dtype, out=stored)
-    if q is not None and r is not None and stored is not None:
-        weighted = weighted_logs(stored, log_of_power(q.sub_(part.k.unsqueeze(1))).add_(r))
-        extra.append(weighted.sum(dim=1, keepdim=True))
+    if stored is not None:
+        extra.append(finite_log(stored).mul_(stored).sum(dim=1, keepdim=True))
     if logits is not None:
         extra.append(logits.sum(dim=1, keepdim=True))
     return torch.cat((pack_stats(part.k, part.s_rest, part.target_logit, row >= 0), *extra), dim=1)
+
+
+def finite_log(values: Tensor) -> Tensor:
+    """The logarithm of values of 0 or more, with that of the smallest normal number in place of -inf."""
+    return values.clamp(min=torch.finfo(values.dtype).tiny).log_()
 
 
 def weighted_logs(weights: Tensor, logs: Tensor) -> Tensor:
@@ -246,7 +247,6 @@ def _backward(
     at_target = -g_logprob * merged.target_deficit + p_target * g_lse + g_mean
     if call.entropy:
         at_target = at_target - g_entropy * (weighted_logs(p_target, -merged.loss) + p_target * entropy)
-    log_total = torch.log(merged.total)
     # Bounds of |dY_j| and of sum_j |dY_j| alike: the sum of p |log p + entropy| is at most 2 log V.
     bound = 2 * g_logprob.abs() + g_lse.abs() + 2 * log(max(2, vocab_size)) * g_entropy.abs()
     bound = bound + g_mean.abs() * vocab_size
@@ -255,20 +255,19 @@ def _backward(
         for shard, vocab_range in enumerate(call.ranges):
             y = scaled_logits(source, shard, rows, call.temperature)
             row = target_rows(targets[rows], vocab_range)
-            q, r = split_exponent(y) if call.entropy else (None, None)
             offset = merged.offset[rows]
             if call.invariant:
                 grad, _ = fixed_point.exponentials(y, row, vocab_range.valid_rows, offset)
             else:
                 grad = torch.empty_like(y)
                 exponentials(y, row, vocab_range.valid_rows, offset, dtype=y.dtype, out=grad)
-            grad.mul_(inverse[rows].unsqueeze(1))  # p_j, 0 for the target and for padding
-            if q is not None and r is not None:
-                log_p = log_of_power(q.sub_(offset.unsqueeze(1))).add_(r).sub_(log_total[rows].unsqueeze(1))
-                curve = weighted_logs(grad, log_p.add_(entropy[rows].unsqueeze(1)))
-                grad.mul_(slope[rows].unsqueeze(1)).sub_(curve.mul_(g_entropy[rows].unsqueeze(1)))
+            # grad is 0 for the target and for padding, else p_j times the total
+            if call.entropy:
+                grad.mul_(inverse[rows].unsqueeze(1))
+                curve = finite_log(grad).mul_(-g_entropy[rows].unsqueeze(1))
+                grad.mul_(curve.add_((slope - g_entropy * entropy)[rows].unsqueeze(1)))
             else:
-                grad.mul_(slope[rows].unsqueeze(1))
+                grad.mul_((slope * inverse)[rows].unsqueeze(1))
             if call.mean:
                 grad[:, : vocab_range.valid_rows] += g_mean[rows].unsqueeze(1)
             put_targets_(grad, row, at_target[rows])
