@@ -70,3 +70,8 @@ def power_of_two(exponent: Tensor) -> Tensor:
 def log_of_power(exponent: Tensor) -> Tensor:
     """exponent * ln 2 to the full precision of its dtype, for a whole number."""
     return exponent * LN2_HIGH + exponent * LN2_LOW
+
+
+def subtract_power_log_(y: Tensor, exponent: Tensor) -> Tensor:
+    """``y -= exponent * ln 2`` in place, at the precision of the difference; for whole numbers."""
+    return y.sub_(exponent * LN2_HIGH).sub_(exponent * LN2_LOW)

@@ -5,7 +5,7 @@ the shards first agree, per token, on the largest exponent K (a maximum has no o
 is then rounded to a multiple of one power of two below 2^K, and the multiples are added as int64, exactly.
 The grid is 2^-(61 - ceil(log2 V)) of the largest term: 2^-43 for 2^18 ids, below the rounding of fp32.
 
-Used by ``summary.py``.
+Used by ``summary.py`` and ``kl.py``.
 """
 
 from __future__ import annotations
@@ -44,13 +44,22 @@ class Offset:
     @property
     def bits(self) -> int:
         """Whole multiples of 2^-bits leave room for V terms below 2."""
-        return 60 - (self.vocab_size - 1).bit_length()
+        return _bits(self.vocab_size)
 
     @property
     def logit_grid(self) -> Tensor:
         """[n] double: multiples of 1/grid hold V logits."""
-        exponent = torch.frexp(self.agreed[:, 1].double()).exponent.double()
-        return power_of_two(self.bits - exponent)
+        return grid_of(self.agreed[:, 1], self.vocab_size)
+
+
+def _bits(terms: int) -> int:
+    return 60 - (terms - 1).bit_length()
+
+
+def grid_of(largest: Tensor, terms: int) -> Tensor:
+    """[n] double: whole multiples of 1/grid hold the sum of so many terms of at most ``largest`` [n] each."""
+    exponent = torch.frexp(largest.double()).exponent.double()
+    return power_of_two(_bits(terms) - exponent)
 
 
 def peaks(logits: Tensor, target_row: Tensor, shard: VocabRange) -> Tensor:
@@ -94,11 +103,16 @@ def pack(
         Columns as in ``pack_stats``, then the sums of ``weighted`` and of ``logits``. Column 0 is 0.
     """
     bits = target_logit.double().view(torch.int64)
-    columns = [torch.zeros_like(bits), _sum(e, 2.0**offset.bits), torch.where(owner, bits, 0), owner.long()]
+    columns = [
+        torch.zeros_like(bits),
+        whole_sum(e, 2.0**offset.bits),
+        torch.where(owner, bits, 0),
+        owner.long(),
+    ]
     if weighted is not None:
-        columns.append(_sum(weighted, 2.0**offset.bits))
+        columns.append(whole_sum(weighted, 2.0**offset.bits))
     if logits is not None:
-        columns.append(_sum(logits, offset.logit_grid.unsqueeze(1)))
+        columns.append(whole_sum(logits, offset.logit_grid.unsqueeze(1)))
     return torch.stack(columns, dim=1)
 
 
@@ -120,5 +134,6 @@ def stats(total: Tensor, offset: Offset, *, entropy: bool) -> Tensor:
     return torch.stack([column.to(offset.agreed.dtype) for column in found], dim=1)
 
 
-def _sum(values: Tensor, grid: float | Tensor) -> Tensor:
+def whole_sum(values: Tensor, grid: float | Tensor) -> Tensor:
+    """[n] int64: the sum of values [n, P], each rounded to a multiple of 1/grid."""
     return (values.double() * grid).round_().to(torch.int64).sum(dim=1)

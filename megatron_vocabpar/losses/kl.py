@@ -13,7 +13,8 @@ Next: ``summary.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Unpack
 
@@ -21,11 +22,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_vocabpar.layers.exponents import log_of_power, split_exponent
+from megatron_vocabpar.layers.exponents import subtract_power_log_
 from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.losses import fixed_point
 from megatron_vocabpar.losses.call import Layout, leading_shape, prepare
 from megatron_vocabpar.losses.reductions import reduce_tokens
-from megatron_vocabpar.losses.sources import GradientSink, Logits, Source
+from megatron_vocabpar.losses.sources import GradientSink, LazyLogits, Logits, Source
 from megatron_vocabpar.losses.summary import Call, scaled_logits, softmax_of, weighted_logs
 
 
@@ -40,7 +42,8 @@ def vocab_kl(
             ``LazyLogits`` and the other not. Both are divided by ``temperature``.
         mask: [...] weights of the tokens.
         reduction: ``none``, ``sum`` or ``mean``.
-        layout: see ``call.Layout``; ``invariant`` is not offered here.
+        layout: see ``call.Layout``. ``invariant`` makes one more pass over both, and wants logits of one
+            kind, both existing or both lazy.
 
     Returns:
         [...] fp32 (fp64 for fp64), or a scalar; at least 0; inf where q gives 0 to an id that p doesn't.
@@ -48,8 +51,11 @@ def vocab_kl(
     Raises:
         ValueError: naming the argument that does not fit.
     """
-    if layout.get("invariant"):
-        raise ValueError("invariant=True: the divergence has no invariant mode; leave it out")
+    if layout.get("invariant") and isinstance(p, LazyLogits) != isinstance(q, LazyLogits):
+        raise ValueError(
+            "invariant=True with logits on one side and hidden states on the other, whose shards are moved: "
+            "give both as logits, or both as LazyLogits"
+        )
     if leading_shape(p) != leading_shape(q):
         raise ValueError(f"p has tokens {tuple(leading_shape(p))}, q {tuple(leading_shape(q))}: same needed")
     call_p, tensors_p = prepare(p, layout)
@@ -74,15 +80,11 @@ class _Divergence(torch.autograd.Function):
     def forward(ctx: Any, calls: tuple[Call, Call], split: int, *tensors: Tensor) -> Tensor:
         sources = calls[0].source(tensors[:split]), calls[1].source(tensors[split:])
         softmaxes = _Softmax(*softmax_of(calls[0], sources[0])), _Softmax(*softmax_of(calls[1], sources[1]))
-        sums: list[list[Tensor]] = [[] for _ in calls[0].ranges]
-        for rows, shard, vocab_range in _chunks(calls, sources):
-            log_p, log_q = _log_probabilities(calls, sources, softmaxes, shard, rows, vocab_range)
-            p = log_p.exp()
-            d = torch.where(p == 0, 0, log_p - log_q)
-            terms = torch.where(p == 0, log_q.exp(), p * (torch.expm1(-d) + d))
-            sums[shard].append(terms.sum(dim=1))
-        empty = softmaxes[0].total.new_empty(0)
-        divergence = calls[0].exchange.total([torch.cat([empty, *chunks]) for chunks in sums])
+        parts = _Parts(calls, sources, softmaxes)
+        if calls[0].invariant:
+            divergence = _fixed_point_sum(parts)
+        else:
+            divergence = calls[0].exchange.total(parts.per_token(lambda terms, _: terms.sum(dim=1)))
         if calls[0].keep:
             ctx.calls, ctx.split = calls, split
             saved = [t for softmax in softmaxes for t in (softmax.offset, softmax.total)]
@@ -97,58 +99,90 @@ class _Divergence(torch.autograd.Function):
         sources = calls[0].source(tensors[:split]), calls[1].source(tensors[split:])
         softmaxes = _Softmax(offset_p, total_p), _Softmax(offset_q, total_q)
         needs = any(ctx.needs_input_grad[2 : 2 + split]), any(ctx.needs_input_grad[2 + split :])
-        sinks = [
-            source.gradients(calls[0].exchange, None) if needed else None
-            for source, needed in zip(sources, needs, strict=True)
-        ]
         grad = grad / calls[0].temperature
-        for rows, shard, vocab_range in _chunks(calls, sources):
-            log_p, log_q = _log_probabilities(calls, sources, softmaxes, shard, rows, vocab_range)
+        # Of sum_j |dY_j|. Where d >= 0, p d is at most its term plus p; elsewhere p |d| is at most q - p; so
+        # sum_j p |d| is at most D + 2. The factors leave room for rounding.
+        bounds = (2.5 * divergence + 3) * grad.abs(), 3 * grad.abs()
+        sinks = [
+            source.gradients(calls[0].exchange, bound if calls[0].invariant else None) if needed else None
+            for source, bound, needed in zip(sources, bounds, needs, strict=True)
+        ]
+        parts = _Parts(calls, sources, softmaxes)
+        for rows, shard, vocab_range in parts.chunks():
+            log_p, log_q = parts.log_probabilities(shard, rows, vocab_range)
             p, g = log_p.exp(), grad[rows].unsqueeze(1)
             if sinks[0] is not None:
-                slope = weighted_logs(p, log_p - log_q - divergence[rows].unsqueeze(1))
-                _add(sinks[0], shard, rows, slope * g, vocab_range)
+                slope = weighted_logs(p, log_p.sub_(log_q).sub_(divergence[rows].unsqueeze(1)))
+                _add(sinks[0], shard, rows, slope.mul_(g), vocab_range, bounds[0])
             if sinks[1] is not None:
-                _add(sinks[1], shard, rows, (log_q.exp() - p) * g, vocab_range)
+                _add(sinks[1], shard, rows, log_q.exp_().sub_(p).mul_(g), vocab_range, bounds[1])
         found: list[Tensor | None] = []
         for sink, count in zip(sinks, (split, len(tensors) - split), strict=True):
             found.extend([None] * count if sink is None else sink.finish())
         return (None, None, *found)
 
 
-def _chunks(
-    calls: tuple[Call, Call], sources: tuple[Source, Source]
-) -> Iterator[tuple[slice, int, VocabRange]]:
-    """Tokens and shards, in chunks that both sources can read."""
-    cuts = {0}
-    for call, source in zip(calls, sources, strict=True):
-        cuts.update(rows.stop for rows in source.slices(call.rows_per_chunk))
-    edges = sorted(cuts)
-    for start, stop in pairwise(edges):
-        for shard, vocab_range in enumerate(calls[0].ranges):
-            yield slice(start, stop), shard, vocab_range
+@dataclass(frozen=True)
+class _Parts:
+    """Both distributions, read in chunks that both sources can read."""
+
+    calls: tuple[Call, Call]
+    sources: tuple[Source, Source]
+    softmaxes: tuple[_Softmax, _Softmax]
+
+    def chunks(self) -> Iterator[tuple[slice, int, VocabRange]]:
+        """Tokens and shards."""
+        cuts = {0}
+        for call, source in zip(self.calls, self.sources, strict=True):
+            cuts.update(rows.stop for rows in source.slices(call.rows_per_chunk))
+        for start, stop in pairwise(sorted(cuts)):
+            for shard, vocab_range in enumerate(self.calls[0].ranges):
+                yield slice(start, stop), shard, vocab_range
+
+    def log_probabilities(self, shard: int, rows: slice, vocab_range: VocabRange) -> tuple[Tensor, Tensor]:
+        """log p and log q of the shard's true ids, [rows, valid]."""
+        found = []
+        for call, source, softmax in zip(self.calls, self.sources, self.softmaxes, strict=True):
+            y = scaled_logits(source, shard, rows, call.temperature)[:, : vocab_range.valid_rows]
+            subtract_power_log_(y, softmax.offset[rows].unsqueeze(1))
+            found.append(y.sub_(torch.log(softmax.total[rows]).unsqueeze(1)))
+        return found[0], found[1]
+
+    def per_token(self, reduce: Callable[[Tensor, slice], Tensor]) -> list[Tensor]:
+        """[n] for each shard that is here: ``reduce`` of the terms [rows, valid] of the divergence."""
+        found: list[list[Tensor]] = [[] for _ in self.calls[0].ranges]
+        for rows, shard, vocab_range in self.chunks():
+            log_p, log_q = self.log_probabilities(shard, rows, vocab_range)
+            p = log_p.exp()
+            d = log_p.sub_(log_q)
+            far = d < -1  # exp(-d) may overflow, and q - p has no cancellation
+            d.masked_fill_(p == 0, 0)
+            near = d.neg().expm1_().add_(d).mul_(p)
+            terms = torch.where(far, d.mul_(p).sub_(p).add_(log_q.exp_()), near)
+            found[shard].append(reduce(terms, rows))
+        empty = self.softmaxes[0].total.new_empty(0)
+        return [torch.cat(chunks) if chunks else empty for chunks in found]
 
 
-def _log_probabilities(
-    calls: tuple[Call, Call],
-    sources: tuple[Source, Source],
-    softmaxes: tuple[_Softmax, _Softmax],
-    shard: int,
-    rows: slice,
-    vocab_range: VocabRange,
-) -> tuple[Tensor, Tensor]:
-    """log p and log q of the shard's true ids, [rows, valid]."""
-    found = []
-    for call, source, softmax in zip(calls, sources, softmaxes, strict=True):
-        y = scaled_logits(source, shard, rows, call.temperature)[:, : vocab_range.valid_rows]
-        q, r = split_exponent(y)
-        log_total = torch.log(softmax.total[rows]).unsqueeze(1)
-        found.append(log_of_power(q.sub_(softmax.offset[rows].unsqueeze(1))).add_(r).sub_(log_total))
-    return found[0], found[1]
+def _fixed_point_sum(parts: _Parts) -> Tensor:
+    """[n] the sum of all shards' terms, whatever the sharding: see ``fixed_point.py``."""
+    exchange = parts.calls[0].exchange
+    largest = exchange.largest(parts.per_token(lambda terms, _: _largest(terms)))
+    finite = largest.isfinite()
+    grid = fixed_point.grid_of(torch.where(finite, largest, 0), parts.calls[0].ranges[0].vocab_size)
+    total = exchange.total(
+        parts.per_token(lambda terms, rows: fixed_point.whole_sum(terms, grid[rows].unsqueeze(1)))
+    )
+    return torch.where(finite, (total.double() / grid).to(largest.dtype), largest)
 
 
-def _add(sink: GradientSink, shard: int, rows: slice, grad: Tensor, vocab_range: VocabRange) -> None:
+def _largest(terms: Tensor) -> Tensor:
+    return terms.amax(dim=1) if terms.shape[1] else terms.new_zeros(terms.shape[0])
+
+
+def _add(
+    sink: GradientSink, shard: int, rows: slice, grad: Tensor, vocab_range: VocabRange, bound: Tensor
+) -> None:
     """Hand over the gradient of the true ids, with zeros for the padding."""
     padding = grad.new_zeros(grad.shape[0], vocab_range.rows - grad.shape[1])
-    bound = grad.abs().sum(dim=1)
-    sink.add(shard, rows, torch.cat((grad, padding), dim=1) if padding.numel() else grad, bound)
+    sink.add(shard, rows, torch.cat((grad, padding), dim=1) if padding.numel() else grad, bound[rows])

@@ -130,6 +130,7 @@ def context_parallel_logprobs(
     cu_seqlens: Sequence[int] | None = None,
     dim: int = -1,
     ignore_index: int = -100,
+    sum_gradients: bool = False,
     **layout: Unpack[Layout],
 ) -> Tensor:
     """Log-probabilities of a whole sequence, from this rank's zigzag part of the logits.
@@ -138,7 +139,7 @@ def context_parallel_logprobs(
         logits: [..., S / C, P], as in ``vocab_logprobs``, of this rank's positions.
         targets: [..., S] of the whole sequence, in original order, already shifted.
         cp_group: context-parallel group; ``group`` in ``layout`` is the vocabulary's.
-        cu_seqlens, dim: as in ``zigzag_gather``; ``dim`` counts the targets' dimensions.
+        cu_seqlens, dim, sum_gradients: as in ``zigzag_gather``; ``dim`` counts the targets' dimensions.
         ignore_index, layout: as in ``vocab_logprobs``.
 
     Returns:
@@ -150,4 +151,4 @@ def context_parallel_logprobs(
     rank, size = dist.get_rank(cp_group), dist.get_world_size(cp_group)
     mine = zigzag_split(targets, rank, size, dim, cu_seqlens)
     found = vocab_logprobs(logits, mine, ignore_index=ignore_index, **layout)
-    return zigzag_gather(found, cp_group, dim, cu_seqlens)
+    return zigzag_gather(found, cp_group, dim, cu_seqlens, sum_gradients=sum_gradients)

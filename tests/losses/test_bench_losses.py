@@ -15,7 +15,7 @@ from megatron_vocabpar.cli.main import main
 PLAIN = """
 import torch, torch.distributed as dist
 
-def calculate_log_probs_and_entropy(logits, tokens, group, with_entropy=False, chunk_size=-1, keep=None, grad=True):
+def calculate_log_probs_and_entropy(logits, tokens, group, with_entropy=False, size=-1, keep=None, grad=True):
     parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, logits.detach(), group=group)
     parts[dist.get_rank(group)] = logits

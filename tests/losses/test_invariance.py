@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.losses import LazyLogits, vocab_cross_entropy, vocab_logprobs_and_entropy
-from tests.losses.reference import VOCAB
+from megatron_vocabpar.layers.partition import ranges_from_sizes
+from megatron_vocabpar.losses import (
+    LazyLogits,
+    vocab_cross_entropy,
+    vocab_kl,
+    vocab_logprobs_and_entropy,
+)
+from megatron_vocabpar.losses.call import Layout
+from tests.losses import reference
+from tests.losses.reference import VOCAB, error
+from tests.spawn import run_ranks
 
 SPLITS = [
     (300, 300),
@@ -22,40 +33,104 @@ SPLITS = [
 LARGE = (1, 2, 3, 250, 44, 100, 0, 200)
 
 
-def results(logits: object, targets: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    logprob, entropy = vocab_logprobs_and_entropy(logits, targets, invariant=True, temperature=0.9)
-    loss = vocab_cross_entropy(logits, targets, invariant=True, label_smoothing=0.1, z_loss=1e-4)
-    grads = torch.autograd.grad((logprob * 0.3).sum() + entropy.sum() + loss, leaves)
-    return [logprob, entropy, loss, *grads]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-def lazily(hidden: Tensor, weight: Tensor, targets: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
-    x = hidden.clone().requires_grad_()
-    shards = [part.clone().requires_grad_() for part in weight.split(sizes)]
-    found = results(LazyLogits(x, shards), targets, [x, *shards])
-    return [*found[:4], torch.cat(found[4:])]
+class Example:
+    """Hidden states of two models, their weights, the logits, and targets."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.hidden = [(3 * torch.randn(300, 24, generator=draw)).to(dtype) for _ in range(2)]
+        self.weight = [torch.randn(VOCAB, 24, generator=draw).to(dtype) for _ in range(2)]
+        self.targets = torch.randint(0, VOCAB, (300,), generator=draw)
+        self.targets[::7] = -100
+        self.logits = [
+            (x.double() @ w.double().t()).to(dtype) for x, w in zip(self.hidden, self.weight, strict=True)
+        ]
 
 
-def densely(logits: Tensor, targets: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
-    shards = [part.clone().requires_grad_() for part in logits.split(sizes, dim=-1)]
-    found = results(shards, targets, shards)
-    return [*found[:3], torch.cat(found[3:], dim=-1)]
+def results(logits: list, targets: Tensor, leaves: list[Tensor], **layout: Unpack[Layout]) -> list[Tensor]:
+    """Log-probability, entropy, loss and divergence, and the gradients of a sum of them."""
+    layout = {"invariant": True, "temperature": 0.9} | layout
+    logprob, entropy = vocab_logprobs_and_entropy(logits[0], targets, **layout)
+    loss = vocab_cross_entropy(logits[0], targets, label_smoothing=0.1, z_loss=1e-4, **layout)
+    divergence = vocab_kl(*logits, **layout)
+    total = (logprob * 0.3).sum() + entropy.sum() + loss + 0.2 * divergence.sum()
+    return [logprob, entropy, loss, divergence, *torch.autograd.grad(total, leaves)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def lazily(example: Example, sizes: tuple[int, ...]) -> list[Tensor]:
+    """[4 values, dX of both, dW of both]."""
+    xs = [hidden.clone().requires_grad_() for hidden in example.hidden]
+    shards = [[part.clone().requires_grad_() for part in weight.split(sizes)] for weight in example.weight]
+    logits = [LazyLogits(x, parts) for x, parts in zip(xs, shards, strict=True)]
+    found = results(logits, example.targets, [*xs, *shards[0], *shards[1]])
+    count = len(sizes)
+    return [*found[:6], torch.cat(found[6 : 6 + count]), torch.cat(found[6 + count :])]
+
+
+def densely(example: Example, sizes: tuple[int, ...]) -> list[Tensor]:
+    """[4 values, dY of both]."""
+    shards = [[p.clone().requires_grad_() for p in whole.split(sizes, dim=-1)] for whole in example.logits]
+    found = results(shards, example.targets, [*shards[0], *shards[1]])
+    count = len(sizes)
+    return [*found[:4], torch.cat(found[4 : 4 + count], dim=-1), torch.cat(found[4 + count :], dim=-1)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bitwise_equal(dtype: torch.dtype) -> None:
-    draw = torch.Generator().manual_seed(0)
-    hidden = (3 * torch.randn(300, 24, generator=draw)).to(dtype)
-    weight = torch.randn(VOCAB, 24, generator=draw).to(dtype)
-    targets = torch.randint(0, VOCAB, (300,), generator=draw)
-    targets[::7] = -100
-    logits = (hidden.double() @ weight.double().t()).to(dtype)
-    one_lazy, one_dense = lazily(hidden, weight, targets, (VOCAB,)), densely(logits, targets, (VOCAB,))
+    example = Example(dtype)
+    one_lazy, one_dense = lazily(example, (VOCAB,)), densely(example, (VOCAB,))
     for sizes in (*SPLITS, LARGE):
-        for found, expected in zip(lazily(hidden, weight, targets, sizes), one_lazy, strict=True):
+        for found, expected in zip(lazily(example, sizes), one_lazy, strict=True):
             assert torch.equal(found, expected), sizes
-        for found, expected in zip(densely(logits, targets, sizes), one_dense, strict=True):
+        for found, expected in zip(densely(example, sizes), one_dense, strict=True):
             assert torch.equal(found, expected), sizes
+
+
+def _over_gloo(rank: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """This rank's part of the same example, against the same call on one shard in this process."""
+    example = Example(dtype)
+    mine = ranges_from_sizes(sizes, VOCAB)[rank]
+    rows = slice(mine.start, mine.stop)
+    layout: Layout = {"group": torch.distributed.group.WORLD, "ranges": mine}
+    xs = [hidden.clone().requires_grad_() for hidden in example.hidden]
+    weights = [weight[rows].clone().requires_grad_() for weight in example.weight]
+    lazy = [LazyLogits(x, weight) for x, weight in zip(xs, weights, strict=True)]
+    one = lazily(example, (VOCAB,))
+    expected = [*one[:6], one[6][rows], one[7][rows]]
+    for found, wanted in zip(
+        results(lazy, example.targets, [*xs, *weights], **layout), expected, strict=True
+    ):
+        assert torch.equal(found, wanted)
+    shards = [whole[:, rows].clone().requires_grad_() for whole in example.logits]
+    one = densely(example, (VOCAB,))
+    expected = [*one[:4], one[4][:, rows], one[5][:, rows]]
+    all_found = results(shards, example.targets, shards, **layout)
+    for found, wanted in zip(all_found, expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [(torch.float32, (1, 599)), (torch.bfloat16, (257, 0, 343)), (torch.float64, (100, 300, 7, 193))],
+    ids=str,
+)
+def test_bitwise_equal_over_processes(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    run_ranks(len(sizes), _over_gloo, dtype, sizes)
+
+
+def test_the_invariant_divergence_is_right() -> None:
+    example = Example(torch.float64)
+    logs = [reference.log_softmax(y, 0.9) for y in example.logits]
+    expected = (logs[0].exp() * (logs[0] - logs[1])).sum(dim=-1)
+    assert error(vocab_kl(*example.logits, invariant=True, temperature=0.9), expected) < 1e-11
+    nowhere = example.logits[1].clone()
+    nowhere[:, 5] = -torch.inf
+    assert bool(vocab_kl(example.logits[0], nowhere, invariant=True).isinf().all())
+    with pytest.raises(ValueError, match="both as LazyLogits"):
+        vocab_kl(example.logits[0], LazyLogits(example.hidden[0], example.weight[0]), invariant=True)
 
 
 def test_the_ordinary_mode_is_not_invariant_here() -> None:

@@ -161,6 +161,23 @@ def test_kl(sizes: tuple[int, ...]) -> None:
         assert error(torch.cat([part.grad for part in parts], dim=-1), whole.grad) < 1e-3
 
 
+def test_divergence_of_far_apart_distributions() -> None:
+    """p underflows, or nearly, where q is likely."""
+    p = torch.tensor([[0.0, -95.0, -200.0, -90.0], [0.0, 1.0, 2.0, -1e3]])
+    q = torch.tensor([[-95.0, 0.0, -90.0, 1.0], [3.0, 2.0, 1.0, -1e3]])
+    p64, q64 = p.double().requires_grad_(), q.double().requires_grad_()
+    log_p, log_q = reference.log_softmax(p64), reference.log_softmax(q64)
+    expected = (log_p.exp() * (log_p - log_q)).sum(dim=-1)
+    gradients = torch.autograd.grad(expected.sum(), (p64, q64))
+    shards = [[part.clone().requires_grad_() for part in x.split((1, 3), dim=-1)] for x in (p, q)]
+    found = vocab_kl(*shards)
+    found.sum().backward()
+    assert error(found, expected) < 1e-6
+    for parts, wanted in zip(shards, gradients, strict=True):
+        grad = torch.cat([part.grad for part in parts], dim=-1)
+        assert error(grad, wanted) < 1e-6
+
+
 @pytest.mark.parametrize("sizes", SPLITS, ids=str)
 def test_argmax_and_rank(sizes: tuple[int, ...]) -> None:
     hidden, weight, targets = example(torch.float64)
