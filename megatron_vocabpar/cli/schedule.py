@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import shutil
 import sys
-from pathlib import Path
 
 import click
 
+from megatron_vocabpar.cli.files import write_output
 from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.draw import draw_svg, draw_text, draw_trace
+from megatron_vocabpar.schedule.draw import (
+    draw_html,
+    draw_image,
+    draw_text,
+    draw_trace,
+    planned_chart,
+    svg_of,
+)
 from megatron_vocabpar.schedule.families import families
 from megatron_vocabpar.schedule.generate import generate
+from megatron_vocabpar.schedule.memory import BufferSizes
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.schedule.serialize import to_json
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
 
 _FILE_WIDTH = 160  # columns of the text form where it is not shown on a terminal
+_BINARY = ("png", "pdf")
 
 
 @click.command("schedule", help="Generate a schedule; print it or draw it in time.")
@@ -31,10 +40,10 @@ _FILE_WIDTH = 160  # columns of the text form where it is not shown on a termina
 @click.option(
     "--format",
     "output_format",
-    type=click.Choice(["text", "json", "svg", "trace"]),
+    type=click.Choice(["text", "json", "svg", "png", "pdf", "html", "trace"]),
     default="text",
     show_default=True,
-    help="A time grid, the passes as data, a picture, or a timeline for a trace viewer.",
+    help="A time grid, the passes as data, a picture, a page to zoom in, or a timeline for a trace viewer.",
 )
 @click.option("--output", default=None, metavar="FILE", help="Write there instead of to the terminal.")
 def schedule_command(
@@ -49,32 +58,44 @@ def schedule_command(
     output: str | None,
 ) -> None:
     """Generate a schedule; print it or draw it."""
+    if output is None and output_format in _BINARY:
+        raise ValueError(f"--format {output_format} is no text; give --output FILE")
     costs = PassCosts.load(costs_file) if costs_file is not None else None
+    sizes = BufferSizes.load(costs_file, p) if costs_file is not None else None
     schedule = generate(
         method, p, m, family=family, chunks=chunks, costs=costs, max_activations=max_activations
     )
-    text = render(schedule, costs, output_format, on_terminal=output is None and sys.stdout.isatty())
-    if output is None:
-        click.echo(text)
-        return
-    try:
-        Path(output).write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot write {output}: {error.strerror}; give another --output") from error
+    content = render(
+        schedule, costs, output_format, sizes=sizes, on_terminal=output is None and sys.stdout.isatty()
+    )
+    if output is not None:
+        write_output(output, content)
+    else:
+        click.echo(content)
 
 
-def render(schedule: Schedule, costs: PassCosts | None, output_format: str, *, on_terminal: bool) -> str:
+def render(
+    schedule: Schedule,
+    costs: PassCosts | None,
+    output_format: str,
+    *,
+    sizes: BufferSizes | None = None,
+    on_terminal: bool,
+) -> str | bytes:
     """The schedule in one of the formats of ``--format``."""
     if output_format == "json":
         return to_json(schedule)
-    if output_format == "svg":
-        return draw_svg(schedule, costs)
-    if output_format == "trace":
-        return draw_trace(schedule, costs)
     simulation = simulate(schedule, costs)
-    width = shutil.get_terminal_size().columns if on_terminal else _FILE_WIDTH
-    grid = draw_text(schedule, width=width, colour=on_terminal, simulation=simulation)
-    return f"{_summary(schedule, simulation)}\n\n{grid}"
+    if output_format == "trace":
+        return draw_trace(schedule, simulation=simulation)
+    if output_format == "text":
+        width = shutil.get_terminal_size().columns if on_terminal else _FILE_WIDTH
+        grid = draw_text(schedule, width=width, colour=on_terminal, simulation=simulation)
+        return f"{_summary(schedule, simulation)}\n\n{grid}"
+    charts = [planned_chart(schedule, simulation, sizes=sizes)]
+    if output_format == "html":
+        return draw_html(charts)
+    return svg_of(charts) if output_format == "svg" else draw_image(charts, output_format)
 
 
 def _summary(schedule: Schedule, simulation: Simulation) -> str:

@@ -2,68 +2,85 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
+from megatron_vocabpar.cli.files import write_output
+from megatron_vocabpar.cli.simulate_report import as_json, as_text
 from megatron_vocabpar.schedule.costs import PassCosts
+from megatron_vocabpar.schedule.draw import Chart, draw_html, measured_times, planned_chart, read_timeline
+from megatron_vocabpar.schedule.memory import BufferSizes
 from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.schedule.serialize import from_json
-from megatron_vocabpar.schedule.simulate import Simulation, simulate
+from megatron_vocabpar.schedule.simulate import Simulation, simulate, simulate_times
 from megatron_vocabpar.schedule.validate import validate
 
+_HELP = """Check a schedule and predict its time, idle time and memory.
 
-@click.command("simulate", help="Check a schedule and predict its time, idle time and memory.")
+Transfers and collectives run beside the passes; those between the same two ranks in one direction, and
+those of one group, take turns. The critical path says what the iteration's length is made of.
+"""
+
+
+@click.command("simulate", help=_HELP, short_help="Predict a schedule's time, idle time and memory.")
 @click.argument("schedule_file", metavar="SCHEDULE.json")
-@click.option("--costs", "costs_file", default=None, metavar="FILE", help="Times of the passes, as JSON.")
+@click.option(
+    "--costs",
+    "costs_file",
+    default=None,
+    metavar="FILE",
+    help="Times of the passes, as JSON; with the model's shape in it, memory is given in MiB too.",
+)
 @click.option("--max-activations", type=float, default=None, help="Refuse more than these microbatches.")
 @click.option(
     "--format", "output_format", type=click.Choice(["text", "json"]), default="text", show_default=True
 )
+@click.option("--html", "html_file", default=None, metavar="FILE", help="Also draw it, as a page to zoom in.")
+@click.option(
+    "--measured",
+    "timeline_file",
+    default=None,
+    metavar="TIMELINE.json",
+    help="What a training run measured: drawn below the plan; without --costs it gives the plan's times.",
+)
 def simulate_command(
-    schedule_file: str, costs_file: str | None, max_activations: float | None, output_format: str
+    schedule_file: str,
+    costs_file: str | None,
+    max_activations: float | None,
+    output_format: str,
+    html_file: str | None,
+    timeline_file: str | None,
 ) -> None:
     """Check a schedule and predict its time, idle time and memory."""
-    try:
-        text = Path(schedule_file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot read the schedule {schedule_file}: {error.strerror}") from error
-    schedule = from_json(text)
+    schedule = _read_schedule(schedule_file)
     costs = PassCosts.load(costs_file) if costs_file is not None else None
+    sizes = BufferSizes.load(costs_file, schedule.p) if costs_file is not None else None
     validate(schedule, max_activations)
-    result = simulate(schedule, costs)
-    click.echo(_as_json(schedule, result) if output_format == "json" else _as_text(schedule, result))
+    measured = read_timeline(timeline_file, schedule) if timeline_file is not None else None
+    result = _simulate(schedule, costs, measured)
+    if html_file is not None:
+        charts = [planned_chart(schedule, result, title=_title(schedule, measured), sizes=sizes)]
+        page = draw_html([*charts, *([measured] if measured else [])])
+        write_output(html_file, page, "--html")
+    click.echo(as_json(result, sizes) if output_format == "json" else as_text(result, sizes))
 
 
-def _as_json(schedule: Schedule, result: Simulation) -> str:
-    ranks = [
-        {
-            "busy_ms": result.busy_ms[rank],
-            "bubble": result.bubble[rank],
-            "peak_activations": result.peak_activations[rank],
-            "peak_softmax_shards": result.peak_softmax_shards[rank],
-            "peak_embedded_inputs": result.peak_embedded_inputs[rank],
-            "peak_input_gradients": result.peak_input_gradients[rank],
-        }
-        for rank in range(schedule.p)
-    ]
-    return json.dumps({"iteration_ms": result.iteration_ms, "ranks": ranks}, indent=1)
+def _read_schedule(path: str) -> Schedule:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ValueError(f"cannot read the schedule {path}: {reason}") from error
+    return from_json(text)
 
 
-def _as_text(schedule: Schedule, result: Simulation) -> str:
-    head = "rank    busy ms  idle %  activations  softmax  inputs  gradients"
-    rows = [
-        f"{rank:>4} {result.busy_ms[rank]:>10.1f} {100 * result.bubble[rank]:>7.1f} "
-        f"{result.peak_activations[rank]:>12g} {result.peak_softmax_shards[rank]:>8} "
-        f"{result.peak_embedded_inputs[rank]:>7} {result.peak_input_gradients[rank]:>10}"
-        for rank in range(schedule.p)
-    ]
-    return "\n".join(
-        [
-            f"{result.iteration_ms:.1f} ms an iteration",
-            head,
-            *rows,
-            "activations, softmax shards, embedded inputs and input gradients: the most microbatches alive",
-        ]
-    )
+def _simulate(schedule: Schedule, costs: PassCosts | None, measured: Chart | None) -> Simulation:
+    if costs is None and measured is not None:
+        return simulate_times(schedule, measured_times(measured, schedule))
+    return simulate(schedule, costs)
+
+
+def _title(schedule: Schedule, measured: Chart | None) -> str:
+    title = f"{schedule.method}, p = {schedule.p}, m = {schedule.m}"
+    return title if measured is None else f"{title}, planned"

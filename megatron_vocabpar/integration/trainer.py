@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -29,7 +28,6 @@ from megatron_vocabpar.integration.datasets import build_datasets, microbatches
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
 from megatron_vocabpar.runtime.profile import Span, Timeline, trace_events
 from megatron_vocabpar.runtime.streams import backend, default_device, named_range, peak_memory_mib
-from megatron_vocabpar.schedule.draw import draw_svg
 from megatron_vocabpar.schedule.passes import Instruction
 from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.schedule.redistribution import redistribute_by_flops, with_final_stage
@@ -39,9 +37,8 @@ from megatron_vocabpar.train.output import (
     CHECKPOINT_FOLDER,
     DATA_FILE,
     METRICS_FILE,
-    SCHEDULE_FILE,
-    TIMELINE_FILE,
 )
+from megatron_vocabpar.train.pictures import write_pictures
 from megatron_vocabpar.train.prepare import DataFiles
 from megatron_vocabpar.train.progress_record import ProgressRecord
 
@@ -150,18 +147,20 @@ class _Trainer:
         with Metrics(config, self.folder / METRICS_FILE, first_step, dist.get_rank() == 0) as metrics:
             for step in range(first_step, config.steps):
                 self.record.write_step(step + 1)
-                if step == config.steps - 1:
+                last = step == config.steps - 1
+                if last:
                     self.timeline.start()
                 measured = self._step(batches)
+                spans = self.timeline.stop() if last else []
                 if config.eval_interval and (step + 1) % config.eval_interval == 0:
                     measured["eval_loss"] = self._evaluate()
                 metrics.add({"step": step + 1, **measured})
                 self.record.write("saving results")
-                if step == config.steps - 1:
-                    self._write_pictures()
                 if self._saves_after(step):
                     folder = checkpoints / f"step_{step + 1:07d}"
                     save_checkpoint(folder, self.chunks, self.optimizer, self.scheduler, step + 1)
+                if last:
+                    self._write_pictures(spans)
         self.forward_backward.close()
 
     def _saves_after(self, step: int) -> bool:
@@ -239,12 +238,10 @@ class _Trainer:
         dist.all_reduce(peaks, dist.ReduceOp.MAX)
         return [round(peak, 1) for peak in peaks.tolist()]
 
-    def _write_pictures(self) -> None:
+    def _write_pictures(self, spans: list[Span]) -> None:
         """The planned schedule, and the measured timeline of the last step."""
-        spans = self.timeline.stop()
         everyone: list[list[Span]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, spans)
         if dist.get_rank() == 0 and any(everyone):
             schedule = self.forward_backward.schedule(self.config.microbatches)
-            (self.folder / SCHEDULE_FILE).write_text(draw_svg(schedule))
-            (self.folder / TIMELINE_FILE).write_text(json.dumps(trace_events(everyone)))
+            write_pictures(self.folder, schedule, trace_events(everyone))

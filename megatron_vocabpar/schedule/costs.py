@@ -27,6 +27,8 @@ from .schedule import Schedule
 PerRank = float | tuple[float, ...]
 
 _TRANSFORMER = (PassType.F, PassType.B, PassType.W)
+_TIMES = ("F_ms", "B_ms", "W_ms", "IF_ms", "IB_ms", "p2p_ms", "broadcast_ms", "all_reduce_ms")
+_METHOD_TIMES = ("S_ms", "S2_ms", "T_ms", "synchronous_ms")
 _LAYERS_PER_RANK = 4  # assumed where a cost file does not say how many layers there are
 
 
@@ -97,9 +99,12 @@ class PassCosts:
         Raises:
             ValueError: naming the first missing or malformed entry.
         """
+        _check_names(data, _TIMES, "")
         methods = data.get("methods", {})
         if not isinstance(methods, Mapping) or not all(isinstance(v, Mapping) for v in methods.values()):
             raise ValueError("costs: 'methods' must map each method's name to its times")
+        for name, times in methods.items():
+            _check_names(times, _METHOD_TIMES, f" of method {name!r}")
         layers = data.get("layers")
         if layers is not None and (not isinstance(layers, int) or layers < 1):
             raise ValueError(f"costs: layers is {layers!r}; give a whole number of at least 1")
@@ -125,15 +130,11 @@ class PassCosts:
         Raises:
             ValueError: if it is missing, not JSON or malformed; the message names the file.
         """
+        data = read_costs(path)
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"cannot read costs from {path}: {error.strerror}") from error
+            return PassCosts.from_dict(data)
         except ValueError as error:
-            raise ValueError(f"costs file {path} is not JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise ValueError(f"costs file {path} must hold one JSON object")
-        return PassCosts.from_dict(data)
+            raise ValueError(f"{path}: {error}") from error
 
     @staticmethod
     def paper(p: int, vocab: str = "256k") -> PassCosts:
@@ -243,6 +244,30 @@ def _spread(value: PerRank, p: int, name: str) -> tuple[float, ...]:
             f"costs: {name} lists {len(value)} ranks, but the pipeline has {p}; give one number or {p}"
         )
     return value
+
+
+def read_costs(path: str | Path) -> dict[str, Any]:
+    """The JSON object of a cost file.
+
+    Raises:
+        ValueError: if it is missing, not JSON or no object; the message names the file.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read costs from {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"costs file {path} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"costs file {path} must hold one JSON object")
+    return data
+
+
+def _check_names(times: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    """Refuse a time that nothing would read: most likely a slip of the pen."""
+    for name in times:
+        if name.endswith("_ms") and name not in known:
+            raise ValueError(f"costs: unknown time {name!r}{where}; there are {', '.join(known)}")
 
 
 def _per_rank(data: Mapping[str, Any], key: str, default: float | None = None) -> PerRank:

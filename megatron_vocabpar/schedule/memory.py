@@ -20,10 +20,13 @@ of a shard, 11 B per logit of an undivided layer); Qi et al., Zero Bubble Pipeli
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
+from .costs import read_costs
 from .events import Events
 from .passes import CommType, PassType
 
@@ -88,6 +91,19 @@ class BufferSizes:
         }
         return BufferSizes({name: size / _MIB for name, size in sizes.items()})
 
+    @staticmethod
+    def load(path: str | Path, p: int) -> BufferSizes | None:
+        """Read a cost file; see ``from_dict``.
+
+        Raises:
+            ValueError: if it is missing or malformed; the message names the file.
+        """
+        data = read_costs(path)
+        try:
+            return BufferSizes.from_dict(data, p)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value < float("inf")
@@ -133,10 +149,10 @@ def lifetimes(events: Events, rank: int) -> dict[str, list[Interval]]:
 
 def most_alive(intervals: Sequence[Interval]) -> int:
     """The most intervals that are open at once; at the same time an end comes before a start."""
-    return round(max((value for _, value in curve([(1.0, intervals)])), default=0.0))
+    return round(max((count for _, count in curve([(1.0, intervals)])), default=0.0))
 
 
-def curve(weighted: Sequence[tuple[float, Sequence[Interval]]]) -> Curve:
+def curve(weighted: Iterable[tuple[float, Sequence[Interval]]]) -> Curve:
     """The sum of the weights of all open intervals after each of its changes, as (time, sum)."""
     steps: dict[float, float] = {}
     for weight, intervals in weighted:
@@ -144,13 +160,31 @@ def curve(weighted: Sequence[tuple[float, Sequence[Interval]]]) -> Curve:
             for start, end in intervals:
                 steps[start] = steps.get(start, 0.0) + weight
                 steps[end] = steps.get(end, 0.0) - weight
-    total, points = 0.0, []
-    for time in sorted(steps):
-        total += steps[time]
-        points.append((time, total))
-    return points
+    times = sorted(steps)
+    return list(zip(times, accumulate(steps[time] for time in times), strict=True))
 
 
-def parts_at(alive: Mapping[str, Sequence[Interval]], time: float) -> dict[str, int]:
-    """How many of each buffer are open at a time."""
-    return {name: sum(a <= time < b for a, b in intervals) for name, intervals in alive.items()}
+def memory_curve(alive: Mapping[str, Sequence[Interval]], mib: Mapping[str, float], chunks: int) -> Curve:
+    """What a rank holds in time, from ``lifetimes`` and the size of one microbatch of each buffer."""
+    return curve((mib.get(name, 0.0) / _share(name, chunks), alive[name]) for name in BUFFERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that a rank holds at once: the sum, and the MiB of each buffer at that moment."""
+
+    mib: float
+    parts: Mapping[str, float]
+
+
+def peak_memory(alive: Mapping[str, Sequence[Interval]], sizes: BufferSizes, chunks: int) -> Peak:
+    """The peak of a rank's memory, from ``lifetimes``."""
+    points = memory_curve(alive, sizes.mib, chunks)
+    time, most = max(points, key=lambda point: point[1], default=(0.0, 0.0))
+    counts = {name: sum(a <= time < b for a, b in alive[name]) for name in BUFFERS}
+    return Peak(most, {name: counts[name] * sizes.mib[name] / _share(name, chunks) for name in BUFFERS})
+
+
+def _share(name: str, chunks: int) -> int:
+    """Chunks that a rank's activations are made of; other buffers are whole."""
+    return chunks if name in (ACTIVATIONS, WEIGHT_INPUTS) else 1

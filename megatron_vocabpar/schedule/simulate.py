@@ -63,6 +63,11 @@ class Simulation:
                 comms[item] = events.starts[k], events.ends[k]
         return comms
 
+    def comms_of(self, rank: int, group: frozenset[CommType]) -> dict[Comm, Interval]:
+        """The parts of one rank in one group's collectives."""
+        comms = (Comm(type_, rank, mb) for type_ in group for mb in range(self.schedule.m))
+        return {comm: self.comms[comm] for comm in comms if comm in self.comms}
+
     @cached_property
     def iteration_ms(self) -> float:
         """From the first start to the last end."""
@@ -153,5 +158,14 @@ def simulate(
         Deadlock: naming for the first stuck rank the instruction and what it waits for.
     """
     costs = costs or PassCosts.default(schedule.p)
-    times = PassTimes.of(costs, schedule)
-    return Simulation(schedule, run_events(schedule, times, program or lower(schedule, costs)))
+    program = program or lower(schedule, costs)
+    return simulate_times(schedule, PassTimes.of(costs, schedule), program)
+
+
+def simulate_times(schedule: Schedule, times: PassTimes, program: Program | None = None) -> Simulation:
+    """Run ``program``, by default ``lower(schedule)``, with times that were read for this very schedule.
+
+    Raises:
+        Deadlock: as ``simulate``.
+    """
+    return Simulation(schedule, run_events(schedule, times, program or lower(schedule)))

@@ -25,7 +25,10 @@ CHECKPOINT_FOLDER = "checkpoint"
 LOG_FOLDER = "logs"
 METRICS_FILE = "metrics.jsonl"
 SCHEDULE_FILE = "schedule.svg"
+SCHEDULE_DATA_FILE = "schedule.json"
 TIMELINE_FILE = "timeline.json"
+TIMELINE_PICTURE_FILE = "timeline.svg"
+TIMELINE_PAGE_FILE = "timeline.html"
 _CHECKPOINT_NAME = re.compile(r"step_(\d+)")
 REPORT_FILES = ("index.html", "loss.png", "comparison.json", "summary.json")
 

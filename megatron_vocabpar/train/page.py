@@ -14,8 +14,11 @@ from megatron_vocabpar.train.output import (
     CHECKPOINT_FOLDER,
     LOG_FOLDER,
     METRICS_FILE,
+    SCHEDULE_DATA_FILE,
     SCHEDULE_FILE,
     TIMELINE_FILE,
+    TIMELINE_PAGE_FILE,
+    TIMELINE_PICTURE_FILE,
 )
 
 _STYLE = """
@@ -32,8 +35,10 @@ code { background: #f3f3f3 }
 
 _FILES = (
     (METRICS_FILE, "loss, gradient norm, speed and memory of every step, one line of JSON each"),
+    (TIMELINE_PAGE_FILE, "plan and measurement to zoom into; hover over a pass to see what it is"),
     (SCHEDULE_FILE, "the schedule as a picture"),
-    (TIMELINE_FILE, "what each rank did in the last step, measured"),
+    (SCHEDULE_DATA_FILE, "the schedule as data, for <code>vocabpar simulate</code>"),
+    (TIMELINE_FILE, "what each rank did in the last step, measured, for a trace viewer"),
     (CHECKPOINT_FOLDER, "the trained model"),
     (LOG_FOLDER, "the output of the ranks other than 0"),
 )
@@ -43,6 +48,11 @@ _SCHEDULE_CAPTION = (
     "the forward and backward of a stage's layers"
 )
 _VOCABULARY_CAPTION = ", S and T the output layer on this rank's shard of the vocabulary"
+
+_TIMELINE_CAPTION = (
+    "Above: the schedule as it would run if every pass took its measured time and nothing else cost any. Below: "
+    "what the ranks did in the last step. {page} shows both to zoom into."
+)
 
 _TIMELINE_HINT = (
     '<p class="quiet">To see the timeline, open <a href="https://ui.perfetto.dev">ui.perfetto.dev</a> (or '
@@ -103,6 +113,9 @@ def _method(output: Path, name: str) -> str:
     if (folder / SCHEDULE_FILE).is_file():
         caption = _SCHEDULE_CAPTION + (_VOCABULARY_CAPTION if method.vocabulary_parallel else "") + "."
         parts.append(_picture(folder / SCHEDULE_FILE, caption))
+    if (folder / TIMELINE_PICTURE_FILE).is_file():
+        caption = _TIMELINE_CAPTION.format(page=f"{name}/{TIMELINE_PAGE_FILE}")
+        parts.append(_picture(folder / TIMELINE_PICTURE_FILE, caption))
     items = [
         f'<li><a href="{name}/{file}">{name}/{file}</a>: {what}</li>'
         for file, what in _FILES

@@ -1,13 +1,29 @@
-"""Pictures of schedules in time: for the terminal, as SVG, and for trace viewers.
+"""Pictures of schedules in time: for the terminal, for a paper, for a browser and for trace viewers.
 
-All three show one row a rank and the simulated times of ``simulate``.
-Next: ``text.py``, ``svg.py``, ``trace.py``.
+All show one row a rank. ``text.py`` and ``trace.py`` draw a simulation; ``svg.py``, ``image.py`` (PNG, PDF)
+and ``html.py`` draw charts (``chart.py``), planned or measured (``measured.py``), several below each other.
 """
 
 from __future__ import annotations
 
-from .svg import draw_svg
+from .chart import Chart, planned_chart
+from .html import draw_html
+from .image import draw_image
+from .measured import measured_chart, measured_times, read_timeline
+from .svg import draw_svg, svg_of
 from .text import draw_text
 from .trace import draw_trace
 
-__all__ = ["draw_svg", "draw_text", "draw_trace"]
+__all__ = [
+    "Chart",
+    "draw_html",
+    "draw_image",
+    "draw_svg",
+    "draw_text",
+    "draw_trace",
+    "measured_chart",
+    "measured_times",
+    "planned_chart",
+    "read_timeline",
+    "svg_of",
+]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..passes import PassType
+from ..passes import CommType, PassType
 from ..schedule import Schedule
 
 
@@ -30,6 +30,19 @@ STYLES: dict[PassType, Style] = {
     PassType.T: Style("#d9534f", "#ffffff", "output layer T"),
     PassType.IF: Style("#c9b3e6", "#281544", "input forward"),
     PassType.IB: Style("#7d5ba6", "#ffffff", "input backward"),
+}
+
+
+# What a pass waits for when it waits for this.
+MEANINGS: dict[CommType, str] = {
+    CommType.RECV_F: "the output of the previous stage",
+    CommType.RECV_B: "the input gradient of the next stage",
+    CommType.C0: "the last stage's output, for every rank",
+    CommType.C1: "the softmax statistics of all ranks",
+    CommType.C2: "the reduction after C1",
+    CommType.C3: "the input gradient of the output layer",
+    CommType.CI: "the embedded tokens",
+    CommType.CIB: "the gradient of the embedded tokens",
 }
 
 

@@ -1,0 +1,19 @@
+"""Writing what a verb was asked for into a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def write_output(path: str, content: str | bytes, option: str = "--output") -> None:
+    """Write text (ending in a line end) or bytes.
+
+    Raises:
+        ValueError: if the file cannot be written, naming it and the option that it came from.
+    """
+    if isinstance(content, str):
+        content = (content if content.endswith("\n") else content + "\n").encode()
+    try:
+        Path(path).write_bytes(content)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}; give another {option}") from error

@@ -1,0 +1,140 @@
+"""What every picture shows: rows of bars in time, planned or measured.
+
+``planned_chart`` makes one from a simulation, ``measured.py`` from the timeline of a training run, so that
+all renderers draw both alike and side by side. Next: ``scene.py`` (on paper), ``html.py`` (in a browser).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..memory import ACTIVATIONS, WEIGHT_INPUTS, BufferSizes, Curve, memory_curve
+from ..passes import (
+    INPUT_COLLECTIVES,
+    OUTPUT_COLLECTIVES,
+    VOCABULARY_PASSES,
+    CommType,
+    Instruction,
+    Pass,
+    PassType,
+)
+from ..placement import Placement
+from ..schedule import Schedule
+from ..simulate import Simulation
+
+MICROBATCHES, MIB = "microbatches", "MiB"  # units of memory
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A pass, or a rank's part in a collective, in time; ``waited_for`` is text for a reader."""
+
+    item: Instruction
+    start_ms: float
+    end_ms: float
+    waited_for: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank.
+
+    Attributes:
+        label: such as ``rank 3``.
+        passes: in the order of time.
+        output, input: its collectives of the output and of the input layer, in the order of time.
+        memory: what it holds, as (time in ms, amount from then on); empty if unknown.
+    """
+
+    label: str
+    passes: tuple[Bar, ...]
+    output: tuple[Bar, ...] = ()
+    input: tuple[Bar, ...] = ()
+    memory: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One picture's content.
+
+    Attributes:
+        title: the line above.
+        rows: one a rank.
+        length_ms: from the first start to the last end.
+        layout: which chunk a stage is.
+        memory_unit: of ``Row.memory``.
+        critical: the passes of the critical path; empty if unknown.
+    """
+
+    title: str
+    rows: tuple[Row, ...]
+    length_ms: float
+    layout: Placement
+    memory_unit: str = ""
+    critical: frozenset[Instruction] = frozenset()
+
+    def types(self) -> list[PassType]:
+        """The types of pass that it shows."""
+        there = {bar.item.type for row in self.rows for bar in row.passes}
+        return [type_ for type_ in PassType if type_ in there]
+
+    def chunk_of(self, item: Instruction) -> int:
+        """The chunk that a pass belongs to on its rank; 0 for those of the vocabulary layers."""
+        return 0 if item.type in VOCABULARY_PASSES else self.layout.chunk_of(item.stage)
+
+
+def planned_chart(
+    schedule: Schedule,
+    simulation: Simulation,
+    *,
+    title: str | None = None,
+    sizes: BufferSizes | None = None,
+) -> Chart:
+    """The chart of a simulated schedule.
+
+    Args:
+        schedule: what was simulated.
+        simulation: its times.
+        title: the line above; by default method, p and m.
+        sizes: for memory in MiB; in microbatches of activations where they are not known.
+    """
+    idle = 100 * sum(simulation.bubble) / max(schedule.p, 1)
+    heading = title or f"{schedule.method}, p = {schedule.p}, m = {schedule.m}"
+    return Chart(
+        f"{heading}: {simulation.iteration_ms:.1f} ms, idle {idle:.1f} %",
+        tuple(
+            Row(
+                f"rank {rank}",
+                tuple(_passes(schedule.ranks[rank], simulation)),
+                tuple(_collectives(simulation, rank, OUTPUT_COLLECTIVES)),
+                tuple(_collectives(simulation, rank, INPUT_COLLECTIVES)),
+                tuple(_memory(simulation, rank, sizes)),
+            )
+            for rank in range(schedule.p)
+        ),
+        simulation.iteration_ms,
+        schedule.layout,
+        MICROBATCHES if sizes is None else MIB,
+        frozenset(step.item for step in simulation.critical_path if isinstance(step.item, Pass)),
+    )
+
+
+def _passes(passes: Sequence[Pass], simulation: Simulation) -> Iterator[Bar]:
+    free = 0.0
+    for pass_ in passes:
+        start, end = simulation.passes[pass_]
+        waited = simulation.waited_for(pass_) if start > free else None
+        yield Bar(pass_, start, end, "" if waited is None else str(waited))
+        free = end
+
+
+def _collectives(simulation: Simulation, rank: int, group: frozenset[CommType]) -> list[Bar]:
+    comms = simulation.comms_of(rank, group)
+    return sorted((Bar(item, *times) for item, times in comms.items()), key=lambda bar: bar.start_ms)
+
+
+def _memory(simulation: Simulation, rank: int, sizes: BufferSizes | None) -> Curve:
+    """What a rank holds: in MiB, or if sizes are not known, activations in microbatches."""
+    mib = {ACTIVATIONS: 1.0, WEIGHT_INPUTS: 1.0} if sizes is None else sizes.mib
+    return memory_curve(simulation.alive[rank], mib, simulation.schedule.chunks)

@@ -1,0 +1,90 @@
+"""Charts as one self-contained HTML page: zoom, pan, and for each pass its times and what it waited for.
+
+The page needs no network. ``viewer.html`` is its frame, ``viewer.js`` draws on canvases; this module writes
+the data for them. Times are whole microseconds.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from ..passes import CommType, PassType
+from .chart import Bar, Chart, Row
+from .style import MEANINGS, STYLES, shade
+
+_US_PER_MS = 1e3
+_INDEX = {type_: place for place, type_ in enumerate((*PassType, *CommType))}
+
+
+def draw_html(charts: Sequence[Chart], title: str | None = None) -> str:
+    """The page's text.
+
+    Args:
+        charts: shown below each other on one time axis.
+        title: of the page; by default that of the first chart.
+    """
+    heading = title or (charts[0].title.partition(":")[0] if charts else "schedule")
+    folder = resources.files(__package__)
+    frame = (folder / "viewer.html").read_text(encoding="utf-8")
+    script = (folder / "viewer.js").read_text(encoding="utf-8")
+    data = json.dumps(_data(charts), separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/")
+    parts = {"@TITLE@": html.escape(heading), "@SCRIPT@": script, "@DATA@": data}
+    for mark, text in parts.items():
+        frame = frame.replace(mark, text)
+    return frame
+
+
+def _data(charts: Sequence[Chart]) -> dict[str, Any]:
+    chunks = max((chart.layout.chunks for chart in charts), default=1)
+    return {
+        "types": [
+            {
+                "name": type_.value,
+                "meaning": STYLES[type_].meaning,
+                "ink": STYLES[type_].ink,
+                "fills": [shade(STYLES[type_].fill, chunk) for chunk in range(chunks)],
+                "shown": any(type_ in chart.types() for chart in charts),
+            }
+            for type_ in PassType
+        ],
+        "comms": [{"name": type_.value, "meaning": MEANINGS.get(type_, "")} for type_ in CommType],
+        "charts": [_chart(chart) for chart in charts],
+    }
+
+
+def _chart(chart: Chart) -> dict[str, Any]:
+    return {
+        "title": chart.title,
+        "length": round(chart.length_ms * _US_PER_MS),
+        "unit": chart.memory_unit,
+        "rows": [_row(row, chart) for row in chart.rows],
+    }
+
+
+def _row(row: Row, chart: Chart) -> dict[str, Any]:
+    return {
+        "label": row.label,
+        "passes": [_bar(bar, chart) for bar in row.passes],
+        "output": [_bar(bar, chart) for bar in row.output],
+        "input": [_bar(bar, chart) for bar in row.input],
+        "memory": [[round(time * _US_PER_MS), round(value, 3)] for time, value in row.memory],
+    }
+
+
+def _bar(bar: Bar, chart: Chart) -> list[Any]:
+    """[type, stage, chunk, microbatch, start, length, what it waited for, whether on the critical path]."""
+    start = round(bar.start_ms * _US_PER_MS)
+    return [
+        _INDEX[bar.item.type],
+        bar.item.stage,
+        chart.chunk_of(bar.item) if bar.item.type in STYLES else 0,
+        bar.item.microbatch,
+        start,
+        round(bar.end_ms * _US_PER_MS) - start,
+        bar.waited_for,
+        int(bar.item in chart.critical),
+    ]

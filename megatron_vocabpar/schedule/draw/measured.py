@@ -1,0 +1,130 @@
+"""The timeline that a training run measured (``timeline.json``), as a chart, and as times to plan with.
+
+The file is the trace-event JSON that ``runtime/profile.py`` writes: a row for each rank's passes, and one
+for each group of collectives, named alike in ``trace.py``. Waiting inside a pass is told apart from the
+pass itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..costs import PassTimes
+from ..passes import Comm, CommType, Pass, PassType, parse
+from ..schedule import Schedule
+from .chart import Bar, Chart, Row
+
+_WAIT = "wait"
+_LANES = {"": "passes", " output collectives": "output", " input collectives": "input"}
+_US_PER_MS = 1e3
+
+
+def read_timeline(path: str | Path, schedule: Schedule, title: str = "measured") -> Chart:
+    """Read a measured timeline.
+
+    Args:
+        path: the file.
+        schedule: what ran.
+        title: the line above the chart; its length is added.
+
+    Raises:
+        ValueError: naming the file and what is wrong with it.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read the timeline {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"the timeline {path} is not JSON: {error}") from error
+    try:
+        return measured_chart(data, schedule, title)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is not a timeline of this schedule ({error}); give the timeline.json of a training run"
+        ) from error
+
+
+def measured_chart(trace: Mapping[str, Any], schedule: Schedule, title: str = "measured") -> Chart:
+    """The chart of a trace in the form of ``runtime/profile.py``; times count from the first pass.
+
+    Of what stands in a row more than once (an evaluation after the step), the first is shown.
+
+    Raises:
+        KeyError, TypeError, ValueError: if the trace has another form, or passes that the schedule lacks.
+    """
+    events = trace["traceEvents"]
+    names = {e["tid"]: str(e["args"]["name"]) for e in events if e["name"] == "thread_name"}
+    spans = [event for event in events if event["ph"] == "X"]
+    if not spans:
+        raise ValueError("it holds no passes")
+    waits = {(e["tid"], e["name"].removeprefix("wait for ")) for e in spans if e["cat"] == _WAIT}
+    spans = [event for event in spans if event["cat"] != _WAIT]
+    origin = min(event["ts"] for event in spans)
+    bars: dict[str, dict[str, list[Bar]]] = {}
+    seen: set[tuple[int, str]] = set()
+    for event in sorted(spans, key=lambda event: event["ts"]):
+        if (event["tid"], event["name"]) in seen:
+            continue
+        seen.add((event["tid"], event["name"]))
+        label, lane = _row(names[event["tid"]])
+        start = (event["ts"] - origin) / _US_PER_MS
+        item = parse(event["name"])
+        waited = "what it needs" if (event["tid"], event["name"]) in waits else ""
+        bar = Bar(item, start, start + event["dur"] / _US_PER_MS, waited)
+        bars.setdefault(label, {}).setdefault(lane, []).append(bar)
+    known = {pass_ for passes in schedule.ranks for pass_ in passes}
+    rows = []
+    for label in sorted(bars, key=_rank):
+        lanes = {lane: tuple(row) for lane, row in bars[label].items()}
+        foreign = [bar.item for bar in lanes.get("passes", ()) if bar.item not in known]
+        if foreign:
+            raise ValueError(f"the schedule has no pass {foreign[0]}")
+        rows.append(Row(label, lanes.get("passes", ()), lanes.get("output", ()), lanes.get("input", ())))
+    length = max(bar.end_ms for row in rows for bar in row.passes)
+    busy = sum(bar.end_ms - bar.start_ms for row in rows for bar in row.passes)
+    idle = 100 * (1 - busy / (length * len(rows))) if length else 0.0
+    return Chart(f"{title}: {length:.1f} ms, idle {idle:.1f} %", tuple(rows), length, schedule.layout)
+
+
+def measured_times(chart: Chart, schedule: Schedule) -> PassTimes:
+    """The times to plan ``schedule`` with: medians of measured passes, the shortest of each collective.
+
+    A collective's span on one rank includes waiting for the other ranks, hence the shortest. Transfers
+    between stages are not in a timeline and count as nothing.
+
+    Raises:
+        ValueError: naming a pass of the schedule of which no instance was measured.
+    """
+    seen: dict[tuple[PassType, int], list[float]] = {}
+    shortest = dict.fromkeys(CommType, float("inf"))
+    for row in chart.rows:
+        for bar in (*row.passes, *row.output, *row.input):
+            took, item = bar.end_ms - bar.start_ms, bar.item
+            if isinstance(item, Pass):
+                seen.setdefault((item.type, item.stage), []).append(took)
+            elif isinstance(item, Comm):
+                shortest[item.type] = min(shortest[item.type], took)
+    wanted = {(pass_.type, pass_.stage) for passes in schedule.ranks for pass_ in passes}
+    for type_, stage in sorted(wanted, key=lambda key: (key[0].value, key[1])):
+        if (type_, stage) not in seen:
+            raise ValueError(f"the timeline has no pass {type_.value} of stage {stage}")
+    stages = range(schedule.layout.num_stages)
+    passes = {type_: tuple(median(seen.get((type_, stage), [0.0])) for stage in stages) for type_ in PassType}
+    return PassTimes(passes, {type_: 0.0 if ms == float("inf") else ms for type_, ms in shortest.items()})
+
+
+def _row(name: str) -> tuple[str, str]:
+    """The rank's label and the lane of a row of the trace."""
+    words = name.split(" ", 2)
+    suffix = f" {words[2]}" if len(words) > 2 else ""
+    if suffix not in _LANES:
+        raise ValueError(f"unknown row {name!r}")
+    return " ".join(words[:2]), _LANES[suffix]
+
+
+def _rank(label: str) -> int:
+    return int(label.rpartition(" ")[2])

@@ -1,0 +1,146 @@
+"""A picture on paper: charts laid out as rectangles and texts, which ``svg.py`` and ``image.py`` paint.
+
+One row a rank, time to the right; a pass shows its microbatch where it fits. Charts stand one below the
+other on one time axis, so that a planned and a measured one compare. Lengths are pixels (of 1/96 inch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil, log10
+from typing import Literal
+
+from ..passes import PassType
+from .chart import Bar, Chart
+from .style import STYLES, shade
+
+_ROW, _GAP, _LEFT, _TOP, _RIGHT = 24, 4, 60, 34, 16
+_BETWEEN = 18  # above each further chart
+_AXIS, _LEGEND = 26, 34
+_FORWARD, _LEAST, _MOST = 26.0, 640.0, 12000.0  # of a forward pass; of all passes
+_DIGIT, _LETTER = 6.4, 6.2  # width at size 11
+_LABELS = (11, 9, 7.5)  # sizes of a pass's microbatch, the largest that fits
+_INK, _QUIET, _GROUND = "#222222", "#666666", "#f3f3f3"
+
+Anchor = Literal["start", "middle", "end"]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A filled rectangle; ``hover`` is shown by viewers that can."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: str
+    edge: float = 0.0
+    hover: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A line of text; ``y`` is its base line."""
+
+    x: float
+    y: float
+    text: str
+    colour: str = _INK
+    size: float = 11
+    anchor: Anchor = "start"
+    bold: bool = False
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Shapes, painted in their order."""
+
+    width: float
+    height: float
+    shapes: tuple[Box | Text, ...]
+
+
+def lay_out(charts: Sequence[Chart], widest: float = _MOST) -> Scene:
+    """Place charts below each other, with one legend at the end; at most about ``widest`` pixels wide."""
+    scale = _pixels_per_ms(charts, widest)
+    length = max((chart.length_ms for chart in charts), default=0.0)
+    shapes: list[Box | Text] = []
+    y = 0.0
+    for chart in charts:
+        shapes += _chart(chart, scale, y)
+        y += _TOP + len(chart.rows) * (_ROW + _GAP) + _AXIS + _BETWEEN
+    y += _LEGEND - _BETWEEN
+    legend, used = _legend(charts, y - _LEGEND + 8)
+    width = _LEFT + max(length * scale, _LEAST, used) + _RIGHT
+    return Scene(ceil(width), ceil(y), (Box(0, 0, ceil(width), ceil(y), "#ffffff"), *shapes, *legend))
+
+
+def _pixels_per_ms(charts: Sequence[Chart], widest: float) -> float:
+    """A middling forward pass is about as wide as two digits; very long schedules are squeezed."""
+    forwards = sorted(
+        bar.end_ms - bar.start_ms
+        for chart in charts
+        for row in chart.rows
+        for bar in row.passes
+        if bar.item.type is PassType.F
+    )
+    total = max((chart.length_ms for chart in charts), default=0.0) or 1.0
+    middle = (forwards[len(forwards) // 2] if forwards else 0.0) or total
+    return min(max(_FORWARD / middle, _LEAST / total), widest / total)
+
+
+def _chart(chart: Chart, scale: float, top: float) -> Iterator[Box | Text]:
+    yield Text(_LEFT, top + 20, chart.title, size=13, bold=True)
+    for place, row in enumerate(chart.rows):
+        y = top + _TOP + place * (_ROW + _GAP)
+        yield Text(_LEFT - 8, y + _ROW - 8, row.label, anchor="end")
+        yield Box(_LEFT, y, chart.length_ms * scale, _ROW, _GROUND)
+        for bar in row.passes:
+            yield from _bar(bar, chart.chunk_of(bar.item), scale, y)
+    yield from _axis(chart.length_ms, scale, top + _TOP + len(chart.rows) * (_ROW + _GAP))
+
+
+def _bar(bar: Bar, chunk: int, scale: float, y: float) -> Iterator[Box | Text]:
+    assert isinstance(bar.item.type, PassType)
+    style = STYLES[bar.item.type]
+    x, width = _LEFT + bar.start_ms * scale, (bar.end_ms - bar.start_ms) * scale
+    label = str(bar.item.microbatch)
+    hover = f"{bar.item}: {style.meaning}, microbatch {label}, {bar.start_ms:.2f} to {bar.end_ms:.2f} ms"
+    yield Box(x, y, width, _ROW, shade(style.fill, chunk), 0.4, hover)
+    size = next((size for size in _LABELS if len(label) * _DIGIT * size / 11 + 1.5 <= width), None)
+    if size is not None:
+        yield Text(x + width / 2, y + _ROW / 2 + 0.36 * size, label, style.ink, size, "middle")
+
+
+def _axis(length_ms: float, scale: float, y: float) -> Iterator[Box | Text]:
+    """Ticks at round times, about 90 pixels apart."""
+    step = round_step(90.0 / scale)
+    for k in range(int(length_ms / step) + 1):
+        x = _LEFT + k * step * scale
+        yield Box(x - 0.4, y, 0.8, 5, "#888888")
+        yield Text(x, y + 17, f"{k * step:g}{' ms' if k == 0 else ''}", _QUIET, anchor="middle")
+
+
+def round_step(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, ... (or 0.5, 0.2, ...) that is not below ``least``."""
+    power = 10.0 ** int(log10(least) // 1)
+    return next(k * power for k in (1, 2, 5, 10) if k * power >= least * (1 - 1e-9))
+
+
+def _legend(charts: Sequence[Chart], y: float) -> tuple[list[Box | Text], float]:
+    """The legend's shapes and its width."""
+    types = [type_ for type_ in STYLES if any(type_ in chart.types() for chart in charts)]
+    chunks = max((chart.layout.chunks for chart in charts), default=1)
+    shapes: list[Box | Text] = []
+    x = float(_LEFT)
+    for type_ in types:
+        style = STYLES[type_]
+        shades = chunks if type_ in (PassType.F, PassType.B, PassType.W) else 1
+        text = f"{type_.value}: {style.meaning}" + (f" (chunks 0–{shades - 1})" if shades > 1 else "")
+        for chunk in range(shades):
+            shapes.append(Box(x, y, 14, 14, shade(style.fill, chunk), 1.0))
+            x += 14
+        shapes.append(Text(x + 5, y + 11, text))
+        x += 5 + len(text) * _LETTER + 14
+    return shapes, x - _LEFT

@@ -1,0 +1,50 @@
+"""Pictures of one method's schedule and of its last step, side by side, in the method's results folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_vocabpar.schedule.draw import (
+    draw_html,
+    draw_svg,
+    measured_chart,
+    measured_times,
+    planned_chart,
+    svg_of,
+)
+from megatron_vocabpar.schedule.schedule import Schedule
+from megatron_vocabpar.schedule.serialize import to_json
+from megatron_vocabpar.schedule.simulate import simulate_times
+from megatron_vocabpar.train.output import (
+    SCHEDULE_DATA_FILE,
+    SCHEDULE_FILE,
+    TIMELINE_FILE,
+    TIMELINE_PAGE_FILE,
+    TIMELINE_PICTURE_FILE,
+)
+
+_PAGE_WIDTH = 1400.0  # pixels of time: a page shows pictures no wider than itself
+
+
+def write_pictures(folder: Path, schedule: Schedule, trace: Mapping[str, Any]) -> None:
+    """Write the schedule, the measured timeline, and the two below each other.
+
+    The plan is drawn with the times that were measured: what differs below is waiting, communication and
+    the work between passes.
+
+    Args:
+        folder: of one method.
+        schedule: what ran.
+        trace: of the last step, as ``runtime.profile.trace_events`` makes it.
+    """
+    (folder / SCHEDULE_FILE).write_text(draw_svg(schedule), encoding="utf-8")
+    (folder / SCHEDULE_DATA_FILE).write_text(to_json(schedule) + "\n", encoding="utf-8")
+    (folder / TIMELINE_FILE).write_text(json.dumps(trace), encoding="utf-8")
+    measured = measured_chart(trace, schedule, f"{schedule.method}, measured")
+    simulation = simulate_times(schedule, measured_times(measured, schedule))
+    charts = [planned_chart(schedule, simulation, title=f"{schedule.method}, planned"), measured]
+    (folder / TIMELINE_PICTURE_FILE).write_text(svg_of(charts, _PAGE_WIDTH), encoding="utf-8")
+    (folder / TIMELINE_PAGE_FILE).write_text(draw_html(charts), encoding="utf-8")
