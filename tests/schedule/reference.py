@@ -109,7 +109,10 @@ def starts(data: dict[str, Any], ms: dict[str, float], comm: float) -> dict[Key,
             start[key] = max((start[n] + ms[n[0]] + late for n, late in edges[key]), default=0.0)
         if data["algorithm"] == "interlaced":
             together(ready, start, data["p"])
-        left -= {key for key in ready if key in start}
+            ready = {key for key in ready if key in start}
+            if not ready:
+                return None
+        left -= ready
     return start
 
 

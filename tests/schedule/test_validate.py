@@ -1,7 +1,10 @@
 """Every named violation, by hand and by mutation."""
 
+import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -9,9 +12,21 @@ from hypothesis import strategies as st
 
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.lower import lower
-from megatron_vocabpar.schedule.passes import Comm, CommType, Instruction, Pass, PassType, parse
-from megatron_vocabpar.schedule.schedule import Program, Schedule, ScheduleError
+from megatron_vocabpar.schedule.passes import (
+    INPUT_COLLECTIVES,
+    OUTPUT_COLLECTIVES,
+    Comm,
+    Instruction,
+    Pass,
+    parse,
+)
+from megatron_vocabpar.schedule.peaks import peak_activations
+from megatron_vocabpar.schedule.schedule import Schedule, ScheduleError
+from megatron_vocabpar.schedule.serialize import from_json
 from megatron_vocabpar.schedule.validate import validate, validate_program
+
+from . import reference
+from .random_schedules import SHAPES, Shape, accepted, random_data, random_schedule
 
 SCHEDULE = generate("vocab-2", 3, 5)
 PROGRAM = lower(SCHEDULE)
@@ -132,61 +147,103 @@ def test_a_launch_behind_what_depends_on_it_is_a_deadlock() -> None:
         validate_program(schedule, late)
 
 
-def mutations(schedule: Schedule, data: st.DataObject) -> tuple[tuple[Pass, ...], ...]:
-    """Remove, double, rename or move one pass."""
-    rows = [list(row) for row in schedule.ranks]
-    row = rows[data.draw(st.integers(0, schedule.p - 1))]
-    position = data.draw(st.integers(0, len(row) - 1))
-    kind = data.draw(st.sampled_from(["remove", "double", "rename", "swap"]))
-    if kind == "remove":
+def mutated(data: dict[str, Any], draw: st.DataObject) -> str:
+    """Break, or at least change, one row of a schedule's JSON form; returns the kind of the change."""
+    rows = data["ranks"]
+    row = rows[draw.draw(st.integers(0, data["p"] - 1), "rank")]
+    position = draw.draw(st.integers(0, len(row) - 1), "position")
+    other = draw.draw(st.integers(0, len(row) - 1), "other position")
+    kind = draw.draw(st.sampled_from(["swap", "drop", "double", "move", "microbatch", "chunk", "rank"]))
+    if kind == "swap":
+        row[position], row[other] = row[other], row[position]
+    elif kind == "drop":
         del row[position]
     elif kind == "double":
-        row.insert(data.draw(st.integers(0, len(row))), row[position])
-    elif kind == "rename":
-        row[position] = replace(row[position], microbatch=schedule.m)
+        row.insert(other, dict(row[position]))
+    elif kind == "move":
+        row.insert(other, row.pop(position))
+    elif kind == "microbatch":
+        row[position]["mb"] = draw.draw(st.integers(0, data["m"]))
+    elif kind == "chunk":
+        row[position]["chunk"] = draw.draw(st.integers(0, data["chunks"] - 1))
     else:
-        later = [k for k in range(len(row)) if must_follow(row[position], row[k])]
-        if later:
-            other = data.draw(st.sampled_from(later))
-            row[position], row[other] = row[other], row[position]
-        else:
-            del row[position]
-    return tuple(map(tuple, rows))
+        rows[draw.draw(st.integers(0, data["p"] - 1))].insert(0, row.pop(position))
+    return kind
 
 
-def must_follow(one: Pass, other: Pass) -> bool:
-    """Whether ``other`` comes after ``one`` in every valid schedule with vocab-1 on one chunk."""
-    order = [PassType.IF, PassType.F, PassType.S, PassType.T, PassType.B, PassType.IB]
-    return one.microbatch == other.microbatch and order.index(one.type) < order.index(other.type)
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.data(), st.integers(1, 4), st.integers(1, 5))
-def test_mutated_schedules_are_caught(data: st.DataObject, p: int, m: int) -> None:
-    schedule = generate("vocab-1", p, m)
-    validate(schedule)
-    with pytest.raises(ScheduleError):
-        validate(replace(schedule, ranks=mutations(schedule, data)))
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.data())
-def test_programs_with_a_communication_removed_or_doubled_are_caught(data: st.DataObject) -> None:
-    rank = data.draw(st.integers(0, 2))
-    comms = [item for item in PROGRAM[rank] if isinstance(item, Comm)]
-    text = str(data.draw(st.sampled_from(comms)))
-    edit = data.draw(st.sampled_from([without, doubled]))(text)
-    with pytest.raises(ScheduleError):
-        validate_program(SCHEDULE, edited(PROGRAM, rank, edit))
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.sampled_from(SHAPES), st.integers(0, 10**6))
+def test_mutated_schedules_are_judged_as_by_the_independent_reading(
+    draw: st.DataObject, shape: Shape, seed: int
+) -> None:
+    """Any order of any shape, changed in any one place: refused if and only if a rule is broken."""
+    data = random_data(shape, seed)
+    validate(from_json(json.dumps(data)))
+    kind = mutated(data, draw)
+    split = any(item["op"] == "W" for row in data["ranks"] for item in row)
+    verdict = accepted(data, split)
+    try:
+        validate(from_json(json.dumps(data)))
+    except ScheduleError as error:
+        assert not verdict, error
+        rule = str(error).partition(":")[0]
+        allowed = {"drop": {"missing pass"}, "double": {"doubled pass"}}
+        anything = {"missing pass", "doubled pass", "foreign pass", "order", "deadlock"}
+        assert rule in (allowed.get(kind, anything) if split == shape.split else anything)
+    else:
+        assert verdict, kind
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_collectives_in_another_order_on_one_rank_are_caught(data: st.DataObject) -> None:
-    types = {CommType.C0, CommType.C1}
-    rank = data.draw(st.integers(0, 2))
-    launches = [str(item) for item in PROGRAM[rank] if item.type in types]
-    one, other = data.draw(st.permutations(launches))[:2]
-    program: Program = edited(PROGRAM, rank, swapped(one, other))
-    with pytest.raises(ScheduleError):
-        validate_program(SCHEDULE, program)
+@given(st.sampled_from(SHAPES), st.integers(0, 10**6))
+def test_peaks_and_caps_of_any_order(shape: Shape, seed: int) -> None:
+    data = random_data(shape, seed)
+    schedule, peak = from_json(json.dumps(data)), reference.peak_activations(data)
+    assert max(peak_activations(schedule)) == peak
+    validate(schedule, peak)
+    with pytest.raises(ScheduleError, match="peak over the cap"):
+        validate(schedule, peak - 0.5 / shape.chunks)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(SHAPES), st.integers(0, 10**6))
+def test_programs_of_any_order_and_their_mutations(draw: st.DataObject, shape: Shape, seed: int) -> None:
+    schedule = random_schedule(shape, seed)
+    program = lower(schedule)
+    validate_program(schedule, program)
+    rank = draw.draw(st.integers(0, shape.p - 1))
+    comms = [str(item) for item in program[rank] if isinstance(item, Comm)]
+    if not comms:
+        return
+    text = draw.draw(st.sampled_from(comms))
+    name, edit = draw.draw(st.sampled_from([("missing", without(text)), ("doubled", doubled(text))]))
+    with pytest.raises(ScheduleError, match=f"{name} communication: rank {rank}.*{text}"):
+        validate_program(schedule, edited(program, rank, edit))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from([s for s in SHAPES if s.algorithm != "none" and s.p > 1]))
+def test_another_order_of_collectives_on_one_rank(draw: st.DataObject, shape: Shape) -> None:
+    schedule = random_schedule(shape, 1)
+    program = lower(schedule)
+    rank = draw.draw(st.integers(0, shape.p - 1))
+    group = draw.draw(st.sampled_from([OUTPUT_COLLECTIVES, INPUT_COLLECTIVES]))
+    launches = [str(item) for item in program[rank] if item.type in group]
+    one, other = draw.draw(st.permutations(launches))[:2]
+    with pytest.raises(ScheduleError, match=r"^(collective order|order): rank"):
+        validate_program(schedule, edited(program, rank, swapped(one, other)))
+
+
+def test_a_pass_that_a_program_lacks() -> None:
+    with pytest.raises(ScheduleError, match="missing pass: rank 1 never runs 1IB4"):
+        validate_program(SCHEDULE, edited(PROGRAM, 1, without("1IB4")))
+
+
+def test_large_schedules_are_checked_in_time() -> None:
+    """p = 32, m = 128: 24576 passes, about 57000 instructions."""
+    schedule = generate("vocab-2", 32, 128)
+    program = lower(schedule)
+    begin = time.process_time()
+    validate(schedule, 33)
+    validate_program(schedule, program)
+    assert time.process_time() - begin < 5.0

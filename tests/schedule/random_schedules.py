@@ -1,0 +1,85 @@
+"""Valid schedules of any shape, in random order, by the independent reading of the rules in ``reference.py``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from megatron_vocabpar.schedule.schedule import Schedule
+from megatron_vocabpar.schedule.serialize import from_json
+
+from . import reference
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a schedule is made of, without its order."""
+
+    algorithm: str = "vocab-2"
+    p: int = 2
+    m: int = 3
+    chunks: int = 1
+    placement: str = "standard"
+    split: bool = False
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The JSON form, every rank's passes missing."""
+        return {
+            "p": self.p,
+            "m": self.m,
+            "chunks": self.chunks,
+            "algorithm": self.algorithm,
+            "placement": self.placement,
+            "input": "local" if self.algorithm == "none" else "parallel",
+            "ranks": [[] for _ in range(self.p)],
+        }
+
+
+def random_data(shape: Shape, seed: int) -> dict[str, Any]:
+    """The JSON form of a valid schedule: again and again, any pass that may run next."""
+    data, draw = shape.data, Random(seed)
+    left = {key: rank for rank, keys in enumerate(reference.wanted(data, shape.split)) for key in keys}
+    needs = {key: [need for need, _ in reference.waits_for(key, data, 0.0)] for key in left}
+    done: set[reference.Key] = set()
+    while left:
+        ready = sorted(key for key in left if done.issuperset(needs[key]))
+        chosen = draw.choice(ready)
+        together = shape.algorithm == "interlaced" and chosen[0] == "S"
+        for op, place, mb in [("S", r, chosen[2]) for r in range(shape.p)] if together else [chosen]:
+            rank = left.pop((op, place, mb))
+            chunk = place // shape.p if op in ("F", "B", "W") else 0
+            data["ranks"][rank].append({"op": op, "mb": mb, "chunk": chunk})
+            done.add((op, place, mb))
+    return data
+
+
+def random_schedule(shape: Shape, seed: int) -> Schedule:
+    return from_json(json.dumps(random_data(shape, seed)))
+
+
+def accepted(data: dict[str, Any], split: bool) -> bool:
+    """Whether the independent reading finds every pass there once, and an order that can run."""
+    rows, expected = reference.keys_of(data), reference.wanted(data, split)
+    if any(sorted(row) != sorted(keys) for row, keys in zip(rows, expected, strict=True)):
+        return False
+    return (
+        reference.starts(data, dict.fromkeys(["IF", "F", "S", "S2", "T", "B", "W", "IB"], 1.0), 0.0)
+        is not None
+    )
+
+
+SHAPES = [
+    Shape("none", 3, 4),
+    Shape("naive", 2, 3),
+    Shape("vocab-1", 3, 3),
+    Shape("vocab-1", 2, 3, 2, "vshape", True),
+    Shape("vocab-2", 1, 4),
+    Shape("vocab-2", 3, 4, split=True),
+    Shape("vocab-2", 2, 3, 2, "standard"),
+    Shape("vocab-2", 3, 3, 2, "vshape", True),
+    Shape("vocab-2", 2, 2, 3, "vshape"),
+    Shape("interlaced", 3, 3),
+]
