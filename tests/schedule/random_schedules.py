@@ -1,4 +1,4 @@
-"""Valid schedules of any shape, in random order, by the independent reading of the rules in ``reference.py``."""
+"""Valid schedules of any shape, in random order, by the independent reading in ``reference.py``."""
 
 from __future__ import annotations
 

@@ -1,20 +1,27 @@
 """The simulator against hand-computed times, an independent simulation, and the paper's measured runs."""
 
 import json
+import time
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_vocabpar.schedule.costs import PassCosts
+from megatron_vocabpar.schedule.critical_path import time_by_rank, time_by_type
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.lower import lower, play_passes
+from megatron_vocabpar.schedule.memory import BUFFERS, BufferSizes, memory_curve, peak_memory
 from megatron_vocabpar.schedule.methods import METHODS
-from megatron_vocabpar.schedule.passes import parse
-from megatron_vocabpar.schedule.schedule import Deadlock
-from megatron_vocabpar.schedule.serialize import to_json
+from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, parse
+from megatron_vocabpar.schedule.schedule import Deadlock, Schedule
+from megatron_vocabpar.schedule.serialize import from_json, ranks_from_text, to_json
 from megatron_vocabpar.schedule.simulate import simulate
 
 from . import reference
+from .random_schedules import SHAPES, Shape, random_data, random_schedule
 
 COSTS = PassCosts(
     F_ms=10.0,
@@ -100,6 +107,130 @@ def test_the_queue_of_a_group_delays_collectives() -> None:
         assert all(before[1] <= after[0] for before, after in pairwise(busy))
     assert result.iteration_ms >= 6 * 3 * 50.0
     assert result.iteration_ms > max(map(max, play_passes(schedule, slow).ends))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(SHAPES), st.integers(0, 10**6))
+def test_any_order_of_any_shape_equals_an_independent_simulation(shape: Shape, seed: int) -> None:
+    data = random_data(shape, seed)
+    ms = {"F": 10.0, "B": 12.0, "W": 8.0, "IF": 1.0, "IB": 2.0, "S": 3.0, "S2": 1.0, "T": 4.0}
+    method = {f"{name}_ms": ms[name] for name in ("S", "S2", "T")}
+    method["T_ms"] *= shape.algorithm != "interlaced"
+    costs = PassCosts(10.0, 12.0, 8.0, 1.0, 2.0, {shape.algorithm: method})
+    if not shape.split:
+        ms["B"] += ms["W"]
+    start = reference.starts(data, ms | {name: ms[name] / shape.chunks for name in "FBW"}, 0.0)
+    assert start is not None
+    result = simulate(from_json(json.dumps(data)), costs)
+    names = {f"{place}{op}{'.' if op == 'S2' else ''}{mb}": at for (op, place, mb), at in start.items()}
+    assert {str(p): times[0] for p, times in result.passes.items()} == pytest.approx(names)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(SHAPES), st.integers(0, 10**6), st.floats(0.0, 30.0))
+def test_the_critical_path_has_no_gap_and_idle_time_adds_up(shape: Shape, seed: int, comm: float) -> None:
+    costs = PassCosts(10.0, 12.0, 8.0, 1.0, 1.0, COSTS.methods, comm, comm / 2, comm / 3)
+    result = simulate(random_schedule(shape, seed), costs)
+    path = result.critical_path
+    assert path[0].start_ms == 0.0
+    assert path[-1].end_ms == result.iteration_ms
+    assert all(before.end_ms == after.start_ms for before, after in pairwise(path))
+    assert sum(time_by_type(path).values()) == pytest.approx(result.iteration_ms)
+    in_passes = sum(step.end_ms - step.start_ms for step in path if isinstance(step.item, Pass))
+    assert sum(time_by_rank(path, shape.p)) == pytest.approx(in_passes)
+    for busy, idle in zip(result.busy_ms, result.idle_ms, strict=True):
+        assert busy + sum(idle.values()) == pytest.approx(result.iteration_ms)
+
+
+def test_a_longer_step_of_the_critical_path_makes_the_iteration_longer() -> None:
+    """By at least as much as the path says, for every rank's forward passes."""
+    schedule = generate("vocab-2", 4, 8)
+    base = simulate(schedule, COSTS)
+    for rank in range(4):
+        slower = replace(COSTS, F_ms=tuple(10.0 + 1e-6 * (k == rank) for k in range(4)))
+        steps = [s for s in base.critical_path if s.rank == rank and str(s.item).startswith(f"{rank}F")]
+        gained = simulate(schedule, slower, lower(schedule, COSTS)).iteration_ms - base.iteration_ms
+        assert gained >= 1e-6 * len(steps) - 1e-9
+
+
+def test_transfers_of_one_link_follow_each_other() -> None:
+    """F takes 10 and a transfer 15: the second waits for the first; its receive is posted at once."""
+    schedule = generate("baseline", 2, 2, costs=PassCosts(10.0, 0.0, 0.0))
+    rows = ("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
+    schedule = replace(schedule, ranks=ranks_from_text("\n".join(rows)))
+    program = tuple(
+        tuple(map(parse, row.split()))
+        for row in (
+            "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1",
+            "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1",
+        )
+    )
+    result = simulate(schedule, PassCosts(10.0, 1.0, 0.0, p2p_ms=15.0), program)
+    assert result.comms[Comm(CommType.RECV_F, 1, 0)] == (10.0, 25.0)
+    assert result.comms[Comm(CommType.RECV_F, 1, 1)] == (25.0, 40.0)  # sent at 20
+    assert result.comms[Comm(CommType.RECV_B, 0, 0)] == (51.0, 66.0)
+    assert result.comms[Comm(CommType.RECV_B, 0, 1)] == (66.0, 81.0)  # sent at 52
+    assert result.iteration_ms == pytest.approx(82.0)
+    names = [str(step.item) for step in result.critical_path]
+    assert names == ["0F0", "1RECV_F0", "1RECV_F1", "1F1", "1B0", "0RECV_B0", "0RECV_B1", "0B1"]
+    assert result.idle_ms[0] == {"RECV_B": pytest.approx(46.0 + 14.0)}
+    assert result.idle_ms[1] == {"RECV_F": pytest.approx(30.0), "end": pytest.approx(30.0)}
+
+
+def test_buffers_by_hand() -> None:
+    """One rank, two microbatches, W split off and late; IF and IB around."""
+    rows = ranks_from_text("0IF0 0IF1 0F0 0F1 0S0 0S1 0B0 0B1 0T0 0T1 0W0 0W1 0IB0 0IB1")
+    schedule = Schedule("vocab-2", 1, 2, 1, "vocab-2", "standard", "parallel", rows)
+    result = simulate(schedule, COSTS)
+    assert result.peak_activations == (2.0,)
+    assert result.peak_weight_inputs == (2.0,)
+    assert result.peak_softmax_shards == result.peak_embedded_inputs == result.peak_input_gradients == (2,)
+    sizes = BufferSizes({"activations": 100.0, "weight_inputs": 60.0, "softmax_shards": 7.0})
+    sizes = BufferSizes(dict.fromkeys(BUFFERS, 0.0) | sizes.mib)
+    peak = peak_memory(result.alive[0], sizes, 1)
+    assert peak.mib == 214.0
+    assert {name: mib for name, mib in peak.parts.items() if mib} == {
+        "activations": 200.0,
+        "softmax_shards": 14.0,
+    }
+    times = [time for time, _ in memory_curve(result.alive[0], sizes.mib, 1)]
+    values = [value for _, value in memory_curve(result.alive[0], sizes.mib, 1)]
+    assert times == sorted(times)
+    assert values == [100.0, 200.0, 207.0, 214.0, 174.0, 134.0, 127.0, 120.0, 60.0, 0.0]
+
+
+def test_sizes_from_the_shape_of_a_model() -> None:
+    """8 GPUs, 32 layers of width 3072, sequence 2048: the bytes per element of the module's source."""
+    shape = {"seq_length": 2048, "hidden": 3072, "layers": 32, "vocab": 256000}
+    sizes = BufferSizes.from_dict(shape, 8)
+    assert sizes is not None
+    assert sizes.mib["activations"] == pytest.approx(34.3 * 2048 * 3072 * 4 / 2**20)
+    assert sizes.mib["softmax_shards"] == pytest.approx(7.3 * 2048 * 32000 / 2**20)
+    assert BufferSizes.from_dict({"F_ms": 1.0}, 8) is None
+    given = BufferSizes.from_dict({"memory_mib": {"activations": 5}}, 8)
+    assert given is not None
+    assert (given.mib["activations"], given.mib["logits"]) == (5.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"memory_mib": 5}, "'memory_mib' must map buffers to MiB"),
+        ({"memory_mib": {"weights": 5}}, "memory_mib has no buffer 'weights'; there are activations, "),
+        ({"seq_length": 0, "hidden": 1, "layers": 1, "vocab": 1}, "seq_length is 0"),
+    ],
+)
+def test_bad_sizes(data: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BufferSizes.from_dict(data, 4)
+
+
+def test_large_schedules_are_simulated_in_time() -> None:
+    schedule = generate("vocab-2", 32, 128)
+    program = lower(schedule)
+    begin = time.process_time()
+    assert len(simulate(schedule, program=program).critical_path) > 100
+    assert time.process_time() - begin < 3.0
 
 
 def test_a_program_that_deadlocks_is_named() -> None:

@@ -89,7 +89,10 @@ function description(data, chart, row, bar) {
     } else if (idle > 0) {
       lines.push(`idle before it: ${milliseconds(idle)}`);
     }
-    if (row.memory.length) lines.push(`the rank holds ${number(amountAt(row.memory, bar[START]))} ${chart.unit}`);
+    if (row.memory.length) {
+      const amount = number(amountAt(row.memory, bar[START]));
+      lines.push(`the rank holds ${amount} ${amount === "1" ? chart.unit.replace("hes", "h") : chart.unit}`);
+    }
     if (bar[CRITICAL]) lines.push("on the critical path");
   }
   return lines.join("\n");
