@@ -45,6 +45,12 @@ _BINARY = ("png", "pdf")
     show_default=True,
     help="A time grid, the passes as data, a picture, a page to zoom in, or a timeline for a trace viewer.",
 )
+@click.option(
+    "--width",
+    type=click.IntRange(min=100),
+    default=None,
+    help="Most pixels of time in a picture; by default passes are wide enough to be read.",
+)
 @click.option("--output", default=None, metavar="FILE", help="Write there instead of to the terminal.")
 def schedule_command(
     method: str,
@@ -55,6 +61,7 @@ def schedule_command(
     costs_file: str | None,
     max_activations: float | None,
     output_format: str,
+    width: int | None,
     output: str | None,
 ) -> None:
     """Generate a schedule; print it or draw it."""
@@ -65,9 +72,8 @@ def schedule_command(
     schedule = generate(
         method, p, m, family=family, chunks=chunks, costs=costs, max_activations=max_activations
     )
-    content = render(
-        schedule, costs, output_format, sizes=sizes, on_terminal=output is None and sys.stdout.isatty()
-    )
+    on_terminal = output is None and sys.stdout.isatty()
+    content = render(schedule, costs, output_format, sizes=sizes, width=width, on_terminal=on_terminal)
     if output is not None:
         write_output(output, content)
     else:
@@ -80,22 +86,25 @@ def render(
     output_format: str,
     *,
     sizes: BufferSizes | None = None,
+    width: int | None = None,
     on_terminal: bool,
 ) -> str | bytes:
-    """The schedule in one of the formats of ``--format``."""
+    """The schedule in one of the formats of ``--format``; ``width`` is in pixels."""
     if output_format == "json":
         return to_json(schedule)
     simulation = simulate(schedule, costs)
     if output_format == "trace":
         return draw_trace(schedule, simulation=simulation)
     if output_format == "text":
-        width = shutil.get_terminal_size().columns if on_terminal else _FILE_WIDTH
-        grid = draw_text(schedule, width=width, colour=on_terminal, simulation=simulation)
+        columns = shutil.get_terminal_size().columns if on_terminal else _FILE_WIDTH
+        grid = draw_text(schedule, width=columns, colour=on_terminal, simulation=simulation)
         return f"{_summary(schedule, simulation)}\n\n{grid}"
     charts = [planned_chart(schedule, simulation, sizes=sizes)]
     if output_format == "html":
         return draw_html(charts)
-    return svg_of(charts) if output_format == "svg" else draw_image(charts, output_format)
+    if output_format == "svg":
+        return svg_of(charts, width)
+    return draw_image(charts, output_format, width)
 
 
 def _summary(schedule: Schedule, simulation: Simulation) -> str:

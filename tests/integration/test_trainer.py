@@ -20,6 +20,7 @@ from megatron_vocabpar.integration.datasets import inspect_dataset, write_datase
 from megatron_vocabpar.integration.trainer import layers_per_stage, train
 from megatron_vocabpar.integration.weights import global_parameters
 from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.serialize import from_json
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.prepare import prepare
 from tests.integration.gpt import unwrap
@@ -126,6 +127,10 @@ def test_results_folder(base: TrainConfig, tmp_path: Path) -> None:
     assert {"0S0", "1T2", "1B2", "0C0.1", "1C1.0", "0C2.2", "0CI0", "1CIB2"} <= names
     assert {"rank 0", "rank 1", "rank 1 output collectives", "rank 0 input collectives"} <= rows
     assert (tmp_path / "job" / "schedule.svg").read_text().startswith("<svg")
+    schedule = from_json((tmp_path / "job" / "schedule.json").read_text())
+    passes = sum(map(len, schedule.ranks))
+    assert (tmp_path / "job" / "timeline.svg").read_text().count("<title>") == 2 * passes
+    assert "vocab-1, measured: " in (tmp_path / "job" / "timeline.html").read_text()
     assert latest_checkpoint(tmp_path / "job" / "checkpoint").name == "step_0000004"
 
 

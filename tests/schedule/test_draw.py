@@ -48,6 +48,16 @@ def test_text_of_one_forward_one_backward() -> None:
     assert lines[2] == f"1|     F0{dot}{dot}B0{dot * 6}F1{dot}{dot}B1{dot * 6}"
 
 
+def test_text_of_odd_chunks_is_small() -> None:
+    schedule = random_schedule(Shape("vocab-2", 2, 2, 2, "vshape", True), 1)
+    lines = draw_text(schedule, width=1000).splitlines()
+    for line, passes in zip(lines[1:3], schedule.ranks, strict=True):
+        letters = re.findall("[FBWfbw]", line)
+        names = [(p.type.value, p.stage) for p in passes if p.type.value in "FBW"]
+        assert letters == [name if stage < 2 else name.lower() for name, stage in names]
+    assert "small letters are the odd chunks" in lines[-1]
+
+
 @pytest.mark.parametrize("width", [40, 77, 160])
 def test_text_in_panels_loses_nothing(width: int) -> None:
     schedule = generate("vocab-2", 4, 6)

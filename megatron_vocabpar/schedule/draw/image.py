@@ -17,8 +17,8 @@ _EDGE = "#444444"
 _HORIZONTAL = {"start": "left", "middle": "center", "end": "right"}
 
 
-def draw_image(charts: Sequence[Chart], file_format: str) -> bytes:
-    """Charts below each other, as the bytes of a ``png`` or ``pdf`` file.
+def draw_image(charts: Sequence[Chart], file_format: str, widest: float | None = None) -> bytes:
+    """Charts below each other, as the bytes of a ``png`` or ``pdf`` file; ``widest`` as in ``scene.lay_out``.
 
     Raises:
         ValueError: if matplotlib is not installed.
@@ -31,7 +31,7 @@ def draw_image(charts: Sequence[Chart], file_format: str) -> bytes:
             f"{file_format} pictures need matplotlib, which is not installed; "
             "run: pip install 'megatron-vocabpar[draw]', or choose svg or html"
         ) from error
-    scene = lay_out(charts)
+    scene = lay_out(charts, widest)
     figure = Figure(figsize=(scene.width / _DOTS_PER_INCH, scene.height / _DOTS_PER_INCH))
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))

@@ -20,6 +20,7 @@ _BETWEEN = 18  # above each further chart
 _AXIS, _LEGEND = 26, 34
 _FORWARD, _LEAST, _MOST = 26.0, 640.0, 12000.0  # of a forward pass; of all passes
 _DIGIT, _LETTER = 6.4, 6.2  # width at size 11
+_EDGED = 2.5  # narrower passes have no edge, which would hide them
 _LABELS = (11, 9, 7.5)  # sizes of a pass's microbatch, the largest that fits
 _INK, _QUIET, _GROUND = "#222222", "#666666", "#f3f3f3"
 
@@ -61,9 +62,14 @@ class Scene:
     shapes: tuple[Box | Text, ...]
 
 
-def lay_out(charts: Sequence[Chart], widest: float = _MOST) -> Scene:
-    """Place charts below each other, with one legend at the end; at most about ``widest`` pixels wide."""
-    scale = _pixels_per_ms(charts, widest)
+def lay_out(charts: Sequence[Chart], widest: float | None = None) -> Scene:
+    """Place charts below each other, with one legend at the end.
+
+    Args:
+        charts: they share one time axis.
+        widest: the most pixels that the longest chart's time may take; by default passes stay readable.
+    """
+    scale = _pixels_per_ms(charts, widest or _MOST)
     length = max((chart.length_ms for chart in charts), default=0.0)
     shapes: list[Box | Text] = []
     y = 0.0
@@ -87,7 +93,7 @@ def _pixels_per_ms(charts: Sequence[Chart], widest: float) -> float:
     )
     total = max((chart.length_ms for chart in charts), default=0.0) or 1.0
     middle = (forwards[len(forwards) // 2] if forwards else 0.0) or total
-    return min(max(_FORWARD / middle, _LEAST / total), widest / total)
+    return min(max(_FORWARD / middle, min(_LEAST, widest) / total), widest / total)
 
 
 def _chart(chart: Chart, scale: float, top: float) -> Iterator[Box | Text]:
@@ -107,7 +113,7 @@ def _bar(bar: Bar, chunk: int, scale: float, y: float) -> Iterator[Box | Text]:
     x, width = _LEFT + bar.start_ms * scale, (bar.end_ms - bar.start_ms) * scale
     label = str(bar.item.microbatch)
     hover = f"{bar.item}: {style.meaning}, microbatch {label}, {bar.start_ms:.2f} to {bar.end_ms:.2f} ms"
-    yield Box(x, y, width, _ROW, shade(style.fill, chunk), 0.4, hover)
+    yield Box(x, y, width, _ROW, shade(style.fill, chunk), 0.4 if width > _EDGED else 0.0, hover)
     size = next((size for size in _LABELS if len(label) * _DIGIT * size / 11 + 1.5 <= width), None)
     if size is not None:
         yield Text(x + width / 2, y + _ROW / 2 + 0.36 * size, label, style.ink, size, "middle")

@@ -24,7 +24,7 @@ class Style:
 STYLES: dict[PassType, Style] = {
     PassType.F: Style("#9ec5f4", "#12233d", "forward"),
     PassType.B: Style("#a8dcb5", "#10301b", "backward"),
-    PassType.W: Style("#d3ead9", "#10301b", "weight gradient"),
+    PassType.W: Style("#d9e08a", "#2b3005", "weight gradient"),
     PassType.S: Style("#f6b26b", "#3d2200", "output layer S"),
     PassType.S2: Style("#f9d9a8", "#3d2200", "output layer S2"),
     PassType.T: Style("#d9534f", "#ffffff", "output layer T"),

@@ -31,8 +31,8 @@ def draw_svg(
 
 
 def svg_of(charts: Sequence[Chart], widest: float | None = None) -> str:
-    """Charts below each other, as the text of an SVG file; at most about ``widest`` pixels wide."""
-    scene = lay_out(charts) if widest is None else lay_out(charts, widest)
+    """Charts below each other, as the text of an SVG file; ``widest`` as in ``scene.lay_out``."""
+    scene = lay_out(charts, widest)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {scene.width:.0f} {scene.height:.0f}" '
         f'width="{scene.width:.0f}" height="{scene.height:.0f}" '

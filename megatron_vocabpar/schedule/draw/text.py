@@ -1,20 +1,21 @@
 """A time grid for the terminal, as the paper's Figure 10: one row a rank, time to the right.
 
 Each pass is as wide as it is long. It shows its letter and its microbatch where there is room (``F3``), the
-letter alone where there is not; ``i`` and ``o`` are IF and IB. Idle time is blank. Long schedules are cut
-into panels.
+letter alone where there is not; ``i`` and ``o`` are IF and IB. A rank's second, fourth ... chunk has small
+letters. Idle time is blank. Long schedules are cut into panels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from math import ceil
+from typing import NamedTuple
 
 from ..costs import PassCosts
-from ..passes import Pass, PassType
+from ..passes import VOCABULARY_PASSES, Pass, PassType
 from ..schedule import Schedule
 from ..simulate import Simulation, simulate
-from .style import STYLES, types_in
+from .style import STYLES, shade, types_in
 
 _LETTERS = {PassType.IF: "i", PassType.IB: "o", PassType.S2: "M"}
 _COLUMNS_PER_FORWARD = 4
@@ -40,8 +41,8 @@ def draw_text(
     """
     sim = simulation or simulate(schedule, costs)
     unit = _unit_ms(sim)
-    rows = [_cells(passes, sim, unit) for passes in schedule.ranks]
-    length = max((start + len(text) for row in rows for start, text, _ in row), default=0)
+    rows = [_cells(passes, sim, unit, schedule) for passes in schedule.ranks]
+    length = max((cell.column + len(cell.text) for row in rows for cell in row), default=0)
     margin = len(str(schedule.p - 1)) + 2
     panels_needed = max(1, ceil(length / max(width - margin, 20)))
     step = max(1, ceil(length / panels_needed))
@@ -58,35 +59,46 @@ def _unit_ms(sim: Simulation) -> float:
     return (middle or sim.iteration_ms or 1.0) / _COLUMNS_PER_FORWARD
 
 
-def _cells(passes: tuple[Pass, ...], sim: Simulation, unit: float) -> list[tuple[int, str, PassType]]:
-    """Each pass as (first column, text, type); every pass gets at least one column."""
+class _Cell(NamedTuple):
+    """A pass from its first column on."""
+
+    column: int
+    text: str
+    type: PassType
+    chunk: int
+
+
+def _cells(passes: tuple[Pass, ...], sim: Simulation, unit: float, schedule: Schedule) -> list[_Cell]:
+    """The passes of a rank; every pass gets at least one column."""
     cells = []
     cursor = 0
     for pass_ in passes:
         start, end = (round(time / unit) for time in sim.passes[pass_])
         start = max(start, cursor)
         cursor = max(end, start + 1)
-        cells.append((start, _label(pass_, cursor - start), pass_.type))
+        chunk = 0 if pass_.type in VOCABULARY_PASSES else schedule.layout.chunk_of(pass_.stage)
+        cells.append(_Cell(start, _label(pass_, chunk, cursor - start), pass_.type, chunk))
     return cells
 
 
-def _label(pass_: Pass, width: int) -> str:
+def _label(pass_: Pass, chunk: int, width: int) -> str:
     letter = _LETTERS.get(pass_.type, pass_.type.value)
+    letter = letter.lower() if chunk % 2 else letter
     full = f"{letter}{pass_.microbatch}"
     return (full if len(full) <= width else letter).ljust(width, "\N{MIDDLE DOT}")
 
 
 def _panel(
-    rows: list[list[tuple[int, str, PassType]]], left: int, right: int, margin: int, unit: float, colour: bool
+    rows: list[list[_Cell]], left: int, right: int, margin: int, unit: float, colour: bool
 ) -> Iterator[str]:
     yield " " * margin + _axis(left, right, unit)
     for rank, row in enumerate(rows):
         line, cursor = [f"{rank:>{margin - 2}}| "], left
-        for start, text, type_ in row:
+        for start, text, type_, chunk in row:
             first, last = max(start, left), min(start + len(text), right)
             if first < last:
                 line.append(
-                    " " * (first - cursor) + _paint(text[first - start : last - start], type_, colour)
+                    " " * (first - cursor) + _paint(text[first - start : last - start], type_, chunk, colour)
                 )
                 cursor = last
         yield "".join(line).rstrip()
@@ -98,19 +110,20 @@ def _axis(left: int, right: int, unit: float) -> str:
     return "".join(marks)[: right - left].rstrip()
 
 
-def _paint(text: str, type_: PassType, colour: bool) -> str:
+def _paint(text: str, type_: PassType, chunk: int, colour: bool) -> str:
     if not colour:
         return text
     fill, ink = (
         ";".join(str(int(c[k : k + 2], 16)) for k in (1, 3, 5))
-        for c in (STYLES[type_].fill, STYLES[type_].ink)
+        for c in (shade(STYLES[type_].fill, chunk), STYLES[type_].ink)
     )
     return f"\x1b[48;2;{fill}m\x1b[38;2;{ink}m{text.replace(chr(0xB7), ' ')}{_RESET}"
 
 
 def _legend(schedule: Schedule, unit: float, colour: bool) -> str:
     parts = [
-        f"{_paint(_LETTERS.get(type_, type_.value), type_, colour)} {STYLES[type_].meaning}"
+        f"{_paint(_LETTERS.get(type_, type_.value), type_, 0, colour)} {STYLES[type_].meaning}"
         for type_ in types_in(schedule)
     ]
-    return f"{', '.join(parts)}; the digits are the microbatch, a column is {unit:.3g} ms"
+    chunks = ", small letters are the odd chunks" if schedule.chunks > 1 else ""
+    return f"{', '.join(parts)}; the digits are the microbatch{chunks}, a column is {unit:.3g} ms"
