@@ -13,7 +13,7 @@ Next: ``building_block.py`` places the nodes of one microbatch, ``timing.py`` pl
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .costs import PassTimes
@@ -54,7 +54,7 @@ class Network:
     producers: tuple[int, ...]
     index: dict[tuple[PassType, int], int]
     arrival: dict[int, int]
-    groups: dict[CommType, int]
+    groups: dict[CommType, int] = field(default_factory=dict)
 
     @property
     def sinks(self) -> frozenset[int]:
