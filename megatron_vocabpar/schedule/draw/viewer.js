@@ -122,6 +122,11 @@ function start(data) {
   const pitch = (chart) => rowHeight(chart.rows.length) + lanesOf(chart).length * LANE + GAP;
   const hasMemory = (chart) => shown("memory") && chart.rows.some((row) => row.memory.length);
 
+  // Pixels for one microsecond, and the time under a pixel, in the present view.
+  const scaleOf = (canvas) =>
+    ((canvas.clientWidth || 960) - LEFT - RIGHT) / (state.view.to - state.view.from);
+  const timeAt = (canvas, pixel) => state.view.from + (pixel - LEFT) / scaleOf(canvas);
+
   function draw(panel) {
     const { canvas, chart } = panel;
     const width = canvas.clientWidth || 960, rows = chart.rows.length;
@@ -132,9 +137,7 @@ function start(data) {
     canvas.style.height = `${height}px`;
     const pen = canvas.getContext("2d");
     pen.scale(sharp, sharp);
-    panel.scale = (width - LEFT - RIGHT) / (state.view.to - state.view.from);
-    const x = (time) => LEFT + (time - state.view.from) * panel.scale;
-    panel.time = (pixel) => state.view.from + (pixel - LEFT) / panel.scale;
+    const scale = scaleOf(canvas), x = (time) => LEFT + (time - state.view.from) * scale;
     pen.font = "11px system-ui, sans-serif";
     pen.textBaseline = "middle";
     chart.rows.forEach((row, k) => drawRow(pen, chart, row, k * pitch(chart), x, width));
@@ -255,9 +258,9 @@ function start(data) {
     canvas.addEventListener("wheel", (event) => {
       event.preventDefault();
       if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
-        state.view = moved(state.view, event.deltaX / panel.scale, length);
+        state.view = moved(state.view, event.deltaX / scaleOf(canvas), length);
       } else {
-        state.view = zoomed(state.view, Math.exp(event.deltaY * 0.0015), panel.time(event.offsetX), length);
+        state.view = zoomed(state.view, Math.exp(event.deltaY * 0.0015), timeAt(canvas, event.offsetX), length);
       }
       redraw();
     }, { passive: false });
@@ -274,7 +277,7 @@ function start(data) {
       if (drag) {
         drag.moved = drag.moved || Math.abs(event.offsetX - drag.at) > 3;
         if (!drag.moved) return;
-        state.view = moved(state.view, (drag.at - event.offsetX) / panel.scale, length);
+        state.view = moved(state.view, (drag.at - event.offsetX) / scaleOf(canvas), length);
         drag.at = event.offsetX;
         tip.style.display = "none";
         redraw();
@@ -305,7 +308,7 @@ function start(data) {
   }
 
   function point(panel, event) {
-    const { chart } = panel, time = panel.time(event.offsetX);
+    const { canvas, chart } = panel, time = timeAt(canvas, event.offsetX);
     const k = Math.floor(event.offsetY / pitch(chart)), row = chart.rows[k];
     const inRow = event.offsetY - k * pitch(chart), tall = rowHeight(chart.rows.length);
     const lane = lanesOf(chart)[Math.floor((inRow - tall - 1) / LANE)];
@@ -313,7 +316,7 @@ function start(data) {
     state.line = event.offsetX >= LEFT ? time : null;
     state.row = row ? k : null;
     state.chart = chart;
-    state.hover = bars ? barAt(bars, time, 2 / panel.scale) : null;
+    state.hover = bars ? barAt(bars, time, 2 / scaleOf(canvas)) : null;
     tip.style.display = state.hover ? "block" : "none";
     if (state.hover) {
       tip.textContent = description(data, chart, row, state.hover);
