@@ -153,10 +153,16 @@ def stand_in_for_tensorboard() -> None:
     sys.modules[module.__name__] = module
 
 
+def stand_in() -> None:
+    """All of the above, for the rest of this process; a second call changes nothing."""
+    if torch.cuda.Stream is not _Stream:
+        stand_in_for_cuda()
+        stand_in_for_tensorboard()
+        spawn_without_script()
+
+
 def main(argv: list[str]) -> None:
-    stand_in_for_cuda()
-    stand_in_for_tensorboard()
-    spawn_without_script()
+    stand_in()
     sys.path.insert(0, str(Path(argv[0]).resolve().parent))
     from megatron_vocabpar.integration.cpu import megatron_on_cpu
 

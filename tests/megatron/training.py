@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
-import socket
+import select
+import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +24,7 @@ from megatron_vocabpar.integration.sources import source_signatures
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_CPU = Path(__file__).with_name("on_cpu.py")
+_SECONDS = 280
 _DIVISOR = "--make-vocab-size-divisible-by"
 
 
@@ -34,7 +39,7 @@ MODEL = words(
     "--no-bias-dropout-fusion --no-rope-fusion"
 )
 TRAINING = words(
-    "--micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine "
+    "--micro-batch-size 2 --global-batch-size 12 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine "
     "--lr-warmup-iters 2 --weight-decay 0.01 --clip-grad 1.0 --seed 1234 --distributed-backend gloo "
     "--mock-data --num-workers 0 --tokenizer-type NullTokenizer --split 90,10,0 --log-interval 1 "
     "--no-create-attention-mask-in-dataloader --eval-interval 1000 --save-interval 1000 "
@@ -118,55 +123,111 @@ def pretrain(
     iterations: int = 20,
     script: Path | None = None,
     fails: bool = False,
-    timeout: float = 280,
 ) -> Log:
     """Run ``pretrain_gpt.py`` on ``pp * tp * dp`` processes.
 
     Args:
         arguments: of Megatron and ours.
         vocab_size: number of token ids, the end-of-document token included; 0.14 makes up ids to 4096.
-        script: to run instead of the checkout's own.
+        script: to run instead of the checkout's own, through torchrun.
         fails: whether the run is to fail rather than to succeed.
     """
     megatron = checkout()
-    build_dataset_helpers(megatron)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        done = _run(
-            port,
-            pp * tp * dp,
-            [
-                *(str(script or megatron / "pretrain_gpt.py"), *MODEL, *TRAINING),
-                *("--pipeline-model-parallel-size", str(pp), "--tensor-model-parallel-size", str(tp)),
-                *("--vocab-size", str(vocab_size - _added_ids(megatron)), "--train-iters", str(iterations)),
-                *([] if "--eval-iters" in arguments else ["--eval-iters", "2"]),
-                *([] if _DIVISOR in arguments else [_DIVISOR, "8"]),
-                *(["--sequence-parallel"] if tp > 1 else []),
-                *("--tensorboard-dir", folder, "--tensorboard-log-interval", "1"),
-                *arguments,
-            ],
-            timeout,
-        )
-        log = Log(done.stdout, _scalars(folder))
-    assert (done.returncode != 0) == fails, log.text[-6000:]
+        command = [
+            *(str(script or megatron / "pretrain_gpt.py"), *MODEL, *TRAINING),
+            *("--pipeline-model-parallel-size", str(pp), "--tensor-model-parallel-size", str(tp)),
+            *("--vocab-size", str(vocab_size - _added_ids(megatron)), "--train-iters", str(iterations)),
+            *([] if "--eval-iters" in arguments else ["--eval-iters", "1"]),
+            *([] if _DIVISOR in arguments else [_DIVISOR, "8"]),
+            *(["--sequence-parallel"] if tp > 1 else []),
+            *("--tensorboard-dir", folder, "--tensorboard-log-interval", "1"),
+            *arguments,
+        ]
+        run = _forked if script is None else _torchrun
+        succeeded, text = run(megatron, pp * tp * dp, command)
+        log = Log(text, _scalars(folder))
+    assert succeeded != fails, log.text[-6000:]
     return log
 
 
-def _run(port: int, processes: int, arguments: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nproc-per-node", str(processes), "--master-port", str(port)),
-        *(str(ON_CPU), *arguments),
-    ]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(checkout()), os.environ.get("PYTHONPATH", "")]),
+def _environment(megatron: Path) -> dict[str, str]:
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(megatron), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTHONWARNINGS": "ignore",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
-    return subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout
+
+
+def _torchrun(megatron: Path, processes: int, command: list[str]) -> tuple[bool, str]:
+    """Whether the job succeeded, started as a user starts it, and what it printed."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(processes), str(ON_CPU), *command),
+        ],
+        env=_environment(megatron),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_SECONDS,
     )
+    return done.returncode == 0, done.stdout
+
+
+def _forked(megatron: Path, processes: int, command: list[str]) -> tuple[bool, str]:
+    """The same without the start of the processes."""
+    return _ranks(megatron).run(processes, command)
+
+
+@cache
+def _ranks(megatron: Path) -> Ranks:
+    """One for the whole session; ends with it."""
+    build_dataset_helpers(megatron)
+    return Ranks(megatron)
+
+
+class Ranks:
+    """The interpreter of ``ranks.py``, started again after a job that hangs."""
+
+    def __init__(self, megatron: Path) -> None:
+        self._command = [sys.executable, "-m", "tests.megatron.ranks", str(megatron)]
+        self._environment = _environment(megatron)
+        self._process: subprocess.Popen[str] | None = None
+        atexit.register(self.end)
+
+    def run(self, processes: int, command: list[str]) -> tuple[bool, str]:
+        """Whether all ranks of a job succeeded, and what they printed."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with tempfile.NamedTemporaryFile("r") as output:
+            job = {"processes": processes, "arguments": command, "output": output.name}
+            self._process.stdin.write(json.dumps(job) + "\n")
+            self._process.stdin.flush()
+            codes = ""
+            if select.select([self._process.stdout], [], [], _SECONDS)[0]:
+                codes = self._process.stdout.readline()
+            text = output.read()
+        if not codes:
+            self.end()
+            return False, f"{text}\nno end after {_SECONDS} s"
+        return not any(json.loads(codes)), f"{text}\nexit statuses: {codes}"
+
+    def end(self) -> None:
+        """End the interpreter, its ranks and what they have started."""
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

@@ -1,0 +1,79 @@
+"""Trainings one after another, their ranks forked from one interpreter that has imported Megatron already.
+
+Importing torch and Megatron takes longer than the short trainings of the tests, once for every rank of every
+job. ``python -m tests.megatron.ranks CHECKOUT`` reads jobs from its input, one JSON object a line:
+``{"arguments": [...], "processes": n, "output": path}``; runs each as ``torchrun on_cpu.py`` would; and
+prints the exit statuses of its ranks as a JSON list. What the ranks print goes to ``output``.
+
+Next: ``on_cpu.py``, what a rank does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+from tests.megatron import on_cpu
+
+
+def serve(checkout: str) -> dict[str, Any] | None:
+    """Run the jobs; returns None when there are no more, and in a forked rank the job to do."""
+    sys.path.insert(0, checkout)
+    on_cpu.stand_in()
+    cpu = importlib.import_module("megatron_vocabpar.integration.cpu")  # imports Megatron
+    with cpu.megatron_on_cpu():
+        importlib.import_module("megatron.training.training")
+    for line in sys.stdin:
+        job = json.loads(line)
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
+        ranks = []
+        for rank in range(job["processes"]):
+            pid = os.fork()
+            if pid == 0:
+                _become(rank, job, address)
+                return job
+            ranks.append(pid)
+        print(json.dumps(_wait(ranks)), flush=True)
+    return None
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def _become(rank: int, job: dict[str, Any], address: dict[str, str]) -> None:
+    """Make this process what torchrun would have started as ``rank``."""
+    output = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(output, stream.fileno())
+    os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
+    size = str(job["processes"])
+    os.environ |= address | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+
+
+def _wait(ranks: list[int]) -> list[int]:
+    """Exit statuses in the order of exits; the first failure ends the others."""
+    codes = []
+    left = set(ranks)
+    while left:
+        pid, status = os.wait()
+        left.discard(pid)
+        codes.append(os.waitstatus_to_exitcode(status))
+        if codes[-1] != 0:
+            for other in left:
+                os.kill(other, signal.SIGKILL)
+    return codes
+
+
+if __name__ == "__main__":
+    mine = serve(sys.argv[1])
+    if mine is not None:
+        on_cpu.main(mine["arguments"])
