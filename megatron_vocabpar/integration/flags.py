@@ -62,6 +62,21 @@ OPTIONS = (
         },
     ),
     Option(
+        "--vocab-parallel-recompute-logits",
+        {
+            "action": "store_true",
+            "help": "Keep nothing of the logits from pass S to T, which then computes them again.",
+        },
+    ),
+    Option(
+        "--vocab-parallel-tokens-per-chunk",
+        {
+            "type": int,
+            "default": None,
+            "help": "Tokens whose float32 logits exist at one time; by default as many as take 64 MiB.",
+        },
+    ),
+    Option(
         "--disable-backward-fusion",
         {"action": "store_true", "help": "As published: --vocab-parallel-method vocab-1."},
         published=True,
@@ -105,6 +120,8 @@ class FlagConfig:
         redistribute: whether transformer layers move away from the last stage.
         final_stage_layers: how many stay there; None: as the operation counts say.
         allow_unknown: run on an unknown Megatron version if its signatures allow it.
+        recompute_logits: T computes logits again instead of keeping their exponentials.
+        tokens_per_chunk: tokens whose float32 logits exist at one time; None: as many as take 64 MiB.
     """
 
     enabled: bool = False
@@ -113,6 +130,8 @@ class FlagConfig:
     redistribute: bool = False
     final_stage_layers: int | None = None
     allow_unknown: bool = False
+    recompute_logits: bool = False
+    tokens_per_chunk: int | None = None
 
     @property
     def layers(self) -> Method:
@@ -179,6 +198,7 @@ def config_from(args: Any) -> FlagConfig:
         if len(set(methods.values())) > 1:
             raise ValueError(f"{' and '.join(methods)} ask for different methods; keep one of them")
         method = next(iter(methods.values()), "vocab-2")
+    _check_output_options(args, method)
     return FlagConfig(
         enabled=method != "baseline",
         method=method,
@@ -186,4 +206,31 @@ def config_from(args: Any) -> FlagConfig:
         redistribute=redistribute,
         final_stage_layers=args.final_stage_num_layers,
         allow_unknown=args.vocab_parallel_allow_unknown_megatron,
+        recompute_logits=args.vocab_parallel_recompute_logits,
+        tokens_per_chunk=args.vocab_parallel_tokens_per_chunk,
     )
+
+
+def _check_output_options(args: Any, method: str) -> None:
+    asked = [
+        flag
+        for flag, is_asked in (
+            ("--vocab-parallel-recompute-logits", args.vocab_parallel_recompute_logits),
+            ("--vocab-parallel-tokens-per-chunk", args.vocab_parallel_tokens_per_chunk is not None),
+        )
+        if is_asked
+    ]
+    if asked and not method_named(method).vocabulary_parallel:
+        raise ValueError(
+            f"{' and '.join(asked)}: method {method} does not partition the output layer; use "
+            "--enable-vocab-parallel with another method"
+        )
+    if args.vocab_parallel_recompute_logits and method == "naive":
+        raise ValueError(
+            "--vocab-parallel-recompute-logits: naive keeps its logits between two barriers; use vocab-1 or "
+            "vocab-2, or leave it out"
+        )
+    if args.vocab_parallel_tokens_per_chunk is not None and args.vocab_parallel_tokens_per_chunk < 1:
+        raise ValueError(
+            f"--vocab-parallel-tokens-per-chunk {args.vocab_parallel_tokens_per_chunk}: give 1 or more"
+        )

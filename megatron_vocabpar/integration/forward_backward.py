@@ -19,7 +19,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.handlers import handlers_of
-from megatron_vocabpar.integration.iteration import Call, Rank
+from megatron_vocabpar.integration.iteration import Call, OutputOptions, Rank
 from megatron_vocabpar.integration.preparation import chunk_with_shards, prepare
 from megatron_vocabpar.integration.weight_gradients import split_weight_gradients
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, broadcast, create_groups
@@ -58,6 +58,10 @@ class ForwardBackward:
             same on every rank; by default 1F1B with the paper's proportions of pass times.
         observers: context managers to hold around every instruction (progress, profiler ranges).
         timeline: records what runs when, while it is started.
+        output_options: how the output layer is computed, where it is partitioned; by default as they are.
+
+    Raises:
+        ValueError: for naive with recomputation.
     """
 
     def __init__(
@@ -69,8 +73,15 @@ class ForwardBackward:
         make_schedule: Callable[[int], Schedule] | None = None,
         observers: Sequence[Observer] = (),
         timeline: Timeline | None = None,
+        output_options: OutputOptions | None = None,
     ) -> None:
         self.method = method_named(method)
+        self.output_options = output_options or OutputOptions()
+        if self.method.algorithm == "naive" and self.output_options.recompute:
+            raise ValueError(
+                "method naive keeps its logits between two barriers and cannot recompute them; use vocab-1 "
+                "or vocab-2, or leave recomputation out"
+            )
         self.groups = groups
         self.device = device
         self._make_schedule = make_schedule or partial(generate, method, groups.pipeline)
@@ -150,6 +161,7 @@ class ForwardBackward:
             self._input_stream,
             self._point_to_point,
             self._timeline.waiting if self._timeline else contextlib.nullcontext,
+            self.output_options,
         )
         shards = self.groups.tensor if config.sequence_parallel else 1
         cp_size = pg_collection.cp.size()

@@ -25,6 +25,19 @@ from megatron_vocabpar.schedule.placement import Placement
 
 
 @dataclass(frozen=True)
+class OutputOptions:
+    """How the output layer is computed; its result does not depend on them.
+
+    Attributes:
+        recompute: keep no exponentials ``[n, P]`` from S to T; T computes them again.
+        rows_per_chunk: tokens whose float32 logits exist at one time; None bounds them to about 64 MiB.
+    """
+
+    recompute: bool = False
+    rows_per_chunk: int | None = None
+
+
+@dataclass(frozen=True)
 class Rank:
     """What stays the same on this rank from one iteration to the next."""
 
@@ -36,6 +49,7 @@ class Rank:
     input_stream: Stream
     point_to_point: PointToPoint
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+    output_options: OutputOptions = OutputOptions()
 
     @property
     def pipeline_rank(self) -> int:

@@ -127,10 +127,12 @@ class VocabShardOutput(_VocabRows, ColumnParallelLinear):
         with_input_gradient: bool = False,
         keep_state: bool = True,
         maximum_only: bool = False,
+        rows_per_chunk: int | None = None,
+        recompute: bool = False,
     ) -> tuple[OutputState | NaiveState | None, torch.Tensor]:
         weight = weight.detach()
         if maximum_only:
-            return naive_maximum(x, weight, targets, self.shard.range)
+            return naive_maximum(x, weight, targets, self.shard.range, rows_per_chunk=rows_per_chunk)
         return output_forward(
             x,
             weight,
@@ -138,6 +140,8 @@ class VocabShardOutput(_VocabRows, ColumnParallelLinear):
             self.shard.range,
             with_input_gradient=with_input_gradient,
             keep_state=keep_state,
+            rows_per_chunk=rows_per_chunk,
+            recompute=recompute,
         )
 
 

@@ -20,7 +20,7 @@ from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.gradients import main_grad
 from megatron_vocabpar.integration.iteration import Iteration
 from megatron_vocabpar.integration.model import VocabParallelGPTModel
-from megatron_vocabpar.layers.output import input_gradient, naive_sum, weight_gradient
+from megatron_vocabpar.layers.output import input_gradient, naive_sum, output_backward, weight_gradient
 from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats
 from megatron_vocabpar.runtime.comm import all_gather, all_reduce, broadcast
 from megatron_vocabpar.runtime.streams import Event
@@ -87,13 +87,31 @@ class OutputLayer:
         """S: logits of this rank's shard and their local statistics."""
         i, algorithm = instruction.microbatch, self.it.rank.algorithm
         x = self.it.wait(self.it.buffers.take(Comm(CommType.C0, instruction.stage, i), "event"))
-        options: dict[str, bool] = {"maximum_only": True}
-        if algorithm != "naive":
-            training = not self.it.call.forward_only
-            options = {"with_input_gradient": algorithm == "vocab-2" and training, "keep_state": training}
         labels = self.it.microbatches[i].labels
-        state, statistics = self.model.vocab_output(x, labels, self.model.output_weight, **options)
+        if algorithm == "naive":
+            state, statistics = self.model.vocab_output(
+                x,
+                labels,
+                self.model.output_weight,
+                maximum_only=True,
+                rows_per_chunk=self.it.rank.output_options.rows_per_chunk,
+            )
+        else:
+            state, statistics = self._softmax(x, labels, with_input_gradient=algorithm == "vocab-2")
         self._put_state(instruction, state, statistics)
+
+    def _softmax(self, x: torch.Tensor, labels: torch.Tensor, with_input_gradient: bool) -> tuple[Any, Any]:
+        """Pass S of ``layers/output.py``; in evaluation the statistics alone."""
+        training, options = not self.it.call.forward_only, self.it.rank.output_options
+        return self.model.vocab_output(
+            x,
+            labels,
+            self.model.output_weight,
+            with_input_gradient=with_input_gradient and training,
+            keep_state=training,
+            rows_per_chunk=options.rows_per_chunk,
+            recompute=options.recompute,
+        )
 
     def _put_state(self, producer: Pass, state: Any, statistics: torch.Tensor) -> None:
         if state is not None:
@@ -118,7 +136,9 @@ class OutputLayer:
         i = instruction.microbatch
         offsets = self.it.wait(self.it.buffers.take(Comm(CommType.C1, instruction.stage, i), "event"))
         state = self.it.buffers.take(Pass(PassType.S, instruction.stage, i), "state")
-        state, statistics = naive_sum(state, offsets)
+        state, statistics = naive_sum(
+            state, offsets, rows_per_chunk=self.it.rank.output_options.rows_per_chunk
+        )
         self._put_state(instruction, None if self.it.call.forward_only else state, statistics)
 
     def _softmax_pass(self, i: int) -> Pass:
@@ -181,13 +201,13 @@ class OutputLayer:
         grad_loss = self.it.microbatches[i].gradient
         if algorithm == "vocab-2":
             merged, _ = self.it.wait(event)
+            weight_gradient(state, merged, grad_loss, main_grad(weight))
         else:
             merged = self.it.wait(event)
-            part = input_gradient(state, merged, grad_loss, weight.detach())
+            part = output_backward(state, merged, grad_loss, weight.detach(), main_grad(weight))
             self.it.buffers.put(instruction, "hidden_grad", part)
             if self.it.rank.is_last:
                 self._report_loss(i, merged)
-        weight_gradient(state, merged, grad_loss, main_grad(weight))
         self.it.gradients.wrote(PassType.T)
 
     def reduce_input_gradient(self, instruction: Comm) -> None:
@@ -209,10 +229,7 @@ class OutputLayer:
         x = self.it.wait(self.it.buffers.take(Comm(CommType.C0, instruction.stage, i), "event"))
         weight = self.model.output_weight
         training = not self.it.call.forward_only
-        labels = self.it.microbatches[i].labels
-        state, statistics = self.model.vocab_output(
-            x, labels, weight, with_input_gradient=training, keep_state=training
-        )
+        state, statistics = self._softmax(x, self.it.microbatches[i].labels, with_input_gradient=True)
         merged = self.it.wait(
             rank.output_stream.submit(lambda: merge_stats(all_gather(groups, groups.output, statistics)))
         )

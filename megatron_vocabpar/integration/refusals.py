@@ -118,6 +118,36 @@ REFUSALS = (
         {"overlap_moe_expert_parallel_comm": True},
     ),
     Refusal(
+        "--fp16-lm-cross-entropy",
+        _set("fp16_lm_cross_entropy"),
+        "logits and loss are float32 here, in blocks that stay small; leave it out",
+        {"fp16_lm_cross_entropy": True},
+    ),
+    Refusal(
+        "--fp8-output-proj",
+        _set("fp8_output_proj"),
+        "the partitioned output layer multiplies in the model's dtype; leave it out",
+        {"fp8_output_proj": True},
+    ),
+    Refusal(
+        "--fine-grained-activation-offloading",
+        _set("fine_grained_activation_offloading"),
+        "Megatron's own schedule counts its buffers; leave it out",
+        {"fine_grained_activation_offloading": True},
+    ),
+    Refusal(
+        "--moe-paged-stash",
+        _set("moe_paged_stash"),
+        "Megatron's own schedule resets its pages; leave it out",
+        {"moe_paged_stash": True},
+    ),
+    Refusal(
+        "--hybrid-context-parallel",
+        _set("hybrid_context_parallel"),
+        "it has a schedule of its own; use --context-parallel-size alone",
+        {"hybrid_context_parallel": True},
+    ),
+    Refusal(
         "--ckpt-format other than torch_dist",
         _stage_local_checkpoint,
         "vocabulary shards need the distributed format; use --ckpt-format torch_dist",

@@ -14,6 +14,7 @@ from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.bindings import Binding
 from megatron_vocabpar.integration.flags import FlagConfig, chain
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
+from megatron_vocabpar.integration.iteration import OutputOptions
 from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
 from megatron_vocabpar.integration.refusals import check, place_layers
 from megatron_vocabpar.schedule.generate import generate
@@ -81,7 +82,13 @@ class ScheduleRunner:
     def _build(self, device: torch.device) -> ForwardBackward:
         groups = vocab_groups()
         make_schedule = partial(generate, self._config.method, groups.pipeline, family=self._config.schedule)
-        run = ForwardBackward(self._config.method, groups, device, make_schedule=make_schedule)
+        run = ForwardBackward(
+            self._config.method,
+            groups,
+            device,
+            make_schedule=make_schedule,
+            output_options=OutputOptions(self._config.recompute_logits, self._config.tokens_per_chunk),
+        )
         atexit.register(run.close)
         return run
 

@@ -24,6 +24,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron_vocabpar.integration.chunks import chunk_positions
 from megatron_vocabpar.integration.cpu import megatron_on_cpu
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
+from megatron_vocabpar.integration.iteration import OutputOptions
 from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
 from megatron_vocabpar.integration.weights import global_parameters, initialise_weights, local_part
 from megatron_vocabpar.schedule.generate import generate
@@ -63,11 +64,14 @@ class Case:
     labels: str = "random"
     init_std: float = 0.3
     output_scale: float = 1.0
+    output_options: OutputOptions = OutputOptions()
 
     def unsharded(self) -> Case:
         """The same training on one process, without any of our code."""
         changes = {"method": "stock", "pp": 1, "tp": 1, "dp": 1, "m": self.m * self.dp}
-        return replace(self, **changes, schedule="1f1b", chunks=1, shape="standard")
+        return replace(
+            self, **changes, schedule="1f1b", chunks=1, shape="standard", output_options=OutputOptions()
+        )
 
     @property
     def placement(self) -> Placement:
@@ -242,7 +246,11 @@ def train(
             get_forward_backward_func()
             if case.method == "stock"
             else ForwardBackward(
-                case.method, vocab_groups(), torch.device("cpu"), make_schedule=schedule_maker(case)
+                case.method,
+                vocab_groups(),
+                torch.device("cpu"),
+                make_schedule=schedule_maker(case),
+                output_options=case.output_options,
             )
         )
         optimizer = MainGradAdam([p for module in modules for p in module.parameters()])

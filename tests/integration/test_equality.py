@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 
+from megatron_vocabpar.integration.forward_backward import ForwardBackward
+from megatron_vocabpar.integration.iteration import OutputOptions
+from megatron_vocabpar.runtime.comm import VocabGroups
 from tests.integration.gpt import Case, Result, train
 from tests.spawn import run_ranks
 
@@ -100,6 +105,20 @@ def test_overlapped_gradient_reduction_and_per_token_loss(method: str, loss: str
 )
 def test_awkward_vocabularies_and_labels(method: str, vocab_size: int, labels: str) -> None:
     check(Case(method=method, pp=4, m=3, vocab_size=vocab_size, labels=labels))
+
+
+@pytest.mark.parametrize(
+    ("method", "recompute"),
+    [("vocab-1", True), ("vocab-2", True), ("interlaced", True), ("naive", False)],
+)
+def test_recomputed_and_chunked_logits(method: str, recompute: bool) -> None:
+    check(Case(method=method, pp=2, m=3, output_options=OutputOptions(recompute, rows_per_chunk=5)))
+
+
+def test_naive_does_not_recompute() -> None:
+    groups = VocabGroups((0,), 1, 1, 0, *[Mock()] * 4)
+    with pytest.raises(ValueError, match="naive keeps its logits"):
+        ForwardBackward("naive", groups, torch.device("cpu"), output_options=OutputOptions(recompute=True))
 
 
 @pytest.mark.parametrize("method", [*METHODS, "interlaced"])

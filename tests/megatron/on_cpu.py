@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import multiprocessing.context
 import os
 import runpy
 import sys
@@ -18,7 +19,6 @@ import types
 import typing
 from collections import defaultdict
 from collections.abc import Callable
-from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
@@ -121,14 +121,10 @@ def skip_cuda_compilation() -> None:
         importlib.import_module("megatron.legacy.fused_kernels").load = _answer()
 
 
-def spawn_without_script() -> None:
+def fork_instead_of_spawn() -> None:
     """Let the helper process of a checkpoint start without importing the script and Megatron again."""
-    prepared = spawn.get_preparation_data
-
-    def prepare(name: str) -> dict[str, Any]:
-        return {key: value for key, value in prepared(name).items() if not key.startswith("init_main")}
-
-    spawn.get_preparation_data = prepare
+    contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+    contexts["spawn"] = contexts["fork"]
 
 
 class _ScalarWriter:
@@ -158,7 +154,7 @@ def stand_in() -> None:
     if torch.cuda.Stream is not _Stream:
         stand_in_for_cuda()
         stand_in_for_tensorboard()
-        spawn_without_script()
+        fork_instead_of_spawn()
 
 
 def main(argv: list[str]) -> None:

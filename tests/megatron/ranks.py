@@ -10,6 +10,7 @@ Next: ``on_cpu.py``, what a rank does.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -27,7 +28,10 @@ def serve(checkout: str) -> dict[str, Any] | None:
     on_cpu.stand_in()
     cpu = importlib.import_module("megatron_vocabpar.integration.cpu")  # imports Megatron
     with cpu.megatron_on_cpu():
-        importlib.import_module("megatron.training.training")
+        for module in ("megatron.training.training", "megatron.training.checkpointing", "torch._dynamo"):
+            importlib.import_module(module)
+        arguments = importlib.import_module("megatron.training.arguments")
+        arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))  # reads many sources
     for line in sys.stdin:
         job = json.loads(line)
         address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}

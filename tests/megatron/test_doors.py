@@ -137,6 +137,13 @@ def test_every_row_of_the_table_is_refused_and_documented(row: Any) -> None:
         (f"{ENABLE} --use-interlaced-schedule --disable-backward-fusion", "different methods"),
         (f"{ENABLE} --vocab-parallel-method vocab-2 --disable-backward-fusion", "different methods"),
         ("--final-stage-num-layers 1", "needs --enable-layer-redistribution"),
+        ("--vocab-parallel-recompute-logits", "method baseline does not partition"),
+        (f"{ENABLE} --vocab-parallel-method redis --vocab-parallel-tokens-per-chunk 8", "method redis"),
+        (
+            f"{ENABLE} --vocab-parallel-method naive --vocab-parallel-recompute-logits",
+            "naive keeps its logits",
+        ),
+        (f"{ENABLE} --vocab-parallel-tokens-per-chunk 0", "give 1 or more"),
     ],
 )
 def test_contradicting_options(argv: str, message: str) -> None:
@@ -152,6 +159,10 @@ def test_contradicting_options(argv: str, message: str) -> None:
         (ENABLE, FlagConfig(True, "vocab-2")),
         (f"{ENABLE} --vocab-parallel-method=naive --num-layers 4", FlagConfig(True, "naive")),
         (f"{ENABLE} --disable-backward-fusion", FlagConfig(True, "vocab-1")),
+        (
+            f"{ENABLE} --vocab-parallel-recompute-logits --vocab-parallel-tokens-per-chunk 64",
+            FlagConfig(True, "vocab-2", recompute_logits=True, tokens_per_chunk=64),
+        ),
         (
             "--enable-layer-redistribution --final-stage-num-layers 2",
             FlagConfig(True, "redis", redistribute=True, final_stage_layers=2),

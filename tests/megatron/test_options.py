@@ -1,0 +1,77 @@
+"""What users really switch on: with our flag the real pretrain_gpt.py trains as without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.megatron.training import checkout, pretrain, words
+
+SAVED = 4
+"""Iteration whose checkpoint of stock both start from."""
+
+ENABLE = "--enable-vocab-parallel"
+PAIRS = {
+    "recomputed logits": ("", "--vocab-parallel-recompute-logits --vocab-parallel-tokens-per-chunk 24"),
+    "recomputed logits, vocab-1": (
+        "",
+        "--vocab-parallel-recompute-logits --vocab-parallel-method vocab-1",
+    ),
+    "full recompute": (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "",
+    ),
+    "selective recompute": ("--recompute-granularity selective", ""),
+    "per-token loss": ("--calculate-per-token-loss", ""),
+    "batch ramp-up": ("--rampup-batch-size 4 4 36 --log-throughput --timing-log-level 2", ""),
+    "uneven stages": ("--decoder-first-pipeline-num-layers 1", ""),
+    "layout": ("--pipeline-model-parallel-layout Et|tttL", ""),
+    "llama": (
+        "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear "
+        "--group-query-attention --num-query-groups 2",
+        "",
+    ),
+    "experts": (
+        "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall",
+        "",
+    ),
+    "decoupled learning rate": ("--decoupled-lr 5e-4 --decoupled-min-lr 5e-5", ""),
+}
+"""By name: options for both, and further ones of ours."""
+
+
+def check(folder: Path, options: tuple[str, ...], ours: tuple[str, ...], rtol: float, **sizes: int) -> None:
+    """Losses and gradient norms after a common checkpoint of stock."""
+    checkout()
+    options = ("--untie-embeddings-and-output-weights", "--eval-iters", "0", *options)
+    save = ("--save", str(folder), "--save-interval", str(SAVED))
+    expected = pretrain(*options, *save, iterations=2 * SAVED, **sizes)
+    load = ("--load", str(folder), "--ckpt-step", str(SAVED))
+    result = pretrain(ENABLE, *options, *ours, *load, iterations=2 * SAVED, **sizes)
+    assert "vocabulary parallelism: method" in result.text
+    assert len(result.losses) == SAVED
+    np.testing.assert_allclose(result.losses, expected.losses[SAVED:], rtol=rtol)
+    np.testing.assert_allclose(result.norms, expected.norms[SAVED:], rtol=rtol)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PAIRS)
+def test_trains_as_stock(tmp_path: Path, name: str) -> None:
+    options, ours = PAIRS[name]
+    check(tmp_path, words(options), words(ours), 1e-5, pp=2)
+
+
+@pytest.mark.long
+def test_experts_over_data_parallel_ranks(tmp_path: Path) -> None:
+    experts = words("--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall")
+    check(tmp_path, experts, (), 1e-5, pp=2, dp=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["vocab-1", "vocab-2"])
+@pytest.mark.parametrize("precision", ["--bf16", "--fp16 --initial-loss-scale 4096"])
+def test_half_precision(tmp_path: Path, precision: str, method: str) -> None:
+    """Within what 16-bit products allow: the reductions of stock are rounded to 16 bits, ours are not."""
+    check(tmp_path, words(precision), ("--vocab-parallel-method", method), 3e-3, pp=2)
