@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -64,7 +64,7 @@ class Case:
     labels: str = "random"
     init_std: float = 0.3
     output_scale: float = 1.0
-    output_options: OutputOptions = OutputOptions()
+    output_options: OutputOptions = field(default_factory=OutputOptions)
 
     def unsharded(self) -> Case:
         """The same training on one process, without any of our code."""

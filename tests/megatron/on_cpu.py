@@ -43,6 +43,9 @@ class _Stream:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
+    def record_event(self, *_: Any) -> _Stream:
+        return self
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -121,6 +124,12 @@ def skip_cuda_compilation() -> None:
         importlib.import_module("megatron.legacy.fused_kernels").load = _answer()
 
 
+def name_missing_kernels() -> None:
+    """Without Transformer Engine some versions look up a name that they have not defined."""
+    module = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    vars(module).setdefault("te_general_gemm", None)
+
+
 def fork_instead_of_spawn() -> None:
     """Let the helper process of a checkpoint start without importing the script and Megatron again."""
     contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
@@ -163,6 +172,7 @@ def main(argv: list[str]) -> None:
     from megatron_vocabpar.integration.cpu import megatron_on_cpu
 
     skip_cuda_compilation()
+    name_missing_kernels()
     with megatron_on_cpu():
         from megatron_vocabpar import launch
 

@@ -25,6 +25,7 @@ from megatron_vocabpar.integration.sources import source_signatures
 ROOT = Path(__file__).resolve().parents[2]
 ON_CPU = Path(__file__).with_name("on_cpu.py")
 _SECONDS = 280
+_SAMPLES = "--train-samples"
 _DIVISOR = "--make-vocab-size-divisible-by"
 
 
@@ -40,7 +41,7 @@ MODEL = words(
 )
 TRAINING = words(
     "--micro-batch-size 2 --global-batch-size 12 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine "
-    "--lr-warmup-iters 2 --weight-decay 0.01 --clip-grad 1.0 --seed 1234 --distributed-backend gloo "
+    "--weight-decay 0.01 --clip-grad 1.0 --seed 1234 --distributed-backend gloo "
     "--mock-data --num-workers 0 --tokenizer-type NullTokenizer --split 90,10,0 --log-interval 1 "
     "--no-create-attention-mask-in-dataloader --eval-interval 1000 --save-interval 1000 "
     "--ckpt-format torch_dist"
@@ -137,7 +138,8 @@ def pretrain(
         command = [
             *(str(script or megatron / "pretrain_gpt.py"), *MODEL, *TRAINING),
             *("--pipeline-model-parallel-size", str(pp), "--tensor-model-parallel-size", str(tp)),
-            *("--vocab-size", str(vocab_size - _added_ids(megatron)), "--train-iters", str(iterations)),
+            *("--vocab-size", str(vocab_size - _added_ids(megatron))),
+            *([] if _SAMPLES in arguments else ["--train-iters", str(iterations), "--lr-warmup-iters", "2"]),
             *([] if "--eval-iters" in arguments else ["--eval-iters", "1"]),
             *([] if _DIVISOR in arguments else [_DIVISOR, "8"]),
             *(["--sequence-parallel"] if tp > 1 else []),
