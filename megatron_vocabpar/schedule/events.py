@@ -95,12 +95,11 @@ class _Loop:
     def run(self) -> Events:
         while self.awake:
             self._advance(self.awake.pop())
-        for rank, row in enumerate(self.rows):
-            if self.position[rank] < len(row):
-                blockers = [number for number, ranks in self.sleepers.items() if rank in ranks]
-                waited = ", ".join(str(self.numbering.item(number)) for number in blockers)
-                stopped = self.program[rank][self.position[rank]]
-                raise Deadlock(rank, stopped, f"waits for {waited}, which never completes")
+        places = enumerate(zip(self.program, self.position, strict=True))
+        stopped = {rank: row[position] for rank, (row, position) in places if position < len(row)}
+        if stopped:
+            blocker = next(number for number, ranks in self.sleepers.items() if min(stopped) in ranks)
+            raise Deadlock(stopped, self.numbering.item(blocker))
         return Events(self.numbering, self.starts, self.ends, self.causes)
 
     def _launches(self, group: frozenset[CommType]) -> Iterable[int]:

@@ -184,12 +184,22 @@ def play_passes(schedule: Schedule, costs: PassCosts | None = None) -> Played:
     try:
         ends = replay(network, m, sequences)
     except Stopped as stopped:
-        node, mb = divmod(sequences[stopped.rank][stopped.position], m)
-        whole = {arrival: node for node, arrival in network.arrival.items()}
-        item = Pass(*network.names[whole.get(node, node)], mb)
-        raise Deadlock(stopped.rank, item, "what it waits for never runs") from stopped
+        at = {rank: _named(item, network, m, rank) for rank, item in stopped.items.items()}
+        raise Deadlock(at, _named(stopped.waits_for, network, m, min(at))) from stopped
     ready = {type_: ends[node * m : (node + 1) * m] for type_, node in network.groups.items()}
     return Played(tuple([ends[item] for item in row] for row in items), ready)
+
+
+def _named(item: int, network: Network, m: int, rank: int) -> Instruction:
+    """The instruction that an item of the network stands for; of a collective, the part of ``rank``."""
+    node, mb = divmod(item, m)
+    if node < len(network.names):
+        return Pass(*network.names[node], mb)
+    for pass_node, arrival in network.arrival.items():
+        if node in (arrival, *network.feeds[arrival]):
+            type_, stage = network.names[pass_node]
+            return Pass(type_, stage if node == arrival else rank, mb)
+    return Comm(next(type_ for type_, group in network.groups.items() if group == node), rank, mb)
 
 
 def _with_arrivals(row: Iterable[int], network: Network, m: int) -> Iterator[int]:

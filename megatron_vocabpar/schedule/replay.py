@@ -13,11 +13,16 @@ from .network import Network
 
 
 class Stopped(Exception):
-    """No rank can go on. ``rank`` is the first that has not finished, ``position`` where it stands."""
+    """No rank can go on.
 
-    def __init__(self, rank: int, position: int) -> None:
-        super().__init__(f"rank {rank} stops at position {position}")
-        self.rank, self.position = rank, position
+    Attributes:
+        items: for each rank that has not finished, the item at which it stands.
+        waits_for: the item that the first of them waits for.
+    """
+
+    def __init__(self, items: dict[int, int], waits_for: int) -> None:
+        super().__init__(f"ranks stop at items {items}; the first waits for item {waits_for}")
+        self.items, self.waits_for = items, waits_for
 
 
 def replay(network: Network, m: int, sequences: Sequence[Sequence[int]]) -> list[float]:
@@ -57,9 +62,11 @@ class _Replay:
     def run(self) -> list[float]:
         while self.awake:
             self._advance(self.awake.pop())
-        for rank, sequence in enumerate(self.sequences):
-            if self.position[rank] < len(sequence):
-                raise Stopped(rank, self.position[rank])
+        places = enumerate(zip(self.sequences, self.position, strict=True))
+        stopped = {rank: row[position] for rank, (row, position) in places if position < len(row)}
+        if stopped:
+            waits_for = next(item for item, ranks in self.sleepers.items() if min(stopped) in ranks)
+            raise Stopped(stopped, waits_for)
         return self.ends
 
     def _advance(self, rank: int) -> None:

@@ -5,7 +5,7 @@ Next: ``dependencies.py`` (which orders are allowed), ``generate.py`` (how one i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -22,11 +22,19 @@ class ScheduleError(ValueError):
 
 
 class Deadlock(ScheduleError):
-    """No rank can go on. Holds the first rank that has not finished and where it stopped."""
+    """No rank can go on.
 
-    def __init__(self, rank: int, item: Instruction, reason: str) -> None:
-        super().__init__(f"deadlock: rank {rank}, {item}: {reason}")
-        self.rank, self.item, self.reason = rank, item, reason
+    Attributes:
+        rank: the first that has not finished.
+        stopped: for each rank that has not finished, the instruction at which it stands.
+    """
+
+    def __init__(self, stopped: Mapping[int, Instruction], waits_for: Instruction) -> None:
+        self.rank, self.stopped = min(stopped), stopped
+        item, reason = stopped[self.rank], f"waits for {waits_for}, which never completes"
+        if item == waits_for:
+            reason = "waits for all ranks to start it together, which they never do"
+        super().__init__(f"deadlock: rank {self.rank}, {item}: {reason}")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Every named violation, by hand and by mutation."""
 
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -103,6 +104,32 @@ def test_the_grid_marks_the_culprit() -> None:
     assert [line.startswith(">") for line in grid] == [False, True, False]
     assert "[1B2]" in grid[1]
     assert "[" not in grid[0] + grid[2]
+
+
+def test_a_deadlock_marks_where_every_rank_stands() -> None:
+    with pytest.raises(ScheduleError) as caught:
+        validate(edited_schedule(1, first("1S3")))
+    message, *grid = str(caught.value).splitlines()
+    assert re.fullmatch(r"deadlock: rank 0, 0F\d: waits for 0CI\d, which never completes", message)
+    assert [line.count("[") for line in grid] == [1, 1, 1]
+    assert "[1S3]" in grid[1]
+
+
+def test_a_deadlock_of_passes_that_start_together() -> None:
+    schedule = generate("interlaced", 3, 4)
+    rows = edited(schedule.ranks, 1, swapped("1S1", "1S2"))
+    with pytest.raises(
+        ScheduleError, match=r"deadlock: rank 0, 0S1: waits for all ranks to start it together"
+    ):
+        validate(replace(schedule, ranks=rows))
+
+
+def test_a_missing_pass_is_shown_beside_the_one_before_it() -> None:
+    with pytest.raises(ScheduleError) as caught:
+        validate(edited_schedule(1, without("1B2")))
+    grid = str(caught.value).splitlines()[1:]
+    assert " 1B1 " in grid[1]
+    assert "[" not in "".join(grid)
 
 
 def move_before(text: str, other: str) -> Edit:

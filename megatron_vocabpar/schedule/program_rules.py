@@ -1,0 +1,117 @@
+"""The rules that ``validate_program`` checks of a program: the communication between a schedule's passes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import zip_longest
+
+from .dependencies import collectives, prerequisites
+from .lower import receive_of
+from .numbering import Numbering
+from .passes import POINT_TO_POINT, RECEIVE_OF, Comm, CommType, Pass, PassType
+from .schedule import Deadlock, Program, Schedule, passes_of
+from .simulate import simulate
+from .violations import deadlocked, missing, violation
+
+
+def expected_communication(schedule: Schedule) -> list[set[Comm]]:
+    """The communication instructions that each rank must have."""
+    expected: list[set[Comm]] = [set() for _ in range(schedule.p)]
+    there = {pass_ for passes in schedule.ranks for pass_ in passes}
+    for pass_ in there:
+        receive = receive_of(pass_, schedule)
+        if receive is not None and _consumer(receive) in there:
+            (send,) = prerequisites(receive, schedule)
+            assert isinstance(send, Comm)
+            expected[schedule.rank_of(receive)].add(receive)
+            expected[schedule.rank_of(pass_)].add(send)
+    for type_ in collectives(schedule):
+        for mb in range(schedule.m):
+            parts = [Comm(type_, rank, mb) for rank in range(schedule.p)]
+            if all(need in there for part in parts for need in prerequisites(part, schedule)):
+                for rank, part in enumerate(parts):
+                    expected[rank].add(part)
+    return expected
+
+
+def _consumer(receive: Comm) -> Pass:
+    type_ = PassType.F if receive.type is CommType.RECV_F else PassType.B
+    return Pass(type_, receive.stage, receive.microbatch)
+
+
+def check_passes(schedule: Schedule, program: Program) -> None:
+    """A program holds the schedule's passes, in their order."""
+    for rank, (passes, row) in enumerate(zip(schedule.ranks, program, strict=True)):
+        for expected, found in zip_longest(passes, passes_of(row)):
+            if found is None:
+                raise missing("pass", "runs", program, rank, expected)
+            if expected != found:
+                reason = f"the schedule has {expected or 'nothing more'} here"
+                raise violation("order", program, rank, found, reason)
+
+
+def check_communication(program: Program, rank: int, expected: set[Comm]) -> None:
+    counts = Counter(item for item in program[rank] if isinstance(item, Comm))
+    for item, count in counts.items():
+        if item not in expected:
+            raise violation(
+                "leaked buffer", program, rank, item, "nothing produces or consumes what it carries"
+            )
+        if count > 1:
+            raise violation("doubled communication", program, rank, item, f"it is there {count} times")
+    if len(counts) < len(expected):
+        absent = min(expected - set(counts), key=lambda item: (item.microbatch, str(item)))
+        raise missing("communication", "issues", program, rank, absent)
+
+
+def check_program_order(numbering: Numbering, program: Program, rank: int) -> None:
+    """Producers before launches, launches and receives before consumers."""
+    m, seen = numbering.schedule.m, bytearray(numbering.size)
+    for item in program[rank]:
+        number = numbering.number(item)
+        for offset, back in numbering.needs[number // m]:
+            if item.microbatch >= back and not seen[number + offset]:
+                need = numbering.item(number + offset)
+                if numbering.schedule.rank_of(need) == rank:
+                    raise violation("order", program, rank, item, f"{need} must come before it")
+        seen[number] = 1
+
+
+def check_collective_order(program: Program, group: frozenset[CommType]) -> None:
+    orders = [[item for item in row if item.type in group] for row in program]
+    for rank, order in enumerate(orders):
+        for first, here in zip(orders[0], order, strict=True):
+            if (first.type, first.microbatch) != (here.type, here.microbatch):
+                raise violation(
+                    "collective order", program, rank, here, f"rank 0 issues {first} at this place"
+                )
+
+
+def check_point_to_point_order(schedule: Schedule, program: Program) -> None:
+    """Between two ranks, receives are posted in the order of the sends."""
+    sent: dict[tuple[int, int], list[Comm]] = {}
+    posted: dict[tuple[int, int], list[Comm]] = {}
+    for rank, row in enumerate(program):
+        for item in row:
+            if isinstance(item, Comm) and item.type in RECEIVE_OF:
+                receive, step = RECEIVE_OF[item.type]
+                neighbour = schedule.layout.rank_of(item.stage + step)
+                comm = Comm(receive, item.stage + step, item.microbatch)
+                sent.setdefault((rank, neighbour), []).append(comm)
+            elif isinstance(item, Comm) and item.type in POINT_TO_POINT:
+                step = -1 if item.type is CommType.RECV_F else 1
+                neighbour = schedule.layout.rank_of(item.stage + step)
+                posted.setdefault((neighbour, rank), []).append(item)
+    for (source, target), order in sent.items():
+        for expected, found in zip(order, posted[source, target], strict=True):
+            if expected != found:
+                reason = f"rank {source} sends what {expected} receives first"
+                raise violation("point-to-point order", program, target, found, reason)
+
+
+def check_program_deadlock(schedule: Schedule, program: Program) -> None:
+    """A program can be run to its end."""
+    try:
+        simulate(schedule, program=program)
+    except Deadlock as deadlock:
+        raise deadlocked(program, deadlock) from deadlock

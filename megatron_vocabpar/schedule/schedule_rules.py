@@ -1,0 +1,110 @@
+"""The rules that ``validate`` checks of a schedule: all passes there, an order that can run, the cap kept.
+
+Next: ``program_rules.py``, what more a program must keep.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from .dependencies import vocabulary_passes
+from .forward_only import FORWARD
+from .lower import play_passes
+from .numbering import Distance, Numbering
+from .passes import INPUT_COLLECTIVES, OUTPUT_COLLECTIVES, CommType, Pass, PassType
+from .peaks import peak_activations
+from .schedule import Deadlock, Schedule
+from .violations import deadlocked, missing, violation
+
+
+def expected_nodes(schedule: Schedule, rank: int) -> dict[PassType, frozenset[int]]:
+    """The types of passes that ``rank`` must run for every microbatch, each on these stages."""
+    backward = any(pass_.type is PassType.B for passes in schedule.ranks for pass_ in passes)
+    wanted = frozenset(PassType) if backward or not any(schedule.ranks) else FORWARD
+    stages = frozenset(schedule.layout.stage_of(rank, chunk) for chunk in range(schedule.chunks))
+    transformer = (PassType.F, PassType.B, *((PassType.W,) if schedule.splits_w else ()))
+    nodes = dict.fromkeys(transformer, stages) | dict.fromkeys(vocabulary_passes(schedule), frozenset({rank}))
+    return {type_: nodes[type_] for type_ in nodes if type_ in wanted}
+
+
+def check_complete(schedule: Schedule, numbering: Numbering, rank: int) -> None:
+    nodes, row = expected_nodes(schedule, rank), schedule.ranks[rank]
+    for pass_ in row:
+        if not 0 <= pass_.microbatch < schedule.m or pass_.stage not in nodes.get(pass_.type, ()):
+            raise violation("foreign pass", schedule.ranks, rank, pass_, "it does not belong to this rank")
+    numbers = list(map(numbering.number, row))
+    there = set(numbers)
+    if len(there) < len(numbers):
+        number, count = Counter(numbers).most_common(1)[0]
+        culprit = numbering.item(number)
+        raise violation("doubled pass", schedule.ranks, rank, culprit, f"it is there {count} times")
+    if len(there) < schedule.m * sum(map(len, nodes.values())):
+        expected = (
+            Pass(type_, stage, mb)
+            for mb in range(schedule.m)
+            for type_, stages in nodes.items()
+            for stage in sorted(stages)
+        )
+        absent = next(pass_ for pass_ in expected if numbering.number(pass_) not in there)
+        raise missing("pass", "runs", schedule.ranks, rank, absent)
+
+
+def check_order(schedule: Schedule, numbering: Numbering) -> None:
+    """Passes of one rank that depend on each other, directly or through communication."""
+    needs = _local_needs(numbering)
+    seen = bytearray(numbering.size)
+    for rank, passes in enumerate(schedule.ranks):
+        for pass_ in passes:
+            number = numbering.number(pass_)
+            for offset, back in needs[number // schedule.m]:
+                if pass_.microbatch >= back and not seen[number + offset]:
+                    reason = f"{numbering.item(number + offset)} must come before it"
+                    raise violation("order", schedule.ranks, rank, pass_, reason)
+            seen[number] = 1
+
+
+def _local_needs(numbering: Numbering) -> list[list[Distance]]:
+    """For each node, the passes of its own rank that it waits for, straight or through a collective."""
+    local: list[list[Distance]] = []
+    first_comm, collective = _first_comm(numbering), _collective_nodes(numbering)
+    for node, needs in enumerate(numbering.needs):
+        local.append([])
+        for offset, back in needs:
+            source = node + (offset + back) // numbering.schedule.m
+            if source < first_comm:
+                local[-1].append(Distance(offset, back))
+            elif source in collective:
+                producers = numbering.needs[source]
+                local[-1] += [Distance(offset + more, back + earlier) for more, earlier in producers]
+    return local
+
+
+def _first_comm(numbering: Numbering) -> int:
+    return numbering.first_node[next(iter(CommType))]
+
+
+def _collective_nodes(numbering: Numbering) -> frozenset[int]:
+    return frozenset(
+        numbering.first_node[type_] + rank
+        for type_ in OUTPUT_COLLECTIVES | INPUT_COLLECTIVES
+        for rank in range(numbering.schedule.p)
+    )
+
+
+def check_deadlock(schedule: Schedule) -> None:
+    try:
+        play_passes(schedule)
+    except Deadlock as deadlock:
+        raise deadlocked(schedule.ranks, deadlock) from deadlock
+
+
+def check_peak(schedule: Schedule, cap: float) -> None:
+    for rank, peak in enumerate(peak_activations(schedule)):
+        if peak > cap:
+            alive = 0.0
+            for pass_ in schedule.ranks[rank]:
+                release = PassType.W if schedule.splits_w else PassType.B
+                alive += ((pass_.type is PassType.F) - (pass_.type is release)) / schedule.chunks
+                if alive > cap:
+                    reason = f"activations of {alive:g} microbatches are alive, the cap is {cap:g}"
+                    raise violation("peak over the cap", schedule.ranks, rank, pass_, reason)
