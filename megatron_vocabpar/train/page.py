@@ -44,14 +44,14 @@ _FILES = (
 )
 
 _SCHEDULE_CAPTION = (
-    "The schedule of one step: a row a rank, time to the right; the number is the microbatch. F and B are "
-    "the forward and backward of a stage's layers"
+    "The schedule of one step, with assumed times: a row a rank, time to the right; the number is the "
+    "microbatch. F and B are the forward and backward of a stage's layers"
 )
 _VOCABULARY_CAPTION = ", S and T the output layer on this rank's shard of the vocabulary"
 
 _TIMELINE_CAPTION = (
-    "Above: the schedule as it would run if every pass took its measured time and nothing else took any. "
-    "Below: what the ranks did in the last step. {page} shows both to zoom into."
+    "Above: the schedule as it would run if every pass took its median measured time, and every collective its "
+    "shortest. Below: what the ranks did in the last step. {page} shows both to zoom into."
 )
 
 _TIMELINE_HINT = (

@@ -26,7 +26,7 @@ from megatron_vocabpar.train.output import (
     TIMELINE_PICTURE_FILE,
 )
 
-_PAGE_WIDTH = 1400.0  # pixels of time: a page shows pictures no wider than itself
+_PAGE_WIDTH = 950.0  # pixels of time: a page shows pictures no wider than itself
 
 
 def write_pictures(folder: Path, schedule: Schedule, trace: Mapping[str, Any]) -> None:

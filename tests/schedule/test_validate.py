@@ -118,9 +118,7 @@ def test_a_deadlock_marks_where_every_rank_stands() -> None:
 def test_a_deadlock_of_passes_that_start_together() -> None:
     schedule = generate("interlaced", 3, 4)
     rows = edited(schedule.ranks, 1, swapped("1S1", "1S2"))
-    with pytest.raises(
-        ScheduleError, match=r"deadlock: rank 0, 0S1: waits for all ranks"
-    ):
+    with pytest.raises(ScheduleError, match=r"deadlock: rank 0, 0S1: waits for all ranks"):
         validate(replace(schedule, ranks=rows))
 
 
