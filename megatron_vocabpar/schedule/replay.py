@@ -1,8 +1,8 @@
 """When the passes of a finished order run, if every rank starts its next pass as soon as it can.
 
-What ``timing.play`` does for a generator, without anything left to place: nothing but the given order. A
-transfer takes its time and no queue; ``simulate.py`` knows queues. Used where an order has to be read fast:
-for the order of collectives (``lower.py``) and for deadlocks (``validate.py``).
+Nothing is left to place, as it is for a generator, and a transfer takes its time and no queue, as it does in
+``events.py``. Used where an order has to be read fast: for the order of collectives (``lower.py``) and for
+deadlocks (``schedule_rules.py``).
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ _SCHEDULE_CAPTION = (
 _VOCABULARY_CAPTION = ", S and T the output layer on this rank's shard of the vocabulary"
 
 _TIMELINE_CAPTION = (
-    "Above: the schedule as it would run if every pass took its median measured time, and every collective its "
-    "shortest. Below: what the ranks did in the last step. {page} shows both to zoom into."
+    "Above: the schedule as it would run if every pass took its median measured time, and every collective "
+    "its shortest. Below: what the ranks did in the last step. {page} shows both to zoom into."
 )
 
 _TIMELINE_HINT = (

@@ -20,7 +20,7 @@ _BETWEEN = 18  # above each further chart
 _AXIS, _LEGEND = 26, 34
 _FORWARD, _LEAST, _MOST = 26.0, 640.0, 12000.0  # of a forward pass; of all passes
 _DIGIT, _LETTER = 6.4, 6.2  # width at size 11
-_EDGED = 2.5  # narrower passes have no edge, which would hide them
+_EDGE, _EDGED = 0.4, 2.5  # width of a pass's edge; narrower passes have none, as it would hide them
 _LABELS = (11, 9, 7.5)  # sizes of a pass's microbatch, the largest that fits
 _INK, _QUIET, _GROUND = "#222222", "#666666", "#f3f3f3"
 
@@ -113,7 +113,8 @@ def _bar(bar: Bar, chunk: int, scale: float, y: float) -> Iterator[Box | Text]:
     x, width = _LEFT + bar.start_ms * scale, (bar.end_ms - bar.start_ms) * scale
     label = str(bar.item.microbatch)
     hover = f"{bar.item}: {style.meaning}, microbatch {label}, {bar.start_ms:.2f} to {bar.end_ms:.2f} ms"
-    yield Box(x, y, width, _ROW, shade(style.fill, chunk), 0.4 if width > _EDGED else 0.0, hover)
+    edge = min(_EDGE, width / 15) if width > _EDGED else 0.0
+    yield Box(x, y, width, _ROW, shade(style.fill, chunk), edge, hover)
     size = next((size for size in _LABELS if len(label) * _DIGIT * size / 11 + 1.5 <= width), None)
     if size is not None:
         yield Text(x + width / 2, y + _ROW / 2 + 0.36 * size, label, style.ink, size, "middle")
