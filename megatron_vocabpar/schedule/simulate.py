@@ -71,7 +71,7 @@ class Simulation:
     @cached_property
     def iteration_ms(self) -> float:
         """From the first start to the last end."""
-        return max(0.0, *self.events.ends)
+        return max(0.0, max(self.events.ends, default=0.0))
 
     @cached_property
     def busy_ms(self) -> tuple[float, ...]:

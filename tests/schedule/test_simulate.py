@@ -20,7 +20,7 @@ from megatron_vocabpar.schedule.schedule import Deadlock, Schedule
 from megatron_vocabpar.schedule.serialize import from_json, ranks_from_text, to_json
 from megatron_vocabpar.schedule.simulate import simulate
 
-from . import reference
+from . import reference, reference_queues
 from .random_schedules import SHAPES, Shape, random_data, random_schedule
 
 COSTS = PassCosts(
@@ -124,6 +124,29 @@ def test_any_order_of_any_shape_equals_an_independent_simulation(shape: Shape, s
     result = simulate(from_json(json.dumps(data)), costs)
     names = {f"{place}{op}{'.' if op == 'S2' else ''}{mb}": at for (op, place, mb), at in start.items()}
     assert {str(p): times[0] for p, times in result.passes.items()} == pytest.approx(names)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(SHAPES), st.integers(0, 10**6), st.integers(0, 30), st.integers(0, 30))
+def test_queues_equal_an_independent_simulation(shape: Shape, seed: int, p2p: int, collective: int) -> None:
+    """Transfers and collectives as long as passes, so that they queue."""
+    ms = {"F": 10.0, "B": 12.0, "W": 8.0, "IF": 1.0, "IB": 2.0, "S": 3.0, "S2": 1.0, "T": 4.0}
+    method = {f"{name}_ms": ms[name] for name in ("S", "S2", "T")}
+    method["T_ms"] *= shape.algorithm != "interlaced"
+    costs = PassCosts(
+        10.0, 12.0, 8.0, 1.0, 2.0, {shape.algorithm: method}, float(p2p), collective + 1.0, collective / 2
+    )
+    if not shape.split:
+        ms["B"] += ms["W"]
+    ms |= {name: ms[name] / shape.chunks for name in "FBW"} | {"RECV": float(p2p)}
+    ms |= dict.fromkeys(["C0", "CIB"], collective + 1.0)
+    ms |= dict.fromkeys(["C1", "C2", "C3", "CI"], collective / 2)
+    schedule = random_schedule(shape, seed)
+    program = lower(schedule, costs)
+    expected = reference_queues.ends([list(map(str, row)) for row in program], shape, ms)
+    result = simulate(schedule, costs, program)
+    found = {str(item): end for item, (_, end) in (*result.passes.items(), *result.comms.items())}
+    assert found == pytest.approx(expected)
 
 
 @settings(max_examples=60, deadline=None)
