@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_vocabpar.bench.kernels_others import forward_backward, installed
 from megatron_vocabpar.bench.kernels_published import published_pass
+from megatron_vocabpar.bench.memory import peak_mib
 from megatron_vocabpar.layers.embedding import embedding_backward, embedding_forward, plan_input
 from megatron_vocabpar.layers.output import (
     OutputState,
@@ -63,11 +64,14 @@ class Shape:
 
 
 def shapes(device: torch.device, quick: bool) -> list[Shape]:
-    """The paper's shapes on a GPU; on the CPU small ones, which tell nothing about a GPU."""
+    """The paper's shapes on a GPU; on the CPU the paper's n with a small H, which tell nothing about a GPU.
+
+    One core's products take long: with the paper's H nothing but them would be seen.
+    """
     vocabularies: tuple[int, ...]
     if device.type == "cpu":
-        vocabularies = (32768,) if quick else (32768, 65536)
-        return [Shape(512, 64, v, p) for v in vocabularies for p in (8, 16)]
+        hidden = (128,) if quick else (128, 256)
+        return [Shape(2048, h, 32768, p) for h in hidden for p in (8, 16)]
     models = {8: 3072, 16: 4096, 32: 5120}
     tokens, vocabularies = ((2048,), (131072,)) if quick else ((2048, 4096), (32768, 65536, 131072, 262144))
     return [Shape(n, hidden, v, p) for n in tokens for p, hidden in models.items() for v in vocabularies]
@@ -179,6 +183,8 @@ class _Output:
         ]
         self.g = torch.full((shape.n,), 1 / shape.n, device=device)
         self.main_grad = torch.zeros(rows, shape.hidden, device=device)
+        # As in training, exponentials go where those of an earlier microbatch were.
+        self.place = torch.empty(shape.n, rows, dtype=dtype, device=device)
 
     def s(self, i: int, method: str) -> tuple[OutputState, MergedStats]:
         with_a, recompute = METHODS[method]
@@ -189,6 +195,7 @@ class _Output:
             self.shard,
             with_input_gradient=with_a,
             recompute=recompute,
+            e=None if recompute else self.place,
         )
         assert state is not None
         return state, merge_stats(stats.unsqueeze(0))
@@ -243,15 +250,6 @@ def _refusal(rms: float, dx: dict[str, float]) -> str | None:
     return None
 
 
-def _peak_mib(run: Callable[[], object], device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    run()
-    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
-
-
 def _kept_mib(state: OutputState) -> float:
     """What S leaves for T beyond its inputs: exponentials and A."""
     kept = [tensor for tensor in (state.e, state.a, state.k) if tensor is not None]
@@ -291,7 +289,9 @@ def measure_output(
     times = _time_rounds(contenders, rounds, device)
     halves = {method: _halves(layer, method, rounds, device) for method in METHODS}
     kept = {method: _kept_mib(layer.s(0, method)[0]) for method in METHODS}
-    peak = {method: _peak_mib(partial(layer.both, 0, method), device) for method in METHODS}
+    peak: dict[str, float | None] = dict.fromkeys(METHODS)
+    if device.type == "cuda":  # on the CPU, measuring memory would slow down what comes after
+        peak = {method: peak_mib(partial(layer.both, 0, method), device) for method in METHODS}
     del layer, parameter, contenders
     whole: dict[str, float] = {}
     if with_scaling:
@@ -358,7 +358,9 @@ def _three_products(layer: _Output) -> Callable[[int], None]:
 
 def _published(layer: _Output, algorithm: int, i: int) -> None:
     inputs = layer.inputs[i]
-    published_pass(inputs.x, layer.weight, inputs.targets, layer.g, layer.main_grad, algorithm)
+    published_pass(
+        inputs.x, layer.weight, inputs.targets, layer.g, layer.main_grad, algorithm, out=layer.place
+    )
 
 
 def _other(

@@ -16,7 +16,13 @@ from torch import Tensor
 
 @torch.no_grad()
 def published_pass(
-    x: Tensor, weight: Tensor, targets: Tensor, grad_loss: Tensor, main_grad: Tensor, algorithm: int
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    grad_loss: Tensor,
+    main_grad: Tensor,
+    algorithm: int,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """S and T of one microbatch on a shard that holds every target.
 
@@ -27,13 +33,14 @@ def published_pass(
         grad_loss: [n] gradient of each token's loss.
         main_grad: [P, H], added to in place.
         algorithm: 1 (two barriers) or 2 (one).
+        out: [n, P] of that dtype for the logits; None allocates.
 
     Returns:
         ``(loss [n] fp32, dX [n, H])``.
     """
     tokens = torch.arange(len(x), device=x.device)
     # S: logits in the operands' dtype, softmax in fp32
-    logits = (x @ weight.t()).float()
+    logits = torch.mm(x, weight.t(), out=out).float()
     local_max = logits.amax(dim=1)
     logits -= local_max.unsqueeze(1)
     target_logit = logits[tokens, targets]

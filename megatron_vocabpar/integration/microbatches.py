@@ -18,6 +18,7 @@ import torch
 
 from megatron_vocabpar.layers.embedding import InputPlan, plan_input
 from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.layers.targets import OwnedTargets, owned_targets, target_rows
 from megatron_vocabpar.runtime.comm import VocabGroups, broadcast
 
 ForwardStep = Callable[..., tuple[torch.Tensor, Callable[..., Any]]]
@@ -100,6 +101,7 @@ class Microbatch:
         plan: which rank owns which token position.
         labels: target ids ``[n]``, sequence-major as the hidden states ``[s, b, H]`` are.
         grad_loss: gradient of every token's loss ``[n]``, float32, sequence-major; None in evaluation.
+        owned_targets: the tokens among ``[n]`` whose targets this rank owns.
     """
 
     shape: tuple[int, int]
@@ -107,6 +109,7 @@ class Microbatch:
     plan: InputPlan
     labels: torch.Tensor
     grad_loss: torch.Tensor | None
+    owned_targets: OwnedTargets
 
     @property
     def tokens(self) -> int:
@@ -160,6 +163,8 @@ def share_microbatches(
     all_tokens = shared(tokens, first_member, torch.int64, sizes)
     host_tokens = torch.cat(list(all_tokens)).cpu().split(sizes)
     all_labels = shared(labels, last_member, torch.int64, sizes)
+    # Likewise which targets this rank owns: found here, pass S need not wait for the device.
+    host_labels = torch.cat(list(all_labels)).cpu().split(sizes)
     all_grads = [None] * num_microbatches
     if not forward_only:
         all_grads = shared(grad_losses, last_member, torch.float32, sizes)
@@ -168,7 +173,9 @@ def share_microbatches(
         return flat.view(shape).t().reshape(-1)
 
     microbatches = []
-    for shape, ids, label, grad in zip(grid, host_tokens, all_labels, all_grads, strict=True):
+    mine = ranges[groups.member]
+    per_microbatch = zip(grid, host_tokens, all_labels, host_labels, all_grads, strict=True)
+    for shape, ids, label, host_label, grad in per_microbatch:
         plan = plan_input(ids, ranges)
         start = sum(plan.counts[: groups.member])
         owned = plan.order[start : start + plan.counts[groups.member]]
@@ -180,6 +187,7 @@ def share_microbatches(
                 plan,
                 sequence_major(label, shape),
                 None if grad is None else sequence_major(grad, shape),
+                owned_targets(target_rows(sequence_major(host_label, shape), mine)).to(device),
             )
         )
     return microbatches

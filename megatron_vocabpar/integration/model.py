@@ -24,6 +24,7 @@ from megatron_vocabpar.integration import compat
 from megatron_vocabpar.layers.embedding import embedding_forward
 from megatron_vocabpar.layers.output import NaiveState, OutputState, naive_maximum, output_forward
 from megatron_vocabpar.layers.partition import VocabRange, even_ranges, padded_vocab_size
+from megatron_vocabpar.layers.targets import OwnedTargets
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ class VocabShardOutput(_VocabRows, ColumnParallelLinear):
     """This rank's rows of the output weight, or nothing where they are tied; a call is pass S.
 
     ``forward(x [n, H], targets [n], weight [P, H], ...)`` returns the state that T needs and the packed
-    statistics; with ``maximum_only`` (naive's S) the state that S2 needs and the local offsets.
+    statistics; with ``maximum_only`` (naive's S) the state that S2 needs and the local offsets. ``owned`` and
+    ``e`` are ``output_forward``'s.
     """
 
     def __init__(self, shard: VocabShard, hidden_size: int, **kwargs: Any) -> None:
@@ -129,10 +131,14 @@ class VocabShardOutput(_VocabRows, ColumnParallelLinear):
         maximum_only: bool = False,
         rows_per_chunk: int | None = None,
         recompute: bool = False,
+        owned: OwnedTargets | None = None,
+        e: torch.Tensor | None = None,
     ) -> tuple[OutputState | NaiveState | None, torch.Tensor]:
         weight = weight.detach()
         if maximum_only:
-            return naive_maximum(x, weight, targets, self.shard.range, rows_per_chunk=rows_per_chunk)
+            return naive_maximum(
+                x, weight, targets, self.shard.range, rows_per_chunk=rows_per_chunk, owned=owned
+            )
         return output_forward(
             x,
             weight,
@@ -142,6 +148,8 @@ class VocabShardOutput(_VocabRows, ColumnParallelLinear):
             keep_state=keep_state,
             rows_per_chunk=rows_per_chunk,
             recompute=recompute,
+            owned=owned,
+            e=e,
         )
 
 

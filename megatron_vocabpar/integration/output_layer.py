@@ -39,6 +39,7 @@ class OutputLayer:
         self.model = model
         self._evaluations: deque[tuple[int, Event[MergedStats]]] = deque()
         self._as_announced: list[torch.Tensor] = []
+        self._spare: list[torch.Tensor] = []
 
     def finish(self) -> None:
         """In evaluation: report the losses that are still on their way. In training: check the gradients.
@@ -87,31 +88,41 @@ class OutputLayer:
         """S: logits of this rank's shard and their local statistics."""
         i, algorithm = instruction.microbatch, self.it.rank.algorithm
         x = self.it.wait(self.it.buffers.take(Comm(CommType.C0, instruction.stage, i), "event"))
-        labels = self.it.microbatches[i].labels
         if algorithm == "naive":
+            microbatch = self.it.microbatches[i]
             state, statistics = self.model.vocab_output(
                 x,
-                labels,
+                microbatch.labels,
                 self.model.output_weight,
                 maximum_only=True,
                 rows_per_chunk=self.it.rank.output_options.rows_per_chunk,
+                owned=microbatch.owned_targets,
             )
         else:
-            state, statistics = self._softmax(x, labels, with_input_gradient=algorithm == "vocab-2")
+            state, statistics = self._softmax(i, x, with_input_gradient=algorithm == "vocab-2")
         self._put_state(instruction, state, statistics)
 
-    def _softmax(self, x: torch.Tensor, labels: torch.Tensor, with_input_gradient: bool) -> tuple[Any, Any]:
+    def _softmax(self, i: int, x: torch.Tensor, with_input_gradient: bool) -> tuple[Any, Any]:
         """Pass S of ``layers/output.py``; in evaluation the statistics alone."""
         training, options = not self.it.call.forward_only, self.it.rank.output_options
+        microbatch = self.it.microbatches[i]
         return self.model.vocab_output(
             x,
-            labels,
+            microbatch.labels,
             self.model.output_weight,
             with_input_gradient=with_input_gradient and training,
             keep_state=training,
             rows_per_chunk=options.rows_per_chunk,
             recompute=options.recompute,
+            owned=microbatch.owned_targets,
+            e=self._spare_exponentials(microbatch.tokens),
         )
+
+    def _spare_exponentials(self, tokens: int) -> torch.Tensor | None:
+        """A tensor for E that an earlier microbatch of the same size no longer needs."""
+        fitting = (k for k, e in enumerate(self._spare) if len(e) == tokens)
+        found = next(fitting, None)
+        return None if found is None else self._spare.pop(found)
 
     def _put_state(self, producer: Pass, state: Any, statistics: torch.Tensor) -> None:
         if state is not None:
@@ -208,6 +219,8 @@ class OutputLayer:
             self.it.buffers.put(instruction, "hidden_grad", part)
             if self.it.rank.is_last:
                 self._report_loss(i, merged)
+        if state.e is not None:
+            self._spare.append(state.e)
         self.it.gradients.wrote(PassType.T)
 
     def reduce_input_gradient(self, instruction: Comm) -> None:
@@ -229,7 +242,7 @@ class OutputLayer:
         x = self.it.wait(self.it.buffers.take(Comm(CommType.C0, instruction.stage, i), "event"))
         weight = self.model.output_weight
         training = not self.it.call.forward_only
-        state, statistics = self._softmax(x, self.it.microbatches[i].labels, with_input_gradient=True)
+        state, statistics = self._softmax(i, x, with_input_gradient=True)
         merged = self.it.wait(
             rank.output_stream.submit(lambda: merge_stats(all_gather(groups, groups.output, statistics)))
         )

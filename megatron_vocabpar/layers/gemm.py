@@ -16,6 +16,7 @@ from torch import Tensor
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _TRANSIENT_BYTES = 64 * 2**20
+_TRANSIENT_BYTES_CPU = 16 * 2**20  # larger blocks go back to the kernel, and come again as cold pages
 
 
 def result_dtype(operand: torch.dtype) -> torch.dtype:
@@ -34,6 +35,11 @@ def result_dtype(operand: torch.dtype) -> torch.dtype:
             "probability and gradient; keep the output layer in bfloat16 and use FP8 in the other layers"
         )
     raise ValueError(f"operands in {operand}: use bfloat16, float16, float32 or float64")
+
+
+def transient_bytes(device: torch.device) -> int:
+    """Bytes of a transient on this device: 64 MiB, on the CPU 16 MiB."""
+    return _TRANSIENT_BYTES_CPU if device.type == "cpu" else _TRANSIENT_BYTES
 
 
 def row_chunks(

@@ -35,27 +35,18 @@ import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.exponents import split_exponent
-from megatron_vocabpar.layers.gemm import add_product_, product, result_dtype, row_chunks
+from megatron_vocabpar.layers.gemm import add_product_, product, result_dtype, row_chunks, transient_bytes
 from megatron_vocabpar.layers.kernels.dispatch import exponentials, scale_rows, scatter_add_rows_
-from megatron_vocabpar.layers.kernels.reference import lift, row_offset, take_target_
+from megatron_vocabpar.layers.kernels.reference import (
+    lift,
+    row_offset,
+    take_target_,
+    transform_logits_,
+)
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.softmax_stats import STATS_WIDTH, MergedStats, pack_stats
+from megatron_vocabpar.layers.targets import OwnedTargets, owned_targets, target_rows
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
-
-
-@dataclass(frozen=True, slots=True)
-class OwnedTargets:
-    """The tokens whose targets this shard owns.
-
-    Found once, in S, before any product is launched: on a GPU that is where the host waits, not in T.
-
-    Attributes:
-        tokens: [m] int64 positions in the microbatch, ascending.
-        rows: [m] int64 rows of this shard, where the targets are.
-    """
-
-    tokens: Tensor
-    rows: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +93,16 @@ class NaiveState:
         logits: [n, P] fp32 (fp64 for fp64).
         target_row: [n] int64 local row of the target, or -1.
         shard: the rows of the weight.
+        terms: what the loss consists of.
+        owned: the tokens with a target here, where the caller knew them.
     """
 
     x: Tensor
     logits: Tensor
     target_row: Tensor
     shard: VocabRange
+    terms: LossTerms = PLAIN
+    owned: OwnedTargets | None = None
 
 
 @torch.no_grad()
@@ -122,6 +117,8 @@ def output_forward(
     rows_per_chunk: int | None = None,
     recompute: bool = False,
     terms: LossTerms = PLAIN,
+    owned: OwnedTargets | None = None,
+    e: Tensor | None = None,
 ) -> tuple[OutputState | None, Tensor]:
     """Pass S of vocab-1 and vocab-2: logits, exponentials and this shard's statistics.
 
@@ -136,6 +133,10 @@ def output_forward(
         recompute: keep no [n, P] tensor; T computes the logits again, a fourth product in place of 2 n P
             bytes. Use ``output_backward`` in vocab-1: two separate halves of T would recompute twice.
         terms: what the loss consists of; ``merge_stats`` wants the same.
+        owned: the tokens with a target here, where the caller knows them; None finds them, which on a GPU
+            waits for the device.
+        e: [n, P] of the operands' dtype, where to keep the exponentials, such as those of a microbatch that
+            is done; None allocates.
 
     Returns:
         ``(state, stats)``: stats is [n, 4] ([n, 5] with label smoothing) for the collective and then
@@ -144,15 +145,16 @@ def output_forward(
     Raises:
         ValueError: if shapes or dtypes do not fit one another.
     """
-    target_row = _target_rows(x, weight, targets, shard)
+    target_row = _checked_rows(x, weight, targets, shard)
     dtype, valid = result_dtype(x.dtype), shard.valid_rows
     keep_e, keep_a = keep_state and not recompute, keep_state and with_input_gradient
-    e = x.new_empty(x.shape[0], shard.rows) if keep_e else None
+    e = _place(e, x, shard) if keep_e else None
     a = x.new_empty(x.shape, dtype=dtype) if keep_a else None
-    owned = _owned_targets(target_row) if keep_state else None
+    if owned is None and keep_state:
+        owned = owned_targets(target_row)
     weight_sum = weight[:valid].sum(0, dtype=dtype) if terms.label_smoothing else None
     parts, slopes = [], []
-    for rows in row_chunks(x.shape[0], shard.rows, rows_per_chunk):
+    for rows in _chunks(x, shard, rows_per_chunk):
         # Wide exponentials take the place of their logits; 16-bit ones need a transient.
         place = e[rows] if e is not None and e.dtype == dtype else None
         logits = product(x[rows], weight.t(), out=place)  # [rows, P]
@@ -177,7 +179,7 @@ def output_forward(
         slopes.append(part.target_slope)
     width = STATS_WIDTH + bool(terms.label_smoothing)
     stats = torch.cat(parts) if parts else x.new_empty((0, width), dtype=dtype)
-    if owned is None:
+    if owned is None or not keep_state:
         return None, stats
     return OutputState(
         x=x,
@@ -188,7 +190,7 @@ def output_forward(
         target_row=target_row,
         owned=owned,
         a=a,
-        target_slope=None if terms.softcap is None else torch.cat([s for s in slopes if s is not None]),
+        target_slope=_joined_slopes(slopes, terms),
         weight_sum=weight_sum,
         terms=terms,
         rows_per_chunk=rows_per_chunk,
@@ -203,6 +205,8 @@ def naive_maximum(
     shard: VocabRange,
     *,
     rows_per_chunk: int | None = None,
+    terms: LossTerms = PLAIN,
+    owned: OwnedTargets | None = None,
 ) -> tuple[NaiveState, Tensor]:
     """Pass S of naive: logits and this shard's offsets; the arguments are ``output_forward``'s.
 
@@ -210,16 +214,19 @@ def naive_maximum(
         ``(state, k)``: k is [n] fp32 (fp64 for fp64); the barrier takes its maximum over the ranks.
 
     Raises:
-        ValueError: if shapes or dtypes do not fit one another.
+        ValueError: if shapes or dtypes do not fit one another; for smoothed labels.
     """
-    target_row = _target_rows(x, weight, targets, shard)
+    if terms.label_smoothing:
+        raise ValueError(f"label smoothing {terms.label_smoothing}: naive has none; use vocab-1 or vocab-2")
+    target_row = _checked_rows(x, weight, targets, shard)
     logits = product(x, weight.t())
     k = logits.new_empty(x.shape[0])
-    for rows in row_chunks(x.shape[0], shard.rows, rows_per_chunk):
+    for rows in _chunks(x, shard, rows_per_chunk):
         masked = logits[rows].clone()
+        transform_logits_(masked, terms.logit_scale, terms.softcap)
         take_target_(masked, target_row[rows], shard.valid_rows)
         k[rows] = row_offset(split_exponent(masked)[0], x.dtype)
-    return NaiveState(x, logits, target_row, shard), k
+    return NaiveState(x, logits, target_row, shard, terms, owned), k
 
 
 @torch.no_grad()
@@ -237,10 +244,10 @@ def naive_sum(
     Returns:
         As ``output_forward`` without A; T is then the same.
     """
-    x, target_row, shard = state.x, state.target_row, state.shard
+    x, target_row, shard, terms = state.x, state.target_row, state.shard, state.terms
     e = x.new_empty(state.logits.shape) if keep_state else None
-    parts = []
-    for rows in row_chunks(x.shape[0], shard.rows, rows_per_chunk):
+    parts, slopes = [], []
+    for rows in _chunks(x, shard, rows_per_chunk):
         part = exponentials(
             state.logits[rows].clone(),
             target_row[rows],
@@ -248,13 +255,25 @@ def naive_sum(
             global_k[rows],
             dtype=x.dtype,
             out=None if e is None else e[rows],
+            logit_scale=terms.logit_scale,
+            softcap=terms.softcap,
         )
         parts.append(pack_stats(part.k, part.s_rest, part.target_logit, target_row[rows] >= 0))
-    stats = torch.cat(parts) if parts else state.logits.new_empty((0, 4))
+        slopes.append(part.target_slope)
+    stats = torch.cat(parts) if parts else state.logits.new_empty((0, STATS_WIDTH))
     if e is None:
         return None, stats
-    owned = _owned_targets(target_row)
-    return OutputState(x, e, None, shard, stats[:, 0].clone(), target_row, owned), stats
+    return OutputState(
+        x=x,
+        e=e,
+        weight=None,
+        shard=shard,
+        k=stats[:, 0].clone(),
+        target_row=target_row,
+        owned=owned_targets(target_row) if state.owned is None else state.owned,
+        target_slope=_joined_slopes(slopes, terms),
+        terms=terms,
+    ), stats
 
 
 @torch.no_grad()
@@ -270,15 +289,7 @@ def input_gradient(state: OutputState, merged: MergedStats, grad_loss: Tensor, w
     Returns:
         [n, H] fp32 (fp64 for fp64). Reduce it in this dtype: 16-bit partial sums cost accuracy.
     """
-    scale = merged.row_scale(state.k, grad_loss)
-    if state.a is not None:
-        grad = scale_rows(state.a, scale)
-    else:
-        grad = scale.new_empty(state.x.shape)
-        for rows, e in _exponentials(state):
-            _input_product(state, rows, e, weight, scale, grad)
-    _add_input_terms(state, merged, grad_loss, weight, grad)
-    return grad
+    return _input_gradient(state, _Factors.of(state, merged, grad_loss), weight)
 
 
 @torch.no_grad()
@@ -295,10 +306,7 @@ def weight_gradient(state: OutputState, merged: MergedStats, grad_loss: Tensor, 
         ValueError: if ``main_grad`` has another shape, or a dtype that the operands can't add to.
     """
     _check_main_grad(state, main_grad)
-    scaled, lifted = _scaled_input(state, merged, grad_loss)
-    for rows, e in _exponentials(state):
-        _weight_product(state, e, scaled[rows], lifted, main_grad)
-    _add_weight_terms(state, merged, grad_loss, main_grad)
+    _weight_gradient(state, _Factors.of(state, merged, grad_loss), main_grad)
 
 
 @torch.no_grad()
@@ -312,19 +320,45 @@ def output_backward(
     Returns:
         [n, H] fp32 (fp64 for fp64) this shard's part of dX.
     """
-    if state.e is not None or state.a is not None:
-        weight_gradient(state, merged, grad_loss, main_grad)
-        return input_gradient(state, merged, grad_loss, weight)
     _check_main_grad(state, main_grad)
-    scale = merged.row_scale(state.k, grad_loss)
-    grad = scale.new_empty(state.x.shape)
-    scaled, lifted = _scaled_input(state, merged, grad_loss)
+    factors = _Factors.of(state, merged, grad_loss)
+    if state.e is not None or state.a is not None:
+        grad = _input_gradient(state, factors, weight)
+        _weight_gradient(state, factors, main_grad)
+        return grad
+    grad = factors.row.new_empty(state.x.shape)
+    scaled, lifted = _scaled_input(state, factors)
     for rows, e in _exponentials(state):
-        _input_product(state, rows, e, weight, scale, grad)
+        _input_product(state, rows, e, weight, factors, grad)
         _weight_product(state, e, scaled[rows], lifted, main_grad)
-    _add_input_terms(state, merged, grad_loss, weight, grad)
-    _add_weight_terms(state, merged, grad_loss, main_grad)
+    _add_input_terms(state, factors, weight, grad)
+    _add_weight_terms(state, factors, main_grad)
     return grad
+
+
+@dataclass(frozen=True, slots=True)
+class _Factors:
+    """What T multiplies with, fp32 (fp64 for fp64).
+
+    Attributes:
+        row: [n] of each token's exponentials.
+        target: [m] of the owned targets: g (p_target - 1), with the loss's other terms.
+        uniform: [n] of every true id's row, where labels are smoothed; else None.
+    """
+
+    row: Tensor
+    target: Tensor
+    uniform: Tensor | None
+
+    @classmethod
+    def of(cls, state: OutputState, merged: MergedStats, grad_loss: Tensor) -> _Factors:
+        target = merged.target_scale(grad_loss)
+        if state.target_slope is not None:
+            target = target * state.target_slope
+        uniform = None
+        if state.weight_sum is not None:
+            uniform = merged.uniform_scale(grad_loss, state.shard.vocab_size)
+        return cls(merged.row_scale(state.k, grad_loss), target[state.owned.tokens], uniform)
 
 
 def _exponentials(state: OutputState) -> Iterator[tuple[slice, Tensor]]:
@@ -333,7 +367,7 @@ def _exponentials(state: OutputState) -> Iterator[tuple[slice, Tensor]]:
         yield slice(0, state.x.shape[0]), state.e
         return
     assert state.weight is not None
-    for rows in row_chunks(state.x.shape[0], state.shard.rows, state.rows_per_chunk):
+    for rows in _chunks(state.x, state.shard, state.rows_per_chunk):
         logits = product(state.x[rows], state.weight.t())
         part = exponentials(
             logits,
@@ -341,7 +375,8 @@ def _exponentials(state: OutputState) -> Iterator[tuple[slice, Tensor]]:
             state.shard.valid_rows,
             state.k[rows],
             dtype=state.x.dtype,
-            out=torch.empty_like(logits, dtype=state.x.dtype),
+            # Wide exponentials take the place of their logits.
+            out=logits if logits.dtype == state.x.dtype else torch.empty_like(logits, dtype=state.x.dtype),
             logit_scale=state.terms.logit_scale,
             softcap=state.terms.softcap,
         )
@@ -349,23 +384,38 @@ def _exponentials(state: OutputState) -> Iterator[tuple[slice, Tensor]]:
         yield rows, part.e
 
 
+def _input_gradient(state: OutputState, factors: _Factors, weight: Tensor) -> Tensor:
+    if state.a is not None:
+        grad = scale_rows(state.a, factors.row)
+    else:
+        grad = factors.row.new_empty(state.x.shape)
+        for rows, e in _exponentials(state):
+            _input_product(state, rows, e, weight, factors, grad)
+    _add_input_terms(state, factors, weight, grad)
+    return grad
+
+
+def _weight_gradient(state: OutputState, factors: _Factors, main_grad: Tensor) -> None:
+    scaled, lifted = _scaled_input(state, factors)
+    for rows, e in _exponentials(state):
+        _weight_product(state, e, scaled[rows], lifted, main_grad)
+    _add_weight_terms(state, factors, main_grad)
+
+
 def _input_product(
-    state: OutputState, rows: slice, e: Tensor, weight: Tensor, scale: Tensor, grad: Tensor
+    state: OutputState, rows: slice, e: Tensor, weight: Tensor, factors: _Factors, grad: Tensor
 ) -> None:
     valid = state.shard.valid_rows
     product(e[:, :valid], weight[:valid], out=grad[rows])
-    grad[rows] *= scale[rows].unsqueeze(1)
+    grad[rows] *= factors.row[rows].unsqueeze(1)
 
 
-def _add_input_terms(
-    state: OutputState, merged: MergedStats, grad_loss: Tensor, weight: Tensor, grad: Tensor
-) -> None:
+def _add_input_terms(state: OutputState, factors: _Factors, weight: Tensor, grad: Tensor) -> None:
     """What is not in the exponentials: the targets' rows, and the smoothed labels."""
     owned = state.owned
-    remainder = _target_remainder(state, merged, grad_loss)
-    scatter_add_rows_(grad, owned.tokens, weight[owned.rows], remainder, ascending=True)
-    if state.weight_sum is not None:
-        grad.addr_(merged.uniform_scale(grad_loss, state.shard.vocab_size), state.weight_sum)
+    scatter_add_rows_(grad, owned.tokens, weight[owned.rows], factors.target, ascending=True)
+    if factors.uniform is not None and state.weight_sum is not None:
+        grad.addr_(factors.uniform, state.weight_sum)
 
 
 def _check_main_grad(state: OutputState, main_grad: Tensor) -> None:
@@ -380,11 +430,10 @@ def _check_main_grad(state: OutputState, main_grad: Tensor) -> None:
         )
 
 
-def _scaled_input(state: OutputState, merged: MergedStats, grad_loss: Tensor) -> tuple[Tensor, Tensor | None]:
+def _scaled_input(state: OutputState, factors: _Factors) -> tuple[Tensor, Tensor | None]:
     """[n, H] X with the rows' factors, and the power of two by which fp16 was lifted."""
-    scale = merged.row_scale(state.k, grad_loss)
-    lifted = lift(state.x, scale)
-    return scale_rows(state.x, scale if lifted is None else scale * lifted), lifted
+    lifted = lift(state.x, factors.row)
+    return scale_rows(state.x, factors.row if lifted is None else factors.row * lifted), lifted
 
 
 def _weight_product(
@@ -394,25 +443,36 @@ def _weight_product(
     add_product_(main_grad[:valid], e[:, :valid].t(), scaled, None if lifted is None else 1 / lifted)
 
 
-def _add_weight_terms(state: OutputState, merged: MergedStats, grad_loss: Tensor, main_grad: Tensor) -> None:
+def _add_weight_terms(state: OutputState, factors: _Factors, main_grad: Tensor) -> None:
     """What is not in the exponentials: the targets' tokens, and the smoothed labels."""
     x, owned = state.x, state.owned
-    remainder = _target_remainder(state, merged, grad_loss)
-    scatter_add_rows_(main_grad, owned.rows, x[owned.tokens], remainder)
-    if state.weight_sum is not None:
-        uniform = merged.uniform_scale(grad_loss, state.shard.vocab_size)
-        main_grad[: state.shard.valid_rows] += uniform @ x.to(uniform.dtype)
+    scatter_add_rows_(main_grad, owned.rows, x[owned.tokens], factors.target)
+    if factors.uniform is not None:
+        main_grad[: state.shard.valid_rows] += factors.uniform @ x.to(factors.uniform.dtype)
 
 
-def _target_remainder(state: OutputState, merged: MergedStats, grad_loss: Tensor) -> Tensor:
-    """[m] factors of the owned targets: g (p_target - 1), with the loss's other terms."""
-    remainder = merged.target_scale(grad_loss)
-    if state.target_slope is not None:
-        remainder = remainder * state.target_slope
-    return remainder[state.owned.tokens]
+def _joined_slopes(slopes: list[Tensor | None], terms: LossTerms) -> Tensor | None:
+    return None if terms.softcap is None else torch.cat([slope for slope in slopes if slope is not None])
 
 
-def _target_rows(x: Tensor, weight: Tensor, targets: Tensor, shard: VocabRange) -> Tensor:
+def _chunks(x: Tensor, shard: VocabRange, rows_per_chunk: int | None) -> list[slice]:
+    return row_chunks(x.shape[0], shard.rows, rows_per_chunk, transient_bytes=transient_bytes(x.device))
+
+
+def _place(given: Tensor | None, x: Tensor, shard: VocabRange) -> Tensor:
+    """Where the exponentials go: what was given, if it fits."""
+    shape = (x.shape[0], shard.rows)
+    if given is None:
+        return x.new_empty(shape)
+    if given.shape != shape or given.dtype != x.dtype or given.device != x.device:
+        raise ValueError(
+            f"e of {tuple(given.shape)} {given.dtype} on {given.device}: give {shape} {x.dtype} on "
+            f"{x.device}, or None to allocate it"
+        )
+    return given
+
+
+def _checked_rows(x: Tensor, weight: Tensor, targets: Tensor, shard: VocabRange) -> Tensor:
     """[n] the local row of each target, -1 where it is not a true id of this shard; checks the arguments."""
     if x.dim() != 2 or weight.shape != (shard.rows, x.shape[-1]):
         raise ValueError(
@@ -423,10 +483,4 @@ def _target_rows(x: Tensor, weight: Tensor, targets: Tensor, shard: VocabRange) 
         raise ValueError(f"input in {x.dtype}, weight in {weight.dtype}: convert one to the other's dtype")
     if targets.shape != x.shape[:1]:
         raise ValueError(f"targets of shape {tuple(targets.shape)} for {x.shape[0]} tokens: flatten to [n]")
-    row = targets.long() - shard.start
-    return torch.where((row >= 0) & (row < shard.valid_rows), row, -1)
-
-
-def _owned_targets(target_row: Tensor) -> OwnedTargets:
-    tokens = torch.nonzero(target_row >= 0).squeeze(1)
-    return OwnedTargets(tokens, target_row[tokens])
+    return target_rows(targets, shard)

@@ -17,10 +17,11 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from megatron_vocabpar.layers.targets import target_rows
 from megatron_vocabpar.losses.call import Layout, check_targets, leading_shape, prepare, summarise
 from megatron_vocabpar.losses.reductions import reduce_tokens
 from megatron_vocabpar.losses.sources import Logits
-from megatron_vocabpar.losses.summary import Call, scaled_logits, target_rows
+from megatron_vocabpar.losses.summary import Call, scaled_logits
 
 
 def vocab_logprobs(

@@ -18,23 +18,15 @@ import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.exponents import power_of_two
-from megatron_vocabpar.layers.gemm import add_product_, product, result_dtype, row_chunks
+from megatron_vocabpar.layers.gemm import add_product_, product, result_dtype, row_chunks, transient_bytes
 from megatron_vocabpar.losses.exchange import Exchange
 
 BLOCK = 256
 """Rows of the vocabulary, and tokens, in one matrix product of the invariant mode."""
 
 
-_CACHED = 2**22
-_REUSED = 2**24
-"""Bytes of a chunk on the CPU: what stays in its cache, and what the C library reuses without new pages."""
-
-_ON_DEVICE = 2**26
-
-
-def transient_bytes(like: Tensor, on_cpu: int) -> int:
-    """Bytes of an fp32 chunk on the device of ``like``."""
-    return on_cpu if like.device.type == "cpu" else _ON_DEVICE
+_CACHED_BYTES = 2**22
+"""Of a chunk of existing logits on the CPU: what stays in its cache."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +95,9 @@ class DenseSource:
 
     def slices(self, rows_per_chunk: int | None) -> list[slice]:
         widest = max(shard.shape[-1] for shard in self.shards)
-        within = row_chunks(
-            self._period, widest, rows_per_chunk, transient_bytes=transient_bytes(self.shards[0], _CACHED)
-        )
+        device = self.shards[0].device
+        size = _CACHED_BYTES if device.type == "cpu" else transient_bytes(device)
+        within = row_chunks(self._period, widest, rows_per_chunk, transient_bytes=size)
         return [
             slice(start + part.start, start + part.stop)
             for start in range(0, self.tokens, self._period)
@@ -161,7 +153,7 @@ class LazySource:
             self.tokens,
             widest,
             BLOCK if self.blocks else rows_per_chunk,
-            transient_bytes=transient_bytes(self.x, _REUSED),
+            transient_bytes=transient_bytes(self.x.device),
         )
 
     def logits(self, shard: int, rows: slice) -> Tensor:

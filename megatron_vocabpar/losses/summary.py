@@ -33,6 +33,7 @@ from megatron_vocabpar.layers.exponents import log_of_power, power_of_two
 from megatron_vocabpar.layers.kernels.dispatch import exponentials
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.softmax_stats import STATS_WIDTH, MergedStats, merge_stats, pack_stats
+from megatron_vocabpar.layers.targets import target_rows
 from megatron_vocabpar.losses import fixed_point
 from megatron_vocabpar.losses.exchange import Exchange
 from megatron_vocabpar.losses.sources import DenseSource, LazySource, Source
@@ -117,12 +118,6 @@ def softmax_of(call: Call, source: Source) -> tuple[Tensor, Tensor]:
     nowhere = source.logits(0, slice(0, 0)).new_full((source.tokens,), -1, dtype=torch.int64)
     merged = _forward(call, source, nowhere).merged
     return merged.offset, merged.total
-
-
-def target_rows(targets: Tensor, shard: VocabRange) -> Tensor:
-    """[n] int64 row of each target in the shard, -1 where it is elsewhere."""
-    row = targets.long() - shard.start
-    return torch.where((row >= 0) & (row < shard.valid_rows), row, -1)
 
 
 def scaled_logits(source: Source, shard: int, rows: slice, temperature: float) -> Tensor:

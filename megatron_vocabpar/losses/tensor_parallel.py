@@ -22,8 +22,8 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.gemm import result_dtype
 from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.layers.targets import target_rows
 from megatron_vocabpar.losses.exchange import OverGroup
-from megatron_vocabpar.losses.summary import target_rows
 
 
 class _AllReduce(torch.autograd.Function):

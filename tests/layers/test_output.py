@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.output import input_gradient, output_forward, weight_gradient
+from megatron_vocabpar.layers.output import (
+    input_gradient,
+    output_backward,
+    output_forward,
+    weight_gradient,
+)
 from megatron_vocabpar.layers.partition import (
     VocabRange,
     even_ranges,
@@ -14,6 +19,7 @@ from megatron_vocabpar.layers.partition import (
     ranges_from_sizes,
 )
 from megatron_vocabpar.layers.softmax_stats import merge_stats
+from megatron_vocabpar.layers.targets import owned_targets, target_rows
 
 from . import reference
 from .shards import METHODS, Result, backward, forward, run, split
@@ -353,3 +359,26 @@ def test_a_main_grad_that_does_not_fit_is_named() -> None:
         weight_gradient(state, merged, g, torch.zeros(V - 1, H))
     with pytest.raises(ValueError, match=r"main_grad in torch.bfloat16: use torch.float32"):
         weight_gradient(state, merged, g, torch.zeros(V, H, dtype=torch.bfloat16))
+
+
+def test_known_targets_and_a_given_place_change_nothing() -> None:
+    x, weight, targets, g = batch(torch.bfloat16)
+    shard = SPLITS["uneven"][1]
+    w = split(weight, SPLITS["uneven"])[1]
+    place = torch.full((N, shard.rows), torch.nan, dtype=torch.bfloat16)
+    owned = owned_targets(target_rows(targets, shard))
+    plain, stats = output_forward(x, w, targets, shard, with_input_gradient=False)
+    given, same = output_forward(x, w, targets, shard, with_input_gradient=False, owned=owned, e=place)
+    assert torch.equal(stats, same)
+    assert given.e is place
+    assert given.owned is owned
+    merged = merge_stats(stats.unsqueeze(0))
+    for state in (plain, given):
+        state_grad = torch.zeros(shard.rows, H)
+        dx = output_backward(state, merged, g, w, state_grad)
+        expected = torch.zeros(shard.rows, H)
+        weight_gradient(plain, merged, g, expected)
+        assert torch.equal(dx, input_gradient(plain, merged, g, w))
+        assert torch.equal(state_grad, expected)
+    with pytest.raises(ValueError, match=r"e of \(3, 4\)"):
+        output_forward(x, w, targets, shard, with_input_gradient=False, e=place[:3, :4])

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.output import (
     input_gradient,
+    naive_maximum,
+    naive_sum,
     output_backward,
     output_forward,
     weight_gradient,
@@ -63,19 +65,25 @@ def run(
 ) -> Result:
     x, weight, targets, g = inputs
     weights = split(weight, ranges)
-    done = [
-        output_forward(
-            x,
-            w,
-            targets,
-            shard,
-            with_input_gradient=method == "vocab-2",
-            rows_per_chunk=rows_per_chunk,
-            recompute=recompute,
-            terms=terms,
-        )
-        for w, shard in zip(weights, ranges, strict=True)
-    ]
+    pairs = list(zip(weights, ranges, strict=True))
+    if method == "naive":
+        begun = [naive_maximum(x, w, targets, shard, terms=terms) for w, shard in pairs]
+        largest = torch.stack([k for _, k in begun]).amax(dim=0)
+        done = [naive_sum(state, largest, rows_per_chunk=rows_per_chunk) for state, _ in begun]
+    else:
+        done = [
+            output_forward(
+                x,
+                w,
+                targets,
+                shard,
+                with_input_gradient=method == "vocab-2",
+                rows_per_chunk=rows_per_chunk,
+                recompute=recompute,
+                terms=terms,
+            )
+            for w, shard in pairs
+        ]
     merged: MergedStats = merge_stats(torch.stack([stats for _, stats in done]), terms)
     parts, main_grads = [], []
     for (state, _), w in zip(done, weights, strict=True):
@@ -96,6 +104,19 @@ def run(
 @pytest.mark.parametrize("ranges", ["1 even", "4 even", "uneven", "empty shards", "all-padding shards"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_terms_equal_autograd(terms: LossTerms, method: str, ranges: str, dtype: torch.dtype) -> None:
+    _compare_with_autograd(terms, method, ranges, dtype)
+
+
+@pytest.mark.parametrize("name", [name for name, terms in TERMS.items() if not terms.label_smoothing])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_naive_has_the_terms_but_label_smoothing(name: str, dtype: torch.dtype) -> None:
+    _compare_with_autograd(TERMS[name], "naive", "empty shards", dtype)
+    x, weight, targets, _ = batch(dtype)
+    with pytest.raises(ValueError, match=r"label smoothing 0.1: naive has none"):
+        naive_maximum(x, weight, targets, VocabRange(0, V, V), terms=TERMS["label smoothing"])
+
+
+def _compare_with_autograd(terms: LossTerms, method: str, ranges: str, dtype: torch.dtype) -> None:
     inputs = batch(dtype)
     result = run(method, inputs, SPLITS[ranges], terms)
     loss, dx, dw = autograd(*inputs, terms)

@@ -14,7 +14,7 @@ from megatron_vocabpar.layers.gemm import row_chunks
 from megatron_vocabpar.layers.kernels import reference
 from megatron_vocabpar.layers.kernels.reference import Exponentials, take_target_, transform_logits_
 
-_BLOCK_BYTES = 2**22
+_BLOCK_BYTES = 2**23
 
 _SMALL_OFFSET = 64
 """Below it y log2(e) - k in one fused multiplication and addition loses less than the rounding of fp32."""
