@@ -24,7 +24,9 @@ from torch import Tensor
 from megatron_vocabpar.bench.kernels_others import forward_backward, installed
 from megatron_vocabpar.bench.kernels_published import published_pass
 from megatron_vocabpar.bench.memory import peak_mib
+from megatron_vocabpar.layers import invariant
 from megatron_vocabpar.layers.embedding import embedding_backward, embedding_forward, plan_input
+from megatron_vocabpar.layers.invariant import BlockState
 from megatron_vocabpar.layers.output import (
     OutputState,
     input_gradient,
@@ -38,8 +40,22 @@ from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats
 BUCKETS = (0.0, 0.1, 0.5, 0.9, 0.99, 0.999, 1.0)
 """Edges of the target's probability, within which errors of dX are reported."""
 
-METHODS = {"vocab-1": (False, False), "vocab-2": (True, False), "vocab-1-recompute": (False, True)}
-"""Method -> (S computes A, logits are recomputed in T)."""
+
+@dataclass(frozen=True)
+class Mode:
+    """How S and T are run: whether S computes A, logits are recomputed in T, results don't depend on p."""
+
+    with_a: bool = False
+    recompute: bool = False
+    invariant: bool = False
+
+
+METHODS = {
+    "vocab-1": Mode(),
+    "vocab-2": Mode(with_a=True),
+    "vocab-1-recompute": Mode(recompute=True),
+    "vocab-1-invariant": Mode(invariant=True),
+}
 
 _ROTATED = 3
 _CHECKED_TOKENS = 64
@@ -186,21 +202,27 @@ class _Output:
         # As in training, exponentials go where those of an earlier microbatch were.
         self.place = torch.empty(shape.n, rows, dtype=dtype, device=device)
 
-    def s(self, i: int, method: str) -> tuple[OutputState, MergedStats]:
-        with_a, recompute = METHODS[method]
-        state, stats = output_forward(
-            self.inputs[i].x,
-            self.weight,
-            self.inputs[i].targets,
-            self.shard,
-            with_input_gradient=with_a,
-            recompute=recompute,
-            e=None if recompute else self.place,
-        )
+    def s(self, i: int, method: str) -> tuple[OutputState | BlockState, MergedStats]:
+        mode, inputs = METHODS[method], self.inputs[i]
+        state: OutputState | BlockState | None
+        if mode.invariant:
+            state, stats = invariant.output_forward(inputs.x, self.weight, inputs.targets, self.shard)
+        else:
+            state, stats = output_forward(
+                inputs.x,
+                self.weight,
+                inputs.targets,
+                self.shard,
+                with_input_gradient=mode.with_a,
+                recompute=mode.recompute,
+                e=None if mode.recompute else self.place,
+            )
         assert state is not None
         return state, merge_stats(stats.unsqueeze(0))
 
-    def t(self, state: OutputState, merged: MergedStats) -> Tensor:
+    def t(self, state: OutputState | BlockState, merged: MergedStats) -> Tensor:
+        if isinstance(state, BlockState):
+            return invariant.output_backward(state, merged, self.g, self.weight, self.main_grad).value()
         if state.a is None:
             return output_backward(state, merged, self.g, self.weight, self.main_grad)
         grad = input_gradient(state, merged, self.g, self.weight)
@@ -250,9 +272,10 @@ def _refusal(rms: float, dx: dict[str, float]) -> str | None:
     return None
 
 
-def _kept_mib(state: OutputState) -> float:
+def _kept_mib(state: OutputState | BlockState) -> float:
     """What S leaves for T beyond its inputs: exponentials and A."""
-    kept = [tensor for tensor in (state.e, state.a, state.k) if tensor is not None]
+    a = state.a if isinstance(state, OutputState) else None
+    kept = [tensor for tensor in (state.e, a, state.k) if tensor is not None]
     return sum(tensor.numel() * tensor.element_size() for tensor in kept) / 2**20
 
 

@@ -82,6 +82,11 @@ class ForwardBackward:
                 "method naive keeps its logits between two barriers and cannot recompute them; use vocab-1 "
                 "or vocab-2, or leave recomputation out"
             )
+        if self.method.algorithm == "naive" and self.output_options.invariant:
+            raise ValueError(
+                "method naive has no results that don't depend on the sharding; use vocab-1 or vocab-2, or "
+                "leave the invariance out"
+            )
         self.groups = groups
         self.device = device
         self._make_schedule = make_schedule or partial(generate, method, groups.pipeline)

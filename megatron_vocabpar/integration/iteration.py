@@ -26,15 +26,28 @@ from megatron_vocabpar.schedule.placement import Placement
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """How the output layer is computed; its result does not depend on them.
+    """How the output layer is computed; its result does not depend on them, but for rounding.
 
     Attributes:
         recompute: keep no exponentials ``[n, P]`` from S to T; T computes them again.
         rows_per_chunk: tokens whose float32 logits exist at one time; None bounds them to about 64 MiB.
+        invariant: the same bits for every sharding (``layers/invariant.py``), at a cost. Shards must end at
+            multiples of ``whole_stats.BLOCK`` ids; naive is not offered.
+
+    Raises:
+        ValueError: for ``invariant`` with another option, which it has no use for.
     """
 
     recompute: bool = False
     rows_per_chunk: int | None = None
+    invariant: bool = False
+
+    def __post_init__(self) -> None:
+        if self.invariant and (self.recompute or self.rows_per_chunk is not None):
+            raise ValueError(
+                "results that don't depend on the sharding, with recomputed or chunked logits: they are "
+                "computed in blocks of their own; use one of the two"
+            )
 
 
 @dataclass(frozen=True)

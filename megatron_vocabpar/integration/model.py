@@ -11,6 +11,7 @@ Next: ``handlers.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 from typing import Any, cast
 
 import torch
@@ -21,10 +22,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 
 from megatron_vocabpar.integration import compat
+from megatron_vocabpar.layers import invariant as invariant_passes
 from megatron_vocabpar.layers.embedding import embedding_forward
+from megatron_vocabpar.layers.invariant import BlockState
 from megatron_vocabpar.layers.output import NaiveState, OutputState, naive_maximum, output_forward
 from megatron_vocabpar.layers.partition import VocabRange, even_ranges, padded_vocab_size
 from megatron_vocabpar.layers.targets import OwnedTargets
+from megatron_vocabpar.layers.whole_stats import BLOCK
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,13 @@ class VocabShard:
         return self.ranges[self.member]
 
 
-def vocab_shard(vocab_size: int, divisible_by: int = 1) -> VocabShard:
+def vocab_shard(vocab_size: int, divisible_by: int = 1, *, invariant: bool = False) -> VocabShard:
     """The even partition of ``vocab_size`` true ids over this process's PP x TP ranks.
 
     Args:
         vocab_size: ``V``, the number of true ids; padding is added to a multiple of ``2 * p * t``.
         divisible_by: a further divisor of the padded size (Megatron's ``make_vocab_size_divisible_by``).
+        invariant: shards are to end between the blocks of ``OutputOptions.invariant``.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
     tensor = parallel_state.get_tensor_model_parallel_world_size()
@@ -61,6 +66,8 @@ def vocab_shard(vocab_size: int, divisible_by: int = 1) -> VocabShard:
         parallel_state.get_pipeline_model_parallel_rank() * tensor
         + parallel_state.get_tensor_model_parallel_rank()
     )
+    if invariant:
+        divisible_by = lcm(divisible_by, BLOCK * pipeline * tensor)
     padded = padded_vocab_size(vocab_size, pipeline, tensor, divisible_by)
     return VocabShard(even_ranges(padded, pipeline * tensor, vocab_size), member, pipeline, tensor)
 
@@ -113,7 +120,7 @@ class VocabShardOutput(_VocabRows, ColumnParallelLinear):
 
     ``forward(x [n, H], targets [n], weight [P, H], ...)`` returns the state that T needs and the packed
     statistics; with ``maximum_only`` (naive's S) the state that S2 needs and the local offsets. ``owned`` and
-    ``e`` are ``output_forward``'s.
+    ``e`` are ``output_forward``'s; ``invariant`` computes what no sharding changes.
     """
 
     def __init__(self, shard: VocabShard, hidden_size: int, **kwargs: Any) -> None:
@@ -133,8 +140,13 @@ class VocabShardOutput(_VocabRows, ColumnParallelLinear):
         recompute: bool = False,
         owned: OwnedTargets | None = None,
         e: torch.Tensor | None = None,
-    ) -> tuple[OutputState | NaiveState | None, torch.Tensor]:
+        invariant: bool = False,
+    ) -> tuple[OutputState | NaiveState | BlockState | None, torch.Tensor]:
         weight = weight.detach()
+        if invariant:
+            return invariant_passes.output_forward(
+                x, weight, targets, self.shard.range, keep_state=keep_state, owned=owned
+            )
         if maximum_only:
             return naive_maximum(
                 x, weight, targets, self.shard.range, rows_per_chunk=rows_per_chunk, owned=owned

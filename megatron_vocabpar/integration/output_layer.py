@@ -20,7 +20,9 @@ from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.gradients import main_grad
 from megatron_vocabpar.integration.iteration import Iteration
 from megatron_vocabpar.integration.model import VocabParallelGPTModel
-from megatron_vocabpar.layers.output import input_gradient, naive_sum, output_backward, weight_gradient
+from megatron_vocabpar.layers import invariant, output
+from megatron_vocabpar.layers.invariant import FixedPoint
+from megatron_vocabpar.layers.output import OutputState, naive_sum
 from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats
 from megatron_vocabpar.runtime.comm import all_gather, all_reduce, broadcast
 from megatron_vocabpar.runtime.streams import Event
@@ -40,6 +42,7 @@ class OutputLayer:
         self._evaluations: deque[tuple[int, Event[MergedStats]]] = deque()
         self._as_announced: list[torch.Tensor] = []
         self._spare: list[torch.Tensor] = []
+        self._passes: Any = invariant if iteration.rank.output_options.invariant else output
 
     def finish(self) -> None:
         """In evaluation: report the losses that are still on their way. In training: check the gradients.
@@ -116,6 +119,7 @@ class OutputLayer:
             recompute=options.recompute,
             owned=microbatch.owned_targets,
             e=self._spare_exponentials(microbatch.tokens),
+            invariant=options.invariant,
         )
 
     def _spare_exponentials(self, tokens: int) -> torch.Tensor | None:
@@ -195,8 +199,8 @@ class OutputLayer:
 
         def run() -> tuple[MergedStats, torch.Tensor | None]:
             merged = merge_stats(all_gather(groups, groups.output, statistics))
-            part = input_gradient(state, merged, grad_loss, weight)
-            hidden_grad = all_reduce(groups, groups.output, part)
+            part = self._passes.input_gradient(state, merged, grad_loss, weight)
+            hidden_grad = self._total(part)
             return merged, hidden_grad if is_last else None
 
         # Taken by T everywhere, and by B of the last stage.
@@ -212,24 +216,30 @@ class OutputLayer:
         grad_loss = self.it.microbatches[i].gradient
         if algorithm == "vocab-2":
             merged, _ = self.it.wait(event)
-            weight_gradient(state, merged, grad_loss, main_grad(weight))
+            self._passes.weight_gradient(state, merged, grad_loss, main_grad(weight))
         else:
             merged = self.it.wait(event)
-            part = output_backward(state, merged, grad_loss, weight.detach(), main_grad(weight))
+            part = self._passes.output_backward(state, merged, grad_loss, weight.detach(), main_grad(weight))
             self.it.buffers.put(instruction, "hidden_grad", part)
             if self.it.rank.is_last:
                 self._report_loss(i, merged)
-        if state.e is not None:
+        if isinstance(state, OutputState) and state.e is not None:
             self._spare.append(state.e)
         self.it.gradients.wrote(PassType.T)
 
+    def _total(self, part: torch.Tensor | FixedPoint) -> torch.Tensor:
+        """The sum of all ranks' parts of the input gradient."""
+        groups = self.it.rank.groups
+        if isinstance(part, FixedPoint):
+            return part.with_sum(all_reduce(groups, groups.output, part.whole)).value()
+        return all_reduce(groups, groups.output, part)
+
     def reduce_input_gradient(self, instruction: Comm) -> None:
         """C2 of vocab-1, C3 of naive: the sum of all ranks' parts of the input gradient, in float32."""
-        groups = self.it.rank.groups
         part = self.it.buffers.take(
             Pass(PassType.T, instruction.stage, instruction.microbatch), "hidden_grad"
         )
-        event = self.it.rank.output_stream.submit(lambda: all_reduce(groups, groups.output, part))
+        event = self.it.rank.output_stream.submit(lambda: self._total(part))
         if self.it.rank.is_last:
             self.it.buffers.put(instruction, "event", event)
         else:
@@ -251,11 +261,11 @@ class OutputLayer:
         if not training:
             return
         grad_loss = self.it.microbatches[i].gradient
-        part = input_gradient(state, merged, grad_loss, weight.detach())
-        hidden_grad = self.it.wait(rank.output_stream.submit(lambda: all_reduce(groups, groups.output, part)))
+        part = self._passes.input_gradient(state, merged, grad_loss, weight.detach())
+        hidden_grad = self.it.wait(rank.output_stream.submit(lambda: self._total(part)))
         if rank.is_last:
             self.it.buffers.put(instruction, "hidden_grad", hidden_grad)
-        weight_gradient(state, merged, grad_loss, main_grad(weight))
+        self._passes.weight_gradient(state, merged, grad_loss, main_grad(weight))
         self.it.gradients.wrote(PassType.S)
 
     def hidden_gradient(self, i: int) -> torch.Tensor:

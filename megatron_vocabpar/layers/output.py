@@ -145,7 +145,7 @@ def output_forward(
     Raises:
         ValueError: if shapes or dtypes do not fit one another.
     """
-    target_row = _checked_rows(x, weight, targets, shard)
+    target_row = checked_rows(x, weight, targets, shard)
     dtype, valid = result_dtype(x.dtype), shard.valid_rows
     keep_e, keep_a = keep_state and not recompute, keep_state and with_input_gradient
     e = _place(e, x, shard) if keep_e else None
@@ -218,7 +218,7 @@ def naive_maximum(
     """
     if terms.label_smoothing:
         raise ValueError(f"label smoothing {terms.label_smoothing}: naive has none; use vocab-1 or vocab-2")
-    target_row = _checked_rows(x, weight, targets, shard)
+    target_row = checked_rows(x, weight, targets, shard)
     logits = product(x, weight.t())
     k = logits.new_empty(x.shape[0])
     for rows in _chunks(x, shard, rows_per_chunk):
@@ -305,7 +305,7 @@ def weight_gradient(state: OutputState, merged: MergedStats, grad_loss: Tensor, 
     Raises:
         ValueError: if ``main_grad`` has another shape, or a dtype that the operands can't add to.
     """
-    _check_main_grad(state, main_grad)
+    check_main_grad(state.x, state.shard, main_grad)
     _weight_gradient(state, _Factors.of(state, merged, grad_loss), main_grad)
 
 
@@ -320,7 +320,7 @@ def output_backward(
     Returns:
         [n, H] fp32 (fp64 for fp64) this shard's part of dX.
     """
-    _check_main_grad(state, main_grad)
+    check_main_grad(state.x, state.shard, main_grad)
     factors = _Factors.of(state, merged, grad_loss)
     if state.e is not None or state.a is not None:
         grad = _input_gradient(state, factors, weight)
@@ -418,11 +418,15 @@ def _add_input_terms(state: OutputState, factors: _Factors, weight: Tensor, grad
         grad.addr_(factors.uniform, state.weight_sum)
 
 
-def _check_main_grad(state: OutputState, main_grad: Tensor) -> None:
-    x, rows = state.x, state.shard.rows
-    if main_grad.shape != (rows, x.shape[1]):
+def check_main_grad(x: Tensor, shard: VocabRange, main_grad: Tensor) -> None:
+    """Raise unless ``main_grad`` can take this shard's dW.
+
+    Raises:
+        ValueError: if it has another shape, or a dtype that the operands can't add to.
+    """
+    if main_grad.shape != (shard.rows, x.shape[1]):
         raise ValueError(
-            f"main_grad of shape {tuple(main_grad.shape)}: this shard's weight is {(rows, x.shape[1])}"
+            f"main_grad of shape {tuple(main_grad.shape)}: this shard's weight is {(shard.rows, x.shape[1])}"
         )
     if main_grad.dtype not in (x.dtype, result_dtype(x.dtype)):
         raise ValueError(
@@ -472,7 +476,7 @@ def _place(given: Tensor | None, x: Tensor, shard: VocabRange) -> Tensor:
     return given
 
 
-def _checked_rows(x: Tensor, weight: Tensor, targets: Tensor, shard: VocabRange) -> Tensor:
+def checked_rows(x: Tensor, weight: Tensor, targets: Tensor, shard: VocabRange) -> Tensor:
     """[n] the local row of each target, -1 where it is not a true id of this shard; checks the arguments."""
     if x.dim() != 2 or weight.shape != (shard.rows, x.shape[-1]):
         raise ValueError(

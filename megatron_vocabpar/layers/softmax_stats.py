@@ -30,6 +30,7 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.exponents import fraction_power, log_of_power, power_of_two, split_exponent
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
+from megatron_vocabpar.layers.whole_stats import join_whole
 
 STATS_WIDTH = 4
 """Numbers per token in the packed statistics: k, S_rest, target logit, owner. Label smoothing has a fifth."""
@@ -62,6 +63,7 @@ class MergedStats:
         total: S; the softmax of a stored exponential of shard r is ``E * 2^(k_r - K) / S``.
         target_deficit: p_target - 1 = -S_rest / S; 0 for ignored tokens.
         valid: boolean; whether some shard owns the target. Other tokens get loss 0 and no gradient.
+        weight_peak: the largest |weight| of all shards, one double; of statistics of whole numbers only.
         terms: what the loss consists of. Scales below are of the gradient with respect to the shard's
             rows of logits before the logit scale; a softcap's slope is not in them.
     """
@@ -72,6 +74,7 @@ class MergedStats:
     target_deficit: Tensor
     valid: Tensor
     terms: LossTerms = PLAIN
+    weight_peak: Tensor | None = None
 
     def logsumexp(self) -> Tensor:
         """[n] of the whole vocabulary's logits."""
@@ -121,7 +124,8 @@ def merge_stats(gathered: Tensor, terms: LossTerms = PLAIN) -> MergedStats:
 
     Args:
         gathered: [R, n, 4] packed statistics of R shards ([R, n, 5] with label smoothing); fp32 or
-            fp64. Empty and all-padding shards may be among them.
+            fp64; or those of ``invariant.py``, [R, n, 8] int64. Empty and all-padding shards may be among
+            them.
         terms: the ones that S was given.
 
     Returns:
@@ -131,6 +135,9 @@ def merge_stats(gathered: Tensor, terms: LossTerms = PLAIN) -> MergedStats:
     Raises:
         ValueError: if the shape or the dtype is another.
     """
+    weight_peak = None
+    if gathered.dtype == torch.int64:
+        gathered, weight_peak = join_whole(gathered)
     width = STATS_WIDTH + bool(terms.label_smoothing)
     if gathered.dim() != 3 or gathered.shape[0] < 1 or gathered.shape[2] != width:
         raise ValueError(
@@ -175,4 +182,5 @@ def merge_stats(gathered: Tensor, terms: LossTerms = PLAIN) -> MergedStats:
         target_deficit=torch.where(valid, deficit, 0),
         valid=valid,
         terms=terms,
+        weight_peak=weight_peak,
     )

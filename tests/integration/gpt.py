@@ -133,7 +133,7 @@ def build_model(case: Case, position: dict[str, Any] | None = None, holds_shard:
         "share_embeddings_and_output_weights": case.tied,
     }
     if case.method in METHODS and METHODS[case.method].vocabulary_parallel:
-        shard = vocab_shard(case.vocab_size)
+        shard = vocab_shard(case.vocab_size, invariant=case.output_options.invariant)
         model: GPTModel = VocabParallelGPTModel(**options, shard=shard, holds_shard=holds_shard)
     else:
         model = GPTModel(**options)

@@ -1,0 +1,167 @@
+"""The same bits for every sharding: simulated shards in one process, and real ones over gloo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_vocabpar.layers.invariant import (
+    input_gradient,
+    output_backward,
+    output_forward,
+    weight_gradient,
+)
+from megatron_vocabpar.layers.partition import VocabRange, even_ranges, padded_vocab_size, ranges_from_sizes
+from megatron_vocabpar.layers.softmax_stats import merge_stats
+from megatron_vocabpar.layers.terms import PLAIN, LossTerms
+from megatron_vocabpar.layers.whole_stats import BLOCK
+from tests.spawn import run_ranks
+
+from . import reference
+from .shards import Result, split
+from .shards import run as run_ordinary
+from .test_terms import autograd
+
+V, H, N = 2100, 24, 70
+TOLERANCE = {torch.float32: 3e-6, torch.float64: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+
+
+def even(p: int) -> tuple[VocabRange, ...]:
+    return even_ranges(padded_vocab_size(V, p, divisible_by=BLOCK * p), p, V)
+
+
+def in_blocks(*blocks: int, last: int = 0) -> tuple[VocabRange, ...]:
+    """Shards of so many blocks each; ``last`` more rows on the last one."""
+    return ranges_from_sizes([*(b * BLOCK for b in blocks[:-1]), blocks[-1] * BLOCK + last], V)
+
+
+SPLITS = {f"{p} even": even(p) for p in (1, 2, 3, 4, 5, 7, 8)} | {
+    "2 uneven": in_blocks(1, 7, last=52),
+    "3 with an empty one": in_blocks(4, 0, 4, last=52),
+    "4 uneven": in_blocks(5, 1, 0, 2, last=100),
+    "5 with empty ends": in_blocks(0, 3, 3, 3, 0),
+    "7 uneven": in_blocks(1, 2, 1, 0, 1, 2, 1, last=60),
+    "8, one all padding": in_blocks(1, 1, 1, 1, 1, 2, 2, 3),
+}
+
+
+def batch(dtype: torch.dtype, spread: float = 3.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, weight, targets at every edge of a block and repeated, g; some tokens ignored."""
+    draw = torch.Generator().manual_seed(0)
+    x = (spread * torch.randn(N, H, generator=draw)).to(dtype)
+    weight = torch.randn(V, H, generator=draw).to(dtype)
+    edges = torch.tensor([e for b in range(0, V, BLOCK) for e in (b, min(b + BLOCK, V) - 1)])
+    targets = torch.cat((edges, torch.full((20,), 700), torch.randint(0, V, (N - 20 - len(edges),))))
+    targets[5] = -100
+    g = torch.rand(N, generator=draw, dtype=torch.float64 if dtype == torch.float64 else torch.float32) / N
+    return x, weight, targets, g
+
+
+def run(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    ranges: tuple[VocabRange, ...],
+    terms: LossTerms = PLAIN,
+    joint: bool = False,
+) -> Result:
+    x, weight, targets, g = inputs
+    weights = split(weight, ranges)
+    done = [output_forward(x, w, targets, s, terms=terms) for w, s in zip(weights, ranges, strict=True)]
+    merged = merge_stats(torch.stack([stats for _, stats in done]), terms)
+    main_grads, parts = [torch.zeros_like(w, dtype=merged.loss.dtype) for w in weights], []
+    for (state, _), w, main_grad in zip(done, weights, main_grads, strict=True):
+        if joint:
+            parts.append(output_backward(state, merged, g, w, main_grad))
+        else:
+            parts.append(input_gradient(state, merged, g, w))
+            weight_gradient(state, merged, g, main_grad)
+    dx = parts[0].with_sum(torch.stack([part.whole for part in parts]).sum(dim=0)).value()
+    return Result(merged.loss, dx, torch.cat(main_grads))
+
+
+def same_bits(found: Result, expected: Result, name: str) -> None:
+    assert torch.equal(found.loss, expected.loss), name
+    assert torch.equal(found.dx, expected.dx), name
+    assert torch.equal(found.dw[:V], expected.dw[:V]), name
+    assert (found.dw[V:] == 0).all(), name
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("spread", [0.3, 3.0, 60.0])
+def test_bitwise_equal(dtype: torch.dtype, spread: float) -> None:
+    """Also with logits that span hundreds of exponents, so that shards lie windows apart."""
+    inputs = batch(dtype, spread)
+    one = run(inputs, SPLITS["1 even"])
+    for name, ranges in SPLITS.items():
+        same_bits(run(inputs, ranges, joint="uneven" in name), one, name)
+
+
+TERMS = {
+    "none": PLAIN,
+    "z-loss": LossTerms(z_loss=0.01),
+    "z-loss, scale, softcap": LossTerms(z_loss=0.02, logit_scale=2.5, softcap=10.0),
+}
+
+
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS.keys())
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_equal_to_float64(dtype: torch.dtype, terms: LossTerms) -> None:
+    inputs = batch(dtype, 1.0)
+    result = run(inputs, SPLITS["4 uneven"], terms)
+    loss, dx, dw = autograd(*inputs, terms)
+    torch.testing.assert_close(result.loss.double(), loss, rtol=3e-6, atol=3e-6)
+    assert reference.relative_error(result.dx, dx) < TOLERANCE[dtype]
+    assert reference.relative_error(result.dw[:V], dw) < TOLERANCE[dtype]
+    same_bits(
+        run(inputs, SPLITS["8 even"], terms), run(inputs, SPLITS["3 with an empty one"], terms), "terms"
+    )
+
+
+def test_the_ordinary_passes_are_not_invariant_here() -> None:
+    """The tests above have power: without the mode, the same comparison fails."""
+    inputs = batch(torch.float32, spread=0.3)
+    one, eight = (run_ordinary("vocab-1", *inputs, SPLITS[name]) for name in ("1 even", "8 even"))
+    assert not torch.equal(one.dx, eight.dx)
+
+
+def test_logits_that_are_not_finite() -> None:
+    x, weight, targets, g = batch(torch.float32)
+    x[3] = torch.nan
+    for name in ("1 even", "4 uneven"):
+        result = run((x, weight, targets, g), SPLITS[name])
+        assert result.loss[3].isnan()
+        assert result.dx[3].isnan().all()
+        assert result.loss[:3].isfinite().all()
+        assert result.dx[:3].isfinite().all()
+
+
+def test_refusals() -> None:
+    x, weight, targets, _ = batch(torch.float32)
+    with pytest.raises(ValueError, match=r"rows \[0, 300\) cut a block of 256 ids"):
+        output_forward(x, weight[:300], targets, VocabRange(0, 300, V))
+    with pytest.raises(ValueError, match=r"label smoothing 0.1"):
+        output_forward(x, weight, targets, VocabRange(0, V, V), terms=LossTerms(label_smoothing=0.1))
+
+
+def _over_gloo(rank: int, ranges: tuple[VocabRange, ...], dtype: torch.dtype) -> None:
+    inputs = batch(dtype)
+    x, weight, targets, g = inputs
+    one, shard = run(inputs, SPLITS["1 even"]), ranges[rank]
+    w = split(weight, ranges)[rank]
+    state, stats = output_forward(x, w, targets, shard)
+    gathered = [torch.empty_like(stats) for _ in ranges]
+    dist.all_gather(gathered, stats)
+    merged = merge_stats(torch.stack(gathered))
+    main_grad = torch.zeros_like(w, dtype=torch.float32)
+    part = output_backward(state, merged, g, w, main_grad)
+    dist.all_reduce(part.whole)
+    valid = shard.valid_rows
+    assert torch.equal(merged.loss, one.loss)
+    assert torch.equal(part.value(), one.dx)
+    assert torch.equal(main_grad[:valid], one.dw[shard.start : shard.start + valid])
+
+
+@pytest.mark.parametrize("name", ["3 with an empty one", "5 even", "7 uneven"])
+def test_bitwise_equal_over_processes(name: str) -> None:
+    run_ranks(len(SPLITS[name]), _over_gloo, SPLITS[name], torch.bfloat16)
