@@ -52,11 +52,12 @@ def test_every_field_that_a_cpu_can_measure_is_there(dtype: torch.dtype) -> None
             assert getattr(row, name) > 0, name
         assert row.peak_mib is None
         assert row.dx_error_by_p_target
-    stored, with_a, recomputed = (row.kept_mib for row in rows)
+    stored, with_a, recomputed, invariant = (row.kept_mib for row in rows)
     assert stored is not None
     assert with_a is not None
     assert recomputed is not None
     assert with_a > stored > recomputed
+    assert invariant >= stored
     inputs = measure_input(SMALL, CPU, dtype, rounds=2)
     assert [row.method for row in inputs] == ["IF", "IB"]
 
