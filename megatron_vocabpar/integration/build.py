@@ -12,10 +12,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
+from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.chunks import ChunkPosition, chunk_positions
 from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
 from megatron_vocabpar.integration.weights import initialise_weights
@@ -75,7 +75,7 @@ def build_chunks(
     """This rank's chunks with the weights that ``config.seed`` gives, each inside Megatron's DDP."""
     transformer = transformer_config(config, layers_per_stage, placement.chunks)
     rank = parallel_state.get_pipeline_model_parallel_rank()
-    positions = chunk_positions(placement, rank, ProcessGroupCollection.use_mpu_process_groups())
+    positions = chunk_positions(placement, rank, compat.model_groups())
     chunks = [_build_chunk(config, transformer, position, i == 0) for i, position in enumerate(positions)]
     transformer.finalize_model_grads_func = finalize_model_grads
     if config.overlap_grad_reduce:

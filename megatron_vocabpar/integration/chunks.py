@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_vocabpar.integration import compat
 from megatron_vocabpar.schedule.placement import Placement
 
 
@@ -37,7 +38,7 @@ class ChunkPosition:
 
     Attributes:
         stage: its virtual stage.
-        options: ``pre_process``, ``post_process``, ``vp_stage`` and ``pg_collection`` for GPTModel.
+        options: ``pre_process``, ``post_process``, ``vp_stage`` and the process groups for GPTModel.
     """
 
     stage: int
@@ -60,6 +61,6 @@ def chunk_positions(placement: Placement, rank: int, pg_collection: Any) -> Iter
                 "pre_process": stage == 0,
                 "post_process": stage == placement.last_stage,
                 "vp_stage": chunk if placement.chunks > 1 else None,
-                "pg_collection": groups,
+                compat.GROUPS_ARGUMENT: groups,
             },
         )

@@ -16,9 +16,18 @@ import torch
 from megatron.core import parallel_state, process_groups_config
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import schedules
 
 _BACKWARD_PARAMETERS = tuple(inspect.signature(schedules.backward_step).parameters)
+_GROUPS: Any = getattr(process_groups_config, "ProcessGroupCollection", None) or getattr(
+    process_groups_config, "ModelCommProcessGroups", SimpleNamespace
+)
+GROUPS_ARGUMENT = (
+    "pg_collection" if "pg_collection" in inspect.signature(GPTModel).parameters else "model_comm_pgs"
+)
+"""Name of the argument by which GPTModel takes its process groups; 0.14 calls it otherwise."""
+
 _FINALIZE_PARAMETERS = tuple(inspect.signature(finalize_model_grads).parameters)
 
 
@@ -125,7 +134,8 @@ def report_gradient(chunk: Any, parameter: torch.nn.Parameter) -> None:
     """Tell an overlapping DDP ``chunk`` that the gradient of one of its parameters is complete."""
     bucket_groups = getattr(chunk, "param_to_bucket_group", {})
     if parameter in bucket_groups and chunk.ddp_config.overlap_grad_reduce:
-        bucket_groups[parameter].register_grad_ready(parameter, chunk.force_all_reduce)
+        forced = [chunk.force_all_reduce] if hasattr(chunk, "force_all_reduce") else []
+        bucket_groups[parameter].register_grad_ready(parameter, *forced)
 
 
 def call_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -163,6 +173,9 @@ def finalize_gradients(
 
 def tensor_parallel_group(model: Any) -> Any:
     """The tensor-parallel group that a GPTModel was built with."""
-    # Version 0.14 calls its collection of groups otherwise.
-    groups = model.pg_collection if hasattr(model, "pg_collection") else model.model_comm_pgs
-    return groups.tp
+    return getattr(model, GROUPS_ARGUMENT).tp
+
+
+def model_groups() -> Any:
+    """The process groups that a GPTModel takes, from megatron-core's parallel state."""
+    return _GROUPS.use_mpu_process_groups()

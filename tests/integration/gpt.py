@@ -16,11 +16,11 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
+from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.chunks import chunk_positions
 from megatron_vocabpar.integration.cpu import megatron_on_cpu
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
@@ -118,7 +118,7 @@ def transformer_config(case: Case) -> TransformerConfig:
 def build_chunks(case: Case) -> list[GPTModel]:
     """This rank's model chunks."""
     rank = parallel_state.get_pipeline_model_parallel_rank()
-    positions = chunk_positions(case.placement, rank, ProcessGroupCollection.use_mpu_process_groups())
+    positions = chunk_positions(case.placement, rank, compat.model_groups())
     return [build_model(case, position.options, i == 0) for i, position in enumerate(positions)]
 
 
