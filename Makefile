@@ -1,21 +1,23 @@
 # One-command targets. Each installs what it needs into a virtual environment first: the active one, else .venv.
 #   make train       install, then train a GPT with vocab-2 and lay its loss over the baseline's
 #   make test        install, then run the tests (make test-long: the long ones too)
+#   make test-megatron-matrix   install every supported megatron-core wheel by itself, and run the integration tests on it
 #   make lint        ruff and mypy
 #   make bench       the runtime against stock Megatron
-# Variables: PYTHON (3.11 to 3.13), VENV, TORCH, ARGS (of vocabpar train), PYTEST_ARGS.
+# Variables: PYTHON (3.11 to 3.13), VENV, TORCH, ARGS (of vocabpar train), PYTEST_ARGS, MATRIX (versions of megatron-core).
 
 PYTHON ?= python3
 VENV ?= $(or $(VIRTUAL_ENV),.venv)
 TORCH ?= torch==2.13.0
 ARGS ?= --compare baseline --overwrite
 PYTEST_ARGS ?=
+MATRIX ?= 0.14.0 0.15.3 0.16.1
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.vocabpar-installed
 
-.PHONY: install train test test-long lint format bench clean
+.PHONY: install train test test-long test-megatron-matrix lint format bench clean
 
 install: $(INSTALLED)-test $(INSTALLED)-lint
 
@@ -37,6 +39,28 @@ test: $(INSTALLED)-test
 test-long: $(INSTALLED)-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# Equality for p = 2 and 4, tied and untied; several chunks per rank; resumed training.
+ON_EVERY_MEGATRON := tests/integration/test_equality.py tests/integration/test_chunks.py \
+	tests/integration/test_trainer.py -k "resumed or (test_any_placement and 2-2 and vocab) or \
+	(test_chunks and case) or (test_same_training_as_stock and rope and \
+	(vocab-1-2-2 or vocab-2-2-2 or vocab-1-4-4 or vocab-2-4-4))"
+
+test-megatron-matrix:
+	@status=0; for version in $(MATRIX); do $(MAKE) .venv-matrix/$$version.log || status=1; done; \
+	printf '\n| megatron-core | tests |\n| --- | --- |\n'; \
+	for version in $(MATRIX); do printf '| %s | %s |\n' $$version "$$(tail -n 1 .venv-matrix/$$version.log)"; done; \
+	exit $$status
+
+.PHONY: $(MATRIX:%=.venv-matrix/%.log)
+$(MATRIX:%=.venv-matrix/%.log): .venv-matrix/%.log: .venv-matrix/%/.installed
+	.venv-matrix/$*/bin/python -m pytest -q $(ON_EVERY_MEGATRON) $(PYTEST_ARGS) > $@ 2>&1 || (tail -n 60 $@; exit 1)
+
+.venv-matrix/%/.installed: pyproject.toml setup.py
+	test -x .venv-matrix/$*/bin/python || $(PYTHON) -m venv .venv-matrix/$*
+	.venv-matrix/$*/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	.venv-matrix/$*/bin/python -m pip install --quiet --disable-pip-version-check "megatron-core==$*" --editable ".[test]"
+	touch $@
+
 lint: $(INSTALLED)-test $(INSTALLED)-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -50,4 +74,4 @@ bench: $(INSTALLED)-train
 	$(BIN)/vocabpar bench runtime
 
 clean:
-	rm -rf .venv .venv-ci build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-ci .venv-matrix build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

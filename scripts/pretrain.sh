@@ -6,7 +6,8 @@
 #
 # METHOD: baseline, redis, interlaced, vocab-1 or vocab-2. Without DATA_PATH the tokens are made up.
 # Variables: MEGATRON_LM_PATH, GPUS, LAYERS, HIDDEN, HEADS, SEQ_LENGTH, GLOBAL_BATCH, VOCAB_SIZE, TRAIN_ITERS,
-# DATA_PATH with TOKENIZER_MODEL, DRY_RUN=1 to print the command only.
+# DATA_PATH with TOKENIZER_MODEL, DRY_RUN=1 to print the command only. With data, the tokenizer says how many ids
+# there are; redis, which counts operations, then wants their number in VOCAB_SIZE too.
 set -euo pipefail
 
 method=${1:?usage: scripts/pretrain.sh baseline|redis|interlaced|vocab-1|vocab-2 [arguments]}
@@ -22,15 +23,19 @@ case $method in
 esac
 
 if [[ -n ${DATA_PATH:-} ]]; then
+  : "${TOKENIZER_MODEL:?with DATA_PATH, set it to the SentencePiece model of the data}"
   data=(--data-path "$DATA_PATH" --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model "$TOKENIZER_MODEL")
+  if [[ $method == redis ]]; then
+    data+=(--vocab-size "${VOCAB_SIZE:?with DATA_PATH, redis needs the number of ids of TOKENIZER_MODEL}")
+  fi
 else
-  data=(--mock-data --tokenizer-type NullTokenizer)
+  data=(--mock-data --tokenizer-type NullTokenizer --vocab-size "${VOCAB_SIZE:-255999}")
 fi
 
 model=(
   --num-layers "${LAYERS:-32}" --hidden-size "${HIDDEN:-3072}" --num-attention-heads "${HEADS:-24}"
   --seq-length "${SEQ_LENGTH:-4096}" --max-position-embeddings "${SEQ_LENGTH:-4096}"
-  --vocab-size "${VOCAB_SIZE:-255999}" --untie-embeddings-and-output-weights
+  --untie-embeddings-and-output-weights
   --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.006
 )
 training=(

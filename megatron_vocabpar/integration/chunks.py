@@ -50,7 +50,16 @@ def chunk_positions(placement: Placement, rank: int, pg_collection: Any) -> Iter
 
     Args:
         pg_collection: megatron-core's process groups of this rank.
+
+    Raises:
+        ValueError: for a V-shaped placement in a version that cannot build it.
     """
+    mirrored = placement.shape == "vshape" and placement.chunks > 1 and placement.p > 1
+    if mirrored and not compat.COUNTS_LAYERS_BY_GROUP:
+        raise ValueError(
+            "V-shaped placement: this version of megatron-core counts a chunk's layers by the global pipeline "
+            "rank; use megatron-core 0.15 or later, or another schedule family"
+        )
     for chunk in range(placement.chunks):
         stage = placement.stage_of(rank, chunk)
         groups = copy.copy(pg_collection)

@@ -18,6 +18,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 _BACKWARD_PARAMETERS = tuple(inspect.signature(schedules.backward_step).parameters)
 _GROUPS: Any = getattr(process_groups_config, "ProcessGroupCollection", None) or getattr(
@@ -27,6 +28,9 @@ GROUPS_ARGUMENT = (
     "pg_collection" if "pg_collection" in inspect.signature(GPTModel).parameters else "model_comm_pgs"
 )
 """Name of the argument by which GPTModel takes its process groups; 0.14 calls it otherwise."""
+
+COUNTS_LAYERS_BY_GROUP = "pp_rank" in inspect.signature(get_transformer_layer_offset).parameters
+"""Whether the layers of a chunk are counted from its process groups; 0.14 asks its global state."""
 
 _FINALIZE_PARAMETERS = tuple(inspect.signature(finalize_model_grads).parameters)
 

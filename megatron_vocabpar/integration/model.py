@@ -260,8 +260,9 @@ class VocabParallelGPTModel(GPTModel):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        metadata = metadata or {}
-        metadata.setdefault("dp_cp_group", parallel_state.get_data_parallel_group(with_context_parallel=True))
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        # A new dictionary: Megatron writes the one that it passes into the checkpoint.
+        metadata = {"dp_cp_group": replicas, **(metadata or {})}
         # GPTModel's and LanguageModule's own methods place the vocabulary layers on the first and last stage.
         state = super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
         if not self.holds_shard:

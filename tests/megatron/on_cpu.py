@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 import typing_extensions
@@ -124,8 +125,9 @@ def skip_cuda_compilation() -> None:
         importlib.import_module("megatron.legacy.fused_kernels").load = _answer()
 
 
-def name_missing_kernels() -> None:
-    """Without Transformer Engine some versions look up a name that they have not defined."""
+def name_what_is_missing() -> None:
+    """Names that some versions use although NumPy 2 has them no more, or without Transformer Engine."""
+    vars(numpy).setdefault("product", numpy.prod)
     module = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     vars(module).setdefault("te_general_gemm", None)
 
@@ -172,7 +174,7 @@ def main(argv: list[str]) -> None:
     from megatron_vocabpar.integration.cpu import megatron_on_cpu
 
     skip_cuda_compilation()
-    name_missing_kernels()
+    name_what_is_missing()
     with megatron_on_cpu():
         from megatron_vocabpar import launch
 

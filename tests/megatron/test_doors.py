@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from megatron_vocabpar.integration.sources import source_signatures
 from tests.megatron.training import ROOT, checkout, words
 
 ENABLE = "--enable-vocab-parallel"
+PLAIN = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 1, "ckpt_format": "torch_dist"}
 
 
 def inside(program: str, argv: tuple[str, ...] = (), world_size: int = 4) -> dict[str, Any]:
@@ -108,14 +110,55 @@ def test_published_launch_lines_are_accepted(method: str) -> None:
         assert expected in result["args"]["pipeline_model_parallel_layout"].replace("'", "")
 
 
+DATA = {"DATA_PATH": "/data/text", "TOKENIZER_MODEL": "/data/tokenizer.model"}
+
+
+def script(method: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What ``scripts/METHOD.sh`` would run, printed."""
+    environment = os.environ | {"MEGATRON_LM_PATH": "/megatron", "DRY_RUN": "1"} | variables
+    path = ROOT / "scripts" / f"{method}.sh"
+    return subprocess.run(["bash", str(path)], env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("variables", [{}, DATA | {"VOCAB_SIZE": "128000"}], ids=["made up", "data"])
+@pytest.mark.parametrize("method", FIVE_METHODS)
+def test_launch_scripts_are_accepted(method: str, variables: dict[str, str]) -> None:
+    command = shlex.split(script(method, **variables).stdout)
+    launcher = command.index("megatron_vocabpar.launch")
+    assert command[launcher + 1] == "/megatron/pretrain_gpt.py"
+    argv = command[launcher + 2 :]
+    config = config_from_argv(argv)
+    assert config.method == method
+    parsed = SimpleNamespace(
+        **PLAIN | {"pipeline_model_parallel_size": 8, "vocab_size": _value(argv, "--vocab-size")}
+    )
+    check(parsed, config)
+    if not variables or method == "redis":
+        result = inside("arguments", tuple(argv), world_size=8)
+        assert result["method"] == method
+        assert (result["args"]["pipeline_model_parallel_layout"] != "None") == (method == "redis")
+
+
+def _value(argv: list[str], flag: str) -> int | None:
+    return int(argv[argv.index(flag) + 1]) if flag in argv else None
+
+
+def test_launch_scripts_say_what_is_missing() -> None:
+    for method, variables, message in (
+        ("vocab-2", {"DATA_PATH": "/data/text"}, "TOKENIZER_MODEL: with DATA_PATH"),
+        ("redis", DATA, "VOCAB_SIZE: with DATA_PATH, redis needs"),
+        ("vocab-2", {"MEGATRON_LM_PATH": ""}, "MEGATRON_LM_PATH: set it"),
+    ):
+        done = script(method, **variables)
+        assert done.returncode != 0
+        assert message in done.stderr
+
+
 def test_a_refused_launch_line_names_every_flag() -> None:
     flags = (ENABLE, "--mtp-num-layers", "1", "--inprocess-restart")
     message = inside("refused", (*PUBLISHED, *flags), world_size=8)["message"]
     assert "--mtp-num-layers: the heads" in message
     assert "--inprocess-restart: the vocabulary groups" in message
-
-
-PLAIN = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 1, "ckpt_format": "torch_dist"}
 
 
 @pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.flag)
