@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.schedule.placement import Placement
@@ -57,9 +58,13 @@ def chunk_positions(placement: Placement, rank: int, pg_collection: Any) -> Iter
     mirrored = placement.shape == "vshape" and placement.chunks > 1 and placement.p > 1
     if mirrored and not compat.COUNTS_LAYERS_BY_GROUP:
         raise ValueError(
-            "V-shaped placement: this version of megatron-core counts a chunk's layers by the global pipeline "
-            "rank; use megatron-core 0.15 or later, or another schedule family"
+            "V-shaped placement: this version of megatron-core counts a chunk's layers by the global "
+            "pipeline rank; use megatron-core 0.15 or later, or another schedule family"
         )
+    if not compat.COUNTS_LAYERS_BY_GROUP:
+        # It asks its global state for the number of chunks, too.
+        chunks = placement.chunks if placement.chunks > 1 else None
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks)
     for chunk in range(placement.chunks):
         stage = placement.stage_of(rank, chunk)
         groups = copy.copy(pg_collection)

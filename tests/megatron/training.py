@@ -112,7 +112,7 @@ def build_dataset_helpers(megatron: Path) -> None:
 
 def _added_ids(megatron: Path) -> int:
     """How many ids the NullTokenizer adds to ``--vocab-size``: older ones add the end-of-document token."""
-    return 0 if find_version(source_signatures(megatron)) in ("0.19", "main") else 1
+    return 0 if find_version(source_signatures(megatron)) in ("0.18", "0.19", "main") else 1
 
 
 def pretrain(
