@@ -1,0 +1,30 @@
+"""Two runs differ; why? The example of the issue on tensor-parallel-invariant reductions: six ids, two shards.
+
+``python examples/losses_drift.py [FOLDER]`` writes three runs, and compares two wrong ones with the right one,
+as ``vocabpar drift FOLDER/tp1.json FOLDER/owner-only.json`` does.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from megatron_vocabpar.layers.partition import ranges_from_sizes
+from megatron_vocabpar.losses.drift import compare
+from megatron_vocabpar.losses.runs import record, write_run
+
+folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
+logits, target = torch.tensor([[0.1, -0.2, 1.7, 0.3, 1.2, -0.5]], dtype=torch.float64), torch.tensor([4])
+halves = ranges_from_sizes([3, 3], 6)
+right = record("tp1", logits, target, ranges_from_sizes([6], 6))
+print(f"right: {right.logprobs[0]:.10f}")
+
+local = torch.stack([torch.logsumexp(half, dim=1) for half in logits.split(3, dim=1)])
+wrong = {"owner-only": 1.2 - local[1], "averaged": 1.2 - local.mean(dim=0)}
+runs = [right, *(record(name, logits, target, halves, logprobs=value) for name, value in wrong.items())]
+for run in runs:
+    write_run(run, folder / f"{run.name}.json")
+for run in runs[1:]:
+    report = compare(right, run)
+    print(f"\n{run.name}: {run.logprobs[0]:.10f}, cause {report.cause}: {report.detail}\n{report.table()}")
