@@ -1,6 +1,6 @@
-"""Two runs differ; why? The example of the issue on tensor-parallel-invariant reductions: six ids, two shards.
+"""Two runs differ; why? The example of the issue on tensor-parallel-invariant reductions: six ids, 2 shards.
 
-``python examples/losses_drift.py [FOLDER]`` writes three runs, and compares two wrong ones with the right one,
+``python examples/losses_drift.py [FOLDER]`` writes three runs, compares two wrong ones with the right one,
 as ``vocabpar drift FOLDER/tp1.json FOLDER/owner-only.json`` does.
 """
 

@@ -23,6 +23,6 @@ for sizes in ([4], [1, 3], [2, 1, 1]):
     wrong = torch.stack([masked_sum(values, mask).mean() for values, mask, _ in batches]).mean()
     sentence_mean = float(mean_of_counted(whole))
     print(
-        f"microbatches of {sizes} sentences: token mean {float(token):.6f}, sentence mean {sentence_mean:.6f}, "
-        f"group mean {float(groups):.6f}; mean of means {float(wrong):.6f}"
+        f"microbatches of {sizes} sentences: token mean {float(token):.6f}, sentences {sentence_mean:.6f}, "
+        f"groups {float(groups):.6f}; mean of means {float(wrong):.6f}"
     )
