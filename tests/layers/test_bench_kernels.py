@@ -59,7 +59,7 @@ def test_every_field_that_a_cpu_can_measure_is_there(dtype: torch.dtype) -> None
     assert with_a > stored > recomputed
     assert invariant >= stored
     inputs = measure_input(SMALL, CPU, dtype, rounds=2)
-    assert [row.method for row in inputs] == ["IF", "IB"]
+    assert [row.method for row in inputs] == ["IF", "IB", "IF+IB"]
 
 
 def test_wrong_results_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

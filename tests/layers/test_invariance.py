@@ -97,6 +97,17 @@ def test_bitwise_equal(dtype: torch.dtype, spread: float) -> None:
         same_bits(run(inputs, ranges, joint="uneven" in name), one, name)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_bitwise_equal_on_a_gpu(dtype: torch.dtype) -> None:
+    x, weight, targets, g = (tensor.cuda() for tensor in batch(dtype))
+    inputs = (x, weight, targets, g)
+    one = run(inputs, SPLITS["1 even"])
+    for name, ranges in SPLITS.items():
+        same_bits(run(inputs, ranges), one, name)
+
+
 TERMS = {
     "none": PLAIN,
     "z-loss": LossTerms(z_loss=0.01),

@@ -114,6 +114,37 @@ def test_a_given_offset(gap: float) -> None:
     check(*both(logits, target, 300, offset))
 
 
+@pytest.mark.parametrize("target", [0, 299, 150, -1], ids=["first", "last", "within", "ignored"])
+@pytest.mark.parametrize("storage", ROUNDING, ids=str)
+def test_all_targets_alike(target: int, storage: torch.dtype) -> None:
+    """All tokens have the same target, or none has one here."""
+    logits, _ = rows(6, 300, 4.0)
+    expected, got = both(logits, torch.full((6,), target), 300, dtype=storage, storage=storage)
+    check(expected, got, storage)
+    if target == -1:
+        assert not got.target_logit.any()
+    else:
+        assert got.e is not None
+        assert not got.e[:, target].any()
+
+
+@pytest.mark.parametrize("target", [V - 1, -100], ids=["last", "ignored"])
+def test_passes_whose_targets_are_all_alike(target: int) -> None:
+    """Every remainder then falls into one row of dW, or there is none."""
+    x, weight, targets, g = (tensor[::6] if len(tensor) == 60 else tensor for tensor in batch(torch.float32))
+    targets = torch.full_like(targets, target)
+    loss, dx, dw = exact.output_layer(x, weight, targets, g)
+    with use_kernels(dispatch.triton_kernels()):
+        found = run("vocab-1", *(t.to(DEVICE) for t in (x, weight, targets, g)), SPLITS["uneven"])
+    torch.testing.assert_close(found.loss.double().cpu(), loss, rtol=1e-6, atol=1e-6)
+    if target == -100:
+        assert not found.dx.any()
+        assert not found.dw[:V].any()
+    else:
+        assert exact.relative_error(found.dx.cpu(), dx) < TOLERANCE[torch.float32]
+        assert exact.relative_error(found.dw[:V].cpu(), dw) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("special", [torch.nan, torch.inf])
 def test_undefined_logits_are_not_hidden(special: float) -> None:
     logits, target = rows(3, 50, 1.0)
