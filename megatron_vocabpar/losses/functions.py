@@ -35,6 +35,8 @@ def vocab_logprobs(
 ) -> Tensor:
     """Log-probability of each target over the whole vocabulary.
 
+    Source: ROLL's note on vocabulary-parallel computation; equation 1, section 4.1 of the paper.
+
     Args:
         logits: [..., P] this rank's shard (fp16, bf16, fp32, fp64), a list of shards, or ``LazyLogits``.
         targets: [...] integer ids in [0, V), the same on every rank.
@@ -58,6 +60,8 @@ def vocab_entropy(
 ) -> Tensor:
     """Entropy in nats of each token's distribution over the whole vocabulary.
 
+    Source: the definition; ROLL and verl have functions of this kind.
+
     Args:
         logits, mask, reduction, layout: as in ``vocab_logprobs``; without a mask the mean is over all tokens.
 
@@ -74,7 +78,10 @@ def vocab_entropy(
 def vocab_logprobs_and_entropy(
     logits: Logits, targets: Tensor, *, ignore_index: int = -100, **layout: Unpack[Layout]
 ) -> tuple[Tensor, Tensor]:
-    """Both of the above from one pass over the logits and one collective: ([...], [...])."""
+    """Both of the above from one pass over the logits and one collective: ([...], [...]).
+
+    Source: slime's function of both; sections 4.3 and 4.4 of the paper for the one pass.
+    """
     summary, _ = summarise(logits, targets, layout, ignore_index=ignore_index, entropy=True)
     return summary.logprob, summary.entropy
 
@@ -91,6 +98,8 @@ def vocab_cross_entropy(
     **layout: Unpack[Layout],
 ) -> Tensor:
     """Cross entropy: ``(1-s) (lse - Y_t) + s (lse - mean_j Y_j) + z lse^2`` per token.
+
+    Source: equation 1 of the paper; label smoothing as in PyTorch; z-loss: PaLM, section 5.
 
     Args:
         logits, targets, ignore_index, mask, reduction, layout: as in ``vocab_logprobs``.
@@ -122,6 +131,8 @@ def vocab_cross_entropy(
 def vocab_argmax(logits: Logits, **layout: Unpack[Layout]) -> Tensor:
     """The id with the largest logit of the whole vocabulary; the smallest of equal ones.
 
+    Source: NeMo-RL's function of that name.
+
     Returns:
         [...] int64, the same on every rank; without gradient. For rows of NaN, any id.
 
@@ -152,6 +163,8 @@ def vocab_target_rank(
     logits: Logits, targets: Tensor, *, ignore_index: int = -100, **layout: Unpack[Layout]
 ) -> Tensor:
     """How many ids have a larger logit than the target: 0 where the target is the most likely.
+
+    Source: ROLL's function of that name.
 
     Args:
         logits, targets, ignore_index, layout: as in ``vocab_logprobs``.

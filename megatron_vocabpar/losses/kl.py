@@ -36,6 +36,8 @@ def vocab_kl(
 ) -> Tensor:
     """KL(p || q) of two distributions over one sharded vocabulary, in nats.
 
+    Source: definition; the reordered sum is derived above.
+
     Args:
         p: logits of the first distribution, as in ``vocab_logprobs``; gradients flow into them.
         q: logits of the second, sharded alike; gradients flow into them where they require them. One may be

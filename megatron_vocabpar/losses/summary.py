@@ -62,7 +62,7 @@ class Call:
         temperature: the logits are divided by it.
         entropy, mean: which of the costlier numbers to compute.
         invariant: results bit for bit independent of the sharding.
-        rows_per_chunk: tokens worked on at one time; None bounds a chunk to about 64 MiB.
+        rows_per_chunk: tokens worked on at one time; None chooses by size and device.
         keep: whether a backward pass may follow.
     """
 

@@ -51,12 +51,18 @@ class _CopyToShards(torch.autograd.Function):
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum over the group; the gradient passes unchanged. None: one rank."""
+    """Sum over the group; the gradient passes unchanged. None: one rank.
+
+    Source: the article on fusing a tensor-parallel output layer with its loss, DifferentiableAllReduce.
+    """
     return _AllReduce.apply(x, group)
 
 
 def copy_to_shards(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The tensor itself; its gradient is summed over the group. None: one rank."""
+    """The tensor itself; its gradient is summed over the group. None: one rank.
+
+    Source: the function f of the Megatron-LM paper, section 3.
+    """
     return _CopyToShards.apply(x, group)
 
 
@@ -76,6 +82,8 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Its gradient is this rank's part of the whole one, which must be the same on every rank: that of
     ``LazyLogits`` over the same group is.
+
+    Source: NeMo-RL's log-probabilities from hidden states.
     """
     return _GatherSequence.apply(x, group)
 
@@ -99,6 +107,8 @@ def nll_per_token(
 ) -> Tensor:
     """Case B: [...] negative log-likelihoods, by an all-reduce of one number per token.
 
+    Source: the article on fusing a tensor-parallel output layer with its loss, case B.
+
     Args:
         logits: [..., P] with at least one true id; fp32 statistics (fp64 for fp64).
         targets: [...] ids of the whole vocabulary, all of them valid.
@@ -112,6 +122,9 @@ def nll_per_token(
 def nll_mean(
     logits: Tensor, targets: Tensor, shard: VocabRange, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Case C: the mean of ``nll_per_token``, by an all-reduce of one scalar for the targets' logits."""
+    """Case C: the mean of ``nll_per_token``, by an all-reduce of one scalar for the targets' logits.
+
+    Source: the article on fusing a tensor-parallel output layer with its loss, case C.
+    """
     lse, picked = _lse_and_target(logits, targets, shard, group)
     return lse.mean() - all_reduce(picked.mean(), group)

@@ -30,6 +30,8 @@ from megatron_vocabpar.losses.sources import Logits
 def zigzag_order(length: int, size: int, cu_seqlens: Sequence[int] | None = None) -> Tensor:
     """[C, length / C] int64: the positions that each rank holds, in its own order.
 
+    Source: ROLL's note on context-parallel communication.
+
     Args:
         length: tokens of the dimension that is cut.
         size: context-parallel size, C.
@@ -60,6 +62,8 @@ def zigzag_split(
 ) -> Tensor:
     """This rank's tokens of a whole sequence: [..., S, ...] to [..., S / C, ...]; differentiable, local.
 
+    Source: ROLL's note on context-parallel communication.
+
     Raises:
         ValueError: as ``zigzag_order``, or for a rank outside [0, C).
     """
@@ -78,6 +82,8 @@ def zigzag_gather(
     sum_gradients: bool = False,
 ) -> Tensor:
     """The whole sequence in its original order: [..., S / C, ...] to [..., S, ...].
+
+    Source: ROLL's note on context-parallel communication.
 
     Args:
         x: this rank's tokens; or, without a group, every rank's, in rank order.
@@ -134,6 +140,8 @@ def context_parallel_logprobs(
     **layout: Unpack[Layout],
 ) -> Tensor:
     """Log-probabilities of a whole sequence, from this rank's zigzag part of the logits.
+
+    Source: ROLL's note on context-parallel communication.
 
     Args:
         logits: [..., S / C, P], as in ``vocab_logprobs``, of this rank's positions.
