@@ -129,7 +129,7 @@ def output_forward(
         shard: the rows that ``weight`` holds.
         with_input_gradient: also compute ``A = E W`` (vocab-2), so that dX needs no pass after the barrier.
         keep_state: False for evaluation: only the statistics, nothing of [n, P] stored.
-        rows_per_chunk: tokens whose fp32 logits exist at one time; None bounds them to 64 MiB, on the CPU 8 MiB.
+        rows_per_chunk: tokens whose fp32 logits exist at one time; None bounds them to 64 MiB (CPU: 8 MiB).
         recompute: keep no [n, P] tensor; T computes the logits again, a fourth product in place of 2 n P
             bytes. Use ``output_backward`` in vocab-1: two separate halves of T would recompute twice.
         terms: what the loss consists of; ``merge_stats`` wants the same.
