@@ -17,7 +17,7 @@ from megatron_vocabpar.schedule.draw import (
     planned_chart,
     svg_of,
 )
-from megatron_vocabpar.schedule.families import families
+from megatron_vocabpar.schedule.families import SEARCH, families
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.memory import BufferSizes
 from megatron_vocabpar.schedule.methods import METHODS
@@ -33,8 +33,8 @@ _BINARY = ("png", "pdf")
 @click.option("--method", default="vocab-2", show_default=True, help=f"One of {', '.join(METHODS)}.")
 @click.option("--pp", "p", type=int, default=4, show_default=True, help="Pipeline size.")
 @click.option("--microbatches", "m", type=int, default=8, show_default=True, help="Microbatches.")
-@click.option("--family", default="1f1b", show_default=True, help=f"One of {', '.join(families())}.")
-@click.option("--chunks", type=int, default=1, show_default=True, help="Model chunks on each rank.")
+@click.option("--family", default="1f1b", show_default=True, help=f"One of {', '.join((*families(), SEARCH))}.")
+@click.option("--chunks", type=int, default=None, help="Model chunks on each rank; by default the family's own.")
 @click.option("--costs", "costs_file", default=None, metavar="FILE", help="Times of the passes, as JSON.")
 @click.option("--max-activations", type=float, default=None, help="Most microbatches a rank may hold.")
 @click.option(
@@ -57,7 +57,7 @@ def schedule_command(
     p: int,
     m: int,
     family: str,
-    chunks: int,
+    chunks: int | None,
     costs_file: str | None,
     max_activations: float | None,
     output_format: str,

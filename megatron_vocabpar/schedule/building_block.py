@@ -3,13 +3,14 @@
 A *building block* gives every pass of one microbatch a start, its *offset*. The block of microbatch
 ``i`` is the same, ``i`` *intervals* later, the interval being the work of one microbatch on the busiest
 rank. Repeating it is conflict-free if on each rank no two passes overlap modulo the interval, which
-``place`` ensures with a ring of busy arcs per rank. The *lifespan* of a stage, from the start of its F to the
-end of its B, divided by the interval, is the number of microbatches whose activations it holds. The
-vocabulary passes are part of the block: S goes where its rank has room after C0, and so on, so that a
-barrier lengthens the lifespan by at most about one interval.
+``place`` ensures with a ring of busy arcs per rank; where stages start far apart, it need not, as the
+slack absorbs collisions. The *lifespan* of a stage, from the start of its F to the end of its B, divided by
+the interval, is the number of microbatches whose activations it holds. The vocabulary passes are part of
+the block: S goes where its rank has room after C0, and so on, so that a barrier lengthens the lifespan by
+at most about one interval.
 
 Source: section 5.2 and Figure 9; Qi et al., Pipeline Parallelism with Controllable Memory (2024).
-Next: ``timing.py`` (playing the repeated block), ``families/`` (the blocks themselves).
+Next: ``list_scheduling.py`` (playing the repeated block), ``families/`` (the blocks themselves).
 """
 
 from __future__ import annotations
@@ -34,6 +35,25 @@ class BuildingBlock:
 
     interval: float
     offsets: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Hops:
+    """How far apart, in intervals, passes of neighbouring stages start, at least; 0: as close as can be.
+
+    Attributes:
+        forward: for each chunk, of F on its stages after F on the stage before.
+        backward: for each chunk, of B on its stages after B on the stage behind.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+    def of(self, frame: Schedule, interval: float) -> dict[Name, float]:
+        """The hop of each F and B, in ms."""
+        chunk_of, stages = frame.layout.chunk_of, range(frame.layout.num_stages)
+        forward = {(PassType.F, stage): self.forward[chunk_of(stage)] * interval for stage in stages}
+        return forward | {(PassType.B, stage): self.backward[chunk_of(stage)] * interval for stage in stages}
 
 
 @dataclass
@@ -109,25 +129,27 @@ def _fits(sizes: Sequence[float], gaps: Sequence[float], slack: float) -> bool:
 
 
 def place(
-    frame: Schedule, network: Network, *, stretch: float = 1.0, waits: Mapping[Name, float] | None = None
+    frame: Schedule, network: Network, *, hops: Hops | None = None, stretch: float = 1.0, packed: bool = True
 ) -> BuildingBlock:
-    """Modulo scheduling: each pass at the earliest start that the rings allow, in the order of the chain.
+    """Place one microbatch's passes, in the order of the chain: F, the output layer's barriers, B.
 
     Args:
         frame: the schedule's shape.
         network: its rules and times.
+        hops: how far apart passes of neighbouring stages start, at least; by default as close as can be.
         stretch: the interval, over the work of the busiest rank; at least 1.
-        waits: for a pass of a family's pattern, the least time (ms) between being ready and its start.
+        packed: whether the passes of a rank must not overlap modulo the interval (modulo scheduling), so
+            that each starts as early as the rings allow. If not, each starts as soon as it is ready, and
+            the offsets are priorities only; right where hops are long enough to absorb what then collides.
 
     Returns:
         Offsets of the passes that others wait for. IF, and passes that nothing waits for (T of vocab-2,
-        W, IB), are only given room; ``timing.play`` places them.
+        W, IB), are only given room; ``list_scheduling.arrange`` places them.
     """
     work = [0.0] * frame.p
     for node in range(len(network.names)):
         work[network.rank[node]] += network.duration[node]
     interval = max(work) * stretch or 1.0
-    chain = list(_chain(network))
     planned = [n for n in range(len(network.names)) if network.names[n][0] not in (PassType.IF, PassType.IB)]
     rings = [
         _Ring(interval, [network.duration[n] for n in planned if network.rank[n] == rank])
@@ -136,9 +158,10 @@ def place(
     for node in network.arrival:
         rings[network.rank[node]].reserve(network.duration[node])
 
+    hop = hops.of(frame, interval) if hops else {}
     finish: dict[int, float] = {}
     offsets: dict[int, float] = {}
-    for node in chain:
+    for node in _chain(network):
         ready = max(
             (
                 _finished(need.node, network, finish) + need.latency
@@ -150,8 +173,8 @@ def place(
         if node in network.arrival:
             start = ready + (-ready) % interval  # the common slot begins every interval, at phase 0
         elif node < len(network.names):
-            ready += (waits or {}).get(network.names[node], 0.0)
-            start = rings[network.rank[node]].place(ready, network.duration[node])
+            ready = max(ready, _hopped(network, node, offsets, hop))
+            start = rings[network.rank[node]].place(ready, network.duration[node]) if packed else ready
         else:
             start = ready
         offsets[node] = start
@@ -159,6 +182,17 @@ def place(
     return BuildingBlock(
         interval, {node: offset for node, offset in offsets.items() if node < len(network.names)}
     )
+
+
+def _hopped(
+    network: Network, node: int, offsets: Mapping[int, float], hop: Mapping[Name, float]
+) -> float:
+    """The start of the neighbouring stage's pass plus the hop; 0 for passes that do not hop."""
+    type_, stage = network.names[node]
+    neighbour = network.index.get((type_, stage + (-1 if type_ is PassType.F else 1)))
+    if (type_, stage) not in hop or neighbour is None:
+        return 0.0
+    return offsets[neighbour] + hop[type_, stage]
 
 
 def _finished(node: int, network: Network, finish: Mapping[int, float]) -> float:
@@ -183,28 +217,12 @@ def _chain(network: Network) -> Iterator[int]:
         yield from reversed(nodes) if wanted is PassType.B else nodes
 
 
-def repeat(block: BuildingBlock, network: Network, m: int) -> tuple[list[int], ...]:
-    """The block of every microbatch, ``interval`` apart: on each rank the items (see ``timing``) by start.
-
-    Ties go in the order of ``PassType``. Warm-up and cool-down need no rule of their own: they are what is
-    left of the steady state when microbatches before the first and after the last are missing.
-    """
-    order = {type_: k for k, type_ in enumerate(PassType)}
-    ranks = max(network.rank) + 1
-    rows: list[list[tuple[float, int, int, int]]] = [[] for _ in range(ranks)]
-    for node, offset in block.offsets.items():
-        turn = int(offset // block.interval)
-        phase = offset - turn * block.interval
-        rows[network.rank[node]].append((phase, order[network.names[node][0]], turn, node))
-    return tuple(list(_repeat_row(sorted(row), network, m)) for row in rows)
-
-
-def _repeat_row(row: list[tuple[float, int, int, int]], network: Network, m: int) -> Iterator[int]:
-    """One rank's passes, given as (phase, tie, turn, node): interval by interval, by phase."""
-    for _, place_in_row, mb in sorted(
-        (turn + mb, k, mb) for k, (_, _, turn, _) in enumerate(row) for mb in range(m)
-    ):
-        node = row[place_in_row][-1]
-        if node in network.arrival:
-            yield network.arrival[node] * m + mb
-        yield node * m + mb
+def lifespans(block: BuildingBlock, network: Network) -> dict[int, float]:
+    """For each F node, the intervals from the start of its F to the end of its B."""
+    spans = {}
+    for (type_, stage), node in network.index.items():
+        if type_ is PassType.F:
+            backward = network.index[PassType.B, stage]
+            end = block.offsets[backward] + network.duration[backward]
+            spans[node] = (end - block.offsets[node]) / block.interval
+    return spans

@@ -1,103 +1,154 @@
-"""The building blocks that are tried, and how each is played.
+"""The building blocks that are tried, and how each is played: a long list, the best first.
 
-One block is made with *benign* times: backward twice as long as forward, short vocabulary passes, no
-latency. It is the textbook's (Figures 9 and 10), and has the claimed peak whatever the real times are. Others
-are made with the given times and with longer or shorter communication, some with a stretched interval: where
-latency matters they wait less. Gaps are filled in a few ways: how much a filler may delay what comes
-after it, and from how far back in the order core passes may be moved up.
+What can be varied: the hops, which the family gives; the communication that the block is made for, and the
+interval, which where longer leaves slack; how much a pass may delay one that is planned before it; and
+whether each stage is held to the microbatches in flight that the block has in its steady state. One kind of block
+is made with *benign* times: backward twice as long as forward, short vocabulary passes, no latency. It is the
+textbook's (Figures 9 and 10).
 
-The list is ordered by what has been found to win most often, as long schedules can afford only the first few.
+First come the recipes that have been found to win most often, then random ones, the same in every run. Who plays
+long schedules affords only the first few; ``search.py`` plays thousands.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from random import Random
 from typing import NamedTuple
 
-from .building_block import BuildingBlock, place
+from .building_block import BuildingBlock, Hops, lifespans, place
 from .costs import PassTimes
 from .families import Family
+from .list_scheduling import Rules
 from .network import Network, build_network
 from .passes import CommType, PassType
 from .schedule import Schedule
-from .timing import Floats, Trigger
 
 SOFTMAX_SHARDS = 3  # softmax shards that may wait for a delayed T when S makes another
 INPUT_GRADIENTS = 3  # input gradients that may wait for IB when another arrives
-_STRICT, _NEAR, _FAR = 0, 2, 6  # how far ahead core passes may be moved up
+_SEED = 20250321
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A building block and the way to play it."""
 
     block: BuildingBlock
-    floats: Floats
+    rules: Rules
 
 
 class _Recipe(NamedTuple):
-    """``comm``: scale of the communication that the block is made for, None for benign times.
+    """How a block is made from hops, and how it is played.
 
-    ``stretch``: of the interval; ``overlap`` and ``ahead``: see ``timing.Floats``.
+    ``comm``: scale of the communication that it is made for, None for benign times. ``stretch``: of the
+    interval. ``overlap``: see ``Rules``. ``spare``: microbatches in flight beyond the block's, None for any.
+    ``ahead``: see ``Rules``.
     """
 
     comm: float | None
     stretch: float
     overlap: float
-    ahead: int
+    spare: int | None
+    ahead: float = float("inf")
 
 
-_RECIPES = (
-    _Recipe(1.0, 1.0, 0.5, _FAR),
-    _Recipe(None, 1.0, 0.5, _FAR),
-    _Recipe(1.25, 1.0, 0.5, _FAR),
-    _Recipe(1.0, 1.0, 0.5, _NEAR),
-    _Recipe(None, 1.0, 0.5, _NEAR),
-    _Recipe(0.5, 1.0, 0.5, _FAR),
-    _Recipe(0.0, 1.03, 1.0, _NEAR),
-    _Recipe(1.25, 1.0, 0.5, _NEAR),
-    _Recipe(1.0, 1.0, 1.0, _STRICT),
-    _Recipe(1.0, 1.03, 1.0, _NEAR),
-    _Recipe(None, 1.0, 1.0, _FAR),
-    _Recipe(None, 1.0, 0.0, _STRICT),
+_PACKED = (
+    _Recipe(1.0, 1.0, 0.9, None),
+    _Recipe(1.0, 1.0, 0.5, None),
+    _Recipe(None, 1.0, 0.9, None),
+    _Recipe(1.0, 1.03, 0.9, 1),
+    _Recipe(1.25, 1.0, 0.5, None),
+    _Recipe(1.0, 1.0, 0.5, 1),
+    _Recipe(0.0, 1.03, 0.9, None),
+    _Recipe(1.0, 1.0, 0.2, None),
+    _Recipe(None, 1.0, 0.5, 0),
+)
+# Lazy W fills bubbles better if it may not delay what comes after it by much.
+_PACKED_SPLIT = (_PACKED[1], _PACKED[0], *_PACKED[2:])
+_UNPACKED = (
+    _Recipe(1.0, 1.0, 0.5, 1),
+    _Recipe(1.0, 1.0, 0.5, None),
+    _Recipe(1.0, 1.0, 0.9, 1),
+    _Recipe(1.0, 1.0, 0.9, None),
+    _Recipe(1.0, 1.0, 0.5, 2),
+    _Recipe(1.0, 1.0, 0.2, None),
+    _Recipe(1.0, 1.0, 0.5, 0),
 )
 # All ranks stop for S, so there is little to gain from other orders.
-_INTERLACED_RECIPES = (
-    _Recipe(None, 1.0, 1.0, _STRICT),
-    _Recipe(None, 1.0, 0.5, _STRICT),
-    _Recipe(None, 1.0, 1.0, _NEAR),
-    _Recipe(1.0, 1.0, 0.5, _STRICT),
-    _Recipe(None, 1.0, 0.0, _STRICT),
+_INTERLACED = (
+    _Recipe(None, 1.0, 1.0, None, ahead=0.0),
+    _Recipe(None, 1.0, 0.5, None, ahead=0.0),
+    _Recipe(1.0, 1.0, 0.5, None, ahead=0.0),
+    _Recipe(None, 1.0, 1.0, None, ahead=0.1),
+    _Recipe(1.0, 1.0, 0.9, None, ahead=0.3),
 )
-# Baseline and redis: the order that Megatron runs, unchanged.
-_TEXTBOOK_RECIPES = (_Recipe(None, 1.0, 0.0, _STRICT),)
+# Baseline and redis on 1F1B: the order that Megatron runs, unchanged.
+_TEXTBOOK = (_Recipe(None, 1.0, 0.0, None, ahead=0.0),)
 
 
 def candidates(
     shape: Schedule, network: Network, times: PassTimes, family: Family, cap: float
-) -> list[Candidate]:
-    """Every candidate; the same block is made once.
+) -> Iterator[Candidate]:
+    """Candidates without end (one only, where the order is the textbook's).
 
     Args:
         shape: the schedule's frame.
         network: its rules with the given times.
         times: the given times.
-        family: gives the pattern.
+        family: gives the hops.
         cap: the most microbatches whose activations a rank may hold.
     """
-    recipes = {"none": _TEXTBOOK_RECIPES, "interlaced": _INTERLACED_RECIPES}.get(shape.algorithm, _RECIPES)
-    blocks: dict[tuple[float | None, float], BuildingBlock] = {}
-    made = []
-    for recipe in recipes:
-        key = recipe.comm, recipe.stretch
+    blocks: dict[tuple[Hops, float | None, float], BuildingBlock] = {}
+    for hops, recipe in _plans(shape, family, cap):
+        key = hops, recipe.comm, recipe.stretch
         if key not in blocks:
             block_times = benign_times(shape) if recipe.comm is None else times.scaled(recipe.comm)
             plan = build_network(shape, block_times, splits_w=family.splits_w)
-            waits = family.pattern(shape.layout, block_times)
-            blocks[key] = place(shape, plan, stretch=recipe.stretch, waits=waits)
-        made.append(Candidate(blocks[key], floats(shape, network, recipe.overlap, recipe.ahead, cap)))
-    return made
+            blocks[key] = place(shape, plan, hops=hops, stretch=recipe.stretch, packed=family.packed)
+        yield Candidate(blocks[key], rules(shape, network, blocks[key], recipe, cap))
+
+
+def is_textbook(shape: Schedule, family: Family) -> bool:
+    """Whether there is only one order: 1F1B with nothing to insert."""
+    return shape.algorithm == "none" and family.name == "1f1b"
+
+
+def _plans(shape: Schedule, family: Family, cap: float) -> Iterator[tuple[Hops, _Recipe]]:
+    known = family.hops(shape.p, shape.chunks, cap)
+    if is_textbook(shape, family):
+        yield known[0], _TEXTBOOK[0]
+        return
+    recipes = _recipes(shape, family)
+    pairs = [(i + j, i, j) for i in range(len(known)) for j in range(len(recipes))]
+    for _, i, j in sorted(pairs):
+        yield known[i], recipes[j]
+    random = Random(_SEED)
+    while True:
+        yield _random_hops(random, random.choice(known)), _random_recipe(random)
+
+
+def _recipes(shape: Schedule, family: Family) -> tuple[_Recipe, ...]:
+    recipes = _UNPACKED
+    if family.packed:
+        recipes = _PACKED_SPLIT if family.splits_w else _PACKED
+    return _INTERLACED + recipes if shape.algorithm == "interlaced" else recipes
+
+
+def _random_hops(random: Random, around: Hops) -> Hops:
+    """Hops near the given ones, each chunk's on its own."""
+
+    def near(hop: float) -> float:
+        return random.choice((hop, hop * random.uniform(0.6, 1.6), random.uniform(0.0, 0.6)))
+
+    return Hops(tuple(map(near, around.forward)), tuple(map(near, around.backward)))
+
+
+def _random_recipe(random: Random) -> _Recipe:
+    return _Recipe(
+        random.choice((0.0, 0.5, 1.0, 1.0, 1.25, None)),
+        random.choice((1.0, 1.01, 1.03, 1.06)),
+        random.choice((0.1, 0.25, 0.5, 0.75, 0.9, 1.0)),
+        random.choice((None, None, 0, 1, 2)),
+    )
 
 
 def benign_times(shape: Schedule) -> PassTimes:
@@ -114,28 +165,29 @@ def benign_times(shape: Schedule) -> PassTimes:
     )
 
 
-def floats(shape: Schedule, network: Network, overlap: float, ahead: int, cap: float) -> Floats:
+def rules(shape: Schedule, network: Network, block: BuildingBlock, recipe: _Recipe, cap: float) -> Rules:
     """IF is eager; what nothing waits for is lazy; activations are counted from F to B, or W if split."""
-    lazy = sorted(network.sinks)
-    caps = {
-        node: INPUT_GRADIENTS if network.names[node][0] is PassType.IB else SOFTMAX_SHARDS for node in lazy
-    }
-    return Floats(
-        eager={node: Trigger(*network.needs[node][-1][:2]) for node in _nodes(network, PassType.IF)},
-        lazy={node: Trigger(_holder(node, network)) for node in lazy},
-        cap=caps,
-        overlap=overlap,
-        ahead=ahead,
-        max_activations=cap,
-        weight=_weights(shape, network),
-    )
-
-
-def _weights(shape: Schedule, network: Network) -> dict[int, float]:
-    release = PassType.W if any(_nodes(network, PassType.W)) else PassType.B
     chunk = 1.0 / shape.chunks
-    held = dict.fromkeys(_nodes(network, PassType.F), chunk)
-    return held | dict.fromkeys(_nodes(network, release), -chunk)
+    forward, backward, weight = (list(_nodes(network, t)) for t in (PassType.F, PassType.B, PassType.W))
+    limits = {PassType.T: SOFTMAX_SHARDS, PassType.IB: INPUT_GRADIENTS, PassType.W: shape.chunks * shape.m}
+    lazy = sorted(network.sinks)
+    later_chunks = {n: shape.chunks - 1 - shape.layout.chunk_of(network.names[n][1]) for n in forward}
+    in_flight = {}
+    if recipe.spare is not None:
+        for node, lifespan in lifespans(block, network).items():
+            partner = network.index[PassType.B, network.names[node][1]]
+            in_flight[node] = partner, int(lifespan) + 1 + recipe.spare
+    return Rules(
+        eager=tuple(_nodes(network, PassType.IF)),
+        lazy={node: _holder(node, network) for node in lazy},
+        pending={node: limits[network.names[node][0]] for node in lazy},
+        overlap=recipe.overlap,
+        ahead=recipe.ahead,
+        hold=dict.fromkeys(forward, chunk) | dict.fromkeys(weight or backward, -chunk),
+        max_activations=cap,
+        reserve={node: chunk * later for node, later in later_chunks.items()},
+        in_flight=in_flight,
+    )
 
 
 def _nodes(network: Network, wanted: PassType) -> Iterator[int]:

@@ -1,35 +1,60 @@
 """Playing the repeated block: each rank runs, of the passes that are ready, the one planned first.
 
 A building block repeated every interval gives each *core* pass (F, S, B, and what they wait for) a planned
-start, its *key*. The real times differ from the plan in warm-up and cool-down, so the order of the keys is
-only a priority: a rank that would idle runs a later pass that is ready, if that delays an earlier one by
-no more than a share of its own length, and if it holds no more microbatches than it may.
+start. Real times differ from the plan in warm-up and cool-down, so the plan is only a priority: a rank that
+would idle runs a later pass that is ready, if that delays an earlier one by no more than a share of its
+own length, and if it then holds no more activations than it may. Warm-up and cool-down need no rule
+of their own: they are what is left of the steady state when microbatches before the first and after the last
+are missing.
 
-Other passes have no key. IF is *eager*: it runs as soon as the throttle allows. What nothing waits for (T of
-vocab-2, W, IB) is *lazy*: it fills idle time, and is forced only where its buffers would become too many.
+Other passes have no planned start. IF is *eager*: it runs as soon as the throttle allows. What nothing waits
+for (T of vocab-2, W, IB) is *lazy*: it fills idle time, and is forced only where its buffers would become
+too many. Every pass runs after all that it waits for, so the order that comes out keeps every rule.
 
-Time goes forward only: when a rank chooses, all that can be ready by then has been played. Next: ``candidates.py``.
+For speed, node ``n`` of microbatch ``i`` is one number, the *item* ``n * m + i``.
+Source: list scheduling, Graham (1966); the in-flight limit is 1F1B's own rule, for any building block.
+Next: ``candidates.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 from .building_block import BuildingBlock
 from .network import Network
-from .timing import Stuck, Timeline
 
 _NEVER = float("inf")
+_ROUNDING = 1e-9  # of sums of 1/chunks
 
 
-class Trigger(NamedTuple):
-    """A float of a microbatch becomes pending once ``node`` of the microbatch ``back`` earlier is done."""
+class Stuck(Exception):
+    """No rank can go on. ``waiting`` holds the (node, microbatch) at which each unfinished rank stopped."""
 
-    node: int
-    back: int = 0
+    def __init__(self, waiting: dict[int, tuple[int, int]]) -> None:
+        super().__init__(f"no rank can go on; stopped at {waiting}")
+        self.waiting = waiting
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """How a schedule plays.
+
+    Attributes:
+        order: for each rank the items of all its passes, in the order in which it runs them.
+        ends: for each item its end in ms.
+        peak: for each rank, the most microbatches whose activations it holds.
+    """
+
+    order: tuple[list[int], ...]
+    ends: list[float]
+    peak: tuple[float, ...]
+
+    @property
+    def end(self) -> float:
+        """When the last pass ends, in ms."""
+        return max((self.ends[row[-1]] for row in self.order if row), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -38,184 +63,198 @@ class Rules:
 
     Attributes:
         eager: the nodes that run as soon as they can.
-        lazy: for each lazy node, the node that makes the buffer it frees.
-        cap: for each lazy node, how many microbatches of it may be pending when another is triggered.
+        lazy: for each lazy node, the node that makes the buffer it frees: a pass, or a collective.
+        pending: for each lazy node, how many of these buffers there may be when another is to be made.
         overlap: how far a pass may delay one that is planned before it, as a share of its own length.
         ahead: how many intervals ahead of the first one planned a pass may be.
-        max_activations: a forward pass runs only if its rank then holds no more microbatches.
-        hold: for each node that starts or ends to hold activations, how it changes the microbatches held.
-        reserve: for each forward node, the room it must leave for later chunks of the same rank.
+        hold: for each node that starts or ends to hold activations, how it changes the number of
+            microbatches held.
+        max_activations: the most that a rank may hold.
+        reserve: for each F node, the room that it must leave for later chunks of its rank, so that the
+            oldest microbatch can always go on.
+        in_flight: for each F node, its B node and how many microbatches may be between the two.
     """
 
     eager: tuple[int, ...] = ()
     lazy: Mapping[int, int] = field(default_factory=dict)
-    cap: Mapping[int, int] = field(default_factory=dict)
+    pending: Mapping[int, int] = field(default_factory=dict)
     overlap: float = 0.5
     ahead: float = _NEVER
-    max_activations: float = _NEVER
     hold: Mapping[int, float] = field(default_factory=dict)
+    max_activations: float = _NEVER
     reserve: Mapping[int, float] = field(default_factory=dict)
-    limit: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    in_flight: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 def arrange(network: Network, m: int, block: BuildingBlock, rules: Rules) -> Timeline:
     """Play ``m`` microbatches of ``block``.
 
+    Args:
+        network: rules and times.
+        m: microbatches.
+        block: the planned starts.
+        rules: which orders are allowed.
+
     Raises:
-        Stuck: if no rank can go on, because ``ahead`` or ``max_activations`` is too small.
+        Stuck: if no rank can go on. Does not happen where ``ahead`` and ``in_flight`` leave all freedom and
+            ``max_activations`` is at least 1.
     """
     return _Arranger(network, m, block, rules).run()
 
 
 class _Arranger:
     def __init__(self, network: Network, m: int, block: BuildingBlock, rules: Rules) -> None:
-        ranks, nodes = max(network.rank) + 1, len(network.producers)
+        ranks, nodes, passes = max(network.rank) + 1, len(network.producers), len(network.rank)
         self.m, self.rules, self.interval = m, rules, block.interval
-        self.rank, self.duration = network.rank, network.duration
-        self.passes = len(network.rank)
-        self.feeds, self.gate = network.feeds, {a: n for n, a in network.arrival.items()}
-        self.ends = [_NEVER] * (nodes * m)
-        self.latest = [0.0] * (nodes * m)
-        self.missing = [count for count in network.producers for _ in range(m)]
+        self.rank, self.duration, self.feeds = network.rank, network.duration, network.feeds
         self.needs = [[(n * m - back, back, late) for n, back, late in row] for row in network.needs]
         self.followers: list[list[tuple[int, int]]] = [[] for _ in range(nodes)]
         for node, row in enumerate(network.needs):
-            for source, back, _ in row:
-                self.followers[source].append((node, back))
-        self.next = [0] * self.passes  # of each node: its next microbatch
-        self.known = [-1.0] * self.passes  # when that is ready; negative while not worked out
-        self.hold = [rules.hold.get(node, 0.0) for node in range(self.passes)]
-        self.reserve = [rules.reserve.get(node, 0.0) for node in range(self.passes)]
-        self.limit = [rules.limit.get(node) for node in range(self.passes)]
+            for need in row:
+                self.followers[need.node].append((node, need.back))
+        self.together = {arrival: node for node, arrival in network.arrival.items()}
+        self._sort_nodes(network, block, ranks)
+
+        self.ends = [_NEVER] * (nodes * m)  # not known yet
+        self.latest = [0.0] * (nodes * m)  # of collectives: the end of the last producer so far
+        self.missing = [count for count in network.producers for _ in range(m)]
+        self.next = [0] * nodes  # of each node: its next microbatch
+        self.known = [-1.0] * passes  # when that can start; negative while not worked out
+        self.hold = [rules.hold.get(node, 0.0) for node in range(passes)]
+        self.need_room = [max(hold, 0.0) + rules.reserve.get(n, 0.0) for n, hold in enumerate(self.hold)]
         self.held, self.peak = [0.0] * ranks, [0.0] * ranks
         self.free, self.wake = [0.0] * ranks, [0.0] * ranks
+        self.arrived = [-1] * ranks  # the pass that a rank has promised to run next
         self.order: list[list[int]] = [[] for _ in range(ranks)]
-        floating = {*rules.eager, *rules.lazy}
-        self.eager = [[n for n in rules.eager if self.rank[n] == rank] for rank in range(ranks)]
-        self.lazy = [[n for n in sorted(rules.lazy) if self.rank[n] == rank] for rank in range(ranks)]
-        self.frees = [[n for n in row if self.hold[n] < 0.0] for row in self.lazy]
-        self.key = [block.offsets.get(self.gate.get(node, node), 0.0) for node in range(self.passes)]
-        self.core: list[list[tuple[float, int]]] = [[] for _ in range(ranks)]  # (key, node), sorted
-        for node in range(self.passes):
-            if node not in floating and node not in network.arrival:
-                self.core[self.rank[node]].append((self.key[node], node))
-        for row in self.core:
-            row.sort()
-        self.forces: list[list[int]] = [[] for _ in range(nodes)]  # lazy nodes that a pass triggers
-        self.counted: dict[int, int] = dict(rules.lazy)
-        for node, trigger in rules.lazy.items():
-            if trigger < self.passes:
-                self.forces[trigger].append(node)
-        self.barred = [[n for n in row if rules.lazy[n] >= self.passes] for row in self.lazy]
-        self.done = [0] * nodes  # of each node: how many microbatches are done (their ends may lie ahead)
-        self.heap: list[tuple[float, int]] = []
-        self.held_for = [-1] * ranks  # a rank that has arrived waits for this pass
+        self.heap = [(0.0, rank) for rank in range(ranks)]
+
+    def _sort_nodes(self, network: Network, block: BuildingBlock, ranks: int) -> None:
+        """The nodes of each rank, by how they are placed."""
+        eager, lazy = set(self.rules.eager), self.rules.lazy
+        self.core: list[list[tuple[float, int]]] = [[] for _ in range(ranks)]  # planned start, node
+        self.eager: list[list[int]] = [[] for _ in range(ranks)]
+        self.lazy: list[list[int]] = [[] for _ in range(ranks)]
+        self.received: list[list[int]] = [[] for _ in range(ranks)]  # lazy ones whose buffers come unasked
+        self.freeing: list[list[int]] = [[] for _ in range(ranks)]  # lazy ones that free activations
+        self.forces: list[list[int]] = [[] for _ in network.producers]  # lazy ones by what makes their buffer
+        for node, rank in enumerate(network.rank):
+            if node in eager:
+                self.eager[rank].append(node)
+            elif node in lazy:
+                self.lazy[rank].append(node)
+                self.forces[lazy[node]].append(node)
+                if network.producers[lazy[node]]:
+                    self.received[rank].append(node)
+                if self.rules.hold.get(node, 0.0) < 0.0:
+                    self.freeing[rank].append(node)
+            elif node not in network.arrival:
+                self.core[rank].append((block.offsets[self.together.get(node, node)], node))
 
     def run(self) -> Timeline:
-        ranks = range(len(self.free))
-        self.heap = [(0.0, rank) for rank in ranks]
         while self.heap:
             now, rank = heappop(self.heap)
             if now == self.wake[rank]:
                 self.wake[rank] = _NEVER
-                self._choose(rank, now)
+                node = self._choose(rank, now)
+                if node >= 0:
+                    self._run(rank, node, now)
         waiting = {}
-        for rank in ranks:
-            left = [
-                (self.key[n] + self.next[n] * self.interval, n)
-                for n in (*(n for _, n in self.core[rank]), *self.eager[rank], *self.lazy[rank])
-                if self.next[n] < self.m
-            ]
+        for rank, core in enumerate(self.core):
+            nodes = [*(node for _, node in core), *self.eager[rank], *self.lazy[rank]]
+            left = [(self.next[node], node) for node in nodes if self.next[node] < self.m]
             if left:
-                node = min(left)[1]
-                waiting[rank] = node, self.next[node]
+                mb, node = min(left)
+                waiting[rank] = node, mb
         if waiting:
             raise Stuck(waiting)
         return Timeline(tuple(self.order), self.ends, tuple(self.peak))
 
-    def _choose(self, rank: int, now: float) -> None:
-        """Run a pass on a rank that is free, or set when to look again."""
-        if self.held_for[rank] >= 0:
-            node = self.held_for[rank]
-            if (ready := self._ready(node)) <= now:
-                self.held_for[rank] = -1
-                self._run(rank, node, now)
-            elif ready < _NEVER:
-                self._sleep(rank, ready)
-            return
-        wake = until = _NEVER
+    def _choose(self, rank: int, now: float) -> int:
+        """What a rank that is free runs now; -1 if nothing, and then it is woken when that may change."""
+        if self.arrived[rank] >= 0:
+            node = self.arrived[rank]
+            ready = self._ready(node)
+            if ready <= now:
+                self.arrived[rank] = -1
+                return node
+            self._wake(rank, ready)
+            return -1
         for node in self.eager[rank]:
             ready = self._ready(node)
             if ready <= now:
-                return self._run(rank, node, now)
-            wake = min(wake, ready)
-        for node in self.barred[rank]:
-            if self.done[self.rules.lazy[node]] - self.next[node] > self.rules.cap[node]:
-                if self._ready(node) <= now:
-                    return self._run(rank, node, now)
-        overlap, interval, held, most = self.rules.overlap, self.interval, self.held[rank], self.rules.max_activations
-        limit = -1.0
-        # core passes by key
-        m = self.m
-        options = []
-        for key, node in self.core[rank]:
-            mb = self.next[node]
-            if mb < m:
-                options.append((key + mb * interval, node))
-        options.sort()
-        for key, node in options:
+                return node
+            self._wake(rank, ready)
+        for node in self.received[rank]:
+            made = self.next[self.rules.lazy[node]] - self.next[node]
+            if made >= self.rules.pending[node] and self._ready(node) <= now:
+                return node
+        node, until = self._choose_core(rank, now)
+        return node if node >= 0 else self._choose_lazy(rank, now, until)
+
+    def _choose_core(self, rank: int, now: float) -> tuple[int, float]:
+        """The core pass (or what has to run before it), else -1 and when the next core pass can start."""
+        m, interval, overlap = self.m, self.interval, 1.0 - self.rules.overlap
+        room = self.rules.max_activations + _ROUNDING - self.held[rank]
+        until = last = _NEVER
+        by_plan = [(at + self.next[n] * interval, n) for at, n in self.core[rank] if self.next[n] < m]
+        by_plan.sort()
+        for at, node in by_plan:
+            if at > last:
+                break
             ready = self.known[node]
             if ready < 0.0:
                 ready = self._ready(node)
-            if self.hold[node] > 0.0 and held + self.hold[node] + self.reserve[node] > most + 1e-9:
-                if ready <= now:
-                    for lazy in self.frees[rank]:
-                        if self._ready(lazy) <= now:
-                            return self._run(rank, lazy, now)
-                continue
-            lim = self.limit[node]
-            if lim is not None and self.next[node] - self.next[lim[0]] >= lim[1]:
-                continue
-            if limit < 0.0:
-                limit = key + self.rules.ahead * interval
-            elif key > limit:
-                break
-            if ready <= now:
-                if now + self.duration[node] * (1.0 - overlap) <= until:
-                    forced = self._forced(node)
-                    if forced < 0:
-                        return self._run(rank, node, now)
-                    ready = self._ready(forced)
+            if self.hold[node] > 0.0:
+                if self.need_room[node] > room:
                     if ready <= now:
-                        return self._run(rank, forced, now)
-                    until, wake = min(until, ready), min(wake, ready)
-            else:
-                until, wake = min(until, ready), min(wake, ready)
-        for node in self.lazy[rank]:
-            if self.next[node] < m:
-                ready = self.known[node]
-                if ready < 0.0:
-                    ready = self._ready(node)
+                        for lazy in self.freeing[rank]:
+                            if self._ready(lazy) <= now:
+                                return lazy, until
+                    continue
+                if node in self.rules.in_flight:
+                    backward, most = self.rules.in_flight[node]
+                    if self.next[node] - self.next[backward] >= most:
+                        continue
+            if last == _NEVER:
+                last = at + self.rules.ahead * interval
+            if ready <= now:
+                if now + self.duration[node] * overlap > until:
+                    continue
+                forced = self._forced_before(node)
+                if forced < 0:
+                    return node, until
+                ready = self._ready(forced)
                 if ready <= now:
-                    if now + self.duration[node] * (1.0 - overlap) <= until:
-                        return self._run(rank, node, now)
-                else:
-                    wake = min(wake, ready)
-        if wake < _NEVER:
-            self._sleep(rank, wake)
-        return None
+                    return forced, until
+            if ready < until:
+                until = ready
+        self._wake(rank, until)
+        return -1, until
 
-    def _forced(self, node: int) -> int:
-        """A lazy pass that must run before ``node`` because too many are pending; -1 if none."""
+    def _choose_lazy(self, rank: int, now: float, until: float) -> int:
+        """A lazy pass that delays a core pass, which starts at ``until``, by no more than it may; or -1."""
+        overlap = 1.0 - self.rules.overlap
+        for node in self.lazy[rank]:
+            ready = self.known[node]
+            if ready < 0.0:
+                ready = self._ready(node)
+            if ready > now:
+                self._wake(rank, ready)
+            elif now + self.duration[node] * overlap <= until:
+                return node
+        return -1
+
+    def _forced_before(self, node: int) -> int:
+        """A lazy pass that must run before ``node``, as too many of its buffers are pending; or -1."""
         for lazy in self.forces[node]:
-            if self.next[node] - self.next[lazy] >= self.rules.cap[lazy]:
+            if self.next[node] - self.next[lazy] >= self.rules.pending[lazy]:
                 return lazy
         return -1
 
-    def _sleep(self, rank: int, until: float) -> None:
-        if until < self.wake[rank]:
-            self.wake[rank] = until
-            heappush(self.heap, (until, rank))
+    def _wake(self, rank: int, at: float) -> None:
+        if at < self.wake[rank]:
+            self.wake[rank] = at
+            heappush(self.heap, (at, rank))
 
     def _ready(self, node: int) -> float:
         """When the node's next microbatch has all that it waits for; infinite while that is not known."""
@@ -227,40 +266,40 @@ class _Arranger:
             return _NEVER
         for source, back, latency in self.needs[node]:
             if mb >= back:
-                done = self.ends[source + mb] + latency
-                if done > ready:
-                    ready = done
+                at = self.ends[source + mb] + latency
+                if at > ready:
+                    ready = at
         if ready < _NEVER:
             self.known[node] = ready
         return ready
 
     def _run(self, rank: int, node: int, now: float) -> None:
         mb = self.next[node]
-        self.next[node], self.known[node] = mb + 1, -1.0
+        self.known[node] = -1.0
         end = self.free[rank] = now + self.duration[node]
         self.order[rank].append(node * self.m + mb)
         if self.hold[node]:
             self.held[rank] += self.hold[node]
             self.peak[rank] = max(self.peak[rank], self.held[rank])
-        if node in self.gate:
-            self.held_for[rank] = self.gate[node]
+        if node in self.together:
+            self.arrived[rank] = self.together[node]
         self.wake[rank] = end
         heappush(self.heap, (end, rank))
         self._finish(node, mb, end)
         for group in self.feeds[node]:
-            key = group * self.m + mb
-            self.latest[key] = max(self.latest[key], end)
-            self.missing[key] -= 1
-            if not self.missing[key]:
-                self._finish(group, mb, self.latest[key])
+            item = group * self.m + mb
+            self.latest[item] = max(self.latest[item], end)
+            self.missing[item] -= 1
+            if not self.missing[item]:
+                self._finish(group, mb, self.latest[item])
 
     def _finish(self, node: int, mb: int, end: float) -> None:
-        """Make an end known, and wake idle ranks that can then go on."""
+        """Make the end of a pass or a collective known, and wake the ranks that wait for it."""
         self.ends[node * self.m + mb] = end
-        self.done[node] += 1
+        self.next[node] = mb + 1
         for follower, back in self.followers[node]:
             if self.next[follower] == mb + back:
                 ready = self._ready(follower)
                 if ready < _NEVER:
                     rank = self.rank[follower]
-                    self._sleep(rank, ready if ready > self.free[rank] else self.free[rank])
+                    self._wake(rank, max(ready, self.free[rank]))

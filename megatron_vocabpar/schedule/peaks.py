@@ -7,14 +7,20 @@ from __future__ import annotations
 
 from math import ceil
 
+from .families import Family
 from .methods import Method
 from .passes import PassType
 from .schedule import Schedule
 
 
-def claimed_peak(method: Method, p: int) -> float:
-    """The most microbatches whose activations a rank holds in 1F1B (section 5.2, appendix B.1)."""
-    return ceil(1.5 * p) if method.algorithm == "interlaced" else p + method.barriers
+def claimed_peak(method: Method, p: int, family: Family, chunks: int) -> float:
+    """The most microbatches whose activations a rank holds (section 5.2, appendix B.1).
+
+    Interlaced holds half as many again as the family without vocabulary passes.
+    """
+    if method.algorithm == "interlaced":
+        return ceil(1.5 * family.peak(p, chunks, 0))
+    return family.peak(p, chunks, method.barriers)
 
 
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:

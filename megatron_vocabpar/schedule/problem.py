@@ -1,0 +1,136 @@
+"""One schedule to be found in one family: its frame, its rules with their times, and the best candidate.
+
+Next: ``candidates.py``, ``list_scheduling.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+
+from .candidates import Candidate, candidates, is_textbook
+from .costs import PassCosts, PassTimes
+from .families import Family
+from .list_scheduling import Stuck, Timeline, arrange
+from .methods import method_named
+from .network import Network, build_network
+from .passes import Pass, PassType
+from .peaks import claimed_peak
+from .schedule import Input, Schedule
+
+_LEAST_TRIAL = 24  # microbatches; and enough that a steady state is seen
+_FINALISTS = 3  # the best of the trials, played for all microbatches where the budget allows
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What has to be scheduled.
+
+    Attributes:
+        shape: the frame.
+        family: gives the building blocks.
+        times: of all passes, in ms.
+        network: the rules, with the times.
+        cap: the most microbatches whose activations a rank may hold.
+    """
+
+    shape: Schedule
+    family: Family
+    times: PassTimes
+    network: Network
+    cap: float
+
+    @staticmethod
+    def of(
+        method: str,
+        p: int,
+        m: int,
+        family: Family,
+        *,
+        chunks: int | None = None,
+        costs: PassCosts | None = None,
+        max_activations: float | None = None,
+    ) -> Problem:
+        """See ``generate`` for the arguments and what it raises."""
+        if max_activations is not None and not max_activations >= 1:
+            raise ValueError(f"max_activations is {max_activations:g}; a rank holds at least 1 microbatch")
+        shape = frame(method, p, m, family=family, chunks=chunks)
+        times = PassTimes.of(costs or PassCosts.default(p), shape, splits_w=family.splits_w)
+        cap = max_activations
+        if cap is None:
+            cap = claimed_peak(method_named(method), p, family, shape.chunks)
+        return Problem(shape, family, times, build_network(shape, times, splits_w=family.splits_w), cap)
+
+    def best(self, budget: int) -> Timeline:
+        """The fastest of as many candidates as may be tried.
+
+        Args:
+            budget: about how many passes the trials may play in all.
+        """
+        choices = candidates(self.shape, self.network, self.times, self.family, self.cap)
+        if is_textbook(self.shape, self.family):
+            return arrange(self.network, self.shape.m, *next(choices))
+        passes = len(self.network.names)  # of one microbatch
+        trial_m = min(self.shape.m, max(_LEAST_TRIAL, 2 * self.shape.p + 4))
+        affordable = max(1, budget // (passes * trial_m))
+        trials = []
+        for position, candidate in enumerate(islice(choices, affordable)):
+            played = self._try(candidate, trial_m)
+            if played is not None:
+                trials.append((self._extrapolated(played, trial_m), position, candidate, played))
+        trials.sort(key=lambda trial: trial[:2])
+        if trials and trial_m == self.shape.m:
+            return trials[0][-1]
+        finalists = max(1, min(_FINALISTS, budget // (passes * self.shape.m)))
+        ranked = chain((trial[2] for trial in trials), choices)
+        finished = filter(None, (self._try(candidate, self.shape.m) for candidate in ranked))
+        return min(islice(finished, finalists), key=lambda played: played.end)
+
+    def schedule(self, played: Timeline) -> Schedule:
+        """A schedule with the order in which the passes were played."""
+        names, m = self.network.names, self.shape.m
+        ranks = tuple(
+            tuple(Pass(*names[item // m], item % m) for item in row if item // m < len(names))
+            for row in played.order
+        )
+        return replace(self.shape, ranks=ranks)
+
+    def _try(self, candidate: Candidate, m: int) -> Timeline | None:
+        """The candidate played, or None if its rules leave no way to go on."""
+        try:
+            return arrange(self.network, m, candidate.block, candidate.rules)
+        except Stuck:
+            return None
+
+    def _extrapolated(self, played: Timeline, m: int) -> float:
+        """The end if all microbatches were played and the steady state went on as in the trial's middle."""
+        if m < 3:
+            return played.end
+        first = self.network.index[PassType.B, 0] * m
+        early, late = m // 3, 2 * m // 3
+        steady = (played.ends[first + late] - played.ends[first + early]) / (late - early)
+        return played.end + steady * (self.shape.m - m)
+
+
+def frame(method: str, p: int, m: int, *, family: Family, chunks: int | None = None) -> Schedule:
+    """A schedule's shape, with no passes yet.
+
+    Raises:
+        ValueError: naming the argument that is wrong, and what to give instead.
+    """
+    chosen = method_named(method)
+    if p < 1:
+        raise ValueError(f"pipeline size {p} is below 1; use at least one rank")
+    if m < 1:
+        raise ValueError(f"{m} microbatches is below 1; use at least one")
+    if chunks is None:
+        chunks = family.chunks
+    if not family.allows(chunks):
+        least = "" if family.fixed_chunks else "at least "
+        plural = "s" if family.chunks > 1 else ""
+        raise ValueError(
+            f"{family.name} has {least}{family.chunks} model chunk{plural} on each rank, not {chunks}; "
+            "leave chunks out"
+        )
+    input_: Input = "parallel" if chosen.vocabulary_parallel else "local"
+    return Schedule(method, p, m, chunks, chosen.algorithm, family.shape, input_)
