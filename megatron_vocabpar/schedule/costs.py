@@ -8,7 +8,7 @@ layer to the last stage.
 The files in ``data/`` hold the paper's settings (sequence length 2048, Tables 1 and 2), estimated from
 FLOPs at the rates that its published 8-GPU runs reached.
 
-Next: ``timing.py``.
+Next: ``list_scheduling.py``.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Between microbatches there is one rule, a throttle: IF(i) waits until the embedd
 i-2 have left, so that a rank holds those of at most two.
 
 Source: sections 4.3, 4.4 and 5.1, appendix C.
-Next: ``timing.py`` (when things become ready), ``building_block.py`` (the idea of the generator).
+Next: ``building_block.py`` (the idea of the generator).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ together on all ranks (interlaced's S) get a zero-length *arrival* node before t
 arrivals.
 
 Everything here is derived from ``dependencies.prerequisites``; no rule is restated.
-Next: ``building_block.py`` places the nodes of one microbatch, ``timing.py`` plays those of all.
+Next: ``building_block.py`` places the nodes of one microbatch, ``list_scheduling.py`` plays those of all.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from .peaks import claimed_peak
 from .schedule import Input, Schedule
 
 _LEAST_TRIAL = 24  # microbatches; and enough that a steady state is seen
+_PLACING = 40  # placing a block takes as long as playing so many microbatches
 _FINALISTS = 3  # the best of the trials, played for all microbatches where the budget allows
 
 
@@ -72,7 +73,7 @@ class Problem:
             return arrange(self.network, self.shape.m, *next(choices))
         passes = len(self.network.names)  # of one microbatch
         trial_m = min(self.shape.m, max(_LEAST_TRIAL, 2 * self.shape.p + 4))
-        affordable = max(1, budget // (passes * trial_m))
+        affordable = max(1, budget // (passes * (trial_m + _PLACING)))
         trials = []
         for position, candidate in enumerate(islice(choices, affordable)):
             played = self._try(candidate, trial_m)
