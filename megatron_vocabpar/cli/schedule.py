@@ -33,8 +33,12 @@ _BINARY = ("png", "pdf")
 @click.option("--method", default="vocab-2", show_default=True, help=f"One of {', '.join(METHODS)}.")
 @click.option("--pp", "p", type=int, default=4, show_default=True, help="Pipeline size.")
 @click.option("--microbatches", "m", type=int, default=8, show_default=True, help="Microbatches.")
-@click.option("--family", default="1f1b", show_default=True, help=f"One of {', '.join((*families(), SEARCH))}.")
-@click.option("--chunks", type=int, default=None, help="Model chunks on each rank; by default the family's own.")
+@click.option(
+    "--family", default="1f1b", show_default=True, help=f"One of {', '.join((*families(), SEARCH))}."
+)
+@click.option(
+    "--chunks", type=int, default=None, help="Model chunks on each rank; by default the family's own."
+)
 @click.option("--costs", "costs_file", default=None, metavar="FILE", help="Times of the passes, as JSON.")
 @click.option("--max-activations", type=float, default=None, help="Most microbatches a rank may hold.")
 @click.option(

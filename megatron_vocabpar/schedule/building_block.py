@@ -184,9 +184,7 @@ def place(
     )
 
 
-def _hopped(
-    network: Network, node: int, offsets: Mapping[int, float], hop: Mapping[Name, float]
-) -> float:
+def _hopped(network: Network, node: int, offsets: Mapping[int, float], hop: Mapping[Name, float]) -> float:
     """The start of the neighbouring stage's pass plus the hop; 0 for passes that do not hop."""
     type_, stage = network.names[node]
     neighbour = network.index.get((type_, stage + (-1 if type_ is PassType.F else 1)))

@@ -2,12 +2,12 @@
 
 What can be varied: the hops, which the family gives; the communication that the block is made for, and the
 interval, which where longer leaves slack; how much a pass may delay one that is planned before it; and
-whether each stage is held to the microbatches in flight that the block has in its steady state. One kind of block
-is made with *benign* times: backward twice as long as forward, short vocabulary passes, no latency. It is the
-textbook's (Figures 9 and 10).
+whether each stage is held to the microbatches in flight that the block has in its steady state. One kind of
+block is made with *benign* times: backward twice as long as forward, short vocabulary passes, no latency. It
+is the textbook's (Figures 9 and 10).
 
-First come the recipes that have been found to win most often, then random ones, the same in every run. Who plays
-long schedules affords only the first few; ``search.py`` plays thousands.
+First come the recipes that have been found to win most often, then random ones, the same in every run. Who
+plays long schedules affords only the first few; ``search.py`` plays thousands.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _plans(shape: Schedule, family: Family, cap: float) -> Iterator[tuple[Hops, 
 
 
 def _recipes(shape: Schedule, family: Family) -> tuple[_Recipe, ...]:
-    recipes = _UNPACKED
+    recipes: tuple[_Recipe, ...] = _UNPACKED
     if family.packed:
         recipes = _PACKED_SPLIT if family.splits_w else _PACKED
     return _INTERLACED + recipes if shape.algorithm == "interlaced" else recipes

@@ -1,16 +1,18 @@
 """Building blocks: no two passes of a rank overlap modulo the interval, and every rule is kept."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vocabpar.schedule.building_block import place, repeat
+from megatron_vocabpar.schedule.building_block import Hops, lifespans, place
 from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.families import family_named
-from megatron_vocabpar.schedule.generate import frame
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.network import Network, build_network
 from megatron_vocabpar.schedule.passes import PassType
+from megatron_vocabpar.schedule.problem import frame
 
 times = st.floats(0.5, 20.0)
 
@@ -30,10 +32,8 @@ def round_costs(comm: float = 0.0) -> PassCosts:
 def test_lifespan_over_interval_is_the_claimed_peak(method: str, p: int) -> None:
     network = network_of(method, p, round_costs())
     block = place(frame(method, p, 4, family=family_named("1f1b")), network)
-    first, last = network.index[PassType.F, 0], network.index[PassType.B, 0]
-    lifespan = block.offsets[last] + network.duration[last] - block.offsets[first]
     claimed = -(-3 * p // 2) if method == "interlaced" else p + METHODS[method].barriers
-    assert lifespan / block.interval <= claimed + 1e-9
+    assert max(lifespans(block, network).values()) <= claimed + 1e-9
 
 
 @settings(max_examples=80, deadline=None)
@@ -64,9 +64,27 @@ def test_passes_neither_overlap_nor_come_early(method: str, p: int, ms: list[flo
                 assert end + need.latency <= offset + 1e-6 * block.interval
 
 
-def test_repeating_gives_warm_up_and_cool_down() -> None:
-    network = network_of("baseline", 2, round_costs())
-    block = place(frame("baseline", 2, 3, family=family_named("1f1b")), network)
-    names = [[(network.names[item // 3], item % 3) for item in row] for row in repeat(block, network, 3)]
-    text = [" ".join(f"{type_.value}{mb}" for (type_, _), mb in row) for row in names]
-    assert text == ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]
+def test_lifespans_are_those_of_figure_9() -> None:
+    """With F = 1, B = 2 and no vocabulary, stage s of p lives for p - s intervals of three."""
+    network = network_of("baseline", 4, round_costs())
+    block = place(frame("baseline", 4, 4, family=family_named("1f1b")), network)
+    assert [lifespans(block, network)[network.index[PassType.F, s]] for s in range(4)] == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("hop", [0.3, 0.5])
+def test_hops_are_kept_and_v_shapes_balanced(hop: float) -> None:
+    """Without packing, neighbours start exactly a hop apart, and each rank's lifespans add up to the same."""
+    p, family = 6, family_named("v-half")
+    shape = frame("vocab-2", p, 4, family=family)
+    costs = round_costs()
+    network = build_network(shape, PassTimes.of(costs, shape, splits_w=True), splits_w=True)
+    block = place(shape, network, hops=Hops((hop, hop), (hop, hop)), packed=False)
+    starts = [block.offsets[network.index[PassType.F, stage]] for stage in range(2 * p)]
+    for start, following in pairwise(starts):
+        assert following - start == pytest.approx(hop * block.interval)
+    spans = lifespans(block, network)
+    held = [0.0] * p
+    for stage in range(2 * p):
+        held[shape.layout.rank_of(stage)] += spans[network.index[PassType.F, stage]] / 2
+    assert max(held) - min(held) < 1e-9
+    assert held[0] >= (2 * p - 1) * hop

@@ -23,8 +23,8 @@ def hops(p: int, chunks: int, max_activations: float) -> tuple[Hops, ...]:
         Hops((long_f,) * chunks, first + (long_b,) * len(rest)),
         Hops(zeros, first + (long_f,) * len(rest)),
         Hops(zeros, zeros),
-        Hops((long_f,) + rest, zeros),
-        Hops((long_f / 2,) + rest, first + (long_f,) * len(rest)),
+        Hops((long_f, *rest), zeros),
+        Hops((long_f / 2, *rest), first + (long_f,) * len(rest)),
     )
 
 

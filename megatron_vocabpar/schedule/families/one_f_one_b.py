@@ -1,6 +1,7 @@
 """1F1B: one stage a rank; F and B run down and up the pipeline without waiting.
 
-Source: Harlap et al., PipeDream (2018); Figure 9 with the vocabulary passes inserted; section 5.2 for the peak.
+Source: Harlap et al., PipeDream (2018); Figure 9 with the vocabulary passes inserted, section 5.2 for the
+peak.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """V-Min, V-Half and V-ZB: two chunks a rank, down the pipeline and back, so that all ranks hold the same.
 
 Rank r holds the r-th stage from the beginning and from the end. With F and B both hopping ``h`` intervals
-from stage to stage, the lifespans of its two stages add up to about ``(2p - 1) 2h`` intervals, whatever r, each
-counting half: the three families are one pattern, whose hops are as long as the memory allows. Long hops
-absorb the collisions of passes, so that nothing has to be packed.
+from stage to stage, the lifespans of its two stages add up to about ``(2p - 1) 2h`` intervals, whatever r,
+each counting half: the three families are one pattern, whose hops are as long as the memory allows. Long
+hops absorb the collisions of passes, so that nothing has to be packed.
 
 Source: Qi et al., Pipeline Parallelism with Controllable Memory (2024), section 3; appendix D.
 """
@@ -53,4 +53,6 @@ V_HALF = Family(
     peak=half,
 )
 V_MIN = replace(V_HALF, name="v-min", summary="V-shaped, W split, about a third of them", peak=least)
-V_ZB = replace(V_HALF, name="v-zb", summary="V-shaped, W split, as many as 1F1B, least idle time", peak=as_1f1b)
+V_ZB = replace(
+    V_HALF, name="v-zb", summary="V-shaped, W split, as many as 1F1B, least idle time", peak=as_1f1b
+)
