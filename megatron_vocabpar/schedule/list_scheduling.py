@@ -119,7 +119,7 @@ class _Arranger:
         self.latest = [0.0] * (nodes * m)  # of collectives: the end of the last producer so far
         self.missing = [count for count in network.producers for _ in range(m)]
         self.next = [0] * nodes  # of each node: its next microbatch
-        self.known = [-1.0] * passes  # when that can start; negative while not worked out
+        self.ready = [_NEVER] * passes  # when that has all that it waits for; infinite while not known
         self.hold = [rules.hold.get(node, 0.0) for node in range(passes)]
         self.need_room = [max(hold, 0.0) + rules.reserve.get(n, 0.0) for n, hold in enumerate(self.hold)]
         self.held, self.peak = [0.0] * ranks, [0.0] * ranks
@@ -127,6 +127,8 @@ class _Arranger:
         self.arrived = [-1] * ranks  # the pass that a rank has promised to run next
         self.order: list[list[int]] = [[] for _ in range(ranks)]
         self.heap = [(0.0, rank) for rank in range(ranks)]
+        for node in range(passes):
+            self._work_out(node)
 
     def _sort_nodes(self, network: Network, block: BuildingBlock, ranks: int) -> None:
         """The nodes of each rank, by how they are placed."""
@@ -173,42 +175,47 @@ class _Arranger:
         """What a rank that is free runs now; -1 if nothing, and then it is woken when that may change."""
         if self.arrived[rank] >= 0:
             node = self.arrived[rank]
-            ready = self._ready(node)
+            ready = self.ready[node]
             if ready <= now:
                 self.arrived[rank] = -1
                 return node
             self._wake(rank, ready)
             return -1
         for node in self.eager[rank]:
-            ready = self._ready(node)
+            ready = self.ready[node]
             if ready <= now:
                 return node
             self._wake(rank, ready)
         for node in self.received[rank]:
             made = self.next[self.rules.lazy[node]] - self.next[node]
-            if made >= self.rules.pending[node] and self._ready(node) <= now:
+            if made >= self.rules.pending[node] and self.ready[node] <= now:
                 return node
         node, until = self._choose_core(rank, now)
         return node if node >= 0 else self._choose_lazy(rank, now, until)
 
     def _choose_core(self, rank: int, now: float) -> tuple[int, float]:
         """The core pass (or what has to run before it), else -1 and when the next core pass can start."""
-        m, interval, overlap = self.m, self.interval, 1.0 - self.rules.overlap
+        interval, overlap, starts = self.interval, 1.0 - self.rules.overlap, self.ready
+        strict = (
+            self.rules.ahead < _NEVER
+        )  # passes that are not ready count too: they may be the first planned
         room = self.rules.max_activations + _ROUNDING - self.held[rank]
         until = last = _NEVER
-        by_plan = [(at + self.next[n] * interval, n) for at, n in self.core[rank] if self.next[n] < m]
+        by_plan = [
+            (at + self.next[n] * interval, n)
+            for at, n in self.core[rank]
+            if starts[n] < _NEVER or (strict and self.next[n] < self.m)
+        ]
         by_plan.sort()
         for at, node in by_plan:
             if at > last:
                 break
-            ready = self.known[node]
-            if ready < 0.0:
-                ready = self._ready(node)
+            ready = starts[node]
             if self.hold[node] > 0.0:
                 if self.need_room[node] > room:
                     if ready <= now:
                         for lazy in self.freeing[rank]:
-                            if self._ready(lazy) <= now:
+                            if starts[lazy] <= now:
                                 return lazy, until
                     continue
                 if node in self.rules.in_flight:
@@ -223,7 +230,7 @@ class _Arranger:
                 forced = self._forced_before(node)
                 if forced < 0:
                     return node, until
-                ready = self._ready(forced)
+                ready = starts[forced]
                 if ready <= now:
                     return forced, until
             if ready < until:
@@ -235,9 +242,7 @@ class _Arranger:
         """A lazy pass that delays a core pass, which starts at ``until``, by no more than it may; or -1."""
         overlap = 1.0 - self.rules.overlap
         for node in self.lazy[rank]:
-            ready = self.known[node]
-            if ready < 0.0:
-                ready = self._ready(node)
+            ready = self.ready[node]
             if ready > now:
                 self._wake(rank, ready)
             elif now + self.duration[node] * overlap <= until:
@@ -256,26 +261,21 @@ class _Arranger:
             self.wake[rank] = at
             heappush(self.heap, (at, rank))
 
-    def _ready(self, node: int) -> float:
-        """When the node's next microbatch has all that it waits for; infinite while that is not known."""
-        known = self.known[node]
-        if known >= 0.0:
-            return known
+    def _work_out(self, node: int) -> None:
+        """Note when the node's next microbatch has all that it waits for, if that is known."""
         mb, ready = self.next[node], 0.0
         if mb == self.m:
-            return _NEVER
-        for source, back, latency in self.needs[node]:
-            if mb >= back:
-                at = self.ends[source + mb] + latency
-                if at > ready:
-                    ready = at
-        if ready < _NEVER:
-            self.known[node] = ready
-        return ready
+            ready = _NEVER
+        else:
+            for source, back, latency in self.needs[node]:
+                if mb >= back:
+                    at = self.ends[source + mb] + latency
+                    if at > ready:
+                        ready = at
+        self.ready[node] = ready
 
     def _run(self, rank: int, node: int, now: float) -> None:
         mb = self.next[node]
-        self.known[node] = -1.0
         end = self.free[rank] = now + self.duration[node]
         self.order[rank].append(node * self.m + mb)
         if self.hold[node]:
@@ -286,6 +286,7 @@ class _Arranger:
         self.wake[rank] = end
         heappush(self.heap, (end, rank))
         self._finish(node, mb, end)
+        self._work_out(node)
         for group in self.feeds[node]:
             item = group * self.m + mb
             self.latest[item] = max(self.latest[item], end)
@@ -299,7 +300,7 @@ class _Arranger:
         self.next[node] = mb + 1
         for follower, back in self.followers[node]:
             if self.next[follower] == mb + back:
-                ready = self._ready(follower)
+                self._work_out(follower)
+                ready, rank = self.ready[follower], self.rank[follower]
                 if ready < _NEVER:
-                    rank = self.rank[follower]
-                    self._wake(rank, max(ready, self.free[rank]))
+                    self._wake(rank, ready if ready > self.free[rank] else self.free[rank])

@@ -19,7 +19,8 @@ from .peaks import claimed_peak
 from .schedule import Input, Schedule
 
 _LEAST_TRIAL = 24  # microbatches; and enough that a steady state is seen
-_PLACING = 40  # placing a block takes as long as playing so many microbatches
+_PLACING = 25  # placing a block takes as long as playing so many microbatches
+_FEWEST = 4  # fewer trials than this are not worth their time
 _FINALISTS = 3  # the best of the trials, played for all microbatches where the budget allows
 
 
@@ -75,7 +76,7 @@ class Problem:
         trial_m = min(self.shape.m, max(_LEAST_TRIAL, 2 * self.shape.p + 4))
         affordable = max(1, budget // (passes * (trial_m + _PLACING)))
         trials = []
-        for position, candidate in enumerate(islice(choices, affordable)):
+        for position, candidate in enumerate(islice(choices, affordable) if affordable >= _FEWEST else ()):
             played = self._try(candidate, trial_m)
             if played is not None:
                 trials.append((self._extrapolated(played, trial_m), position, candidate, played))

@@ -14,8 +14,6 @@ from .peaks import claimed_peak
 from .problem import Problem
 from .schedule import Schedule
 
-_PASSES = 2_000_000  # about how many passes the trials may play in all: some ten seconds
-
 
 def search(
     method: str,
@@ -26,6 +24,7 @@ def search(
     chunks: int | None = None,
     costs: PassCosts | None = None,
     max_activations: float | None = None,
+    passes: int = 2_000_000,
 ) -> Schedule:
     """The fastest valid schedule that is found.
 
@@ -38,6 +37,7 @@ def search(
         costs: times of the passes; ``PassCosts.default`` where nothing is measured.
         max_activations: the most microbatches whose activations a rank may hold, at least 1; by default
             what is claimed for the method in 1F1B.
+        passes: about how many passes the trials may play in all; a million takes some five seconds.
 
     Raises:
         ValueError: naming the argument that is wrong, and what to give instead.
@@ -51,6 +51,6 @@ def search(
     problems = [
         Problem.of(method, p, m, kind, chunks=chunks, costs=costs, max_activations=cap) for kind in chosen
     ]
-    found = [(problem.best(_PASSES // len(problems)), problem) for problem in problems]
+    found = [(problem.best(passes // len(problems)), problem) for problem in problems]
     played, problem = min(found, key=lambda pair: pair[0].end)
     return problem.schedule(played)

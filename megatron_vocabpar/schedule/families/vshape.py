@@ -16,7 +16,7 @@ from math import ceil
 from ..building_block import Hops
 from . import Family
 
-_BESIDES = 1.5  # microbatches held besides the hops: in the output layer, and between B and W
+_BESIDES = 2.0  # microbatches held besides the hops: in the output layer, and between B and W
 _SCALES = (1.0, 0.85, 1.15)
 
 
