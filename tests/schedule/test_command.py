@@ -75,7 +75,7 @@ def test_costs_change_the_times(tmp_path: Path) -> None:
         (["--microbatches", "0"], "0 microbatches is below 1"),
         (["--method", "vocab-9"], "unknown method 'vocab-9'"),
         (["--family", "x"], "unknown family 'x'"),
-        (["--max-activations", "1"], "max_activations is 1"),
+        (["--max-activations", "0.5"], "max_activations is 0.5"),
         (["--costs", "/nowhere/costs.json"], "cannot read costs from /nowhere/costs.json"),
         (["--output", "/nowhere/out"], "cannot write /nowhere/out"),
         (["--format", "png"], "--format png is no text; give --output FILE"),

@@ -245,8 +245,8 @@ def test_iteration_time_of_families_in_the_papers_settings(family: str, p: int, 
     assert max(result.peak_input_gradients) <= 4
 
 
-# Few microbatches, p = 8: vocab-2's time with 8, 16, 32, 64 microbatches, by the same independent generator. Ours
-# is slower by up to 0.6 % (1f1b) and 2.5 % (v-zb) with 8, and as fast or faster with more.
+# Few microbatches, p = 8: vocab-2 with 8, 16, 32, 64 microbatches, by the same independent generator. Ours is
+# slower by up to 0.6 % (1f1b) and 2.5 % (v-zb) with 8, and as fast or faster with more.
 FEW = {
     ("1f1b", 9): (1.633, 1.316, 1.159, 1.084),
     ("zb-h1", 9): (1.278, 1.128, 1.064, 1.036),
