@@ -18,7 +18,7 @@ from .passes import Pass, PassType
 from .peaks import claimed_peak
 from .schedule import Input, Schedule
 
-_LEAST_TRIAL = 24  # microbatches; and enough that a steady state is seen
+_LEAST_TRIAL = 64  # microbatches; and enough that a steady state is seen
 _PLACING = 25  # placing a block takes as long as playing so many microbatches
 _FEWEST = 4  # fewer trials than this are not worth their time
 _FINALISTS = 3  # the best of the trials, played for all microbatches where the budget allows
