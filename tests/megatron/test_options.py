@@ -27,7 +27,7 @@ PAIRS = {
     "selective recompute": ("--recompute-granularity selective", ""),
     "per-token loss": ("--calculate-per-token-loss", ""),
     "batch ramp-up": (
-        "--rampup-batch-size 4 4 32 --train-samples 80 --log-throughput --timing-log-level 2",
+        "--rampup-batch-size 4 4 32 --train-samples 120 --log-throughput --timing-log-level 2",
         "",
     ),
     "uneven stages": ("--decoder-first-pipeline-num-layers 1", ""),
