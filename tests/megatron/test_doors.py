@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from megatron_vocabpar.cli.doctor import doctor_command
+from megatron_vocabpar.cli.doctor import PATCHED, doctor_command
 from megatron_vocabpar.cli.patches import table
 from megatron_vocabpar.integration import bindings
 from megatron_vocabpar.integration.bindings import BINDINGS, SIGNATURES, VERSIONS, find_version
@@ -266,6 +267,17 @@ def test_patch_of_this_version_applies_and_reverses(tmp_path: Path) -> None:
         for options in (["--check"], [], ["-R", "--check"], ["-R"]):
             subprocess.run(["git", "apply", *options, str(patch)], cwd=tmp_path, check=True)
         assert script.read_text() == before
+
+
+def test_every_version_with_a_patch_is_known() -> None:
+    patched = {re.sub(r"core_v(\d+\.\d+).*", r"\1", path.name) for path in (ROOT / "patches").glob("*.patch")}
+    assert patched == set(PATCHED)
+
+
+def test_doctor_refuses_another_folder(tmp_path: Path) -> None:
+    result = CliRunner().invoke(doctor_command, ["--megatron", str(tmp_path)])
+    assert isinstance(result.exception, ValueError)
+    assert f"{tmp_path} holds no megatron/core" in str(result.exception)
 
 
 def test_doctor_names_version_and_every_replaced_name() -> None:
