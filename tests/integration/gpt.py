@@ -28,7 +28,6 @@ from megatron_vocabpar.integration.forward_backward import ForwardBackward, voca
 from megatron_vocabpar.integration.iteration import OutputOptions
 from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
 from megatron_vocabpar.integration.weights import global_parameters, initialise_weights, local_part
-from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.passes import Pass, PassType
 from megatron_vocabpar.schedule.placement import Placement
@@ -59,7 +58,7 @@ class Case:
     overlap_grad_reduce: bool = False
     deallocate: bool = True
     seed: int = 7
-    schedule: str = "1f1b"
+    schedule: str | Schedule = "1f1b"
     chunks: int = 1
     shape: str = "standard"
     labels: str = "random"
@@ -325,11 +324,23 @@ def parallel_groups(case: Case) -> Iterator[None]:
 
 def schedule_maker(case: Case) -> Callable[[int], Schedule] | None:
     """How the case's schedules are made; ``sequential`` is one microbatch after the other, W split off."""
-    if case.schedule == "sequential":
-        return partial(sequential, case)
-    if case.schedule == "1f1b":
-        return None
-    return partial(generate, case.method, case.pp, family=case.schedule, chunks=case.chunks)
+    if isinstance(case.schedule, Schedule):
+        return {case.m: case.schedule}.__getitem__
+    return partial(sequential, case) if case.schedule == "sequential" else None
+
+
+def case_of(schedule: Schedule, **options: Any) -> Case:
+    """The training run of a given schedule, with as many layers as it has stages; ``options`` are Case's."""
+    return Case(
+        schedule.method,
+        pp=schedule.p,
+        m=schedule.m,
+        schedule=schedule,
+        chunks=schedule.chunks,
+        shape=schedule.placement,
+        layers=schedule.layout.num_stages,
+        **options,
+    )
 
 
 def sequential(case: Case, m: int) -> Schedule:

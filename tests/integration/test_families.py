@@ -1,0 +1,66 @@
+"""Schedules of every family train as one unsharded stock model does.
+
+The schedules are what ``generate`` makes, in the order in which passes really interleave; the placements and
+the split of W by themselves are tested in ``test_chunks.py``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_vocabpar.schedule.costs import PassCosts
+from megatron_vocabpar.schedule.generate import generate
+from tests.integration.gpt import case_of
+from tests.integration.test_equality import check
+
+
+@pytest.mark.parametrize(
+    ("family", "chunks", "method", "p", "m", "tied"),
+    [
+        ("interleaved", 2, "vocab-1", 2, 3, True),
+        ("interleaved", 2, "vocab-2", 4, 5, False),
+        ("v-half", 2, "vocab-2", 2, 5, False),
+        ("v-half", 2, "vocab-1", 4, 5, True),
+        ("zb-h1", 1, "vocab-2", 2, 4, True),
+        ("zb-h1", 1, "vocab-1", 4, 5, False),
+        ("v-zb", 2, "vocab-2", 4, 4, True),
+        ("search", None, "vocab-1", 2, 3, False),
+        ("search", None, "vocab-2", 4, 3, True),
+        pytest.param("interleaved", 3, "vocab-2", 2, 4, False, marks=pytest.mark.long),
+        pytest.param("interleaved", 2, "vocab-1", 4, 9, True, marks=pytest.mark.long),
+        pytest.param("v-half", 2, "vocab-1", 2, 5, True, marks=pytest.mark.long),
+        pytest.param("v-half", 2, "vocab-2", 4, 9, False, marks=pytest.mark.long),
+        pytest.param("zb-h1", 1, "vocab-1", 2, 5, True, marks=pytest.mark.long),
+        pytest.param("zb-h1", 1, "vocab-2", 4, 9, False, marks=pytest.mark.long),
+        pytest.param("v-min", 2, "vocab-1", 4, 6, False, marks=pytest.mark.long),
+        pytest.param("v-zb", 2, "vocab-1", 2, 5, False, marks=pytest.mark.long),
+        pytest.param("v-half", 2, "naive", 2, 3, False, marks=pytest.mark.long),
+        pytest.param("interleaved", 2, "interlaced", 2, 3, False, marks=pytest.mark.long),
+        pytest.param("v-half", 2, "interlaced", 2, 3, True, marks=pytest.mark.long),
+        pytest.param("interleaved", 2, "baseline", 2, 3, False, marks=pytest.mark.long),
+        pytest.param("v-half", 2, "baseline", 2, 3, False, marks=pytest.mark.long),
+        pytest.param("zb-h1", 1, "baseline", 2, 3, False, marks=pytest.mark.long),
+    ],
+)
+def test_same_training_as_stock(
+    family: str, chunks: int | None, method: str, p: int, m: int, tied: bool
+) -> None:
+    check(case_of(generate(method, p, m, family=family, chunks=chunks), tied=tied))
+
+
+UNEVEN = PassCosts(
+    F_ms=(10.0, 14.0, 9.0, 21.0),
+    B_ms=(12.0, 13.0, 8.0, 25.0),
+    W_ms=(7.0, 12.0, 9.0, 16.0),
+    IF_ms=(0.4, 1.5, 0.2, 0.9),
+    IB_ms=(0.4, 1.9, 0.3, 0.8),
+    methods={"vocab-1": {"S_ms": (4.0, 2.0, 9.0, 3.0), "T_ms": (6.0, 5.0, 11.0, 4.0)}},
+    p2p_ms=3.0,
+    broadcast_ms=2.0,
+    all_reduce_ms=4.0,
+)
+
+
+@pytest.mark.parametrize("family", ["v-half", "interleaved"])
+def test_schedules_for_ranks_that_differ(family: str) -> None:
+    check(case_of(generate("vocab-1", 4, 5, family=family, costs=UNEVEN)))
