@@ -20,7 +20,7 @@ from megatron_vocabpar.train.check import require_modules
 from megatron_vocabpar.train.config import TrainConfig, flag
 from megatron_vocabpar.train.quiet import quiet_megatron
 
-_PATHS = ("text", "tokenizer")
+_PATHS = ("text", "tokenizer", "costs")
 _TYPES = typing.get_type_hints(TrainConfig)
 
 

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Iterator
@@ -31,12 +32,14 @@ from megatron_vocabpar.runtime.streams import backend, default_device, named_ran
 from megatron_vocabpar.schedule.passes import Instruction
 from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.schedule.redistribution import redistribute_by_flops, with_final_stage
+from megatron_vocabpar.schedule.serialize import from_json
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.metrics import Metrics
 from megatron_vocabpar.train.output import (
     CHECKPOINT_FOLDER,
     DATA_FILE,
     METRICS_FILE,
+    SCHEDULE_DATA_FILE,
 )
 from megatron_vocabpar.train.pictures import write_pictures
 from megatron_vocabpar.train.prepare import DataFiles
@@ -47,7 +50,8 @@ def run(config: TrainConfig) -> None:
     """Train as ``config`` says, on the rank that the environment names.
 
     Args:
-        config: of one method; ``config.output`` is that method's folder, with ``data.json`` in it.
+        config: of one method; ``config.output`` is that method's folder, with ``data.json`` and
+            ``schedule.json`` in it.
     """
     device = default_device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(backend(device))
@@ -118,14 +122,17 @@ class _Trainer:
         self.folder = Path(config.output)
         self.record = ProgressRecord.of_this_rank()
         self.timeline = Timeline(device)
+        schedule = from_json((self.folder / SCHEDULE_DATA_FILE).read_text())
+        self.schedule = dataclasses.replace(schedule, method=config.method)
         self.forward_backward = ForwardBackward(
             config.method,
             vocab_groups(),
             device,
+            make_schedule={self.schedule.m: self.schedule}.__getitem__,
             observers=(self._note_instruction, partial(_profiler_range, device)),
             timeline=self.timeline,
         )
-        self.placement = self.forward_backward.schedule(config.microbatches).layout
+        self.placement = self.schedule.layout
         self.chunks = build_chunks(config, layers_per_stage(config, self.placement), self.placement)
         self.optimizer, self.scheduler = build_optimizer(config, self.chunks)
         self.data = build_datasets(config, DataFiles.from_json((self.folder / DATA_FILE).read_text()))
@@ -243,5 +250,4 @@ class _Trainer:
         everyone: list[list[Span]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, spans)
         if dist.get_rank() == 0 and any(everyone):
-            schedule = self.forward_backward.schedule(self.config.microbatches)
-            write_pictures(self.folder, schedule, trace_events(everyone))
+            write_pictures(self.folder, self.schedule, trace_events(everyone))

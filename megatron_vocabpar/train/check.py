@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron_vocabpar.schedule.methods import METHODS
-from megatron_vocabpar.train.config import DEVICES, DTYPES, POSITIONS, TrainConfig, flag
+from megatron_vocabpar.train.config import DEVICES, DTYPES, FAMILIES, POSITIONS, TrainConfig, flag
 from megatron_vocabpar.train.output import check_output
+from megatron_vocabpar.train.schedules import check_schedules
 from megatron_vocabpar.train.text import check_source
 
 TRAIN_MODULES = ("torch", "megatron.core", "tokenizers", "english_words", "matplotlib", "numpy", "psutil")
@@ -23,10 +24,10 @@ SMALLEST_TOKENIZER = 257  # the 256 bytes and the end of text
 
 _AT_LEAST_ONE = (
     "pp", "tp", "dp", "layers", "hidden", "heads", "ffn_hidden", "seq_length", "vocab_size",
-    "micro_batch_size", "microbatches", "steps", "eval_iters", "log_interval",
+    "micro_batch_size", "microbatches", "steps", "eval_iters", "log_interval", "chunks", "max_activations",
 )  # fmt: skip
 _NOT_NEGATIVE = ("warmup", "weight_decay", "clip_grad", "eval_interval", "save_interval", "seed")
-_CHOICES = {"position": POSITIONS, "dtype": DTYPES, "device": DEVICES}
+_CHOICES = {"position": POSITIONS, "dtype": DTYPES, "device": DEVICES, "family": FAMILIES}
 
 
 def count_gpus() -> int:
@@ -54,6 +55,7 @@ def check(
     _check_numbers(config)
     _check_methods(config)
     _check_layers(config)
+    check_schedules(config)
     _check_model(config)
     _check_processes(config, environment, gpus)
     _check_vocabulary(config)
@@ -72,9 +74,10 @@ def resolve_device(
 
 def _check_numbers(config: TrainConfig) -> None:
     for name in _AT_LEAST_ONE:
-        if getattr(config, name) < 1:
+        value = getattr(config, name)
+        if value is not None and not value >= 1:
             shown = flag(name.removesuffix("_hidden"))
-            raise ValueError(f"{shown} is {getattr(config, name)}; give at least 1")
+            raise ValueError(f"{shown} is {value}; give at least 1")
     for name in _NOT_NEGATIVE:
         if getattr(config, name) < 0:
             raise ValueError(f"{flag(name)} is {getattr(config, name)}; give 0 or more")

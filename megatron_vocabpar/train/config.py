@@ -12,9 +12,12 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_vocabpar.schedule.families import SEARCH, families
+
 POSITIONS = ("learned", "rope")
 DTYPES = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
+FAMILIES = (*families(), SEARCH)
 
 
 def _option(
@@ -39,10 +42,36 @@ class TrainConfig:
 
     method: str = _option("vocab-2", "Method", "How the vocabulary layers are placed and scheduled.")
     compare: tuple[str, ...] = _option(
-        (), "Method", "Train with these methods too and overlay the curves.", metavar="METHOD[,METHOD…]"
+        (),
+        "Method",
+        "Train with these methods too, in schedules of the same family, and overlay the curves.",
+        metavar="METHOD[,METHOD…]",
     )
     final_stage_layers: int | None = _option(
         None, "Method", "redis: transformer layers on the last stage (default: balanced by FLOPs)."
+    )
+
+    family: str = _option(
+        "1f1b",
+        "Schedule",
+        "What the vocabulary passes are woven into, for every method of the job; search: the fastest found "
+        "in all families, which takes some seconds.",
+        choices=FAMILIES,
+    )
+    chunks: int | None = _option(
+        None, "Schedule", "Model chunks on each rank (default: the family's own number; search: any)."
+    )
+    max_activations: float | None = _option(
+        None,
+        "Schedule",
+        "Most microbatches whose activations a rank may hold, at least 1 (default: what the family needs; "
+        "search: what 1f1b needs).",
+    )
+    costs: str | None = _option(
+        None,
+        "Schedule",
+        "Times of the passes as JSON, to make the schedule for (default: the paper's proportions).",
+        metavar="FILE",
     )
 
     pp: int = _option(4, "Processes", "Pipeline stages.")

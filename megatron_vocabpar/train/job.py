@@ -8,16 +8,20 @@ Next: ``launch.py`` (one method's processes), ``report.py`` (what is left for th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_vocabpar.schedule.families import SEARCH
+from megatron_vocabpar.schedule.schedule import Schedule
+from megatron_vocabpar.schedule.serialize import to_json
 from megatron_vocabpar.train.check import check, resolve_device
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.launch import WORKER_MODULE, launch
 from megatron_vocabpar.train.output import (
     DATA_FILE,
     LOG_FOLDER,
+    SCHEDULE_DATA_FILE,
     finished,
     method_config,
     open_method,
@@ -25,6 +29,7 @@ from megatron_vocabpar.train.output import (
 )
 from megatron_vocabpar.train.prepare import DataFiles, InspectDataset, WriteDataset, prepare
 from megatron_vocabpar.train.report import write_report
+from megatron_vocabpar.train.schedules import describe, plan_schedule
 
 Say = Callable[[str], None]
 
@@ -35,6 +40,21 @@ class DataFunctions:
 
     write: WriteDataset
     inspect: InspectDataset
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """What is decided before anything is written to the results folder.
+
+    Attributes:
+        config: the job, its device decided.
+        files: the prepared data.
+        schedules: of the methods that are still to be trained, in order.
+    """
+
+    config: TrainConfig
+    files: DataFiles
+    schedules: Mapping[str, Schedule]
 
 
 def run_job(config: TrainConfig, data: DataFunctions, say: Say, worker_module: str = WORKER_MODULE) -> None:
@@ -50,29 +70,48 @@ def run_job(config: TrainConfig, data: DataFunctions, say: Say, worker_module: s
         ValueError: for a job that cannot run; nothing has been written.
         TrainingFailed, Interrupted: see ``launch``.
     """
-    config, files = plan_job(config, data, say)
+    plan = plan_job(config, data, say)
+    config = plan.config
     open_output(config)
     for method in config.methods:
-        if finished(config, method):
+        if method not in plan.schedules:
             say(f"{method} has done its {config.steps} steps")
             continue
-        path = open_job_method(config, method, files)
+        path = open_job_method(plan, method)
         say(f"training {method} on {config.world_size} processes ({config.device})")
         launch(path, config.world_size, path.parent / LOG_FOLDER, worker_module)
     say(write_report(Path(config.output)))
 
 
-def plan_job(config: TrainConfig, data: DataFunctions, say: Say) -> tuple[TrainConfig, DataFiles]:
-    """Check a job and prepare its data; returns it with its device decided. Writes only to the cache."""
+def plan_job(config: TrainConfig, data: DataFunctions, say: Say) -> JobPlan:
+    """Check a job, make its schedules and prepare its data. Writes only to the cache.
+
+    Raises:
+        ValueError: for a job that cannot run.
+    """
     check(config)
     config = dataclasses.replace(config, device=resolve_device(config))
+    schedules = {}
+    for method in config.methods:
+        if finished(config, method):
+            continue
+        if config.family == SEARCH:
+            say(f"searching for a schedule of {method}")
+        schedules[method] = plan_schedule(config, method)
+        say(f"schedule of {method}: {describe(schedules[method], config.family)}")
     files = prepare(config, data.write, data.inspect, say)
     say(f"data: {files.name}, {files.train_tokens:,} tokens ({files.valid_tokens:,} more for evaluation)")
-    return config, files
+    return JobPlan(config, files, schedules)
 
 
-def open_job_method(config: TrainConfig, method: str, files: DataFiles) -> Path:
-    """Create the folder of one method, with ``config.json`` (returned) and ``data.json`` for its workers."""
-    path = open_method(method_config(config, method))
-    (path.parent / DATA_FILE).write_text(files.to_json())
+def open_job_method(plan: JobPlan, method: str) -> Path:
+    """Create the folder of one method, with what its workers read; returns its ``config.json``."""
+    path = open_method(method_config(plan.config, method))
+    write_inputs(path.parent, plan.files, plan.schedules[method])
     return path
+
+
+def write_inputs(folder: Path, files: DataFiles, schedule: Schedule) -> None:
+    """Write what the workers of one method read beside their configuration into the method's folder."""
+    (folder / DATA_FILE).write_text(files.to_json())
+    (folder / SCHEDULE_DATA_FILE).write_text(to_json(schedule) + "\n")

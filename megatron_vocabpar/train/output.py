@@ -4,6 +4,7 @@
     <output>/index.html loss.png …      the report over all methods
     <output>/<method>/config.json       what the workers of one method were told
     <output>/<method>/data.json         the prepared data they read
+    <output>/<method>/schedule.json     the schedule they run
     <output>/<method>/checkpoint/ …     what they wrote (``trainer.py``)
 
 Next: ``job.py``, which fills it.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.serialize import from_json
 from megatron_vocabpar.train.config import TrainConfig, command_line
 from megatron_vocabpar.train.output import (
     CHECKPOINT_FOLDER,
@@ -20,6 +21,7 @@ from megatron_vocabpar.train.output import (
     TIMELINE_PAGE_FILE,
     TIMELINE_PICTURE_FILE,
 )
+from megatron_vocabpar.train.schedules import describe
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
@@ -77,7 +79,7 @@ def write_page(output: Path, config: TrainConfig, tables: Sequence[tuple[str, li
         f"<p>{html.escape(_in_words(config))}</p>",
         _picture(output / "loss.png", "Loss per token of each training step; circles are evaluations."),
         *(_table(title, cells) for title, cells in tables),
-        *(_method(output, name) for name in config.methods if (output / name).is_dir()),
+        *(_method(output, name, config.family) for name in config.methods if (output / name).is_dir()),
         "<h2>Again, or further</h2>",
         "<p>This job was</p>",
         f"<pre>{html.escape(shlex.join(command_line(config)))}</pre>",
@@ -105,11 +107,14 @@ def _in_words(config: TrainConfig) -> str:
     )
 
 
-def _method(output: Path, name: str) -> str:
+def _method(output: Path, name: str, family: str) -> str:
     """One method: its schedule, its files, how to look at the timeline."""
     folder = output / name
     method = METHODS[name]
     parts = [f"<h2>{html.escape(name)}</h2>", f"<p>{html.escape(method.summary)}</p>"]
+    if (folder / SCHEDULE_DATA_FILE).is_file():
+        schedule = from_json((folder / SCHEDULE_DATA_FILE).read_text())
+        parts.append(f"<p>Schedule: {html.escape(describe(schedule, family))}.</p>")
     if (folder / SCHEDULE_FILE).is_file():
         caption = _SCHEDULE_CAPTION + (_VOCABULARY_CAPTION if method.vocabulary_parallel else "") + "."
         parts.append(_picture(folder / SCHEDULE_FILE, caption))

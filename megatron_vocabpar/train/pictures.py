@@ -16,10 +16,8 @@ from megatron_vocabpar.schedule.draw import (
     svg_of,
 )
 from megatron_vocabpar.schedule.schedule import Schedule
-from megatron_vocabpar.schedule.serialize import to_json
 from megatron_vocabpar.schedule.simulate import simulate_times
 from megatron_vocabpar.train.output import (
-    SCHEDULE_DATA_FILE,
     SCHEDULE_FILE,
     TIMELINE_FILE,
     TIMELINE_PAGE_FILE,
@@ -41,7 +39,6 @@ def write_pictures(folder: Path, schedule: Schedule, trace: Mapping[str, Any]) -
         trace: of the last step, as ``runtime.profile.trace_events`` makes it.
     """
     (folder / SCHEDULE_FILE).write_text(draw_svg(schedule), encoding="utf-8")
-    (folder / SCHEDULE_DATA_FILE).write_text(to_json(schedule) + "\n", encoding="utf-8")
     (folder / TIMELINE_FILE).write_text(json.dumps(trace), encoding="utf-8")
     measured = measured_chart(trace, schedule, f"{schedule.method}, measured")
     simulation = simulate_times(schedule, measured_times(measured, schedule))

@@ -25,7 +25,7 @@ from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import TrainingFailed, explain
 from megatron_vocabpar.train.job import DataFunctions, Say, open_job_method, plan_job
 from megatron_vocabpar.train.launch import WORKER_MODULE, worker_environment
-from megatron_vocabpar.train.output import LOG_FOLDER, finished, open_output
+from megatron_vocabpar.train.output import LOG_FOLDER, open_output
 from megatron_vocabpar.train.report import write_report
 
 _PREPARATION = timedelta(hours=2)
@@ -79,13 +79,12 @@ def run_job_as_rank(
 
 def _make_plan(config: TrainConfig, data: DataFunctions, say: Say, store: Any) -> _Plan:
     try:
-        config, files = plan_job(config, data, say)
+        planned = plan_job(config, data, say)
     except BaseException:
         store.set(_PLAN, "null")
         raise
-    open_output(config)
-    left = [method for method in config.methods if not finished(config, method)]
-    paths = [str(open_job_method(config, method, files)) for method in left]
+    open_output(planned.config)
+    paths = [str(open_job_method(planned, method)) for method in planned.schedules]
     plan = _Plan(paths, tempfile.mkdtemp(prefix="vocabpar-"))
     store.set(_PLAN, json.dumps([plan.config_paths, plan.records]))
     return plan

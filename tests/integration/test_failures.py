@@ -10,8 +10,10 @@ from megatron_vocabpar.integration.datasets import inspect_dataset, write_datase
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import TrainingFailed
 from megatron_vocabpar.train.launch import launch
-from megatron_vocabpar.train.output import DATA_FILE, LOG_FOLDER, method_config, open_method
+from megatron_vocabpar.train.job import write_inputs
+from megatron_vocabpar.train.output import LOG_FOLDER, method_config, open_method
 from megatron_vocabpar.train.prepare import prepare
+from megatron_vocabpar.train.schedules import plan_schedule
 from tests.integration.gpt import Case, train
 from tests.spawn import run_ranks
 
@@ -41,7 +43,8 @@ def test_failing_rank_is_named(
         eval_interval=0, text=str(text), device="cpu", output=str(tmp_path / "out"),
     )  # fmt: skip
     config_path = open_method(method_config(config, "vocab-2"))
-    (config_path.parent / DATA_FILE).write_text(prepare(config, write_dataset, inspect_dataset).to_json())
+    files = prepare(config, write_dataset, inspect_dataset)
+    write_inputs(config_path.parent, files, plan_schedule(config, config.method))
     with pytest.raises(TrainingFailed, match=message):
         launch(config_path, 2, config_path.parent / LOG_FOLDER, "tests.integration.failing_worker")
 

@@ -11,6 +11,7 @@ from PIL import Image
 
 from megatron_vocabpar.schedule.draw import draw_trace
 from megatron_vocabpar.schedule.generate import generate
+from megatron_vocabpar.schedule.serialize import to_json
 from megatron_vocabpar.train.compare import differences, loss_curve, reference_method
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.output import method_config, open_method, open_output
@@ -120,16 +121,18 @@ def test_a_method_that_was_not_trained_is_left_out(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_the_measured_timeline_below_the_plan(tmp_path: Path) -> None:
-    config = TrainConfig(output=str(tmp_path / "out"), steps=40, pp=2)
+    config = TrainConfig(output=str(tmp_path / "out"), steps=40, pp=2, family="v-half")
     open_output(config)
     told = method_config(config, "vocab-2")
     open_method(told)
     write_results(told)
-    schedule = generate("vocab-2", 2, 3)
+    schedule = generate("vocab-2", 2, 3, family="v-half")
+    (tmp_path / "out" / "vocab-2" / "schedule.json").write_text(to_json(schedule))
     write_pictures(tmp_path / "out" / "vocab-2", schedule, json.loads(draw_trace(schedule)))
     write_report(tmp_path / "out")
     page = (tmp_path / "out" / "index.html").read_text()
     assert page.count("data:image/svg+xml;base64,") == 2
+    assert "Schedule: v-half, 2 model chunks a rank, V-shaped, W split off; activations planned for" in page
     assert "what the ranks did in the last step. vocab-2/timeline.html shows both" in page
     for name in ("timeline.html", "schedule.json", "timeline.json"):
         assert f'<a href="vocab-2/{name}">' in page

@@ -1,0 +1,99 @@
+"""The schedule of each method of a job: which families its model can be trained in, and the one that is made.
+
+It is made once, before any process starts, and every rank reads the same ``schedule.json``: the model chunks
+of a rank follow from it.
+Next: ``schedule/generate.py``; ``job.py``, which hands it on.
+"""
+
+from __future__ import annotations
+
+from megatron_vocabpar.schedule.costs import PassCosts
+from megatron_vocabpar.schedule.families import SEARCH, Family, families
+from megatron_vocabpar.schedule.generate import generate
+from megatron_vocabpar.schedule.peaks import peak_activations
+from megatron_vocabpar.schedule.schedule import Schedule
+from megatron_vocabpar.schedule.search import search
+from megatron_vocabpar.train.config import TrainConfig
+
+
+def candidates(config: TrainConfig) -> list[Family]:
+    """The families that ``--family`` and ``--chunks`` leave open."""
+    named = [family for name, family in families().items() if config.family in (name, SEARCH)]
+    return [family for family in named if family.allows(config.chunks)]
+
+
+def misfit(config: TrainConfig, method: str, family: Family) -> str | None:
+    """Why this job's model cannot be trained with ``method`` in ``family``, and the remedy; None if it can."""
+    chunks = config.chunks or family.chunks
+    if chunks == 1:
+        return None
+    several = f"{family.name} has {chunks} model chunks on each rank"
+    one_chunk = ", ".join(name for name, other in families().items() if other.allows(1))
+    if config.pp == 1:
+        return f"{several}, which need --pp 2 or more; give that, or --family {one_chunk.split(', ')[0]}"
+    if method == "redis":
+        return f"{several}, and redis moves whole layers between stages of one; give --family {one_chunk}"
+    stages = config.pp * chunks
+    if config.layers % stages:
+        more = (config.layers // stages + 1) * stages
+        return (
+            f"--layers {config.layers} cannot be divided over --pp {config.pp} × {chunks} chunks = {stages} "
+            f"stages of {family.name}; give --layers {more}, or --family {one_chunk}"
+        )
+    if method == "baseline" and config.tied and family.shape == "vshape":
+        return (
+            f"{family.name} puts the first and the last stage on one rank, where stock Megatron's baseline "
+            "cannot tie their weights; give --untied, or leave baseline out"
+        )
+    return None
+
+
+def check_schedules(config: TrainConfig) -> None:
+    """Refuse a family in which a method of this job cannot be trained.
+
+    Raises:
+        ValueError: naming the flag, its value and the remedy.
+    """
+    for method in config.methods:
+        _fitting(config, method)
+
+
+def plan_schedule(config: TrainConfig, method: str) -> Schedule:
+    """The schedule of one method: of the named family, or the fastest of all that fit.
+
+    Raises:
+        ValueError: if no family fits, or the file of ``--costs`` is not one of this job.
+    """
+    fitting = _fitting(config, method)
+    costs = None if config.costs is None else PassCosts.load(config.costs)
+    p, m, chunks, cap = config.pp, config.microbatches, config.chunks, config.max_activations
+    if config.family == SEARCH:
+        return search(method, p, m, among=fitting, chunks=chunks, costs=costs, max_activations=cap)
+    return generate(method, p, m, family=fitting[0], chunks=chunks, costs=costs, max_activations=cap)
+
+
+def _fitting(config: TrainConfig, method: str) -> list[Family]:
+    open_ = candidates(config)
+    if not open_:
+        family = families()[config.family]
+        least = "" if family.fixed_chunks else "at least "
+        raise ValueError(
+            f"--chunks {config.chunks}: {family.name} has {least}{family.chunks} on each rank; "
+            f"give --chunks {family.chunks}, or leave it out"
+        )
+    reasons = [misfit(config, method, family) for family in open_]
+    if all(reasons):
+        raise ValueError(f"--family {config.family}, method {method}: {reasons[0]}")
+    return [family for family, reason in zip(open_, reasons, strict=True) if reason is None]
+
+
+def describe(schedule: Schedule, family: str) -> str:
+    """A schedule in words: family, chunks, placement, and the planned peaks of activations."""
+    found = "found by search" if family == SEARCH else family
+    parts = [found, "1 model chunk a rank" if schedule.chunks == 1 else f"{schedule.chunks} model chunks a rank"]
+    if schedule.placement == "vshape":
+        parts.append("V-shaped")
+    if schedule.splits_w:
+        parts.append("W split off")
+    peaks = " ".join(f"{peak:g}" for peak in peak_activations(schedule))
+    return f"{', '.join(parts)}; activations planned for at most {peaks} microbatches, by rank"
