@@ -95,5 +95,5 @@ def describe(schedule: Schedule, family: str) -> str:
         parts.append("V-shaped")
     if schedule.splits_w:
         parts.append("W split off")
-    peaks = " ".join(f"{peak:g}" for peak in peak_activations(schedule))
-    return f"{', '.join(parts)}; activations planned for at most {peaks} microbatches, by rank"
+    peaks = ", ".join(f"{peak:g}" for peak in peak_activations(schedule))
+    return f"{', '.join(parts)}; planned peak activations of the ranks: {peaks} microbatches"

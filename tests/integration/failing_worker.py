@@ -1,31 +1,37 @@
-"""The real training worker with a fault in one pass; ``VOCABPAR_FAULT`` is ``raise`` or ``kill``."""
+"""The real training worker with a fault in one pass; ``VOCABPAR_FAULT`` is such as ``raise 1T2`` or ``kill 1T2``."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+from typing import Any
 
-from megatron_vocabpar.integration import trainer
-from megatron_vocabpar.integration.output_layer import OutputLayer
-from megatron_vocabpar.schedule.passes import Pass
+from megatron_vocabpar.integration import forward_backward, trainer
+from megatron_vocabpar.schedule.passes import parse
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.worker import run_worker
 
-FAULTY = "1T2"
-
 
 def run(config: TrainConfig) -> None:
-    output_backward = OutputLayer.output_backward
+    fault, _, faulty = os.environ["VOCABPAR_FAULT"].partition(" ")
+    handlers_of = forward_backward.handlers_of
 
-    def faulty(self: OutputLayer, instruction: Pass) -> None:
-        if str(instruction) == FAULTY:
-            if os.environ["VOCABPAR_FAULT"] == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise FloatingPointError("planted")
-        output_backward(self, instruction)
+    def with_fault(*arguments: Any) -> Any:
+        handlers, finish = handlers_of(*arguments)
+        kind = parse(faulty).type
+        sound = handlers[kind]
 
-    OutputLayer.output_backward = faulty  # type: ignore[method-assign]
+        def handler(instruction: Any) -> None:
+            if str(instruction) == faulty:
+                if fault == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise FloatingPointError("planted")
+            sound(instruction)
+
+        return {**handlers, kind: handler}, finish
+
+    forward_backward.handlers_of = with_fault
     trainer.run(config)
 
 

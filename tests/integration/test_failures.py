@@ -19,27 +19,39 @@ from tests.spawn import run_ranks
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("family", "fault", "message"),
     [
         (
-            "raise",
+            "1f1b",
+            "raise 1T2",
             r"rank 1 raised InstructionError: rank 1, pass 1T2 \(T of microbatch 2\): FloatingPointError",
         ),
         (
-            "kill",
+            "1f1b",
+            "kill 1T2",
             r"rank 1 was killed by signal 9, SIGKILL \(at step 1, in pass 1T2: T of microbatch 2",
+        ),
+        (
+            "v-half",
+            "raise 3W2",  # of the second chunk of rank 0
+            r"rank 0 raised InstructionError: rank 0, pass 3W2 \(W of microbatch 2\): FloatingPointError",
+        ),
+        (
+            "interleaved",
+            "kill 2F1",
+            r"rank 0 was killed by signal 9, SIGKILL \(at step 1, in pass 2F1: F of microbatch 1 on stage 2",
         ),
     ],
 )
 def test_failing_rank_is_named(
-    fault: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, fault: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VOCABPAR_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("VOCABPAR_FAULT", fault)
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"line {i} of {i % 7} and {i % 11}" for i in range(2000)))
     config = TrainConfig(
-        pp=2, layers=2, hidden=16, heads=2, seq_length=16, vocab_size=300, microbatches=4, steps=3,
+        family=family, pp=2, layers=4, hidden=16, heads=2, seq_length=16, vocab_size=300, microbatches=4, steps=3,
         eval_interval=0, text=str(text), device="cpu", output=str(tmp_path / "out"),
     )  # fmt: skip
     config_path = open_method(method_config(config, "vocab-2"))

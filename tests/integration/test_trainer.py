@@ -101,13 +101,24 @@ def weights(config: TrainConfig, pp: int, method: str) -> dict[str, np.ndarray]:
     return {name: np.concatenate(parts) if parts[0].ndim == 2 else parts[0] for name, parts in whole.items()}
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("family", "dtype", "tied"),
+    [
+        ("1f1b", "fp32", False),
+        ("1f1b", "fp32", True),
+        ("1f1b", "bf16", False),
+        ("1f1b", "bf16", True),
+        ("v-half", "fp32", False),
+        ("v-half", "bf16", True),
+        ("interleaved", "fp32", True),
+    ],
+)
 def test_resumed_training_is_bitwise_the_uninterrupted_one(
-    base: TrainConfig, tmp_path: Path, dtype: str, tied: bool
+    base: TrainConfig, tmp_path: Path, family: str, dtype: str, tied: bool
 ) -> None:
-    straight = run_job(open_job(base, tmp_path / "straight", dtype=dtype, tied=tied))
-    interrupted = open_job(base, tmp_path / "interrupted", dtype=dtype, tied=tied, save_interval=2)
+    options = {"layers": 4, "family": family, "dtype": dtype, "tied": tied}
+    straight = run_job(open_job(base, tmp_path / "straight", **options))
+    interrupted = open_job(base, tmp_path / "interrupted", **options, save_interval=2)
     run_job(interrupted)
     shutil.rmtree(tmp_path / "interrupted" / "checkpoint" / "step_0000004")
     resumed = run_job(dataclasses.replace(interrupted, resume=True))
@@ -119,6 +130,20 @@ def test_resumed_training_is_bitwise_the_uninterrupted_one(
             b.get("eval_loss"),
         )
     assert straight[-1]["loss"] < straight[0]["loss"]
+
+
+@pytest.mark.parametrize(("before", "after"), [("v-half", "1f1b"), ("1f1b", "interleaved")])
+def test_a_checkpoint_goes_on_in_another_family(
+    base: TrainConfig, tmp_path: Path, before: str, after: str
+) -> None:
+    straight = run_job(open_job(base, tmp_path / "straight", layers=4, family="zb-h1"))
+    job = open_job(base, tmp_path / "job", layers=4, family=before, save_interval=2)
+    run_job(job)
+    shutil.rmtree(tmp_path / "job" / "checkpoint" / "step_0000004")
+    mixed = run_job(open_job(job, tmp_path / "job", family=after, resume=True))
+    assert [line["step"] for line in mixed] == [1, 2, 3, 4]
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose([a[name] for a in mixed], [a[name] for a in straight], rtol=1e-5)
 
 
 def test_results_folder(base: TrainConfig, tmp_path: Path) -> None:

@@ -39,6 +39,26 @@ def examine(tmp_path: Path, environment: dict[str, str] | None = None, gpus: int
             "--layers 8 cannot be divided over --pp 3 stages, which vocab-2 needs; give --layers 6 or 9",
         ),
         ({"pp": 3, "method": "redis", "compare": ("naive",)}, "which naive needs"),
+        ({"family": "vhalf"}, "--family is 'vhalf'; choose one of 1f1b, interleaved, v-half, v-min, v-zb, "),
+        ({"chunks": 0}, "--chunks is 0; give at least 1"),
+        ({"max_activations": 0.5}, "--max-activations is 0.5; give at least 1"),
+        ({"chunks": 2}, "--chunks 2: 1f1b has 1 on each rank; give --chunks 1, or leave it out"),
+        ({"family": "interleaved", "chunks": 1}, "interleaved has at least 2 on each rank; give --chunks 2"),
+        (
+            {"family": "interleaved", "chunks": 3},
+            "--layers 8 cannot be divided over --pp 4 × 3 chunks = 12 stages of interleaved; give --layers 12",
+        ),
+        ({"family": "v-half", "pp": 1}, "v-half has 2 model chunks on each rank, which need --pp 2 or more"),
+        (
+            {"family": "interleaved", "compare": ("redis",)},
+            "method redis: interleaved has 2 model chunks on each rank, and redis moves whole layers",
+        ),
+        (
+            {"family": "v-zb", "tied": True, "compare": ("baseline",)},
+            "cannot tie their weights; give --untied, or leave baseline out",
+        ),
+        ({"family": "search", "chunks": 3}, "--family search, method vocab-2: --layers 8 cannot be divided"),
+        ({"family": "search", "chunks": 2, "method": "redis"}, "--family search, method redis: interleaved"),
         ({"microbatches": 0}, "--microbatches is 0; give at least 1"),
         ({"ffn": 0}, "--ffn is 0; give at least 1"),
         ({"lr": 0.0}, "--lr is 0.0; give a learning rate above 0"),
@@ -83,6 +103,11 @@ def test_refused(tmp_path: Path, values: dict[str, Any], message: str) -> None:
         {"tp": 2, "seq_length": 31, "sequence_parallel": False},
         {"vocab_size": 400, "tokenizer_vocab_size": 300},
         {"microbatches": 1},
+        {"family": "v-half", "compare": ("baseline", "interlaced")},
+        {"family": "interleaved", "tied": True, "method": "baseline"},
+        {"family": "zb-h1", "method": "redis", "max_activations": 1.0},
+        {"family": "search", "pp": 1},
+        {"family": "search", "method": "redis", "tied": True, "compare": ("baseline",)},
     ],
 )
 def test_accepted(tmp_path: Path, values: dict[str, Any]) -> None:

@@ -14,6 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from megatron_vocabpar.cli import main as command
+from megatron_vocabpar.schedule.generate import generate
+from megatron_vocabpar.schedule.serialize import from_json
 
 SMALL = [
     "--seq-length",
@@ -141,6 +143,8 @@ def test_a_whole_job_with_two_methods(tmp_path: Path, text: str, environment: di
     assert "rank 0 of 2 trains baseline" in result.stdout
     assert (output / "index.html").is_file()
     assert (output / "baseline" / "data.json").is_file()
+    assert from_json((output / "vocab-2" / "schedule.json").read_text()) == generate("vocab-2", 2, 8)
+    assert "<p>Schedule: 1f1b, 1 model chunk a rank; planned peak" in (output / "index.html").read_text()
     again = vocabpar("train", *arguments, environment=environment)
     assert again.returncode == 2
     assert "give --resume, --overwrite, or another folder" in again.stderr

@@ -13,6 +13,7 @@ from megatron_vocabpar.train.config import TrainConfig, command_line, flag
 OTHER = TrainConfig(
     method="vocab-1", compare=("baseline", "naive"), pp=2, tp=2, dp=2, tied=True, position="rope",
     dtype="bf16", ffn=100, text="/t/a.txt", sequence_parallel=False, save=False, lr=1e-4, output="x",
+    family="interleaved", chunks=3, max_activations=2.5, costs="/t/costs.json",
 )  # fmt: skip
 
 

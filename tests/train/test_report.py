@@ -132,7 +132,7 @@ def test_the_page_shows_the_measured_timeline_below_the_plan(tmp_path: Path) -> 
     write_report(tmp_path / "out")
     page = (tmp_path / "out" / "index.html").read_text()
     assert page.count("data:image/svg+xml;base64,") == 2
-    assert "Schedule: v-half, 2 model chunks a rank, V-shaped, W split off; activations planned for" in page
+    assert "Schedule: v-half, 2 model chunks a rank, V-shaped, W split off; planned peak activations" in page
     assert "what the ranks did in the last step. vocab-2/timeline.html shows both" in page
     for name in ("timeline.html", "schedule.json", "timeline.json"):
         assert f'<a href="vocab-2/{name}">' in page

@@ -1,0 +1,89 @@
+"""The schedule that a job gets: of the family that is named, or found among the families that fit its model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_vocabpar.schedule.families import Family, families
+from megatron_vocabpar.schedule.generate import generate
+from megatron_vocabpar.schedule.peaks import peak_activations
+from megatron_vocabpar.schedule.schedule import Schedule
+from megatron_vocabpar.schedule.validate import validate
+from megatron_vocabpar.train import schedules
+from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.schedules import describe, plan_schedule
+
+
+@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("method", ["baseline", "vocab-1", "interlaced"])
+def test_every_family_can_be_planned(family: str, method: str) -> None:
+    planned = plan_schedule(TrainConfig(family=family, pp=4, microbatches=5), method)
+    kind = families()[family]
+    validate(planned)
+    assert (planned.method, planned.p, planned.m) == (method, 4, 5)
+    assert (planned.chunks, planned.placement, planned.splits_w) == (kind.chunks, kind.shape, kind.splits_w)
+
+
+def test_chunks_and_cap_are_kept() -> None:
+    config = TrainConfig(family="interleaved", chunks=3, layers=12, max_activations=3.0)
+    planned = plan_schedule(config, "vocab-2")
+    assert planned.chunks == 3
+    assert max(peak_activations(planned)) <= 3.0
+
+
+def test_the_schedule_is_made_for_the_costs(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"F_ms": [5, 20, 5, 5], "B_ms": 10, "W_ms": 8}))
+    config = TrainConfig(family="zb-h1", costs=str(path))
+    planned = plan_schedule(config, "baseline")
+    validate(planned)
+    assert planned != plan_schedule(TrainConfig(family="zb-h1"), "baseline")
+    path.write_text(json.dumps({"F_ms": [5, 20], "B_ms": 10, "W_ms": 8}))
+    with pytest.raises(ValueError, match="F_ms"):
+        plan_schedule(config, "baseline")
+
+
+@pytest.mark.parametrize(
+    ("options", "method", "names"),
+    [
+        ({}, "vocab-2", {"1f1b", "zb-h1", "interleaved", "v-half", "v-min", "v-zb"}),
+        ({"layers": 4}, "vocab-2", {"1f1b", "zb-h1"}),
+        ({"pp": 1}, "vocab-2", {"1f1b", "zb-h1"}),
+        ({}, "redis", {"1f1b", "zb-h1"}),
+        ({"tied": True}, "baseline", {"1f1b", "zb-h1", "interleaved"}),
+        ({"chunks": 1}, "vocab-1", {"1f1b", "zb-h1"}),
+        ({"chunks": 3, "layers": 12}, "vocab-1", {"interleaved"}),
+    ],
+)
+def test_search_is_among_what_fits(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], method: str, names: set[str]
+) -> None:
+    asked: list[str] = []
+
+    def search(method: str, p: int, m: int, *, among: list[Family], **_: Any) -> Schedule:
+        asked.extend(family.name for family in among)
+        return generate(method, p, m)
+
+    monkeypatch.setattr(schedules, "search", search)
+    plan_schedule(TrainConfig(family="search", **options), method)
+    assert set(asked) == names
+
+
+@pytest.mark.parametrize(
+    ("family", "shown", "text"),
+    [
+        ("1f1b", "1f1b", "1f1b, 1 model chunk a rank; planned peak"),
+        ("v-half", "v-half", "v-half, 2 model chunks a rank, V-shaped, W split off; planned peak"),
+        ("zb-h1", "search", "found by search, 1 model chunk a rank, W split off; planned peak"),
+    ],
+)
+def test_a_schedule_in_words(family: str, shown: str, text: str) -> None:
+    schedule = generate("vocab-2", 2, 4, family=family)
+    words = describe(schedule, shown)
+    assert words.startswith(text)
+    peaks = words.removesuffix(" microbatches").rpartition(": ")[2]
+    assert tuple(map(float, peaks.split(", "))) == peak_activations(schedule)
