@@ -36,10 +36,11 @@ from tests.spawn import run_ranks
             "raise 3W2",  # of the second chunk of rank 0
             r"rank 0 raised InstructionError: rank 0, pass 3W2 \(W of microbatch 2\): FloatingPointError",
         ),
-        (
+        pytest.param(
             "interleaved",
             "kill 2F1",
             r"rank 0 was killed by signal 9, SIGKILL \(at step 1, in pass 2F1: F of microbatch 1 on stage 2",
+            marks=pytest.mark.long,
         ),
     ],
 )
