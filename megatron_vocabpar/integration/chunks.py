@@ -53,8 +53,14 @@ def chunk_positions(placement: Placement, rank: int, pg_collection: Any) -> Iter
         pg_collection: megatron-core's process groups of this rank.
 
     Raises:
-        ValueError: for a V-shaped placement in a version that cannot build it.
+        ValueError: for several chunks on one pipeline rank alone, which megatron-core does not divide into
+            chunks; for a V-shaped placement in a version that cannot build it.
     """
+    if placement.p == 1 and placement.chunks > 1:
+        raise ValueError(
+            f"{placement.chunks} model chunks on a pipeline of one rank: megatron-core would build all "
+            "layers in each; use a pipeline size of 2 or more, or a schedule family with one chunk"
+        )
     mirrored = placement.shape == "vshape" and placement.chunks > 1 and placement.p > 1
     if mirrored and not compat.COUNTS_LAYERS_BY_GROUP:
         raise ValueError(

@@ -23,7 +23,7 @@ def candidates(config: TrainConfig) -> list[Family]:
 
 
 def misfit(config: TrainConfig, method: str, family: Family) -> str | None:
-    """Why this job's model cannot be trained with ``method`` in ``family``, and the remedy; None if it can."""
+    """Why ``method`` cannot train this job's model in ``family``, and the remedy; None if it can."""
     chunks = config.chunks or family.chunks
     if chunks == 1:
         return None
@@ -90,7 +90,10 @@ def _fitting(config: TrainConfig, method: str) -> list[Family]:
 def describe(schedule: Schedule, family: str) -> str:
     """A schedule in words: family, chunks, placement, and the planned peaks of activations."""
     found = "found by search" if family == SEARCH else family
-    parts = [found, "1 model chunk a rank" if schedule.chunks == 1 else f"{schedule.chunks} model chunks a rank"]
+    parts = [
+        found,
+        "1 model chunk a rank" if schedule.chunks == 1 else f"{schedule.chunks} model chunks a rank",
+    ]
     if schedule.placement == "vshape":
         parts.append("V-shaped")
     if schedule.splits_w:

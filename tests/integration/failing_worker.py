@@ -1,4 +1,4 @@
-"""The real training worker with a fault in one pass; ``VOCABPAR_FAULT`` is such as ``raise 1T2`` or ``kill 1T2``."""
+"""The real training worker with a fault in one pass, which ``VOCABPAR_FAULT`` names: ``kill 3W2``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(config: TrainConfig) -> None:
 
         return {**handlers, kind: handler}, finish
 
-    forward_backward.handlers_of = with_fault
+    forward_backward.handlers_of = with_fault  # type: ignore[assignment]
     trainer.run(config)
 
 

@@ -6,10 +6,14 @@ the split of W by themselves are tested in ``test_chunks.py``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from megatron_vocabpar.integration.chunks import chunk_positions
 from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.generate import generate
+from megatron_vocabpar.schedule.placement import Placement
 from tests.integration.gpt import case_of
 from tests.integration.test_equality import check
 
@@ -46,6 +50,18 @@ def test_same_training_as_stock(
     family: str, chunks: int | None, method: str, p: int, m: int, tied: bool
 ) -> None:
     check(case_of(generate(method, p, m, family=family, chunks=chunks), tied=tied))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["interleaved", "v-half", "zb-h1"])
+@pytest.mark.parametrize("sizes", [{"dp": 2, "overlap_grad_reduce": True}, {"tp": 2, "tied": True}])
+def test_with_tensor_and_data_parallelism(family: str, sizes: dict[str, Any]) -> None:
+    check(case_of(generate("vocab-2", 2, 3, family=family), **sizes))
+
+
+def test_chunks_need_a_pipeline() -> None:
+    with pytest.raises(ValueError, match="2 model chunks on a pipeline of one rank"):
+        next(chunk_positions(Placement(1, 2), 0, None))
 
 
 UNEVEN = PassCosts(

@@ -1,4 +1,4 @@
-"""The schedule that a job gets: of the family that is named, or found among the families that fit its model."""
+"""The schedule that a job gets: of the named family, or found among the families that fit its model."""
 
 from __future__ import annotations
 
