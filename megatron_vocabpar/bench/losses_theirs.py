@@ -155,8 +155,8 @@ def _roll(modules: Mapping[str, Any], data: Data) -> list[Case]:
             "ROLL",
             "vocab_parallel_entropy",
             ("logits",),
-            lambda y: (entropy.vocab_parallel_entropy(y[0], True, False),),
-            lambda y: (roll.vocab_parallel_entropy(y[0], True, False),),
+            lambda y: (entropy.vocab_parallel_entropy(y.squeeze(0), True, False),),
+            lambda y: (roll.vocab_parallel_entropy(y.squeeze(0), True, False),),
         ),
         Case(
             "ROLL",
@@ -184,8 +184,8 @@ def _verl(modules: Mapping[str, Any], data: Data) -> list[Case]:
             "verl",
             "vocab_parallel_entropy",
             ("logits",),
-            lambda y: (vocab.vocab_parallel_entropy(y[0]),),
-            lambda y: (verl.vocab_parallel_entropy(y[0]),),
+            lambda y: (vocab.vocab_parallel_entropy(y.squeeze(0)),),
+            lambda y: (verl.vocab_parallel_entropy(y.squeeze(0)),),
         ),
         Case(
             "verl",
@@ -264,7 +264,7 @@ def _slime(modules: Mapping[str, Any], data: Data) -> list[Case]:
 
     def call(function: Callable[..., Any], *options: object) -> Function:
         def run(y: Tensor) -> tuple[Tensor, ...]:
-            return tuple(x for x in function(y[0], flat, data.group, *options) if x is not None)
+            return tuple(x for x in function(y.squeeze(0), flat, data.group, *options) if x is not None)
 
         return run
 

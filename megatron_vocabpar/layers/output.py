@@ -358,7 +358,7 @@ class _Factors:
         uniform = None
         if state.weight_sum is not None:
             uniform = merged.uniform_scale(grad_loss, state.shard.vocab_size)
-        return cls(merged.row_scale(state.k, grad_loss), target[state.owned.tokens], uniform)
+        return cls(merged.row_scale(state.k, grad_loss), target.index_select(0, state.owned.tokens), uniform)
 
 
 def _exponentials(state: OutputState) -> Iterator[tuple[slice, Tensor]]:
@@ -413,7 +413,7 @@ def _input_product(
 def _add_input_terms(state: OutputState, factors: _Factors, weight: Tensor, grad: Tensor) -> None:
     """What is not in the exponentials: the targets' rows, and the smoothed labels."""
     owned = state.owned
-    scatter_add_rows_(grad, owned.tokens, weight[owned.rows], factors.target, ascending=True)
+    scatter_add_rows_(grad, owned.tokens, weight.index_select(0, owned.rows), factors.target, ascending=True)
     if factors.uniform is not None and state.weight_sum is not None:
         grad.addr_(factors.uniform, state.weight_sum)
 
@@ -450,7 +450,7 @@ def _weight_product(
 def _add_weight_terms(state: OutputState, factors: _Factors, main_grad: Tensor) -> None:
     """What is not in the exponentials: the targets' tokens, and the smoothed labels."""
     x, owned = state.x, state.owned
-    scatter_add_rows_(main_grad, owned.rows, x[owned.tokens], factors.target)
+    scatter_add_rows_(main_grad, owned.rows, x.index_select(0, owned.tokens), factors.target)
     if factors.uniform is not None:
         main_grad[: state.shard.valid_rows] += factors.uniform @ x.to(factors.uniform.dtype)
 
