@@ -90,7 +90,7 @@ def shapes(device: torch.device, quick: bool) -> list[Shape]:
     vocabularies: tuple[int, ...]
     if device.type == "cpu":
         hidden = (128,) if quick else (128, 256)
-        return [Shape(2048, h, 65536, p) for h in hidden for p in (8, 16)]
+        return [Shape(2048, h, 32768, p) for h in hidden for p in (8, 16)]
     models = {8: 3072, 16: 4096, 32: 5120}
     tokens, vocabularies = ((2048,), (131072,)) if quick else ((2048, 4096), (32768, 65536, 131072, 262144))
     return [Shape(n, hidden, v, p) for n in tokens for p, hidden in models.items() for v in vocabularies]
