@@ -32,8 +32,10 @@ def peak_mib(run: Callable[[], object], device: torch.device) -> float | None:
         return (torch.cuda.max_memory_allocated(device) - before) / 2**20
     if sys.platform != "linux":
         return None
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _OWN_BLOCK_BYTES)
+    library = ctypes.CDLL(None)
+    library.mallopt(_M_MMAP_THRESHOLD, _OWN_BLOCK_BYTES)
     run()  # what a library sets up once is not the call's own
+    library.malloc_trim(0)  # blocks from before may lie free, and would be taken first
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM := VmRSS
     start = _resident_mib("VmRSS")
     kept = run()
