@@ -15,15 +15,16 @@ from pathlib import Path
 
 import torch
 
-_M_MMAP_THRESHOLD = -3  # of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _OWN_BLOCK_BYTES = 2**16
+_LARGEST_THRESHOLD = 2**25  # where the C library's own adaptation ends, at 32 MiB and twice that
 
 
 def peak_mib(run: Callable[[], object], device: torch.device) -> float | None:
     """Peak of ``run`` above the start, in MiB, its result included; None where it can't be measured.
 
-    On the CPU it is exact to a few pages for each tensor; from then on this process allocates large tensors
-    more slowly, so measure times first.
+    On the CPU it is exact to a few pages for each tensor. Afterwards the C library keeps blocks below 32 MiB
+    for reuse, as it does by itself once it has seen large ones.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -41,6 +42,8 @@ def peak_mib(run: Callable[[], object], device: torch.device) -> float | None:
     kept = run()
     peak = _resident_mib("VmHWM") - start
     del kept
+    library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
+    library.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_THRESHOLD)
     return peak
 
 
