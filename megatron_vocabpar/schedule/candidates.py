@@ -41,7 +41,7 @@ class _Recipe(NamedTuple):
 
     ``comm``: scale of the communication that it is made for, None for benign times. ``stretch``: of the
     interval. ``overlap``: see ``Rules``. ``spare``: microbatches in flight beyond the block's, None for any.
-    ``ahead``: see ``Rules``.
+    ``ahead``: see ``Rules``. ``packed``: see ``place``; None as the family says.
     """
 
     comm: float | None
@@ -49,6 +49,7 @@ class _Recipe(NamedTuple):
     overlap: float
     spare: int | None
     ahead: float = float("inf")
+    packed: bool | None = None
 
 
 _PACKED = (
@@ -67,6 +68,7 @@ _PACKED_SPLIT = (_PACKED[1], _PACKED[0], *_PACKED[2:])
 _UNPACKED = (
     _Recipe(1.0, 1.0, 0.5, 1),
     _Recipe(1.0, 1.0, 0.5, None),
+    _Recipe(None, 1.0, 0.9, None, packed=True),
     _Recipe(1.0, 1.0, 0.9, 1),
     _Recipe(1.0, 1.0, 0.9, None),
     _Recipe(1.0, 1.0, 0.5, 2),
@@ -97,13 +99,14 @@ def candidates(
         family: gives the hops.
         cap: the most microbatches whose activations a rank may hold.
     """
-    blocks: dict[tuple[Hops, float | None, float], BuildingBlock] = {}
+    blocks: dict[tuple[Hops, float | None, float, bool], BuildingBlock] = {}
     for hops, recipe in _plans(shape, family, cap):
-        key = hops, recipe.comm, recipe.stretch
+        packed = family.packed if recipe.packed is None else recipe.packed
+        key = hops, recipe.comm, recipe.stretch, packed
         if key not in blocks:
             block_times = benign_times(shape) if recipe.comm is None else times.scaled(recipe.comm)
             plan = build_network(shape, block_times, splits_w=family.splits_w)
-            blocks[key] = place(shape, plan, hops=hops, stretch=recipe.stretch, packed=family.packed)
+            blocks[key] = place(shape, plan, hops=hops, stretch=recipe.stretch, packed=packed)
         yield Candidate(blocks[key], rules(shape, network, blocks[key], recipe, cap))
 
 
@@ -148,6 +151,7 @@ def _random_recipe(random: Random) -> _Recipe:
         random.choice((1.0, 1.01, 1.03, 1.06)),
         random.choice((0.1, 0.25, 0.5, 0.75, 0.9, 1.0)),
         random.choice((None, None, 0, 1, 2)),
+        packed=random.choice((None, None, True)),
     )
 
 

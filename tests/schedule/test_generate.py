@@ -246,7 +246,7 @@ def test_iteration_time_of_families_in_the_papers_settings(family: str, p: int, 
 
 
 # Few microbatches, p = 8: vocab-2 with 8, 16, 32, 64 microbatches, by the same independent generator. Ours is
-# slower by up to 0.6 % (1f1b) and 2.5 % (v-zb) with 8, and as fast or faster with more.
+# slower by up to 0.8 % with 8 (1f1b, v-zb), and as fast or faster with more.
 FEW = {
     ("1f1b", 9): (1.633, 1.316, 1.159, 1.084),
     ("zb-h1", 9): (1.278, 1.128, 1.064, 1.036),
@@ -261,7 +261,7 @@ def test_few_microbatches(family: str, cap: int, position: int) -> None:
     result = simulate(generate("vocab-2", 8, m, family=family, costs=setting, max_activations=cap), setting)
     relative = result.iteration_ms / (m * sum(scalars(setting).values()))
     print(family, m, round(relative, 4))
-    assert relative <= FEW[family, cap][position] * (1.025 if position == 0 else 1.01)
+    assert relative <= FEW[family, cap][position] * 1.01
 
 
 @pytest.mark.parametrize("family", families())

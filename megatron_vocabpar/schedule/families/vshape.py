@@ -21,9 +21,11 @@ _SCALES = (1.0, 0.85, 1.15)
 
 
 def hops(p: int, chunks: int, max_activations: float) -> tuple[Hops, ...]:
-    """Hops that make use of ``max_activations``, and somewhat shorter and longer ones."""
+    """Hops that make use of ``max_activations``, and somewhat shorter and longer ones; then other shapes."""
     even = max(max_activations - _BESIDES, 0.0) / (2 * p - 1)
-    return tuple(Hops((even * scale,) * chunks, (even * scale,) * chunks) for scale in _SCALES)
+    uniform = tuple(Hops((even * scale,) * chunks, (even * scale,) * chunks) for scale in _SCALES)
+    down_at_once = Hops((0.0, 2.0 * even), (0.0,) * chunks)
+    return (*uniform, down_at_once)
 
 
 def half(p: int, chunks: int, barriers: int) -> float:
