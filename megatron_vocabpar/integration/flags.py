@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_vocabpar.schedule.families import SEARCH, families
 from megatron_vocabpar.schedule.methods import METHODS, Method, method_named
 
-SCHEDULES = ("1f1b",)
-"""Schedule families that run inside Megatron's training loop."""
+SCHEDULES = ("1f1b", "interleaved", "zb-h1")
+"""Schedule families that run inside Megatron's training loop, which places model chunks in standard order."""
 
 _METHODS = tuple(name for name in METHODS if name != "baseline")
 _HELP = ("-h", "--help")
@@ -52,7 +53,11 @@ OPTIONS = (
     ),
     Option(
         "--vocab-parallel-schedule",
-        {"choices": SCHEDULES, "default": "1f1b", "help": "Which pipeline schedule they are woven into."},
+        {
+            "metavar": f"{{{','.join(SCHEDULES)}}}",
+            "default": "1f1b",
+            "help": "Which pipeline schedule they are woven into.",
+        },
     ),
     Option(
         "--vocab-parallel-allow-unknown-megatron",
@@ -199,6 +204,7 @@ def config_from(args: Any) -> FlagConfig:
             raise ValueError(f"{' and '.join(methods)} ask for different methods; keep one of them")
         method = next(iter(methods.values()), "vocab-2")
     _check_output_options(args, method)
+    _check_schedule(args.vocab_parallel_schedule, method)
     return FlagConfig(
         enabled=method != "baseline",
         method=method,
@@ -209,6 +215,23 @@ def config_from(args: Any) -> FlagConfig:
         recompute_logits=args.vocab_parallel_recompute_logits,
         tokens_per_chunk=args.vocab_parallel_tokens_per_chunk,
     )
+
+
+def _check_schedule(schedule: str, method: str) -> None:
+    if schedule not in SCHEDULES:
+        known = schedule in (*families(), SEARCH)
+        why = (
+            "Megatron's training loop places model chunks in standard order" if known else "unknown schedule"
+        )
+        elsewhere = f", or vocabpar train --family {schedule}" if known else ""
+        raise ValueError(
+            f"--vocab-parallel-schedule {schedule}: {why}; use one of {', '.join(SCHEDULES)}{elsewhere}"
+        )
+    if schedule != "1f1b" and not method_named(method).vocabulary_parallel:
+        raise ValueError(
+            f"--vocab-parallel-schedule {schedule}: method {method} runs Megatron's own schedule; use "
+            "--enable-vocab-parallel with another method"
+        )
 
 
 def _check_output_options(args: Any, method: str) -> None:

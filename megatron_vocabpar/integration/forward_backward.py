@@ -227,7 +227,6 @@ def check_config(config: Any, adjust_tensor_shapes_fn: Any, vocabulary_parallel:
         ValueError: naming the setting and the remedy.
     """
     refused = [
-        (config.overlap_p2p_comm, "overlap_p2p_comm", "turn it off: receives are posted ahead anyway"),
         (config.defer_embedding_wgrad_compute, "defer_embedding_wgrad_compute", "turn it off"),
         (
             config.num_microbatches_with_partial_activation_checkpoints is not None,

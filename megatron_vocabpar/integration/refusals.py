@@ -67,14 +67,16 @@ def _stage_local_checkpoint(args: Any) -> bool:
     return legacy and bool(getattr(args, "save", None) or getattr(args, "load", None))
 
 
+_CHUNKS = Refusal(
+    "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank, "
+    "--pipeline-model-parallel-layout with several chunks per rank",
+    _several_chunks,
+    "they need --vocab-parallel-schedule interleaved; add it, or leave them out",
+    {"num_virtual_stages_per_pipeline_rank": 2},
+)
+
 REFUSALS = (
-    Refusal(
-        "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank, "
-        "--pipeline-model-parallel-layout with several chunks per rank",
-        _several_chunks,
-        "one model chunk per rank only; leave them out",
-        {"num_virtual_stages_per_pipeline_rank": 2},
-    ),
+    _CHUNKS,
     Refusal(
         "--mtp-num-layers",
         _set("mtp_num_layers"),
@@ -212,10 +214,27 @@ def check(args: Any, config: FlagConfig) -> None:
         ValueError: naming every refused flag with its remedy.
     """
     rows = REFUSALS if config.layers.vocabulary_parallel else ()
-    problems = [f"{row.flag}: {row.remedy}" for row in rows if row.is_asked(args)]
+    allowed = (_CHUNKS,) if config.schedule == "interleaved" else ()
+    problems = [f"{row.flag}: {row.remedy}" for row in rows if row not in allowed and row.is_asked(args)]
+    problems += _schedule_problems(args, config)
     problems += _redistribution_problems(args, config)
     if problems:
         raise ValueError("--enable-vocab-parallel refuses these flags:\n  " + "\n  ".join(problems))
+
+
+def _schedule_problems(args: Any, config: FlagConfig) -> list[str]:
+    problems = []
+    if config.schedule == "interleaved" and not _several_chunks(args):
+        problems.append(
+            "--vocab-parallel-schedule interleaved: needs several model chunks per rank; give "
+            "--num-virtual-stages-per-pipeline-rank 2 or more"
+        )
+    if config.schedule == "zb-h1" and getattr(args, "transformer_impl", None) != "local":
+        problems.append(
+            "--vocab-parallel-schedule zb-h1: splits weight gradients off megatron-core's own linear layers; "
+            "give --transformer-impl local, or use 1f1b or interleaved"
+        )
+    return problems
 
 
 def _redistribution_problems(args: Any, config: FlagConfig) -> list[str]:

@@ -75,13 +75,15 @@ class ScheduleRunner:
     def __call__(self, **arguments: Any) -> list[Any]:
         if self._run is None:
             model = arguments["model"]
-            chunk = model[0] if isinstance(model, list) else model
-            self._run = self._build(next(chunk.parameters()).device)
+            chunks = model if isinstance(model, list) else [model]
+            self._run = self._build(next(chunks[0].parameters()).device, len(chunks))
         return self._run(**compat.call_arguments(arguments))
 
-    def _build(self, device: torch.device) -> ForwardBackward:
+    def _build(self, device: torch.device, chunks: int) -> ForwardBackward:
         groups = vocab_groups()
-        make_schedule = partial(generate, self._config.method, groups.pipeline, family=self._config.schedule)
+        make_schedule = partial(
+            generate, self._config.method, groups.pipeline, family=self._config.schedule, chunks=chunks
+        )
         run = ForwardBackward(
             self._config.method,
             groups,
@@ -124,6 +126,7 @@ def _model_class(original: type, _: FlagConfig) -> type:
                 true_size,
                 max_sequence_length,
                 shard=vocab_shard(true_size, divisible_by),
+                holds_shard=not kwargs.get("vp_stage"),
                 **kwargs,
             )
 
