@@ -69,6 +69,8 @@ _UNPACKED = (
     _Recipe(1.0, 1.0, 0.5, 1),
     _Recipe(1.0, 1.0, 0.5, None),
     _Recipe(None, 1.0, 0.9, None, packed=True),
+    _Recipe(0.5, 1.01, 0.1, 1),
+    _Recipe(0.0, 1.01, 0.1, 2),
     _Recipe(1.0, 1.0, 0.9, 1),
     _Recipe(1.0, 1.0, 0.9, None),
     _Recipe(1.0, 1.0, 0.5, 2),
