@@ -82,6 +82,14 @@ OPTIONS = (
         },
     ),
     Option(
+        "--vocab-parallel-invariant",
+        {
+            "action": "store_true",
+            "help": "The same bits of the loss and the vocabulary layers' gradients for every pipeline and "
+            "tensor size, at a cost.",
+        },
+    ),
+    Option(
         "--disable-backward-fusion",
         {"action": "store_true", "help": "As published: --vocab-parallel-method vocab-1."},
         published=True,
@@ -127,6 +135,7 @@ class FlagConfig:
         allow_unknown: run on an unknown Megatron version if its signatures allow it.
         recompute_logits: T computes logits again instead of keeping their exponentials.
         tokens_per_chunk: tokens whose float32 logits exist at one time; None: as many as take 64 MiB.
+        invariant: the same bits for every sharding of the vocabulary.
     """
 
     enabled: bool = False
@@ -137,6 +146,7 @@ class FlagConfig:
     allow_unknown: bool = False
     recompute_logits: bool = False
     tokens_per_chunk: int | None = None
+    invariant: bool = False
 
     @property
     def layers(self) -> Method:
@@ -214,6 +224,7 @@ def config_from(args: Any) -> FlagConfig:
         allow_unknown=args.vocab_parallel_allow_unknown_megatron,
         recompute_logits=args.vocab_parallel_recompute_logits,
         tokens_per_chunk=args.vocab_parallel_tokens_per_chunk,
+        invariant=args.vocab_parallel_invariant,
     )
 
 
@@ -240,6 +251,7 @@ def _check_output_options(args: Any, method: str) -> None:
         for flag, is_asked in (
             ("--vocab-parallel-recompute-logits", args.vocab_parallel_recompute_logits),
             ("--vocab-parallel-tokens-per-chunk", args.vocab_parallel_tokens_per_chunk is not None),
+            ("--vocab-parallel-invariant", args.vocab_parallel_invariant),
         )
         if is_asked
     ]
@@ -248,6 +260,10 @@ def _check_output_options(args: Any, method: str) -> None:
             f"{' and '.join(asked)}: method {method} does not partition the output layer; use "
             "--enable-vocab-parallel with another method"
         )
+    if args.vocab_parallel_invariant and len(asked) > 1:
+        raise ValueError(f"{' and '.join(asked)}: the last has blocks of its own; keep one of them")
+    if args.vocab_parallel_invariant and method == "naive":
+        raise ValueError("--vocab-parallel-invariant: not with naive; use vocab-1 or vocab-2")
     if args.vocab_parallel_recompute_logits and method == "naive":
         raise ValueError(
             "--vocab-parallel-recompute-logits: naive keeps its logits between two barriers; use vocab-1 or "

@@ -89,7 +89,9 @@ class ScheduleRunner:
             groups,
             device,
             make_schedule=make_schedule,
-            output_options=OutputOptions(self._config.recompute_logits, self._config.tokens_per_chunk),
+            output_options=OutputOptions(
+                self._config.recompute_logits, self._config.tokens_per_chunk, self._config.invariant
+            ),
         )
         atexit.register(run.close)
         return run
@@ -105,7 +107,7 @@ def _provide_schedule(original: Callable[..., Any], config: FlagConfig) -> Calla
     return get_forward_backward_func
 
 
-def _model_class(original: type, _: FlagConfig) -> type:
+def _model_class(original: type, flags: FlagConfig) -> type:
     assert issubclass(VocabParallelGPTModel, original)
 
     class GPTModel(VocabParallelGPTModel):
@@ -125,7 +127,7 @@ def _model_class(original: type, _: FlagConfig) -> type:
                 transformer_layer_spec,
                 true_size,
                 max_sequence_length,
-                shard=vocab_shard(true_size, divisible_by),
+                shard=vocab_shard(true_size, divisible_by, invariant=flags.invariant),
                 holds_shard=not kwargs.get("vp_stage"),
                 **kwargs,
             )

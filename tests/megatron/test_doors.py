@@ -197,6 +197,9 @@ def test_every_row_of_the_table_is_refused_and_documented(row: Any) -> None:
             f"{ENABLE} --vocab-parallel-method redis --vocab-parallel-schedule zb-h1",
             "Megatron's own schedule",
         ),
+        ("--vocab-parallel-invariant", "method baseline does not partition"),
+        (f"{ENABLE} --vocab-parallel-invariant --vocab-parallel-method naive", "not with naive"),
+        (f"{ENABLE} --vocab-parallel-invariant --vocab-parallel-recompute-logits", "keep one of them"),
     ],
 )
 def test_contradicting_options(argv: str, message: str) -> None:
@@ -217,6 +220,7 @@ def test_contradicting_options(argv: str, message: str) -> None:
             f"{ENABLE} --vocab-parallel-recompute-logits --vocab-parallel-tokens-per-chunk 64",
             FlagConfig(True, "vocab-2", recompute_logits=True, tokens_per_chunk=64),
         ),
+        (f"{ENABLE} --vocab-parallel-invariant", FlagConfig(True, "vocab-2", invariant=True)),
         (
             "--enable-layer-redistribution --final-stage-num-layers 2",
             FlagConfig(True, "redis", redistribute=True, final_stage_layers=2),

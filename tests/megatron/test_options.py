@@ -20,6 +20,7 @@ PAIRS = {
         "",
         "--vocab-parallel-recompute-logits --vocab-parallel-method vocab-1",
     ),
+    "invariant": ("", "--vocab-parallel-invariant"),
     "full recompute": (
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "",
