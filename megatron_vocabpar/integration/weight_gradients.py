@@ -3,14 +3,16 @@
 Zero-bubble schedules fill idle time with weight gradients, so B must leave them out. megatron-core's local
 parallel linear layers compute both at once; here their products are replaced by one whose backward
 computes the input gradient and stores what the weight gradient needs, until W asks for it. Transformer
-Engine's layers do the same by themselves (``delay_wgrad_compute``, ``backward_dw``). What is not a linear
-layer's weight (norms, biases, position embeddings) stays in B.
+Engine's layers do the same where ``delay_wgrad_compute`` is set: they queue what B leaves, their biases'
+gradients too, and ``backward_dw`` takes the oldest. What is not a linear layer's (norms, position
+embeddings), and the biases of local layers, stays in B.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism (2023). Used by ``stages.py``.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,19 +49,27 @@ def split_weight_gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[list[W
 
 
 class WeightGradients:
-    """What the weight gradients of a chunk wait for, by microbatch: ``begin`` before B, ``compute`` is W."""
+    """What the weight gradients of a chunk wait for, by microbatch: ``begin`` before B, ``compute`` is W.
+
+    Raises:
+        ValueError: for layers of Transformer Engine that do not delay their weight gradients, or whose
+            gradients megatron-core would reduce in B already.
+    """
 
     def __init__(self, chunk: torch.nn.Module) -> None:
         self._pending: dict[int, list[_Pending]] = {}
         self._microbatch: int | None = None
+        self._queued: deque[int] = deque()
         self._delayed_modules = list(_te_layers(chunk))
+        _check_delayed(chunk, self._delayed_modules)
         self._linear = list(_local_layers(chunk))
         for module in self._linear:
             module._forward_impl = partial(_split_linear, self)
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The weights whose gradients W writes."""
-        return [module.weight for module in (*self._linear, *self._delayed_modules)]
+        """The parameters whose gradients W writes."""
+        delayed = [p for module in self._delayed_modules for p in _delayed_parameters(module)]
+        return [module.weight for module in self._linear] + delayed
 
     def restore(self) -> None:
         """Give the layers their own products back."""
@@ -70,6 +80,7 @@ class WeightGradients:
         """B of this microbatch is about to run."""
         self._microbatch = microbatch
         self._pending[microbatch] = []
+        self._queued.append(microbatch)
 
     def add(self, weight: torch.nn.Parameter, input_: torch.Tensor, grad_output: torch.Tensor) -> None:
         """Called in a layer's backward: leave the weight gradient for later."""
@@ -79,12 +90,27 @@ class WeightGradients:
         )
 
     def compute(self, microbatch: int) -> None:
-        """W: add this microbatch's weight gradients."""
+        """W: add this microbatch's weight gradients.
+
+        Raises:
+            ValueError: if layers of Transformer Engine hold an older microbatch's, which would come first.
+        """
+        if self._delayed_modules and self._queued[0] != microbatch:
+            raise ValueError(
+                f"W of microbatch {microbatch} before that of {self._queued[0]}: layers of "
+                "Transformer Engine give weight gradients in the order of B; use a schedule that keeps it, or local layers"
+            )
+        self._queued.remove(microbatch)
         with torch.no_grad():
             for due in self._pending.pop(microbatch):
                 add_product_(main_grad(due.weight), due.grad_output.t(), due.input)
-        for module in self._delayed_modules:
-            module.backward_dw()
+            for module in self._delayed_modules:
+                module.backward_dw()
+                for parameter in _delayed_parameters(module):
+                    # Without gradient accumulation fusion the gradient of this microbatch is in ``grad``.
+                    if parameter.grad is not None:
+                        main_grad(parameter).add_(parameter.grad)
+                        parameter.grad = None
 
 
 def _local_layers(chunk: torch.nn.Module) -> Iterator[Any]:
@@ -95,9 +121,35 @@ def _local_layers(chunk: torch.nn.Module) -> Iterator[Any]:
 
 
 def _te_layers(chunk: torch.nn.Module) -> Iterator[Any]:
+    """Linear layers of Transformer Engine: they have a store for weight gradients, used or not."""
     for module in chunk.modules():
         if hasattr(module, "backward_dw") and getattr(module, "wgrad_store", None) is not None:
             yield module
+
+
+def _delayed_parameters(module: Any) -> Iterator[torch.nn.Parameter]:
+    """What ``backward_dw`` of a Transformer Engine layer computes: its weights and biases, not its norm's."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if name.startswith(("weight", "bias")):
+            yield parameter
+
+
+def _check_delayed(chunk: torch.nn.Module, layers: Sequence[Any]) -> None:
+    if not layers:
+        return
+    if not all(layer.wgrad_store.delay_wgrad_compute() for layer in layers):
+        raise ValueError(
+            "W is split off, but layers of Transformer Engine compute weight gradients in B: set "
+            "delay_wgrad_compute of the TransformerConfig before the model is built, or use local layers"
+        )
+    if any(not hasattr(p, "main_grad") for layer in layers for p in _delayed_parameters(layer)):
+        raise ValueError("delayed weight gradients need main_grad: wrap the model in DistributedDataParallel")
+    ddp_config = getattr(chunk, "ddp_config", None)
+    if getattr(ddp_config, "overlap_grad_reduce", False) or getattr(ddp_config, "delay_wgrad_compute", False):
+        raise ValueError(
+            "overlap_grad_reduce or delay_wgrad_compute of DistributedDataParallel would reduce the "
+            "gradients of Transformer Engine's layers before W; turn both off there, or use local layers"
+        )
 
 
 def _split_linear(
