@@ -18,6 +18,7 @@ from megatron_vocabpar.layers.output import (
 )
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats
+from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
 METHODS = ("naive", "vocab-1", "vocab-2")
 
@@ -45,11 +46,16 @@ def forward(
     targets: Tensor,
     ranges: Sequence[VocabRange],
     rows_per_chunk: int | None = None,
+    terms: LossTerms = PLAIN,
+    recompute: bool = False,
 ) -> tuple[list[OutputState], MergedStats]:
     """S (and S2) of every rank and the merge of their statistics."""
     pairs = list(zip(weights, ranges, strict=True))
     if method == "naive":
-        begun = [naive_maximum(x, w, targets, shard, rows_per_chunk=rows_per_chunk) for w, shard in pairs]
+        begun = [
+            naive_maximum(x, w, targets, shard, rows_per_chunk=rows_per_chunk, terms=terms)
+            for w, shard in pairs
+        ]
         largest = torch.stack([k for _, k in begun]).amax(dim=0)
         done = [naive_sum(state, largest, rows_per_chunk=rows_per_chunk) for state, _ in begun]
     else:
@@ -61,12 +67,14 @@ def forward(
                 shard,
                 with_input_gradient=method == "vocab-2",
                 rows_per_chunk=rows_per_chunk,
+                recompute=recompute,
+                terms=terms,
             )
             for w, shard in pairs
         ]
     states = [state for state, _ in done if state is not None]
     assert len(states) == len(ranges)
-    return states, merge_stats(torch.stack([stats for _, stats in done]))
+    return states, merge_stats(torch.stack([stats for _, stats in done]), terms)
 
 
 def backward(

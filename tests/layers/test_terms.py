@@ -9,17 +9,16 @@ from torch import Tensor
 from megatron_vocabpar.layers.output import (
     input_gradient,
     naive_maximum,
-    naive_sum,
     output_backward,
     output_forward,
     weight_gradient,
 )
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats
+from megatron_vocabpar.layers.softmax_stats import merge_stats
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
 from . import reference
-from .shards import Result, split
+from .shards import Result, forward, split
 from .test_output import SPLITS, TOLERANCE, V, batch
 
 TERMS = {
@@ -65,29 +64,9 @@ def run(
 ) -> Result:
     x, weight, targets, g = inputs
     weights = split(weight, ranges)
-    pairs = list(zip(weights, ranges, strict=True))
-    if method == "naive":
-        begun = [naive_maximum(x, w, targets, shard, terms=terms) for w, shard in pairs]
-        largest = torch.stack([k for _, k in begun]).amax(dim=0)
-        done = [naive_sum(state, largest, rows_per_chunk=rows_per_chunk) for state, _ in begun]
-    else:
-        done = [
-            output_forward(
-                x,
-                w,
-                targets,
-                shard,
-                with_input_gradient=method == "vocab-2",
-                rows_per_chunk=rows_per_chunk,
-                recompute=recompute,
-                terms=terms,
-            )
-            for w, shard in pairs
-        ]
-    merged: MergedStats = merge_stats(torch.stack([stats for _, stats in done]), terms)
+    states, merged = forward(method, x, weights, targets, ranges, rows_per_chunk, terms, recompute)
     parts, main_grads = [], []
-    for (state, _), w in zip(done, weights, strict=True):
-        assert state is not None
+    for state, w in zip(states, weights, strict=True):
         assert (state.e is None) == recompute
         main_grad = torch.zeros_like(w, dtype=merged.loss.dtype)
         if joint:
