@@ -71,6 +71,7 @@ _UNPACKED = (
     _Recipe(None, 1.0, 0.9, None, packed=True),
     _Recipe(0.5, 1.01, 0.1, 1),
     _Recipe(0.0, 1.01, 0.1, 2),
+    _Recipe(1.25, 1.06, 0.9, 0),
     _Recipe(1.0, 1.0, 0.9, 1),
     _Recipe(1.0, 1.0, 0.9, None),
     _Recipe(1.0, 1.0, 0.5, 2),
