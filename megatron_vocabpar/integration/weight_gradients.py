@@ -98,7 +98,7 @@ class WeightGradients:
         if self._delayed_modules and self._queued[0] != microbatch:
             raise ValueError(
                 f"W of microbatch {microbatch} before that of {self._queued[0]}: layers of "
-                "Transformer Engine give weight gradients in the order of B; use a schedule that keeps it, or "
+                "Transformer Engine give them in the order of B; use a schedule that keeps it, or "
                 "local layers"
             )
         self._queued.remove(microbatch)

@@ -51,6 +51,8 @@ class PassCosts:
             where it is not partitioned.
         first_rank_extra: what the whole input layer adds to the first stage, likewise.
         layers: transformer layers of the whole model, or None where unknown.
+        layers_per_stage: transformer layers of each stage where they are not even, for instance Megatron's
+            split by layout; in any method with one chunk a rank. See ``redistribution.py``.
     """
 
     F_ms: PerRank
@@ -65,6 +67,7 @@ class PassCosts:
     last_rank_extra: Mapping[str, float] = field(default_factory=dict)
     first_rank_extra: Mapping[str, float] = field(default_factory=dict)
     layers: int | None = None
+    layers_per_stage: tuple[int, ...] | None = None
 
     @staticmethod
     def default(p: int) -> PassCosts:
@@ -121,6 +124,7 @@ class PassCosts:
             last_rank_extra=_numbers(data, "baseline_last_rank_extra"),
             first_rank_extra=_numbers(data, "baseline_first_rank_extra"),
             layers=layers,
+            layers_per_stage=_layers_per_stage(data),
         )
 
     @staticmethod
@@ -198,7 +202,14 @@ class PassTimes:
 
 def _shares(costs: PassCosts, schedule: Schedule) -> list[float]:
     """For each rank, its number of layers over the even share."""
-    p = schedule.p
+    p, given = schedule.p, costs.layers_per_stage
+    if given is not None:
+        if len(given) != p or schedule.chunks > 1:
+            raise ValueError(
+                f"costs: layers_per_stage lists {len(given)} stages, but there are "
+                f"{schedule.layout.num_stages} on {p} ranks; it is for one stage a rank: give {p} numbers, or leave it out"
+            )
+        return [count * p / sum(given) for count in given]
     if schedule.method != "redis":
         return [1.0] * p
     layers = costs.layers or _LAYERS_PER_RANK * p
@@ -268,6 +279,19 @@ def _check_names(times: Mapping[str, Any], known: tuple[str, ...], where: str) -
     for name in times:
         if name.endswith("_ms") and name not in known:
             raise ValueError(f"costs: unknown time {name!r}{where}; there are {', '.join(known)}")
+
+
+def _layers_per_stage(data: Mapping[str, Any]) -> tuple[int, ...] | None:
+    value = data.get("layers_per_stage")
+    if value is None:
+        return None
+    if isinstance(value, list) and sum(map(_is_count, value)) == len(value) and sum(value) > 0:
+        return tuple(value)
+    raise ValueError(f"costs: layers_per_stage is {value!r}; give a list of whole numbers, one per stage")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _per_rank(data: Mapping[str, Any], key: str, default: float | None = None) -> PerRank:
