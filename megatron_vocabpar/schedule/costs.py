@@ -207,7 +207,8 @@ def _shares(costs: PassCosts, schedule: Schedule) -> list[float]:
         if len(given) != p or schedule.chunks > 1:
             raise ValueError(
                 f"costs: layers_per_stage lists {len(given)} stages, but there are "
-                f"{schedule.layout.num_stages} on {p} ranks; it is for one stage a rank: give {p} numbers, or leave it out"
+                f"{schedule.layout.num_stages} on {p} ranks; it is for one stage a rank: give {p} numbers, "
+                "or leave it out"
             )
         return [count * p / sum(given) for count in given]
     if schedule.method != "redis":
