@@ -87,7 +87,7 @@ _INTERLACED = (
     _Recipe(1.0, 1.0, 0.9, None, ahead=0.3),
 )
 # Baseline and redis on 1F1B: the order that Megatron runs, unchanged.
-_TEXTBOOK = (_Recipe(None, 1.0, 0.0, None, ahead=0.0),)
+_TEXTBOOK = _Recipe(None, 1.0, 0.0, None, ahead=0.0)
 
 
 def candidates(
@@ -121,7 +121,7 @@ def is_textbook(shape: Schedule, family: Family) -> bool:
 def _plans(shape: Schedule, family: Family, cap: float) -> Iterator[tuple[Hops, _Recipe]]:
     known = family.hops(shape.p, shape.chunks, cap)
     if is_textbook(shape, family):
-        yield known[0], _TEXTBOOK[0]
+        yield known[0], _TEXTBOOK
         return
     recipes = _recipes(shape, family)
     pairs = [(i + j, i, j) for i in range(len(known)) for j in range(len(recipes))]

@@ -27,7 +27,7 @@ class _Name(Enum):
 
 
 class PassType(_Name):
-    """Computation, in the order in which ties between passes are broken (see ``building_block``)."""
+    """Computation: the passes of one microbatch."""
 
     IF = "IF"  # input forward: look up this rank's rows of the embedding
     F = "F"  # forward of a stage's transformer layers
