@@ -1,4 +1,4 @@
-"""``vocabpar schedule``: generate a schedule, and print or draw it."""
+"""``vocabpar schedule``: generate a schedule; print it, draw it, or check that it cannot hang."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import click
 
 from megatron_vocabpar.cli.files import write_output
+from megatron_vocabpar.cli.hang_report import hang_report
 from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.draw import (
     draw_html,
@@ -18,11 +19,12 @@ from megatron_vocabpar.schedule.draw import (
     svg_of,
 )
 from megatron_vocabpar.schedule.families import SEARCH, families
-from megatron_vocabpar.schedule.generate import generate
+from megatron_vocabpar.schedule.generate import make_plan
 from megatron_vocabpar.schedule.memory import BufferSizes
 from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.schedule import Schedule
-from megatron_vocabpar.schedule.serialize import to_json
+from megatron_vocabpar.schedule.serialize import plan_to_json, to_json
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
 
 _FILE_WIDTH = 160  # columns of the text form where it is not shown on a terminal
@@ -44,10 +46,17 @@ _BINARY = ("png", "pdf")
 @click.option(
     "--format",
     "output_format",
-    type=click.Choice(["text", "json", "svg", "png", "pdf", "html", "trace"]),
+    type=click.Choice(["text", "json", "program", "svg", "png", "pdf", "html", "trace"]),
     default="text",
     show_default=True,
-    help="A time grid, the passes as data, a picture, a page to zoom in, or a timeline for a trace viewer.",
+    help="A time grid; as data the passes, or the program with its communication; a picture; a page to zoom "
+    "in; a timeline for a trace viewer.",
+)
+@click.option(
+    "--check",
+    type=click.Choice(["nccl"]),
+    default=None,
+    help="Instead of printing the schedule, try whether its program can hang on GPUs.",
 )
 @click.option(
     "--width",
@@ -65,19 +74,22 @@ def schedule_command(
     costs_file: str | None,
     max_activations: float | None,
     output_format: str,
+    check: str | None,
     width: int | None,
     output: str | None,
 ) -> None:
-    """Generate a schedule; print it or draw it."""
+    """Generate a schedule; print it, draw it or check it."""
     if output is None and output_format in _BINARY:
         raise ValueError(f"--format {output_format} is no text; give --output FILE")
     costs = PassCosts.load(costs_file) if costs_file is not None else None
     sizes = BufferSizes.load(costs_file, p) if costs_file is not None else None
-    schedule = generate(
-        method, p, m, family=family, chunks=chunks, costs=costs, max_activations=max_activations
-    )
+    plan = make_plan(method, p, m, family=family, chunks=chunks, costs=costs, max_activations=max_activations)
     on_terminal = output is None and sys.stdout.isatty()
-    content = render(schedule, costs, output_format, sizes=sizes, width=width, on_terminal=on_terminal)
+    content: str | bytes
+    if check is not None:
+        content = hang_report(plan)
+    else:
+        content = render(plan, output_format, sizes=sizes, width=width, on_terminal=on_terminal)
     if output is not None:
         write_output(output, content)
     else:
@@ -85,25 +97,26 @@ def schedule_command(
 
 
 def render(
-    schedule: Schedule,
-    costs: PassCosts | None,
+    plan: Plan,
     output_format: str,
     *,
     sizes: BufferSizes | None = None,
     width: int | None = None,
     on_terminal: bool,
 ) -> str | bytes:
-    """The schedule in one of the formats of ``--format``; ``width`` is in pixels."""
+    """The plan in one of the formats of ``--format``; ``width`` is in pixels."""
     if output_format == "json":
-        return to_json(schedule)
-    simulation = simulate(schedule, costs)
+        return to_json(plan.schedule)
+    if output_format == "program":
+        return plan_to_json(plan)
+    simulation = simulate(plan)
     if output_format == "trace":
-        return draw_trace(schedule, simulation=simulation)
+        return draw_trace(simulation)
     if output_format == "text":
         columns = shutil.get_terminal_size().columns if on_terminal else _FILE_WIDTH
-        grid = draw_text(schedule, width=columns, colour=on_terminal, simulation=simulation)
-        return f"{_summary(schedule, simulation)}\n\n{grid}"
-    charts = [planned_chart(schedule, simulation, sizes=sizes)]
+        grid = draw_text(simulation, width=columns, colour=on_terminal)
+        return f"{_summary(plan.schedule, simulation)}\n\n{grid}"
+    charts = [planned_chart(simulation, sizes=sizes)]
     if output_format == "html":
         return draw_html(charts)
     if output_format == "svg":

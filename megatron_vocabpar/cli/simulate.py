@@ -8,12 +8,12 @@ import click
 
 from megatron_vocabpar.cli.files import write_output
 from megatron_vocabpar.cli.simulate_report import as_json, as_text
-from megatron_vocabpar.schedule.costs import PassCosts
+from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.draw import Chart, draw_html, measured_times, planned_chart, read_timeline
 from megatron_vocabpar.schedule.memory import BufferSizes
 from megatron_vocabpar.schedule.schedule import Schedule
-from megatron_vocabpar.schedule.serialize import from_json
-from megatron_vocabpar.schedule.simulate import Simulation, simulate, simulate_times
+from megatron_vocabpar.schedule.serialize import plan_from_json
+from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.validate import validate
 
 _HELP = """Check a schedule and predict its time, idle time and memory.
@@ -53,32 +53,33 @@ def simulate_command(
     timeline_file: str | None,
 ) -> None:
     """Check a schedule and predict its time, idle time and memory."""
-    schedule = _read_schedule(schedule_file)
     costs = PassCosts.load(costs_file) if costs_file is not None else None
+    plan = plan_from_json(_read(schedule_file), costs)
+    schedule = plan.schedule
     sizes = BufferSizes.load(costs_file, schedule.p) if costs_file is not None else None
     validate(schedule, max_activations)
     measured = read_timeline(timeline_file, schedule) if timeline_file is not None else None
-    result = _simulate(schedule, costs, measured)
+    result = simulate(plan, _times(schedule, costs, measured))
     if html_file is not None:
-        charts = [planned_chart(schedule, result, title=_title(schedule, measured), sizes=sizes)]
+        charts = [planned_chart(result, title=_title(schedule, measured), sizes=sizes)]
         page = draw_html([*charts, *([measured] if measured else [])])
         write_output(html_file, page, "--html")
     click.echo(as_json(result, sizes) if output_format == "json" else as_text(result, sizes))
 
 
-def _read_schedule(path: str) -> Schedule:
+def _read(path: str) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ValueError(f"cannot read the schedule {path}: {reason}") from error
-    return from_json(text)
 
 
-def _simulate(schedule: Schedule, costs: PassCosts | None, measured: Chart | None) -> Simulation:
-    if costs is None and measured is not None:
-        return simulate_times(schedule, measured_times(measured, schedule))
-    return simulate(schedule, costs)
+def _times(schedule: Schedule, costs: PassCosts | None, measured: Chart | None) -> PassTimes | None:
+    """The given times, else the measured ones, else those of the plan."""
+    if costs is not None:
+        return PassTimes.of(costs, schedule)
+    return None if measured is None else measured_times(measured, schedule)
 
 
 def _title(schedule: Schedule, measured: Chart | None) -> str:

@@ -26,12 +26,10 @@ from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, broadcast,
 from megatron_vocabpar.runtime.executor import Observer, execute
 from megatron_vocabpar.runtime.profile import INPUT, OUTPUT, Timeline
 from megatron_vocabpar.runtime.streams import side_stream
-from megatron_vocabpar.schedule.forward_only import forward_only as evaluation_schedule
-from megatron_vocabpar.schedule.generate import generate
-from megatron_vocabpar.schedule.lower import lower
+from megatron_vocabpar.schedule.generate import make_plan as generate_plan
 from megatron_vocabpar.schedule.methods import method_named
-from megatron_vocabpar.schedule.passes import Instruction
 from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.schedule import Schedule
 
 
@@ -54,8 +52,8 @@ class ForwardBackward:
         method: one of ``schedule.methods.METHODS``.
         groups: the vocabulary group of this rank.
         device: where the model lives.
-        make_schedule: from a number of microbatches to a schedule of this method for this many stages, the
-            same on every rank; by default 1F1B with the paper's proportions of pass times.
+        make_plan: from a number of microbatches to a plan of this method for this many stages, the same on
+            every rank; by default 1F1B with the paper's proportions of pass times.
         observers: context managers to hold around every instruction (progress, profiler ranges).
         timeline: records what runs when, while it is started.
         output_options: how the output layer is computed, where it is partitioned; by default as they are.
@@ -70,7 +68,7 @@ class ForwardBackward:
         groups: VocabGroups,
         device: torch.device,
         *,
-        make_schedule: Callable[[int], Schedule] | None = None,
+        make_plan: Callable[[int], Plan] | None = None,
         observers: Sequence[Observer] = (),
         timeline: Timeline | None = None,
         output_options: OutputOptions | None = None,
@@ -89,7 +87,7 @@ class ForwardBackward:
             )
         self.groups = groups
         self.device = device
-        self._make_schedule = make_schedule or partial(generate, method, groups.pipeline)
+        self._make_plan = make_plan or partial(generate_plan, method, groups.pipeline)
         self._timeline = timeline
         self._observers = (*observers, *([timeline.observe] if timeline else []))
         self._output_stream = side_stream(device, "output-collectives")
@@ -98,25 +96,33 @@ class ForwardBackward:
             self._output_stream = timeline.watch(self._output_stream, OUTPUT)
             self._input_stream = timeline.watch(self._input_stream, INPUT)
         self._point_to_point = PointToPoint(groups)
-        self._plans: dict[tuple[int, bool], tuple[Schedule, tuple[Instruction, ...]]] = {}
+        self._plans: dict[int, Plan] = {}
 
-    def schedule(self, num_microbatches: int, forward_only: bool = False) -> Schedule:
-        """The schedule that a call with these arguments runs."""
-        return self._plan(num_microbatches, forward_only)[0]
+    def plan(self, num_microbatches: int, forward_only: bool = False) -> Plan:
+        """The plan that a call with these arguments runs; it is made once.
+
+        Raises:
+            ValueError: if it is of another method, or for another number of stages or microbatches.
+        """
+        if num_microbatches not in self._plans:
+            plan = self._make_plan(num_microbatches)
+            self._check_plan(plan.schedule, num_microbatches)
+            self._plans[num_microbatches] = plan
+        plan = self._plans[num_microbatches]
+        return plan.forward_only if forward_only else plan
+
+    def _check_plan(self, schedule: Schedule, num_microbatches: int) -> None:
+        planned = schedule.algorithm, schedule.p, schedule.m
+        wanted = self.method.algorithm, self.groups.pipeline, num_microbatches
+        if planned != wanted:
+            names = ("algorithm", "stages", "microbatches")
+            differ = [f"{n} {a}, not {b}" for n, a, b in zip(names, planned, wanted, strict=True) if a != b]
+            raise ValueError(f"the plan has {'; '.join(differ)}; make it for this method and pipeline")
 
     def close(self) -> None:
         """Release the side streams."""
         self._output_stream.close()
         self._input_stream.close()
-
-    def _plan(self, num_microbatches: int, forward_only: bool) -> tuple[Schedule, tuple[Instruction, ...]]:
-        key = (num_microbatches, forward_only)
-        if key not in self._plans:
-            schedule = self._make_schedule(num_microbatches)
-            if forward_only:
-                schedule = evaluation_schedule(schedule)
-            self._plans[key] = (schedule, lower(schedule)[self.groups.stage])
-        return self._plans[key]
 
     def __call__(
         self,
@@ -149,7 +155,8 @@ class ForwardBackward:
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(chunks[0])
         check_config(config, adjust_tensor_shapes_fn, self.method.vocabulary_parallel)
-        schedule, instructions = self._plan(num_microbatches, forward_only)
+        plan = self.plan(num_microbatches, forward_only)
+        schedule, instructions = plan.schedule, plan.program[self.groups.stage]
         if len(chunks) != schedule.chunks:
             raise ValueError(
                 f"the model has {len(chunks)} chunks, the schedule {schedule.chunks}; build as many chunks "

@@ -17,7 +17,7 @@ from megatron_vocabpar.integration.forward_backward import ForwardBackward, voca
 from megatron_vocabpar.integration.iteration import OutputOptions
 from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
 from megatron_vocabpar.integration.refusals import check, place_layers
-from megatron_vocabpar.schedule.generate import generate
+from megatron_vocabpar.schedule.generate import make_plan
 
 
 def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
@@ -81,14 +81,14 @@ class ScheduleRunner:
 
     def _build(self, device: torch.device, chunks: int) -> ForwardBackward:
         groups = vocab_groups()
-        make_schedule = partial(
-            generate, self._config.method, groups.pipeline, family=self._config.schedule, chunks=chunks
+        plan_for = partial(
+            make_plan, self._config.method, groups.pipeline, family=self._config.schedule, chunks=chunks
         )
         run = ForwardBackward(
             self._config.method,
             groups,
             device,
-            make_schedule=make_schedule,
+            make_plan=plan_for,
             output_options=OutputOptions(
                 self._config.recompute_logits, self._config.tokens_per_chunk, self._config.invariant
             ),

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ from megatron_vocabpar.runtime.streams import backend, default_device, named_ran
 from megatron_vocabpar.schedule.passes import Instruction
 from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.schedule.redistribution import redistribute_by_flops, with_final_stage
-from megatron_vocabpar.schedule.serialize import from_json
+from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.metrics import Metrics
 from megatron_vocabpar.train.output import (
@@ -122,17 +121,16 @@ class _Trainer:
         self.folder = Path(config.output)
         self.record = ProgressRecord.of_this_rank()
         self.timeline = Timeline(device)
-        schedule = from_json((self.folder / SCHEDULE_DATA_FILE).read_text())
-        self.schedule = dataclasses.replace(schedule, method=config.method)
+        self.plan = plan_from_json((self.folder / SCHEDULE_DATA_FILE).read_text())
         self.forward_backward = ForwardBackward(
             config.method,
             vocab_groups(),
             device,
-            make_schedule={self.schedule.m: self.schedule}.__getitem__,
+            make_plan={self.plan.schedule.m: self.plan}.__getitem__,
             observers=(self._note_instruction, partial(_profiler_range, device)),
             timeline=self.timeline,
         )
-        self.placement = self.schedule.layout
+        self.placement = self.plan.schedule.layout
         self.chunks = build_chunks(config, layers_per_stage(config, self.placement), self.placement)
         self.optimizer, self.scheduler = build_optimizer(config, self.chunks)
         self.data = build_datasets(config, DataFiles.from_json((self.folder / DATA_FILE).read_text()))
@@ -250,4 +248,4 @@ class _Trainer:
         everyone: list[list[Span]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, spans)
         if dist.get_rank() == 0 and any(everyone):
-            write_pictures(self.folder, self.schedule, trace_events(everyone))
+            write_pictures(self.folder, self.plan, trace_events(everyone))

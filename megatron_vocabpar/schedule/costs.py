@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,10 @@ PerRank = float | tuple[float, ...]
 _TRANSFORMER = (PassType.F, PassType.B, PassType.W)
 _TIMES = ("F_ms", "B_ms", "W_ms", "IF_ms", "IB_ms", "p2p_ms", "broadcast_ms", "all_reduce_ms")
 _METHOD_TIMES = ("S_ms", "S2_ms", "T_ms", "synchronous_ms")
+_FILE_NAMES = {
+    "last_rank_extra": "baseline_last_rank_extra",
+    "first_rank_extra": "baseline_first_rank_extra",
+}
 _LAYERS_PER_RANK = 4  # assumed where a cost file does not say how many layers there are
 
 
@@ -126,6 +130,13 @@ class PassCosts:
             layers=layers,
             layers_per_stage=_layers_per_stage(data),
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form, which ``from_dict`` reads back."""
+        data = {
+            _FILE_NAMES.get(field_.name, field_.name): getattr(self, field_.name) for field_ in fields(self)
+        }
+        return {name: value for name, value in data.items() if value is not None}
 
     @staticmethod
     def load(path: str | Path) -> PassCosts:

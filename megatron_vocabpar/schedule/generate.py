@@ -4,13 +4,14 @@ Several candidates (``candidates.py``) are played with the given times, for a tr
 where all would take too long; the fastest is then played for all of them. The vocabulary passes are part
 of every block, so no family knows of them. The same arguments give the same schedule, on every rank.
 
-Next: ``problem.py``, then ``lower.py``, which adds the communication.
+Next: ``problem.py``, then ``lower.py``, which adds the communication, and ``plan.py``.
 """
 
 from __future__ import annotations
 
 from .costs import PassCosts
 from .families import SEARCH, Family, family_named
+from .plan import Plan
 from .problem import Problem
 from .schedule import Schedule
 from .search import search
@@ -50,3 +51,20 @@ def generate(
     kind = family_named(family) if isinstance(family, str) else family
     problem = Problem.of(method, p, m, kind, chunks=chunks, costs=costs, max_activations=max_activations)
     return problem.schedule(problem.best(_TRIAL_PASSES))
+
+
+def make_plan(
+    method: str,
+    p: int,
+    m: int,
+    *,
+    family: str | Family = "1f1b",
+    chunks: int | None = None,
+    costs: PassCosts | None = None,
+    max_activations: float | None = None,
+) -> Plan:
+    """A generated schedule with its program; arguments and errors are those of ``generate``."""
+    schedule = generate(
+        method, p, m, family=family, chunks=chunks, costs=costs, max_activations=max_activations
+    )
+    return Plan.of(schedule, costs)

@@ -1,45 +1,37 @@
-"""From compute passes to programs: each step inserts one kind of communication.
+"""From compute passes to programs: communication inserted in one order that all ranks share.
 
-Steps, each from rows to rows:
+1. ``play_passes`` runs the passes as soon as they can.
+2. ``communications`` lists every transfer and every collective of both vocabulary layers, by the moment at
+   which it is *ready*: when its last producer ends.
+3. ``insert`` puts a rank's part in each before the first of its passes that ends after that moment; sends,
+   receives and collectives that are ready at once are in the order of type, stage and microbatch.
 
-1. ``add_sends``: SEND_F and SEND_B right after the pass that produces what they carry.
-2. ``add_receives``: RECV_F and RECV_B one compute pass ahead of their consumer, and in the order of the sends
-   between the same two ranks.
-3. ``add_collectives``: every rank launches every collective of a group, in one order for all ranks.
+On every rank a communication so stands behind the rank's own producer and before its consumer, and the
+programs of all ranks are parts of one list: that of all passes by their ends and all communications by their
+moments. Running that list item by item runs them all, so no program can hang, whatever the real times are,
+and whether a communication holds its stream, its host or its device until all ranks have joined (``hang.py``
+tries each). A rank joins no earlier than that, so that it does not hold receive buffers for long.
 
-The order of collectives, and where a rank launches its part, follow a play of the passes: a collective is
-*ready* when its last producer ends. Sorted by that, on every rank a launch before the first pass that ends
-after it comes behind the rank's own producer, before its consumer, and before anything that could depend
-on it: no deadlock, whatever the real times are. Ranks that produce nothing launch no earlier, so that
-they do not hold receive buffers for long.
-
-Next: ``validate.py``, then ``simulate.py``.
+Next: ``plan.py``, then ``simulate.py``.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .costs import PassCosts, PassTimes
+from .dependencies import starts_together
 from .network import Network, build_network
-from .passes import (
-    INPUT_COLLECTIVES,
-    OUTPUT_COLLECTIVES,
-    RECEIVE_OF,
-    Comm,
-    CommType,
-    Instruction,
-    Pass,
-    PassType,
-)
+from .passes import RECEIVE_OF, Comm, CommType, Instruction, Pass, PassType
 from .replay import Stopped, replay
 from .schedule import Deadlock, Program, Schedule
 
-Rows = Sequence[Sequence[Instruction]]
-
 _SEND = {PassType.F: CommType.SEND_F, PassType.B: CommType.SEND_B}
+_PLACE = {type_: place for place, type_ in enumerate(CommType)}
+_TRANSFERS = frozenset(_PLACE[send] for send in RECEIVE_OF)
 _LEAST_MS = 1e-5  # no pass or transfer is taken to be shorter, so that "after" is never "at the same time"
 
 
@@ -48,38 +40,51 @@ def lower(schedule: Schedule, costs: PassCosts | None = None) -> Program:
 
     Args:
         schedule: a valid schedule, or a forward-only one.
-        costs: decide the order of collectives; ``PassCosts.default`` where nothing is measured. Every rank
+        costs: decide the order of communication; ``PassCosts.default`` where nothing is measured. Every rank
             must be given the same.
 
     Raises:
         Deadlock: if the order of the passes cannot be kept.
     """
-    rows = add_collectives(schedule.ranks, schedule, costs)
-    rows = add_receives(rows, schedule)
-    rows = add_sends(rows, schedule)
-    return tuple(map(tuple, rows))
+    played = play_passes(schedule, costs)
+    return insert(schedule, played, sorted(communications(schedule, played)))
 
 
-def add_sends(rows: Rows, schedule: Schedule) -> list[list[Instruction]]:
-    """Insert SEND_F and SEND_B right after the passes whose results they carry."""
-    away = _leaving(schedule)
-    return [list(_with_sends(row, away)) for row in rows]
+class Communication(NamedTuple):
+    """One communication of all ranks that take part; a tuple, so that sorting gives the global order.
+
+    Attributes:
+        ready_ms: when its last producer ends.
+        place: its type's place among the types; of a transfer, that of its send.
+        stage: of a transfer, where it is sent; 0 for collectives.
+        microbatch: its microbatch.
+        parts: each rank's instruction.
+    """
+
+    ready_ms: float
+    place: int
+    stage: int
+    microbatch: int
+    parts: tuple[Comm, ...]
 
 
-def _with_sends(row: Iterable[Instruction], away: Mapping[PassType, Sequence[bool]]) -> Iterator[Instruction]:
-    for item in row:
-        yield item
-        if isinstance(item, Pass) and item.type in away and away[item.type][item.stage]:
-            yield Comm(_SEND[item.type], item.stage, item.microbatch)
-
-
-def _leaving(schedule: Schedule) -> dict[PassType, list[bool]]:
-    """For F and B and each stage, whether the result goes to another rank."""
+def communications(schedule: Schedule, played: Played) -> Iterator[Communication]:
+    """Every transfer and collective that the schedule's passes need, in no order."""
     stages = range(schedule.layout.num_stages)
-    return {
-        type_: [receive_of(Pass(type_, stage, 0), schedule) is not None for stage in stages]
-        for type_ in _SEND
-    }
+    frames = (Pass(type_, stage, 0) for type_ in _SEND for stage in stages)
+    leaving = {(pass_.type, pass_.stage) for pass_ in frames if receive_of(pass_, schedule) is not None}
+    for row, ends in zip(schedule.ranks, played.ends, strict=True):
+        for pass_, end in zip(row, ends, strict=True):
+            if (pass_.type, pass_.stage) in leaving:
+                send, mb = _SEND[pass_.type], pass_.microbatch
+                receive, step = RECEIVE_OF[send]
+                parts: tuple[Comm, ...] = Comm(send, pass_.stage, mb), Comm(receive, pass_.stage + step, mb)
+                yield Communication(end, _PLACE[send], pass_.stage, mb, parts)
+    for comm, moments in played.ready.items():
+        for mb, ready in enumerate(moments):
+            if ready >= 0.0:
+                parts = tuple(Comm(comm, rank, mb) for rank in range(schedule.p))
+                yield Communication(ready, _PLACE[comm], 0, mb, parts)
 
 
 def receive_of(item: Instruction, schedule: Schedule) -> Comm | None:
@@ -93,59 +98,37 @@ def receive_of(item: Instruction, schedule: Schedule) -> Comm | None:
     return Comm(receive, neighbour, item.microbatch)
 
 
-def add_receives(rows: Rows, schedule: Schedule) -> list[list[Instruction]]:
-    """Insert RECV_F and RECV_B one compute pass ahead of their consumers, earlier where FIFO asks for it."""
-    away = _leaving(schedule)
+def insert(schedule: Schedule, played: Played, order: Iterable[Communication]) -> Program:
+    """Each rank's passes with its parts in the communications of ``order``, which are sorted."""
     ranks = [schedule.layout.rank_of(stage) for stage in range(schedule.layout.num_stages)]
-    earliest = _receive_positions(rows)
-    inserts: list[list[tuple[int, Instruction]]] = [[] for _ in rows]
-    for row in rows:
-        sent: dict[int, list[tuple[int, Comm]]] = {}
-        for item in row:
-            if isinstance(item, Pass) and item.type in away and away[item.type][item.stage]:
-                receive, step = RECEIVE_OF[_SEND[item.type]]
-                stage = item.stage + step
-                position = earliest[item.type].get((stage, item.microbatch))
-                if position is not None:
-                    comm = Comm(receive, stage, item.microbatch)
-                    sent.setdefault(ranks[stage], []).append((position, comm))
-        for target, receives in sent.items():
-            position = len(rows[target])
-            late_first = []
-            for wanted, comm in reversed(receives):
-                position = min(position, wanted)
-                late_first.append((position, comm))
-            inserts[target].extend(reversed(late_first))
-    return [insert(row, where) for row, where in zip(rows, inserts, strict=True)]
+    moments = _moments(schedule, played)
+    out: list[list[Instruction]] = [[] for _ in schedule.ranks]
+    position = [0] * schedule.p
+    for communication in order:
+        is_transfer = communication.place in _TRANSFERS
+        for part in communication.parts:
+            rank = ranks[part.stage] if is_transfer else part.stage
+            passes, when, first = schedule.ranks[rank], moments[rank], position[rank]
+            place = bisect_right(when, communication.ready_ms, lo=first)
+            out[rank] += passes[first:place]
+            out[rank].append(part)
+            position[rank] = place
+    return tuple((*row, *schedule.ranks[rank][position[rank] :]) for rank, row in enumerate(out))
 
 
-def _receive_positions(rows: Rows) -> dict[PassType, dict[tuple[int, int], int]]:
-    """For each F and B, by stage and microbatch, the position on its rank of the pass before it."""
-    positions: dict[PassType, dict[tuple[int, int], int]] = {type_: {} for type_ in _SEND}
-    for row in rows:
-        previous = 0
-        for position, item in enumerate(row):
-            if isinstance(item, Pass):
-                if item.type in _SEND:
-                    positions[item.type][item.stage, item.microbatch] = previous
-                previous = position
-    return positions
-
-
-def add_collectives(
-    rows: Rows, schedule: Schedule, costs: PassCosts | None = None
-) -> list[list[Instruction]]:
-    """Insert the launches of the output and the input group's collectives, each group in one order."""
-    played = play_passes(schedule, costs)
-    out: list[list[Instruction]] = [list(row) for row in rows]
-    for group in (OUTPUT_COLLECTIVES, INPUT_COLLECTIVES):
-        order = collective_order(played, group)
-        for rank, row in enumerate(out):
-            slots = [position for position, item in enumerate(row) if isinstance(item, Pass)] + [len(row)]
-            ends = played.ends[rank]
-            launches = [(slots[bisect_right(ends, at)], Comm(type_, rank, mb)) for at, type_, mb in order]
-            out[rank] = insert(row, launches)
-    return out
+def _moments(schedule: Schedule, played: Played) -> list[list[float]]:
+    """When each pass stands in the global order: at its end; if all ranks run it together, at the first."""
+    moments = [list(ends) for ends in played.ends]
+    together: dict[tuple[PassType, int], list[tuple[int, int]]] = {}
+    for rank, row in enumerate(schedule.ranks):
+        for place, pass_ in enumerate(row):
+            if starts_together(pass_.type, schedule):
+                together.setdefault((pass_.type, pass_.microbatch), []).append((rank, place))
+    for places in together.values():
+        first = min(moments[rank][place] for rank, place in places)
+        for rank, place in places:
+            moments[rank][place] = first
+    return moments
 
 
 @dataclass(frozen=True)
@@ -208,28 +191,3 @@ def _with_arrivals(row: Iterable[int], network: Network, m: int) -> Iterator[int
         if node in network.arrival:
             yield network.arrival[node] * m + mb
         yield item
-
-
-def collective_order(played: Played, group: frozenset[CommType]) -> list[tuple[float, CommType, int]]:
-    """The group's collectives as (ready, type, microbatch), in the order that every rank keeps."""
-    order = [
-        (at, place, mb)
-        for place, type_ in enumerate(CommType)
-        if type_ in group
-        for mb, at in enumerate(played.ready.get(type_, ()))
-        if at >= 0.0
-    ]
-    names = list(CommType)
-    return [(at, names[place], mb) for at, place, mb in sorted(order)]
-
-
-def insert(row: Sequence[Instruction], inserts: Iterable[tuple[int, Instruction]]) -> list[Instruction]:
-    """``row`` with instructions inserted before the given positions, in the given order at each."""
-    before: dict[int, list[Instruction]] = {}
-    for position, item in inserts:
-        before.setdefault(position, []).append(item)
-    out: list[Instruction] = []
-    for position, item in enumerate(row):
-        out += before.get(position, ())
-        out.append(item)
-    return out + before.get(len(row), [])

@@ -59,6 +59,7 @@ POINT_TO_POINT = frozenset({CommType.SEND_F, CommType.RECV_F, CommType.SEND_B, C
 RECEIVE_OF = {CommType.SEND_F: (CommType.RECV_F, 1), CommType.SEND_B: (CommType.RECV_B, -1)}
 OUTPUT_COLLECTIVES = frozenset({CommType.C0, CommType.C1, CommType.C2, CommType.C3})
 INPUT_COLLECTIVES = frozenset({CommType.CI, CommType.CIB})
+COLLECTIVES = OUTPUT_COLLECTIVES | INPUT_COLLECTIVES
 VOCABULARY_PASSES = frozenset({PassType.IF, PassType.S, PassType.S2, PassType.T, PassType.IB})
 
 

@@ -6,12 +6,12 @@ from collections import Counter
 from itertools import zip_longest
 
 from .dependencies import collectives, prerequisites
+from .hang import STRICTEST, find_hangs, runs_in_step
 from .lower import receive_of
 from .numbering import Numbering
-from .passes import POINT_TO_POINT, RECEIVE_OF, Comm, CommType, Pass, PassType
-from .schedule import Deadlock, Program, Schedule, passes_of
-from .simulate import simulate
-from .violations import deadlocked, missing, violation
+from .passes import COLLECTIVES, POINT_TO_POINT, RECEIVE_OF, Comm, CommType, Pass, PassType
+from .schedule import Program, Schedule, ScheduleError, passes_of
+from .violations import grid, missing, violation
 
 
 def expected_communication(schedule: Schedule) -> list[set[Comm]]:
@@ -77,8 +77,9 @@ def check_program_order(numbering: Numbering, program: Program, rank: int) -> No
         seen[number] = 1
 
 
-def check_collective_order(program: Program, group: frozenset[CommType]) -> None:
-    orders = [[item for item in row if item.type in group] for row in program]
+def check_collective_order(program: Program) -> None:
+    """All ranks launch the collectives of both layers in one order, each layer's beside the other's."""
+    orders = [[item for item in row if item.type in COLLECTIVES] for row in program]
     for rank, order in enumerate(orders):
         for first, here in zip(orders[0], order, strict=True):
             if (first.type, first.microbatch) != (here.type, here.microbatch):
@@ -109,9 +110,12 @@ def check_point_to_point_order(schedule: Schedule, program: Program) -> None:
                 raise violation("point-to-point order", program, target, found, reason)
 
 
-def check_program_deadlock(schedule: Schedule, program: Program) -> None:
-    """A program can be run to its end."""
-    try:
-        simulate(schedule, program=program)
-    except Deadlock as deadlock:
-        raise deadlocked(program, deadlock) from deadlock
+def check_hang(schedule: Schedule, program: Program) -> None:
+    """A program runs to its end even where every operation holds its rank until all others have joined."""
+    if not runs_in_step(schedule, program):
+        (circle,) = find_hangs(schedule, program, (STRICTEST,)).values()
+        stands = {wait.rank: program[wait.rank].index(wait.item) for wait in circle}
+        waits = "\n".join(f"  {wait}" for wait in circle)
+        raise ScheduleError(
+            f"hang: these ranks wait for each other:\n{waits}\n{grid(program, circle[0].rank, stands)}"
+        )

@@ -1,63 +1,137 @@
-"""A schedule as JSON and as text, both ways.
+"""Schedules and plans as JSON and as text, both ways.
 
-JSON: ``{"p", "m", "chunks", "algorithm", "placement", "input", "ranks": [[{"op", "mb", "chunk"}, ...]]}``,
-the compute passes of each rank in order. ``chunk`` is the chunk of F, B and W on their rank, 0 for the
-vocabulary passes. Text: one line a rank, passes as ``<stage><type><microbatch>``.
+A schedule: ``{"method", "p", "m", "chunks", "algorithm", "placement", "input", "ranks": [[{"op", "mb",
+"chunk"}, ...]]}``, the compute passes of each rank in order. ``chunk`` is the chunk of F, B and W on their
+rank, 0 for the vocabulary passes. ``method`` may be left out: it tells redis from baseline, whose passes are
+the same.
+
+A plan: ``"program": [["0IF0", "0CI0", ...]]`` in place of ``"ranks"``, each rank's instructions in order,
+with communication; and ``"costs"``, as in a cost file.
+
+Text: one line a rank, passes as ``<stage><type><microbatch>``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeGuard, cast
 
-from .passes import VOCABULARY_PASSES, Pass, PassType, parse
+from .costs import PassCosts
+from .methods import METHODS
+from .passes import VOCABULARY_PASSES, Instruction, Pass, PassType, parse
 from .placement import Placement
-from .schedule import Schedule
+from .plan import Plan
+from .schedule import Program, Schedule, passes_of
 
-_METHODS = {"none": "baseline"}  # baseline and redis have the same passes; the others are named alike
 _PASS_TYPES = {type_.value: type_ for type_ in PassType}
-_ALGORITHMS = ("none", "naive", "vocab-1", "vocab-2", "interlaced")
+_ALGORITHMS = tuple(dict.fromkeys(method.algorithm for method in METHODS.values()))
 
 
 def to_json(schedule: Schedule) -> str:
     """The JSON form, one line a rank."""
+    rows = [json.dumps([_to_dict(pass_, schedule.layout) for pass_ in passes]) for passes in schedule.ranks]
+    return _json(schedule, {}, "ranks", rows)
+
+
+def plan_to_json(plan: Plan) -> str:
+    """The JSON form of a plan, one line a rank."""
+    rows = [json.dumps([str(item) for item in row]) for row in plan.program]
+    return _json(plan.schedule, {"costs": plan.costs.to_dict()}, "program", rows)
+
+
+def _json(schedule: Schedule, more: Mapping[str, Any], name: str, rows: Sequence[str]) -> str:
     head = {
+        "method": schedule.method,
         "p": schedule.p,
         "m": schedule.m,
         "chunks": schedule.chunks,
         "algorithm": schedule.algorithm,
         "placement": schedule.placement,
         "input": schedule.input,
+        **more,
     }
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
-    rows = [json.dumps([_to_dict(pass_, schedule.layout) for pass_ in passes]) for passes in schedule.ranks]
-    return "\n".join(["{", *lines, '  "ranks": [', ",\n".join(f"    {row}" for row in rows), "  ]", "}"])
+    return "\n".join(
+        ["{", *lines, f"  {json.dumps(name)}: [", ",\n".join(f"    {row}" for row in rows), "  ]", "}"]
+    )
 
 
 def from_json(text: str) -> Schedule:
-    """Read the JSON form. Rules are not checked (see ``validate.validate``), words and numbers are.
+    """Read the JSON form of a schedule, or the schedule of a plan.
+
+    Rules are not checked (see ``validate.validate``), words and numbers are.
 
     Raises:
         ValueError: naming the entry that is missing or wrong.
     """
+    return _read(_object(text))[0]
+
+
+def plan_from_json(text: str, costs: PassCosts | None = None) -> Plan:
+    """Read the JSON form of a plan; that of a schedule is lowered.
+
+    Args:
+        text: of either.
+        costs: to lower a schedule with; by default those of ``PassCosts.default``.
+
+    Raises:
+        ScheduleError: if the schedule or the program breaks a rule.
+        ValueError: naming the entry that is missing or wrong.
+    """
+    data = _object(text)
+    schedule, program = _read(data)
+    if program is None:
+        return Plan.of(schedule, costs)
+    planned = data.get("costs")
+    if planned is not None and not isinstance(planned, dict):
+        raise ValueError("schedule: 'costs' must be an object, as in a cost file")
+    return Plan(
+        schedule, PassCosts.default(schedule.p) if planned is None else PassCosts.from_dict(planned), program
+    )
+
+
+def _object(text: str) -> dict[str, Any]:
     try:
         data = json.loads(text)
     except ValueError as error:
         raise ValueError(f"the schedule is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise ValueError("the schedule must be one JSON object")
+    return data
+
+
+def _read(data: Mapping[str, Any]) -> tuple[Schedule, Program | None]:
+    """The schedule, and the program if there is one."""
     p, m, chunks = (_count(data, key) for key in ("p", "m", "chunks"))
     algorithm = _word(data, "algorithm", _ALGORITHMS)
     placement = _word(data, "placement", ("standard", "vshape"))
     input_ = _word(data, "input", ("parallel", "local"))
-    rows = data.get("ranks")
+    name = "program" if "program" in data else "ranks"
+    rows = data.get(name)
     if not isinstance(rows, list) or len(rows) != p or not all(isinstance(row, list) for row in rows):
-        raise ValueError(f"schedule: 'ranks' must hold a list of passes for each of the {p} ranks")
-    layout = Placement(p, chunks, cast(Any, placement))
-    ranks = tuple(tuple(_from_dict(item, rank, layout) for item in row) for rank, row in enumerate(rows))
-    method = _METHODS.get(algorithm, algorithm)
-    return Schedule(method, p, m, chunks, algorithm, cast(Any, placement), cast(Any, input_), ranks)
+        raise ValueError(f"schedule: {name!r} must hold a list of passes for each of the {p} ranks")
+    methods = tuple(name for name, method in METHODS.items() if method.algorithm == algorithm)
+    method = _word(data, "method", methods) if "method" in data else methods[0]
+    frame = Schedule(method, p, m, chunks, algorithm, cast(Any, placement), cast(Any, input_))
+    if name == "ranks":
+        ranks = (tuple(_from_dict(item, rank, frame.layout) for item in row) for rank, row in enumerate(rows))
+        return replace(frame, ranks=tuple(ranks)), None
+    program = tuple(tuple(_from_text(word, rank, frame) for word in row) for rank, row in enumerate(rows))
+    return replace(frame, ranks=tuple(map(passes_of, program))), program
+
+
+def _from_text(word: object, rank: int, frame: Schedule) -> Instruction:
+    if not isinstance(word, str):
+        raise ValueError(f'schedule, rank {rank}: {word!r} is not an instruction; give text such as "2S5"')
+    item = parse(word)
+    if item.stage >= frame.layout.num_stages or item.microbatch >= frame.m:
+        raise ValueError(
+            f"schedule, rank {rank}: {word!r}, but stages end at {frame.layout.last_stage} and microbatches "
+            f"at {frame.m - 1}"
+        )
+    return item
 
 
 def ranks_from_text(text: str) -> tuple[tuple[Pass, ...], ...]:

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from .costs import PassCosts, PassTimes
+from .costs import PassTimes
 from .critical_path import Step, critical_path
 from .events import NOTHING, Events, run_events
-from .lower import lower
 from .memory import (
     EMBEDDED_INPUTS,
     INPUT_GRADIENTS,
@@ -27,7 +26,8 @@ from .memory import (
 )
 from .passes import Comm, CommType, Instruction, Pass
 from .peaks import peak_activations
-from .schedule import Program, Schedule
+from .plan import Plan
+from .schedule import Schedule
 
 TAIL = "end"  # a rank's idle time after its last pass
 
@@ -149,23 +149,15 @@ class Simulation:
         return tuple(most_alive(alive[buffer]) for alive in self.alive)
 
 
-def simulate(
-    schedule: Schedule, costs: PassCosts | None = None, program: Program | None = None
-) -> Simulation:
-    """Run ``program``, by default ``lower(schedule, costs)``, with the times of ``costs``.
+def simulate(plan: Plan, times: PassTimes | None = None) -> Simulation:
+    """Run a plan's program.
+
+    Args:
+        plan: what to run.
+        times: of its passes and transfers; by default those that it was planned with.
 
     Raises:
-        Deadlock: naming for the first stuck rank the instruction and what it waits for.
+        ValueError: if the plan's costs do not fit its schedule.
     """
-    costs = costs or PassCosts.default(schedule.p)
-    program = program or lower(schedule, costs)
-    return simulate_times(schedule, PassTimes.of(costs, schedule), program)
-
-
-def simulate_times(schedule: Schedule, times: PassTimes, program: Program | None = None) -> Simulation:
-    """Run ``program``, by default ``lower(schedule)``, with times that were read for this very schedule.
-
-    Raises:
-        Deadlock: as ``simulate``.
-    """
-    return Simulation(schedule, run_events(schedule, times, program or lower(schedule)))
+    times = times or PassTimes.of(plan.costs, plan.schedule)
+    return Simulation(plan.schedule, run_events(plan.schedule, times, plan.program))

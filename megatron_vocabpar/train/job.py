@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vocabpar.schedule.families import SEARCH
-from megatron_vocabpar.schedule.schedule import Schedule
-from megatron_vocabpar.schedule.serialize import to_json
+from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.serialize import plan_to_json
 from megatron_vocabpar.train.check import check, resolve_device
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.launch import WORKER_MODULE, launch
@@ -29,7 +29,7 @@ from megatron_vocabpar.train.output import (
 )
 from megatron_vocabpar.train.prepare import DataFiles, InspectDataset, WriteDataset, prepare
 from megatron_vocabpar.train.report import write_report
-from megatron_vocabpar.train.schedules import describe, plan_schedule
+from megatron_vocabpar.train.schedules import describe, plan_method
 
 Say = Callable[[str], None]
 
@@ -49,12 +49,12 @@ class JobPlan:
     Attributes:
         config: the job, its device decided.
         files: the prepared data.
-        schedules: of the methods that are still to be trained, in order.
+        plans: of the methods that are still to be trained, in order.
     """
 
     config: TrainConfig
     files: DataFiles
-    schedules: Mapping[str, Schedule]
+    plans: Mapping[str, Plan]
 
 
 def run_job(config: TrainConfig, data: DataFunctions, say: Say, worker_module: str = WORKER_MODULE) -> None:
@@ -74,7 +74,7 @@ def run_job(config: TrainConfig, data: DataFunctions, say: Say, worker_module: s
     config = plan.config
     open_output(config)
     for method in config.methods:
-        if method not in plan.schedules:
+        if method not in plan.plans:
             say(f"{method} has done its {config.steps} steps")
             continue
         path = open_job_method(plan, method)
@@ -91,27 +91,27 @@ def plan_job(config: TrainConfig, data: DataFunctions, say: Say) -> JobPlan:
     """
     check(config)
     config = dataclasses.replace(config, device=resolve_device(config))
-    schedules = {}
+    plans = {}
     for method in config.methods:
         if finished(config, method):
             continue
         if config.family == SEARCH:
             say(f"searching for a schedule of {method}")
-        schedules[method] = plan_schedule(config, method)
-        say(f"schedule of {method}: {describe(schedules[method], config.family)}")
+        plans[method] = plan_method(config, method)
+        say(f"schedule of {method}: {describe(plans[method].schedule, config.family)}")
     files = prepare(config, data.write, data.inspect, say)
     say(f"data: {files.name}, {files.train_tokens:,} tokens ({files.valid_tokens:,} more for evaluation)")
-    return JobPlan(config, files, schedules)
+    return JobPlan(config, files, plans)
 
 
 def open_job_method(plan: JobPlan, method: str) -> Path:
     """Create the folder of one method, with what its workers read; returns its ``config.json``."""
     path = open_method(method_config(plan.config, method))
-    write_inputs(path.parent, plan.files, plan.schedules[method])
+    write_inputs(path.parent, plan.files, plan.plans[method])
     return path
 
 
-def write_inputs(folder: Path, files: DataFiles, schedule: Schedule) -> None:
+def write_inputs(folder: Path, files: DataFiles, plan: Plan) -> None:
     """Write what the workers of one method read beside their configuration into the method's folder."""
     (folder / DATA_FILE).write_text(files.to_json())
-    (folder / SCHEDULE_DATA_FILE).write_text(to_json(schedule) + "\n")
+    (folder / SCHEDULE_DATA_FILE).write_text(plan_to_json(plan) + "\n")

@@ -15,8 +15,8 @@ from megatron_vocabpar.schedule.draw import (
     planned_chart,
     svg_of,
 )
-from megatron_vocabpar.schedule.schedule import Schedule
-from megatron_vocabpar.schedule.simulate import simulate_times
+from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.train.output import (
     SCHEDULE_FILE,
     TIMELINE_FILE,
@@ -27,7 +27,7 @@ from megatron_vocabpar.train.output import (
 _PAGE_WIDTH = 950.0  # pixels of time: a page shows pictures no wider than itself
 
 
-def write_pictures(folder: Path, schedule: Schedule, trace: Mapping[str, Any]) -> None:
+def write_pictures(folder: Path, plan: Plan, trace: Mapping[str, Any]) -> None:
     """Write the schedule, the measured timeline, and the two below each other.
 
     The plan is drawn with the times that were measured: what differs below is waiting, communication and
@@ -35,13 +35,14 @@ def write_pictures(folder: Path, schedule: Schedule, trace: Mapping[str, Any]) -
 
     Args:
         folder: of one method.
-        schedule: what ran.
+        plan: what ran.
         trace: of the last step, as ``runtime.profile.trace_events`` makes it.
     """
-    (folder / SCHEDULE_FILE).write_text(draw_svg(schedule), encoding="utf-8")
+    schedule = plan.schedule
+    (folder / SCHEDULE_FILE).write_text(draw_svg(simulate(plan)), encoding="utf-8")
     (folder / TIMELINE_FILE).write_text(json.dumps(trace), encoding="utf-8")
     measured = measured_chart(trace, schedule, f"{schedule.method}, measured")
-    simulation = simulate_times(schedule, measured_times(measured, schedule))
-    charts = [planned_chart(schedule, simulation, title=f"{schedule.method}, planned"), measured]
+    simulation = simulate(plan, measured_times(measured, schedule))
+    charts = [planned_chart(simulation, title=f"{schedule.method}, planned"), measured]
     (folder / TIMELINE_PICTURE_FILE).write_text(svg_of(charts, _PAGE_WIDTH), encoding="utf-8")
     (folder / TIMELINE_PAGE_FILE).write_text(draw_html(charts), encoding="utf-8")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.families import SEARCH, Family, families
-from megatron_vocabpar.schedule.generate import generate
+from megatron_vocabpar.schedule.generate import make_plan
 from megatron_vocabpar.schedule.peaks import peak_activations
+from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.schedule.search import search
 from megatron_vocabpar.train.config import TrainConfig
@@ -58,8 +59,8 @@ def check_schedules(config: TrainConfig) -> None:
         _fitting(config, method)
 
 
-def plan_schedule(config: TrainConfig, method: str) -> Schedule:
-    """The schedule of one method: of the named family, or the fastest of all that fit.
+def plan_method(config: TrainConfig, method: str) -> Plan:
+    """The plan of one method: of the named family, or the fastest of all that fit.
 
     Raises:
         ValueError: if no family fits, or the file of ``--costs`` is not one of this job.
@@ -68,8 +69,9 @@ def plan_schedule(config: TrainConfig, method: str) -> Schedule:
     costs = None if config.costs is None else PassCosts.load(config.costs)
     p, m, chunks, cap = config.pp, config.microbatches, config.chunks, config.max_activations
     if config.family == SEARCH:
-        return search(method, p, m, among=fitting, chunks=chunks, costs=costs, max_activations=cap)
-    return generate(method, p, m, family=fitting[0], chunks=chunks, costs=costs, max_activations=cap)
+        found = search(method, p, m, among=fitting, chunks=chunks, costs=costs, max_activations=cap)
+        return Plan.of(found, costs)
+    return make_plan(method, p, m, family=fitting[0], chunks=chunks, costs=costs, max_activations=cap)
 
 
 def _fitting(config: TrainConfig, method: str) -> list[Family]:

@@ -84,7 +84,7 @@ def _make_plan(config: TrainConfig, data: DataFunctions, say: Say, store: Any) -
         store.set(_PLAN, "null")
         raise
     open_output(planned.config)
-    paths = [str(open_job_method(planned, method)) for method in planned.schedules]
+    paths = [str(open_job_method(planned, method)) for method in planned.plans]
     plan = _Plan(paths, tempfile.mkdtemp(prefix="vocabpar-"))
     store.set(_PLAN, json.dumps([plan.config_paths, plan.records]))
     return plan

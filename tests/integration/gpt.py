@@ -31,6 +31,7 @@ from megatron_vocabpar.integration.weights import global_parameters, initialise_
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.passes import Pass, PassType
 from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.schedule import Schedule
 
 
@@ -254,7 +255,7 @@ def train(
                 case.method,
                 vocab_groups(),
                 torch.device("cpu"),
-                make_schedule=schedule_maker(case),
+                make_plan=plan_maker(case),
                 output_options=case.output_options,
             )
         )
@@ -322,11 +323,11 @@ def parallel_groups(case: Case) -> Iterator[None]:
         parallel_state.destroy_model_parallel()
 
 
-def schedule_maker(case: Case) -> Callable[[int], Schedule] | None:
-    """How the case's schedules are made; ``sequential`` is one microbatch after the other, W split off."""
+def plan_maker(case: Case) -> Callable[[int], Plan] | None:
+    """How the case's plans are made; ``sequential`` is one microbatch after the other, W split off."""
     if isinstance(case.schedule, Schedule):
-        return {case.m: case.schedule}.__getitem__
-    return partial(sequential, case) if case.schedule == "sequential" else None
+        return {case.m: Plan.of(case.schedule)}.__getitem__
+    return (lambda m: Plan.of(sequential(case, m))) if case.schedule == "sequential" else None
 
 
 def case_of(schedule: Schedule, **options: Any) -> Case:

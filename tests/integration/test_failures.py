@@ -13,7 +13,7 @@ from megatron_vocabpar.train.job import write_inputs
 from megatron_vocabpar.train.launch import launch
 from megatron_vocabpar.train.output import LOG_FOLDER, method_config, open_method
 from megatron_vocabpar.train.prepare import prepare
-from megatron_vocabpar.train.schedules import plan_schedule
+from megatron_vocabpar.train.schedules import plan_method
 from tests.integration.gpt import Case, train
 from tests.spawn import run_ranks
 
@@ -57,7 +57,7 @@ def test_failing_rank_is_named(
     )  # fmt: skip
     config_path = open_method(method_config(config, "vocab-2"))
     files = prepare(config, write_dataset, inspect_dataset)
-    write_inputs(config_path.parent, files, plan_schedule(config, config.method))
+    write_inputs(config_path.parent, files, plan_method(config, config.method))
     with pytest.raises(TrainingFailed, match=message):
         launch(config_path, 2, config_path.parent / LOG_FOLDER, "tests.integration.failing_worker")
 

@@ -24,7 +24,7 @@ from megatron_vocabpar.schedule.serialize import from_json
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.job import write_inputs
 from megatron_vocabpar.train.prepare import prepare
-from megatron_vocabpar.train.schedules import plan_schedule
+from megatron_vocabpar.train.schedules import plan_method
 from tests.integration.gpt import unwrap
 from tests.spawn import run_ranks
 
@@ -67,7 +67,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 def open_job(config: TrainConfig, folder: Path, **changes: object) -> TrainConfig:
     job = dataclasses.replace(config, output=str(folder), **changes)
     folder.mkdir(parents=True, exist_ok=True)
-    write_inputs(folder, prepare(job, write_dataset, inspect_dataset), plan_schedule(job, job.method))
+    write_inputs(folder, prepare(job, write_dataset, inspect_dataset), plan_method(job, job.method))
     return job
 
 

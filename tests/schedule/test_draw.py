@@ -31,18 +31,19 @@ from megatron_vocabpar.schedule.draw import (
 )
 from megatron_vocabpar.schedule.draw.style import STYLES, shade
 from megatron_vocabpar.schedule.generate import generate
-from megatron_vocabpar.schedule.lower import lower
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.passes import parse
-from megatron_vocabpar.schedule.simulate import simulate, simulate_times
+from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.simulate import simulate
 
 from .random_schedules import SHAPES, Shape, random_schedule
+from .simulated import simulated
 
 UNIT = PassCosts(1.0, 1.0, 1.0)
 
 
 def test_text_of_one_forward_one_backward() -> None:
-    lines = draw_text(generate("baseline", 2, 2), UNIT, width=100).splitlines()
+    lines = draw_text(simulated(generate("baseline", 2, 2), UNIT), width=100).splitlines()
     dot = "\N{MIDDLE DOT}"
     assert lines[1] == f"0| F0{dot}{dot}F1{dot}{dot}        B0{dot * 6}    B1{dot * 6}"
     assert lines[2] == f"1|     F0{dot}{dot}B0{dot * 6}F1{dot}{dot}B1{dot * 6}"
@@ -50,7 +51,7 @@ def test_text_of_one_forward_one_backward() -> None:
 
 def test_text_of_odd_chunks_is_small() -> None:
     schedule = random_schedule(Shape("vocab-2", 2, 2, 2, "vshape", True), 1)
-    lines = draw_text(schedule, width=1000).splitlines()
+    lines = draw_text(simulated(schedule), width=1000).splitlines()
     for line, passes in zip(lines[1:3], schedule.ranks, strict=True):
         letters = re.findall("[FBWfbw]", line)
         names = [(p.type.value, p.stage) for p in passes if p.type.value in "FBW"]
@@ -61,7 +62,7 @@ def test_text_of_odd_chunks_is_small() -> None:
 @pytest.mark.parametrize("width", [40, 77, 160])
 def test_text_in_panels_loses_nothing(width: int) -> None:
     schedule = generate("vocab-2", 4, 6)
-    panels = draw_text(schedule, width=width).split("\n\n")[:-1]
+    panels = draw_text(simulated(schedule), width=width).split("\n\n")[:-1]
     rows = ["".join(panel.splitlines()[1 + rank][3:].ljust(width) for panel in panels) for rank in range(4)]
     for row, passes in zip(rows, schedule.ranks, strict=True):
         assert len(re.findall("[FBSTio]", row)) == len(passes)
@@ -70,7 +71,7 @@ def test_text_in_panels_loses_nothing(width: int) -> None:
 
 def test_colour_changes_only_colours() -> None:
     schedule = generate("naive", 2, 3)
-    plain, coloured = draw_text(schedule), draw_text(schedule, colour=True)
+    plain, coloured = draw_text(simulated(schedule)), draw_text(simulated(schedule), colour=True)
     bare = re.sub("\x1b\\[[0-9;]*m", "", coloured)
     assert bare.split() == plain.replace("\N{MIDDLE DOT}", " ").split()
 
@@ -78,7 +79,7 @@ def test_colour_changes_only_colours() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_svg_is_well_formed_and_has_every_pass(method: str) -> None:
     schedule = generate(method, 3, 5)
-    root = ElementTree.fromstring(draw_svg(schedule))
+    root = ElementTree.fromstring(draw_svg(simulated(schedule)))
     titles = [element.text or "" for element in root.iter() if element.tag.endswith("title")]
     passes = {str(pass_) for row in schedule.ranks for pass_ in row}
     assert {title.split(":")[0] for title in titles} == passes
@@ -86,7 +87,7 @@ def test_svg_is_well_formed_and_has_every_pass(method: str) -> None:
 
 def test_svg_widths_are_times() -> None:
     schedule = generate("baseline", 2, 2)
-    root = ElementTree.fromstring(draw_svg(schedule, PassCosts(10.0, 15.0, 5.0)))
+    root = ElementTree.fromstring(draw_svg(simulated(schedule, PassCosts(10.0, 15.0, 5.0))))
     widths: dict[str, float] = {}
     for element in root.iter():
         for child in element:
@@ -97,7 +98,7 @@ def test_svg_widths_are_times() -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (32, 64)])
 def test_svg_stays_within_its_own_frame(p: int, m: int) -> None:
-    root = ElementTree.fromstring(draw_svg(generate("vocab-2", p, m)))
+    root = ElementTree.fromstring(draw_svg(simulated(generate("vocab-2", p, m))))
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
     for element in root.iter():
         if element.tag.endswith("rect"):
@@ -109,8 +110,8 @@ def test_svg_stays_within_its_own_frame(p: int, m: int) -> None:
 
 def test_trace_has_every_pass_and_barrier_on_its_row() -> None:
     schedule = generate("vocab-1", 2, 3)
-    result = simulate(schedule)
-    events = json.loads(draw_trace(schedule, simulation=result))["traceEvents"]
+    result = simulated(schedule)
+    events = json.loads(draw_trace(result))["traceEvents"]
     rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     spans = {event["name"]: event for event in events if event["ph"] == "X"}
     for pass_, (start, end) in result.passes.items():
@@ -139,8 +140,8 @@ def data_of(page: str) -> dict[str, Any]:
 @pytest.mark.parametrize("shape", [Shape("vocab-2", 3, 4), Shape("vocab-1", 2, 3, 2, "vshape", True)])
 def test_a_page_holds_every_pass_and_collective(shape: Shape) -> None:
     schedule = random_schedule(shape, 3)
-    result = simulate(schedule)
-    page = draw_html([planned_chart(schedule, result)], title="a < b")
+    result = simulated(schedule)
+    page = draw_html([planned_chart(result)], title="a < b")
     assert "<title>a &lt; b</title>" in page
     data = data_of(page)
     names = [t["name"] for t in (*data["types"], *data["comms"])]
@@ -162,7 +163,7 @@ def test_a_page_holds_every_pass_and_collective(shape: Shape) -> None:
 
 def test_a_page_says_what_passes_waited_for() -> None:
     schedule = generate("vocab-2", 2, 1)
-    chart = planned_chart(schedule, simulate(schedule))
+    chart = planned_chart(simulated(schedule))
     waited = {str(bar.item): bar.waited_for for row in chart.rows for bar in row.passes}
     assert waited["0F0"] == "0CI0"
     assert waited["1F0"] == "1RECV_F0"
@@ -173,15 +174,15 @@ def test_a_page_says_what_passes_waited_for() -> None:
 
 def test_a_page_needs_no_network() -> None:
     schedule = generate("baseline", 2, 2)
-    page = draw_html([planned_chart(schedule, simulate(schedule))])
+    page = draw_html([planned_chart(simulated(schedule))])
     assert re.findall(r"https?:|src=|href=|@[A-Z]+@", page) == []
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_the_script_of_a_page_finds_bars_and_describes_them(tmp_path: Path) -> None:
     schedule = generate("vocab-2", 3, 5)
-    result = simulate(schedule)
-    chart = planned_chart(schedule, result)
+    result = simulated(schedule)
+    chart = planned_chart(result)
     (tmp_path / "data.json").write_text(json.dumps(data_of(draw_html([chart]))))
     script = resources.files("megatron_vocabpar.schedule.draw") / "viewer.js"
     (tmp_path / "viewer.js").write_text(script.read_text())
@@ -223,7 +224,7 @@ def test_the_script_of_a_page_finds_bars_and_describes_them(tmp_path: Path) -> N
 
 def test_png_and_pdf() -> None:
     schedule = generate("vocab-2", 2, 3)
-    charts = [planned_chart(schedule, simulate(schedule))]
+    charts = [planned_chart(simulated(schedule))]
     root = ElementTree.fromstring(svg_of(charts))
     with Image.open(io.BytesIO(draw_image(charts, "png"))) as picture:
         assert picture.size == (2 * int(root.attrib["width"]), 2 * int(root.attrib["height"]))
@@ -239,7 +240,7 @@ def test_png_without_matplotlib_names_the_remedy(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     schedule = generate("baseline", 1, 1)
     with pytest.raises(ValueError, match=r"png pictures need matplotlib.*'megatron-vocabpar\[draw\]'"):
-        draw_image([planned_chart(schedule, simulate(schedule))], "png")
+        draw_image([planned_chart(simulated(schedule))], "png")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -249,17 +250,17 @@ def test_a_trace_reads_back_as_a_measured_chart(shape: Shape) -> None:
     ms = {f"{name}_ms": float(k) for k, name in enumerate(["S", "S2", "T"], 2)}
     ms["T_ms"] *= shape.algorithm != "interlaced"
     costs = PassCosts(10.0, (9.0,) * shape.p, 8.0, 1.0, 2.0, {shape.algorithm: ms}, 0.0, 0.5, 0.25)
-    result = simulate(schedule, costs)
-    trace = json.loads(draw_trace(schedule, simulation=result))
+    result = simulated(schedule, costs)
+    trace = json.loads(draw_trace(result))
     chart = measured_chart(trace, schedule, "measured")
-    planned = planned_chart(schedule, result)
+    planned = planned_chart(result)
     assert [row.label for row in chart.rows] == [row.label for row in planned.rows]
     for found, expected in zip(chart.rows, planned.rows, strict=True):
         for lane in ("passes", "output", "input"):
             bars, wanted = getattr(found, lane), getattr(expected, lane)
             assert [bar.item for bar in bars] == [bar.item for bar in wanted]
             assert [bar.start_ms for bar in bars] == pytest.approx([bar.start_ms for bar in wanted], abs=0.01)
-    again = simulate_times(schedule, measured_times(chart, schedule), lower(schedule, costs))
+    again = simulate(Plan.of(schedule, costs), measured_times(chart, schedule))
     assert again.iteration_ms == pytest.approx(result.iteration_ms, abs=0.05)
 
 
@@ -315,7 +316,7 @@ def test_a_pass_that_was_not_measured_is_named() -> None:
 
 
 def test_charts_below_each_other_share_one_time_axis() -> None:
-    charts = [planned_chart(s, simulate(s)) for s in (generate("vocab-1", 2, 3), generate("vocab-2", 2, 4))]
+    charts = [planned_chart(simulated(s)) for s in (generate("vocab-1", 2, 3), generate("vocab-2", 2, 4))]
     root = ElementTree.fromstring(svg_of(charts, widest=800.0))
     assert float(root.attrib["width"]) < 900
     grounds = [e for e in root.iter() if e.tag.endswith("rect") and e.attrib["fill"] == "#f3f3f3"]

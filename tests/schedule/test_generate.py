@@ -16,10 +16,11 @@ from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.lower import lower
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.serialize import to_json
-from megatron_vocabpar.schedule.simulate import Simulation, simulate
+from megatron_vocabpar.schedule.simulate import Simulation
 from megatron_vocabpar.schedule.validate import validate, validate_program
 
 from . import reference
+from .simulated import simulated
 
 GOLDEN = Path(__file__).parent / "golden"
 PARALLEL = ("naive", "vocab-1", "vocab-2", "interlaced")
@@ -164,7 +165,7 @@ def in_the_papers_setting(method: str, p: int, family: str = "1f1b", cap: float 
     """V = 256k, sequence length 2048, 128 microbatches."""
     setting = PassCosts.paper(p)
     schedule = generate(method, p, 128, family=family, costs=setting, max_activations=cap)
-    return simulate(schedule, setting)
+    return simulated(schedule, setting)
 
 
 def scalars(setting: PassCosts) -> dict[str, float]:
@@ -258,7 +259,7 @@ FEW = {
 @pytest.mark.parametrize("position", range(4))
 def test_few_microbatches(family: str, cap: int, position: int) -> None:
     setting, m = PassCosts.paper(8), 8 * 2**position
-    result = simulate(generate("vocab-2", 8, m, family=family, costs=setting, max_activations=cap), setting)
+    result = simulated(generate("vocab-2", 8, m, family=family, costs=setting, max_activations=cap), setting)
     relative = result.iteration_ms / (m * sum(scalars(setting).values()))
     print(family, m, round(relative, 4))
     assert relative <= FEW[family, cap][position] * 1.01

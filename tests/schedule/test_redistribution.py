@@ -13,7 +13,8 @@ from megatron_vocabpar.schedule.redistribution import (
     redistribute_by_flops,
     with_final_stage,
 )
-from megatron_vocabpar.schedule.simulate import simulate
+
+from .simulated import simulated
 
 
 @pytest.mark.parametrize("last", [0.0, 0.7, 2.4, 10.0])
@@ -91,7 +92,7 @@ def test_a_schedule_is_timed_with_the_layers_of_each_stage() -> None:
     extra = {"F_ms": 10.0, "B_ms": 10.0, "W_ms": 10.0}
     even = PassCosts(10.0, 10.0, 10.0, last_rank_extra=extra)
     split = PassCosts(10.0, 10.0, 10.0, last_rank_extra=extra, layers_per_stage=megatron_split(16, 4, last=1))
-    ms = [simulate(generate("baseline", 4, 64, costs=costs), costs).iteration_ms for costs in (even, split)]
+    ms = [simulated(generate("baseline", 4, 64, costs=costs), costs).iteration_ms for costs in (even, split)]
     assert ms[0] / 64 == pytest.approx(60.0, rel=0.1)  # 30 of the layers, 30 of the output layer
     assert ms[1] / 64 == pytest.approx(37.5, rel=0.1)  # 30 * 5 / 4, and 30 * 1 / 4 + 30
 

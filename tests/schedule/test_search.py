@@ -14,8 +14,9 @@ from megatron_vocabpar.schedule.methods import method_named
 from megatron_vocabpar.schedule.peaks import claimed_peak, peak_activations
 from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.schedule.search import search
-from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.validate import validate
+
+from .simulated import simulated
 
 DOCS = Path(__file__).parents[2] / "docs" / "schedules.md"
 
@@ -48,7 +49,7 @@ FEW = 200_000  # passes: enough for a test
 
 
 def milliseconds(schedule: Schedule, costs: PassCosts) -> float:
-    return simulate(schedule, costs).iteration_ms
+    return simulated(schedule, costs).iteration_ms
 
 
 @pytest.mark.parametrize("cap", [1.5, 3.0, 5.0])

@@ -9,19 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vocabpar.schedule.costs import PassCosts
+from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.critical_path import time_by_rank, time_by_type
+from megatron_vocabpar.schedule.events import run_events
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.lower import lower, play_passes
 from megatron_vocabpar.schedule.memory import BUFFERS, BufferSizes, memory_curve, peak_memory
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, parse
+from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.schedule import Deadlock, Schedule
 from megatron_vocabpar.schedule.serialize import from_json, ranks_from_text, to_json
 from megatron_vocabpar.schedule.simulate import simulate
 
 from . import reference, reference_queues
 from .random_schedules import SHAPES, Shape, random_data, random_schedule
+from .simulated import simulated
 
 COSTS = PassCosts(
     F_ms=10.0,
@@ -42,7 +45,7 @@ COSTS = PassCosts(
 
 
 def test_one_microbatch_by_hand() -> None:
-    result = simulate(generate("vocab-2", 2, 1), COSTS)
+    result = simulated(generate("vocab-2", 2, 1), COSTS)
     starts = {
         "0IF0": 0.0,
         "0F0": 1.75,  # after CI
@@ -64,7 +67,7 @@ def test_one_microbatch_by_hand() -> None:
 
 
 def test_interlaced_stops_all_ranks_for_the_output_layer() -> None:
-    result = simulate(generate("interlaced", 3, 5), COSTS)
+    result = simulated(generate("interlaced", 3, 5), COSTS)
     for mb in range(5):
         times = {result.passes[parse(f"{rank}S{mb}")] for rank in range(3)}
         assert len(times) == 1
@@ -88,7 +91,7 @@ def test_equals_an_independent_simulation_without_latency(method: str, p: int, m
         ms["S"] = 7.5
     start = reference.starts(json.loads(to_json(schedule)), ms, 0.0)
     assert start is not None
-    found = simulate(schedule, costs).passes
+    found = simulated(schedule, costs).passes
     expected = {
         parse(f"{place}{op}{'.' if op == 'S2' else ''}{mb}"): at for (op, place, mb), at in start.items()
     }
@@ -99,7 +102,7 @@ def test_the_queue_of_a_group_delays_collectives() -> None:
     """With collectives that take 50 ms, a microbatch's three or more must follow each other in the queue."""
     slow = PassCosts(10.0, 12.0, 8.0, 1.0, 1.0, COSTS.methods, 0.5, 50.0, 50.0)
     schedule = generate("vocab-1", 2, 6)
-    result = simulate(schedule, slow)
+    result = simulated(schedule, slow)
     for names in (("C0", "C1", "C2"), ("CI", "CIB")):
         busy = sorted(
             times for comm, times in result.comms.items() if comm.type.value in names and comm.stage == 0
@@ -121,7 +124,7 @@ def test_any_order_of_any_shape_equals_an_independent_simulation(shape: Shape, s
         ms["B"] += ms["W"]
     start = reference.starts(data, ms | {name: ms[name] / shape.chunks for name in "FBW"}, 0.0)
     assert start is not None
-    result = simulate(from_json(json.dumps(data)), costs)
+    result = simulated(from_json(json.dumps(data)), costs)
     names = {f"{place}{op}{'.' if op == 'S2' else ''}{mb}": at for (op, place, mb), at in start.items()}
     assert {str(p): times[0] for p, times in result.passes.items()} == pytest.approx(names)
 
@@ -144,7 +147,7 @@ def test_queues_equal_an_independent_simulation(shape: Shape, seed: int, p2p: in
     schedule = random_schedule(shape, seed)
     program = lower(schedule, costs)
     expected = reference_queues.ends([list(map(str, row)) for row in program], shape, ms)
-    result = simulate(schedule, costs, program)
+    result = simulate(Plan(schedule, costs, program))
     found = {str(item): end for item, (_, end) in (*result.passes.items(), *result.comms.items())}
     assert found == pytest.approx(expected)
 
@@ -153,7 +156,7 @@ def test_queues_equal_an_independent_simulation(shape: Shape, seed: int, p2p: in
 @given(st.sampled_from(SHAPES), st.integers(0, 10**6), st.floats(0.0, 30.0))
 def test_the_critical_path_has_no_gap_and_idle_time_adds_up(shape: Shape, seed: int, comm: float) -> None:
     costs = PassCosts(10.0, 12.0, 8.0, 1.0, 1.0, COSTS.methods, comm, comm / 2, comm / 3)
-    result = simulate(random_schedule(shape, seed), costs)
+    result = simulated(random_schedule(shape, seed), costs)
     path = result.critical_path
     assert path[0].start_ms == 0.0
     assert path[-1].end_ms == result.iteration_ms
@@ -168,11 +171,11 @@ def test_the_critical_path_has_no_gap_and_idle_time_adds_up(shape: Shape, seed: 
 def test_a_longer_step_of_the_critical_path_makes_the_iteration_longer() -> None:
     """By at least as much as the path says, for every rank's forward passes."""
     schedule = generate("vocab-2", 4, 8)
-    base = simulate(schedule, COSTS)
+    base = simulated(schedule, COSTS)
     for rank in range(4):
         slower = replace(COSTS, F_ms=tuple(10.0 + 1e-6 * (k == rank) for k in range(4)))
         steps = [s for s in base.critical_path if s.rank == rank and str(s.item).startswith(f"{rank}F")]
-        gained = simulate(schedule, slower, lower(schedule, COSTS)).iteration_ms - base.iteration_ms
+        gained = simulated(schedule, COSTS, slower).iteration_ms - base.iteration_ms
         assert gained >= 1e-6 * len(steps) - 1e-9
 
 
@@ -188,7 +191,7 @@ def test_transfers_of_one_link_follow_each_other() -> None:
             "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1",
         )
     )
-    result = simulate(schedule, PassCosts(10.0, 1.0, 0.0, p2p_ms=15.0), program)
+    result = simulate(Plan(schedule, PassCosts(10.0, 1.0, 0.0, p2p_ms=15.0), program))
     assert result.comms[Comm(CommType.RECV_F, 1, 0)] == (10.0, 25.0)
     assert result.comms[Comm(CommType.RECV_F, 1, 1)] == (25.0, 40.0)  # sent at 20
     assert result.comms[Comm(CommType.RECV_B, 0, 0)] == (51.0, 66.0)
@@ -204,7 +207,7 @@ def test_buffers_by_hand() -> None:
     """One rank, two microbatches, W split off and late; IF and IB around."""
     rows = ranks_from_text("0IF0 0IF1 0F0 0F1 0S0 0S1 0B0 0B1 0T0 0T1 0W0 0W1 0IB0 0IB1")
     schedule = Schedule("vocab-2", 1, 2, 1, "vocab-2", "standard", "parallel", rows)
-    result = simulate(schedule, COSTS)
+    result = simulated(schedule, COSTS)
     assert result.peak_activations == (2.0,)
     assert result.peak_weight_inputs == (2.0,)
     assert result.peak_softmax_shards == result.peak_embedded_inputs == result.peak_input_gradients == (2,)
@@ -250,9 +253,9 @@ def test_bad_sizes(data: dict[str, object], message: str) -> None:
 
 def test_large_schedules_are_simulated_in_time() -> None:
     schedule = generate("vocab-2", 32, 128)
-    program = lower(schedule)
+    plan = Plan.of(schedule)
     begin = time.process_time()
-    assert len(simulate(schedule, program=program).critical_path) > 100
+    assert len(simulate(plan).critical_path) > 100
     assert time.process_time() - begin < 3.0
 
 
@@ -261,7 +264,7 @@ def test_a_program_that_deadlocks_is_named() -> None:
     program = lower(schedule)
     cut = tuple(tuple(item for item in row if str(item) != "0C1.1") for row in program)
     with pytest.raises(Deadlock, match=r"deadlock: rank 0, 0T1: waits for 0C1.1"):
-        simulate(schedule, program=cut)
+        run_events(schedule, PassTimes.of(PassCosts.default(2), schedule), cut)
 
 
 PUBLISHED = """
@@ -311,4 +314,4 @@ def test_published_runs_are_predicted(method: str) -> None:
     inputs = times.get("IF", 0.0), times.get("IB", 0.0)
     costs = PassCosts(times["F"], times["B"], 0.0, *inputs, {method: parts}, comm, comm, comm)
     schedule = generate("baseline" if method == "redis" else method, 8, 128, costs=costs)
-    assert simulate(schedule, costs).iteration_ms == pytest.approx(iteration_ms, rel=0.02)
+    assert simulated(schedule, costs).iteration_ms == pytest.approx(iteration_ms, rel=0.02)

@@ -153,7 +153,8 @@ def move_before(text: str, other: str) -> Edit:
         (1, lambda row: [*without("1RECV_F2")(row), parse("1RECV_F2")], "order: rank 1, 1F2: 1RECV_F2"),
         (1, swapped("1RECV_F0", "1RECV_F1"), "order: rank 1, 1F0: 1RECV_F0 must come before it"),
         (1, first("1CIB0"), "collective order: rank 1, 1CIB0: rank 0 issues 0CI0 at this place"),
-        (1, first("1C0.4"), "collective order: rank 1, 1C0.4: rank 0 issues 0C0.0 at this place"),
+        (1, first("1C0.4"), "collective order: rank 1, 1C0.4: rank 0 issues 0CI0 at this place"),
+        (1, swapped("1CI3", "1C0.0"), "collective order: rank 1, 1C0.0: rank 0 issues 0CI3 at this place"),
         (1, first("1RECV_B1"), "point-to-point order: rank 1, 1RECV_B1"),
     ],
 )
@@ -162,14 +163,18 @@ def test_program_violations(rank: int, edit: Edit, message: str) -> None:
         validate_program(SCHEDULE, edited(PROGRAM, rank, edit))
 
 
-def test_a_launch_behind_what_depends_on_it_is_a_deadlock() -> None:
-    """On rank 1 nothing uses CI1 directly, but 1F1 needs 0F1, which needs CI1."""
-    schedule = generate("vocab-2", 2, 2)
+def test_a_send_before_a_receive_on_both_ranks_is_a_hang() -> None:
+    """Each rank waits in its send for the other's receive; gloo would run it."""
+    schedule = generate("baseline", 2, 2)
     program = lower(schedule)
-    words = [str(item) for item in program[1]]
-    late = edited(program, 1, move_before("1CI1", words[words.index("1F1") + 1]))
-    with pytest.raises(ScheduleError, match=r"deadlock: rank \d, \w+: waits for"):
+    late = edited(program, 0, move_before("0RECV_B0", "0F1"))
+    with pytest.raises(ScheduleError, match="hang: these ranks wait for each other") as caught:
         validate_program(schedule, late)
+    assert str(caught.value).splitlines()[1:3] == [
+        "  rank 0, 0RECV_B0 before 0SEND_F1: waits for 1SEND_B0 of rank 1",
+        "  rank 1, 1RECV_F1 before 1SEND_B0: waits for 0SEND_F1 of rank 0",
+    ]
+    assert "[0RECV_B0]" in str(caught.value)
 
 
 def mutated(data: dict[str, Any], draw: st.DataObject) -> str:

@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 
 from megatron_vocabpar.schedule.draw import draw_trace
-from megatron_vocabpar.schedule.generate import generate
-from megatron_vocabpar.schedule.serialize import to_json
+from megatron_vocabpar.schedule.generate import make_plan
+from megatron_vocabpar.schedule.serialize import plan_to_json
+from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.train.compare import differences, loss_curve, reference_method
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.output import method_config, open_method, open_output
@@ -126,9 +127,9 @@ def test_the_page_shows_the_measured_timeline_below_the_plan(tmp_path: Path) -> 
     told = method_config(config, "vocab-2")
     open_method(told)
     write_results(told)
-    schedule = generate("vocab-2", 2, 3, family="v-half")
-    (tmp_path / "out" / "vocab-2" / "schedule.json").write_text(to_json(schedule))
-    write_pictures(tmp_path / "out" / "vocab-2", schedule, json.loads(draw_trace(schedule)))
+    plan = make_plan("vocab-2", 2, 3, family="v-half")
+    (tmp_path / "out" / "vocab-2" / "schedule.json").write_text(plan_to_json(plan))
+    write_pictures(tmp_path / "out" / "vocab-2", plan, json.loads(draw_trace(simulate(plan))))
     write_report(tmp_path / "out")
     page = (tmp_path / "out" / "index.html").read_text()
     assert page.count("data:image/svg+xml;base64,") == 2

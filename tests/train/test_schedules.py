@@ -8,29 +8,28 @@ from typing import Any
 
 import pytest
 
+from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.families import Family, families
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.peaks import peak_activations
 from megatron_vocabpar.schedule.schedule import Schedule
-from megatron_vocabpar.schedule.validate import validate
 from megatron_vocabpar.train import schedules
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.schedules import describe, plan_schedule
+from megatron_vocabpar.train.schedules import describe, plan_method
 
 
 @pytest.mark.parametrize("family", families())
 @pytest.mark.parametrize("method", ["baseline", "vocab-1", "interlaced"])
 def test_every_family_can_be_planned(family: str, method: str) -> None:
-    planned = plan_schedule(TrainConfig(family=family, pp=4, microbatches=5), method)
+    planned = plan_method(TrainConfig(family=family, pp=4, microbatches=5), method).schedule
     kind = families()[family]
-    validate(planned)
     assert (planned.method, planned.p, planned.m) == (method, 4, 5)
     assert (planned.chunks, planned.placement, planned.splits_w) == (kind.chunks, kind.shape, kind.splits_w)
 
 
 def test_chunks_and_cap_are_kept() -> None:
     config = TrainConfig(family="interleaved", chunks=3, layers=12, max_activations=3.0)
-    planned = plan_schedule(config, "vocab-2")
+    planned = plan_method(config, "vocab-2").schedule
     assert planned.chunks == 3
     assert max(peak_activations(planned)) <= 3.0
 
@@ -39,12 +38,12 @@ def test_the_schedule_is_made_for_the_costs(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({"F_ms": [5, 20, 5, 5], "B_ms": 10, "W_ms": 8}))
     config = TrainConfig(family="zb-h1", costs=str(path))
-    planned = plan_schedule(config, "baseline")
-    validate(planned)
-    assert planned != plan_schedule(TrainConfig(family="zb-h1"), "baseline")
+    plan = plan_method(config, "baseline")
+    assert plan.costs == PassCosts.load(path)
+    assert plan.schedule != plan_method(TrainConfig(family="zb-h1"), "baseline").schedule
     path.write_text(json.dumps({"F_ms": [5, 20], "B_ms": 10, "W_ms": 8}))
     with pytest.raises(ValueError, match="F_ms"):
-        plan_schedule(config, "baseline")
+        plan_method(config, "baseline")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_search_is_among_what_fits(
         return generate(method, p, m)
 
     monkeypatch.setattr(schedules, "search", search)
-    plan_schedule(TrainConfig(family="search", **options), method)
+    plan_method(TrainConfig(family="search", **options), method)
     assert set(asked) == names
 
 

@@ -20,7 +20,6 @@ from ..passes import (
     PassType,
 )
 from ..placement import Placement
-from ..schedule import Schedule
 from ..simulate import Simulation
 
 MICROBATCHES, MIB = "microbatches", "MiB"  # units of memory
@@ -85,20 +84,16 @@ class Chart:
 
 
 def planned_chart(
-    schedule: Schedule,
-    simulation: Simulation,
-    *,
-    title: str | None = None,
-    sizes: BufferSizes | None = None,
+    simulation: Simulation, *, title: str | None = None, sizes: BufferSizes | None = None
 ) -> Chart:
     """The chart of a simulated schedule.
 
     Args:
-        schedule: what was simulated.
-        simulation: its times.
+        simulation: what to draw.
         title: the line above; by default method, p and m.
         sizes: for memory in MiB; in microbatches of activations where they are not known.
     """
+    schedule = simulation.schedule
     idle = 100 * sum(simulation.bubble) / max(schedule.p, 1)
     heading = title or f"{schedule.method}, p = {schedule.p}, m = {schedule.m}"
     return Chart(

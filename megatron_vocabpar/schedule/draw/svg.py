@@ -5,29 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from ..costs import PassCosts
-from ..schedule import Schedule
-from ..simulate import Simulation, simulate
+from ..simulate import Simulation
 from .chart import Chart, planned_chart
 from .scene import Box, Text, lay_out
 
 
-def draw_svg(
-    schedule: Schedule,
-    costs: PassCosts | None = None,
-    *,
-    title: str | None = None,
-    simulation: Simulation | None = None,
-) -> str:
-    """A schedule's picture, as the text of an SVG file.
-
-    Args:
-        schedule: what to draw.
-        costs: times of the passes; ``PassCosts.default`` where nothing is measured.
-        title: the line above it; by default method, p and m.
-        simulation: times to draw, if they are known; ``costs`` is then not used.
-    """
-    return svg_of([planned_chart(schedule, simulation or simulate(schedule, costs), title=title)])
+def draw_svg(simulation: Simulation, *, title: str | None = None) -> str:
+    """A schedule's picture, as the text of an SVG file; ``title`` is by default method, p and m."""
+    return svg_of([planned_chart(simulation, title=title)])
 
 
 def svg_of(charts: Sequence[Chart], widest: float | None = None) -> str:

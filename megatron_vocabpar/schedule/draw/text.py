@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from math import ceil
 from typing import NamedTuple
 
-from ..costs import PassCosts
 from ..passes import VOCABULARY_PASSES, Pass, PassType
 from ..schedule import Schedule
-from ..simulate import Simulation, simulate
+from ..simulate import Simulation
 from .style import STYLES, shade, types_in
 
 _LETTERS = {PassType.IF: "i", PassType.IB: "o", PassType.S2: "M"}
@@ -22,25 +21,15 @@ _COLUMNS_PER_FORWARD = 4
 _RESET = "\x1b[0m"
 
 
-def draw_text(
-    schedule: Schedule,
-    costs: PassCosts | None = None,
-    *,
-    width: int = 120,
-    colour: bool = False,
-    simulation: Simulation | None = None,
-) -> str:
+def draw_text(sim: Simulation, *, width: int = 120, colour: bool = False) -> str:
     """The grid, with a legend below.
 
     Args:
-        schedule: what to draw.
-        costs: times of the passes; ``PassCosts.default`` where nothing is measured.
+        sim: what to draw.
         width: columns of a panel, the rank's number included.
         colour: draw passes as coloured cells (ANSI escapes).
-        simulation: times to draw, if they are known; ``costs`` is then not used.
     """
-    sim = simulation or simulate(schedule, costs)
-    unit = _unit_ms(sim)
+    schedule, unit = sim.schedule, _unit_ms(sim)
     rows = [_cells(passes, sim, unit, schedule) for passes in schedule.ranks]
     length = max((cell.column + len(cell.text) for row in rows for cell in row), default=0)
     margin = len(str(schedule.p - 1)) + 2

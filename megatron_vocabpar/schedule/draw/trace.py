@@ -9,25 +9,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ..costs import PassCosts
 from ..passes import INPUT_COLLECTIVES, OUTPUT_COLLECTIVES, Comm, Instruction, Pass
-from ..schedule import Schedule
-from ..simulate import Simulation, simulate
+from ..simulate import Simulation
 
 _LANES = ("compute", "output collectives", "input collectives")
 
 
-def draw_trace(
-    schedule: Schedule, costs: PassCosts | None = None, *, simulation: Simulation | None = None
-) -> str:
-    """The trace, as JSON text.
-
-    Args:
-        schedule: what to draw.
-        costs: times of the passes; ``PassCosts.default`` where nothing is measured.
-        simulation: times to draw, if they are known; ``costs`` is then not used.
-    """
-    sim = simulation or simulate(schedule, costs)
+def draw_trace(sim: Simulation) -> str:
+    """The trace of a simulation, as JSON text."""
+    schedule = sim.schedule
     events: list[dict[str, Any]] = []
     for rank in range(schedule.p):
         for lane, name in enumerate(_LANES):

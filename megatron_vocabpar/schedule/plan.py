@@ -1,0 +1,61 @@
+"""A plan: a schedule, the times that it was planned with, and the one program that follows from both.
+
+The program is made and checked once. It is the very one that ``simulate`` plays, that the pictures show, that
+the hang models try and that every rank runs, in training and, without its backward half, in evaluation.
+
+Next: ``simulate.py``; ``runtime/executor.py``, which runs a rank's part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from .costs import PassCosts
+from .forward_only import forward_only
+from .lower import lower
+from .schedule import Program, Schedule
+from .validate import validate, validate_program
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all ranks do in one iteration.
+
+    Attributes:
+        schedule: the compute passes of every rank, in order.
+        costs: the times that decided the order of communication.
+        program: every rank's passes with the communication between them.
+
+    Raises:
+        ScheduleError: if the schedule or the program breaks a rule; the message names the first.
+    """
+
+    schedule: Schedule
+    costs: PassCosts
+    program: Program
+
+    def __post_init__(self) -> None:
+        validate(self.schedule)
+        validate_program(self.schedule, self.program)
+
+    @staticmethod
+    def of(schedule: Schedule, costs: PassCosts | None = None) -> Plan:
+        """Lower a schedule.
+
+        Args:
+            schedule: a valid one, or a forward-only one.
+            costs: times of the passes; ``PassCosts.default`` where nothing is measured. Every rank must be
+                given the same.
+
+        Raises:
+            ScheduleError: if the schedule breaks a rule.
+        """
+        validate(schedule)
+        costs = costs or PassCosts.default(schedule.p)
+        return Plan(schedule, costs, lower(schedule, costs))
+
+    @cached_property
+    def forward_only(self) -> Plan:
+        """The same passes without the backward half, for evaluation."""
+        return Plan.of(forward_only(self.schedule), self.costs)

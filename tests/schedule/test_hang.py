@@ -1,0 +1,130 @@
+"""Programs under NCCL's rules: ours run in every model; those that hang are found, with the ranks that wait."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from megatron_vocabpar.schedule.families import families
+from megatron_vocabpar.schedule.forward_only import forward_only
+from megatron_vocabpar.schedule.generate import generate
+from megatron_vocabpar.schedule.hang import MODELS, STRICTEST, find_hangs, runs_in_step
+from megatron_vocabpar.schedule.lower import lower
+from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.numbering import Numbering
+from megatron_vocabpar.schedule.passes import Comm, parse
+from megatron_vocabpar.schedule.program_rules import check_program_order
+from megatron_vocabpar.schedule.schedule import Program, Schedule, ScheduleError, passes_of
+
+from . import reference_hang
+from .random_schedules import SHAPES, Shape, random_schedule
+
+HANGS = Path(__file__).parent / "golden" / "hangs"
+
+
+def lowered(name: str) -> Program:
+    lines = (HANGS / f"{name}.txt").read_text().splitlines()
+    return tuple(tuple(map(parse, line.split())) for line in lines)
+
+
+def test_receives_issued_first_on_both_ranks() -> None:
+    """What an earlier lowering made of the smallest pipeline: each rank posts its receive before it sends."""
+    program = lowered("1f1b_baseline_p2_m1")
+    schedule = generate("baseline", 2, 1)
+    assert tuple(map(passes_of, program)) == schedule.ranks
+    found = {
+        model.name: [str(wait) for wait in circle] for model, circle in find_hangs(schedule, program).items()
+    }
+    circle = [
+        "rank 0, 0RECV_B0 before 0SEND_F0: waits for 1SEND_B0 of rank 1",
+        "rank 1, 1RECV_F0 before 1SEND_B0: waits for 0SEND_F0 of rank 0",
+    ]
+    for name in ("first use", "communication blocks", "launch blocking", "synchronisation"):
+        assert sorted(found.pop(name)) == circle
+    assert not any(found.values())
+
+
+def test_layers_whose_collectives_cross() -> None:
+    """Likewise: each layer's collectives in one order, but C0.0 before CI2 on one rank and behind it on the other."""
+    program = lowered("1f1b_interlaced_p2_m3")
+    schedule = generate("interlaced", 2, 3)
+    assert tuple(map(passes_of, program)) == schedule.ranks
+    found = {
+        model.name: [str(wait) for wait in circle] for model, circle in find_hangs(schedule, program).items()
+    }
+    assert found["collectives block"] == [
+        "rank 0, 0C0.0 before 0CI2: waits for 1C0.0 of rank 1",
+        "rank 1, 1CI2 before 1C0.0: waits for 0CI2 of rank 0",
+    ]
+    assert not found["streams"]
+    assert not found["device_id"]
+
+
+def shuffled(schedule: Schedule, program: Program, draw: Random) -> Program:
+    """The same program with communication moved about, as far as each rank's own order allows."""
+    rows = [list(row) for row in program]
+    numbering = Numbering(schedule)
+    for _ in range(draw.randint(0, 12)):
+        rank = draw.randrange(schedule.p)
+        row = list(rows[rank])
+        places = [k for k, item in enumerate(row) if isinstance(item, Comm)]
+        if not places:
+            continue
+        item = row.pop(draw.choice(places))
+        row.insert(draw.randint(0, len(row)), item)
+        tried = tuple(row if r == rank else other for r, other in enumerate(rows))
+        try:
+            check_program_order(numbering, tried, rank)
+        except ScheduleError:
+            continue
+        rows[rank] = row
+    return tuple(map(tuple, rows))
+
+
+def shape_of(schedule: Schedule) -> Shape:
+    names = ("algorithm", "p", "m", "chunks", "placement")
+    return replace(Shape(), **{name: getattr(schedule, name) for name in names})
+
+
+def test_hangs_are_those_of_an_independent_play() -> None:
+    """Random schedules of every shape, with communication moved about; both verdicts occur in every model."""
+    verdicts: Counter[tuple[str, bool]] = Counter()
+    for seed in range(150):
+        draw = Random(seed)
+        shape = replace(draw.choice([s for s in SHAPES if s.p > 1]), m=2)
+        schedule = random_schedule(shape, seed)
+        program = shuffled(schedule, lower(schedule), draw)
+        words = [list(map(str, row)) for row in program]
+        for model, circle in find_hangs(schedule, program).items():
+            held = [[rank] for rank in range(shape.p)] if model.one_rank else [range(shape.p)]
+            expected = any(reference_hang.hangs(words, shape, model, ranks) for ranks in held)
+            assert bool(circle) == expected, (seed, shape, model.name, circle)
+            verdicts[model.name, expected] += 1
+        assert runs_in_step(schedule, program) != bool(find_hangs(schedule, program, (STRICTEST,))[STRICTEST])
+    assert {name for name, hangs in verdicts if not hangs} == {model.name for model in MODELS}
+    assert {name for name, hangs in verdicts if hangs} == {model.name for model in MODELS}
+
+
+def check_family(family: str, sizes: list[int]) -> None:
+    for method in METHODS:
+        for p in sizes:
+            for m in sorted({1, 2, p, 2 * p + 1}):
+                schedule = generate(method, p, m, family=family)
+                for part in (schedule, forward_only(schedule)):
+                    found = find_hangs(part, lower(part))
+                    assert not any(found.values()), (method, p, m, found)
+
+
+@pytest.mark.parametrize("family", families())
+def test_our_programs_run_in_every_model(family: str) -> None:
+    check_family(family, [2, 4])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", families())
+def test_our_programs_run_in_every_model_at_all_sizes(family: str) -> None:
+    check_family(family, [1, 3, 5, 6, 7, 8])
