@@ -53,12 +53,8 @@ class _Play:
             return True
         word = self.issued[rank][-1]
         blocking = self.model.blocking
-        blocks = blocking == "everything" or (
-            self._is_comm(word)
-            and (
-                blocking == "communication" or (blocking == "collectives" and parts(word)[1].startswith("C"))
-            )
-        )
+        kinds = {"communication": ("C", "SEND", "RECV"), "collectives": ("C",)}.get(blocking, ())
+        blocks = blocking == "everything" or parts(word)[1].startswith(kinds)
         if blocks and rank in self.held and (rank, word) not in self.ended:
             return False
         if self.model.first_use and self._is_comm(word):
