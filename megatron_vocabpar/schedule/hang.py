@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from .costs import PassTimes
 from .dependencies import starts_together
 from .passes import POINT_TO_POINT, Comm, Instruction
 from .schedule import Program, Schedule
@@ -88,6 +89,31 @@ def find_hangs(
     return {model: _hang(waits, model) for model in models}
 
 
+def iteration_ms(schedule: Schedule, program: Program, times: PassTimes, model: Model) -> float:
+    """How long an iteration takes in a model, in ms; where one rank is held, whichever costs most.
+
+    Args:
+        schedule: what ``program`` was lowered from.
+        program: of all ranks; it does not hang in ``model``.
+        times: of its passes and transfers.
+    """
+    waits = Waits(schedule, program)
+    lengths = waits.lengths(times)
+    longest = 0.0
+    for held in _held(schedule.p, model):
+        before = waits.under(model, held)
+        ends = [0.0] * len(before)
+        for node in _in_order(before):
+            ends[node] = max((ends[need] for need in before[node]), default=0.0) + lengths[node]
+        longest = max(longest, *ends)
+    return longest
+
+
+def _held(p: int, model: Model) -> list[tuple[int, ...]]:
+    ranks = tuple(range(p))
+    return [(rank,) for rank in ranks] if model.one_rank else [ranks]
+
+
 def runs_in_step(schedule: Schedule, program: Program) -> bool:
     """Whether a program runs to its end with each rank held at each communication until all have come.
 
@@ -113,8 +139,7 @@ def runs_in_step(schedule: Schedule, program: Program) -> bool:
 
 
 def _hang(waits: Waits, model: Model) -> tuple[Wait, ...]:
-    ranks = tuple(range(waits.schedule.p))
-    for held in [(rank,) for rank in ranks] if model.one_rank else [ranks]:
+    for held in _held(waits.schedule.p, model):
         circle = _circle(waits.under(model, held))
         if circle:
             return _told(waits, circle)
@@ -123,27 +148,32 @@ def _hang(waits: Waits, model: Model) -> tuple[Wait, ...]:
 
 def _circle(before: Sequence[Sequence[int]]) -> list[int]:
     """Nodes of which each waits for the next, and the last for the first; empty if there are none."""
+    done = set(_in_order(before))
+    if len(done) == len(before):
+        return []
+    path: dict[int, None] = {}
+    node = next(node for node in range(len(before)) if node not in done)
+    while node not in path:
+        path[node] = None
+        node = next(need for need in before[node] if need not in done)
+    nodes = list(path)
+    return nodes[nodes.index(node) :]
+
+
+def _in_order(before: Sequence[Sequence[int]]) -> list[int]:
+    """The nodes that happen, each behind those that it waits for."""
     missing = [len(needs) for needs in before]
     after: list[list[int]] = [[] for _ in before]
     for node, needs in enumerate(before):
         for need in needs:
             after[need].append(node)
-    ready = [node for node, count in enumerate(missing) if not count]
-    for node in ready:
+    order = [node for node, count in enumerate(missing) if not count]
+    for node in order:
         for later in after[node]:
             missing[later] -= 1
             if not missing[later]:
-                ready.append(later)
-    path: dict[int, None] = {}
-    stuck = [node for node, count in enumerate(missing) if count]
-    if not stuck:
-        return []
-    node = stuck[0]
-    while node not in path:
-        path[node] = None
-        node = next(need for need in before[node] if missing[need])
-    nodes = list(path)
-    return nodes[nodes.index(node) :]
+                order.append(later)
+    return order
 
 
 def _told(waits: Waits, circle: Sequence[int]) -> tuple[Wait, ...]:

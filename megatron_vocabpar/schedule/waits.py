@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise, product
 from typing import Literal, NamedTuple
 
+from .costs import PassTimes
 from .dependencies import prerequisites, starts_together
 from .passes import (
     INPUT_COLLECTIVES,
@@ -123,6 +124,14 @@ class Waits:
             for node, need in self._creations():
                 before[node].append(need)
         return before
+
+    def lengths(self, times: PassTimes) -> list[float]:
+        """For each node, how long it takes once all that it waits for has happened, in ms: only ends do."""
+        lengths = [0.0] * len(self.common)
+        for k, (_, item) in enumerate(self.items):
+            timed = times.passes[item.type][item.stage] if isinstance(item, Pass) else times.comms[item.type]
+            lengths[_node(_ENDED, k)] = timed
+        return lengths
 
     def is_joined(self, node: int) -> bool:
         """Whether it stands for all ranks, and so for none."""
