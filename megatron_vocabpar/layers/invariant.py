@@ -25,10 +25,10 @@ from megatron_vocabpar.layers.exponents import power_of_two
 from megatron_vocabpar.layers.gemm import product, result_dtype
 from megatron_vocabpar.layers.kernels.dispatch import exponentials, scale_rows, scatter_add_rows_
 from megatron_vocabpar.layers.kernels.reference import HEADROOM, lift
-from megatron_vocabpar.layers.output import check_main_grad, checked_rows
+from megatron_vocabpar.layers.merged import MergedStats
+from megatron_vocabpar.layers.output import check_arguments, check_gradient_place, check_main_grad
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.layers.softmax_stats import MergedStats
-from megatron_vocabpar.layers.targets import OwnedTargets, owned_targets
+from megatron_vocabpar.layers.targets import OwnedTargets, owned_targets, target_rows
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.layers.whole_stats import BLOCK, blocks_of, check_aligned, pack_whole
 
@@ -64,11 +64,13 @@ class FixedPoint:
         whole: [n, H] int64.
         grid: [n] double; ``whole / grid`` is dX. NaN where dX is.
         dtype: of dX.
+        out: [n, H] of that dtype, where ``value`` puts dX; None allocates.
     """
 
     whole: Tensor
     grid: Tensor
     dtype: torch.dtype
+    out: Tensor | None = None
 
     def with_sum(self, whole: Tensor) -> FixedPoint:
         """All shards' sum in place of this shard's part."""
@@ -76,7 +78,8 @@ class FixedPoint:
 
     def value(self) -> Tensor:
         """[n, H] dX."""
-        return (self.whole.double() / self.grid.unsqueeze(1)).to(self.dtype)
+        value = self.whole.double() / self.grid.unsqueeze(1)
+        return value.to(self.dtype) if self.out is None else self.out.copy_(value)
 
 
 @torch.no_grad()
@@ -98,7 +101,8 @@ def output_forward(
     Raises:
         ValueError: if shapes or dtypes do not fit; if the shard cuts a block; for label smoothing.
     """
-    target_row = checked_rows(x, weight, targets, shard)
+    check_arguments(x, weight, targets, shard)
+    target_row = target_rows(targets, shard)
     check_aligned(shard)
     if terms.label_smoothing:
         raise ValueError(
@@ -111,10 +115,9 @@ def output_forward(
     target_logit = x.new_zeros(n, dtype=dtype)
     slope = None if terms.softcap is None else x.new_zeros(n, dtype=dtype)
     for block, rows in enumerate(blocks):
-        column = target_row - rows.start
         part = exponentials(
             product(x, _block_rows(weight, rows).t()),
-            torch.where((column >= 0) & (column < BLOCK), column, -1),
+            target_row - rows.start,
             rows.stop - rows.start,
             dtype=x.dtype,
             out=None if e is None else e[block],
@@ -135,13 +138,21 @@ def output_forward(
 
 
 @torch.no_grad()
-def input_gradient(state: BlockState, merged: MergedStats, grad_loss: Tensor, weight: Tensor) -> FixedPoint:
-    """This shard's part of dX; the arguments are those of ``output.input_gradient``.
+def input_gradient(
+    state: BlockState,
+    merged: MergedStats,
+    grad_loss: Tensor,
+    weight: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> FixedPoint:
+    """This shard's part of dX; arguments and errors are those of ``output.input_gradient``.
 
     Returns:
         Whole numbers: their sum over the shards is dX.
     """
     assert merged.weight_peak is not None, "statistics of another kind"
+    check_gradient_place(out, state.x, merged)
     x, owned = state.x, state.owned
     # Of |dX_ij|, and of the sum of its terms: all probabilities, and the target's remainder, times max |W|.
     bound = merged.row_scale(merged.offset, grad_loss).abs() * merged.total
@@ -156,7 +167,7 @@ def input_gradient(state: BlockState, merged: MergedStats, grad_loss: Tensor, we
     target = _target_factors(state, merged, grad_loss)
     remainder = weight[owned.rows].to(target.dtype) * target.unsqueeze(1)
     whole.index_add_(0, owned.tokens, _whole(remainder, grid[owned.tokens]))  # whole numbers: in any order
-    return FixedPoint(whole, grid, merged.total.dtype)
+    return FixedPoint(whole, grid, merged.total.dtype, out)
 
 
 @torch.no_grad()
@@ -169,8 +180,8 @@ def weight_gradient(state: BlockState, merged: MergedStats, grad_loss: Tensor, m
         scaled = scale_rows(state.x, scale if lifted is None else scale * lifted)
         part = product(state.e[block].t(), scaled)[: rows.stop - rows.start]
         main_grad[rows] += part if lifted is None else part / lifted
-    target = _target_factors(state, merged, grad_loss)
-    scatter_add_rows_(main_grad, state.owned.rows, state.x[state.owned.tokens], target)
+    target, owned = _target_factors(state, merged, grad_loss), state.owned
+    scatter_add_rows_(main_grad, owned.rows, state.x, target, source=owned.tokens, order=owned.by_row)
 
 
 @torch.no_grad()

@@ -36,16 +36,17 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.exponents import split_exponent
 from megatron_vocabpar.layers.gemm import add_product_, product, result_dtype, row_chunks, transient_bytes
-from megatron_vocabpar.layers.kernels.dispatch import exponentials, scale_rows, scatter_add_rows_
+from megatron_vocabpar.layers.kernels.dispatch import exponentials, factors, scale_rows, scatter_add_rows_
 from megatron_vocabpar.layers.kernels.reference import (
     lift,
     row_offset,
     take_target_,
     transform_logits_,
 )
+from megatron_vocabpar.layers.kernels.reference_stats import Factors
+from megatron_vocabpar.layers.merged import STATS_WIDTH, MergedStats
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.layers.softmax_stats import STATS_WIDTH, MergedStats, pack_stats
-from megatron_vocabpar.layers.targets import OwnedTargets, owned_targets, target_rows
+from megatron_vocabpar.layers.targets import OwnedTargets, local_targets, owned_targets, target_rows
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
 
@@ -60,8 +61,8 @@ class OutputState:
         weight: [P, H] as in S, for recomputation: no copy, so T must run before it changes. Else None.
         shard: the rows of the weight. Products stop at the true ids, so that nothing in the padding can
             reach a gradient.
-        k: [n] whole offsets, fp32 (fp64 for fp64).
-        target_row: [n] int64 local row of the target, -1 where another shard, or none, owns it.
+        k: [n] whole offsets, fp32 (fp64 for fp64): a column of the statistics.
+        target_row: [n] int64 local row of the target; outside [0, valid rows) where it is not owned.
         owned: the tokens with a target here.
         a: [n, H] fp32 (fp64 for fp64) E W, where S was asked for it (vocab-2); else None.
         target_slope: [n] slope of the softcap at the target's logit, where there is a softcap; else None.
@@ -91,7 +92,7 @@ class NaiveState:
     Attributes:
         x: [n, H] operand dtype, as received.
         logits: [n, P] fp32 (fp64 for fp64).
-        target_row: [n] int64 local row of the target, or -1.
+        target_row: [n] int64 local row of the target; outside [0, valid rows) where it is not owned.
         shard: the rows of the weight.
         terms: what the loss consists of.
         owned: the tokens with a target here, where the caller knew them.
@@ -129,7 +130,7 @@ def output_forward(
         shard: the rows that ``weight`` holds.
         with_input_gradient: also compute ``A = E W`` (vocab-2), so that dX needs no pass after the barrier.
         keep_state: False for evaluation: only the statistics, nothing of [n, P] stored.
-        rows_per_chunk: tokens whose fp32 logits exist at one time; None bounds them to 64 MiB (CPU: 8 MiB).
+        rows_per_chunk: tokens whose fp32 logits exist at one time; None bounds them to 32 MiB (CPU: 8 MiB).
         recompute: keep no [n, P] tensor; T computes the logits again, a fourth product in place of 2 n P
             bytes. Use ``output_backward`` in vocab-1: two separate halves of T would recompute twice.
         terms: what the loss consists of; ``merge_stats`` wants the same.
@@ -145,15 +146,16 @@ def output_forward(
     Raises:
         ValueError: if shapes or dtypes do not fit one another.
     """
-    target_row = checked_rows(x, weight, targets, shard)
+    check_arguments(x, weight, targets, shard)
+    target_row = local_targets(targets, shard)
     dtype, valid = result_dtype(x.dtype), shard.valid_rows
     keep_e, keep_a = keep_state and not recompute, keep_state and with_input_gradient
     e = _place(e, x, shard) if keep_e else None
     a = x.new_empty(x.shape, dtype=dtype) if keep_a else None
     if owned is None and keep_state:
-        owned = owned_targets(target_row)
-    weight_sum = weight[:valid].sum(0, dtype=dtype) if terms.label_smoothing else None
-    parts, slopes = [], []
+        owned = owned_targets(target_rows(targets, shard))
+    stats = x.new_empty((len(x), STATS_WIDTH + bool(terms.label_smoothing)), dtype=dtype)
+    slopes = []
     for rows in _chunks(x, shard, rows_per_chunk):
         # Wide exponentials take the place of their logits; 16-bit ones need a transient.
         place = e[rows] if e is not None and e.dtype == dtype else None
@@ -167,18 +169,19 @@ def output_forward(
             valid,
             dtype=x.dtype,
             out=out,
+            stats=stats[rows],
             logit_scale=terms.logit_scale,
             softcap=terms.softcap,
         )
-        if a is not None and part.e is not None:
+        if a is not None and e is None and part.e is not None:
             product(part.e[:, :valid], weight[:valid], out=a[rows])
-        mean_logit = None
-        if weight_sum is not None:
-            mean_logit = (x[rows].to(dtype) @ weight_sum) * (terms.logit_scale / shard.vocab_size)
-        parts.append(pack_stats(part.k, part.s_rest, part.target_logit, target_row[rows] >= 0, mean_logit))
         slopes.append(part.target_slope)
-    width = STATS_WIDTH + bool(terms.label_smoothing)
-    stats = torch.cat(parts) if parts else x.new_empty((0, width), dtype=dtype)
+    if a is not None and e is not None:
+        product(e[:, :valid], weight[:valid], out=a)  # one product: a chunk's has too few tiles for a GPU
+    weight_sum = None
+    if terms.label_smoothing:
+        weight_sum = weight[:valid].sum(0, dtype=dtype)
+        stats[:, STATS_WIDTH] = (x.to(dtype) @ weight_sum).mul_(terms.logit_scale / shard.vocab_size)
     if owned is None or not keep_state:
         return None, stats
     return OutputState(
@@ -186,7 +189,7 @@ def output_forward(
         e=e,
         weight=weight if recompute else None,
         shard=shard,
-        k=stats[:, 0].clone(),
+        k=stats[:, 0],
         target_row=target_row,
         owned=owned,
         a=a,
@@ -218,7 +221,8 @@ def naive_maximum(
     """
     if terms.label_smoothing:
         raise ValueError(f"label smoothing {terms.label_smoothing}: naive has none; use vocab-1 or vocab-2")
-    target_row = checked_rows(x, weight, targets, shard)
+    check_arguments(x, weight, targets, shard)
+    target_row = local_targets(targets, shard)
     logits = product(x, weight.t())
     k = logits.new_empty(x.shape[0])
     for rows in _chunks(x, shard, rows_per_chunk):
@@ -239,14 +243,14 @@ def naive_sum(
         state: what ``naive_maximum`` left; not written to.
         global_k: [n] the largest offset of all shards.
         keep_state: False for evaluation: only the statistics.
-        rows_per_chunk: tokens worked on at one time; None bounds the transient to 64 MiB, on the CPU 8 MiB.
+        rows_per_chunk: tokens worked on at one time; None bounds the transient to 32 MiB, on the CPU 8 MiB.
 
     Returns:
         As ``output_forward`` without A; T is then the same.
     """
     x, target_row, shard, terms = state.x, state.target_row, state.shard, state.terms
     e = x.new_empty(state.logits.shape) if keep_state else None
-    parts, slopes = [], []
+    stats, slopes = state.logits.new_empty((len(x), STATS_WIDTH)), []
     for rows in _chunks(x, shard, rows_per_chunk):
         part = exponentials(
             state.logits[rows].clone(),
@@ -255,12 +259,11 @@ def naive_sum(
             global_k[rows],
             dtype=x.dtype,
             out=None if e is None else e[rows],
+            stats=stats[rows],
             logit_scale=terms.logit_scale,
             softcap=terms.softcap,
         )
-        parts.append(pack_stats(part.k, part.s_rest, part.target_logit, target_row[rows] >= 0))
         slopes.append(part.target_slope)
-    stats = torch.cat(parts) if parts else state.logits.new_empty((0, STATS_WIDTH))
     if e is None:
         return None, stats
     return OutputState(
@@ -268,16 +271,23 @@ def naive_sum(
         e=e,
         weight=None,
         shard=shard,
-        k=stats[:, 0].clone(),
+        k=stats[:, 0],
         target_row=target_row,
-        owned=owned_targets(target_row) if state.owned is None else state.owned,
+        owned=_owned_rows(target_row, shard) if state.owned is None else state.owned,
         target_slope=_joined_slopes(slopes, terms),
         terms=terms,
     ), stats
 
 
 @torch.no_grad()
-def input_gradient(state: OutputState, merged: MergedStats, grad_loss: Tensor, weight: Tensor) -> Tensor:
+def input_gradient(
+    state: OutputState,
+    merged: MergedStats,
+    grad_loss: Tensor,
+    weight: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
     """This shard's part of dX; the sum over the shards is dX.
 
     Args:
@@ -285,11 +295,16 @@ def input_gradient(state: OutputState, merged: MergedStats, grad_loss: Tensor, w
         merged: the statistics of all shards.
         grad_loss: [n] g, gradient of each token's loss.
         weight: [P, H], as in S.
+        out: [n, H] in the statistics' dtype, where to put it, such as another stream's memory; None allocates.
 
     Returns:
         [n, H] fp32 (fp64 for fp64). Reduce it in this dtype: 16-bit partial sums cost accuracy.
+
+    Raises:
+        ValueError: if ``out`` has another shape or dtype.
     """
-    return _input_gradient(state, _Factors.of(state, merged, grad_loss), weight)
+    check_gradient_place(out, state.x, merged)
+    return _input_gradient(state, _factors(state, merged, grad_loss), weight, out)
 
 
 @torch.no_grad()
@@ -306,7 +321,7 @@ def weight_gradient(state: OutputState, merged: MergedStats, grad_loss: Tensor, 
         ValueError: if ``main_grad`` has another shape, or a dtype that the operands can't add to.
     """
     check_main_grad(state.x, state.shard, main_grad)
-    _weight_gradient(state, _Factors.of(state, merged, grad_loss), main_grad)
+    _weight_gradient(state, _factors(state, merged, grad_loss), main_grad)
 
 
 @torch.no_grad()
@@ -321,44 +336,30 @@ def output_backward(
         [n, H] fp32 (fp64 for fp64) this shard's part of dX.
     """
     check_main_grad(state.x, state.shard, main_grad)
-    factors = _Factors.of(state, merged, grad_loss)
+    scales = _factors(state, merged, grad_loss)
     if state.e is not None or state.a is not None:
-        grad = _input_gradient(state, factors, weight)
-        _weight_gradient(state, factors, main_grad)
+        grad = _input_gradient(state, scales, weight, None)
+        _weight_gradient(state, scales, main_grad)
         return grad
-    grad = factors.row.new_empty(state.x.shape)
-    scaled, lifted = _scaled_input(state, factors)
+    grad = scales.row.new_empty(state.x.shape)
+    scaled, lifted = _scaled_input(state, scales)
     for rows, e in _exponentials(state):
-        _input_product(state, rows, e, weight, factors, grad)
+        _input_product(state, rows, e, weight, scales, grad)
         _weight_product(state, e, scaled[rows], lifted, main_grad)
-    _add_input_terms(state, factors, weight, grad)
-    _add_weight_terms(state, factors, main_grad)
+    _add_input_terms(state, scales, weight, grad)
+    _add_weight_terms(state, scales, main_grad)
     return grad
 
 
-@dataclass(frozen=True, slots=True)
-class _Factors:
-    """What T multiplies with, fp32 (fp64 for fp64).
-
-    Attributes:
-        row: [n] of each token's exponentials.
-        target: [m] of the owned targets: g (p_target - 1), with the loss's other terms.
-        uniform: [n] of every true id's row, where labels are smoothed; else None.
-    """
-
-    row: Tensor
-    target: Tensor
-    uniform: Tensor | None
-
-    @classmethod
-    def of(cls, state: OutputState, merged: MergedStats, grad_loss: Tensor) -> _Factors:
-        target = merged.target_scale(grad_loss)
-        if state.target_slope is not None:
-            target = target * state.target_slope
-        uniform = None
-        if state.weight_sum is not None:
-            uniform = merged.uniform_scale(grad_loss, state.shard.vocab_size)
-        return cls(merged.row_scale(state.k, grad_loss), target.index_select(0, state.owned.tokens), uniform)
+def _factors(state: OutputState, merged: MergedStats, grad_loss: Tensor) -> Factors:
+    return factors(
+        merged,
+        state.k,
+        grad_loss,
+        state.owned.tokens,
+        state.target_slope,
+        vocab_size=state.shard.vocab_size,
+    )
 
 
 def _exponentials(state: OutputState) -> Iterator[tuple[slice, Tensor]]:
@@ -384,38 +385,51 @@ def _exponentials(state: OutputState) -> Iterator[tuple[slice, Tensor]]:
         yield rows, part.e
 
 
-def _input_gradient(state: OutputState, factors: _Factors, weight: Tensor) -> Tensor:
+def _input_gradient(state: OutputState, scales: Factors, weight: Tensor, out: Tensor | None) -> Tensor:
     if state.a is not None:
-        grad = scale_rows(state.a, factors.row)
+        grad = scale_rows(state.a, scales.row, out)
     else:
-        grad = factors.row.new_empty(state.x.shape)
+        grad = scales.row.new_empty(state.x.shape) if out is None else out
         for rows, e in _exponentials(state):
-            _input_product(state, rows, e, weight, factors, grad)
-    _add_input_terms(state, factors, weight, grad)
+            _input_product(state, rows, e, weight, scales, grad)
+    _add_input_terms(state, scales, weight, grad)
     return grad
 
 
-def _weight_gradient(state: OutputState, factors: _Factors, main_grad: Tensor) -> None:
-    scaled, lifted = _scaled_input(state, factors)
+def _weight_gradient(state: OutputState, scales: Factors, main_grad: Tensor) -> None:
+    scaled, lifted = _scaled_input(state, scales)
     for rows, e in _exponentials(state):
         _weight_product(state, e, scaled[rows], lifted, main_grad)
-    _add_weight_terms(state, factors, main_grad)
+    _add_weight_terms(state, scales, main_grad)
 
 
 def _input_product(
-    state: OutputState, rows: slice, e: Tensor, weight: Tensor, factors: _Factors, grad: Tensor
+    state: OutputState, rows: slice, e: Tensor, weight: Tensor, scales: Factors, grad: Tensor
 ) -> None:
     valid = state.shard.valid_rows
     product(e[:, :valid], weight[:valid], out=grad[rows])
-    grad[rows] *= factors.row[rows].unsqueeze(1)
+    grad[rows] *= scales.row[rows].unsqueeze(1)
 
 
-def _add_input_terms(state: OutputState, factors: _Factors, weight: Tensor, grad: Tensor) -> None:
+def _add_input_terms(state: OutputState, scales: Factors, weight: Tensor, grad: Tensor) -> None:
     """What is not in the exponentials: the targets' rows, and the smoothed labels."""
     owned = state.owned
-    scatter_add_rows_(grad, owned.tokens, weight.index_select(0, owned.rows), factors.target, ascending=True)
-    if factors.uniform is not None and state.weight_sum is not None:
-        grad.addr_(factors.uniform, state.weight_sum)
+    scatter_add_rows_(grad, owned.tokens, weight, scales.target, source=owned.rows, order=owned.by_token)
+    if scales.uniform is not None and state.weight_sum is not None:
+        grad.addr_(scales.uniform, state.weight_sum)
+
+
+def check_gradient_place(out: Tensor | None, x: Tensor, merged: MergedStats) -> None:
+    """Raise unless ``out`` can take dX of the tokens ``x``.
+
+    Raises:
+        ValueError: if it has another shape or dtype.
+    """
+    if out is not None and (out.shape != x.shape or out.dtype != merged.total.dtype):
+        raise ValueError(
+            f"out of {tuple(out.shape)} {out.dtype}: dX is {tuple(x.shape)} {merged.total.dtype}; give such "
+            "a tensor, or None to allocate it"
+        )
 
 
 def check_main_grad(x: Tensor, shard: VocabRange, main_grad: Tensor) -> None:
@@ -434,10 +448,10 @@ def check_main_grad(x: Tensor, shard: VocabRange, main_grad: Tensor) -> None:
         )
 
 
-def _scaled_input(state: OutputState, factors: _Factors) -> tuple[Tensor, Tensor | None]:
+def _scaled_input(state: OutputState, scales: Factors) -> tuple[Tensor, Tensor | None]:
     """[n, H] X with the rows' factors, and the power of two by which fp16 was lifted."""
-    lifted = lift(state.x, factors.row)
-    return scale_rows(state.x, factors.row if lifted is None else factors.row * lifted), lifted
+    lifted = lift(state.x, scales.row)
+    return scale_rows(state.x, scales.row if lifted is None else scales.row * lifted), lifted
 
 
 def _weight_product(
@@ -447,16 +461,20 @@ def _weight_product(
     add_product_(main_grad[:valid], e[:, :valid].t(), scaled, None if lifted is None else 1 / lifted)
 
 
-def _add_weight_terms(state: OutputState, factors: _Factors, main_grad: Tensor) -> None:
+def _add_weight_terms(state: OutputState, scales: Factors, main_grad: Tensor) -> None:
     """What is not in the exponentials: the targets' tokens, and the smoothed labels."""
     x, owned = state.x, state.owned
-    scatter_add_rows_(main_grad, owned.rows, x.index_select(0, owned.tokens), factors.target)
-    if factors.uniform is not None:
-        main_grad[: state.shard.valid_rows] += factors.uniform @ x.to(factors.uniform.dtype)
+    scatter_add_rows_(main_grad, owned.rows, x, scales.target, source=owned.tokens, order=owned.by_row)
+    if scales.uniform is not None:
+        main_grad[: state.shard.valid_rows] += scales.uniform @ x.to(scales.uniform.dtype)
 
 
 def _joined_slopes(slopes: list[Tensor | None], terms: LossTerms) -> Tensor | None:
     return None if terms.softcap is None else torch.cat([slope for slope in slopes if slope is not None])
+
+
+def _owned_rows(target_row: Tensor, shard: VocabRange) -> OwnedTargets:
+    return owned_targets(torch.where(target_row < shard.valid_rows, target_row, -1))
 
 
 def _chunks(x: Tensor, shard: VocabRange, rows_per_chunk: int | None) -> list[slice]:
@@ -476,8 +494,12 @@ def _place(given: Tensor | None, x: Tensor, shard: VocabRange) -> Tensor:
     return given
 
 
-def checked_rows(x: Tensor, weight: Tensor, targets: Tensor, shard: VocabRange) -> Tensor:
-    """[n] the local row of each target, -1 where it is not a true id of this shard; checks the arguments."""
+def check_arguments(x: Tensor, weight: Tensor, targets: Tensor, shard: VocabRange) -> None:
+    """Raise unless the arguments of S fit one another.
+
+    Raises:
+        ValueError: if shapes or dtypes do not.
+    """
     if x.dim() != 2 or weight.shape != (shard.rows, x.shape[-1]):
         raise ValueError(
             f"input {tuple(x.shape)} and weight {tuple(weight.shape)}: need [n, H] and [{shard.rows}, H], "
@@ -487,4 +509,3 @@ def checked_rows(x: Tensor, weight: Tensor, targets: Tensor, shard: VocabRange) 
         raise ValueError(f"input in {x.dtype}, weight in {weight.dtype}: convert one to the other's dtype")
     if targets.shape != x.shape[:1]:
         raise ValueError(f"targets of shape {tuple(targets.shape)} for {x.shape[0]} tokens: flatten to [n]")
-    return target_rows(targets, shard)

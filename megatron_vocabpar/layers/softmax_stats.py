@@ -23,17 +23,17 @@ Next: ``output.py``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.exponents import fraction_power, log_of_power, power_of_two, split_exponent
+from megatron_vocabpar.layers.kernels.dispatch import merge
+from megatron_vocabpar.layers.merged import STATS_WIDTH, MergedStats, empty_merged
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
-from megatron_vocabpar.layers.whole_stats import join_whole
+from megatron_vocabpar.layers.whole_stats import WHOLE_WIDTH, join_whole
 
-STATS_WIDTH = 4
-"""Numbers per token in the packed statistics: k, S_rest, target logit, owner. Label smoothing has a fifth."""
+__all__ = ["STATS_WIDTH", "MergedStats", "merge_stats", "merged_place", "pack_stats"]
 
 
 def pack_stats(
@@ -52,74 +52,20 @@ def pack_stats(
     return torch.stack(columns if mean_logit is None else (*columns, mean_logit), dim=1)
 
 
-@dataclass(frozen=True, slots=True)
-class MergedStats:
-    """The softmax over the whole vocabulary, per token; all [n], fp32 (fp64 for fp64 operands).
+def merged_place(stats: Tensor) -> MergedStats:
+    """Where ``merge_stats`` can put its result, uninitialised, such as memory of another stream.
 
-    Attributes:
-        loss: logsumexp minus target logit, and the terms; never negative without label smoothing; 0 for
-            ignored tokens.
-        offset: K, the whole exponent that ``total`` is relative to.
-        total: S; the softmax of a stored exponential of shard r is ``E * 2^(k_r - K) / S``.
-        target_deficit: p_target - 1 = -S_rest / S; 0 for ignored tokens.
-        valid: boolean; whether some shard owns the target. Other tokens get loss 0 and no gradient.
-        weight_peak: the largest |weight| of all shards, one double; of statistics of whole numbers only.
-        terms: what the loss consists of. Scales below are of the gradient with respect to the shard's
-            rows of logits before the logit scale; a softcap's slope is not in them.
+    Args:
+        stats: one shard's statistics, as they go into the collective.
     """
-
-    loss: Tensor
-    offset: Tensor
-    total: Tensor
-    target_deficit: Tensor
-    valid: Tensor
-    terms: LossTerms = PLAIN
-    weight_peak: Tensor | None = None
-
-    def logsumexp(self) -> Tensor:
-        """[n] of the whole vocabulary's logits."""
-        return torch.log(self.total) + log_of_power(self.offset)
-
-    def row_scale(self, k: Tensor, grad_loss: Tensor) -> Tensor:
-        """Factor of each row of one shard's exponentials in the gradient: ``g 2^(k - K) / S``.
-
-        With z-loss also times ``1 + 2 z_loss lse``.
-
-        Args:
-            k: [n] the shard's offsets.
-            grad_loss: [n] gradient of the loss of each token.
-
-        Returns:
-            [n] in the dtype of the statistics; 0 for ignored tokens and where no id has any probability.
-        """
-        alpha = power_of_two(k - self.offset) / self.total
-        if self.terms.z_loss:
-            alpha = alpha * (1 + 2 * self.terms.z_loss * self.logsumexp())
-        if self.terms.logit_scale != 1:
-            alpha = alpha * self.terms.logit_scale
-        return torch.where(self.valid & (self.total != 0), alpha * grad_loss.to(alpha.dtype), 0)
-
-    def target_scale(self, grad_loss: Tensor) -> Tensor:
-        """Factor of each target's row in the gradient: ``g (p_target - 1)``, [n]; 0 for ignored tokens.
-
-        With label smoothing also ``g label_smoothing``, with z-loss ``g 2 z_loss lse p_target``.
-        """
-        factor = self.target_deficit
-        if self.terms.label_smoothing:
-            factor = factor + self.terms.label_smoothing
-        if self.terms.z_loss:
-            factor = factor + 2 * self.terms.z_loss * self.logsumexp() * (1 + self.target_deficit)
-        if self.terms.logit_scale != 1:
-            factor = factor * self.terms.logit_scale
-        return torch.where(self.valid, factor * grad_loss.to(factor.dtype), 0)
-
-    def uniform_scale(self, grad_loss: Tensor, vocab_size: int) -> Tensor:
-        """Factor of every true id's row in the smoothed part of the gradient: ``-g label_smoothing / V``."""
-        factor = -self.terms.label_smoothing / vocab_size * self.terms.logit_scale
-        return torch.where(self.valid, factor * grad_loss.to(self.total.dtype), 0)
+    whole = stats.dtype == torch.int64
+    dtype = stats.dtype
+    if whole:
+        dtype = torch.float32 if stats.shape[1] == WHOLE_WIDTH else torch.float64
+    return empty_merged(len(stats), dtype, stats.device, whole=whole)
 
 
-def merge_stats(gathered: Tensor, terms: LossTerms = PLAIN) -> MergedStats:
+def merge_stats(gathered: Tensor, terms: LossTerms = PLAIN, *, out: MergedStats | None = None) -> MergedStats:
     """Combine the statistics of all shards, in rank order.
 
     Args:
@@ -127,6 +73,7 @@ def merge_stats(gathered: Tensor, terms: LossTerms = PLAIN) -> MergedStats:
             fp64; or those of ``invariant.py``, [R, n, 8] int64. Empty and all-padding shards may be among
             them.
         terms: the ones that S was given.
+        out: from ``merged_place``, whose tensors are written and returned; None allocates.
 
     Returns:
         The merged softmax. A token whose every logit is -inf, or whose target's logit is -inf, has
@@ -146,41 +93,11 @@ def merge_stats(gathered: Tensor, terms: LossTerms = PLAIN) -> MergedStats:
         )
     if gathered.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"statistics in {gathered.dtype}: exchange them as float32 (float64 for float64)")
-    k, s_rest, target_logit, owner = gathered[..., :STATS_WIDTH].unbind(2)  # each [R, n]
-    owned = owner != 0
-    valid = owned.any(dim=0)
-    target = torch.where(owned, target_logit, 0).sum(dim=0)  # one shard owns it: no rounding
-    target_q, target_r = split_exponent(target)
-
-    highest = k.amax(dim=0)
-    offset = torch.where(valid, torch.maximum(highest, target_q), highest)
-    rest = torch.zeros_like(target)
-    for term in power_of_two(k - offset) * s_rest:
-        rest = rest + term
-    # fraction_power overwrites its argument; target_r is needed again below.
-    own = torch.where(valid, power_of_two(target_q - offset) * fraction_power(target_r.clone()), 0)
-    total = rest + own
-
-    # Both forms are log(S / own). The first is accurate for likely targets and can't be negative; in
-    # the second own < S / 2, and own itself may have underflowed.
-    likely = torch.log1p(rest / own)
-    unlikely = torch.log(total) + (log_of_power(offset - target_q) - target_r)
-    loss = torch.where((rest <= own) & (own != 0), likely, unlikely)
-    loss = torch.where(total == 0, torch.inf, loss)
-    deficit = torch.where(total == 0, 0, -rest / total)
-    if terms.label_smoothing:
-        mean_logit = torch.zeros_like(target)
-        for part in gathered[..., STATS_WIDTH]:
-            mean_logit = mean_logit + part
-        loss = loss + terms.label_smoothing * (target - mean_logit)
-    if terms.z_loss:
-        loss = loss + terms.z_loss * (torch.log(total) + log_of_power(offset)).square()
-    return MergedStats(
-        loss=torch.where(valid, loss, 0),
-        offset=offset,
-        total=total,
-        target_deficit=torch.where(valid, deficit, 0),
-        valid=valid,
-        terms=terms,
-        weight_peak=weight_peak,
-    )
+    if out is not None and (out.loss.shape != gathered.shape[1:2] or out.loss.dtype != gathered.dtype):
+        raise ValueError(
+            f"place for {tuple(out.loss.shape)} {out.loss.dtype} of the statistics of {gathered.shape[1]} "
+            f"tokens in {gathered.dtype}: take it from merged_place()"
+        )
+    if weight_peak is not None and out is not None and out.weight_peak is not None:
+        weight_peak = out.weight_peak.copy_(weight_peak)
+    return replace(merge(gathered, terms, out), weight_peak=weight_peak)

@@ -14,7 +14,7 @@ from megatron_vocabpar.layers.invariant import (
     weight_gradient,
 )
 from megatron_vocabpar.layers.partition import VocabRange, even_ranges, padded_vocab_size, ranges_from_sizes
-from megatron_vocabpar.layers.softmax_stats import merge_stats
+from megatron_vocabpar.layers.softmax_stats import merge_stats, merged_place
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.layers.whole_stats import BLOCK
 from tests.spawn import run_ranks
@@ -68,15 +68,19 @@ def run(
     x, weight, targets, g = inputs
     weights = split(weight, ranges)
     done = [output_forward(x, w, targets, s, terms=terms) for w, s in zip(weights, ranges, strict=True)]
-    merged = merge_stats(torch.stack([stats for _, stats in done]), terms)
+    place = merged_place(done[0][1])
+    merged = merge_stats(torch.stack([stats for _, stats in done]), terms, out=place)
+    assert merged.weight_peak is place.weight_peak
+    dx_place = torch.empty(x.shape, dtype=merged.loss.dtype, device=x.device)
     main_grads, parts = [torch.zeros_like(w, dtype=merged.loss.dtype) for w in weights], []
     for (state, _), w, main_grad in zip(done, weights, main_grads, strict=True):
         if joint:
             parts.append(output_backward(state, merged, g, w, main_grad))
         else:
-            parts.append(input_gradient(state, merged, g, w))
+            parts.append(input_gradient(state, merged, g, w, out=dx_place))
             weight_gradient(state, merged, g, main_grad)
     dx = parts[0].with_sum(torch.stack([part.whole for part in parts]).sum(dim=0)).value()
+    assert joint or dx is dx_place
     return Result(merged.loss, dx, torch.cat(main_grads))
 
 

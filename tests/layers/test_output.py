@@ -324,6 +324,19 @@ def test_parameters_that_require_grad_are_taken_as_they_are() -> None:
     assert parameter.grad is None
 
 
+def test_the_input_gradient_goes_where_it_is_told() -> None:
+    x, weight, targets, g = batch(torch.bfloat16)
+    (shard,) = ranges_from_sizes([V], V)
+    for with_a in (False, True):
+        state, stats = output_forward(x, weight, targets, shard, with_input_gradient=with_a)
+        assert state is not None
+        merged, place = merge_stats(stats.unsqueeze(0)), torch.full((N, H), torch.nan)
+        assert input_gradient(state, merged, g, weight, out=place) is place
+        assert torch.equal(place, input_gradient(state, merged, g, weight))
+        with pytest.raises(ValueError, match=r"out of \(60, 16\) torch.bfloat16: dX is"):
+            input_gradient(state, merged, g, weight, out=place.bfloat16())
+
+
 def test_no_tokens() -> None:
     x, weight, targets, g = batch(torch.float32)
     result = run("vocab-2", x[:0], weight, targets[:0], g[:0], even(2))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_vocabpar.layers.kernels.reference import exponentials
-from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats, pack_stats
+from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats, merged_place, pack_stats
 
 
 def merge(logits: Tensor, target: int, cuts: list[int]) -> MergedStats:
@@ -149,3 +149,14 @@ def test_undefined_logits_are_not_hidden() -> None:
 def test_what_is_not_gathered_statistics_is_named(gathered: Tensor, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         merge_stats(gathered)
+
+
+def test_results_go_where_they_are_told() -> None:
+    gathered = torch.tensor([[[3.0, 1.5, 0.5, 1.0]], [[-2.0, 1.0, 0.0, 0.0]]])
+    place, expected = merged_place(gathered[0]), merge_stats(gathered)
+    got = merge_stats(gathered, out=place)
+    for name in ("loss", "offset", "total", "target_deficit", "valid"):
+        assert getattr(got, name) is getattr(place, name)
+        assert torch.equal(getattr(got, name), getattr(expected, name))
+    with pytest.raises(ValueError, match=r"place for \(1,\) torch.float32 of the statistics of 2 tokens"):
+        merge_stats(torch.zeros(2, 2, 4), out=place)

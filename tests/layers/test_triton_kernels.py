@@ -231,14 +231,16 @@ def test_scatter_add_rows(
     torch.testing.assert_close(got[0].cpu(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_scatter_of_ascending_rows_needs_no_sort() -> None:
-    ids, values = torch.tensor([0, 2, 2, 5]), torch.arange(8.0).view(4, 2)
-    got = [torch.zeros(6, 2, device=DEVICE) for _ in range(2)]
-    for out, ascending in zip(got, (False, True), strict=True):
-        dispatch.triton_kernels().scatter_add_rows_(
-            out, ids.to(DEVICE), values.to(DEVICE), ascending=ascending
-        )
-    assert torch.equal(*got)
+def test_scatter_of_chosen_rows_in_a_known_order() -> None:
+    ids, source, values = torch.tensor([5, 2, 0, 2]), torch.tensor([1, 3, 3, 0]), torch.arange(8.0).view(4, 2)
+    scale, order = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.argsort(ids, stable=True)
+    expected = torch.zeros(6, 2)
+    reference.scatter_add_rows_(expected, ids, values[source], scale)
+    on_device = [tensor.to(DEVICE) for tensor in (ids, values, scale, source, order)]
+    for given in (None, on_device[4]):
+        got = torch.zeros(6, 2, device=DEVICE)
+        dispatch.triton_kernels().scatter_add_rows_(got, *on_device[:3], source=on_device[3], order=given)
+        assert torch.equal(got.cpu(), expected)
 
 
 @pytest.mark.parametrize("method", METHODS)

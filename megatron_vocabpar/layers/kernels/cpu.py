@@ -12,7 +12,13 @@ from torch import Tensor
 from megatron_vocabpar.layers.exponents import LN2_HIGH, LN2_LOW, LOG2_E, split_exponent
 from megatron_vocabpar.layers.gemm import row_chunks
 from megatron_vocabpar.layers.kernels import reference
-from megatron_vocabpar.layers.kernels.reference import Exponentials, take_target_, transform_logits_
+from megatron_vocabpar.layers.kernels.reference import (
+    Exponentials,
+    is_owned,
+    take_target_,
+    transform_logits_,
+)
+from megatron_vocabpar.layers.merged import STATS_WIDTH
 
 _BLOCK_BYTES = 2**23
 
@@ -28,49 +34,46 @@ def exponentials(
     *,
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    stats: Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
 ) -> Exponentials:
     """As ``reference.exponentials``: bit for bit in 16 bits and with a softcap, else to rounding."""
     block = max(1, _BLOCK_BYTES // (logits.element_size() * max(1, logits.shape[1])))
     wide = dtype in (None, logits.dtype) and softcap is None and valid_rows > 0
-    parts = []
-    for rows in row_chunks(logits.shape[0], logits.shape[1], block) or [slice(0, 0)]:
+    stats = logits.new_empty((len(logits), STATS_WIDTH)) if stats is None else stats
+    slope = None if softcap is None else logits.new_empty(len(logits))
+    for rows in row_chunks(logits.shape[0], logits.shape[1], block):
         here = None if offset is None else offset[rows]
         e = None if out is None else out[rows]
         if wide:
             transform_logits_(logits[rows], logit_scale, None)
-            parts.append(_direct(logits[rows], target_row[rows], valid_rows, here, e))
-        else:
-            parts.append(
-                reference.exponentials(
-                    logits[rows],
-                    target_row[rows],
-                    valid_rows,
-                    here,
-                    dtype=dtype,
-                    out=e,
-                    logit_scale=logit_scale,
-                    softcap=softcap,
-                )
-            )
-    return Exponentials(
-        out,
-        torch.cat([part.k for part in parts]),
-        torch.cat([part.s_rest for part in parts]),
-        torch.cat([part.target_logit for part in parts]),
-        None if softcap is None else torch.cat([_slope(part) for part in parts]),
-    )
-
-
-def _slope(part: Exponentials) -> Tensor:
-    assert part.target_slope is not None
-    return part.target_slope
+            _direct(logits[rows], target_row[rows], valid_rows, here, e, stats[rows])
+            continue
+        part = reference.exponentials(
+            logits[rows],
+            target_row[rows],
+            valid_rows,
+            here,
+            dtype=dtype,
+            out=e,
+            stats=stats[rows],
+            logit_scale=logit_scale,
+            softcap=softcap,
+        )
+        if slope is not None and part.target_slope is not None:
+            slope[rows] = part.target_slope
+    return Exponentials(out, stats, slope)
 
 
 def _direct(
-    logits: Tensor, target_row: Tensor, valid_rows: int, offset: Tensor | None, out: Tensor | None
-) -> Exponentials:
+    logits: Tensor,
+    target_row: Tensor,
+    valid_rows: int,
+    offset: Tensor | None,
+    out: Tensor | None,
+    stats: Tensor,
+) -> None:
     """2^((y - k ln 2) log2 e). The difference is exact for the largest terms, so nothing is lost for
     logits of any size, and rounding is relative to the distance from the largest for the others."""
     target_logit = take_target_(logits, target_row, valid_rows)
@@ -82,4 +85,5 @@ def _direct(
         torch.sub(logits, (k * LN2_HIGH).unsqueeze(1), out=values)
         torch.add((k * (-LN2_LOW * LOG2_E)).unsqueeze(1), values, alpha=LOG2_E, out=values)
     values.exp2_()  # ids 2^126 below the largest leave subnormal numbers where the reference has 0
-    return Exponentials(out, k, values.sum(dim=1), target_logit)
+    stats[:, 0], stats[:, 1], stats[:, 2] = k, values.sum(dim=1), target_logit
+    stats[:, 3] = is_owned(target_row, valid_rows)

@@ -1,7 +1,7 @@
 """Which implementation of the row kernels serves a tensor: the one place that decides.
 
-Every implementation has the signatures of ``reference.py`` and gives its results. Where the Triton
-kernels can't serve, the log says why, once. Tests choose with ``use_kernels``.
+Every implementation has the signatures of ``reference.py`` and ``reference_stats.py`` and gives their
+results. Where the Triton kernels can't serve, the log says why, once. Tests choose with ``use_kernels``.
 """
 
 from __future__ import annotations
@@ -11,30 +11,42 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.kernels import cpu, reference
+from megatron_vocabpar.layers.kernels import cpu, reference, reference_stats
 from megatron_vocabpar.layers.kernels.reference import Exponentials
+from megatron_vocabpar.layers.kernels.reference_stats import Factors
+from megatron_vocabpar.layers.merged import MergedStats
+from megatron_vocabpar.layers.terms import LossTerms
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RowKernels:
-    """One implementation of every row kernel; what they do is in ``reference.py``."""
+    """One implementation of every kernel; what they do is in ``reference.py`` and ``reference_stats.py``."""
 
     name: str
     exponentials: Callable[..., Exponentials]
-    scale_rows: Callable[[Tensor, Tensor], Tensor]
+    scale_rows: Callable[..., Tensor]
     scatter_add_rows_: Callable[..., None]
+    merge: Callable[..., MergedStats]
+    factors: Callable[..., Factors]
 
 
-REFERENCE = RowKernels("reference", reference.exponentials, reference.scale_rows, reference.scatter_add_rows_)
-CPU = RowKernels("cpu", cpu.exponentials, reference.scale_rows, reference.scatter_add_rows_)
+REFERENCE = RowKernels(
+    "reference",
+    reference.exponentials,
+    reference.scale_rows,
+    reference.scatter_add_rows_,
+    reference_stats.merge,
+    reference_stats.factors,
+)
+CPU = replace(REFERENCE, name="cpu", exponentials=cpu.exponentials)
 
 _chosen: ContextVar[RowKernels | None] = ContextVar("row kernels chosen by use_kernels", default=None)
 
@@ -46,10 +58,15 @@ def triton_kernels() -> RowKernels:
     Raises:
         ImportError: if Triton is not installed.
     """
-    from megatron_vocabpar.layers.kernels import triton_exponentials, triton_rows
+    from megatron_vocabpar.layers.kernels import triton_exponentials, triton_rows, triton_stats
 
     return RowKernels(
-        "triton", triton_exponentials.exponentials, triton_rows.scale_rows, triton_rows.scatter_add_rows_
+        "triton",
+        triton_exponentials.exponentials,
+        triton_rows.scale_rows,
+        triton_rows.scatter_add_rows_,
+        triton_stats.merge,
+        triton_stats.factors,
     )
 
 
@@ -105,6 +122,7 @@ def exponentials(
     *,
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    stats: Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
 ) -> Exponentials:
@@ -117,20 +135,46 @@ def exponentials(
         offset,
         dtype=dtype,
         out=out,
+        stats=stats,
         logit_scale=logit_scale,
         softcap=softcap,
     )
 
 
-def scale_rows(x: Tensor, scale: Tensor) -> Tensor:
+def scale_rows(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
     """``reference.scale_rows`` by the kernel for these factors."""
-    return row_kernels(x.device, scale.dtype).scale_rows(x, scale)
+    return row_kernels(x.device, scale.dtype).scale_rows(x, scale, out)
+
+
+def merge(gathered: Tensor, terms: LossTerms, out: MergedStats | None = None) -> MergedStats:
+    """``reference_stats.merge`` by the kernel for these statistics."""
+    return row_kernels(gathered.device, gathered.dtype).merge(gathered, terms, out)
+
+
+def factors(
+    merged: MergedStats,
+    k: Tensor,
+    grad_loss: Tensor,
+    tokens: Tensor,
+    target_slope: Tensor | None = None,
+    *,
+    vocab_size: int,
+) -> Factors:
+    """``reference_stats.factors`` by the kernel for these statistics."""
+    kernels = row_kernels(k.device, k.dtype)
+    return kernels.factors(merged, k, grad_loss, tokens, target_slope, vocab_size=vocab_size)
 
 
 def scatter_add_rows_(
-    out: Tensor, rows: Tensor, values: Tensor, scale: Tensor | None = None, *, ascending: bool = False
+    out: Tensor,
+    rows: Tensor,
+    values: Tensor,
+    scale: Tensor | None = None,
+    *,
+    source: Tensor | None = None,
+    order: Tensor | None = None,
 ) -> None:
     """``reference.scatter_add_rows_`` by the kernel for this output."""
     wide = torch.float64 in (out.dtype, values.dtype)
     kernels = row_kernels(out.device, torch.float64 if wide else torch.float32)
-    kernels.scatter_add_rows_(out, rows, values, scale, ascending=ascending)
+    kernels.scatter_add_rows_(out, rows, values, scale, source=source, order=order)

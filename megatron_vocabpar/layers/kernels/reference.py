@@ -1,7 +1,7 @@
 """The row kernels of the vocabulary layers in plain PyTorch: this is the specification.
 
 Device kernels have the same signatures and must give the same results; each function below is one
-kernel. Numbered steps are the steps of the kernel.
+kernel. Numbered steps are the steps of the kernel. Those on [n] are in ``reference_stats.py``.
 
 Source: sections 4.3 and 4.4 of the paper (the S pass), with integer offsets and the target's term
 left out. Read ``../exponents.py`` first.
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.exponents import NOTHING, fraction_power, power_of_two, split_exponent
 from megatron_vocabpar.layers.gemm import result_dtype
+from megatron_vocabpar.layers.merged import STATS_WIDTH
 
 HEADROOM = {torch.float16: 14}
 """Exponents by which stored values may exceed 1, where the storage has few below 1.
@@ -30,18 +31,29 @@ class Exponentials(NamedTuple):
     Attributes:
         e: [n, P] storage dtype, or None where not asked for; ``exp(Y_ij) / 2^k_i``, exactly 0 for the
             target, for padding and for logits 2^126 below the row's largest.
-        k: [n] whole offsets.
-        s_rest: [n] sums of the unrounded exponentials; 0 where the shard has nothing but the target.
-        target_logit: [n] the target's transformed logit, 0 where another shard owns it.
+        stats: [n, 4] as they are exchanged: the columns below, and 1 where the shard owns the target, else 0.
         target_slope: [n] slope of the softcap at the target's logit, 0 where another shard owns it; None
             without a softcap.
     """
 
     e: Tensor | None
-    k: Tensor
-    s_rest: Tensor
-    target_logit: Tensor
+    stats: Tensor
     target_slope: Tensor | None = None
+
+    @property
+    def k(self) -> Tensor:
+        """[n] whole offsets."""
+        return self.stats[:, 0]
+
+    @property
+    def s_rest(self) -> Tensor:
+        """[n] sums of the unrounded exponentials; 0 where the shard has nothing but the target."""
+        return self.stats[:, 1]
+
+    @property
+    def target_logit(self) -> Tensor:
+        """[n] the target's transformed logit, 0 where another shard owns it."""
+        return self.stats[:, 2]
 
 
 def transform_logits_(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor | None:
@@ -69,20 +81,25 @@ def take_target_(logits: Tensor, target_row: Tensor, valid_rows: int) -> Tensor:
 
     Args:
         logits: [n, P] fp32 or fp64, overwritten.
-        target_row: [n] int64, the target's column in this shard, or -1.
+        target_row: [n] int64, the target's column in this shard; not owned outside [0, valid_rows).
         valid_rows: columns from here on are padding.
 
     Returns:
-        [n] the target's logit as it was, 0 where target_row is -1.
+        [n] the target's logit as it was, 0 where it is not owned.
     """
     logits[:, valid_rows:] = -torch.inf
     if valid_rows == 0:
         return logits.new_zeros(logits.shape[0])
-    owned = target_row >= 0
-    column = target_row.clamp(min=0).unsqueeze(1)  # [n, 1]
+    owned = is_owned(target_row, valid_rows)
+    column = target_row.clamp(0, valid_rows - 1).unsqueeze(1)  # [n, 1]
     found = logits.gather(1, column).squeeze(1)
     logits.scatter_(1, column, torch.where(owned, -torch.inf, found).unsqueeze(1))
     return torch.where(owned, found, 0)
+
+
+def is_owned(target_row: Tensor, valid_rows: int) -> Tensor:
+    """[n] whether the shard's true rows hold the target."""
+    return (target_row >= 0) & (target_row < valid_rows)
 
 
 def row_offset(q: Tensor, dtype: torch.dtype) -> Tensor:
@@ -109,6 +126,7 @@ def exponentials(
     *,
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    stats: Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
 ) -> Exponentials:
@@ -116,18 +134,20 @@ def exponentials(
 
     Args:
         logits: [n, P] fp32 or fp64; overwritten.
-        target_row: [n] int64, the target's column in this shard, or -1.
+        target_row: [n] int64, the target's column in this shard; not owned outside [0, valid_rows).
         valid_rows: columns from here on are padding.
         offset: [n] offsets to use, not below the row's own (naive: the largest of all shards); None
             takes the row's own.
         dtype: storage dtype of E, which decides the headroom; None is the dtype of the logits.
         out: [n, P], where to store E, of that dtype or a wider one; None where E is not needed.
+        stats: [n, 4 or more] like the logits, whose first four columns are written; None allocates.
         logit_scale: positive factor of the logits.
         softcap: bound of the logits (see ``LossTerms``); E is then multiplied by the cap's slope, which
             its every use in a gradient needs; the sums are not.
 
     Returns:
-        The exponentials and statistics, in the dtype of the logits but for ``e``, which is ``out``.
+        The exponentials and statistics, in the dtype of the logits but for ``e``, which is ``out``; ``stats``
+        is the given one.
     """
     dtype = logits.dtype if dtype is None else dtype
     # 1. the target leaves the row; padding is masked
@@ -147,12 +167,22 @@ def exponentials(
     s_rest = values.sum(dim=1)
     if out is not None:
         out.copy_(values if slope is None else values.mul_(slope))
-    return Exponentials(out, k, s_rest, target_logit, target_slope)
+    owner = is_owned(target_row, valid_rows).to(k.dtype)
+    stats = logits.new_empty((len(logits), STATS_WIDTH)) if stats is None else stats
+    stats[:, :STATS_WIDTH].copy_(torch.stack((k, s_rest, target_logit, owner), dim=1))
+    return Exponentials(out, stats, target_slope)
 
 
-def scale_rows(x: Tensor, scale: Tensor) -> Tensor:
-    """Each row of x times its factor, multiplied in the factors' dtype: [n, H] like x, x untouched."""
-    return (x.to(scale.dtype) * scale.unsqueeze(1)).to(x.dtype)
+def scale_rows(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
+    """Each row of x times its factor, multiplied in the factors' dtype.
+
+    Args:
+        x: [n, H], untouched.
+        scale: [n] fp32 or fp64.
+        out: [n, H] like x; None allocates.
+    """
+    scaled = (x.to(scale.dtype) * scale.unsqueeze(1)).to(x.dtype)
+    return scaled if out is None else out.copy_(scaled)
 
 
 def lift(x: Tensor, scale: Tensor) -> Tensor | None:
@@ -173,21 +203,29 @@ def lift(x: Tensor, scale: Tensor) -> Tensor | None:
 
 
 def scatter_add_rows_(
-    out: Tensor, rows: Tensor, values: Tensor, scale: Tensor | None = None, *, ascending: bool = False
+    out: Tensor,
+    rows: Tensor,
+    values: Tensor,
+    scale: Tensor | None = None,
+    *,
+    source: Tensor | None = None,
+    order: Tensor | None = None,
 ) -> None:
-    """``out[rows[i]] += scale[i] * values[i]`` in place, in one fixed order for any number of repeats.
+    """``out[rows[i]] += scale[i] * values[source[i]]`` in place, repeats in one fixed order.
 
     Args:
         out: [P, H] of any floating dtype. Repeats are summed in fp32 before they are added to a 16-bit one.
         rows: [m] int64 rows of ``out``, repeats allowed.
-        values: [m, H] of any floating dtype.
+        values: [m, H], or any number of rows with ``source``; of any floating dtype.
         scale: [m] fp32 or fp64 factors; None is 1.
-        ascending: that ``rows`` ascend already, which saves a device kernel the sort.
+        source: [m] int64 rows of ``values``; None is one after the other.
+        order: [m] int64 that sorts ``rows``, equal ones as they stand, where the caller has it: saves a
+            device kernel the sort.
     """
     if rows.numel() == 0:
         return
     dtype = result_dtype(out.dtype)
-    addends = values.to(dtype)
+    addends = (values if source is None else values.index_select(0, source)).to(dtype)
     if scale is not None:
         addends = addends * scale.to(dtype).unsqueeze(1)
     if out.dtype != dtype:

@@ -3,6 +3,9 @@
 One program handles one row and goes over it twice in blocks; the second time it comes from the cache.
 Same signature and results as ``reference.exponentials`` (whose step numbers are repeated here), but for
 the order of summation and the last bit of exp2.
+
+Loads are masked by the row's end alone, and the target and the padding are taken out of what was loaded: any
+other mask would keep the compiler from loading 16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from megatron_vocabpar.layers import exponents
 from megatron_vocabpar.layers.kernels.reference import HEADROOM, Exponentials
+from megatron_vocabpar.layers.merged import STATS_WIDTH
 
 _LIMIT = tl.constexpr(exponents.EXPONENT_LIMIT)
 _LOG2_E = tl.constexpr(exponents.LOG2_E)
@@ -23,6 +27,9 @@ _ROUND = tl.constexpr(1.5 * 2**23)
 """Added and taken off again, it rounds fp32 within +-2^22 to the nearest even whole number."""
 
 _MAX_BLOCK = 4096
+
+FP_FUSION = False
+"""Sums and products round one by one, whatever this Triton's default; what must be fused is ``tl.fma``."""
 
 
 @triton.jit
@@ -44,18 +51,29 @@ def _slope(y, logit_scale, softcap):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _exponent(y):  # type: ignore[no-untyped-def]
+def exponent(y):  # type: ignore[no-untyped-def]
     """q of ``exponents.split_exponent``."""
     q = tl.minimum(tl.maximum(y * _LOG2_E, -_LIMIT), _LIMIT)
     return (q + _ROUND) - _ROUND
 
 
 @triton.jit
+def remainder(y, q):  # type: ignore[no-untyped-def]
+    """r of ``exponents.split_exponent``: of y = q ln 2 + r, with ln 2 in two parts."""
+    return tl.fma(q, -_LN2_LOW, tl.fma(q, -_LN2_HIGH, y))
+
+
+@triton.jit
+def power_of_two(q):  # type: ignore[no-untyped-def]
+    """``exponents.power_of_two``, by its bits."""
+    bits = (tl.minimum(tl.maximum(q, -127.0), 127.0).to(tl.int32) + 127) << 23
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _exponential(y, q, k):  # type: ignore[no-untyped-def]
-    """exp(y) / 2^k; the remainder of y = q ln 2 + r in two exact parts, the power of two by its bits."""
-    r = tl.fma(q, -_LN2_LOW, tl.fma(q, -_LN2_HIGH, y))
-    power = (tl.minimum(tl.maximum(q - k, -127.0), 127.0).to(tl.int32) + 127) << 23
-    return tl.exp2(r * _LOG2_E) * power.to(tl.float32, bitcast=True)
+    """exp(y) / 2^k."""
+    return tl.exp2(remainder(y, q) * _LOG2_E) * power_of_two(q - k)
 
 
 @triton.jit
@@ -64,11 +82,11 @@ def _exponentials_kernel(  # type: ignore[no-untyped-def]
     logits_stride,
     target_row,  # [n] int64
     offset,  # [n] fp32, read if HAS_OFFSET
+    offset_stride,
     e,  # [n, P] storage dtype, written if STORE
     e_stride,
-    k_out,  # [n] fp32
-    s_rest,  # [n] fp32
-    target_logit,  # [n] fp32
+    stats,  # [n, 4] fp32
+    stats_stride,
     target_slope,  # [n] fp32, written if SOFTCAP
     columns,  # P
     valid_rows,
@@ -82,45 +100,49 @@ def _exponentials_kernel(  # type: ignore[no-untyped-def]
 ):
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * logits_stride
+    row_stats = stats + row * stats_stride
     block = tl.arange(0, BLOCK)
 
-    # 1. the target leaves the row; neither it nor the padding is read below
-    target = tl.load(target_row + row).to(tl.int32)
-    owned = (target >= 0) & (target < valid_rows)
+    # 1. the target leaves the row
+    given = tl.load(target_row + row)
+    owned = (given >= 0) & (given < valid_rows)
+    target = tl.where(owned, given, -1).to(tl.int32)
     own = tl.load(row_logits + target, mask=owned, other=0.0)
-    tl.store(target_logit + row, _transform(own, logit_scale, softcap, SOFTCAP=SOFTCAP))
+    tl.debug_barrier()  # E may take the logits' place below
+    tl.store(row_stats + 2, _transform(own, logit_scale, softcap, SOFTCAP=SOFTCAP))
+    tl.store(row_stats + 3, owned.to(tl.float32))
     if SOFTCAP:
         tl.store(target_slope + row, tl.where(owned, _slope(own, logit_scale, softcap), 0.0))
 
     # 2. and 3. the row's offset
     if HAS_OFFSET:
-        k = tl.load(offset + row)
+        k = tl.load(offset + row * offset_stride)
     else:
         highest = tl.full([BLOCK], -_LIMIT, tl.float32)
         for start in range(0, columns, BLOCK):
             column = start + block
             keep = (column < valid_rows) & (column != target)
-            y = tl.load(row_logits + column, mask=keep, other=0.0)
+            y = tl.load(row_logits + column, mask=column < columns, other=0.0)
             y = _transform(y, logit_scale, softcap, SOFTCAP=SOFTCAP)
-            highest = tl.maximum(highest, _exponent(tl.where(keep, y, -float("inf"))))
+            highest = tl.maximum(highest, exponent(tl.where(keep, y, -float("inf"))))
         k = tl.max(highest, axis=0)
         k = tl.where(k == -_LIMIT, k, k - HEADROOM)
-    tl.store(k_out + row, k)
+    tl.store(row_stats, k)
 
     # 4. and 5. exponentials: unrounded into the sum, rounded into the storage
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, columns, BLOCK):
         column = start + block
         keep = (column < valid_rows) & (column != target)
-        raw = tl.load(row_logits + column, mask=keep, other=0.0)
+        raw = tl.load(row_logits + column, mask=column < columns, other=0.0)
         y = tl.where(keep, _transform(raw, logit_scale, softcap, SOFTCAP=SOFTCAP), -float("inf"))
-        value = _exponential(y, _exponent(y), k)
+        value = _exponential(y, exponent(y), k)
         total += value
         if STORE:
             if SOFTCAP:
-                value = value * _slope(raw, logit_scale, softcap)
+                value = tl.where(keep, value * _slope(raw, logit_scale, softcap), 0.0)
             tl.store(e + row * e_stride + column, value.to(e.dtype.element_ty), mask=column < columns)
-    tl.store(s_rest + row, tl.sum(total, axis=0))
+    tl.store(row_stats + 1, tl.sum(total, axis=0))
 
 
 def exponentials(
@@ -131,6 +153,7 @@ def exponentials(
     *,
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    stats: Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
 ) -> Exponentials:
@@ -139,20 +162,21 @@ def exponentials(
     assert logits.stride(1) == 1 or logits.shape[1] <= 1, logits.stride()
     assert out is None or out.stride(1) == 1 or out.shape[1] <= 1
     n, columns = logits.shape
-    k, s_rest, target_logit, slope = (logits.new_empty(n) for _ in range(4))
+    stats = logits.new_empty((n, STATS_WIDTH)) if stats is None else stats
+    slope = None if softcap is None else logits.new_empty(n)
     if n:
         block = min(_MAX_BLOCK, max(16, triton.next_power_of_2(columns)))
         _exponentials_kernel[(n,)](
             logits,
             logits.stride(0),
             target_row.contiguous(),
-            k if offset is None else offset.contiguous(),
+            logits if offset is None else offset,
+            0 if offset is None else offset.stride(0),
             logits if out is None else out,
             0 if out is None else out.stride(0),
-            k,
-            s_rest,
-            target_logit,
-            slope,
+            stats,
+            stats.stride(0),
+            logits if slope is None else slope,
             columns,
             valid_rows,
             float(logit_scale),
@@ -163,5 +187,6 @@ def exponentials(
             SOFTCAP=softcap is not None,
             BLOCK=block,
             num_warps=8 if block >= 2048 else 4,
+            enable_fp_fusion=FP_FUSION,
         )
-    return Exponentials(out, k, s_rest, target_logit, None if softcap is None else slope)
+    return Exponentials(out, stats, slope)

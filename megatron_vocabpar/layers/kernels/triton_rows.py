@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_vocabpar.layers.kernels.triton_exponentials import FP_FUSION
+
 _BLOCK = 1024
 _REPEATS = 16
 
@@ -37,21 +39,23 @@ def _scale_rows_kernel(  # type: ignore[no-untyped-def]
 def _scatter_add_kernel(  # type: ignore[no-untyped-def]
     out,  # [P, H]
     out_stride,
-    rows,  # [m] int64, ascending
-    order,  # [m] int64, where each of them stood before they were sorted
-    values,  # [m, H]
+    rows,  # [m] int64
+    order,  # [m] int64, which makes them ascend
+    values,  # [m, H], or any number of rows if HAS_SOURCE
     values_stride,
+    source,  # [m] int64 rows of values, read if HAS_SOURCE
     scale,  # [m] fp32, read if HAS_SCALE
     count,  # m
     columns,  # H
+    HAS_SOURCE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     REPEATS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program per run of equal rows (the others end at once) and block of columns."""
     first = tl.program_id(0)
-    row = tl.load(rows + first)
-    before = tl.load(rows + tl.maximum(first - 1, 0))
+    row = tl.load(rows + tl.load(order + first))
+    before = tl.load(rows + tl.load(order + tl.maximum(first - 1, 0)))
     if (first == 0) | (before != row):
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = column < columns
@@ -60,62 +64,78 @@ def _scatter_add_kernel(  # type: ignore[no-untyped-def]
         more = start < count
         while more:
             entry = start + tl.arange(0, REPEATS)
-            same = tl.load(rows + entry, mask=entry < count, other=-1) == row
-            source = tl.load(order + entry, mask=same, other=0)
+            place = tl.load(order + entry, mask=entry < count, other=0)
+            same = (tl.load(rows + place) == row) & (entry < count)
+            taken = tl.load(source + place, mask=same, other=0) if HAS_SOURCE else place
             value = tl.load(
-                values + source[:, None] * values_stride + column[None, :],
+                values + taken[:, None] * values_stride + column[None, :],
                 mask=same[:, None] & inside[None, :],
                 other=0.0,
             ).to(tl.float32)
             if HAS_SCALE:
-                value = value * tl.load(scale + source, mask=same, other=0.0)[:, None]
+                value = value * tl.load(scale + place, mask=same, other=0.0)[:, None]
             total += tl.sum(value, axis=0)
             start += REPEATS
             more = (start < count) & (tl.sum(same.to(tl.int32), axis=0) == REPEATS)
-        place = out + row * out_stride + column
+        sums = out + row * out_stride + column
         total = total.to(out.dtype.element_ty).to(tl.float32)
-        total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(place, total.to(out.dtype.element_ty), mask=inside)
+        total += tl.load(sums, mask=inside, other=0.0).to(tl.float32)
+        tl.store(sums, total.to(out.dtype.element_ty), mask=inside)
 
 
-def scale_rows(x: Tensor, scale: Tensor) -> Tensor:
+def scale_rows(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
     """As ``reference.scale_rows``, for fp32 factors."""
     n, columns = x.shape
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    assert out.stride(1) == 1 or out.shape[1] <= 1, out.stride()
     if x.numel():
         x = x if x.stride(1) == 1 else x.contiguous()
         grid = (n, triton.cdiv(columns, _BLOCK))
         _scale_rows_kernel[grid](
-            x, x.stride(0), scale.contiguous(), out, out.stride(0), columns, BLOCK=_BLOCK
+            x,
+            x.stride(0),
+            scale.contiguous(),
+            out,
+            out.stride(0),
+            columns,
+            BLOCK=_BLOCK,
+            enable_fp_fusion=FP_FUSION,
         )
     return out
 
 
 def scatter_add_rows_(
-    out: Tensor, rows: Tensor, values: Tensor, scale: Tensor | None = None, *, ascending: bool = False
+    out: Tensor,
+    rows: Tensor,
+    values: Tensor,
+    scale: Tensor | None = None,
+    *,
+    source: Tensor | None = None,
+    order: Tensor | None = None,
 ) -> None:
     """As ``reference.scatter_add_rows_``: repeats are summed in fp32, in the order of ``rows``."""
     assert out.stride(1) == 1 or out.shape[1] <= 1, out.stride()
-    count, columns = values.shape
-    if values.numel() == 0:
+    count, columns = len(rows), values.shape[1]
+    if count == 0 or columns == 0:
         return
-    if ascending:
-        order = torch.arange(count, device=rows.device)
-    else:
-        rows, order = torch.sort(rows, stable=True)
+    if order is None:
+        order = torch.argsort(rows, stable=True)
     values = values if values.stride(1) == 1 else values.contiguous()
     block = min(256, triton.next_power_of_2(columns))
     _scatter_add_kernel[(count, triton.cdiv(columns, block))](
         out,
         out.stride(0),
         rows.contiguous(),
-        order,
+        order.contiguous(),
         values,
         values.stride(0),
+        rows if source is None else source.contiguous(),
         out if scale is None else scale.float().contiguous(),
         count,
         columns,
+        HAS_SOURCE=source is not None,
         HAS_SCALE=scale is not None,
         REPEATS=_REPEATS,
         BLOCK=block,
+        enable_fp_fusion=FP_FUSION,
     )
