@@ -295,7 +295,7 @@ def input_gradient(
         merged: the statistics of all shards.
         grad_loss: [n] g, gradient of each token's loss.
         weight: [P, H], as in S.
-        out: [n, H] in the statistics' dtype, where to put it, such as another stream's memory; None allocates.
+        out: [n, H] in the statistics' dtype, where to put it, such as memory of another stream, or None.
 
     Returns:
         [n, H] fp32 (fp64 for fp64). Reduce it in this dtype: 16-bit partial sums cost accuracy.
