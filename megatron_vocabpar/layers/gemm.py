@@ -3,6 +3,8 @@
 16-bit operands give fp32 results: the logits' own rounding to 16 bits would dominate every other
 error of the output layer (5e-3 in a log-probability). On a GPU the library does that directly; on
 the CPU, whose 16-bit products round their results, the operands are converted first.
+
+What PyTorch takes on CUDA differs by version: ``tests/layers/cuda_products.py`` has the table.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _TRANSIENT_BYTES = 32 * 2**20  # stays in an L2 of 40 MB or more; 256 tiles of 128 x 256 for a product
@@ -76,6 +79,8 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 def add_product_(out: Tensor, a: Tensor, b: Tensor, factor: Tensor | None = None) -> None:
     """``out += factor * (a @ b)`` in place, by one accumulating product where the library has it.
 
+    Elsewhere by parts that are small enough to be added from the cache.
+
     Args:
         out: [i, k], in the operands' dtype or in ``result_dtype`` of it.
         a: [i, j].
@@ -84,16 +89,30 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor, factor: Tensor | None = None
     """
     if factor is None and (a.dtype == result_dtype(a.dtype) or (a.is_cuda and out.dtype == a.dtype)):
         out.addmm_(a, b)
-    elif factor is None and a.is_cuda:
+        return
+    if factor is None and a.is_cuda:
         fused = _fused_accumulation()
         if fused is not None and a.t().is_contiguous() and b.is_contiguous() and out.is_contiguous():
             fused.wgrad_gemm_accum_fp32(b, a.t(), out)
-        else:
+            return
+        if addmm_takes_fp32(torch.__version__):
             torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    else:
-        for rows in row_chunks(a.shape[0], max(a.shape[1], b.shape[1])):
-            part = product(a[rows], b)
-            out[rows] += part if factor is None else part * factor
+            return
+    for rows in row_chunks(a.shape[0], max(a.shape[1], b.shape[1])):
+        part = product(a[rows], b)
+        if factor is None:
+            out[rows].add_(part)  # not +=, which would copy the rows onto themselves
+        else:
+            out[rows].addcmul_(part, factor)
+
+
+def addmm_takes_fp32(version: str) -> bool:
+    """Whether ``torch.addmm(self, a, b, out_dtype=torch.float32)`` of this PyTorch adds to an fp32 ``self``.
+
+    Beside 16-bit operands on CUDA, that is. PyTorch 2.8 and 2.9 want ``self`` in the operands' dtype; 2.10
+    takes both (pytorch/pytorch#167931). A build from before it, such as 2.10.0a0, counts as one without.
+    """
+    return bool(TorchVersion(version) >= "2.10")
 
 
 @cache

@@ -179,7 +179,7 @@ def weight_gradient(state: BlockState, merged: MergedStats, grad_loss: Tensor, m
         lifted = lift(state.x, scale)
         scaled = scale_rows(state.x, scale if lifted is None else scale * lifted)
         part = product(state.e[block].t(), scaled)[: rows.stop - rows.start]
-        main_grad[rows] += part if lifted is None else part / lifted
+        main_grad[rows].add_(part if lifted is None else part / lifted)
     target, owned = _target_factors(state, merged, grad_loss), state.owned
     scatter_add_rows_(main_grad, owned.rows, state.x, target, source=owned.tokens, order=owned.by_row)
 

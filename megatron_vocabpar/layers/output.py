@@ -408,7 +408,7 @@ def _input_product(
 ) -> None:
     valid = state.shard.valid_rows
     product(e[:, :valid], weight[:valid], out=grad[rows])
-    grad[rows] *= scales.row[rows].unsqueeze(1)
+    grad[rows].mul_(scales.row[rows].unsqueeze(1))
 
 
 def _add_input_terms(state: OutputState, scales: Factors, weight: Tensor, grad: Tensor) -> None:
@@ -466,7 +466,7 @@ def _add_weight_terms(state: OutputState, scales: Factors, main_grad: Tensor) ->
     x, owned = state.x, state.owned
     scatter_add_rows_(main_grad, owned.rows, x, scales.target, source=owned.tokens, order=owned.by_row)
     if scales.uniform is not None:
-        main_grad[: state.shard.valid_rows] += scales.uniform @ x.to(scales.uniform.dtype)
+        main_grad[: state.shard.valid_rows].add_(scales.uniform @ x.to(scales.uniform.dtype))
 
 
 def _joined_slopes(slopes: list[Tensor | None], terms: LossTerms) -> Tensor | None:

@@ -1,0 +1,191 @@
+"""What S, the merge, dX and T ask of a CUDA device, found without one and without computing anything.
+
+Meta tensors are made to say that they are CUDA tensors, so the code takes the path that it takes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_vocabpar.layers.gemm import result_dtype
+from megatron_vocabpar.layers.kernels.dispatch import REFERENCE, RowKernels, use_kernels
+from megatron_vocabpar.layers.kernels.reference import Exponentials
+from megatron_vocabpar.layers.kernels.reference_stats import Factors
+from megatron_vocabpar.layers.merged import STATS_WIDTH, MergedStats, empty_merged
+from megatron_vocabpar.layers.output import input_gradient, output_backward, output_forward, weight_gradient
+from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.layers.softmax_stats import merge_stats
+from megatron_vocabpar.layers.targets import OwnedTargets
+from megatron_vocabpar.layers.terms import PLAIN, LossTerms
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shard's microbatch."""
+
+    method: str
+    dtype: torch.dtype
+    n: int = 8
+    hidden: int = 16
+    rows: int = 32
+    padding: int = 0
+    ranks: int = 8
+    recompute: bool = False
+    terms: LossTerms = PLAIN
+    main_grad: torch.dtype | None = None
+
+
+def _kernels(launched: Callable[[str], None]) -> RowKernels:
+    """Kernels that say that they were launched, and give tensors of the right shapes."""
+
+    def exponentials(
+        logits: Tensor, *_: Any, out: Any = None, stats: Any = None, **options: Any
+    ) -> Exponentials:
+        launched("exponentials")
+        stats = logits.new_empty((len(logits), STATS_WIDTH)) if stats is None else stats
+        return Exponentials(out, stats, logits.new_empty(len(logits)) if options["softcap"] else None)
+
+    def scale_rows(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
+        launched("scale_rows")
+        return torch.empty_like(x) if out is None else out
+
+    def scatter_add_rows_(*_: Any, order: Tensor | None = None, **__: Any) -> None:
+        launched("scatter_add_rows_" if order is not None else "scatter_add_rows_ and its sort")
+
+    def merge(gathered: Tensor, terms: LossTerms, out: MergedStats | None = None) -> MergedStats:
+        launched("merge")
+        merged = empty_merged(gathered.shape[1], gathered.dtype, gathered.device) if out is None else out
+        return replace(merged, terms=terms)
+
+    def factors(
+        merged: MergedStats, k: Tensor, g: Tensor, tokens: Tensor, *_: Any, vocab_size: int
+    ) -> Factors:
+        launched("factors")
+        uniform = k.new_empty(len(k)) if merged.terms.label_smoothing else None
+        return Factors(k.new_empty(len(k)), k.new_empty(len(tokens)), uniform)
+
+    return replace(
+        REFERENCE,
+        name="none",
+        exponentials=exponentials,
+        scale_rows=scale_rows,
+        scatter_add_rows_=scatter_add_rows_,
+        merge=merge,
+        factors=factors,
+    )
+
+
+class Launches(TorchDispatchMode):
+    """Names of the operations that launch a kernel: all but views and allocations. Ours are one each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returns = func._schema.returns
+        view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        name = func._schema.name.removeprefix("aten::")
+        if not view and name not in ("empty", "new_empty", "empty_like", "empty_strided", "detach"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class ProductCall:
+    """One matrix product as PyTorch was asked for it; ``addend`` is addmm's ``self``."""
+
+    name: str
+    a: torch.dtype
+    b: torch.dtype
+    addend: torch.dtype | None
+    out_dtype: torch.dtype | None
+    out: torch.dtype | None
+
+
+class Products(TorchFunctionMode):
+    """Every matrix product that PyTorch is asked for by tensors that say they are on a CUDA device."""
+
+    NAMES = ("mm", "addmm", "addmm_", "matmul", "__matmul__", "__rmatmul__", "addr_", "mv", "bmm", "baddbmm")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[ProductCall] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return True
+        name = getattr(func, "__name__", "")
+        if name in self.NAMES:
+            *addend, a, b = args
+            out = kwargs.get("out")
+            given = kwargs.get("out_dtype")
+            self.calls.append(
+                ProductCall(
+                    name,
+                    a.dtype,
+                    b.dtype,
+                    addend[0].dtype if addend else None,
+                    given,
+                    None if out is None else out.dtype,
+                )
+            )
+            if (
+                name == "addmm" and given is not None
+            ):  # meta tensors have none; one launch is as good as another
+                return torch.mm(a, b, out_dtype=given, out=out)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def pretended_device() -> Iterator[tuple[Launches, Products]]:
+    """Tensors made inside are on a pretended CUDA device; what is asked of it is listed."""
+    launches, products = Launches(), Products()
+    with torch.device("meta"), products, launches, use_kernels(_kernels(launches.names.append)):
+        yield launches, products
+
+
+def run(case: Case) -> tuple[list[str], list[ProductCall]]:
+    """Launches and matrix products of S, merge, dX and T of one microbatch, whose owned targets are known."""
+    with pretended_device() as (launches, products):
+        _run(case)
+    return launches.names, products.calls
+
+
+def _run(case: Case) -> None:
+    wide = result_dtype(case.dtype)
+    x = torch.empty(case.n, case.hidden, dtype=case.dtype)
+    weight = torch.empty(case.rows, case.hidden, dtype=case.dtype)
+    targets = torch.empty(case.n, dtype=torch.int64)
+    owned = OwnedTargets(*(torch.empty(case.n // case.ranks, dtype=torch.int64) for _ in range(4)))
+    main_grad = torch.empty(case.rows, case.hidden, dtype=case.main_grad or wide)
+    grad_loss = torch.empty(case.n)
+    size = case.ranks * case.rows - case.padding
+    shard = VocabRange((case.ranks - 1) * case.rows, case.ranks * case.rows, size)
+    gathered = torch.empty(case.ranks, case.n, STATS_WIDTH + bool(case.terms.label_smoothing), dtype=wide)
+    state, _ = output_forward(
+        x,
+        weight,
+        targets,
+        shard,
+        with_input_gradient=case.method == "vocab-2",
+        recompute=case.recompute,
+        terms=case.terms,
+        owned=owned,
+    )
+    assert state is not None
+    merged = merge_stats(gathered, case.terms)
+    if case.method == "vocab-2":
+        input_gradient(state, merged, grad_loss, weight)
+        weight_gradient(state, merged, grad_loss, main_grad)
+    else:
+        output_backward(state, merged, grad_loss, weight, main_grad)

@@ -1,0 +1,94 @@
+"""What the layers ask of a CUDA device: products that every supported PyTorch takes, and few launches."""
+
+from __future__ import annotations
+
+import tomllib
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_vocabpar.layers import gemm
+from megatron_vocabpar.layers.gemm import addmm_takes_fp32
+from megatron_vocabpar.layers.terms import PLAIN, LossTerms
+
+from .cuda_device import Case, ProductCall, run
+from .cuda_products import ADDEND_OF_ADDMM, refusal
+
+TERMS = (PLAIN, LossTerms(softcap=30.0), LossTerms(label_smoothing=0.1, z_loss=0.01, logit_scale=2.0))
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"padding": 3, "terms": TERMS[1]},
+    {"padding": 3, "terms": TERMS[2]},
+    {"recompute": True},
+    {"recompute": True, "padding": 3, "terms": TERMS[2]},
+)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def test_the_table_has_every_supported_version() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert "torch>=2.8,<2.14" in project["optional-dependencies"]["train"]
+    assert list(ADDEND_OF_ADDMM) == [f"2.{minor}" for minor in range(8, 14)]
+
+
+@pytest.mark.parametrize(
+    ("version", "takes"),
+    [
+        ("2.8.0", False),
+        ("2.9.1+cu128", False),
+        ("2.10.0a0+b558c986e8.nv25.11", False),
+        ("2.10.0.dev20251201", False),
+        ("2.10.0", True),
+        ("2.13.0+cpu", True),
+    ],
+)
+def test_the_choice_is_by_version(version: str, takes: bool) -> None:
+    assert addmm_takes_fp32(version) == takes
+
+
+def _products(monkeypatch: pytest.MonkeyPatch, takes_fp32: bool) -> dict[ProductCall, Case]:
+    """All kinds of products that are asked for, each with a case that does."""
+    monkeypatch.setattr(gemm, "addmm_takes_fp32", lambda version: takes_fp32)
+    found: dict[ProductCall, Case] = {}
+    for method, dtype, options in product(("vocab-1", "vocab-2"), DTYPES, OPTIONS):
+        case = Case(method, dtype, **options)
+        _, calls = run(case)
+        assert calls
+        found |= dict.fromkeys(calls, case)
+    for method, dtype in product(("vocab-1", "vocab-2"), DTYPES):
+        case = Case(method, dtype, main_grad=dtype)
+        found |= dict.fromkeys(run(case)[1], case)
+    return found
+
+
+@pytest.mark.parametrize("takes_fp32", [False, True])
+def test_every_product_is_one_that_pytorch_takes(monkeypatch: pytest.MonkeyPatch, takes_fp32: bool) -> None:
+    calls = _products(monkeypatch, takes_fp32)
+    assert any(call.name == "addmm" and call.out_dtype is not None for call in calls) == takes_fp32
+    for version in ADDEND_OF_ADDMM:
+        if addmm_takes_fp32(f"{version}.0") == takes_fp32:
+            refused = {call: (refusal(call, version), case) for call, case in calls.items()}
+            assert {call: why for call, why in refused.items() if why[0]} == {}, version
+
+
+@pytest.mark.parametrize("method", ["vocab-1", "vocab-2"])
+@pytest.mark.parametrize("terms", TERMS, ids=["plain", "softcap", "smoothing, z-loss, scale"])
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.bfloat16, 40), (torch.float32, 40), (torch.float16, 80)], ids=str
+)
+def test_a_microbatch_has_few_launches(
+    monkeypatch: pytest.MonkeyPatch, method: str, terms: LossTerms, dtype: torch.dtype, limit: int
+) -> None:
+    """The paper's largest vocabulary, 262144, on eight ranks: eight chunks of logits, so 16 launches in them.
+
+    fp16's weight gradient comes in 13 parts, which are scaled as they are added.
+    """
+    monkeypatch.setattr(gemm, "addmm_takes_fp32", lambda version: True)
+    case = Case(method, dtype, n=2048, hidden=3072, rows=32768, padding=3, terms=terms)
+    launches, _ = run(case)
+    assert launches.count("exponentials") == 8
+    assert "copy_" not in launches or terms.label_smoothing  # nothing is copied onto itself
+    assert len(launches) <= limit, launches
