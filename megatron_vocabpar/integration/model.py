@@ -56,7 +56,7 @@ def vocab_shard(vocab_size: int, divisible_by: int = 1, *, invariant: bool = Fal
     """The even partition of ``vocab_size`` true ids over this process's PP x TP ranks.
 
     Args:
-        vocab_size: ``V``, the number of true ids; padding is added to a multiple of ``2 * p * t``.
+        vocab_size: ``V``, the number of true ids; ``padded_vocab_size`` says how much padding is added.
         divisible_by: a further divisor of the padded size (Megatron's ``make_vocab_size_divisible_by``).
         invariant: shards are to end between the blocks of ``OutputOptions.invariant``.
     """

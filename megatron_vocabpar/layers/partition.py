@@ -6,7 +6,8 @@ no probability and get no gradient. Everything else in this room takes a ``Vocab
 argument; nothing asks a process group.
 
 Source: Balancing Pipeline Parallelism with Vocabulary Parallelism, section 6.1 (padding to a
-multiple of 2p). Next: ``softmax_stats.py`` (how ranges join again), then ``output.py``.
+multiple of 2p; here to more, where it is cheap). Next: ``softmax_stats.py`` (how ranges join again), then
+``output.py``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
+
+_ROWS = (128, 16, 2)
+"""What the rows of a shard may be a multiple of, best first."""
+
+_MOST_PADDING = 100
+"""Padding that is worth it: one row for so many ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +53,17 @@ class VocabRange:
 
 
 def padded_vocab_size(vocab_size: int, pipeline: int, tensor: int = 1, divisible_by: int = 1) -> int:
-    """V_pad: the smallest multiple of ``2 * pipeline * tensor`` and of ``divisible_by`` that holds V ids.
+    """V_pad: V ids and padding, so that each of ``pipeline * tensor`` shards has a good number of rows.
+
+    A multiple of 128 rows where the padding is at most 1 % of V, since tiles of matrix products then fit; else of
+    16 rows likewise, without which device kernels can't load and store 16 bytes at a time; else of 2, as in the
+    paper. All ranks derive the same. Weights and checkpoints have V_pad rows; another V_pad loads them too.
+
+    Args:
+        vocab_size: V.
+        pipeline: pipeline stages that share the vocabulary.
+        tensor: tensor-parallel ranks of a stage.
+        divisible_by: a further divisor.
 
     Raises:
         ValueError: if an argument is below 1.
@@ -59,8 +76,11 @@ def padded_vocab_size(vocab_size: int, pipeline: int, tensor: int = 1, divisible
     ):
         if value < 1:
             raise ValueError(f"{name} {value}: give at least 1")
-    multiple = lcm(2 * pipeline * tensor, divisible_by)
-    return -(-vocab_size // multiple) * multiple
+    shards = pipeline * tensor
+    multiples = [lcm(rows * shards, divisible_by) for rows in _ROWS]
+    sizes = [-(-vocab_size // multiple) * multiple for multiple in multiples]
+    cheap = (size for size in sizes if (size - vocab_size) * _MOST_PADDING <= vocab_size)
+    return next(cheap, sizes[-1])
 
 
 def even_ranges(padded_vocab_size: int, world_size: int, vocab_size: int) -> tuple[VocabRange, ...]:

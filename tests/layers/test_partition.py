@@ -10,16 +10,22 @@ from megatron_vocabpar.layers.partition import VocabRange, even_ranges, padded_v
 @pytest.mark.parametrize(
     ("vocab_size", "pipeline", "tensor", "divisible_by", "expected"),
     [
-        (50257, 4, 1, 1, 50264),
-        (50257, 4, 2, 1, 50272),
-        (50257, 4, 1, 128, 50304),
+        (50257, 4, 1, 1, 50688),  # 99 * 128 rows on each of 4 ranks: 0.9 % of padding
+        (50257, 8, 1, 1, 50304),  # 128 rows a rank would be 1.9 %: 393 * 16
+        (50257, 4, 2, 1, 50304),
+        (128256, 8, 1, 1, 129024),
+        (128256, 32, 1, 1, 128512),
+        (262144, 8, 4, 1, 262144),
         (50257, 3, 1, 128, 50304),
         (50257, 5, 1, 128, 50560),
+        (100, 8, 1, 1, 112),  # 16 rows a rank would be 28 %
+        (12674, 1, 1, 1, 12800),
+        (12673, 1, 1, 1, 12688),  # 128 rows would be 127 ids more, just above 1 %
         (16, 8, 1, 1, 16),
         (1, 1, 1, 1, 2),
     ],
 )
-def test_padded_size_is_the_smallest_common_multiple(
+def test_shards_get_128_rows_or_16_where_padding_is_cheap(
     vocab_size: int, pipeline: int, tensor: int, divisible_by: int, expected: int
 ) -> None:
     assert padded_vocab_size(vocab_size, pipeline, tensor, divisible_by) == expected
