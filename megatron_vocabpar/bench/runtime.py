@@ -78,7 +78,6 @@ def _run_rank(config: TrainConfig) -> None:
             torch.set_num_threads(1)
             stack.enter_context(megatron_on_cpu())
         dist.init_process_group(backend(device))
-        stack.callback(dist.destroy_process_group)
         parallel_state.initialize_model_parallel(config.tp, config.pp)
         model_parallel_cuda_manual_seed(config.seed)
         placement = Placement(config.pp)
@@ -110,6 +109,7 @@ def _run_rank(config: TrainConfig) -> None:
         if dist.get_rank() == 0:
             result = {"ours_ms": [a for a, _ in pairs], "megatron_ms": [b for _, b in pairs]}
             (Path(config.output) / RESULT_FILE).write_text(json.dumps(result))
+        dist.destroy_process_group()
 
 
 def _random_batches(config: TrainConfig) -> Iterator[dict[str, Any]]:

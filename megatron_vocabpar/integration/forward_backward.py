@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from megatron_vocabpar.integration.handlers import handlers_of
 from megatron_vocabpar.integration.iteration import Call, OutputOptions, Rank
 from megatron_vocabpar.integration.preparation import chunk_with_shards, prepare
 from megatron_vocabpar.integration.weight_gradients import split_weight_gradients
-from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, broadcast, create_groups
+from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, broadcast, create_groups, warm_up
 from megatron_vocabpar.runtime.executor import Observer, execute
 from megatron_vocabpar.runtime.profile import INPUT, OUTPUT, Timeline
 from megatron_vocabpar.runtime.streams import side_stream
@@ -33,8 +34,12 @@ from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.schedule import Schedule
 
 
-def vocab_groups() -> VocabGroups:
-    """The vocabulary group of this process, from megatron-core's parallel state; all ranks call it."""
+def vocab_groups(timeout: timedelta | None = None) -> VocabGroups:
+    """The vocabulary group of this process, from megatron-core's parallel state; all ranks call it.
+
+    Args:
+        timeout: of its communicators, as for ``create_groups``.
+    """
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     coordinates = (
@@ -42,11 +47,13 @@ def vocab_groups() -> VocabGroups:
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),
     )
-    return create_groups(coordinates, pipeline, tensor)
+    return create_groups(coordinates, pipeline, tensor, timeout)
 
 
 class ForwardBackward:
     """A megatron-core forward-backward function that runs our schedules.
+
+    Every rank makes one at the same time: that is when the connections between ranks are made.
 
     Args:
         method: one of ``schedule.methods.METHODS``.
@@ -96,6 +103,7 @@ class ForwardBackward:
             self._output_stream = timeline.watch(self._output_stream, OUTPUT)
             self._input_stream = timeline.watch(self._input_stream, INPUT)
         self._point_to_point = PointToPoint(groups)
+        warm_up(groups, device)
         self._plans: dict[int, Plan] = {}
 
     def plan(self, num_microbatches: int, forward_only: bool = False) -> Plan:
@@ -120,7 +128,7 @@ class ForwardBackward:
             raise ValueError(f"the plan has {'; '.join(differ)}; make it for this method and pipeline")
 
     def close(self) -> None:
-        """Release the side streams."""
+        """Release the side streams, without a wait for what is in them."""
         self._output_stream.close()
         self._input_stream.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
@@ -45,13 +46,25 @@ class InputLayer:
         counts = self.it.microbatches[i].plan.counts
         send = [len(rows) if member in first else 0 for member in range(len(groups.ranks))]
         receive = counts if self.it.rank.is_first else [0] * len(counts)
-        event = self.it.rank.input_stream.submit(
-            lambda: exchange_rows(groups, rows.repeat(len(first), 1), send, receive)
-        )
+        copies = rows.repeat(len(first), 1) if len(first) > 1 else rows
+        event = self._exchange(copies, send, receive)
         if self.it.rank.is_first:
             self.it.buffers.put(instruction, "event", event)
         else:
             self._departures.append(event)
+
+    def _exchange(
+        self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]
+    ) -> Event[torch.Tensor]:
+        """Rows to and from every member; the event gives what came, ``[sum(receive), H]``."""
+        groups = self.it.rank.groups
+        received = rows.new_empty((sum(receive), rows.shape[1]))
+
+        def run() -> torch.Tensor:
+            exchange_rows(groups, received, rows, receive, send)
+            return received
+
+        return self.it.rank.input_stream.submit(run)
 
     def embedded_rows(self, i: int) -> torch.Tensor:
         microbatch = self.it.microbatches[i]
@@ -80,8 +93,7 @@ class InputLayer:
             rows = torch.cat([part for part, m in zip(split, mine, strict=True) if m]).to(weight.dtype)
         source = groups.members_of(self.it.rank.placement.first_rank)[groups.tensor_rank]
         receive = [counts[groups.member] if member == source else 0 for member in members]
-        event = self.it.rank.input_stream.submit(lambda: exchange_rows(groups, rows, send, receive))
-        self.it.buffers.put(instruction, "event", event)
+        self.it.buffers.put(instruction, "event", self._exchange(rows, send, receive))
 
     def input_backward(self, instruction: Pass) -> None:
         """IB: add the received gradients into this rank's rows of the embedding gradient."""

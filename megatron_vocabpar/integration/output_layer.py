@@ -11,6 +11,7 @@ The mathematics is in ``layers/output.py``.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from megatron_vocabpar.integration.gradients import main_grad
 from megatron_vocabpar.integration.iteration import Iteration
 from megatron_vocabpar.integration.model import VocabParallelGPTModel
 from megatron_vocabpar.layers import invariant, output
+from megatron_vocabpar.layers.gemm import result_dtype
 from megatron_vocabpar.layers.invariant import FixedPoint
 from megatron_vocabpar.layers.output import OutputState, naive_sum
 from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats
@@ -74,14 +76,15 @@ class OutputLayer:
         if rank.is_last:
             mine = self.it.buffers.take(Pass(PassType.F, rank.placement.last_stage, i), "hidden")
 
+        source = mine if groups.member in members else None
+        whole = source is not None and parts == 1
+        full = source if whole else torch.empty(shape, dtype=dtype, device=rank.device)
+        assert full is not None
+
         def run() -> torch.Tensor:
-            if mine is not None and parts == 1 and groups.member in members:
-                broadcast(groups, groups.output, [mine], members)
-                return mine
-            full = torch.empty(shape, dtype=dtype, device=rank.device)
             pieces = full.chunk(parts)
-            if mine is not None and groups.member in members:
-                pieces[groups.tensor_rank].copy_(mine)
+            if source is not None and not whole:
+                pieces[groups.tensor_rank].copy_(source)
             broadcast(groups, groups.output, pieces, members)
             return full
 
@@ -162,12 +165,24 @@ class OutputLayer:
 
     def gather_statistics(self, instruction: Comm) -> None:
         """C1 of vocab-1, C2 of naive: everyone's statistics, merged in rank order."""
-        groups = self.it.rank.groups
         statistics = self.it.buffers.take(self._softmax_pass(instruction.microbatch), "statistics")
-        event = self.it.rank.output_stream.submit(
-            lambda: merge_stats(all_gather(groups, groups.output, statistics))
+        self._put_statistics(instruction, self._merge(statistics))
+
+    def _merge(self, statistics: torch.Tensor) -> Event[MergedStats]:
+        """Everyone's statistics, merged, on the side stream."""
+        groups, merged = self.it.rank.groups, self._room_for_merged(statistics)
+        return self.it.rank.output_stream.submit(
+            lambda: _fill(merged, merge_stats(all_gather(groups, groups.output, statistics)))
         )
-        self._put_statistics(instruction, event)
+
+    def _room_for_merged(self, statistics: torch.Tensor) -> MergedStats:
+        """Memory for what the side stream merges."""
+        dtype = result_dtype(self.model.output_weight.dtype)
+        loss, offset, total, deficit = statistics.new_empty((4, len(statistics)), dtype=dtype)
+        valid = statistics.new_empty(len(statistics), dtype=torch.bool)
+        whole = statistics.dtype == torch.int64
+        peak = statistics.new_empty((), dtype=torch.float64) if whole else None
+        return MergedStats(loss, offset, total, deficit, valid, weight_peak=peak)
 
     def _put_statistics(self, instruction: Comm, event: Event[MergedStats]) -> None:
         if not self.it.call.forward_only:
@@ -196,12 +211,16 @@ class OutputLayer:
         grad_loss = self.it.microbatches[i].gradient
         weight = self.model.output_weight.detach()
         is_last = self.it.rank.is_last
+        merged = self._room_for_merged(statistics)
+        hidden_grad = state.x.new_empty(state.x.shape, dtype=merged.loss.dtype) if is_last else None
 
         def run() -> tuple[MergedStats, torch.Tensor | None]:
-            merged = merge_stats(all_gather(groups, groups.output, statistics))
+            _fill(merged, merge_stats(all_gather(groups, groups.output, statistics)))
             part = self._passes.input_gradient(state, merged, grad_loss, weight)
-            hidden_grad = self._total(part)
-            return merged, hidden_grad if is_last else None
+            total = self._total(part)
+            if hidden_grad is not None:
+                hidden_grad.copy_(total)
+            return merged, hidden_grad
 
         # Taken by T everywhere, and by B of the last stage.
         event = self.it.rank.output_stream.submit(run)
@@ -239,30 +258,34 @@ class OutputLayer:
         part = self.it.buffers.take(
             Pass(PassType.T, instruction.stage, instruction.microbatch), "hidden_grad"
         )
-        event = self.it.rank.output_stream.submit(lambda: self._total(part))
+        event = self._sum(part)
         if self.it.rank.is_last:
             self.it.buffers.put(instruction, "event", event)
         else:
             self.it.unclaim(event)
 
+    def _sum(self, part: torch.Tensor | FixedPoint) -> Event[torch.Tensor]:
+        """The sum of all ranks' parts of the input gradient, on the side stream: in place, if it can be."""
+        if not isinstance(part, FixedPoint):
+            return self.it.rank.output_stream.submit(lambda: self._total(part))
+        total = part.whole.new_empty(part.whole.shape, dtype=part.dtype)
+        return self.it.rank.output_stream.submit(lambda: total.copy_(self._total(part)))
+
     def synchronous_output(self, instruction: Pass) -> None:
         """S of interlaced: the whole output layer, all ranks in step."""
         rank, i = self.it.rank, instruction.microbatch
-        groups = rank.groups
         x = self.it.wait(self.it.buffers.take(Comm(CommType.C0, instruction.stage, i), "event"))
         weight = self.model.output_weight
         training = not self.it.call.forward_only
         state, statistics = self._softmax(i, x, with_input_gradient=True)
-        merged = self.it.wait(
-            rank.output_stream.submit(lambda: merge_stats(all_gather(groups, groups.output, statistics)))
-        )
+        merged = self.it.wait(self._merge(statistics))
         if rank.is_last:
             self._report_loss(i, merged)
         if not training:
             return
         grad_loss = self.it.microbatches[i].gradient
         part = self._passes.input_gradient(state, merged, grad_loss, weight.detach())
-        hidden_grad = self.it.wait(rank.output_stream.submit(lambda: self._total(part)))
+        hidden_grad = self.it.wait(self._sum(part))
         if rank.is_last:
             self.it.buffers.put(instruction, "hidden_grad", hidden_grad)
         self._passes.weight_gradient(state, merged, grad_loss, main_grad(weight))
@@ -302,3 +325,12 @@ class OutputLayer:
             true, announced = grad.t().reshape(-1), microbatch.gradient
             close = torch.isclose(true, announced, rtol=1e-4, atol=0.0, equal_nan=True)
             self._as_announced.append(close.all())
+
+
+def _fill(room: MergedStats, merged: MergedStats) -> MergedStats:
+    """Copy into memory that was allocated before the work was submitted."""
+    for field in fields(MergedStats):
+        place = getattr(room, field.name)
+        if isinstance(place, torch.Tensor):
+            place.copy_(getattr(merged, field.name))
+    return room

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial, wraps
 from typing import Any
 
@@ -80,11 +80,11 @@ class ScheduleRunner:
         return self._run(**compat.call_arguments(arguments))
 
     def _build(self, device: torch.device, chunks: int) -> ForwardBackward:
-        groups = vocab_groups()
+        groups = vocab_groups(_timeout())
         plan_for = partial(
             make_plan, self._config.method, groups.pipeline, family=self._config.schedule, chunks=chunks
         )
-        run = ForwardBackward(
+        return ForwardBackward(
             self._config.method,
             groups,
             device,
@@ -93,8 +93,13 @@ class ScheduleRunner:
                 self._config.recompute_logits, self._config.tokens_per_chunk, self._config.invariant
             ),
         )
-        atexit.register(run.close)
-        return run
+
+
+def _timeout() -> timedelta:
+    """``--distributed-timeout-minutes`` of the running training, as Megatron's own groups have it."""
+    from megatron.training import get_args
+
+    return timedelta(minutes=get_args().distributed_timeout_minutes)
 
 
 def _provide_schedule(original: Callable[..., Any], config: FlagConfig) -> Callable[..., Any]:

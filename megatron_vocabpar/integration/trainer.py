@@ -54,10 +54,9 @@ def run(config: TrainConfig) -> None:
     """
     device = default_device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(backend(device))
-    try:
-        train(config, device)
-    finally:
-        dist.destroy_process_group()
+    train(config, device)
+    # Not after a failure: it waits for collectives that peers will not join, and nobody would learn why.
+    dist.destroy_process_group()
 
 
 def train(config: TrainConfig, device: torch.device) -> None:
@@ -66,10 +65,10 @@ def train(config: TrainConfig, device: torch.device) -> None:
         if device.type == "cpu":
             stack.enter_context(megatron_on_cpu())
         parallel_state.initialize_model_parallel(config.tp, config.pp)
-        stack.callback(parallel_state.destroy_model_parallel)
         torch.manual_seed(config.seed)
         model_parallel_cuda_manual_seed(config.seed)
         _Trainer(config, device).train()
+        parallel_state.destroy_model_parallel()
 
 
 def layers_per_stage(config: TrainConfig, placement: Placement) -> tuple[int, ...]:

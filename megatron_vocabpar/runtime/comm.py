@@ -5,18 +5,31 @@ has one vocabulary group of ``p * t`` ranks: member ``stage * t + tensor_rank`` 
 two communicators for collectives, one for the output layer and one for the input layer, and two for
 point-to-point, one towards higher and one towards lower ranks, so that no two directions share a queue.
 Each communicator is used in one order, the schedule's, on every rank.
+
+A collective fills memory that its caller has allocated: see ``streams.py``, whose side streams run it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from megatron_vocabpar.runtime.streams import communicator_options
+
 # torch 2.13 renamed it.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+# What NCCL's messages and flight recorder call the communicators, in the order of VocabGroups.
+_DESCRIPTIONS = (
+    "VOCAB_OUTPUT_COLLECTIVES",
+    "VOCAB_INPUT_COLLECTIVES",
+    "VOCAB_STAGES_UPWARD",
+    "VOCAB_STAGES_DOWNWARD",
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,9 @@ class VocabGroups:
         return range(stage * self.tensor, (stage + 1) * self.tensor)
 
 
-def create_groups(coordinates: tuple[int, int, int], pipeline: int, tensor: int) -> VocabGroups:
+def create_groups(
+    coordinates: tuple[int, int, int], pipeline: int, tensor: int, timeout: timedelta | None = None
+) -> VocabGroups:
     """Create the communicators; every rank of the job calls this once.
 
     Args:
@@ -64,6 +79,8 @@ def create_groups(coordinates: tuple[int, int, int], pipeline: int, tensor: int)
             context-parallel index.
         pipeline: number of stages.
         tensor: tensor-parallel size.
+        timeout: after which a collective that peers have not joined ends the process; None is the backend's
+            own, 10 minutes with NCCL.
     """
     everyone: list[tuple[int, int, int]] = [(0, 0, 0)] * dist.get_world_size()
     dist.all_gather_object(everyone, coordinates)
@@ -71,18 +88,65 @@ def create_groups(coordinates: tuple[int, int, int], pipeline: int, tensor: int)
     mine: list[dist.ProcessGroup] = []
     for replica in sorted({replica for replica, _, _ in everyone}):
         ranks = [place[replica, stage, t] for stage in range(pipeline) for t in range(tensor)]
-        groups = [dist.new_group(ranks) for _ in range(4)]
+        groups = [
+            dist.new_group(ranks, timeout, pg_options=communicator_options(timeout), group_desc=description)
+            for description in _DESCRIPTIONS
+        ]
         if replica == coordinates[0]:
             mine, my_ranks = groups, tuple(ranks)
     member = coordinates[1] * tensor + coordinates[2]
     return VocabGroups(my_ranks, pipeline, tensor, member, *mine)
 
 
+def links(pipeline: int) -> list[tuple[int, int]]:
+    """The pairs of pipeline ranks that schedules send between: neighbours, and last and first.
+
+    Interleaved schedules wrap around from the last rank to the first.
+    """
+    neighbours = [(rank, rank + 1) for rank in range(pipeline - 1)]
+    return [*neighbours, (0, pipeline - 1)] if pipeline > 2 else neighbours
+
+
+def warm_up(groups: VocabGroups, device: torch.device) -> None:
+    """Make every connection that training uses, in one order; all ranks of the group call it.
+
+    NCCL makes a communicator at its first use, and one more for every pair of ranks that send to each other
+    outside of a batch, and blocks the host until the peer does the same. Inside a schedule, where each rank
+    has its own order, that can deadlock. Hence here, by the very calls that passes make, first collectives,
+    then link by link: a rank that waits in a link waits for one that is in an earlier link or on its way to
+    this one.
+
+    Args:
+        groups: the vocabulary group of this rank.
+        device: where the tensors of the training live.
+    """
+    size = len(groups.ranks)
+    if size == 1:
+        return
+    token, received = torch.zeros((size, 1), device=device), torch.empty((size, 1), device=device)
+    for group in (groups.output, groups.input):
+        broadcast(groups, group, [token], [0])
+    all_gather(groups, groups.output, token[0])
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+        all_reduce(groups, groups.output, token, op)
+    exchange_rows(groups, received, token, [1] * size, [1] * size)
+    point_to_point = PointToPoint(groups)
+    for low, high in links(groups.pipeline):
+        for sender, receiver in ((low, high), (high, low)):
+            if groups.stage == sender:
+                point_to_point.send(token, receiver)
+            elif groups.stage == receiver:
+                point_to_point.receive(token.shape, token.dtype, device, sender).wait()
+    point_to_point.drain()
+
+
 class PointToPoint:
     """Sends and receives between stages; what was sent stays alive until it has left.
 
     gloo and NCCL read a tensor after ``isend`` returns: freeing or reusing its storage before the send
-    has completed corrupts the message without an error.
+    has completed corrupts the message without an error. With NCCL, ``is_completed`` means that the device has
+    sent it, after which any stream may reuse the memory; ``wait`` puts the current stream, which allocated
+    what is sent and received, behind it.
     """
 
     def __init__(self, groups: VocabGroups) -> None:
@@ -167,15 +231,19 @@ def all_reduce(
 
 
 def exchange_rows(
-    groups: VocabGroups, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
-) -> torch.Tensor:
-    """Send ``send_counts[k]`` consecutive rows of ``rows [sum, H]`` to member k; receive likewise.
+    groups: VocabGroups,
+    received: torch.Tensor,
+    rows: torch.Tensor,
+    receive_counts: Sequence[int],
+    send_counts: Sequence[int],
+) -> None:
+    """Send ``send_counts[k]`` consecutive rows to member k; receive likewise.
 
-    Returns:
-        ``[sum(receive_counts), H]``, in member order.
+    Args:
+        received: ``[sum(receive_counts), H]``, filled in member order.
+        rows: ``[sum(send_counts), H]``.
     """
     if len(groups.ranks) == 1:
-        return rows
-    received = rows.new_empty((sum(receive_counts), rows.shape[1]))
-    dist.all_to_all_single(received, rows, list(receive_counts), list(send_counts), group=groups.input)
-    return received
+        received.copy_(rows)
+    else:
+        dist.all_to_all_single(received, rows, list(receive_counts), list(send_counts), group=groups.input)

@@ -5,6 +5,13 @@ GPU that takes a side stream; on the CPU the same program needs a worker that ru
 order while the main thread computes. Both look alike: ``submit`` work, ``wait`` for its event. This is
 the only module that asks which device it runs on.
 
+One rule about memory: **whatever outlives the work was allocated before it was submitted**, by the stream
+that will use it; the work writes in place, and may allocate only what it drops again. A GPU's allocator
+hands out freed memory in the order of the stream that allocated it. Under this rule each stream frees only
+what it has finished with: the event holds the work, and so its inputs and outputs, until the waiting stream
+stands behind it. Otherwise every result would have to be marked with ``record_stream``, and how much memory
+lies idle would depend on how far the host runs ahead.
+
 Next: ``comm.py`` (what is submitted), then ``executor.py`` (who submits).
 """
 
@@ -13,14 +20,18 @@ from __future__ import annotations
 import re
 import resource
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -47,7 +58,7 @@ class Stream(Protocol):
         """Queue ``work`` behind what the caller has queued so far and what this stream already holds."""
 
     def close(self) -> None:
-        """Release the queue. Work that was not waited for is abandoned."""
+        """Release the queue, at once: work that was not waited for is abandoned, for peers may be gone."""
 
 
 class _ThreadEvent(Generic[T]):
@@ -65,30 +76,36 @@ class ThreadStream:
     """The CPU's side stream: one thread that takes work in order.
 
     gloo blocks the calling thread and releases the interpreter lock while it does, so the main thread
-    computes meanwhile.
+    computes meanwhile. The thread is a daemon: a process that fails does not wait for a collective that its
+    peers will never join.
     """
 
     def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
 
     def submit(self, work: Callable[[], T]) -> Event[T]:
-        return _ThreadEvent(self._pool.submit(_without_grad, work))
+        future: Future[T] = Future()
+        self._queue.put((work, future))
+        return _ThreadEvent(future)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._queue.put(None)
 
 
-def _without_grad(work: Callable[[], T]) -> T:
-    with torch.no_grad():
-        return work()
+def _serve(queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
+    while (item := queue.get()) is not None:
+        work, future = item
+        try:
+            with torch.no_grad():
+                future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+        del item, work, future  # what the work holds goes now, not when the next comes
 
 
 class _CudaEvent(Generic[T]):
-    """Holds the work, and so every tensor that it uses, until the waiting stream is ordered behind it.
-
-    Until then no memory of those tensors can be handed out again; memory that the side stream allocated
-    and the waiting stream goes on using is marked with ``record_stream``.
-    """
+    """Holds the work, and so every tensor that it uses, until the waiting stream is ordered behind it."""
 
     def __init__(self, work: Callable[[], T], value: T, event: torch.cuda.Event) -> None:
         self._work: Callable[[], T] | None = work
@@ -96,10 +113,7 @@ class _CudaEvent(Generic[T]):
         self._event = event
 
     def wait(self) -> T:
-        current = torch.cuda.current_stream()
-        current.wait_event(self._event)
-        for tensor in _tensors(self._value):
-            tensor.record_stream(current)
+        torch.cuda.current_stream().wait_event(self._event)
         self._work = None
         return self._value
 
@@ -121,18 +135,7 @@ class CudaStream:
         return _CudaEvent(work, value, event)
 
     def close(self) -> None:
-        self._stream.synchronize()
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            yield from _tensors(getattr(value, name))
+        """Nothing: the stream is the process's, and what is left in it may wait for peers for ever."""
 
 
 def side_stream(device: torch.device, name: str) -> Stream:
@@ -213,3 +216,37 @@ def default_device(name: str, local_rank: int) -> torch.device:
 def backend(device: torch.device) -> str:
     """The torch.distributed backend for ``device``."""
     return "nccl" if device.type == "cuda" else "gloo"
+
+
+def communicator_options(timeout: timedelta | None) -> Any:
+    """What ``new_group`` takes for a communicator beside the computation; None but for NCCL.
+
+    Sends and receives run in streams of NCCL's own; like the side streams, those come first on the GPU.
+    """
+    if dist.get_backend() != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        options._timeout = timeout  # new_group warns where the two differ
+    return options
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` on the host, in memory that a device copies to without a detour; waits for it."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return host
+
+
+def to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Tensors of the host, all of one dtype and flat, on ``device``: one copy, which nobody waits for."""
+    if device.type == "cpu":
+        return tuple(tensors)
+    sizes = [len(tensor) for tensor in tensors]
+    staged = torch.empty(sum(sizes), dtype=tensors[0].dtype, pin_memory=True)
+    torch.cat(list(tensors), out=staged)
+    # The host's allocator keeps the staged memory until the copy is done.
+    return staged.to(device, non_blocking=True).split(sizes)

@@ -2,7 +2,8 @@
 
 Started by ``launch.py``, once a rank, with torch's ``RANK``, ``WORLD_SIZE``, … in the environment. Rank 0
 keeps the terminal, without Megatron's warnings; the others write all they say to a log file. An exception
-is left in a file for the launcher, and the process ends; it also ends when its launcher is gone.
+is left in a file for the launcher, and the process ends at once: on a failure nothing waits for peers. It
+also ends when its launcher is gone.
 Next: ``integration/trainer.py``, which does the training.
 """
 
@@ -14,9 +15,11 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import write_error
@@ -44,19 +47,24 @@ def run_worker(config_path: str, run: Callable[[TrainConfig], None]) -> int:
         with quiet_megatron() if rank == 0 else nullcontext():
             run(config)
     except KeyboardInterrupt:
-        return 130
+        _leave(130)
     except Exception as error:
         records = os.environ.get(RECORDS_VARIABLE)
         if records is None:
-            raise
-        write_error(Path(records), rank, error)
-        # Peers wait for this process in gloo's threads or NCCL's kernels, which a normal exit would join.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for child in multiprocessing.active_children():
-            child.kill()
-        os._exit(1)
+            traceback.print_exc()
+        else:
+            write_error(Path(records), rank, error)
+        _leave(1)
     return 0
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process now: a normal exit would join threads and free groups in which it waits for peers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(code)
 
 
 def _log_to(path: Path) -> None:

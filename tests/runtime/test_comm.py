@@ -36,7 +36,9 @@ def _collectives(rank: int) -> dict[str, list[float]]:
     piece = torch.full((2,), float(rank)) if rank == 2 else torch.empty(2)
     broadcast(groups, groups.output, [piece], [2])
     rows = torch.full((rank + 1, 2), float(rank))
-    received = exchange_rows(groups, rows, [rank + 1, 0, 0], [1, 2, 3] if rank == 0 else [0, 0, 0])
+    counts = [1, 2, 3] if rank == 0 else [0, 0, 0]
+    received = torch.empty(sum(counts), 2)
+    exchange_rows(groups, received, rows, counts, [rank + 1, 0, 0])
     return {
         "broadcast": piece.tolist(),
         "gather": all_gather(groups, groups.output, torch.tensor([rank, rank + 0.5])).flatten().tolist(),
