@@ -1,19 +1,45 @@
-"""The real training worker with a fault in one pass, which ``VOCABPAR_FAULT`` names: ``kill 3W2``."""
+"""The real training worker with a fault in one pass, which ``VOCABPAR_FAULT`` names: ``kill 3W2``.
+
+What waits for peers when a process ends, waits for ever here: a failing rank must not come to it.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from megatron_vocabpar.integration import forward_backward, trainer
+from megatron_vocabpar.runtime.streams import side_stream
 from megatron_vocabpar.schedule.passes import parse
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.worker import run_worker
 
 
+def _wait_for_ever(*_: Any) -> None:
+    threading.Event().wait()
+
+
+class _NeverCloses:
+    """A side stream whose peers are gone."""
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        self._stream = side_stream(device, name)
+
+    def submit(self, work: Callable[[], Any]) -> Any:
+        return self._stream.submit(work)
+
+    close = _wait_for_ever
+
+
 def run(config: TrainConfig) -> None:
+    trainer.dist.destroy_process_group = _wait_for_ever
+    forward_backward.side_stream = _NeverCloses
     fault, _, faulty = os.environ["VOCABPAR_FAULT"].partition(" ")
     handlers_of = forward_backward.handlers_of
 

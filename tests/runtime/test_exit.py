@@ -1,0 +1,76 @@
+"""A process that fails ends soon and says why, although it and its peers are inside collectives."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megatron_vocabpar.train.config import TrainConfig
+
+SOON_S = 20
+
+# Each rank's side stream is in a collective that the other does not join; then rank 1 fails.
+IN_A_COLLECTIVE = """
+import sys, time, torch
+import torch.distributed as dist
+from megatron_vocabpar.runtime.comm import all_reduce, create_groups
+from megatron_vocabpar.runtime.streams import side_stream
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+groups = create_groups((0, rank, 0), 2, 1)
+group = (groups.output, groups.input)[rank]
+event = side_stream(torch.device("cpu"), "side").submit(lambda: all_reduce(groups, group, torch.ones(1)))
+time.sleep(0.3)
+assert not event.done()
+if rank == 1:
+    raise FloatingPointError("planted")
+event.wait()
+"""
+
+# A thread that a normal exit would join is stuck.
+A_WORKER = """
+import sys, threading
+from megatron_vocabpar.train.worker import run_worker
+
+def fail(_):
+    threading.Thread(target=threading.Event().wait).start()
+    raise FloatingPointError("planted")
+
+sys.exit(run_worker(sys.argv[1], fail))
+"""
+
+
+def _start(program: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        env={**os.environ, **variables},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _ends(process: subprocess.Popen[str], message: str) -> None:
+    try:
+        _, said = process.communicate(timeout=SOON_S)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert message in said
+
+
+def test_rank_fails_while_side_streams_wait_for_peers(tmp_path: Path) -> None:
+    ranks = [_start(IN_A_COLLECTIVE, str(rank), str(tmp_path / "store")) for rank in range(2)]
+    started = time.monotonic()
+    _ends(ranks[1], "FloatingPointError: planted")
+    _ends(ranks[0], "Connection closed by peer")  # whose process is gone
+    assert time.monotonic() - started < SOON_S
+
+
+def test_worker_does_not_join_its_threads(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(TrainConfig(output=str(tmp_path)).to_json())
+    _ends(_start(A_WORKER, str(path), RANK="0"), "FloatingPointError: planted")
