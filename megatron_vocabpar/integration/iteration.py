@@ -9,7 +9,7 @@ Next: ``stages.py``, ``input_layer.py`` and ``output_layer.py``, whose methods a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,7 +98,8 @@ class Iteration:
     """The state of one forward-backward call on one rank.
 
     Attributes:
-        microbatches: what every rank knows of each microbatch; empty for baseline and redis.
+        microbatches: what every rank knows of each microbatch, by number; empty for baseline and redis.
+        shapes: ``(b, s)`` of each microbatch; likewise.
         recorded_first, recorded_last: by microbatch, the calls that ``forward_step`` makes on the first and
             on the last stage; empty on other ranks.
         buffers: tensors and events between instructions.
@@ -109,7 +110,8 @@ class Iteration:
     rank: Rank
     call: Call
     gradients: GradientSync
-    microbatches: Sequence[Microbatch] = ()
+    microbatches: Mapping[int, Microbatch] = field(default_factory=dict)
+    shapes: Sequence[tuple[int, int]] = ()
     recorded_first: Sequence[ModelCall] = ()
     recorded_last: Sequence[ModelCall] = ()
     buffers: Buffers = field(default_factory=Buffers)
@@ -146,7 +148,7 @@ class Iteration:
 
     def hidden_shape(self, i: int) -> tuple[int, int, int]:
         """Shape ``[s, b, H]`` of microbatch ``i`` between stages, on this rank."""
-        if not self.microbatches:
+        if not self.shapes:
             return self.call.hidden_shape
-        b, s = self.microbatches[i].shape
+        b, s = self.shapes[i]
         return (s // self.sequence_shards, b, self.call.hidden_shape[2])

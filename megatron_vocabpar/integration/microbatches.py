@@ -10,16 +10,17 @@ The gradient is known before the loss because Megatron's loss functions are line
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from megatron_vocabpar.layers.embedding import InputPlan, plan_input
+from megatron_vocabpar.layers.embedding import InputPlan, check_ids, plan_input
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.targets import OwnedTargets, owned_targets, target_rows
 from megatron_vocabpar.runtime.comm import VocabGroups, broadcast
+from megatron_vocabpar.runtime.streams import to_device, to_host
 
 ForwardStep = Callable[..., tuple[torch.Tensor, Callable[..., Any]]]
 
@@ -123,6 +124,69 @@ class Microbatch:
         return self.grad_loss
 
 
+class Microbatches(dict[int, Microbatch]):
+    """The microbatches of an iteration by number; each is planned when it is first asked for.
+
+    Planning is host work, on ids that are on the host already, so it happens while the device works on what
+    was queued before; what it finds goes to the device in one copy that nobody waits for.
+
+    Args:
+        shapes: ``(b, s)`` of each.
+        ids: int64 on the host: the tokens of all microbatches, then their labels, batch-major.
+        labels: the labels once more, on the device.
+        grad_losses: likewise the gradients of the tokens' losses, float32; None in evaluation.
+        ranges: rows of every member of the vocabulary group.
+        member: this rank's place among them.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, int]],
+        ids: torch.Tensor,
+        labels: torch.Tensor,
+        grad_losses: torch.Tensor | None,
+        ranges: tuple[VocabRange, ...],
+        member: int,
+    ) -> None:
+        super().__init__()
+        self.shapes = tuple(shapes)
+        sizes = [b * s for b, s in shapes]
+        tokens, host_labels = ids.chunk(2)
+        self._tokens, self._host_labels = tokens.split(sizes), host_labels.split(sizes)
+        self._labels = labels.split(sizes)
+        self._grad_losses = None if grad_losses is None else grad_losses.split(sizes)
+        self._ranges = ranges
+        self._member = member
+
+    def __missing__(self, i: int) -> Microbatch:
+        self[i] = planned = self._plan(i)
+        return planned
+
+    def _plan(self, i: int) -> Microbatch:
+        shape, ids = self.shapes[i], self._tokens[i]
+        plan = plan_input(ids, self._ranges)
+        mine = plan.positions(self._member)
+        targets = owned_targets(
+            target_rows(_sequence_major(self._host_labels[i], shape), self._ranges[self._member])
+        )
+        order, owned_tokens, *owned = to_device(
+            (plan.order, ids[mine], targets.tokens, targets.rows), self._labels[i].device
+        )
+        grads = self._grad_losses
+        return Microbatch(
+            shape,
+            owned_tokens,
+            replace(plan, order=order),
+            _sequence_major(self._labels[i], shape),
+            None if grads is None else _sequence_major(grads[i], shape),
+            OwnedTargets(*owned),
+        )
+
+
+def _sequence_major(flat: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    return flat.view(shape).t().reshape(-1)
+
+
 def share_microbatches(
     groups: VocabGroups,
     ranges: tuple[VocabRange, ...],
@@ -134,8 +198,10 @@ def share_microbatches(
     num_microbatches: int,
     device: torch.device,
     forward_only: bool,
-) -> list[Microbatch]:
+) -> Microbatches:
     """Send tokens, labels and per-token gradients of all microbatches to every rank of the group.
+
+    The host waits for the device twice: for the shapes, and for all ids together.
 
     Args:
         first_member, last_member: who has the tokens, and who has labels and gradients.
@@ -147,47 +213,23 @@ def share_microbatches(
         ValueError: if a token id lies outside the vocabulary.
     """
 
-    def shared(values: list[torch.Tensor] | None, member: int, dtype: torch.dtype, sizes: list[int]) -> Any:
-        if values is None:
-            flat = torch.empty(sum(sizes), dtype=dtype, device=device)
-        else:
-            flat = torch.cat([value.reshape(-1) for value in values]).to(device=device, dtype=dtype)
+    def share(flat: torch.Tensor, values: list[torch.Tensor] | None, member: int) -> torch.Tensor:
+        if values is not None:
+            flat.copy_(torch.cat([value.reshape(-1) for value in values]))
         broadcast(groups, groups.input, [flat], [member])
-        return flat.split(sizes)
+        return flat
 
-    shapes = None if tokens is None else [torch.tensor(t.shape, device=device) for t in tokens]
-    pairs = shared(shapes, first_member, torch.int64, [2] * num_microbatches)
-    grid = [(int(b), int(s)) for b, s in torch.stack(list(pairs)).tolist()]
-    sizes = [b * s for b, s in grid]
-    # The plan is host work (its counts are sizes of messages), so tokens come to the host, all at once.
-    all_tokens = shared(tokens, first_member, torch.int64, sizes)
-    host_tokens = torch.cat(list(all_tokens)).cpu().split(sizes)
-    all_labels = shared(labels, last_member, torch.int64, sizes)
-    # Likewise which targets this rank owns: found here, pass S need not wait for the device.
-    host_labels = torch.cat(list(all_labels)).cpu().split(sizes)
-    all_grads = [None] * num_microbatches
+    sizes = None if tokens is None else [torch.tensor([list(t.shape) for t in tokens])]
+    flat = share(torch.empty(2 * num_microbatches, dtype=torch.int64, device=device), sizes, first_member)
+    shapes = [(int(b), int(s)) for b, s in flat.view(-1, 2).tolist()]
+    total = sum(b * s for b, s in shapes)
+    ids = torch.empty((2, total), dtype=torch.int64, device=device)
+    share(ids[0], tokens, first_member)
+    share(ids[1], labels, last_member)
+    grads = None
     if not forward_only:
-        all_grads = shared(grad_losses, last_member, torch.float32, sizes)
-
-    def sequence_major(flat: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-        return flat.view(shape).t().reshape(-1)
-
-    microbatches = []
-    mine = ranges[groups.member]
-    per_microbatch = zip(grid, host_tokens, all_labels, host_labels, all_grads, strict=True)
-    for shape, ids, label, host_label, grad in per_microbatch:
-        plan = plan_input(ids, ranges)
-        start = sum(plan.counts[: groups.member])
-        owned = plan.order[start : start + plan.counts[groups.member]]
-        plan = replace(plan, order=plan.order.to(device))
-        microbatches.append(
-            Microbatch(
-                shape,
-                ids[owned].to(device),
-                plan,
-                sequence_major(label, shape),
-                None if grad is None else sequence_major(grad, shape),
-                owned_targets(target_rows(sequence_major(host_label, shape), mine)).to(device),
-            )
-        )
-    return microbatches
+        grads = share(torch.empty(total, dtype=torch.float32, device=device), grad_losses, last_member)
+    # Counts of the plans are sizes of messages, so the ids come to the host, all at once.
+    host_ids = to_host(ids)
+    check_ids(host_ids[0], ranges[0].vocab_size)
+    return Microbatches(shapes, host_ids.flatten(), ids[1], grads, ranges, groups.member)

@@ -73,6 +73,7 @@ def prepare(
         call,
         _gradient_sync(rank, call, schedule, written),
         microbatches=microbatches,
+        shapes=microbatches.shapes,
         recorded_first=first,
         recorded_last=last,
     )

@@ -38,6 +38,20 @@ class InputPlan:
         return self.order[start : start + self.counts[rank]]
 
 
+def check_ids(tokens: Tensor, vocab_size: int) -> None:
+    """Raise unless all ids are in the vocabulary; ids on a GPU cost a synchronisation.
+
+    Raises:
+        ValueError: naming the first id outside [0, V).
+    """
+    outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+    if outside.numel():
+        raise ValueError(
+            f"token id {int(outside[0])} is outside the vocabulary of {vocab_size} ids; "
+            "use the tokenizer the data was made with, or a larger vocabulary"
+        )
+
+
 def plan_input(tokens: Tensor, ranges: Sequence[VocabRange]) -> InputPlan:
     """Divide tokens over the shards that own them.
 
@@ -48,13 +62,7 @@ def plan_input(tokens: Tensor, ranges: Sequence[VocabRange]) -> InputPlan:
     Raises:
         ValueError: if an id is outside [0, V).
     """
-    vocab_size = ranges[0].vocab_size
-    outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
-    if outside.numel():
-        raise ValueError(
-            f"token id {int(outside[0])} is outside the vocabulary of {vocab_size} ids; "
-            "use the tokenizer the data was made with, or a larger vocabulary"
-        )
+    check_ids(tokens, ranges[0].vocab_size)
     stops = torch.tensor([shard.stop for shard in ranges], device=tokens.device)
     owner = torch.bucketize(tokens.long(), stops, right=True)  # the number of ranges that end at or before it
     return InputPlan(
