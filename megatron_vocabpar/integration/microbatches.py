@@ -170,7 +170,8 @@ class Microbatches(dict[int, Microbatch]):
             target_rows(_sequence_major(self._host_labels[i], shape), self._ranges[self._member])
         )
         order, owned_tokens, *owned = to_device(
-            (plan.order, ids[mine], targets.tokens, targets.rows), self._labels[i].device
+            (plan.order, ids[mine], targets.tokens, targets.rows, targets.by_token, targets.by_row),
+            self._labels[i].device,
         )
         grads = self._grad_losses
         return Microbatch(

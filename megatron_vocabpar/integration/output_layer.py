@@ -11,7 +11,8 @@ The mathematics is in ``layers/output.py``.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import fields
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,9 @@ from megatron_vocabpar.integration.gradients import main_grad
 from megatron_vocabpar.integration.iteration import Iteration
 from megatron_vocabpar.integration.model import VocabParallelGPTModel
 from megatron_vocabpar.layers import invariant, output
-from megatron_vocabpar.layers.gemm import result_dtype
 from megatron_vocabpar.layers.invariant import FixedPoint
 from megatron_vocabpar.layers.output import OutputState, naive_sum
-from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats
+from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats, merged_place
 from megatron_vocabpar.runtime.comm import all_gather, all_reduce, broadcast
 from megatron_vocabpar.runtime.streams import Event
 from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, PassType
@@ -170,19 +170,10 @@ class OutputLayer:
 
     def _merge(self, statistics: torch.Tensor) -> Event[MergedStats]:
         """Everyone's statistics, merged, on the side stream."""
-        groups, merged = self.it.rank.groups, self._room_for_merged(statistics)
+        groups, place = self.it.rank.groups, merged_place(statistics)
         return self.it.rank.output_stream.submit(
-            lambda: _fill(merged, merge_stats(all_gather(groups, groups.output, statistics)))
+            lambda: merge_stats(all_gather(groups, groups.output, statistics), out=place)
         )
-
-    def _room_for_merged(self, statistics: torch.Tensor) -> MergedStats:
-        """Memory for what the side stream merges."""
-        dtype = result_dtype(self.model.output_weight.dtype)
-        loss, offset, total, deficit = statistics.new_empty((4, len(statistics)), dtype=dtype)
-        valid = statistics.new_empty(len(statistics), dtype=torch.bool)
-        whole = statistics.dtype == torch.int64
-        peak = statistics.new_empty((), dtype=torch.float64) if whole else None
-        return MergedStats(loss, offset, total, deficit, valid, weight_peak=peak)
 
     def _put_statistics(self, instruction: Comm, event: Event[MergedStats]) -> None:
         if not self.it.call.forward_only:
@@ -211,15 +202,13 @@ class OutputLayer:
         grad_loss = self.it.microbatches[i].gradient
         weight = self.model.output_weight.detach()
         is_last = self.it.rank.is_last
-        merged = self._room_for_merged(statistics)
-        hidden_grad = state.x.new_empty(state.x.shape, dtype=merged.loss.dtype) if is_last else None
+        place = merged_place(statistics)
+        hidden_grad = state.x.new_empty(state.x.shape, dtype=place.total.dtype) if is_last else None
 
         def run() -> tuple[MergedStats, torch.Tensor | None]:
-            _fill(merged, merge_stats(all_gather(groups, groups.output, statistics)))
-            part = self._passes.input_gradient(state, merged, grad_loss, weight)
-            total = self._total(part)
-            if hidden_grad is not None:
-                hidden_grad.copy_(total)
+            merged = merge_stats(all_gather(groups, groups.output, statistics), out=place)
+            part = self._passes.input_gradient(state, merged, grad_loss, weight, out=hidden_grad)
+            self._total(part)
             return merged, hidden_grad
 
         # Taken by T everywhere, and by B of the last stage.
@@ -266,10 +255,9 @@ class OutputLayer:
 
     def _sum(self, part: torch.Tensor | FixedPoint) -> Event[torch.Tensor]:
         """The sum of all ranks' parts of the input gradient, on the side stream: in place, if it can be."""
-        if not isinstance(part, FixedPoint):
-            return self.it.rank.output_stream.submit(lambda: self._total(part))
-        total = part.whole.new_empty(part.whole.shape, dtype=part.dtype)
-        return self.it.rank.output_stream.submit(lambda: total.copy_(self._total(part)))
+        if isinstance(part, FixedPoint):
+            part = replace(part, out=part.whole.new_empty(part.whole.shape, dtype=part.dtype))
+        return self.it.rank.output_stream.submit(partial(self._total, part))
 
     def synchronous_output(self, instruction: Pass) -> None:
         """S of interlaced: the whole output layer, all ranks in step."""
@@ -325,12 +313,3 @@ class OutputLayer:
             true, announced = grad.t().reshape(-1), microbatch.gradient
             close = torch.isclose(true, announced, rtol=1e-4, atol=0.0, equal_nan=True)
             self._as_announced.append(close.all())
-
-
-def _fill(room: MergedStats, merged: MergedStats) -> MergedStats:
-    """Copy into memory that was allocated before the work was submitted."""
-    for field in fields(MergedStats):
-        place = getattr(room, field.name)
-        if isinstance(place, torch.Tensor):
-            place.copy_(getattr(merged, field.name))
-    return room

@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as unrecorded
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from megatron_vocabpar.runtime import comm
 from megatron_vocabpar.runtime.comm import VocabGroups
@@ -37,6 +36,8 @@ from megatron_vocabpar.runtime.comm import VocabGroups
 MAIN = "main"
 _READS_ON_THE_HOST = ("aten._local_scalar_dense.default", "aten.equal.default", "aten.nonzero.default")
 _ALLOCATES = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided")
+
+Storages = dict[int, tuple[int, str, StorageWeakRef]]
 
 
 @dataclass(frozen=True)
@@ -97,23 +98,24 @@ class Recorder(TorchDispatchMode):
             id(groups.downward): "downward",
         }
         self._rank = dist.get_rank()
-        self._alive: dict[int, tuple[int, str, StorageWeakRef]] = {}
+        self._allocated: Storages = {}
+        self._constants: Storages = {}
         self._numbers = iter(range(1 << 30))
         self._counts: dict[Any, int] = {}
         self._pauses = 0
+        self._kept: list[torch.Tensor] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         self._note_what_was_freed()
-        arguments = tree_map_only(torch.Tensor, self.ref, (args, kwargs))
+        arguments = (self._named(args), self._named(kwargs))
         result = func(*args, **kwargs)
-        outputs = tree_flatten(result)[0]
         new = []
-        for place, output in enumerate(outputs):
+        for place, output in enumerate(result if isinstance(result, (list, tuple)) else [result]):
             if isinstance(output, torch.Tensor) and not self._knows(output):
-                number = self._register(output)
+                number = self._register(output, self._allocated)
                 new.append((place, number, output.untyped_storage().nbytes()))
         name = str(func)
         if new or func._schema.is_mutable:
@@ -123,30 +125,41 @@ class Recorder(TorchDispatchMode):
             self.host_wait(self.record(self.stream))
         return result
 
+    def _named(self, arguments: Any) -> Any:
+        """Arguments with references in the place of tensors."""
+        if isinstance(arguments, torch.Tensor):
+            return self.ref(arguments)
+        if isinstance(arguments, dict):
+            return {name: self._named(value) for name, value in arguments.items()}
+        if isinstance(arguments, (list, tuple)):
+            return [self._named(value) for value in arguments]
+        return arguments
+
     def ref(self, tensor: torch.Tensor) -> Ref:
         """Name a tensor; one that was there before is copied."""
         storage = tensor.untyped_storage()
         if not self._knows(tensor):
-            number = self._register(tensor)
+            number = self._register(tensor, self._constants)
             bytes_ = torch.empty(0, dtype=torch.uint8)
             with unrecorded():
                 self.log.constants[number] = bytes_.set_(storage, 0, (storage.nbytes(),)).clone()
-        number = self._alive[storage._cdata][0]
-        return Ref(
-            number, tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset()
-        )
+        shape = (tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset())
+        known = self._allocated.get(storage._cdata) or self._constants[storage._cdata]
+        return Ref(known[0], tensor.dtype, *shape)
 
     def _knows(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._alive
+        key = tensor.untyped_storage()._cdata
+        return key in self._allocated or key in self._constants
 
-    def _register(self, tensor: torch.Tensor) -> int:
-        weak = StorageWeakRef(tensor.untyped_storage())
-        self._alive[weak.cdata] = (next(self._numbers), self.stream, weak)
-        return self._alive[weak.cdata][0]
+    def _register(self, tensor: torch.Tensor, among: Storages) -> int:
+        weak = StorageWeakRef(tensor.untyped_storage())  # while it is there, nothing else has its number
+        among[weak.cdata] = (next(self._numbers), self.stream, weak)
+        return among[weak.cdata][0]
 
     def _note_what_was_freed(self) -> None:
-        for key in [key for key, (_, _, weak) in self._alive.items() if weak.expired()]:
-            number, stream, _ = self._alive.pop(key)
+        expired = torch.UntypedStorage._expired
+        for key in [key for key in self._allocated if expired(key)]:
+            number, stream, _ = self._allocated.pop(key)
             self.log.entries.append(Entry("free", stream, arguments=number))
 
     def _add(self, kind: str, what: Any = None, arguments: Any = (), new: Any = (), stream: str = "") -> None:
@@ -196,6 +209,7 @@ class Recorder(TorchDispatchMode):
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
         """Look at this tensor in the end."""
+        self._kept.append(tensor)
         with unrecorded():
             self.log.results[name] = self.ref(tensor)
 
@@ -290,4 +304,5 @@ def _calls(recorder: Recorder) -> dict[str, Callable[..., Any]]:
 
     calls = (broadcast, all_reduce, all_to_all_single, isend, irecv)
     stand_ins = {f.__name__: unless_paused(f, getattr(dist, f.__name__)) for f in calls}
-    return stand_ins | {"all_gather_single": all_gather_single}
+    gather = unless_paused(all_gather_single, comm._all_gather_single)
+    return stand_ins | {"all_gather_single": gather}

@@ -24,7 +24,6 @@ from functools import cache, reduce
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 from tests.runtime.device_record import Entry, Log, Ref
 
@@ -127,9 +126,10 @@ class Replay:
             return
         args, kwargs = self._values(rank, entry.arguments)
         try:
-            outputs = tree_flatten(_operation(entry.what)(*args, **kwargs))[0]
+            result = _operation(entry.what)(*args, **kwargs)
         except (IndexError, RuntimeError) as error:
             raise HazardError(f"rank {rank}: {entry.what}: {error}") from error
+        outputs = result if isinstance(result, (list, tuple)) else [result]
         for place, number, _ in entry.new:
             self._memory[rank][number] = outputs[place].untyped_storage()
 
