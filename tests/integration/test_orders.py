@@ -38,7 +38,7 @@ from tests.integration.gpt import (
     case_of,
     forward_step,
     parallel_groups,
-    schedule_maker,
+    plan_maker,
 )
 from tests.integration.test_equality import reference
 from tests.runtime.device_record import Log, Recorder, recording
@@ -144,9 +144,7 @@ def _record(case: Case, groups: VocabGroups, reference: Result, mutant: str | No
     recorder, expected = Recorder(groups), {}
     with recording(recorder) as stream_class:
         with recorder.paused():
-            run = ForwardBackward(
-                case.method, groups, torch.device("cpu"), make_schedule=schedule_maker(case)
-            )
+            run = ForwardBackward(case.method, groups, torch.device("cpu"), make_plan=plan_maker(case))
         broken = MUTANTS[mutant](stream_class) if mutant else nullcontext()
         with broken, _without_preparation(recorder):
             reported = run(

@@ -8,9 +8,9 @@ for a PyTorch without CUDA knows no other; products and row kernels allocate wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -41,6 +41,7 @@ from megatron_vocabpar.layers.targets import OwnedTargets
 from megatron_vocabpar.runtime.comm import VocabGroups
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.passes import Instruction, PassType
+from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.schedule import Schedule
 from tests.spawn import run_ranks
 
@@ -91,10 +92,11 @@ class _Waits(TorchFunctionMode):
 class _LiveBytes(TorchDispatchMode):
     """Counts the bytes of what has been allocated and is alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, there_before: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.peak = self._live = 0
-        self._storages: dict[int, tuple[Any, int]] = {}
+        storages = [tensor.untyped_storage() for tensor in there_before]
+        self._storages = {storage._cdata: (StorageWeakRef(storage), 0) for storage in storages}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -149,13 +151,23 @@ KERNELS = replace(
 )
 
 
+@dataclass(frozen=True)
+class _Done:
+    value: Any
+
+    def wait(self) -> Any:
+        return self.value
+
+    def done(self) -> bool:
+        return True
+
+
 class _Stream:
     """A side stream that runs what is submitted at once."""
 
     def submit(self, work: Any) -> Any:
         with torch.no_grad():
-            value = work()
-        return type("Event", (), {"wait": lambda _: value, "done": lambda _: True})()
+            return _Done(work())
 
 
 def _config() -> TransformerConfig:
@@ -223,7 +235,7 @@ def _build(schedule: Schedule, rank: int, waits: _Waits) -> tuple[ForwardBackwar
     for weight in model.parameters():
         weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32, device=DEVICE)
     run = ForwardBackward(
-        schedule.method, groups, DEVICE, make_schedule=lambda _: schedule, observers=[waits.observe]
+        schedule.method, groups, DEVICE, make_plan=lambda _: Plan.of(schedule), observers=[waits.observe]
     )
     return run, model
 
@@ -236,9 +248,10 @@ def _trace(_: int, schedules: Sequence[Schedule], ranks: Sequence[int]) -> dict[
         dist.init_process_group("fake", rank=rank, world_size=P, store=FakeStore())
         parallel_state.initialize_model_parallel(1, P, create_gloo_process_groups=False)
         for schedule in schedules:
-            waits, live = _Waits(), _LiveBytes()
+            waits = _Waits()
             with _environment():
                 run, model = _build(schedule, rank, waits)
+                live = _LiveBytes([t for p in model.parameters() for t in (p, p.main_grad)])
                 with waits, live:
                     run(
                         forward_step_func=_forward_step,
