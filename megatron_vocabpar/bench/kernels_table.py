@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import platform
 from collections.abc import Sequence
-from importlib.metadata import version
 from itertools import groupby
 
-import torch
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from megatron_vocabpar.bench.kernels import Row
-
-
-def environment(device: torch.device) -> dict[str, str]:
-    """Device and versions that the figures belong to."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
-    found = {
-        "device": name,
-        "threads": str(torch.get_num_threads()),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    for module, package in (
-        ("triton", "triton"),
-        ("liger_kernel", "liger-kernel"),
-        ("cut_cross_entropy", "cut-cross-entropy"),
-    ):
-        if importlib.util.find_spec(module) is not None:
-            found[package] = version(package)
-    return found
+from megatron_vocabpar.bench.kernels_others import OTHERS
 
 
 def print_table(rows: Sequence[Row], where: dict[str, str]) -> None:
@@ -58,8 +36,11 @@ def print_table(rows: Sequence[Row], where: dict[str, str]) -> None:
             "speedup": [_number(r.speedup_over_published) for r in members],
             "PyTorch": [_number(r.pytorch_ms) for r in members],
             "speedup ": [_number(r.speedup_over_pytorch) for r in members],
-            "Liger": [_number(r.liger_ms) for r in members],
-            "CCE": [_number(r.cce_ms) for r in members],
+            **{
+                name: [_number(r.others_ms.get(name)) for r in members]
+                for name in OTHERS
+                if name != "pytorch"
+            },
             "scaling %": [_number(r.scaling_percent, 0) for r in members],
             "kept MiB": [_number(r.kept_mib, 1) for r in members],
             "peak MiB": [_number(r.peak_mib, 1) for r in members],
@@ -70,6 +51,8 @@ def print_table(rows: Sequence[Row], where: dict[str, str]) -> None:
         for cells in zip(*shown.values(), strict=True):
             table.add_row(*cells)
         console.print(table)
+        for name, reason in members[0].not_measured.items():
+            console.print(f"  {name}: not measured: {reason}")
         for r in members:
             if r.dx_error_by_p_target is not None:
                 errors = "  ".join(f"{name} {error:.0e}" for name, error in r.dx_error_by_p_target.items())

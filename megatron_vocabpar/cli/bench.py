@@ -83,12 +83,20 @@ def runtime_command(
 @click.option(
     "--format", "output_format", type=click.Choice(["text", "json"]), default="text", show_default=True
 )
-def kernels_command(quick: bool, device: str, dtype_name: str, rounds: int, output_format: str) -> None:
+@click.option(
+    "--save",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="A folder; the JSON is also written there, to <device>_<date>.json.",
+)
+def kernels_command(
+    quick: bool, device: str, dtype_name: str, rounds: int, output_format: str, save: Path | None
+) -> None:
     """S, T, IF and IB of one shard, beside bare products, the published passes and other layers."""
     import torch
 
+    from megatron_vocabpar.bench.environment import environment, file_name
     from megatron_vocabpar.bench.kernels import measure_input, measure_output, shapes
-    from megatron_vocabpar.bench.kernels_table import environment, print_table
+    from megatron_vocabpar.bench.kernels_table import print_table
 
     if rounds < 1:
         raise click.BadParameter(f"{rounds} rounds: give at least 1")
@@ -110,15 +118,16 @@ def kernels_command(quick: bool, device: str, dtype_name: str, rounds: int, outp
             f"measured n {shape.n}, hidden {shape.hidden}, vocabulary {shape.vocab_size}, p {shape.p}",
             err=True,
         )
+    found = environment(where)
+    record = json.dumps({"environment": found, "rows": [dataclasses.asdict(row) for row in rows]}, indent=1)
+    if save is not None:
+        save.mkdir(parents=True, exist_ok=True)
+        (save / file_name(found)).write_text(record + "\n")
+        click.echo(f"written: {save / file_name(found)}", err=True)
     if output_format == "json":
-        click.echo(
-            json.dumps(
-                {"environment": environment(where), "rows": [dataclasses.asdict(row) for row in rows]},
-                indent=1,
-            )
-        )
+        click.echo(record)
     else:
-        print_table(rows, environment(where))
+        print_table(rows, found)
     if any(row.refused for row in rows):
         raise click.ClickException("results were refused: they are wrong, see the column or field 'refused'")
 
@@ -159,7 +168,7 @@ def losses_command(
     """losses.compat beside ROLL's, verl's, NeMo-RL's and slime's own functions, read from your checkouts."""
     import torch
 
-    from megatron_vocabpar.bench.kernels_table import environment
+    from megatron_vocabpar.bench.environment import environment
     from megatron_vocabpar.bench.losses import Setting, commit_of, measure_losses
     from megatron_vocabpar.bench.losses_table import print_table
 
