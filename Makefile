@@ -4,6 +4,7 @@
 #   make test-megatron-matrix   install every supported megatron-core wheel by itself, and run the integration tests on it
 #   make lint        ruff and mypy
 #   make bench       the runtime against stock Megatron
+#   make gpu         on a machine with GPUs: vocabpar doctor --gpu, the tests that need one, the kernel benchmark
 # Variables: PYTHON (3.11 to 3.13), VENV, TORCH, ARGS (of vocabpar train), PYTEST_ARGS, MATRIX (versions of megatron-core).
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.vocabpar-installed
 
-.PHONY: install train test test-long test-megatron-matrix lint format bench clean
+.PHONY: install train test test-long test-megatron-matrix lint format bench gpu clean
 
 install: $(INSTALLED)-test $(INSTALLED)-lint
 
@@ -72,6 +73,14 @@ format: $(INSTALLED)-lint
 
 bench: $(INSTALLED)-train
 	$(BIN)/vocabpar bench runtime
+
+# All three run, whatever one of them finds; without a GPU it ends at the doctor's line (exit code 2).
+gpu: $(INSTALLED)-test
+	@status=0; $(BIN)/vocabpar doctor --gpu || status=$$?; \
+	if [ $$status -eq 2 ]; then exit 2; fi; \
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS) || status=1; \
+	$(BIN)/vocabpar bench kernels --device cuda --save bench/results || status=1; \
+	exit $$status
 
 clean:
 	rm -rf .venv .venv-ci .venv-matrix build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

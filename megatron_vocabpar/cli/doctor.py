@@ -1,7 +1,14 @@
-"""``vocabpar doctor``: what the flag would do to a Megatron-LM checkout, without importing or changing it."""
+"""``vocabpar doctor``: this machine's GPUs, checked; or what the flag would do to a Megatron-LM checkout.
+
+The checkout is neither imported nor changed. Next: ``doctor/checks.py``, the checks on GPUs.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import tempfile
+from datetime import date
 from pathlib import Path
 
 import click
@@ -17,15 +24,57 @@ _LINE = "import megatron_vocabpar.adaptor"
 
 
 @click.command()
+@click.option("--gpu", is_flag=True, help="Check this machine's GPUs: some minutes, nothing is left behind.")
 @click.option(
     "--megatron",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    required=True,
-    help="A Megatron-LM checkout.",
+    help="Look at a Megatron-LM checkout.",
 )
 @click.option("--allow-unknown", is_flag=True, help="As --vocab-parallel-allow-unknown-megatron.")
-def doctor_command(megatron: Path, allow_unknown: bool) -> None:
-    """Say which version of Megatron this is, and what --enable-vocab-parallel would replace in it."""
+@click.option(
+    "--format",
+    "output_format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="Of --gpu.",
+)
+def doctor_command(gpu: bool, megatron: Path | None, allow_unknown: bool, output_format: str) -> None:
+    """Check this machine's GPUs, or say what --enable-vocab-parallel would replace in a Megatron-LM checkout.
+
+    With --gpu: exit code 0 where no check failed, 1 where one did, 2 where there is no GPU.
+    """
+    if gpu == (megatron is not None):
+        raise click.UsageError("give --gpu to check this machine, or --megatron PATH to look at a checkout")
+    if megatron is None:
+        _check_gpus(output_format)
+    else:
+        _look_at(megatron, allow_unknown)
+
+
+def _check_gpus(output_format: str) -> None:
+    from megatron_vocabpar.doctor.checks import Machine, checks
+    from megatron_vocabpar.doctor.guard import run_all
+    from megatron_vocabpar.doctor.surroundings import count_gpus
+    from megatron_vocabpar.doctor.table import print_table
+
+    gpus = count_gpus()
+    results = []
+    with tempfile.TemporaryDirectory(prefix="vocabpar-doctor-") as folder:
+        machine = Machine("cuda", gpus, folder)
+        for result in run_all(checks(machine), lambda name: click.echo(f"{name} ... ", nl=False, err=True)):
+            click.echo(f"{result.outcome}, {result.seconds:.1f} s", err=True)
+            results.append(result)
+    if output_format == "json":
+        record = {"date": date.today().isoformat(), "checks": [dataclasses.asdict(each) for each in results]}
+        click.echo(json.dumps(record, indent=1))
+    else:
+        print_table(results)
+    if any(each.outcome == "failed" for each in results):
+        raise click.exceptions.Exit(1)
+
+
+def _look_at(megatron: Path, allow_unknown: bool) -> None:
     if not (megatron / "megatron" / "core").is_dir():
         raise ValueError(f"{megatron} holds no megatron/core; give the path of a Megatron-LM checkout")
     version = find_version(source_signatures(megatron), allow_unknown)

@@ -46,7 +46,9 @@ VERBS = {
         "megatron_vocabpar.cli.drift:drift_command", "Compare two runs' log-probabilities.", "train"
     ),
     "bench": Verb("megatron_vocabpar.cli.bench:bench_command", "Measure against stock Megatron.", "train"),
-    "doctor": Verb("megatron_vocabpar.cli.doctor:doctor_command", "Look at a Megatron-LM checkout."),
+    "doctor": Verb(
+        "megatron_vocabpar.cli.doctor:doctor_command", "Check GPUs, or look at a checkout.", "train"
+    ),
     "patches": Verb("megatron_vocabpar.cli.patches:patches_command", "What is replaced in Megatron."),
 }
 

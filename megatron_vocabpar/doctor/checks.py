@@ -1,0 +1,69 @@
+"""The list: every check of ``vocabpar doctor --gpu`` in its order, for a machine.
+
+Functions are named by text, so that the list can be made, and its processes started, without a GPU in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_vocabpar.doctor.result import Check
+from megatron_vocabpar.schedule.methods import METHODS
+
+MOST_PROCESSES, MOST_STAGES = 8, 4
+DTYPES = ("bfloat16", "float16", "float32")
+_ROOM = "megatron_vocabpar.doctor"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is checked.
+
+    Attributes:
+        device: ``cuda``; ``cpu`` in tests.
+        gpus: how many of them, at least 1.
+        folder: for the results of trainings.
+        sizes: arguments of some functions (``module:function``) in place of their own; empty but in tests.
+    """
+
+    device: str
+    gpus: int
+    folder: str
+    sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def checks(machine: Machine) -> list[Check]:
+    """Every check, in the order of the table."""
+    found = [Check("environment variables", f"{_ROOM}.surroundings:variables", {}, 120)]
+
+    def add(name: str, target: str, timeout_s: float, after: str | None = None, **arguments: Any) -> None:
+        given = {"device": machine.device, **arguments, **machine.sizes.get(target, {})}
+        found.append(Check(name, f"{_ROOM}.{target}", given, timeout_s, after))
+
+    add("versions", "surroundings:versions", 120)
+    add("GPUs", "surroundings:gpus", 120)
+    add("row kernels in use", "surroundings:row_kernels", 120)
+    for kernel in ("exponentials", "scale_rows", "scatter_add_rows"):
+        for dtype in DTYPES:
+            add(f"kernel {kernel}, {dtype}", f"kernels:{kernel}", 180, dtype=dtype)
+    for kernel in ("large_exponentials", "large_rows"):
+        add(f"kernel {kernel}, beyond 2^31 elements", f"kernels:{kernel}", 300)
+    for dtype in DTYPES:
+        for padding in (0, 37):
+            shard = "a padded shard" if padding else "a shard"
+            name = f"output layer of {shard}, {dtype}"
+            add(name, "layers:output_layer", 180, dtype=dtype, padding=padding)
+    processes, pp = min(machine.gpus, MOST_PROCESSES), min(machine.gpus, MOST_STAGES)
+    add("a copy beside products", "overlap:copy_beside_products", 180)
+    warm = "communicators"
+    add(warm, "communicators:communicators", 240, processes=processes)
+    add("an all-reduce beside products", "overlap:all_reduce_beside_products", 240, warm, processes=processes)
+    for dtype, methods in (("fp32", METHODS), ("bf16", ("baseline", "vocab-2"))):
+        for method in methods:
+            name, stock = (f"training {which}, {dtype}" for which in (method, "baseline"))
+            after = None if method == "baseline" else stock
+            arguments = {"method": method, "dtype": dtype, "pp": pp, "folder": machine.folder}
+            add(name, "training:train", 300, after, **arguments)
+    return found

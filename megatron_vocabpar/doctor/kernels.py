@@ -1,0 +1,224 @@
+"""The row kernels that serve a device against the specification, ``layers/kernels/reference.py`` on the CPU.
+
+On a GPU those are the Triton kernels; where they can't serve it, the checks say why and are not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import psutil
+import torch
+from torch import Tensor
+
+from megatron_vocabpar.doctor.result import Finding, within
+from megatron_vocabpar.layers.kernels import dispatch, reference
+from megatron_vocabpar.layers.kernels.dispatch import RowKernels
+from megatron_vocabpar.layers.kernels.reference import Exponentials
+
+ROUNDING = {torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}
+"""Relative: a few fp32 roundings of exp2 and of sums; two units in the last place of 16-bit storage."""
+
+LARGE = 2**31 + 2**24
+_SMALLEST = {torch.float32: 2.0**-100, torch.bfloat16: 2.0**-100, torch.float16: 2.0**-14}
+
+
+def serving(device: torch.device) -> RowKernels | str:
+    """The kernels that the layers would use for fp32 logits, or why the Triton kernels can't serve."""
+    kernels = dispatch.row_kernels(device, torch.float32)
+    if kernels is not dispatch.REFERENCE:
+        return kernels
+    return dispatch.why_not_triton(device, torch.float32) or "the reference was chosen"
+
+
+def exponentials(device: str, dtype: str, n: int = 64, columns: int = 32000) -> Finding:
+    """E, offsets, sums and target logits, stored in ``dtype``; with and without padding, and an offset."""
+    return _check(device, dtype, partial(_exponentials, n=n, columns=columns))
+
+
+def scale_rows(device: str, dtype: str, n: int = 300, hidden: int = 5121) -> Finding:
+    """Rows of ``dtype`` times fp32 factors."""
+    return _check(device, dtype, partial(_scale_rows, n=n, hidden=hidden))
+
+
+def scatter_add_rows(device: str, dtype: str, n: int = 700, hidden: int = 1100) -> Finding:
+    """Rows of ``dtype`` into fp32 rows and into their own dtype, with repeats; twice with the same bits."""
+    return _check(device, dtype, partial(_scatter_add_rows, n=n, hidden=hidden))
+
+
+def large_exponentials(device: str, elements: int = LARGE) -> Finding:
+    """Logits of more than 2^31 elements, E in bf16: the first and the last rows."""
+    return _check(device, "bfloat16", partial(_large_exponentials, elements=elements), 7 * elements)
+
+
+def large_rows(device: str, elements: int = LARGE) -> Finding:
+    """Scaled rows, and scattered rows from and into tensors of more than 2^31 elements."""
+    return _check(device, "bfloat16", partial(_large_rows, elements=elements), 5 * elements)
+
+
+def _check(
+    device: str,
+    dtype: str,
+    error: Callable[[RowKernels, torch.device, torch.dtype], float],
+    needed_bytes: int = 0,
+) -> Finding:
+    """The finding for the largest error, where the kernels and the memory for it are there."""
+    where, storage = torch.device(device), getattr(torch, dtype)
+    kernels = serving(where)
+    if isinstance(kernels, str):
+        return Finding("not run", reason=kernels)
+    free = free_bytes(where) if needed_bytes else 0
+    if needed_bytes > free:
+        reason = f"it needs {needed_bytes / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"
+        return Finding("not run", reason=reason)
+    found = error(kernels, where, storage)
+    return within(found, 1.0, f"{kernels.name}: largest error {found:.2f} of what rounding allows")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of the device that can be allocated now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def _error(got: Tensor, expected: Tensor, smallest: float, dtype: torch.dtype) -> float:
+    """Largest relative error, as a fraction of ``ROUNDING`` of a dtype; NaN stays NaN.
+
+    It is relative to the expected size, or to ``smallest`` where that is larger.
+    """
+    got, expected = got.cpu().double(), expected.double()
+    relative = (got - expected).abs() / expected.abs().clamp(min=smallest)
+    return float(relative.max()) / ROUNDING[dtype]
+
+
+def _largest(errors: list[float]) -> float:
+    """As ``max``, but NaN where there is one."""
+    return float(torch.tensor(errors, dtype=torch.float64).max())
+
+
+def _logits(n: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Logits [n, P], and targets at both ends, elsewhere, and of another shard."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(n, columns, generator=generator)
+    target = torch.randint(-1, columns, (n,), generator=generator)
+    target[:3] = torch.tensor([0, columns - 1, -1])
+    return logits, target
+
+
+def _exponentials(
+    kernels: RowKernels, device: torch.device, storage: torch.dtype, n: int, columns: int
+) -> float:
+    errors = []
+    for valid in (columns, columns - 37):
+        logits, target = _logits(n, columns)
+        logits[:, valid:] = torch.nan
+        target[target >= valid] = -1
+        own = reference.exponentials(logits.clone(), target, valid, dtype=storage).k
+        for offset in (None, own + 5):
+            expected, got = (
+                kernel(
+                    logits.to(place, copy=True),
+                    target.to(place),
+                    valid,
+                    None if offset is None else offset.to(place),
+                    dtype=storage,
+                    out=torch.full_like(logits, torch.nan, dtype=storage, device=place),
+                )
+                for kernel, place in (
+                    (reference.exponentials, torch.device("cpu")),
+                    (kernels.exponentials, device),
+                )
+            )
+            errors.append(_exponentials_error(got, expected, storage))
+    return _largest(errors)
+
+
+def _exponentials_error(got: Exponentials, expected: Exponentials, storage: torch.dtype) -> float:
+    """The largest error of E, sums and target logits; offsets may differ where rounding ties."""
+    assert got.e is not None
+    assert expected.e is not None
+    shift = torch.exp2(got.k.cpu().double() - expected.k.double())
+    return _largest(
+        [
+            _error(got.e.cpu() * shift.unsqueeze(1), expected.e, _SMALLEST[storage], storage),
+            _error(got.s_rest.cpu() * shift, expected.s_rest, 2.0**-100, torch.float32),
+            _error(got.target_logit, expected.target_logit, 1.0, torch.float32),
+        ]
+    )
+
+
+def _scale_rows(kernels: RowKernels, device: torch.device, dtype: torch.dtype, n: int, hidden: int) -> float:
+    generator = torch.Generator().manual_seed(0)
+    x, scale = torch.randn(n, hidden, generator=generator).to(dtype), torch.rand(n, generator=generator)
+    got = kernels.scale_rows(x.to(device), scale.to(device))
+    return _error(got, reference.scale_rows(x, scale), _SMALLEST[dtype], dtype)
+
+
+def _scatter_add_rows(
+    kernels: RowKernels, device: torch.device, dtype: torch.dtype, n: int, hidden: int
+) -> float:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, n // 8, (n,), generator=generator)
+    values, scale = torch.rand(n, hidden, generator=generator).to(dtype), torch.rand(n, generator=generator)
+    errors = []
+    for out_dtype in {torch.float32, dtype}:
+        expected = torch.ones(n // 8, hidden, dtype=out_dtype)
+        first, second = (expected.to(device, copy=True) for _ in range(2))
+        reference.scatter_add_rows_(expected, rows, values, scale)
+        for out in (first, second):
+            kernels.scatter_add_rows_(out, rows.to(device), values.to(device), scale.to(device))
+        errors.append(_error(first, expected, 1.0, out_dtype))
+        if not torch.equal(first, second):
+            raise ValueError(f"two runs of scatter_add_rows into {out_dtype} differ")
+    return _largest(errors)
+
+
+def _large_exponentials(
+    kernels: RowKernels, device: torch.device, storage: torch.dtype, elements: int
+) -> float:
+    columns = min(131111, elements // 8)  # odd: no row starts where a power of two does
+    n = -(-elements // columns)
+    generator = torch.Generator(device=device).manual_seed(0)
+    logits = torch.randn(n, columns, generator=generator, device=device)
+    checked = torch.tensor([0, 1, n - 3, n - 2, n - 1])
+    target = torch.arange(n) * 7 % columns
+    expected = reference.exponentials(
+        logits[checked.to(device)].cpu(),
+        target[checked],
+        columns,
+        dtype=storage,
+        out=torch.empty(len(checked), columns, dtype=storage),
+    )
+    out = torch.full((n, columns), torch.nan, dtype=storage, device=device)
+    got = kernels.exponentials(logits, target.to(device), columns, dtype=storage, out=out)
+    assert got.e is not None
+    here = checked.to(device)
+    few = Exponentials(got.e[here], got.k[here], got.s_rest[here], got.target_logit[here])
+    return _exponentials_error(few, expected, storage)
+
+
+def _large_rows(kernels: RowKernels, device: torch.device, dtype: torch.dtype, elements: int) -> float:
+    hidden = min(8191, elements // 8)
+    n = -(-elements // hidden)
+    x = torch.zeros(n, hidden, dtype=dtype, device=device)
+    checked = torch.tensor([0, 1, n - 3, n - 2, n - 1])
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand(len(checked), hidden, generator=generator).to(dtype)
+    scale = torch.rand(n, generator=generator)
+    # into the far rows, twice into the last
+    rows = torch.cat([checked, checked[-1:]])
+    kernels.scatter_add_rows_(x, rows.to(device), torch.cat([values, values[-1:]]).to(device))
+    expected = torch.cat([values[:-1], 2 * values[-1:]])
+    errors = [_error(x[checked.to(device)], expected, 1.0, dtype)]
+    # from the far rows
+    sums, expected_sums = (torch.zeros(8, hidden, device=place) for place in (device, torch.device("cpu")))
+    factors = torch.zeros(n)
+    factors[checked] = scale[checked]
+    kernels.scatter_add_rows_(sums, torch.arange(n, device=device) % 8, x, factors.to(device))
+    reference.scatter_add_rows_(expected_sums, checked % 8, expected, factors[checked])
+    errors.append(_error(sums, expected_sums, 1.0, torch.float32))
+    scaled = kernels.scale_rows(x, scale.to(device))[checked.to(device)]
+    errors.append(_error(scaled, reference.scale_rows(expected, scale[checked]), _SMALLEST[dtype], dtype))
+    return _largest(errors)

@@ -1,0 +1,56 @@
+"""The output layer of one shard against float64: the vendor's 16-bit products with fp32 results."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_vocabpar.bench.kernels_layer import METHODS, OutputLayer, errors, refusal
+from megatron_vocabpar.doctor.result import Finding
+from megatron_vocabpar.layers.partition import VocabRange
+
+LIMIT_OF_DW = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
+"""Norm of the error over the norm of dW; 16-bit storage of E rounds to 2^-9 and 2^-11."""
+
+
+def output_layer(
+    device: str, dtype: str, n: int = 512, hidden: int = 512, rows: int = 8192, padding: int = 0
+) -> Finding:
+    """S and T of every method: losses and dX within the documented bounds, dW by its norm, none in padding.
+
+    Args:
+        device: where.
+        dtype: of x and the weight.
+        n: tokens.
+        hidden: H.
+        rows: P, padding included.
+        padding: rows at the end that are padding.
+    """
+    kind = getattr(torch, dtype)
+    shard = VocabRange(0, rows, rows - padding)
+    layer = OutputLayer(n, hidden, shard, torch.device(device), kind)
+    exact, exact_dw = layer.exact(0), _exact_dw(layer)
+    worst = {"log-probability": 0.0, "dX": 0.0, "dW": 0.0}
+    for method in METHODS:
+        layer.main_grad.zero_()
+        merged, dx = layer.both(0, method)
+        rms, by_p_target = errors(merged.loss, dx, exact)
+        own = layer.main_grad[: shard.valid_rows].double()
+        dw = float((own - exact_dw).norm() / exact_dw.norm())
+        found = {"log-probability": rms, "dX": max(by_p_target.values()), "dW": dw}
+        worst = {name: max(value, found[name]) for name, value in worst.items()}
+        reason = refusal(rms, by_p_target)
+        if reason is None and not dw < LIMIT_OF_DW[kind]:
+            reason = f"the error of dW is {dw:.1e}, above {LIMIT_OF_DW[kind]:.0e}"
+        if reason is None and bool(layer.main_grad[shard.valid_rows :].any()):
+            reason = "padding rows have a gradient"
+        if reason is not None:
+            return Finding("failed", "", f"{method}: {reason}")
+    return Finding("ok", "errors " + ", ".join(f"{name} {value:.0e}" for name, value in worst.items()))
+
+
+def _exact_dw(layer: OutputLayer) -> torch.Tensor:
+    """dW of the true rows in float64, of all tokens."""
+    x, weight = layer.inputs[0].x.double(), layer.weight[: layer.shard.valid_rows].double()
+    difference = torch.softmax(x @ weight.t(), 1)
+    difference[torch.arange(len(x)), layer.inputs[0].targets] -= 1
+    return (difference * layer.g.double().unsqueeze(1)).t() @ x

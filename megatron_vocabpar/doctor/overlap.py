@@ -1,0 +1,132 @@
+"""Whether a side stream's work runs beside matrix products on the main stream: together against alone.
+
+Vocabulary parallelism hides its collectives behind the transformer passes (section 6.1 of the paper), by
+``runtime/streams.py``. Here its side stream copies to the host, in one process, or all-reduces, over several.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+import torch.distributed as dist
+
+from megatron_vocabpar.doctor.processes import Rank, rank_main, run_processes
+from megatron_vocabpar.doctor.result import Finding
+from megatron_vocabpar.runtime.comm import all_reduce
+from megatron_vocabpar.runtime.streams import clock, default_device, side_stream
+
+ROUNDS = 9
+LEAST_HIDDEN = {"copy": 0.5, "all-reduce": 0.25}
+"""Part of the shorter work that must be hidden: copies have their own engines, collectives share the SMs."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Medians in milliseconds: products alone, the side stream's work alone, both together."""
+
+    products_ms: float
+    side_ms: float
+    together_ms: float
+
+    @property
+    def hidden(self) -> float:
+        """Part of the shorter of the two that the longer one hides: 1 at best, 0 for one after the other."""
+        saved = self.products_ms + self.side_ms - self.together_ms
+        return saved / min(self.products_ms, self.side_ms)
+
+
+def judge(times: Times, what: str) -> Finding:
+    """Ok where enough of the shorter work is hidden."""
+    figure = (
+        f"products {times.products_ms:.2f} ms, {what} {times.side_ms:.2f} ms, together "
+        f"{times.together_ms:.2f} ms: {100 * times.hidden:.0f} % hidden"
+    )
+    if times.hidden >= LEAST_HIDDEN[what]:
+        return Finding("ok", figure)
+    return Finding(
+        "failed", figure, f"less than {100 * LEAST_HIDDEN[what]:.0f} % of the shorter one is hidden"
+    )
+
+
+def measure(device: torch.device, work: Callable[[], object], size: int) -> Times:
+    """Times of ``work`` on a side stream, and of about as many products [size, size] as take as long.
+
+    Args:
+        device: the current one.
+        work: what the side stream does; on a GPU it returns before it is done.
+        size: rows and columns of the products' operands.
+    """
+    mark, stream = clock(device), side_stream(device, "doctor")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    out = torch.empty_like(a)
+
+    def products(count: int) -> None:
+        for _ in range(count):
+            torch.mm(a, a, out=out)
+
+    def together(count: int) -> None:
+        event = stream.submit(work)
+        products(count)
+        event.wait()
+
+    def median_ms(run: Callable[[], object]) -> float:
+        found = []
+        for r in range(-2, ROUNDS):
+            start = mark()
+            run()
+            elapsed = mark().seconds() - start.seconds()
+            if r >= 0:
+                found.append(1e3 * elapsed)
+        return statistics.median(found)
+
+    side_ms = median_ms(lambda: stream.submit(work).wait())
+    count = max(1, ceil(_agreed(side_ms / median_ms(lambda: products(1)), device)))
+    times = Times(median_ms(lambda: products(count)), side_ms, median_ms(lambda: together(count)))
+    stream.close()
+    return times
+
+
+def _agreed(value: float, device: torch.device) -> float:
+    """Rank 0's value on every rank; ranks that computed for different times would wait for each other."""
+    if not dist.is_initialized():
+        return value
+    shared = torch.tensor([value], device=device)
+    dist.broadcast(shared, 0)
+    return float(shared)
+
+
+def copy_beside_products(device: str, mib: int = 256, size: int = 4096) -> Finding:
+    """A copy of ``mib`` MiB to the host on a side stream, beside products."""
+    where = default_device(device, 0)
+    source = torch.ones(mib * 2**18, device=where)
+    target = torch.empty(source.shape, pin_memory=where.type == "cuda")
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+
+    return judge(measure(where, copy, size), "copy")
+
+
+def all_reduce_beside_products(device: str, processes: int, mib: int = 256, size: int = 4096) -> Finding:
+    """An all-reduce of ``mib`` MiB over all processes on a side stream, beside products; rank 0's times."""
+    arguments = {"mib": mib, "size": size}
+    return run_processes("megatron_vocabpar.doctor.overlap", device, processes, arguments)
+
+
+def _body(rank: Rank) -> Finding:
+    tensor = torch.zeros(rank.arguments["mib"] * 2**18, device=rank.device)
+
+    def reduce() -> None:
+        all_reduce(rank.groups, rank.groups.output, tensor)
+
+    return judge(measure(rank.device, reduce, rank.arguments["size"]), "all-reduce")
+
+
+if __name__ == "__main__":
+    sys.exit(rank_main(sys.argv[1], _body))

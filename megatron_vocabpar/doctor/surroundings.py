@@ -1,0 +1,95 @@
+"""What the machine and its environment offer: GPUs, versions, and variables on which the overlap depends."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+
+from megatron_vocabpar.bench.environment import FUSED_ACCUMULATION, PACKAGES, environment
+from megatron_vocabpar.doctor.result import Finding
+from megatron_vocabpar.layers.kernels.dispatch import why_not_triton
+
+_PREFIXES = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA", "NVTE_", "TRITON_")
+
+
+def count_gpus() -> int:
+    """GPUs that this process sees.
+
+    Raises:
+        ValueError: if there is none, with the remedy.
+    """
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found:
+        return found
+    built_for = torch.version.cuda or torch.version.hip
+    reason = why_no_gpu(torch.__version__, built_for, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    raise ValueError(f"--gpu: this machine shows no GPU: {reason}")
+
+
+def why_no_gpu(torch_version: str, cuda: str | None, visible: str | None) -> str:
+    """Why there is no GPU to check, and the remedy.
+
+    Args:
+        torch_version: ``torch.__version__``.
+        cuda: the CUDA or HIP that torch was built for; None for a build without.
+        visible: ``CUDA_VISIBLE_DEVICES``; None where it is not set.
+    """
+    if cuda is None:
+        return f"torch {torch_version} is built without CUDA; install a build of the same version with CUDA"
+    if visible is not None:
+        return f"CUDA_VISIBLE_DEVICES is {visible!r}, which hides every GPU or names none; unset it"
+    return (
+        f"torch {torch_version} for CUDA {cuda} finds no GPU; run nvidia-smi: where it fails too, the driver "
+        f"(or a container's access to it) is missing, else the driver is older than CUDA {cuda} needs"
+    )
+
+
+def variables(environment: Mapping[str, str] = os.environ) -> Finding:
+    """Variables that are set and matter; failed where one takes every overlap away."""
+    found = {name: value for name, value in sorted(environment.items()) if name.startswith(_PREFIXES)}
+    figure = ", ".join(f"{name}={value}" for name, value in found.items()) or "none is set"
+    if found.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+        return Finding(
+            "failed", figure, "CUDA_LAUNCH_BLOCKING makes the host wait for every kernel; unset it"
+        )
+    if found.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        figure += (
+            "; with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue: 8, unless Megatron asks for 1"
+        )
+    return Finding("ok", figure)
+
+
+def gpus(device: str) -> Finding:
+    """Names, compute capabilities and memory of the GPUs."""
+    if device == "cpu":
+        return Finding("not run", reason="the device is a CPU")
+    every = [torch.cuda.get_device_properties(k) for k in range(torch.cuda.device_count())]
+    kinds = Counter(
+        f"{each.name}, compute capability {each.major}.{each.minor}, {each.total_memory / 2**30:.0f} GiB"
+        for each in every
+    )
+    return Finding("ok", "; ".join(f"{count} x {kind}" for kind, count in kinds.items()))
+
+
+def versions(device: str) -> Finding:
+    """Versions of what is installed, and what is not."""
+    found = environment(torch.device(device))
+    missing = [name for name in PACKAGES if name not in found]
+    if "apex" not in found:
+        missing.append(f"apex's {FUSED_ACCUMULATION}")
+    shown = [
+        f"{name} {found[name]}" for name in ("python", "torch", "CUDA", "NCCL", "driver") if name in found
+    ]
+    shown += [f"{name} {found[name]}" for name in (*PACKAGES, "apex") if name in found]
+    return Finding("ok", ", ".join(shown) + (f"; not installed: {', '.join(missing)}" if missing else ""))
+
+
+def row_kernels(device: str) -> Finding:
+    """Whether the Triton kernels serve this device."""
+    reason = why_not_triton(torch.device(device), torch.float32)
+    if reason is not None:
+        return Finding("not run", reason=reason)
+    return Finding("ok", "Triton")

@@ -1,0 +1,78 @@
+"""A tiny training of one method by ``vocabpar train``, its losses beside those of ``baseline``.
+
+``baseline`` is stock Megatron's placement: the whole output layer on the last stage. Every other method
+computes the same, so its losses differ by rounding.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from megatron_vocabpar.doctor.result import Finding, within
+from megatron_vocabpar.train.compare import differences, loss_curve
+from megatron_vocabpar.train.output import METRICS_FILE
+
+BASELINE = "baseline"
+LIMITS = {"fp32": 1e-4, "bf16": 2e-2}
+"""Largest relative difference of a loss: after six steps on the CPU in fp32 it is 1e-7."""
+
+_STEPS = 6
+_LAYERS_A_STAGE = 2
+
+
+def train(device: str, method: str, dtype: str, pp: int, folder: str, vocab_size: int = 1024) -> Finding:
+    """Train ``method`` for a few steps; a method other than baseline is compared with the baseline there.
+
+    Args:
+        device: cpu or cuda.
+        method: one of the methods.
+        dtype: fp32 or bf16.
+        pp: pipeline stages, one process each.
+        folder: where the results of all methods are kept.
+        vocab_size: of the model and its tokenizer.
+
+    Raises:
+        click.ClickException: if the training fails, with what went wrong.
+    """
+    from megatron_vocabpar.cli.train import train_command
+
+    def output(name: str) -> Path:
+        return Path(folder) / f"{name}-{dtype}"
+
+    text = Path(folder) / "text.txt"
+    text.write_text("".join(f"line {number} of a text, {number * number}\n" for number in range(3000)))
+    options = {
+        "text": text,
+        "method": method,
+        "dtype": dtype,
+        "device": device,
+        "pp": pp,
+        "layers": _LAYERS_A_STAGE * pp,
+        "hidden": 128,
+        "seq-length": 64,
+        "vocab-size": vocab_size,
+        "micro-batch-size": 1,
+        "microbatches": 2 * pp + 1,
+        "steps": _STEPS,
+        "warmup": 1,
+        "eval-interval": 0,
+        "output": output(method),
+    }
+    words = [f"--{name}={value}" for name, value in options.items()]
+    train_command.main([*words, "--no-save"], standalone_mode=False)
+    curve = losses(output(method) / method)
+    finite = [step for step, loss in curve.items() if math.isfinite(loss)]
+    if finite != list(range(1, _STEPS + 1)):
+        return Finding("failed", reason=f"the steps {finite} of {_STEPS} have a finite loss")
+    if method == BASELINE:
+        return Finding("ok", f"{pp} stages, {dtype}: loss {curve[1]:.4f} to {curve[_STEPS]:.4f}")
+    (found,) = differences({method: curve, BASELINE: losses(output(BASELINE) / BASELINE)}, BASELINE)
+    figure = f"{pp} stages, {dtype}: losses differ by {found.relative:.1e}, relative"
+    return within(found.relative, LIMITS[dtype], figure)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Loss by step, of one method's folder."""
+    return loss_curve([json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()])

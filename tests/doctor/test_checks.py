@@ -1,0 +1,249 @@
+"""The checks on the CPU, through the code that a GPU takes: what is right passes, what is broken is found."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import json
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_vocabpar.bench import kernels_layer
+from megatron_vocabpar.cli.train import train_command
+from megatron_vocabpar.doctor import communicators, kernels, layers, overlap, surroundings, training
+from megatron_vocabpar.doctor.checks import DTYPES, Machine, checks
+from megatron_vocabpar.doctor.overlap import Times, judge
+from megatron_vocabpar.doctor.result import Check
+from megatron_vocabpar.layers.kernels import dispatch
+from megatron_vocabpar.layers.kernels.dispatch import use_kernels
+from megatron_vocabpar.runtime.comm import create_groups
+from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.train.output import METRICS_FILE
+from tests.spawn import run_ranks
+
+CPU = torch.device("cpu")
+SMALL = {"exponentials": {"n": 8, "columns": 3000}, "scale_rows": {"n": 9, "hidden": 1030}}
+SMALL |= {"scatter_add_rows": {"n": 60, "hidden": 300}}
+
+
+def by_name(gpus: int) -> dict[str, Check]:
+    return {check.name: check for check in checks(Machine("cuda", gpus, "/folder"))}
+
+
+def test_every_check_can_be_called_and_follows_the_one_it_needs() -> None:
+    seen: set[str] = set()
+    for check in by_name(8).values():
+        module, _, function = check.target.partition(":")
+        inspect.signature(getattr(importlib.import_module(module), function)).bind(**check.arguments)
+        assert check.after is None or check.after in seen
+        seen.add(check.name)
+    assert {f"training {method}, fp32" for method in METHODS} < seen
+
+
+@pytest.mark.parametrize(("gpus", "processes", "pp"), [(1, 1, 1), (3, 3, 3), (8, 8, 4), (16, 8, 4)])
+def test_processes_follow_the_gpus(gpus: int, processes: int, pp: int) -> None:
+    found = by_name(gpus)
+    assert found["communicators"].arguments["processes"] == processes
+    assert found["training vocab-2, bf16"].arguments["pp"] == pp
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", SMALL)
+def test_kernels_that_follow_the_specification_pass(kernel: str, dtype: str) -> None:
+    finding = getattr(kernels, kernel)("cpu", dtype, **SMALL[kernel])
+    assert finding.outcome == "ok", finding
+
+
+@pytest.mark.parametrize("kernel", [*SMALL, "large_exponentials", "large_rows"])
+def test_kernels_that_do_not_are_found(kernel: str) -> None:
+    """Every kernel is off by a little more than 16-bit rounding, in its last row alone."""
+
+    def exponentials(*args, **options):
+        found = dispatch.CPU.exponentials(*args, **options)
+        found.e[-1] *= 1.02
+        return found
+
+    def scale_rows(*args):
+        found = dispatch.CPU.scale_rows(*args)
+        found[-1] *= 1.02
+        return found
+
+    def scatter_add_rows_(out, rows, *args, **options):
+        dispatch.CPU.scatter_add_rows_(out, rows, *args, **options)
+        out[rows.max()] *= 1.02
+
+    broken = dispatch.RowKernels("broken", exponentials, scale_rows, scatter_add_rows_)
+    large = kernel.startswith("large")
+    arguments = {"elements": 2**16} if large else {"dtype": "bfloat16", **SMALL[kernel]}
+    assert getattr(kernels, kernel)("cpu", **arguments).outcome == "ok"
+    with use_kernels(broken):
+        finding = getattr(kernels, kernel)("cpu", **arguments)
+    assert finding.outcome == "failed"
+    assert finding.figure.startswith("broken: largest error")
+
+
+def test_what_is_written_twice_must_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter((1.0, 1.0000001) * 2)
+
+    def scatter(out, rows, values, scale):
+        dispatch.CPU.scatter_add_rows_(out, rows, values, scale)
+        out *= next(calls)
+
+    unsteady = dataclasses.replace(dispatch.CPU, scatter_add_rows_=scatter)
+    with use_kernels(unsteady), pytest.raises(ValueError, match=r"two runs of scatter_add_rows .* differ"):
+        kernels.scatter_add_rows("cpu", "float32", **SMALL["scatter_add_rows"])
+
+
+def test_what_lacks_memory_or_triton_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "free_bytes", lambda device: 2**30)
+    finding = kernels.large_rows("cpu", 2**31)
+    assert (finding.outcome, finding.reason) == (
+        "not run",
+        "it needs 10.0 GiB of memory, and 1.0 GiB are free",
+    )
+    monkeypatch.setattr(dispatch, "why_not_triton", lambda device, dtype: "Triton is not installed")
+    with use_kernels(dispatch.REFERENCE):
+        finding = kernels.exponentials("cpu", "float32")
+    assert (finding.outcome, finding.reason) == ("not run", "Triton is not installed")
+
+
+LAYER = {"n": 96, "hidden": 64, "rows": 1024}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("padding", [0, 37])
+def test_output_layer(dtype: str, padding: int) -> None:
+    finding = layers.output_layer("cpu", dtype, padding=padding, **LAYER)
+    assert finding.outcome == "ok", finding
+
+
+def test_a_wrong_weight_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = kernels_layer.weight_gradient
+
+    def wrong(state, merged, g, main_grad):
+        right(state, merged, 1.01 * g, main_grad)
+
+    monkeypatch.setattr(kernels_layer, "weight_gradient", wrong)
+    finding = layers.output_layer("cpu", "bfloat16", **LAYER)
+    assert finding.outcome == "failed"
+    assert finding.reason.startswith("vocab-2: the error of dW is")
+
+
+def test_a_copy_beside_products_is_timed() -> None:
+    times = overlap.measure(CPU, partial(torch.ones, 2**18), 64)
+    assert min(times.products_ms, times.side_ms, times.together_ms) > 0
+    assert "% hidden" in overlap.copy_beside_products("cpu", mib=1, size=64).figure
+
+
+@pytest.mark.parametrize(
+    ("together_ms", "hidden", "outcome"), [(10.0, 1.0, "ok"), (12.0, 0.5, "ok"), (14.0, 0.0, "failed")]
+)
+def test_overlap_is_the_part_of_the_shorter_work_that_is_hidden(
+    together_ms: float, hidden: float, outcome: str
+) -> None:
+    times = Times(10.0, 4.0, together_ms)
+    assert times.hidden == pytest.approx(hidden)
+    assert judge(times, "copy").outcome == outcome
+
+
+def test_communicators() -> None:
+    finding = communicators.communicators("cpu", 3, large_mib=1)
+    assert finding.outcome == "ok", finding
+    assert finding.figure.startswith("3 ranks, warm-up ")
+
+
+@pytest.mark.long
+def test_a_collective_beside_products_is_timed() -> None:
+    figure = overlap.all_reduce_beside_products("cpu", 2, mib=1, size=64).figure
+    assert "all-reduce" in figure
+
+
+def _wrong(rank: int) -> tuple[list[str], list[str]]:
+    groups = create_groups((0, rank, 0), 2, 1)
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(communicators, "all_reduce", lambda groups, group, tensor, *op: tensor)
+    monkeypatch.setattr(
+        communicators, "PointToPoint", lambda groups: SimpleNamespace(
+            send=lambda message, stage: None,
+            receive=lambda shape, dtype, device, stage: SimpleNamespace(wait=lambda: torch.zeros(shape)),
+            drain=lambda: None,
+        )
+    )  # fmt: skip
+    return communicators.wrong_collectives(groups, CPU), communicators.wrong_links(groups, CPU)
+
+
+def test_what_communicators_do_wrong_is_named() -> None:
+    first, second = run_ranks(2, _wrong)
+    assert first == (
+        ["all-reduce, sum gave [0.0]", "all-reduce, maximum gave [0.0]"],
+        ["the message of stage 1 is not what it sent"],
+    )
+    assert second == ([], ["the message of stage 0 is not what it sent"])
+
+
+def test_one_gpu_has_no_communicators() -> None:
+    finding = communicators.communicators("cpu", 1)
+    assert (finding.outcome, finding.reason) == ("not run", "it needs two GPUs, and there is one")
+
+
+def _trains(losses: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of ``vocabpar train``: writes these losses, by method."""
+
+    def main(words: list[str], standalone_mode: bool) -> None:
+        options = train_command.make_context("train", list(words)).params
+        folder = Path(options["output"], options["method"])
+        folder.mkdir(parents=True)
+        records = [{"step": k + 1, "loss": loss} for k, loss in enumerate(losses[options["method"]])]
+        (folder / METRICS_FILE).write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    monkeypatch.setattr(train_command, "main", main)
+
+
+@pytest.mark.parametrize(
+    ("change", "steps", "reason"),
+    [
+        (1.00001, 6, ""),
+        (1.001, 6, "an error of 0.001 is above 0.0001"),
+        (1.0, 5, "the steps [1, 2, 3, 4, 5] of 6 have a finite loss"),
+        (float("nan"), 6, "the steps [1, 2, 3, 4, 5] of 6 have a finite loss"),
+    ],
+)
+def test_losses_are_compared_with_the_baselines(
+    change: float, steps: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = [7.0, 6.9, 6.8, 6.7, 6.6, 6.5]
+    _trains({"baseline": stock, "naive": [*stock[: steps - 1], stock[steps - 1] * change]}, monkeypatch)
+    where = ("fp32", 2, str(tmp_path))
+    finding = training.train("cuda", "baseline", *where)
+    assert (finding.outcome, finding.figure) == ("ok", "2 stages, fp32: loss 7.0000 to 6.5000")
+    finding = training.train("cuda", "naive", *where)
+    assert (finding.outcome, finding.reason) == ("failed" if reason else "ok", reason)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pp", [1, 2])
+def test_training(pp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VOCABPAR_CACHE", str(tmp_path / "cache"))
+    for method in ("baseline", "vocab-2"):
+        finding = training.train("cpu", method, "fp32", pp, str(tmp_path), 300)
+        assert finding.outcome == "ok", finding
+
+
+def test_variables_that_matter_are_shown() -> None:
+    assert surroundings.variables({"HOME": "/"}).figure == "none is set"
+    finding = surroundings.variables({"CUDA_LAUNCH_BLOCKING": "1", "TORCH_NCCL_BLOCKING_WAIT": "0"})
+    assert finding.outcome == "failed"
+    assert finding.figure == "CUDA_LAUNCH_BLOCKING=1, TORCH_NCCL_BLOCKING_WAIT=0"
+    assert "share one queue" in surroundings.variables({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}).figure
+
+
+def test_versions_name_what_is_installed_and_what_is_not() -> None:
+    figure = surroundings.versions("cpu").figure
+    assert f"torch {torch.__version__}" in figure
+    assert "megatron-core 0." in figure.partition("; not installed:")[0]
+    assert "fused_weight_gradient_mlp_cuda" in figure.partition("; not installed:")[2]

@@ -1,0 +1,76 @@
+"""``vocabpar doctor --gpu`` as a person meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from megatron_vocabpar.cli.main import main
+from megatron_vocabpar.doctor import checks, surroundings
+from megatron_vocabpar.doctor.result import Check
+from megatron_vocabpar.doctor.surroundings import why_no_gpu
+
+FAKE = "tests.doctor.fake_checks"
+FINE = Check("a fine one", f"{FAKE}:fine", {"figure": "[3] 5 ms"}, 60)
+BROKEN = Check("a broken one", f"{FAKE}:raises", {}, 60)
+LATER = Check("a later one", f"{FAKE}:fine", {"figure": ""}, 60, after="a broken one")
+
+
+def doctor(monkeypatch: pytest.MonkeyPatch, every: list[Check], *options: str):
+    monkeypatch.setattr(surroundings, "count_gpus", lambda: 2)
+    monkeypatch.setattr(checks, "checks", lambda machine: every)
+    return CliRunner().invoke(main, ["doctor", "--gpu", *options])
+
+
+def test_a_table_with_a_row_per_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = doctor(monkeypatch, [FINE, BROKEN, LATER])
+    assert done.exit_code == 1
+    rows = {line.split("  ")[1].strip(): line for line in done.stdout.splitlines() if "  " in line}
+    assert " ok " in rows["a fine one"]
+    assert "[3] 5 ms" in rows["a fine one"]
+    assert " failed " in rows["a broken one"]
+    assert "illegal memory access" in rows["a broken one"]
+    assert "a broken one: failed" in rows["a later one"]
+    assert "1 ok, 1 failed, 1 not run" in done.stdout
+    assert "said before" in done.stdout
+    assert "a fine one ... ok" in done.stderr
+
+
+def test_json_and_exit_code_0_where_nothing_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = doctor(monkeypatch, [FINE], "--format", "json")
+    assert done.exit_code == 0
+    (row,) = json.loads(done.stdout)["checks"]
+    assert row | {"seconds": 0} == {
+        "check": "a fine one", "outcome": "ok", "figure": "[3] 5 ms", "reason": "", "seconds": 0, "log": [],
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_machine_without_gpus_gets_one_line_and_exit_code_2() -> None:
+    done = CliRunner().invoke(main, ["doctor", "--gpu"])
+    assert done.exit_code == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("vocabpar doctor: error: --gpu: this machine shows no GPU: torch ")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "visible", "remedy"),
+    [
+        (None, None, "install a build of the same version with CUDA"),
+        ("12.8", "", "CUDA_VISIBLE_DEVICES is ''"),
+        ("12.8", None, "run nvidia-smi"),
+    ],
+)
+def test_why_there_is_no_gpu(cuda: str | None, visible: str | None, remedy: str) -> None:
+    assert remedy in why_no_gpu("2.13.0", cuda, visible)
+
+
+def test_one_of_the_two_is_asked_for(tmp_path: Path) -> None:
+    for options in ([], ["--gpu", "--megatron", str(tmp_path)]):
+        done = CliRunner().invoke(main, ["doctor", *options])
+        assert done.exit_code == 2
+        assert "give --gpu to check this machine, or --megatron PATH" in done.stderr
