@@ -4,9 +4,7 @@ They hold the whole vocabulary on one device, so here the shard is their vocabul
 their own run where they are installed and there is a CUDA device; one that can't run is named, with the
 reason. ``pytorch`` is what most programs do: ``linear``, then ``cross_entropy``.
 
-Interfaces read in: torch 2.13.0; Liger-Kernel 0.5 to 0.8.2; cut-cross-entropy 25.6.4; quack-kernels 0.2.0 to
-0.6.4; Megatron-LM's branch dev of August 2026, whose kernels are for compute capability 10 (no release up to
-core 0.19 has them).
+Which versions' interfaces were read stands in docs/kernels.md, and in the stand-ins of the tests.
 """
 
 from __future__ import annotations

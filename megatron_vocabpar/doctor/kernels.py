@@ -98,6 +98,11 @@ def _largest(errors: list[float]) -> float:
     return float(torch.tensor(errors, dtype=torch.float64).max())
 
 
+def _rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Some rows on the CPU, by plain slices."""
+    return torch.stack([tensor[row].cpu() for row in rows.tolist()])
+
+
 def _logits(n: int, columns: int) -> tuple[Tensor, Tensor]:
     """Logits [n, P], and targets at both ends, elsewhere, and of another shard."""
     generator = torch.Generator().manual_seed(0)
@@ -185,7 +190,7 @@ def _large_exponentials(
     checked = torch.tensor([0, 1, n - 3, n - 2, n - 1])
     target = torch.arange(n) * 7 % columns
     expected = reference.exponentials(
-        logits[checked.to(device)].cpu(),
+        _rows(logits, checked),
         target[checked],
         columns,
         dtype=storage,
@@ -194,8 +199,7 @@ def _large_exponentials(
     out = torch.full((n, columns), torch.nan, dtype=storage, device=device)
     got = kernels.exponentials(logits, target.to(device), columns, dtype=storage, out=out)
     assert got.e is not None
-    here = checked.to(device)
-    few = Exponentials(got.e[here], got.k[here], got.s_rest[here], got.target_logit[here])
+    few = Exponentials(*(_rows(field, checked) for field in (got.e, got.k, got.s_rest, got.target_logit)))
     return _exponentials_error(few, expected, storage)
 
 
@@ -211,7 +215,7 @@ def _large_rows(kernels: RowKernels, device: torch.device, dtype: torch.dtype, e
     rows = torch.cat([checked, checked[-1:]])
     kernels.scatter_add_rows_(x, rows.to(device), torch.cat([values, values[-1:]]).to(device))
     expected = torch.cat([values[:-1], 2 * values[-1:]])
-    errors = [_error(x[checked.to(device)], expected, 1.0, dtype)]
+    errors = [_error(_rows(x, checked), expected, 1.0, dtype)]
     # from the far rows
     sums, expected_sums = (torch.zeros(8, hidden, device=place) for place in (device, torch.device("cpu")))
     factors = torch.zeros(n)
@@ -219,6 +223,6 @@ def _large_rows(kernels: RowKernels, device: torch.device, dtype: torch.dtype, e
     kernels.scatter_add_rows_(sums, torch.arange(n, device=device) % 8, x, factors.to(device))
     reference.scatter_add_rows_(expected_sums, checked % 8, expected, factors[checked])
     errors.append(_error(sums, expected_sums, 1.0, torch.float32))
-    scaled = kernels.scale_rows(x, scale.to(device))[checked.to(device)]
+    scaled = _rows(kernels.scale_rows(x, scale.to(device)), checked)
     errors.append(_error(scaled, reference.scale_rows(expected, scale[checked]), _SMALLEST[dtype], dtype))
     return _largest(errors)

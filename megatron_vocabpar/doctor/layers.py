@@ -8,8 +8,8 @@ from megatron_vocabpar.bench.kernels_layer import METHODS, OutputLayer, errors, 
 from megatron_vocabpar.doctor.result import Finding
 from megatron_vocabpar.layers.partition import VocabRange
 
-LIMIT_OF_DW = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
-"""Norm of the error over the norm of dW; 16-bit storage of E rounds to 2^-9 and 2^-11."""
+LIMIT_OF_DW = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 2e-4}
+"""Norm of the error over the norm of dW: ten times and more of what the CPU has."""
 
 
 def output_layer(

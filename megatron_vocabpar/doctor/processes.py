@@ -11,7 +11,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -75,16 +74,15 @@ def rank_main(config_path: str, body: Callable[[Rank], Finding]) -> int:
 def _run_rank(body: Callable[[Rank], Finding], config: TrainConfig) -> None:
     device = default_device(config.device, int(os.environ["LOCAL_RANK"]))
     folder = Path(config.output)
-    with ExitStack() as stack:
-        dist.init_process_group(backend(device))
-        stack.callback(dist.destroy_process_group)
-        start = time.perf_counter()
-        groups = create_groups((0, dist.get_rank(), 0), config.pp, 1)
-        warm_up(groups, device)
-        dist.barrier()
-        warm_up_s = time.perf_counter() - start
-        arguments = json.loads((folder / _ARGUMENTS).read_text())
-        finding = body(Rank(groups, device, arguments, warm_up_s))
-        if dist.get_rank() == 0:
-            (folder / _FINDING).write_text(json.dumps(dataclasses.asdict(finding)))
-        dist.barrier()
+    dist.init_process_group(backend(device))
+    start = time.perf_counter()
+    groups = create_groups((0, dist.get_rank(), 0), config.pp, 1)
+    warm_up(groups, device)
+    dist.barrier()
+    warm_up_s = time.perf_counter() - start
+    arguments = json.loads((folder / _ARGUMENTS).read_text())
+    finding = body(Rank(groups, device, arguments, warm_up_s))
+    if dist.get_rank() == 0:
+        (folder / _FINDING).write_text(json.dumps(dataclasses.asdict(finding)))
+    dist.barrier()
+    dist.destroy_process_group()  # not after an error: it would wait for peers

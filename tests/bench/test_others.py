@@ -25,7 +25,7 @@ def cross_entropy(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 class Liger(torch.nn.Module):
-    """liger_kernel.transformers.LigerFusedLinearCrossEntropyLoss of 0.5 to 0.8.2: the weight comes first."""
+    """liger_kernel.transformers.LigerFusedLinearCrossEntropyLoss of 0.5 to 0.8.5: the weight comes first."""
 
     def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: None = None) -> Tensor:
         return cross_entropy(_input, lin_weight, target)
@@ -35,14 +35,9 @@ def cce(
     e: Tensor,
     c: Tensor,
     targets: Tensor,
-    bias: None = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    reduction: str = "mean",
-    shift: bool | int = 0,
     **options: Any,
 ) -> Tensor:
-    """cut_cross_entropy.linear_cross_entropy of 25.6.4."""
+    """cut_cross_entropy.linear_cross_entropy of 25.1.1 and 25.6.4, whose other parameters differ."""
     return cross_entropy(e, c, targets)
 
 
@@ -55,7 +50,7 @@ def quack(
     reduction: str = "mean",
     tuned: bool = True,
 ) -> Tensor:
-    """quack.linear_cross_entropy.chunked_linear_cross_entropy of 0.2.0 to 0.6.4."""
+    """quack.linear_cross_entropy.chunked_linear_cross_entropy of 0.2.0 to 0.6.5."""
     return cross_entropy(x, weight, target)
 
 

@@ -17,6 +17,7 @@ from megatron_vocabpar.bench import kernels_layer
 from megatron_vocabpar.cli.train import train_command
 from megatron_vocabpar.doctor import communicators, kernels, layers, overlap, surroundings, training
 from megatron_vocabpar.doctor.checks import DTYPES, Machine, checks
+from megatron_vocabpar.doctor.guard import run_all
 from megatron_vocabpar.doctor.overlap import Times, judge
 from megatron_vocabpar.doctor.result import Check
 from megatron_vocabpar.layers.kernels import dispatch
@@ -247,3 +248,30 @@ def test_versions_name_what_is_installed_and_what_is_not() -> None:
     assert f"torch {torch.__version__}" in figure
     assert "megatron-core 0." in figure.partition("; not installed:")[0]
     assert "fused_weight_gradient_mlp_cuda" in figure.partition("; not installed:")[2]
+
+
+TINY = {
+    "kernels:large_exponentials": {"elements": 2**16},
+    "kernels:large_rows": {"elements": 2**16},
+    "layers:output_layer": LAYER,
+    "overlap:copy_beside_products": {"mib": 1, "size": 64},
+    "overlap:all_reduce_beside_products": {"mib": 1, "size": 64},
+    "communicators:communicators": {"large_mib": 1},
+    "training:train": {"vocab_size": 300},
+} | {f"kernels:{kernel}": sizes for kernel, sizes in SMALL.items()}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_the_whole_list_in_processes_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VOCABPAR_CACHE", str(tmp_path / "cache"))
+    every = checks(Machine("cpu", 2, str(tmp_path), TINY))
+    trained = ("training baseline", "training vocab-2")
+    chosen = [c for c in every if not c.name.startswith("training") or c.name.startswith(trained)]
+    found = {result.check: result for result in run_all(chosen, print)}
+    measured = {"a copy beside products", "an all-reduce beside products"}  # a CPU hides little
+    of_gpus = {"GPUs", "row kernels in use"}
+    assert {name for name, result in found.items() if result.outcome == "not run"} == of_gpus
+    for name, result in found.items():
+        assert result.figure or name in of_gpus, result
+        assert result.outcome == "ok" or name in of_gpus | measured, result
