@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_vocabpar.doctor.result import Finding, within
-from megatron_vocabpar.layers.kernels import dispatch, reference
+from megatron_vocabpar.layers.kernels import dispatch, reference, reference_stats
 from megatron_vocabpar.layers.kernels.dispatch import RowKernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials
+from megatron_vocabpar.layers.terms import LossTerms
 
 ROUNDING = {torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 """Relative: a few fp32 roundings of exp2 and of sums; two units in the last place of 16-bit storage."""
@@ -45,6 +46,11 @@ def scale_rows(device: str, dtype: str, n: int = 300, hidden: int = 5121) -> Fin
 def scatter_add_rows(device: str, dtype: str, n: int = 700, hidden: int = 1100) -> Finding:
     """Rows of ``dtype`` into fp32 rows and into their own dtype, with repeats; twice with the same bits."""
     return _check(device, dtype, partial(_scatter_add_rows, n=n, hidden=hidden))
+
+
+def statistics(device: str, n: int = 700) -> Finding:
+    """The merge of four shards' statistics and T's factors, of cross-entropy and of other terms, in fp32."""
+    return _check(device, "float32", partial(_statistics, n=n))
 
 
 def large_exponentials(device: str, elements: int = LARGE) -> Finding:
@@ -180,6 +186,37 @@ def _scatter_add_rows(
     return _largest(errors)
 
 
+def _statistics(kernels: RowKernels, device: torch.device, dtype: torch.dtype, n: int) -> float:
+    columns, shards = 250, 4
+    logits, target = _logits(n, columns * shards)
+    gathered = torch.stack(
+        [
+            reference.exponentials(part.clone(), target - shard * columns, columns).stats
+            for shard, part in enumerate(logits.split(columns, dim=1))
+        ]
+    )
+    generator = torch.Generator().manual_seed(0)
+    mean_logits, g = torch.randn(shards, n, 1, generator=generator), torch.rand(n, generator=generator)
+    tokens = gathered[0, :, 3].nonzero().squeeze(1)
+    errors = []
+    for terms in (LossTerms(), LossTerms(z_loss=0.01, label_smoothing=0.1)):
+        given = torch.cat([gathered, mean_logits], dim=2) if terms.label_smoothing else gathered
+        expected = reference_stats.merge(given.double(), terms)
+        got = kernels.merge(given.to(device), terms)
+        if not torch.equal(got.valid.cpu(), expected.valid):
+            raise ValueError("the merge takes other tokens for valid")
+        k, size = gathered[0, :, 0], columns * shards
+        factors = reference_stats.factors(expected, k.double(), g.double(), tokens, vocab_size=size)
+        found = kernels.factors(got, k.to(device), g.to(device), tokens.to(device), vocab_size=size)
+        smallest = 0.1 if terms.label_smoothing else 2.0**-100  # its terms cancel
+        errors += [
+            _error(got.loss, expected.loss, 1.0, dtype),
+            _error(found.row, factors.row, smallest, dtype),
+            _error(found.target, factors.target, smallest, dtype),
+        ]
+    return _largest(errors)
+
+
 def _large_exponentials(
     kernels: RowKernels, device: torch.device, storage: torch.dtype, elements: int
 ) -> float:
@@ -199,8 +236,9 @@ def _large_exponentials(
     out = torch.full((n, columns), torch.nan, dtype=storage, device=device)
     got = kernels.exponentials(logits, target.to(device), columns, dtype=storage, out=out)
     assert got.e is not None
-    few = Exponentials(*(_rows(field, checked) for field in (got.e, got.k, got.s_rest, got.target_logit)))
-    return _exponentials_error(few, expected, storage)
+    return _exponentials_error(
+        Exponentials(_rows(got.e, checked), _rows(got.stats, checked)), expected, storage
+    )
 
 
 def _large_rows(kernels: RowKernels, device: torch.device, dtype: torch.dtype, elements: int) -> float:

@@ -78,7 +78,13 @@ def test_kernels_that_do_not_are_found(kernel: str) -> None:
         dispatch.CPU.scatter_add_rows_(out, rows, *args, **options)
         out[rows.max()] *= 1.02
 
-    broken = dispatch.RowKernels("broken", exponentials, scale_rows, scatter_add_rows_)
+    broken = dataclasses.replace(
+        dispatch.CPU,
+        name="broken",
+        exponentials=exponentials,
+        scale_rows=scale_rows,
+        scatter_add_rows_=scatter_add_rows_,
+    )
     large = kernel.startswith("large")
     arguments = {"elements": 2**16} if large else {"dtype": "bfloat16", **SMALL[kernel]}
     assert getattr(kernels, kernel)("cpu", **arguments).outcome == "ok"
@@ -86,6 +92,18 @@ def test_kernels_that_do_not_are_found(kernel: str) -> None:
         finding = getattr(kernels, kernel)("cpu", **arguments)
     assert finding.outcome == "failed"
     assert finding.figure.startswith("broken: largest error")
+
+
+@pytest.mark.parametrize("name", ["merge", "factors"])
+def test_kernels_of_the_statistics(name: str) -> None:
+    def wrong(*args, **options):
+        found = getattr(dispatch.CPU, name)(*args, **options)
+        (found.loss if name == "merge" else found.target)[-1] *= 1.001
+        return found
+
+    assert kernels.statistics("cpu", 40).outcome == "ok"
+    with use_kernels(dataclasses.replace(dispatch.CPU, **{name: wrong})):
+        assert kernels.statistics("cpu", 40).outcome == "failed"
 
 
 def test_what_is_written_twice_must_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
