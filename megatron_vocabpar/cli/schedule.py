@@ -125,12 +125,12 @@ def render(
 
 
 def _summary(schedule: Schedule, simulation: Simulation) -> str:
-    method = METHODS[schedule.method]
+    method = schedule.method
     barriers = f"{method.barriers} barrier{'' if method.barriers == 1 else 's'}"
     peaks = " ".join(f"{peak:g}" for peak in simulation.peak_activations)
     bubbles = " ".join(f"{100 * bubble:.1f}" for bubble in simulation.bubble)
     return (
-        f"{schedule.method} ({barriers}), p = {schedule.p}, m = {schedule.m}: "
+        f"{method.name} ({barriers}), p = {schedule.p}, m = {schedule.m}: "
         f"{simulation.iteration_ms:.1f} ms an iteration\n"
         f"idle time of each rank, %:              {bubbles}\n"
         f"peak activations, microbatches:         {peaks}"

@@ -83,5 +83,5 @@ def _times(schedule: Schedule, costs: PassCosts | None, measured: Chart | None) 
 
 
 def _title(schedule: Schedule, measured: Chart | None) -> str:
-    title = f"{schedule.method}, p = {schedule.p}, m = {schedule.m}"
+    title = f"{schedule.method.name}, p = {schedule.p}, m = {schedule.m}"
     return title if measured is None else f"{title}, planned"

@@ -82,12 +82,12 @@ class ForwardBackward:
     ) -> None:
         self.method = method_named(method)
         self.output_options = output_options or OutputOptions()
-        if self.method.algorithm == "naive" and self.output_options.recompute:
+        if self.method.name == "naive" and self.output_options.recompute:
             raise ValueError(
                 "method naive keeps its logits between two barriers and cannot recompute them; use vocab-1 "
                 "or vocab-2, or leave recomputation out"
             )
-        if self.method.algorithm == "naive" and self.output_options.invariant:
+        if self.method.name == "naive" and self.output_options.invariant:
             raise ValueError(
                 "method naive has no results that don't depend on the sharding; use vocab-1 or vocab-2, or "
                 "leave the invariance out"
@@ -120,10 +120,10 @@ class ForwardBackward:
         return plan.forward_only if forward_only else plan
 
     def _check_plan(self, schedule: Schedule, num_microbatches: int) -> None:
-        planned = schedule.algorithm, schedule.p, schedule.m
-        wanted = self.method.algorithm, self.groups.pipeline, num_microbatches
+        planned = schedule.method.name, schedule.p, schedule.m
+        wanted = self.method.name, self.groups.pipeline, num_microbatches
         if planned != wanted:
-            names = ("algorithm", "stages", "microbatches")
+            names = ("method", "stages", "microbatches")
             differ = [f"{n} {a}, not {b}" for n, a, b in zip(names, planned, wanted, strict=True) if a != b]
             raise ValueError(f"the plan has {'; '.join(differ)}; make it for this method and pipeline")
 
@@ -173,8 +173,8 @@ class ForwardBackward:
         if pg_collection is None:
             pg_collection = compat.process_groups()
         rank = Rank(
-            self.method.algorithm,
-            schedule.layout,
+            self.method,
+            schedule.placement,
             self.groups,
             self.device,
             self._output_stream,
@@ -217,7 +217,7 @@ class ForwardBackward:
         if config.finalize_model_grads_func is not None and not forward_only:
             tokens = None
             if config.calculate_per_token_loss:
-                tokens = self._token_total(iteration.num_tokens, schedule.layout)
+                tokens = self._token_total(iteration.num_tokens, schedule.placement)
             compat.finalize_gradients(config, chunks, tokens, pg_collection, force_all_reduce)
         if config.timers is not None:
             config.timers("forward-backward").stop()

@@ -129,7 +129,7 @@ class _Trainer:
             observers=(self._note_instruction, partial(_profiler_range, device)),
             timeline=self.timeline,
         )
-        self.placement = self.plan.schedule.layout
+        self.placement = self.plan.schedule.placement
         self.chunks = build_chunks(config, layers_per_stage(config, self.placement), self.placement)
         self.optimizer, self.scheduler = build_optimizer(config, self.chunks)
         self.data = build_datasets(config, DataFiles.from_json((self.folder / DATA_FILE).read_text()))

@@ -51,7 +51,7 @@ class Hops:
 
     def of(self, frame: Schedule, interval: float) -> dict[Name, float]:
         """The hop of each F and B, in ms."""
-        chunk_of, stages = frame.layout.chunk_of, range(frame.layout.num_stages)
+        chunk_of, stages = frame.placement.chunk_of, range(frame.placement.num_stages)
         forward = {(PassType.F, stage): self.forward[chunk_of(stage)] * interval for stage in stages}
         return forward | {(PassType.B, stage): self.backward[chunk_of(stage)] * interval for stage in stages}
 

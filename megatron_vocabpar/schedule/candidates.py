@@ -21,7 +21,7 @@ from .costs import PassTimes
 from .families import Family
 from .list_scheduling import Rules
 from .network import Network, build_network
-from .passes import CommType, PassType
+from .passes import PassType
 from .schedule import Schedule
 
 SOFTMAX_SHARDS = 3  # softmax shards that may wait for a delayed T when S makes another
@@ -107,7 +107,7 @@ def candidates(
         packed = family.packed if recipe.packed is None else recipe.packed
         key = hops, recipe.comm, recipe.stretch, packed
         if key not in blocks:
-            block_times = benign_times(shape) if recipe.comm is None else times.scaled(recipe.comm)
+            block_times = PassTimes.benign(shape) if recipe.comm is None else times.scaled(recipe.comm)
             plan = build_network(shape, block_times, splits_w=family.splits_w)
             blocks[key] = place(shape, plan, hops=hops, stretch=recipe.stretch, packed=packed)
         yield Candidate(blocks[key], rules(shape, network, blocks[key], recipe, cap))
@@ -115,7 +115,7 @@ def candidates(
 
 def is_textbook(shape: Schedule, family: Family) -> bool:
     """Whether there is only one order: 1F1B with nothing to insert."""
-    return shape.algorithm == "none" and family.name == "1f1b"
+    return not shape.method.vocabulary_parallel and family.name == "1f1b"
 
 
 def _plans(shape: Schedule, family: Family, cap: float) -> Iterator[tuple[Hops, _Recipe]]:
@@ -136,7 +136,7 @@ def _recipes(shape: Schedule, family: Family) -> tuple[_Recipe, ...]:
     recipes: tuple[_Recipe, ...] = _UNPACKED
     if family.packed:
         recipes = _PACKED_SPLIT if family.splits_w else _PACKED
-    return _INTERLACED + recipes if shape.algorithm == "interlaced" else recipes
+    return _INTERLACED + recipes if shape.method.in_step else recipes
 
 
 def _random_hops(random: Random, around: Hops) -> Hops:
@@ -158,27 +158,13 @@ def _random_recipe(random: Random) -> _Recipe:
     )
 
 
-def benign_times(shape: Schedule) -> PassTimes:
-    """Backward twice as long as forward, short vocabulary passes, no latency; in units of a forward."""
-    stages, ranks = shape.layout.num_stages, shape.p
-    one = {PassType.F: 1.0, PassType.B: 2.0, PassType.W: 1.0}
-    vocabulary = {PassType.S: 0.25, PassType.S2: 0.25, PassType.T: 0.25, PassType.IF: 0.0, PassType.IB: 0.0}
-    return PassTimes(
-        {
-            **{type_: (time,) * stages for type_, time in one.items()},
-            **{type_: (time,) * ranks for type_, time in vocabulary.items()},
-        },
-        dict.fromkeys(CommType, 0.0),
-    )
-
-
 def rules(shape: Schedule, network: Network, block: BuildingBlock, recipe: _Recipe, cap: float) -> Rules:
     """IF is eager; what nothing waits for is lazy; activations are counted from F to B, or W if split."""
     chunk = 1.0 / shape.chunks
     forward, backward, weight = (list(_nodes(network, t)) for t in (PassType.F, PassType.B, PassType.W))
     limits = {PassType.T: SOFTMAX_SHARDS, PassType.IB: INPUT_GRADIENTS, PassType.W: shape.chunks * shape.m}
     lazy = sorted(network.sinks)
-    later_chunks = {n: shape.chunks - 1 - shape.layout.chunk_of(network.names[n][1]) for n in forward}
+    later_chunks = {n: shape.chunks - 1 - shape.placement.chunk_of(network.names[n][1]) for n in forward}
     in_flight = {}
     if recipe.spare is not None:
         for node, lifespan in lifespans(block, network).items():

@@ -26,6 +26,7 @@ from .schedule import Schedule
 
 PerRank = float | tuple[float, ...]
 
+_OUTPUT = (PassType.S, PassType.S2, PassType.T)
 _TRANSFORMER = (PassType.F, PassType.B, PassType.W)
 _TIMES = ("F_ms", "B_ms", "W_ms", "IF_ms", "IB_ms", "p2p_ms", "broadcast_ms", "all_reduce_ms")
 _METHOD_TIMES = ("S_ms", "S2_ms", "T_ms", "synchronous_ms")
@@ -46,7 +47,7 @@ class PassCosts:
         W_ms: its weight gradient alone.
         IF_ms: input forward of one microbatch on one rank's shard.
         IB_ms: input backward.
-        methods: for each algorithm of the output layer, ``S_ms``, ``T_ms``, ``S2_ms`` (naive) and
+        methods: for each method that partitions the vocabulary, ``S_ms``, ``T_ms``, ``S2_ms`` (naive) and
             ``synchronous_ms`` (interlaced: the collectives inside S).
         p2p_ms: one point-to-point transfer between stages.
         broadcast_ms: C0 and CIB.
@@ -183,28 +184,47 @@ class PassTimes:
 
         Raises:
             ValueError: if a list of times does not have one entry per rank, or the costs say nothing
-                about the schedule's algorithm.
+                about the schedule's method.
         """
-        p, layout = schedule.p, schedule.layout
+        p, placement = schedule.p, schedule.placement
         split = schedule.splits_w if splits_w is None else splits_w
         share = _shares(costs, schedule)
         transformer: dict[PassType, list[float]] = {}
         for type_ in _TRANSFORMER:
             name = f"{type_.value}_ms"
             per_rank = _spread(getattr(costs, name), p, name)
-            ranks = [layout.rank_of(stage) for stage in range(layout.num_stages)]
+            ranks = [placement.rank_of(stage) for stage in range(placement.num_stages)]
             times = [per_rank[rank] * share[rank] / schedule.chunks for rank in ranks]
-            if schedule.algorithm == "none":
+            if not schedule.method.vocabulary_parallel:
                 times[-1] += costs.last_rank_extra.get(name, 0.0)
-            if schedule.input == "local":
                 times[0] += costs.first_rank_extra.get(name, 0.0)
             transformer[type_] = times
         if not split:
             w = transformer[PassType.W]
             transformer[PassType.B] = [b + w for b, w in zip(transformer[PassType.B], w, strict=True)]
-            transformer[PassType.W] = [0.0] * layout.num_stages
+            transformer[PassType.W] = [0.0] * placement.num_stages
         passes = {type_: tuple(times) for type_, times in transformer.items()}
         return PassTimes({**passes, **_vocabulary_times(costs, schedule)}, _comm_times(costs))
+
+    @staticmethod
+    def benign(schedule: Schedule) -> PassTimes:
+        """Backward twice as long as forward, short vocabulary passes, no latency; in units of a forward."""
+        stages, ranks = schedule.placement.num_stages, schedule.p
+        one = {PassType.F: 1.0, PassType.B: 2.0, PassType.W: 1.0}
+        vocabulary = {
+            PassType.S: 0.25,
+            PassType.S2: 0.25,
+            PassType.T: 0.25,
+            PassType.IF: 0.0,
+            PassType.IB: 0.0,
+        }
+        return PassTimes(
+            {
+                **{type_: (time,) * stages for type_, time in one.items()},
+                **{type_: (time,) * ranks for type_, time in vocabulary.items()},
+            },
+            dict.fromkeys(CommType, 0.0),
+        )
 
     def scaled(self, comm: float) -> PassTimes:
         """The same passes, with every communication ``comm`` times as long."""
@@ -218,11 +238,11 @@ def _shares(costs: PassCosts, schedule: Schedule) -> list[float]:
         if len(given) != p or schedule.chunks > 1:
             raise ValueError(
                 f"costs: layers_per_stage lists {len(given)} stages, but there are "
-                f"{schedule.layout.num_stages} on {p} ranks; it is for one stage a rank: give {p} numbers, "
-                "or leave it out"
+                f"{schedule.placement.num_stages} on {p} ranks; it is for one stage a rank: give {p} "
+                "numbers, or leave it out"
             )
         return [count * p / sum(given) for count in given]
-    if schedule.method != "redis":
+    if schedule.method.name != "redis":
         return [1.0] * p
     layers = costs.layers or _LAYERS_PER_RANK * p
     names = [f"{type_.value}_ms" for type_ in _TRANSFORMER]
@@ -234,21 +254,22 @@ def _shares(costs: PassCosts, schedule: Schedule) -> list[float]:
 def _vocabulary_times(costs: PassCosts, schedule: Schedule) -> dict[PassType, tuple[float, ...]]:
     p = schedule.p
     times = {PassType.IF: _spread(costs.IF_ms, p, "IF_ms"), PassType.IB: _spread(costs.IB_ms, p, "IB_ms")}
-    if schedule.algorithm == "none":
+    chosen = schedule.method
+    if not chosen.vocabulary_parallel:
         return times
-    if schedule.algorithm not in costs.methods:
+    if chosen.name not in costs.methods:
         raise ValueError(
-            f"the costs have no times for {schedule.algorithm!r}; add them under 'methods' "
+            f"the costs have no times for {chosen.name!r}; add them under 'methods' "
             f"(there are {', '.join(costs.methods) or 'none'})"
         )
-    method = costs.methods[schedule.algorithm]
-    for type_ in (PassType.S, PassType.S2, PassType.T):
+    method = costs.methods[chosen.name]
+    for type_ in _OUTPUT:
         name = f"{type_.value}_ms"
         times[type_] = _spread(method.get(name, 0.0), p, name)
-    if schedule.algorithm == "interlaced":
+    for type_ in chosen.in_step:  # it does T's work too, and its collectives
         synchronous = _spread(method.get("synchronous_ms", 0.0), p, "synchronous_ms")
-        parts = zip(times[PassType.S], times[PassType.T], synchronous, strict=True)
-        times[PassType.S] = tuple(map(sum, parts))
+        parts = zip(times[type_], times[PassType.T], synchronous, strict=True)
+        times[type_] = tuple(map(sum, parts))
     return times
 
 

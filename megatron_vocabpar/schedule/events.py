@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from .costs import PassTimes
-from .dependencies import starts_together
 from .numbering import TYPES, Numbering
 from .passes import INPUT_COLLECTIVES, OUTPUT_COLLECTIVES, RECEIVE_OF, Comm, CommType, PassType
 from .schedule import Deadlock, Program, Schedule
@@ -109,7 +108,7 @@ class _Loop:
     def _act_of(self, type_: PassType | CommType) -> Callable[[int, int], int]:
         """What runs an instruction of this type; it returns what the rank has to wait for, or ``NOTHING``."""
         if isinstance(type_, PassType):
-            return self._together if starts_together(type_, self.schedule) else self._pass
+            return self._together if type_ in self.schedule.method.in_step else self._pass
         if type_ in RECEIVE_OF:
             return self._send
         return self._post if type_ in (CommType.RECV_F, CommType.RECV_B) else self._launch
@@ -232,13 +231,13 @@ def _durations(numbering: Numbering, times: PassTimes) -> list[float]:
 
 def _links(numbering: Numbering) -> dict[int, _Queue]:
     """The link of each receive's node; transfers between the same ranks in one direction share it."""
-    layout = numbering.schedule.layout
+    placement = numbering.schedule.placement
     by_ranks: dict[tuple[int, int], _Queue] = {}
     links: dict[int, _Queue] = {}
     for receive, step in RECEIVE_OF.values():
-        for stage in range(layout.num_stages):
+        for stage in range(placement.num_stages):
             source = stage - step
-            if 0 <= source < layout.num_stages:
-                ranks = layout.rank_of(source), layout.rank_of(stage)
+            if 0 <= source < placement.num_stages:
+                ranks = placement.rank_of(source), placement.rank_of(stage)
                 links[numbering.first_node[receive] + stage] = by_ranks.setdefault(ranks, _Queue())
     return links

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from .costs import PassCosts
 from .families import SEARCH, Family, family_named
+from .methods import Method
 from .plan import Plan
 from .problem import Problem
 from .schedule import Schedule
@@ -20,7 +21,7 @@ _TRIAL_PASSES = 60_000  # about how many passes the trials may play in all: a fr
 
 
 def generate(
-    method: str,
+    method: str | Method,
     p: int,
     m: int,
     *,
@@ -32,7 +33,7 @@ def generate(
     """A valid schedule, as fast as the family's blocks allow.
 
     Args:
-        method: one of ``methods.METHODS``.
+        method: one of ``methods.METHODS``, by name, or a ``Method`` of your own.
         p: pipeline size, at least 1.
         m: microbatches, at least 1; may be below ``p``.
         family: one of ``families.families()``, by name; a ``Family`` of your own; or ``"search"``: the
@@ -54,7 +55,7 @@ def generate(
 
 
 def make_plan(
-    method: str,
+    method: str | Method,
     p: int,
     m: int,
     *,

@@ -24,7 +24,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from .costs import PassTimes
-from .dependencies import starts_together
 from .passes import POINT_TO_POINT, Comm, Instruction
 from .schedule import Program, Schedule
 from .waits import Model, Waits, whole
@@ -126,7 +125,7 @@ def runs_in_step(schedule: Schedule, program: Program) -> bool:
         row = program[rank]
         while position[rank] < len(row):
             item = row[position[rank]]
-            if isinstance(item, Comm) or starts_together(item.type, schedule):
+            if isinstance(item, Comm) or item.type in schedule.method.in_step:
                 there = waiting.setdefault(whole(item), [])
                 there.append(rank)
                 if len(there) < (2 if item.type in POINT_TO_POINT else schedule.p):

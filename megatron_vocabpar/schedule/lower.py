@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .costs import PassCosts, PassTimes
-from .dependencies import starts_together
 from .network import Network, build_network
 from .passes import RECEIVE_OF, Comm, CommType, Instruction, Pass, PassType
 from .replay import Stopped, replay
@@ -46,7 +45,7 @@ def lower(schedule: Schedule, costs: PassCosts | None = None) -> Program:
     Raises:
         Deadlock: if the order of the passes cannot be kept.
     """
-    played = play_passes(schedule, costs)
+    played = play_passes(schedule, PassTimes.of(costs or PassCosts.default(schedule.p), schedule))
     return insert(schedule, played, sorted(communications(schedule, played)))
 
 
@@ -70,7 +69,7 @@ class Communication(NamedTuple):
 
 def communications(schedule: Schedule, played: Played) -> Iterator[Communication]:
     """Every transfer and collective that the schedule's passes need, in no order."""
-    stages = range(schedule.layout.num_stages)
+    stages = range(schedule.placement.num_stages)
     frames = (Pass(type_, stage, 0) for type_ in _SEND for stage in stages)
     leaving = {(pass_.type, pass_.stage) for pass_ in frames if receive_of(pass_, schedule) is not None}
     for row, ends in zip(schedule.ranks, played.ends, strict=True):
@@ -92,15 +91,17 @@ def receive_of(item: Instruction, schedule: Schedule) -> Comm | None:
     if not isinstance(item, Pass) or item.type not in _SEND:
         return None
     receive, step = RECEIVE_OF[_SEND[item.type]]
-    neighbour, layout = item.stage + step, schedule.layout
-    if not 0 <= neighbour <= layout.last_stage or layout.rank_of(neighbour) == layout.rank_of(item.stage):
+    neighbour, placement = item.stage + step, schedule.placement
+    if not 0 <= neighbour <= placement.last_stage or placement.rank_of(neighbour) == placement.rank_of(
+        item.stage
+    ):
         return None
     return Comm(receive, neighbour, item.microbatch)
 
 
 def insert(schedule: Schedule, played: Played, order: Iterable[Communication]) -> Program:
     """Each rank's passes with its parts in the communications of ``order``, which are sorted."""
-    ranks = [schedule.layout.rank_of(stage) for stage in range(schedule.layout.num_stages)]
+    ranks = [schedule.placement.rank_of(stage) for stage in range(schedule.placement.num_stages)]
     moments = _moments(schedule, played)
     out: list[list[Instruction]] = [[] for _ in schedule.ranks]
     position = [0] * schedule.p
@@ -122,7 +123,7 @@ def _moments(schedule: Schedule, played: Played) -> list[list[float]]:
     together: dict[tuple[PassType, int], list[tuple[int, int]]] = {}
     for rank, row in enumerate(schedule.ranks):
         for place, pass_ in enumerate(row):
-            if starts_together(pass_.type, schedule):
+            if pass_.type in schedule.method.in_step:
                 together.setdefault((pass_.type, pass_.microbatch), []).append((rank, place))
     for places in together.values():
         first = min(moments[rank][place] for rank, place in places)
@@ -145,13 +146,12 @@ class Played:
     ready: Mapping[CommType, list[float]]
 
 
-def play_passes(schedule: Schedule, costs: PassCosts | None = None) -> Played:
-    """Play a schedule's passes with the times of ``costs``.
+def play_passes(schedule: Schedule, times: PassTimes) -> Played:
+    """Play a schedule's passes.
 
     Raises:
         Deadlock: if the order of the passes cannot be kept.
     """
-    times = PassTimes.of(costs or PassCosts.default(schedule.p), schedule)
     times = PassTimes(
         {type_: tuple(max(time, _LEAST_MS) for time in row) for type_, row in times.passes.items()},
         {type_: max(time, _LEAST_MS) for type_, time in times.comms.items()},

@@ -119,7 +119,7 @@ def _count(data: Mapping[str, Any], key: str) -> int:
 def lifetimes(events: Events, rank: int) -> dict[str, list[Interval]]:
     """When each buffer of a rank is alive, in ms; a list has one interval a microbatch (and chunk)."""
     schedule, numbering = events.numbering.schedule, events.numbering
-    m, layout = schedule.m, schedule.layout
+    m, placement = schedule.m, schedule.placement
 
     def times(values: Sequence[float], type_: PassType | CommType, stage: int) -> Sequence[float]:
         first = (numbering.first_node[type_] + stage) * m
@@ -131,15 +131,15 @@ def lifetimes(events: Events, rank: int) -> dict[str, list[Interval]]:
     starts, ends = events.starts, events.ends
     alive: dict[str, list[Interval]] = {name: [] for name in BUFFERS}
     for chunk in range(schedule.chunks):
-        stage = layout.stage_of(rank, chunk)
+        stage = placement.stage_of(rank, chunk)
         backward = times(ends, PassType.B, stage)
         held = between(times(starts, PassType.F, stage), backward)
         alive[ACTIVATIONS] += held
         alive[WEIGHT_INPUTS] += between(backward, times(ends, PassType.W, stage))
-        if schedule.algorithm == "none" and stage == layout.last_stage:
+        if not schedule.method.vocabulary_parallel and stage == placement.last_stage:
             alive[LOGITS] += held
     alive[SOFTMAX_SHARDS] = between(times(starts, PassType.S, rank), times(ends, PassType.T, rank))
-    first = rank == layout.first_rank
+    first = rank == placement.first_rank
     gone = times(ends, PassType.F, 0) if first else times(ends, CommType.CI, rank)
     came = times(ends, PassType.B, 0) if first else times(ends, CommType.CIB, rank)
     alive[EMBEDDED_INPUTS] = between(times(starts, PassType.IF, rank), gone)

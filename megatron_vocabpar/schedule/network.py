@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .costs import PassTimes
-from .dependencies import EMBEDDED_INPUTS, collectives, prerequisites, starts_together, vocabulary_passes
+from .dependencies import EMBEDDED_INPUTS, collectives, prerequisites, vocabulary_passes
 from .passes import POINT_TO_POINT, Comm, CommType, Pass, PassType
 from .schedule import Schedule
 
@@ -72,7 +72,7 @@ def build_network(schedule: Schedule, times: PassTimes, *, splits_w: bool) -> Ne
     """Flatten ``schedule``'s rules (a frame will do) and ``times``."""
     names = tuple(_names(schedule, splits_w))
     index = {name: node for node, name in enumerate(names)}
-    together = [node for node, (type_, _) in enumerate(names) if starts_together(type_, schedule)]
+    together = [node for node, (type_, _) in enumerate(names) if type_ in schedule.method.in_step]
     arrival = {node: len(names) + k for k, node in enumerate(together)}
     num_parts = len(names) + len(arrival)
     gates = {
@@ -112,7 +112,7 @@ def build_network(schedule: Schedule, times: PassTimes, *, splits_w: bool) -> Ne
 
 def _names(schedule: Schedule, splits_w: bool) -> Iterator[tuple[PassType, int]]:
     for type_ in (PassType.F, PassType.B, *((PassType.W,) if splits_w else ())):
-        for stage in range(schedule.layout.num_stages):
+        for stage in range(schedule.placement.num_stages):
             yield type_, stage
     for type_ in vocabulary_passes(schedule):
         for rank in range(schedule.p):

@@ -37,7 +37,7 @@ class Numbering:
     @cached_property
     def width(self) -> int:
         """Nodes of one type: as many as there are stages."""
-        return self.schedule.layout.num_stages
+        return self.schedule.placement.num_stages
 
     @cached_property
     def size(self) -> int:

@@ -16,9 +16,9 @@ from .schedule import Schedule
 def claimed_peak(method: Method, p: int, family: Family, chunks: int) -> float:
     """The most microbatches whose activations a rank holds (section 5.2, appendix B.1).
 
-    Interlaced holds half as many again as the family without vocabulary passes.
+    A method whose ranks stop together holds half as many again as the family without vocabulary passes.
     """
-    if method.algorithm == "interlaced":
+    if method.in_step:
         return ceil(1.5 * family.peak(p, chunks, 0))
     return family.peak(p, chunks, method.barriers)
 

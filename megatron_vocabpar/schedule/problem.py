@@ -12,11 +12,12 @@ from .candidates import Candidate, candidates, is_textbook
 from .costs import PassCosts, PassTimes
 from .families import Family
 from .list_scheduling import Stuck, Timeline, arrange
-from .methods import method_named
+from .methods import Method, method_named
 from .network import Network, build_network
 from .passes import Pass, PassType
 from .peaks import claimed_peak
-from .schedule import Input, Schedule
+from .placement import Placement
+from .schedule import Schedule
 
 _LEAST_TRIAL = 64  # microbatches; and enough that a steady state is seen
 _PLACING = 25  # placing a block takes as long as playing so many microbatches
@@ -44,7 +45,7 @@ class Problem:
 
     @staticmethod
     def of(
-        method: str,
+        method: str | Method,
         p: int,
         m: int,
         family: Family,
@@ -114,7 +115,7 @@ class Problem:
         return played.end + steady * (self.shape.m - m)
 
 
-def frame(method: str, p: int, m: int, *, family: Family, chunks: int | None = None) -> Schedule:
+def frame(method: str | Method, p: int, m: int, *, family: Family, chunks: int | None = None) -> Schedule:
     """A schedule's shape, with no passes yet.
 
     Raises:
@@ -134,5 +135,4 @@ def frame(method: str, p: int, m: int, *, family: Family, chunks: int | None = N
             f"{family.name} has {least}{family.chunks} model chunk{plural} on each rank, not {chunks}; "
             "leave chunks out"
         )
-    input_: Input = "parallel" if chosen.vocabulary_parallel else "local"
-    return Schedule(method, p, m, chunks, chosen.algorithm, family.shape, input_)
+    return Schedule(chosen, Placement(p, chunks, family.shape), m)

@@ -96,12 +96,12 @@ def check_point_to_point_order(schedule: Schedule, program: Program) -> None:
         for item in row:
             if isinstance(item, Comm) and item.type in RECEIVE_OF:
                 receive, step = RECEIVE_OF[item.type]
-                neighbour = schedule.layout.rank_of(item.stage + step)
+                neighbour = schedule.placement.rank_of(item.stage + step)
                 comm = Comm(receive, item.stage + step, item.microbatch)
                 sent.setdefault((rank, neighbour), []).append(comm)
             elif isinstance(item, Comm) and item.type in POINT_TO_POINT:
                 step = -1 if item.type is CommType.RECV_F else 1
-                neighbour = schedule.layout.rank_of(item.stage + step)
+                neighbour = schedule.placement.rank_of(item.stage + step)
                 posted.setdefault((neighbour, rank), []).append(item)
     for (source, target), order in sent.items():
         for expected, found in zip(order, posted[source, target], strict=True):

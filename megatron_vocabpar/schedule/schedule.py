@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
+from .methods import Method
 from .passes import POINT_TO_POINT, VOCABULARY_PASSES, Instruction, Pass, PassType
-from .placement import Placement, Shape
+from .placement import Placement
 
-Input = Literal["parallel", "local"]
 Program = tuple[tuple[Instruction, ...], ...]
 
 
@@ -42,30 +41,27 @@ class Schedule:
     """The compute passes of one iteration.
 
     Attributes:
-        method: one of ``methods.METHODS``.
-        p: pipeline size.
+        method: how the vocabulary layers are placed and scheduled.
+        placement: where the stages live.
         m: microbatches.
-        chunks: model chunks on each rank.
-        algorithm: the output layer's: ``none``, ``naive``, ``vocab-1``, ``vocab-2`` or ``interlaced``.
-        placement: ``standard`` or ``vshape``.
-        input: ``parallel`` where the embedding is partitioned over all ranks (passes IF and IB),
-            ``local`` where it stays inside the first stage's F and B.
         ranks: for each rank its passes, in order. Empty in a *frame*, which has the shape of a
             schedule but no order yet.
     """
 
-    method: str
-    p: int
+    method: Method
+    placement: Placement
     m: int
-    chunks: int
-    algorithm: str
-    placement: Shape
-    input: Input
     ranks: tuple[tuple[Pass, ...], ...] = ()
 
-    @cached_property
-    def layout(self) -> Placement:
-        return Placement(self.p, self.chunks, self.placement)
+    @property
+    def p(self) -> int:
+        """Pipeline size."""
+        return self.placement.p
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks on each rank."""
+        return self.placement.chunks
 
     @cached_property
     def splits_w(self) -> bool:
@@ -79,7 +75,7 @@ class Schedule:
                 return instruction.stage
         elif instruction.type not in POINT_TO_POINT:
             return instruction.stage
-        return self.layout.rank_of(instruction.stage)
+        return self.placement.rank_of(instruction.stage)
 
     def to_text(self) -> str:
         """One line a rank, the passes in order, as in ``0F0 0F1 0B0``."""

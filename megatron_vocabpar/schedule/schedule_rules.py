@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from .costs import PassTimes
 from .dependencies import vocabulary_passes
 from .forward_only import FORWARD
 from .lower import play_passes
@@ -21,7 +22,7 @@ def expected_nodes(schedule: Schedule, rank: int) -> dict[PassType, frozenset[in
     """The types of passes that ``rank`` must run for every microbatch, each on these stages."""
     backward = any(pass_.type is PassType.B for passes in schedule.ranks for pass_ in passes)
     wanted = frozenset(PassType) if backward or not any(schedule.ranks) else FORWARD
-    stages = frozenset(schedule.layout.stage_of(rank, chunk) for chunk in range(schedule.chunks))
+    stages = frozenset(schedule.placement.stage_of(rank, chunk) for chunk in range(schedule.chunks))
     transformer = (PassType.F, PassType.B, *((PassType.W,) if schedule.splits_w else ()))
     nodes = dict.fromkeys(transformer, stages) | dict.fromkeys(vocabulary_passes(schedule), frozenset({rank}))
     return {type_: nodes[type_] for type_ in nodes if type_ in wanted}
@@ -93,7 +94,7 @@ def _collective_nodes(numbering: Numbering) -> frozenset[int]:
 
 def check_deadlock(schedule: Schedule) -> None:
     try:
-        play_passes(schedule)
+        play_passes(schedule, PassTimes.benign(schedule))
     except Deadlock as deadlock:
         raise deadlocked(schedule.ranks, deadlock) from deadlock
 

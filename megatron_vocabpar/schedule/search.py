@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 from .costs import PassCosts
 from .families import Family, families, family_named
-from .methods import method_named
+from .methods import Method, method_named
 from .peaks import claimed_peak
 from .problem import Problem
 from .schedule import Schedule
 
 
 def search(
-    method: str,
+    method: str | Method,
     p: int,
     m: int,
     *,

@@ -19,19 +19,21 @@ from dataclasses import replace
 from typing import Any, TypeGuard, cast
 
 from .costs import PassCosts
-from .methods import METHODS
+from .methods import METHODS, Method
 from .passes import VOCABULARY_PASSES, Instruction, Pass, PassType, parse
 from .placement import Placement
 from .plan import Plan
 from .schedule import Program, Schedule, passes_of
 
 _PASS_TYPES = {type_.value: type_ for type_ in PassType}
-_ALGORITHMS = tuple(dict.fromkeys(method.algorithm for method in METHODS.values()))
+Methods = Mapping[str, Method]
 
 
 def to_json(schedule: Schedule) -> str:
     """The JSON form, one line a rank."""
-    rows = [json.dumps([_to_dict(pass_, schedule.layout) for pass_ in passes]) for passes in schedule.ranks]
+    rows = [
+        json.dumps([_to_dict(pass_, schedule.placement) for pass_ in passes]) for passes in schedule.ranks
+    ]
     return _json(schedule, {}, "ranks", rows)
 
 
@@ -43,45 +45,59 @@ def plan_to_json(plan: Plan) -> str:
 
 def _json(schedule: Schedule, more: Mapping[str, Any], name: str, rows: Sequence[str]) -> str:
     head = {
-        "method": schedule.method,
+        "method": schedule.method.name,
         "p": schedule.p,
         "m": schedule.m,
         "chunks": schedule.chunks,
-        "algorithm": schedule.algorithm,
-        "placement": schedule.placement,
-        "input": schedule.input,
+        "algorithm": _algorithm(schedule.method),
+        "placement": schedule.placement.shape,
+        "input": _input(schedule.method),
         **more,
     }
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
-    return "\n".join(
-        ["{", *lines, f"  {json.dumps(name)}: [", ",\n".join(f"    {row}" for row in rows), "  ]", "}"]
-    )
+    lines += [f"  {json.dumps(name)}: [", ",\n".join(f"    {row}" for row in rows), "  ]"]
+    return "\n".join(["{", *lines, "}"])
 
 
-def from_json(text: str) -> Schedule:
+def _algorithm(method: Method) -> str:
+    """The word for the output layer: baseline and redis have the same."""
+    return method.name if method.vocabulary_parallel else "none"
+
+
+def _input(method: Method) -> str:
+    """Whether the embedding is partitioned over all ranks, or stays inside the first stage's F and B."""
+    return "parallel" if method.vocabulary_parallel else "local"
+
+
+def from_json(text: str, methods: Methods = METHODS) -> Schedule:
     """Read the JSON form of a schedule, or the schedule of a plan.
 
     Rules are not checked (see ``validate.validate``), words and numbers are.
 
+    Args:
+        text: of either.
+        methods: what its words may mean.
+
     Raises:
         ValueError: naming the entry that is missing or wrong.
     """
-    return _read(_object(text))[0]
+    return _read(_object(text), methods)[0]
 
 
-def plan_from_json(text: str, costs: PassCosts | None = None) -> Plan:
+def plan_from_json(text: str, costs: PassCosts | None = None, methods: Methods = METHODS) -> Plan:
     """Read the JSON form of a plan; that of a schedule is lowered.
 
     Args:
         text: of either.
         costs: to lower a schedule with; by default those of ``PassCosts.default``.
+        methods: what its words may mean.
 
     Raises:
         ScheduleError: if the schedule or the program breaks a rule.
         ValueError: naming the entry that is missing or wrong.
     """
     data = _object(text)
-    schedule, program = _read(data)
+    schedule, program = _read(data, methods)
     if program is None:
         return Plan.of(schedule, costs)
     planned = data.get("costs")
@@ -102,21 +118,23 @@ def _object(text: str) -> dict[str, Any]:
     return data
 
 
-def _read(data: Mapping[str, Any]) -> tuple[Schedule, Program | None]:
+def _read(data: Mapping[str, Any], methods: Methods) -> tuple[Schedule, Program | None]:
     """The schedule, and the program if there is one."""
     p, m, chunks = (_count(data, key) for key in ("p", "m", "chunks"))
-    algorithm = _word(data, "algorithm", _ALGORITHMS)
-    placement = _word(data, "placement", ("standard", "vshape"))
-    input_ = _word(data, "input", ("parallel", "local"))
+    placement = Placement(p, chunks, cast(Any, _word(data, "placement", ("standard", "vshape"))))
+    algorithm = _word(data, "algorithm", tuple(dict.fromkeys(map(_algorithm, methods.values()))))
+    fitting = {name: method for name, method in methods.items() if _algorithm(method) == algorithm}
+    method = (
+        fitting[_word(data, "method", tuple(fitting))] if "method" in data else next(iter(fitting.values()))
+    )
+    _word(data, "input", (_input(method),))
     name = "program" if "program" in data else "ranks"
     rows = data.get(name)
     if not isinstance(rows, list) or len(rows) != p or not all(isinstance(row, list) for row in rows):
         raise ValueError(f"schedule: {name!r} must hold a list of passes for each of the {p} ranks")
-    methods = tuple(name for name, method in METHODS.items() if method.algorithm == algorithm)
-    method = _word(data, "method", methods) if "method" in data else methods[0]
-    frame = Schedule(method, p, m, chunks, algorithm, cast(Any, placement), cast(Any, input_))
+    frame = Schedule(method, placement, m)
     if name == "ranks":
-        ranks = (tuple(_from_dict(item, rank, frame.layout) for item in row) for rank, row in enumerate(rows))
+        ranks = (tuple(_from_dict(item, rank, placement) for item in row) for rank, row in enumerate(rows))
         return replace(frame, ranks=tuple(ranks)), None
     program = tuple(tuple(_from_text(word, rank, frame) for word in row) for rank, row in enumerate(rows))
     return replace(frame, ranks=tuple(map(passes_of, program))), program
@@ -126,10 +144,10 @@ def _from_text(word: object, rank: int, frame: Schedule) -> Instruction:
     if not isinstance(word, str):
         raise ValueError(f'schedule, rank {rank}: {word!r} is not an instruction; give text such as "2S5"')
     item = parse(word)
-    if item.stage >= frame.layout.num_stages or item.microbatch >= frame.m:
+    if item.stage >= frame.placement.num_stages or item.microbatch >= frame.m:
         raise ValueError(
-            f"schedule, rank {rank}: {word!r}, but stages end at {frame.layout.last_stage} and microbatches "
-            f"at {frame.m - 1}"
+            f"schedule, rank {rank}: {word!r}, but stages end at {frame.placement.last_stage} and "
+            f"microbatches at {frame.m - 1}"
         )
     return item
 
@@ -152,12 +170,12 @@ def ranks_from_text(text: str) -> tuple[tuple[Pass, ...], ...]:
     return tuple(rows)
 
 
-def _to_dict(pass_: Pass, layout: Placement) -> dict[str, str | int]:
-    chunk = 0 if pass_.type in VOCABULARY_PASSES else layout.chunk_of(pass_.stage)
+def _to_dict(pass_: Pass, placement: Placement) -> dict[str, str | int]:
+    chunk = 0 if pass_.type in VOCABULARY_PASSES else placement.chunk_of(pass_.stage)
     return {"op": pass_.type.value, "mb": pass_.microbatch, "chunk": chunk}
 
 
-def _from_dict(item: object, rank: int, layout: Placement) -> Pass:
+def _from_dict(item: object, rank: int, placement: Placement) -> Pass:
     if not isinstance(item, dict):
         raise ValueError(f"schedule, rank {rank}: {item!r} is not a pass; give op, mb and chunk")
     op, mb, chunk = item.get("op"), item.get("mb"), item.get("chunk")
@@ -168,9 +186,9 @@ def _from_dict(item: object, rank: int, layout: Placement) -> Pass:
         raise ValueError(f"schedule, rank {rank}: {item!r} needs whole numbers mb and chunk from 0")
     if type_ in VOCABULARY_PASSES:
         return Pass(type_, rank, mb)
-    if chunk >= layout.chunks:
-        raise ValueError(f"schedule, rank {rank}: chunk {chunk} of {layout.chunks}; chunks count from 0")
-    return Pass(type_, layout.stage_of(rank, chunk), mb)
+    if chunk >= placement.chunks:
+        raise ValueError(f"schedule, rank {rank}: chunk {chunk} of {placement.chunks}; chunks count from 0")
+    return Pass(type_, placement.stage_of(rank, chunk), mb)
 
 
 def _is_index(value: object) -> TypeGuard[int]:

@@ -12,7 +12,7 @@ from itertools import accumulate, chain, pairwise, product
 from typing import Literal, NamedTuple
 
 from .costs import PassTimes
-from .dependencies import prerequisites, starts_together
+from .dependencies import prerequisites
 from .passes import (
     INPUT_COLLECTIVES,
     OUTPUT_COLLECTIVES,
@@ -157,7 +157,7 @@ class Waits:
                 last_pass = k
                 for need in prerequisites(item, self.schedule):
                     yield _node(_STARTED, k), _node(_ENDED, self.place[rank, need])
-            if isinstance(item, Comm) or starts_together(item.type, self.schedule):
+            if isinstance(item, Comm) or item.type in self.schedule.method.in_step:
                 joined = _node(_JOINED, self.first_part.setdefault(whole(item), k))
                 yield joined, _node(_STARTED, k)
                 yield _node(_ENDED, k), joined
@@ -198,7 +198,7 @@ class Waits:
         """The side stream of an operation; None if it has none."""
         communicator, item = self.communicators[k], self.items[k][1]
         if isinstance(item, Pass):
-            return _OUTPUT if starts_together(item.type, self.schedule) else None
+            return _OUTPUT if item.type in self.schedule.method.in_step else None
         if isinstance(communicator, _Pair) and not model.pairs:
             return communicator.upward
         return communicator
@@ -208,7 +208,7 @@ class Waits:
             return _OUTPUT
         if item.type in INPUT_COLLECTIVES:
             return _INPUT
-        peer = self.schedule.layout.rank_of(item.stage + _STEP_TO_PEER[item.type])
+        peer = self.schedule.placement.rank_of(item.stage + _STEP_TO_PEER[item.type])
         source, target = (rank, peer) if item.type in RECEIVE_OF else (peer, rank)
         return _Pair(target > source, min(rank, peer), max(rank, peer))
 

@@ -41,8 +41,8 @@ def write_pictures(folder: Path, plan: Plan, trace: Mapping[str, Any]) -> None:
     schedule = plan.schedule
     (folder / SCHEDULE_FILE).write_text(draw_svg(simulate(plan)), encoding="utf-8")
     (folder / TIMELINE_FILE).write_text(json.dumps(trace), encoding="utf-8")
-    measured = measured_chart(trace, schedule, f"{schedule.method}, measured")
+    measured = measured_chart(trace, schedule, f"{schedule.method.name}, measured")
     simulation = simulate(plan, measured_times(measured, schedule))
-    charts = [planned_chart(simulation, title=f"{schedule.method}, planned"), measured]
+    charts = [planned_chart(simulation, title=f"{schedule.method.name}, planned"), measured]
     (folder / TIMELINE_PICTURE_FILE).write_text(svg_of(charts, _PAGE_WIDTH), encoding="utf-8")
     (folder / TIMELINE_PAGE_FILE).write_text(draw_html(charts), encoding="utf-8")

@@ -96,7 +96,7 @@ def describe(schedule: Schedule, family: str) -> str:
         found,
         "1 model chunk a rank" if schedule.chunks == 1 else f"{schedule.chunks} model chunks a rank",
     ]
-    if schedule.placement == "vshape":
+    if schedule.placement.shape == "vshape":
         parts.append("V-shaped")
     if schedule.splits_w:
         parts.append("W split off")

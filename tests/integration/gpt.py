@@ -333,28 +333,26 @@ def plan_maker(case: Case) -> Callable[[int], Plan] | None:
 def case_of(schedule: Schedule, **options: Any) -> Case:
     """The training run of a given schedule, with as many layers as it has stages; ``options`` are Case's."""
     return Case(
-        schedule.method,
+        schedule.method.name,
         pp=schedule.p,
         m=schedule.m,
         schedule=schedule,
         chunks=schedule.chunks,
         shape=schedule.placement,
-        layers=schedule.layout.num_stages,
+        layers=schedule.placement.num_stages,
         **options,
     )
 
 
 def sequential(case: Case, m: int) -> Schedule:
     """The slowest valid schedule: each microbatch goes through all passes before the next starts."""
-    algorithm = METHODS[case.method].algorithm
-    frame = Schedule(case.method, case.pp, m, case.chunks, algorithm, case.shape, "parallel")
+    frame = Schedule(METHODS[case.method], Placement(case.pp, case.chunks, case.shape), m)
     ranks: list[list[Pass]] = [[] for _ in range(case.pp)]
-    stages = range(frame.layout.num_stages)
-    middle = {"naive": "S S2 T", "interlaced": "S"}.get(algorithm, "S T").split()
+    stages = range(frame.placement.num_stages)
     for i in range(m):
         order = [Pass(PassType.IF, rank, i) for rank in range(case.pp)]
         order += [Pass(PassType.F, stage, i) for stage in stages]
-        order += [Pass(PassType(kind), rank, i) for kind in middle for rank in range(case.pp)]
+        order += [Pass(type_, rank, i) for type_ in frame.method.passes for rank in range(case.pp)]
         order += [Pass(PassType.B, stage, i) for stage in reversed(stages)]
         order += [Pass(PassType.W, stage, i) for stage in stages]
         order += [Pass(PassType.IB, rank, i) for rank in range(case.pp)]

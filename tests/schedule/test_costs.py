@@ -9,6 +9,7 @@ import pytest
 from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.passes import CommType, PassType
+from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.schedule.schedule import Schedule
 
 FILE: dict[str, Any] = {
@@ -30,9 +31,7 @@ FILE: dict[str, Any] = {
 
 
 def times(method: str, data: dict[str, Any] = FILE, chunks: int = 1, *, split: bool = False) -> PassTimes:
-    algorithm = METHODS[method].algorithm
-    input_ = "local" if algorithm == "none" else "parallel"
-    frame = Schedule(method, 2, 4, chunks, algorithm, "standard", input_)
+    frame = Schedule(METHODS[method], Placement(2, chunks), 4)
     return PassTimes.of(PassCosts.from_dict(data), frame, splits_w=split)
 
 

@@ -5,6 +5,7 @@ import pytest
 from megatron_vocabpar.schedule.dependencies import collectives, prerequisites
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.passes import Instruction, parse
+from megatron_vocabpar.schedule.placement import Placement, Shape
 from megatron_vocabpar.schedule.schedule import Schedule
 
 TABLE = {
@@ -44,11 +45,8 @@ TABLE = {
 }
 
 
-def frame(method: str, placement: str = "standard", chunks: int = 1) -> Schedule:
-    algorithm = METHODS[method].algorithm
-    return Schedule(
-        method, 2, 8, chunks, algorithm, placement, "local" if algorithm == "none" else "parallel"
-    )
+def frame(method: str, placement: Shape = "standard", chunks: int = 1) -> Schedule:
+    return Schedule(METHODS[method], Placement(2, chunks, placement), 8)
 
 
 def words(items: tuple[Instruction, ...]) -> str:

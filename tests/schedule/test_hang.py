@@ -23,7 +23,7 @@ from megatron_vocabpar.schedule.schedule import Program, Schedule, ScheduleError
 from megatron_vocabpar.schedule.simulate import simulate
 
 from . import reference_hang
-from .random_schedules import SHAPES, Shape, random_schedule
+from .random_schedules import SHAPES, random_schedule
 
 HANGS = Path(__file__).parent / "golden" / "hangs"
 
@@ -95,11 +95,6 @@ def shuffled(schedule: Schedule, program: Program, draw: Random) -> Program:
             continue
         rows[rank] = row
     return tuple(map(tuple, rows))
-
-
-def shape_of(schedule: Schedule) -> Shape:
-    names = ("algorithm", "p", "m", "chunks", "placement")
-    return replace(Shape(), **{name: getattr(schedule, name) for name in names})
 
 
 def test_hangs_are_those_of_an_independent_play() -> None:

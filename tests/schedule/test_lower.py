@@ -11,21 +11,21 @@ from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.forward_only import forward_only
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.lower import lower
+from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.passes import (
     Comm,
     Instruction,
     parse,
 )
+from megatron_vocabpar.schedule.placement import Placement, Shape
 from megatron_vocabpar.schedule.schedule import Schedule, passes_of
 
 
 def schedule_of(
-    method: str, text: str, *, m: int = 1, chunks: int = 1, placement: str = "standard"
+    method: str, text: str, *, m: int = 1, chunks: int = 1, placement: Shape = "standard"
 ) -> Schedule:
     ranks = [tuple(parse(word) for word in line.split()) for line in text.strip().splitlines()]
-    algorithm = "none" if method == "baseline" else method
-    input_ = "local" if method == "baseline" or "IF" not in text else "parallel"
-    return Schedule(method, len(ranks), m, chunks, algorithm, placement, input_, tuple(ranks))
+    return Schedule(METHODS[method], Placement(len(ranks), chunks, placement), m, tuple(ranks))
 
 
 def lines(rows: Sequence[Sequence[Instruction]]) -> list[str]:
@@ -65,42 +65,41 @@ def test_the_turn_of_a_v_needs_no_transfer() -> None:
     [
         (
             "vocab-2",
-            "0F0 0S0 0T0 0B0\n1F0 1S0 1B0 1T0",
-            [
-                "0F0 0SEND_F0 0C0.0 0S0 0C1.0 0T0 0RECV_B0 0B0",
-                "1RECV_F0 1F0 1C0.0 1S0 1C1.0 1B0 1SEND_B0 1T0",
-            ],
-        ),
-        (
-            "vocab-1",
-            "0F0 0S0 0T0 0B0\n1F0 1S0 1T0 1B0",
-            [
-                "0F0 0SEND_F0 0C0.0 0S0 0C1.0 0T0 0C2.0 0RECV_B0 0B0",
-                "1RECV_F0 1F0 1C0.0 1S0 1C1.0 1T0 1C2.0 1B0 1SEND_B0",
-            ],
-        ),
-        (
-            "naive",
-            "0F0 0S0 0S2.0 0T0 0B0\n1F0 1S0 1S2.0 1T0 1B0",
-            [
-                "0F0 0SEND_F0 0C0.0 0S0 0C1.0 0S2.0 0C2.0 0T0 0C3.0 0RECV_B0 0B0",
-                "1RECV_F0 1F0 1C0.0 1S0 1C1.0 1S2.0 1C2.0 1T0 1C3.0 1B0 1SEND_B0",
-            ],
-        ),
-        (
-            "interlaced",
-            "0F0 0S0 0B0\n1F0 1S0 1B0",
-            ["0F0 0SEND_F0 0C0.0 0S0 0RECV_B0 0B0", "1RECV_F0 1F0 1C0.0 1S0 1B0 1SEND_B0"],
-        ),
-        (
-            "vocab-2",
             "0IF0 0F0 0S0 0T0 0B0 0IB0\n1IF0 1F0 1S0 1B0 1T0 1IB0",
             [
                 "0IF0 0CI0 0F0 0SEND_F0 0C0.0 0S0 0C1.0 0T0 0RECV_B0 0B0 0CIB0 0IB0",
                 "1IF0 1CI0 1RECV_F0 1F0 1C0.0 1S0 1C1.0 1B0 1SEND_B0 1T0 1CIB0 1IB0",
             ],
         ),
-        ("vocab-2", "0F0 0S0 0B0 0T0", ["0F0 0C0.0 0S0 0C1.0 0B0 0T0"]),
+        (
+            "vocab-1",
+            "0IF0 0F0 0S0 0T0 0B0 0IB0\n1IF0 1F0 1S0 1T0 1B0 1IB0",
+            [
+                "0IF0 0CI0 0F0 0SEND_F0 0C0.0 0S0 0C1.0 0T0 0C2.0 0RECV_B0 0B0 0CIB0 0IB0",
+                "1IF0 1CI0 1RECV_F0 1F0 1C0.0 1S0 1C1.0 1T0 1C2.0 1B0 1SEND_B0 1CIB0 1IB0",
+            ],
+        ),
+        (
+            "naive",
+            "0IF0 0F0 0S0 0S2.0 0T0 0B0 0IB0\n1IF0 1F0 1S0 1S2.0 1T0 1B0 1IB0",
+            [
+                "0IF0 0CI0 0F0 0SEND_F0 0C0.0 0S0 0C1.0 0S2.0 0C2.0 0T0 0C3.0 0RECV_B0 0B0 0CIB0 0IB0",
+                "1IF0 1CI0 1RECV_F0 1F0 1C0.0 1S0 1C1.0 1S2.0 1C2.0 1T0 1C3.0 1B0 1SEND_B0 1CIB0 1IB0",
+            ],
+        ),
+        (
+            "interlaced",
+            "0IF0 0F0 0S0 0B0 0IB0\n1IF0 1F0 1S0 1B0 1IB0",
+            [
+                "0IF0 0CI0 0F0 0SEND_F0 0C0.0 0S0 0RECV_B0 0B0 0CIB0 0IB0",
+                "1IF0 1CI0 1RECV_F0 1F0 1C0.0 1S0 1B0 1SEND_B0 1CIB0 1IB0",
+            ],
+        ),
+        (
+            "vocab-2",
+            "0IF0 0F0 0S0 0B0 0T0 0IB0",
+            ["0IF0 0CI0 0F0 0C0.0 0S0 0C1.0 0B0 0CIB0 0T0 0IB0"],
+        ),
     ],
 )
 def test_collectives(method: str, text: str, expected: list[str]) -> None:

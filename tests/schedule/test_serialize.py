@@ -10,6 +10,7 @@ from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.generate import generate, make_plan
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.passes import Pass, PassType
+from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.schedule.serialize import (
@@ -106,7 +107,7 @@ def test_stages_are_written_as_chunks(placement: Any) -> None:
     last = {"standard": 1, "vshape": 0}[placement]
     rows: list[list[Pass]] = [[], []]
     rows[last].append(Pass(PassType.F, 3, 0))
-    schedule = Schedule("baseline", 2, 1, 2, "none", placement, "local", tuple(map(tuple, rows)))
+    schedule = Schedule(METHODS["baseline"], Placement(2, 2, placement), 1, tuple(map(tuple, rows)))
     assert json.loads(to_json(schedule))["ranks"][last] == [{"op": "F", "mb": 0, "chunk": 1}]
     assert from_json(to_json(schedule)) == schedule
 

@@ -17,6 +17,7 @@ from megatron_vocabpar.schedule.lower import lower, play_passes
 from megatron_vocabpar.schedule.memory import BUFFERS, BufferSizes, memory_curve, peak_memory
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, parse
+from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.schedule import Deadlock, Schedule
 from megatron_vocabpar.schedule.serialize import from_json, ranks_from_text, to_json
@@ -109,7 +110,7 @@ def test_the_queue_of_a_group_delays_collectives() -> None:
         )
         assert all(before[1] <= after[0] for before, after in pairwise(busy))
     assert result.iteration_ms >= 6 * 3 * 50.0
-    assert result.iteration_ms > max(map(max, play_passes(schedule, slow).ends))
+    assert result.iteration_ms > max(map(max, play_passes(schedule, PassTimes.of(slow, schedule)).ends))
 
 
 @settings(max_examples=60, deadline=None)
@@ -206,7 +207,7 @@ def test_transfers_of_one_link_follow_each_other() -> None:
 def test_buffers_by_hand() -> None:
     """One rank, two microbatches, W split off and late; IF and IB around."""
     rows = ranks_from_text("0IF0 0IF1 0F0 0F1 0S0 0S1 0B0 0B1 0T0 0T1 0W0 0W1 0IB0 0IB1")
-    schedule = Schedule("vocab-2", 1, 2, 1, "vocab-2", "standard", "parallel", rows)
+    schedule = Schedule(METHODS["vocab-2"], Placement(1), 2, rows)
     result = simulated(schedule, COSTS)
     assert result.peak_activations == (2.0,)
     assert result.peak_weight_inputs == (2.0,)

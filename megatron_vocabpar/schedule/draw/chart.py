@@ -61,7 +61,7 @@ class Chart:
         title: the line above.
         rows: one a rank.
         length_ms: from the first start to the last end.
-        layout: which chunk a stage is.
+        placement: which chunk a stage is.
         memory_unit: of ``Row.memory``.
         critical: the passes of the critical path; empty if unknown.
     """
@@ -69,7 +69,7 @@ class Chart:
     title: str
     rows: tuple[Row, ...]
     length_ms: float
-    layout: Placement
+    placement: Placement
     memory_unit: str = ""
     critical: frozenset[Instruction] = frozenset()
 
@@ -80,7 +80,7 @@ class Chart:
 
     def chunk_of(self, item: Instruction) -> int:
         """The chunk that a pass belongs to on its rank; 0 for those of the vocabulary layers."""
-        return 0 if item.type in VOCABULARY_PASSES else self.layout.chunk_of(item.stage)
+        return 0 if item.type in VOCABULARY_PASSES else self.placement.chunk_of(item.stage)
 
 
 def planned_chart(
@@ -95,7 +95,7 @@ def planned_chart(
     """
     schedule = simulation.schedule
     idle = 100 * sum(simulation.bubble) / max(schedule.p, 1)
-    heading = title or f"{schedule.method}, p = {schedule.p}, m = {schedule.m}"
+    heading = title or f"{schedule.method.name}, p = {schedule.p}, m = {schedule.m}"
     return Chart(
         f"{heading}: {simulation.iteration_ms:.1f} ms, idle {idle:.1f} %",
         tuple(
@@ -109,7 +109,7 @@ def planned_chart(
             for rank in range(schedule.p)
         ),
         simulation.iteration_ms,
-        schedule.layout,
+        schedule.placement,
         MICROBATCHES if sizes is None else MIB,
         frozenset(step.item for step in simulation.critical_path if isinstance(step.item, Pass)),
     )

@@ -39,7 +39,7 @@ def draw_html(charts: Sequence[Chart], title: str | None = None) -> str:
 
 
 def _data(charts: Sequence[Chart]) -> dict[str, Any]:
-    chunks = max((chart.layout.chunks for chart in charts), default=1)
+    chunks = max((chart.placement.chunks for chart in charts), default=1)
     return {
         "types": [
             {

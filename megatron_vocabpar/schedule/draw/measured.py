@@ -87,7 +87,7 @@ def measured_chart(trace: Mapping[str, Any], schedule: Schedule, title: str = "m
     length = max(bar.end_ms for row in rows for bar in row.passes)
     busy = sum(bar.end_ms - bar.start_ms for row in rows for bar in row.passes)
     idle = 100 * (1 - busy / (length * len(rows))) if length else 0.0
-    return Chart(f"{title}: {length:.1f} ms, idle {idle:.1f} %", tuple(rows), length, schedule.layout)
+    return Chart(f"{title}: {length:.1f} ms, idle {idle:.1f} %", tuple(rows), length, schedule.placement)
 
 
 def measured_times(chart: Chart, schedule: Schedule) -> PassTimes:
@@ -112,7 +112,7 @@ def measured_times(chart: Chart, schedule: Schedule) -> PassTimes:
     for type_, stage in sorted(wanted, key=lambda key: (key[0].value, key[1])):
         if (type_, stage) not in seen:
             raise ValueError(f"the timeline has no pass {type_.value} of stage {stage}")
-    stages = range(schedule.layout.num_stages)
+    stages = range(schedule.placement.num_stages)
     passes = {type_: tuple(median(seen.get((type_, stage), [0.0])) for stage in stages) for type_ in PassType}
     return PassTimes(passes, {type_: 0.0 if ms == float("inf") else ms for type_, ms in shortest.items()})
 

@@ -138,7 +138,7 @@ def round_step(least: float) -> float:
 def _legend(charts: Sequence[Chart], y: float) -> tuple[list[Box | Text], float]:
     """The legend's shapes and its width."""
     types = [type_ for type_ in STYLES if any(type_ in chart.types() for chart in charts)]
-    chunks = max((chart.layout.chunks for chart in charts), default=1)
+    chunks = max((chart.placement.chunks for chart in charts), default=1)
     shapes: list[Box | Text] = []
     x = float(_LEFT)
     for type_ in types:

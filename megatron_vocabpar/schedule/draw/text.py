@@ -65,7 +65,7 @@ def _cells(passes: tuple[Pass, ...], sim: Simulation, unit: float, schedule: Sch
         start, end = (round(time / unit) for time in sim.passes[pass_])
         start = max(start, cursor)
         cursor = max(end, start + 1)
-        chunk = 0 if pass_.type in VOCABULARY_PASSES else schedule.layout.chunk_of(pass_.stage)
+        chunk = 0 if pass_.type in VOCABULARY_PASSES else schedule.placement.chunk_of(pass_.stage)
         cells.append(_Cell(start, _label(pass_, chunk, cursor - start), pass_.type, chunk))
     return cells
 
