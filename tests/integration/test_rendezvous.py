@@ -33,7 +33,6 @@ FAMILIES = [
     ("vocab-1", "v-min"),
     ("vocab-2", "v-zb"),
     ("vocab-1", "zb-h1"),
-    ("vocab-2", "search"),
 ]
 
 
