@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -12,10 +18,64 @@ from megatron_vocabpar.runtime.comm import (
     broadcast,
     create_groups,
     exchange_rows,
+    warm_up,
 )
+from megatron_vocabpar.schedule.placement import Placement
+from tests.runtime.rendezvous import rendezvous
 from tests.spawn import run_ranks
 
 CPU = torch.device("cpu")
+
+
+def _described(rank: int) -> list[tuple[str, float]]:
+    groups = create_groups((0, rank, 0), pipeline=2, tensor=1, timeout=timedelta(minutes=7))
+    made = (groups.output, groups.input, groups.upward, groups.downward)
+    return [(group.group_desc, group._get_backend(CPU).options._timeout.total_seconds()) for group in made]
+
+
+def test_groups_have_names_and_the_timeout() -> None:
+    for described in run_ranks(2, _described):
+        assert described == [
+            ("VOCAB_OUTPUT_COLLECTIVES", 420),
+            ("VOCAB_INPUT_COLLECTIVES", 420),
+            ("VOCAB_STAGES_UPWARD", 420),
+            ("VOCAB_STAGES_DOWNWARD", 420),
+        ]
+
+
+def _warmed_up(rank: int, pipeline: int, tensor: int) -> set[tuple[str, int, int]]:
+    """The connections of this rank: group, and from which pipeline rank to which."""
+    groups = create_groups((0, rank // tensor, rank % tensor), pipeline, tensor)
+    seen = set()
+    with rendezvous():
+        isend, irecv = dist.isend, dist.irecv
+
+        def note(post: Callable[..., Any], sends: bool) -> Callable[..., Any]:
+            def call(what: torch.Tensor, peer: int, group: Any) -> Any:
+                assert peer % tensor == rank % tensor
+                ends = (rank // tensor, peer // tensor)
+                seen.add((group.group_desc, *(ends if sends else ends[::-1])))
+                return post(what, peer, group=group)
+
+            return call
+
+        with patch.multiple(dist, isend=note(isend, True), irecv=note(irecv, False)):
+            warm_up(groups, CPU)
+    return seen
+
+
+@pytest.mark.parametrize(("pipeline", "tensor"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (4, 1)])
+def test_warm_up_makes_every_connection_of_every_placement(pipeline: int, tensor: int) -> None:
+    results = run_ranks(pipeline * tensor, _warmed_up, pipeline, tensor)
+    wanted = set()
+    for placement in (Placement(pipeline), Placement(pipeline, 3), Placement(pipeline, 2, "vshape")):
+        for stage in range(placement.last_stage):
+            low, high = placement.rank_of(stage), placement.rank_of(stage + 1)
+            for source, target in ((low, high), (high, low)):
+                name = "VOCAB_STAGES_UPWARD" if source < target else "VOCAB_STAGES_DOWNWARD"
+                wanted |= {(name, source, target)} if source != target else set()
+    for rank, connections in enumerate(results):
+        assert connections == {c for c in wanted if rank // tensor in c[1:]}
 
 
 def _groups_of_two_replicas(rank: int) -> tuple[tuple[int, ...], int, int, int]:
