@@ -1,4 +1,4 @@
-"""The table: which method of which layer runs an instruction, for each algorithm.
+"""The table: which method of which layer runs an instruction.
 
     IF -> CI -> F(first) ... F(last) -> C0 -> S -> C1 [-> S2 -> C2] -> T -> [C2 | C3]
        -> B(last) ... B(first) -> CIB -> IB
@@ -19,6 +19,7 @@ from megatron_vocabpar.integration.output_layer import OutputLayer
 from megatron_vocabpar.integration.stages import Stages
 from megatron_vocabpar.integration.weight_gradients import WeightGradients
 from megatron_vocabpar.runtime.executor import Handlers
+from megatron_vocabpar.schedule.methods import Method
 from megatron_vocabpar.schedule.passes import CommType, PassType
 
 Table = dict[PassType | CommType, Callable[[Any], None]]
@@ -37,38 +38,40 @@ def stage_table(stages: Stages) -> Table:
     }
 
 
-def vocabulary_table(algorithm: str, inputs: InputLayer, output: OutputLayer) -> Table:
-    """Handlers of the partitioned vocabulary layers."""
-    around: Table = {
+def vocabulary_table(method: Method, inputs: InputLayer, output: OutputLayer) -> Table:
+    """Handlers of the partitioned vocabulary layers, looked up from the method's chain.
+
+    What a pass does follows from its name, what a collective carries from who waits for it.
+
+    Raises:
+        ValueError: for a chain with something new in it, naming it.
+    """
+    passes: Table = {
+        PassType.S: output.synchronous_output if method.in_step else output.output_forward,
+        PassType.S2: output.exponential_sum,
+        PassType.T: output.output_backward,
+    }
+    carriers: dict[frozenset[PassType], Callable[[Any], None]] = {
+        frozenset({PassType.S}): output.broadcast_hidden,
+        frozenset({PassType.S2}): output.reduce_maximum,
+        frozenset({PassType.T}): output.gather_statistics,
+        frozenset({PassType.B}): output.reduce_input_gradient,
+        frozenset({PassType.B, PassType.T}): output.gather_statistics_and_input_gradient,
+    }
+    table: Table = {
         PassType.IF: inputs.input_forward,
         CommType.CI: inputs.gather_rows,
         CommType.CIB: inputs.scatter_gradient,
         PassType.IB: inputs.input_backward,
-        CommType.C0: output.broadcast_hidden,
+        **{type_: passes[type_] for type_ in method.passes},
     }
-    algorithms: dict[str, Table] = {
-        "naive": {
-            PassType.S: output.output_forward,
-            CommType.C1: output.reduce_maximum,
-            PassType.S2: output.exponential_sum,
-            CommType.C2: output.gather_statistics,
-            PassType.T: output.output_backward,
-            CommType.C3: output.reduce_input_gradient,
-        },
-        "vocab-1": {
-            PassType.S: output.output_forward,
-            CommType.C1: output.gather_statistics,
-            PassType.T: output.output_backward,
-            CommType.C2: output.reduce_input_gradient,
-        },
-        "vocab-2": {
-            PassType.S: output.output_forward,
-            CommType.C1: output.gather_statistics_and_input_gradient,
-            PassType.T: output.output_backward,
-        },
-        "interlaced": {PassType.S: output.synchronous_output},
-    }
-    return around | algorithms[algorithm]
+    for type_ in method.collectives:
+        waiting = method.waiting_for(type_)
+        if waiting not in carriers:
+            names = " and ".join(sorted(pass_.value for pass_ in waiting)) or "nothing"
+            raise ValueError(f"method {method.name}: no handler for {type_.value}, which {names} waits for")
+        table[type_] = carriers[waiting]
+    return table
 
 
 def handlers_of(
@@ -93,4 +96,4 @@ def handlers_of(
         inputs.finish()
         iteration.finish()
 
-    return stage_table(stages) | vocabulary_table(iteration.rank.algorithm, inputs, output), finish
+    return stage_table(stages) | vocabulary_table(iteration.rank.method, inputs, output), finish

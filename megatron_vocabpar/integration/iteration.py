@@ -21,6 +21,7 @@ from megatron_vocabpar.integration.microbatches import ForwardStep, Microbatch, 
 from megatron_vocabpar.runtime.buffers import Buffers
 from megatron_vocabpar.runtime.comm import PointToPoint, Receive, VocabGroups
 from megatron_vocabpar.runtime.streams import Event, Stream
+from megatron_vocabpar.schedule.methods import Method
 from megatron_vocabpar.schedule.placement import Placement
 
 
@@ -54,7 +55,7 @@ class OutputOptions:
 class Rank:
     """What stays the same on this rank from one iteration to the next."""
 
-    algorithm: str
+    method: Method
     placement: Placement
     groups: VocabGroups
     device: torch.device

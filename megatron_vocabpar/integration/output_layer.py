@@ -30,10 +30,6 @@ from megatron_vocabpar.runtime.comm import all_gather, all_reduce, broadcast
 from megatron_vocabpar.runtime.streams import Event
 from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, PassType
 
-# Which collective carries the merged statistics, and which the input gradient, in each algorithm.
-STATISTICS = {"vocab-1": CommType.C1, "vocab-2": CommType.C1, "naive": CommType.C2}
-INPUT_GRADIENT = {"vocab-1": CommType.C2, "vocab-2": CommType.C1, "naive": CommType.C3}
-
 
 class OutputLayer:
     """Handlers of the output layer's passes and collectives for the shard that ``model`` holds."""
@@ -45,6 +41,9 @@ class OutputLayer:
         self._as_announced: list[torch.Tensor] = []
         self._spare: list[torch.Tensor] = []
         self._passes: Any = invariant if iteration.rank.output_options.invariant else output
+        method = iteration.rank.method
+        # Whether the input gradient comes with the statistics, from what S left, and T has the rest.
+        self._early_gradient = method.waits_for.get(PassType.T) is method.waits_for[PassType.B]
 
     def finish(self) -> None:
         """In evaluation: report the losses that are still on their way. In training: check the gradients.
@@ -92,9 +91,9 @@ class OutputLayer:
 
     def output_forward(self, instruction: Pass) -> None:
         """S: logits of this rank's shard and their local statistics."""
-        i, algorithm = instruction.microbatch, self.it.rank.algorithm
+        i = instruction.microbatch
         x = self.it.wait(self.it.buffers.take(Comm(CommType.C0, instruction.stage, i), "event"))
-        if algorithm == "naive":
+        if PassType.S2 in self.it.rank.method.passes:
             microbatch = self.it.microbatches[i]
             state, statistics = self.model.vocab_output(
                 x,
@@ -105,7 +104,7 @@ class OutputLayer:
                 owned=microbatch.owned_targets,
             )
         else:
-            state, statistics = self._softmax(i, x, with_input_gradient=algorithm == "vocab-2")
+            state, statistics = self._softmax(i, x, with_input_gradient=self._early_gradient)
         self._put_state(instruction, state, statistics)
 
     def _softmax(self, i: int, x: torch.Tensor, with_input_gradient: bool) -> tuple[Any, Any]:
@@ -133,10 +132,8 @@ class OutputLayer:
 
     def _put_state(self, producer: Pass, state: Any, statistics: torch.Tensor) -> None:
         if state is not None:
-            # vocab-2 reads the state twice: in C1 for the input gradient and in T.
-            self.it.buffers.put(
-                producer, "state", state, uses=2 if self.it.rank.algorithm == "vocab-2" else 1
-            )
+            # An early input gradient reads the state too, beside T.
+            self.it.buffers.put(producer, "state", state, uses=1 + self._early_gradient)
         self.it.buffers.put(producer, "statistics", statistics)
 
     def reduce_maximum(self, instruction: Comm) -> None:
@@ -160,8 +157,15 @@ class OutputLayer:
         self._put_state(instruction, None if self.it.call.forward_only else state, statistics)
 
     def _softmax_pass(self, i: int) -> Pass:
-        last = PassType.S2 if self.it.rank.algorithm == "naive" else PassType.S
-        return Pass(last, self.it.rank.pipeline_rank, i)
+        """The pass that left the exponentials and their statistics."""
+        return Pass(self.it.rank.method.producers[self._statistics], self.it.rank.pipeline_rank, i)
+
+    @property
+    def _statistics(self) -> CommType:
+        """The collective that carries the statistics: T waits for it."""
+        word = self.it.rank.method.waits_for[PassType.T]
+        assert isinstance(word, CommType)
+        return word
 
     def gather_statistics(self, instruction: Comm) -> None:
         """C1 of vocab-1, C2 of naive: everyone's statistics, merged in rank order."""
@@ -217,12 +221,12 @@ class OutputLayer:
 
     def output_backward(self, instruction: Pass) -> None:
         """T: the weight gradient and, but for vocab-2, this rank's part of the input gradient."""
-        i, algorithm = instruction.microbatch, self.it.rank.algorithm
-        event = self.it.buffers.take(Comm(STATISTICS[algorithm], instruction.stage, i), "event")
+        i = instruction.microbatch
+        event = self.it.buffers.take(Comm(self._statistics, instruction.stage, i), "event")
         state = self.it.buffers.take(self._softmax_pass(i), "state")
         weight = self.model.output_weight
         grad_loss = self.it.microbatches[i].gradient
-        if algorithm == "vocab-2":
+        if self._early_gradient:
             merged, _ = self.it.wait(event)
             self._passes.weight_gradient(state, merged, grad_loss, main_grad(weight))
         else:
@@ -282,12 +286,12 @@ class OutputLayer:
     def hidden_gradient(self, i: int) -> torch.Tensor:
         """The gradient of the last stage's output ``[s, b, H]``; reports the loss if nobody has yet."""
         rank = self.it.rank.pipeline_rank
-        if self.it.rank.algorithm == "interlaced":
-            grad = self.it.buffers.take(Pass(PassType.S, rank, i), "hidden_grad")
+        source = self.it.rank.method.waits_for[PassType.B]
+        if isinstance(source, PassType):
+            grad = self.it.buffers.take(Pass(source, rank, i), "hidden_grad")
         else:
-            source = Comm(INPUT_GRADIENT[self.it.rank.algorithm], rank, i)
-            grad = self.it.wait(self.it.buffers.take(source, "event"))
-            if self.it.rank.algorithm == "vocab-2":
+            grad = self.it.wait(self.it.buffers.take(Comm(source, rank, i), "event"))
+            if self._early_gradient:
                 merged, grad = grad
                 self._report_loss(i, merged)
         part = grad.chunk(self.it.sequence_shards)[self.it.rank.groups.tensor_rank % self.it.sequence_shards]

@@ -66,7 +66,7 @@ def prepare(
         rank.device,
         call.forward_only,
     )
-    output_pass = PassType.S if rank.algorithm == "interlaced" else PassType.T
+    output_pass = rank.method.passes[-1]  # the one that writes the weight's gradient
     written |= {PassType.IB: [model.word_embeddings.weight], output_pass: [model.output_weight]}
     return Iteration(
         rank,

@@ -211,13 +211,7 @@ class PassTimes:
         """Backward twice as long as forward, short vocabulary passes, no latency; in units of a forward."""
         stages, ranks = schedule.placement.num_stages, schedule.p
         one = {PassType.F: 1.0, PassType.B: 2.0, PassType.W: 1.0}
-        vocabulary = {
-            PassType.S: 0.25,
-            PassType.S2: 0.25,
-            PassType.T: 0.25,
-            PassType.IF: 0.0,
-            PassType.IB: 0.0,
-        }
+        vocabulary = {**dict.fromkeys(_OUTPUT, 0.25), PassType.IF: 0.0, PassType.IB: 0.0}
         return PassTimes(
             {
                 **{type_: (time,) * stages for type_, time in one.items()},

@@ -98,6 +98,10 @@ class Method:
             if isinstance(word, CommType) and isinstance(before, PassType)
         }
 
+    def waiting_for(self, word: Word) -> frozenset[PassType]:
+        """The passes that wait for a pass or collective of the chain."""
+        return frozenset(pass_ for pass_, before in self.waits_for.items() if before is word)
+
     @property
     def barriers(self) -> int:
         """Communication barriers between the last stage's F and B (sections 4.3 and 4.4)."""

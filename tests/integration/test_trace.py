@@ -236,7 +236,7 @@ def _build(schedule: Schedule, rank: int, waits: _Waits) -> tuple[ForwardBackwar
     for weight in model.parameters():
         weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32, device=DEVICE)
     run = ForwardBackward(
-        schedule.method, groups, DEVICE, make_plan=lambda _: Plan.of(schedule), observers=[waits.observe]
+        schedule.method.name, groups, DEVICE, make_plan=lambda _: Plan.of(schedule), observers=[waits.observe]
     )
     return run, model
 
@@ -262,7 +262,7 @@ def _trace(_: int, schedules: Sequence[Schedule], ranks: Sequence[int]) -> dict[
                         seq_length=N,
                         micro_batch_size=1,
                     )
-            seen[schedule.method, rank] = (live.peak, waits.found)
+            seen[schedule.method.name, rank] = (live.peak, waits.found)
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
