@@ -338,7 +338,7 @@ def case_of(schedule: Schedule, **options: Any) -> Case:
         m=schedule.m,
         schedule=schedule,
         chunks=schedule.chunks,
-        shape=schedule.placement,
+        shape=schedule.placement.shape,
         layers=schedule.placement.num_stages,
         **options,
     )
@@ -346,7 +346,7 @@ def case_of(schedule: Schedule, **options: Any) -> Case:
 
 def sequential(case: Case, m: int) -> Schedule:
     """The slowest valid schedule: each microbatch goes through all passes before the next starts."""
-    frame = Schedule(METHODS[case.method], Placement(case.pp, case.chunks, case.shape), m)
+    frame = Schedule(METHODS[case.method], case.placement, m)
     ranks: list[list[Pass]] = [[] for _ in range(case.pp)]
     stages = range(frame.placement.num_stages)
     for i in range(m):
