@@ -2,10 +2,12 @@
 #   make train       install, then train a GPT with vocab-2 and lay its loss over the baseline's
 #   make test        install, then run the tests (make test-long: the long ones too)
 #   make test-megatron-matrix   install every supported megatron-core wheel by itself, and run the integration tests on it
+#   make test-kernels   compile the Triton kernels for sm_80, sm_90 and sm_100 and interpret them, on every Triton in TRITONS
 #   make lint        ruff and mypy
 #   make bench       the runtime against stock Megatron
 #   make gpu         on a machine with GPUs: vocabpar doctor --gpu, the tests that need one, the kernel benchmark
-# Variables: PYTHON (3.11 to 3.13), VENV, TORCH, ARGS (of vocabpar train), PYTEST_ARGS, MATRIX (versions of megatron-core).
+# Variables: PYTHON (3.11 to 3.13), VENV, TORCH, ARGS (of vocabpar train), PYTEST_ARGS, MATRIX (versions of megatron-core),
+# TRITONS (of the oldest and the newest supported torch).
 
 PYTHON ?= python3
 VENV ?= $(or $(VIRTUAL_ENV),.venv)
@@ -13,12 +15,13 @@ TORCH ?= torch==2.13.0
 ARGS ?= --compare baseline --overwrite
 PYTEST_ARGS ?=
 MATRIX ?= 0.14.0 0.15.3 0.16.1
+TRITONS ?= 3.4.0 3.7.1
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.vocabpar-installed
 
-.PHONY: install train test test-long test-megatron-matrix lint format bench gpu clean
+.PHONY: install train test test-long test-megatron-matrix test-kernels lint format bench gpu clean
 
 install: $(INSTALLED)-test $(INSTALLED)-lint
 
@@ -62,6 +65,25 @@ $(MATRIX:%=.venv-matrix/%.log): .venv-matrix/%.log: .venv-matrix/%/.installed
 	.venv-matrix/$*/bin/python -m pip install --quiet --disable-pip-version-check "megatron-core==$*" --editable ".[test]"
 	touch $@
 
+# No GPU needed, and none used: a torch for the CPU beside a Triton that it does not ask for.
+test-kernels:
+	@status=0; for version in $(TRITONS); do $(MAKE) .venv-kernels/$$version.log || status=1; done; \
+	printf '\n| triton | tests |\n| --- | --- |\n'; \
+	for version in $(TRITONS); do printf '| %s | %s |\n' $$version "$$(tail -n 1 .venv-kernels/$$version.log)"; done; \
+	exit $$status
+
+.PHONY: $(TRITONS:%=.venv-kernels/%.log)
+$(TRITONS:%=.venv-kernels/%.log): .venv-kernels/%.log: .venv-kernels/%/.installed
+	.venv-kernels/$*/bin/python -m pytest -q -W ignore tests/layers/test_triton_compiled.py \
+		tests/layers/test_triton_interpreter.py $(PYTEST_ARGS) > $@ 2>&1 || (tail -n 60 $@; exit 1)
+
+.venv-kernels/%/.installed: pyproject.toml
+	test -x .venv-kernels/$*/bin/python || $(PYTHON) -m venv .venv-kernels/$*
+	.venv-kernels/$*/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" \
+		numpy pytest pytest-timeout hypothesis
+	.venv-kernels/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "triton==$*"
+	touch $@
+
 lint: $(INSTALLED)-test $(INSTALLED)-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -83,4 +105,4 @@ gpu: $(INSTALLED)-test
 	exit $$status
 
 clean:
-	rm -rf .venv .venv-ci .venv-matrix build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-ci .venv-matrix .venv-kernels build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -78,7 +78,7 @@ OPTIONS = (
         {
             "type": int,
             "default": None,
-            "help": "Tokens whose float32 logits exist at one time; by default as many as take 64 MiB.",
+            "help": "Tokens whose float32 logits exist at one time; by default as many as take 32 MiB.",
         },
     ),
     Option(
@@ -134,7 +134,7 @@ class FlagConfig:
         final_stage_layers: how many stay there; None: as the operation counts say.
         allow_unknown: run on an unknown Megatron version if its signatures allow it.
         recompute_logits: T computes logits again instead of keeping their exponentials.
-        tokens_per_chunk: tokens whose float32 logits exist at one time; None: as many as take 64 MiB.
+        tokens_per_chunk: tokens whose float32 logits exist at one time; None: as many as take 32 MiB.
         invariant: the same bits for every sharding of the vocabulary.
     """
 

@@ -31,7 +31,7 @@ class OutputOptions:
 
     Attributes:
         recompute: keep no exponentials ``[n, P]`` from S to T; T computes them again.
-        rows_per_chunk: tokens whose float32 logits exist at one time; None bounds them to about 64 MiB.
+        rows_per_chunk: tokens whose float32 logits exist at one time; None bounds them to about 32 MiB.
         invariant: the same bits for every sharding (``layers/invariant.py``), at a cost. Shards must end at
             multiples of ``whole_stats.BLOCK`` ids; naive is not offered.
 

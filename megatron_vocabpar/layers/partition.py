@@ -55,9 +55,9 @@ class VocabRange:
 def padded_vocab_size(vocab_size: int, pipeline: int, tensor: int = 1, divisible_by: int = 1) -> int:
     """V_pad: V ids and padding, so that each of ``pipeline * tensor`` shards has a good number of rows.
 
-    A multiple of 128 rows where the padding is at most 1 % of V, since tiles of matrix products then fit; else of
-    16 rows likewise, without which device kernels can't load and store 16 bytes at a time; else of 2, as in the
-    paper. All ranks derive the same. Weights and checkpoints have V_pad rows; another V_pad loads them too.
+    A multiple of 128 rows where the padding is at most 1 % of V, since tiles of matrix products then fit;
+    else of 16 rows likewise, without which device kernels can't load and store 16 bytes at a time; else of 2,
+    as in the paper. All ranks derive the same. Checkpoints of one V_pad load into another.
 
     Args:
         vocab_size: V.

@@ -30,7 +30,7 @@ class Layout(TypedDict, total=False):
         temperature: the logits are divided by it.
         inference_only: nothing is kept for a backward pass, and results carry no gradient.
         invariant: results bit for bit independent of the sharding; costs a second pass over the logits.
-        rows_per_chunk: tokens worked on at one time; None bounds a chunk to 64 MiB, on the CPU to 4 MiB of
+        rows_per_chunk: tokens worked on at one time; None bounds a chunk to 32 MiB, on the CPU to 4 MiB of
             logits that exist and 8 MiB of others.
     """
 

@@ -1,8 +1,8 @@
 """Which matrix products PyTorch takes on CUDA, by version: data.
 
-Read from the checks of ``_mm_dtype_out_cuda`` and ``_addmm_dtype_out_cuda`` in Blas.cpp, and from the messages
-in ``libtorch_cuda.so`` of the wheels 2.8.0, 2.9.1, 2.10.0 and 2.13.0: "self dtype must match either out_dtype
-or mat1 dtype" first appears in 2.10.0, with pytorch/pytorch#167931. No wheel of 2.11 and 2.12 was opened.
+Read from the checks of ``_mm_dtype_out_cuda`` and ``_addmm_dtype_out_cuda`` in Blas.cpp, and from messages in
+``libtorch_cuda.so`` of the wheels 2.8.0, 2.9.1, 2.10.0 and 2.13.0: "self dtype must match either out_dtype or
+mat1 dtype" first appears in 2.10.0, with pytorch/pytorch#167931. No wheel of 2.11 and 2.12 was opened.
 """
 
 from __future__ import annotations

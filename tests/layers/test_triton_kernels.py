@@ -7,6 +7,7 @@ a process that interprets.
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -14,9 +15,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from megatron_vocabpar.layers.kernels import dispatch, reference
+from megatron_vocabpar.layers.exponents import NOTHING
+from megatron_vocabpar.layers.kernels import dispatch, reference, reference_stats
 from megatron_vocabpar.layers.kernels.dispatch import use_kernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials
+from megatron_vocabpar.layers.softmax_stats import merged_place
+from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
 from . import reference as exact
 from .shards import METHODS, run
@@ -192,6 +196,91 @@ def test_exponentials_in_place_of_the_logits() -> None:
     assert apart.e is not None
     assert torch.equal(work.cpu(), apart.e)
     assert torch.equal(got.k.cpu(), expected.k)
+
+
+def some_stats(ranks: int, n: int, width: int) -> Tensor:
+    """Of shards far apart; with tokens without an owner, without any probability, certain, and undefined."""
+    generator = torch.Generator().manual_seed(ranks)
+    stats = torch.zeros(ranks, n, width)
+    stats[..., 0] = torch.randint(-40, 40, (ranks, n), generator=generator)
+    stats[..., 1] = 100 * torch.rand(ranks, n, generator=generator)
+    owner = torch.randint(0, ranks, (n,), generator=generator)
+    stats[owner, torch.arange(n), 3] = 1.0
+    stats[owner, torch.arange(n), 2] = 20 * torch.randn(n, generator=generator)
+    stats[..., 4:] = torch.randn(ranks, n, width - 4, generator=generator)
+    if n > 5:
+        stats[:, 0, 2:4] = 0  # nobody's
+        stats[:, 1, 0], stats[:, 1, 1], stats[:, 1, 2] = NOTHING, 0, -torch.inf * stats[:, 1, 3]
+        stats[:, 1, 2].nan_to_num_(0, neginf=-torch.inf)
+        stats[:, 2, 1] = 1e-6 * stats[:, 2, 1]  # likely
+        stats[0, 3, 1] = torch.nan
+        stats[:, 4, 1] = 0  # certain
+    return stats
+
+
+TERMS = [
+    LossTerms(),
+    LossTerms(z_loss=0.01, softcap=9.0),
+    LossTerms(label_smoothing=0.2, z_loss=0.003, logit_scale=1.7),
+]
+
+
+@pytest.mark.parametrize("terms", TERMS, ids=["plain", "z-loss, softcap", "smoothing, z-loss, scale"])
+@pytest.mark.parametrize(("ranks", "n"), [(1, 1), (3, 300), (8, 128), (2, 0)])
+def test_merge_and_factors(terms: LossTerms, ranks: int, n: int) -> None:
+    stats = some_stats(ranks, n, 5 if terms.label_smoothing else 4)
+    kernels = dispatch.triton_kernels()
+    expected, got = reference_stats.merge(stats, terms), kernels.merge(stats.to(DEVICE), terms)
+    assert torch.equal(got.valid.cpu(), expected.valid)
+    close = partial(torch.testing.assert_close, rtol=3e-6, atol=0, equal_nan=True)
+    close(got.offset.cpu(), expected.offset)
+    close(got.total.cpu(), expected.total)
+    close(got.target_deficit.cpu(), expected.target_deficit)
+    close(got.loss.cpu(), expected.loss, atol=1e-5 if terms.label_smoothing else 1e-30)
+    assert n < 6 or expected.loss[4] == 0 or terms != PLAIN
+
+    tokens = torch.arange(0, n, 3)
+    slope = None if terms.softcap is None else torch.rand(n)
+    for g in (torch.rand(n), torch.rand(n).double(), torch.rand(2 * n)[::2]):
+        one = reference_stats.factors(expected, stats[0, :, 0], g, tokens, slope, vocab_size=50)
+        arguments = (None if t is None else t.to(DEVICE) for t in (stats[0, :, 0], g, tokens, slope))
+        other = kernels.factors(got, *arguments, vocab_size=50)
+        for a, b, atol in zip(one, other, (1e-37, 1e-7, 0), strict=True):  # targets' terms cancel
+            assert (a is None) == (b is None)
+            if a is not None:
+                close(b.cpu(), a, rtol=1e-5, atol=atol)
+
+
+def test_merged_statistics_go_where_they_are_told() -> None:
+    stats = some_stats(3, 7, 4)[:, :3].to(DEVICE)
+    place = merged_place(stats[0])
+    got = dispatch.triton_kernels().merge(stats, PLAIN, place)
+    assert got.loss is place.loss
+    torch.testing.assert_close(place.loss.cpu(), reference_stats.merge(stats.cpu(), PLAIN).loss)
+    assert place.valid.tolist() == [False, True, True]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a device fuses; only the interpreter can be told not to")
+@pytest.mark.parametrize("fused", [False, True])
+def test_tolerances_do_not_depend_on_fused_operations(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
+    """``tl.fma`` with one rounding, as on a device, and with two. The rest is never fused: off by name."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    roundings = []
+
+    def fma(self, x, y, z):  # type: ignore[no-untyped-def]
+        roundings.append(fused)
+        if fused:
+            total = x.data.astype("float64") * y.data.astype("float64") + z.data.astype("float64")
+            return TensorHandle(total.astype(x.data.dtype), z.dtype.scalar)
+        return TensorHandle(x.data * y.data + z.data, z.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_fma", fma)
+    for spread in (4.0, 3000.0):
+        logits, target = rows(4, 300, spread)
+        check(*both(logits, target, 300))
+    test_merge_and_factors(TERMS[2], 3, 300)
+    assert roundings
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)

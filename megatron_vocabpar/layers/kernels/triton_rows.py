@@ -137,5 +137,6 @@ def scatter_add_rows_(
         HAS_SCALE=scale is not None,
         REPEATS=_REPEATS,
         BLOCK=block,
+        num_warps=8,  # with four, registers spill on sm_80
         enable_fp_fusion=FP_FUSION,
     )

@@ -1,0 +1,136 @@
+"""What the compiler makes of the Triton kernels for sm_80, sm_90 and sm_100; needs Triton, and no GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from megatron_vocabpar.layers.kernels import dispatch
+from megatron_vocabpar.layers.merged import empty_merged
+from megatron_vocabpar.layers.terms import LossTerms
+
+from .compiled import Compiled, compile_launches
+
+P, H = 32768, 4096
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CAPABILITIES = [90, *(pytest.param(capability, marks=pytest.mark.long) for capability in (80, 100))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+
+
+def checked(capability: int, launch) -> Compiled:
+    """The one kernel that is launched: no register in memory, no 32-bit offset of a row, nothing fused."""
+    (kernel,) = compile_launches(capability, launch)
+    assert kernel.count("LDL") == kernel.count("STL") == 0, kernel.resources
+    assert kernel.resource("STACK") == kernel.resource("LOCAL") == 0, kernel.resources
+    assert kernel.resource("REG") <= 128, kernel.resources
+    assert kernel.short_products() == []
+    assert not kernel.fuses
+    return kernel
+
+
+def wide(kernel: Compiled) -> tuple[int, int]:
+    """Loads and stores of 16 bytes."""
+    return kernel.count("LDG.E.128"), kernel.count("STG.E.128")
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    ("dtype", "options", "loads", "stores"),
+    [
+        ("bf16", {}, 8, 2),
+        ("fp16", {}, 8, 2),
+        ("fp32", {}, 8, 4),
+        ("bf16", {"softcap": 30.0, "logit_scale": 0.5}, 8, 2),
+        ("fp32", {"softcap": 30.0, "logit_scale": 0.5}, 8, 4),
+        ("bf16", {"given": True}, 4, 2),
+        ("fp32", {"given": True}, 4, 4),
+        ("bf16", {"kept": False}, 8, 0),
+        ("fp16", {"kept": False, "smoothed": True}, 8, 0),
+    ],
+    ids=str,
+)
+def test_exponentials(capability: int, dtype: str, options: dict, loads: int, stores: int) -> None:
+    """4096 elements by 256 threads: each reads 16 bytes four times, twice, and writes 16-bit ones twice.
+
+    The true ids do not end at a multiple of 16, and fp32 exponentials take the place of their logits.
+    """
+    options = dict(options)
+    logits, targets = torch.empty(2, P), torch.zeros(2, dtype=torch.int64)
+    out = logits if dtype == "fp32" else torch.empty(2, P, dtype=DTYPES[dtype])
+    stats = torch.empty(2, 5 if options.pop("smoothed", False) else 4)
+    if not options.pop("kept", True):
+        out = None
+    offset = stats[:, 0] if options.pop("given", False) else None
+    kernel = checked(
+        capability,
+        lambda: dispatch.triton_kernels().exponentials(
+            logits, targets, P - 3, offset, dtype=DTYPES[dtype], out=out, stats=stats, **options
+        ),
+    )
+    assert wide(kernel) == (loads, stores)
+
+
+def test_a_shard_that_is_no_multiple_of_16_rows_is_read_one_by_one() -> None:
+    """Why the vocabulary is padded as it is, and that the counts above can be other ones."""
+    logits, targets = torch.empty(2, P - 2), torch.zeros(2, dtype=torch.int64)
+    (kernel,) = compile_launches(
+        90, lambda: dispatch.triton_kernels().exponentials(logits, targets, P - 3, out=logits)
+    )
+    assert wide(kernel) == (0, 0)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scale_rows(capability: int, dtype: str) -> None:
+    x, scale = torch.empty(2, H, dtype=DTYPES[dtype]), torch.empty(2)
+    kernel = checked(capability, lambda: dispatch.triton_kernels().scale_rows(x, scale))
+    assert wide(kernel) == ((2, 2) if dtype == "fp32" else (1, 1))
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("values", DTYPES)
+@pytest.mark.parametrize("into", ["bf16", "fp32"])
+@pytest.mark.parametrize("chosen", [False, True], ids=["IB", "dX, dW"])
+def test_scatter_add_rows(capability: int, values: str, into: str, chosen: bool) -> None:
+    """dX and dW choose their rows and scale them; the embedding's gradient does neither."""
+    rows = torch.zeros(32, dtype=torch.int64)
+    options = {"source": rows, "scale": torch.empty(32)} if chosen else {}
+    kernel = checked(
+        capability,
+        lambda: dispatch.triton_kernels().scatter_add_rows_(
+            torch.empty(64, H, dtype=DTYPES[into]),
+            rows,
+            torch.empty(32, H, dtype=DTYPES[values]),
+            order=rows,
+            **options,
+        ),
+    )
+    assert kernel.count("LDG.E.128") > 0
+
+
+TERMS = [LossTerms(), LossTerms(softcap=5.0), LossTerms(label_smoothing=0.1, z_loss=0.1, logit_scale=2.0)]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("terms", TERMS, ids=["plain", "softcap", "smoothing, z-loss"])
+def test_merge_and_factors(capability: int, terms: LossTerms) -> None:
+    n, kernels = 256, dispatch.triton_kernels()
+    stats = torch.empty(8, n, 5 if terms.label_smoothing else 4)
+    merged = empty_merged(n, torch.float32, torch.device("cpu"))
+    checked(capability, lambda: kernels.merge(stats, terms, merged))
+    slope = None if terms.softcap is None else torch.empty(n)
+    tokens = torch.zeros(32, dtype=torch.int64)
+    checked(
+        capability,
+        lambda: kernels.factors(merged, stats[0, :, 0], torch.empty(n), tokens, slope, vocab_size=100),
+    )
