@@ -27,6 +27,7 @@ _ROUND = tl.constexpr(1.5 * 2**23)
 """Added and taken off again, it rounds fp32 within +-2^22 to the nearest even whole number."""
 
 _MAX_BLOCK = 4096
+_MAX_BLOCK_CAPPED = 2048  # with more, registers spill on sm_80
 
 FP_FUSION = False
 """Sums and products round one by one, whatever this Triton's default; what must be fused is ``tl.fma``."""
@@ -165,7 +166,8 @@ def exponentials(
     stats = logits.new_empty((n, STATS_WIDTH)) if stats is None else stats
     slope = None if softcap is None else logits.new_empty(n)
     if n:
-        block = min(_MAX_BLOCK, max(16, triton.next_power_of_2(columns)))
+        longest = _MAX_BLOCK if softcap is None else _MAX_BLOCK_CAPPED
+        block = min(longest, max(16, triton.next_power_of_2(columns)))
         _exponentials_kernel[(n,)](
             logits,
             logits.stride(0),
