@@ -16,6 +16,8 @@ from tests.integration.gpt import Case, Result, train
 from tests.spawn import run_ranks
 
 METHODS = ("vocab-1", "vocab-2", "naive")
+# Adam amplifies rounding: stock's own weights, disturbed by 1e-7, are up to 2.5e-5 apart after three steps.
+DRIFT = 3.0
 
 
 @cache
@@ -33,11 +35,11 @@ def check(case: Case, tolerance: float = 1e-5) -> None:
     np.testing.assert_allclose(losses, expected.losses, rtol=tolerance)
     for result in reporting:
         np.testing.assert_allclose(result.evaluation, result.losses, rtol=1e-6)
-    for kind in ("first_gradients", "weights"):
+    for kind, allowed in (("first_gradients", tolerance), ("weights", DRIFT * tolerance)):
         covered = set()
         for rank, result in enumerate(results):
             for name, difference in getattr(result, kind).items():
-                assert difference <= tolerance, f"{case}: rank {rank}, {kind} of {name}: {difference}"
+                assert difference <= allowed, f"{case}: rank {rank}, {kind} of {name}: {difference}"
                 covered.add(name)
         assert covered == set(getattr(expected, kind)), case
 
