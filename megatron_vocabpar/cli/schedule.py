@@ -24,7 +24,7 @@ from megatron_vocabpar.schedule.memory import BufferSizes
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.schedule import Schedule
-from megatron_vocabpar.schedule.serialize import plan_to_json, to_json
+from megatron_vocabpar.schedule.serialize import plan_to_csv, plan_to_json, to_json
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
 
 _FILE_WIDTH = 160  # columns of the text form where it is not shown on a terminal
@@ -46,7 +46,7 @@ _BINARY = ("png", "pdf")
 @click.option(
     "--format",
     "output_format",
-    type=click.Choice(["text", "json", "program", "svg", "png", "pdf", "html", "trace"]),
+    type=click.Choice(["text", "json", "program", "csv", "svg", "png", "pdf", "html", "trace"]),
     default="text",
     show_default=True,
     help="A time grid; as data the passes, or the program with its communication; a picture; a page to zoom "
@@ -109,6 +109,8 @@ def render(
         return to_json(plan.schedule)
     if output_format == "program":
         return plan_to_json(plan)
+    if output_format == "csv":
+        return plan_to_csv(plan)
     simulation = simulate(plan)
     if output_format == "trace":
         return draw_trace(simulation)

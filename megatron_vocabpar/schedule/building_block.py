@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from .network import Network
+from .pass_graph import PassGraph
 from .passes import PassType
 from .schedule import Schedule
 
@@ -129,13 +129,13 @@ def _fits(sizes: Sequence[float], gaps: Sequence[float], slack: float) -> bool:
 
 
 def place(
-    frame: Schedule, network: Network, *, hops: Hops | None = None, stretch: float = 1.0, packed: bool = True
+    frame: Schedule, graph: PassGraph, *, hops: Hops | None = None, stretch: float = 1.0, packed: bool = True
 ) -> BuildingBlock:
     """Place one microbatch's passes, in the order of the chain: F, the output layer's barriers, B.
 
     Args:
         frame: the schedule's shape.
-        network: its rules and times.
+        graph: its rules and times.
         hops: how far apart passes of neighbouring stages start, at least; by default as close as can be.
         stretch: the interval, over the work of the busiest rank; at least 1.
         packed: whether the passes of a rank must not overlap modulo the interval (modulo scheduling), so
@@ -147,80 +147,78 @@ def place(
         W, IB), are only given room; ``list_scheduling.arrange`` places them.
     """
     work = [0.0] * frame.p
-    for node in range(len(network.names)):
-        work[network.rank[node]] += network.duration[node]
+    for node in range(len(graph.names)):
+        work[graph.rank[node]] += graph.duration[node]
     interval = max(work) * stretch or 1.0
-    planned = [n for n in range(len(network.names)) if network.names[n][0] not in (PassType.IF, PassType.IB)]
+    planned = [n for n in range(len(graph.names)) if graph.names[n][0] not in (PassType.IF, PassType.IB)]
     rings = [
-        _Ring(interval, [network.duration[n] for n in planned if network.rank[n] == rank])
+        _Ring(interval, [graph.duration[n] for n in planned if graph.rank[n] == rank])
         for rank in range(frame.p)
     ]
-    for node in network.arrival:
-        rings[network.rank[node]].reserve(network.duration[node])
+    for node in graph.arrival:
+        rings[graph.rank[node]].reserve(graph.duration[node])
 
     hop = hops.of(frame, interval) if hops else {}
     finish: dict[int, float] = {}
     offsets: dict[int, float] = {}
-    for node in _chain(network):
+    for node in _chain(graph):
         ready = max(
             (
-                _finished(need.node, network, finish) + need.latency
-                for need in network.needs[node]
+                _finished(need.node, graph, finish) + need.latency
+                for need in graph.needs[node]
                 if not need.back
             ),
             default=0.0,
         )
-        if node in network.arrival:
+        if node in graph.arrival:
             start = ready + (-ready) % interval  # the common slot begins every interval, at phase 0
-        elif node < len(network.names):
-            ready = max(ready, _hopped(network, node, offsets, hop))
-            start = rings[network.rank[node]].place(ready, network.duration[node]) if packed else ready
+        elif node < len(graph.names):
+            ready = max(ready, _hopped(graph, node, offsets, hop))
+            start = rings[graph.rank[node]].place(ready, graph.duration[node]) if packed else ready
         else:
             start = ready
         offsets[node] = start
-        finish[node] = start + network.duration[node]
+        finish[node] = start + graph.duration[node]
     return BuildingBlock(
-        interval, {node: offset for node, offset in offsets.items() if node < len(network.names)}
+        interval, {node: offset for node, offset in offsets.items() if node < len(graph.names)}
     )
 
 
-def _hopped(network: Network, node: int, offsets: Mapping[int, float], hop: Mapping[Name, float]) -> float:
+def _hopped(graph: PassGraph, node: int, offsets: Mapping[int, float], hop: Mapping[Name, float]) -> float:
     """The start of the neighbouring stage's pass plus the hop; 0 for passes that do not hop."""
-    type_, stage = network.names[node]
-    neighbour = network.index.get((type_, stage + (-1 if type_ is PassType.F else 1)))
+    type_, stage = graph.names[node]
+    neighbour = graph.index.get((type_, stage + (-1 if type_ is PassType.F else 1)))
     if (type_, stage) not in hop or neighbour is None:
         return 0.0
     return offsets[neighbour] + hop[type_, stage]
 
 
-def _finished(node: int, network: Network, finish: Mapping[int, float]) -> float:
+def _finished(node: int, graph: PassGraph, finish: Mapping[int, float]) -> float:
     """End of a pass or, for a collective, of its last producer; passes outside the chain do not count."""
-    if network.producers[node]:
+    if graph.producers[node]:
         return max(
-            (finish.get(part, 0.0) for part, groups in enumerate(network.feeds) if node in groups),
+            (finish.get(part, 0.0) for part, groups in enumerate(graph.feeds) if node in groups),
             default=0.0,
         )
     return finish.get(node, 0.0)
 
 
-def _chain(network: Network) -> Iterator[int]:
+def _chain(graph: PassGraph) -> Iterator[int]:
     """The nodes that a microbatch passes through, in order: F, the output layer's barriers, B."""
-    sinks = network.sinks
+    sinks = graph.sinks
     output = (PassType.S, PassType.S2, PassType.T)
     for wanted in (PassType.F, *output, PassType.B):
-        nodes = [
-            node for node, (type_, _) in enumerate(network.names) if type_ is wanted and node not in sinks
-        ]
-        yield from (network.arrival[node] for node in nodes if node in network.arrival)
+        nodes = [node for node, (type_, _) in enumerate(graph.names) if type_ is wanted and node not in sinks]
+        yield from (graph.arrival[node] for node in nodes if node in graph.arrival)
         yield from reversed(nodes) if wanted is PassType.B else nodes
 
 
-def lifespans(block: BuildingBlock, network: Network) -> dict[int, float]:
+def lifespans(block: BuildingBlock, graph: PassGraph) -> dict[int, float]:
     """For each F node, the intervals from the start of its F to the end of its B."""
     spans = {}
-    for (type_, stage), node in network.index.items():
+    for (type_, stage), node in graph.index.items():
         if type_ is PassType.F:
-            backward = network.index[PassType.B, stage]
-            end = block.offsets[backward] + network.duration[backward]
+            backward = graph.index[PassType.B, stage]
+            end = block.offsets[backward] + graph.duration[backward]
             spans[node] = (end - block.offsets[node]) / block.interval
     return spans

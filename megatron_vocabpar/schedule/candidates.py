@@ -20,7 +20,7 @@ from .building_block import BuildingBlock, Hops, lifespans, place
 from .costs import PassTimes
 from .families import Family
 from .list_scheduling import Rules
-from .network import Network, build_network
+from .pass_graph import PassGraph, build_graph
 from .passes import PassType
 from .schedule import Schedule
 
@@ -91,13 +91,13 @@ _TEXTBOOK = _Recipe(None, 1.0, 0.0, None, ahead=0.0)
 
 
 def candidates(
-    shape: Schedule, network: Network, times: PassTimes, family: Family, cap: float
+    shape: Schedule, graph: PassGraph, times: PassTimes, family: Family, cap: float
 ) -> Iterator[Candidate]:
     """Candidates without end (one only, where the order is the textbook's).
 
     Args:
         shape: the schedule's frame.
-        network: its rules with the given times.
+        graph: its rules with the given times.
         times: the given times.
         family: gives the hops.
         cap: the most microbatches whose activations a rank may hold.
@@ -108,9 +108,9 @@ def candidates(
         key = hops, recipe.comm, recipe.stretch, packed
         if key not in blocks:
             block_times = PassTimes.benign(shape) if recipe.comm is None else times.scaled(recipe.comm)
-            plan = build_network(shape, block_times, splits_w=family.splits_w)
+            plan = build_graph(shape, block_times, splits_w=family.splits_w)
             blocks[key] = place(shape, plan, hops=hops, stretch=recipe.stretch, packed=packed)
-        yield Candidate(blocks[key], rules(shape, network, blocks[key], recipe, cap))
+        yield Candidate(blocks[key], rules(shape, graph, blocks[key], recipe, cap))
 
 
 def is_textbook(shape: Schedule, family: Family) -> bool:
@@ -158,22 +158,22 @@ def _random_recipe(random: Random) -> _Recipe:
     )
 
 
-def rules(shape: Schedule, network: Network, block: BuildingBlock, recipe: _Recipe, cap: float) -> Rules:
+def rules(shape: Schedule, graph: PassGraph, block: BuildingBlock, recipe: _Recipe, cap: float) -> Rules:
     """IF is eager; what nothing waits for is lazy; activations are counted from F to B, or W if split."""
     chunk = 1.0 / shape.chunks
-    forward, backward, weight = (list(_nodes(network, t)) for t in (PassType.F, PassType.B, PassType.W))
+    forward, backward, weight = (list(_nodes(graph, t)) for t in (PassType.F, PassType.B, PassType.W))
     limits = {PassType.T: SOFTMAX_SHARDS, PassType.IB: INPUT_GRADIENTS, PassType.W: shape.chunks * shape.m}
-    lazy = sorted(network.sinks)
-    later_chunks = {n: shape.chunks - 1 - shape.placement.chunk_of(network.names[n][1]) for n in forward}
+    lazy = sorted(graph.sinks)
+    later_chunks = {n: shape.chunks - 1 - shape.placement.chunk_of(graph.names[n][1]) for n in forward}
     in_flight = {}
     if recipe.spare is not None:
-        for node, lifespan in lifespans(block, network).items():
-            partner = network.index[PassType.B, network.names[node][1]]
+        for node, lifespan in lifespans(block, graph).items():
+            partner = graph.index[PassType.B, graph.names[node][1]]
             in_flight[node] = partner, int(lifespan) + 1 + recipe.spare
     return Rules(
-        eager=tuple(_nodes(network, PassType.IF)),
-        lazy={node: _holder(node, network) for node in lazy},
-        pending={node: limits[network.names[node][0]] for node in lazy},
+        eager=tuple(_nodes(graph, PassType.IF)),
+        lazy={node: _holder(node, graph) for node in lazy},
+        pending={node: limits[graph.names[node][0]] for node in lazy},
         overlap=recipe.overlap,
         ahead=recipe.ahead,
         hold=dict.fromkeys(forward, chunk) | dict.fromkeys(weight or backward, -chunk),
@@ -183,12 +183,12 @@ def rules(shape: Schedule, network: Network, block: BuildingBlock, recipe: _Reci
     )
 
 
-def _nodes(network: Network, wanted: PassType) -> Iterator[int]:
-    return (node for node, (type_, _) in enumerate(network.names) if type_ is wanted)
+def _nodes(graph: PassGraph, wanted: PassType) -> Iterator[int]:
+    return (node for node, (type_, _) in enumerate(graph.names) if type_ is wanted)
 
 
-def _holder(node: int, network: Network) -> int:
+def _holder(node: int, graph: PassGraph) -> int:
     """What makes the buffer that a lazy pass frees: a pass on its rank (S for T), or a collective."""
-    needed = network.needs[node][-1].node
-    parts = [part for part, groups in enumerate(network.feeds) if needed in groups]
-    return next((part for part in parts if network.rank[part] == network.rank[node]), needed)
+    needed = graph.needs[node][-1].node
+    parts = [part for part, groups in enumerate(graph.feeds) if needed in groups]
+    return next((part for part in parts if graph.rank[part] == graph.rank[node]), needed)

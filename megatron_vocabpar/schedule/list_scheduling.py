@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from .building_block import BuildingBlock
-from .network import Network
+from .pass_graph import PassGraph
 
 _NEVER = float("inf")
 _ROUNDING = 1e-9  # of sums of 1/chunks
@@ -86,11 +86,11 @@ class Rules:
     in_flight: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
-def arrange(network: Network, m: int, block: BuildingBlock, rules: Rules) -> Timeline:
+def arrange(graph: PassGraph, m: int, block: BuildingBlock, rules: Rules) -> Timeline:
     """Play ``m`` microbatches of ``block``.
 
     Args:
-        network: rules and times.
+        graph: rules and times.
         m: microbatches.
         block: the planned starts.
         rules: which orders are allowed.
@@ -99,25 +99,25 @@ def arrange(network: Network, m: int, block: BuildingBlock, rules: Rules) -> Tim
         Stuck: if no rank can go on. Does not happen where ``ahead`` and ``in_flight`` leave all freedom and
             ``max_activations`` is at least 1.
     """
-    return _Arranger(network, m, block, rules).run()
+    return _Arranger(graph, m, block, rules).run()
 
 
 class _Arranger:
-    def __init__(self, network: Network, m: int, block: BuildingBlock, rules: Rules) -> None:
-        ranks, nodes, passes = max(network.rank) + 1, len(network.producers), len(network.rank)
+    def __init__(self, graph: PassGraph, m: int, block: BuildingBlock, rules: Rules) -> None:
+        ranks, nodes, passes = max(graph.rank) + 1, len(graph.producers), len(graph.rank)
         self.m, self.rules, self.interval = m, rules, block.interval
-        self.rank, self.duration, self.feeds = network.rank, network.duration, network.feeds
-        self.needs = [[(n * m - back, back, late) for n, back, late in row] for row in network.needs]
+        self.rank, self.duration, self.feeds = graph.rank, graph.duration, graph.feeds
+        self.needs = [[(n * m - back, back, late) for n, back, late in row] for row in graph.needs]
         self.followers: list[list[tuple[int, int]]] = [[] for _ in range(nodes)]
-        for node, row in enumerate(network.needs):
+        for node, row in enumerate(graph.needs):
             for need in row:
                 self.followers[need.node].append((node, need.back))
-        self.together = {arrival: node for node, arrival in network.arrival.items()}
-        self._sort_nodes(network, block, ranks)
+        self.together = {arrival: node for node, arrival in graph.arrival.items()}
+        self._sort_nodes(graph, block, ranks)
 
         self.ends = [_NEVER] * (nodes * m)  # not known yet
         self.latest = [0.0] * (nodes * m)  # of collectives: the end of the last producer so far
-        self.missing = [count for count in network.producers for _ in range(m)]
+        self.missing = [count for count in graph.producers for _ in range(m)]
         self.next = [0] * nodes  # of each node: its next microbatch
         self.ready = [_NEVER] * passes  # when that has all that it waits for; infinite while not known
         self.hold = [rules.hold.get(node, 0.0) for node in range(passes)]
@@ -130,7 +130,7 @@ class _Arranger:
         for node in range(passes):
             self._work_out(node)
 
-    def _sort_nodes(self, network: Network, block: BuildingBlock, ranks: int) -> None:
+    def _sort_nodes(self, graph: PassGraph, block: BuildingBlock, ranks: int) -> None:
         """The nodes of each rank, by how they are placed."""
         eager, lazy = set(self.rules.eager), self.rules.lazy
         self.core: list[list[tuple[float, int]]] = [[] for _ in range(ranks)]  # planned start, node
@@ -138,18 +138,18 @@ class _Arranger:
         self.lazy: list[list[int]] = [[] for _ in range(ranks)]
         self.received: list[list[int]] = [[] for _ in range(ranks)]  # lazy ones whose buffers come unasked
         self.freeing: list[list[int]] = [[] for _ in range(ranks)]  # lazy ones that free activations
-        self.forces: list[list[int]] = [[] for _ in network.producers]  # lazy ones by what makes their buffer
-        for node, rank in enumerate(network.rank):
+        self.forces: list[list[int]] = [[] for _ in graph.producers]  # lazy ones by what makes their buffer
+        for node, rank in enumerate(graph.rank):
             if node in eager:
                 self.eager[rank].append(node)
             elif node in lazy:
                 self.lazy[rank].append(node)
                 self.forces[lazy[node]].append(node)
-                if network.producers[lazy[node]]:
+                if graph.producers[lazy[node]]:
                     self.received[rank].append(node)
                 if self.rules.hold.get(node, 0.0) < 0.0:
                     self.freeing[rank].append(node)
-            elif node not in network.arrival:
+            elif node not in graph.arrival:
                 self.core[rank].append((block.offsets[self.together.get(node, node)], node))
 
     def run(self) -> Timeline:

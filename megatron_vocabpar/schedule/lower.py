@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .costs import PassCosts, PassTimes
-from .network import Network, build_network
+from .pass_graph import PassGraph, build_graph
 from .passes import RECEIVE_OF, Comm, CommType, Instruction, Pass, PassType
 from .replay import Stopped, replay
 from .schedule import Deadlock, Program, Schedule
@@ -156,38 +156,38 @@ def play_passes(schedule: Schedule, times: PassTimes) -> Played:
         {type_: tuple(max(time, _LEAST_MS) for time in row) for type_, row in times.passes.items()},
         {type_: max(time, _LEAST_MS) for type_, time in times.comms.items()},
     )
-    network, m = build_network(schedule, times, splits_w=schedule.splits_w), schedule.m
+    graph, m = build_graph(schedule, times, splits_w=schedule.splits_w), schedule.m
     nodes: dict[PassType, dict[int, int]] = {}
-    for (type_, stage), node in network.index.items():
+    for (type_, stage), node in graph.index.items():
         nodes.setdefault(type_, {})[stage] = node
     items = [
         [nodes[pass_.type][pass_.stage] * m + pass_.microbatch for pass_ in row] for row in schedule.ranks
     ]
-    sequences = [list(_with_arrivals(row, network, m)) for row in items] if network.arrival else items
+    sequences = [list(_with_arrivals(row, graph, m)) for row in items] if graph.arrival else items
     try:
-        ends = replay(network, m, sequences)
+        ends = replay(graph, m, sequences)
     except Stopped as stopped:
-        at = {rank: _named(item, network, m, rank) for rank, item in stopped.items.items()}
-        raise Deadlock(at, _named(stopped.waits_for, network, m, min(at))) from stopped
-    ready = {type_: ends[node * m : (node + 1) * m] for type_, node in network.groups.items()}
+        at = {rank: _named(item, graph, m, rank) for rank, item in stopped.items.items()}
+        raise Deadlock(at, _named(stopped.waits_for, graph, m, min(at))) from stopped
+    ready = {type_: ends[node * m : (node + 1) * m] for type_, node in graph.groups.items()}
     return Played(tuple([ends[item] for item in row] for row in items), ready)
 
 
-def _named(item: int, network: Network, m: int, rank: int) -> Instruction:
-    """The instruction that an item of the network stands for; of a collective, the part of ``rank``."""
+def _named(item: int, graph: PassGraph, m: int, rank: int) -> Instruction:
+    """The instruction that an item of the graph stands for; of a collective, the part of ``rank``."""
     node, mb = divmod(item, m)
-    if node < len(network.names):
-        return Pass(*network.names[node], mb)
-    for pass_node, arrival in network.arrival.items():
-        if node in (arrival, *network.feeds[arrival]):
-            type_, stage = network.names[pass_node]
+    if node < len(graph.names):
+        return Pass(*graph.names[node], mb)
+    for pass_node, arrival in graph.arrival.items():
+        if node in (arrival, *graph.feeds[arrival]):
+            type_, stage = graph.names[pass_node]
             return Pass(type_, stage if node == arrival else rank, mb)
-    return Comm(next(type_ for type_, group in network.groups.items() if group == node), rank, mb)
+    return Comm(next(type_ for type_, group in graph.groups.items() if group == node), rank, mb)
 
 
-def _with_arrivals(row: Iterable[int], network: Network, m: int) -> Iterator[int]:
+def _with_arrivals(row: Iterable[int], graph: PassGraph, m: int) -> Iterator[int]:
     for item in row:
         node, mb = divmod(item, m)
-        if node in network.arrival:
-            yield network.arrival[node] * m + mb
+        if node in graph.arrival:
+            yield graph.arrival[node] * m + mb
         yield item

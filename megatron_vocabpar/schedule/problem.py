@@ -13,7 +13,7 @@ from .costs import PassCosts, PassTimes
 from .families import Family
 from .list_scheduling import Stuck, Timeline, arrange
 from .methods import Method, method_named
-from .network import Network, build_network
+from .pass_graph import PassGraph, build_graph
 from .passes import Pass, PassType
 from .peaks import claimed_peak
 from .placement import Placement
@@ -33,14 +33,14 @@ class Problem:
         shape: the frame.
         family: gives the building blocks.
         times: of all passes, in ms.
-        network: the rules, with the times.
+        graph: the rules, with the times.
         cap: the most microbatches whose activations a rank may hold.
     """
 
     shape: Schedule
     family: Family
     times: PassTimes
-    network: Network
+    graph: PassGraph
     cap: float
 
     @staticmethod
@@ -62,7 +62,7 @@ class Problem:
         cap = max_activations
         if cap is None:
             cap = claimed_peak(method_named(method), p, family, shape.chunks)
-        return Problem(shape, family, times, build_network(shape, times, splits_w=family.splits_w), cap)
+        return Problem(shape, family, times, build_graph(shape, times, splits_w=family.splits_w), cap)
 
     def best(self, budget: int) -> Timeline:
         """The fastest of as many candidates as may be tried.
@@ -70,10 +70,10 @@ class Problem:
         Args:
             budget: about how many passes the trials may play in all.
         """
-        choices = candidates(self.shape, self.network, self.times, self.family, self.cap)
+        choices = candidates(self.shape, self.graph, self.times, self.family, self.cap)
         if is_textbook(self.shape, self.family):
-            return arrange(self.network, self.shape.m, *next(choices))
-        passes = len(self.network.names)  # of one microbatch
+            return arrange(self.graph, self.shape.m, *next(choices))
+        passes = len(self.graph.names)  # of one microbatch
         trial_m = min(self.shape.m, max(_LEAST_TRIAL, 2 * self.shape.p + 4))
         affordable = max(1, budget // (passes * (trial_m + _PLACING)))
         trials = []
@@ -91,7 +91,7 @@ class Problem:
 
     def schedule(self, played: Timeline) -> Schedule:
         """A schedule with the order in which the passes were played."""
-        names, m = self.network.names, self.shape.m
+        names, m = self.graph.names, self.shape.m
         ranks = tuple(
             tuple(Pass(*names[item // m], item % m) for item in row if item // m < len(names))
             for row in played.order
@@ -101,7 +101,7 @@ class Problem:
     def _try(self, candidate: Candidate, m: int) -> Timeline | None:
         """The candidate played, or None if its rules leave no way to go on."""
         try:
-            return arrange(self.network, m, candidate.block, candidate.rules)
+            return arrange(self.graph, m, candidate.block, candidate.rules)
         except Stuck:
             return None
 
@@ -109,7 +109,7 @@ class Problem:
         """The end if all microbatches were played and the steady state went on as in the trial's middle."""
         if m < 3:
             return played.end
-        first = self.network.index[PassType.B, 0] * m
+        first = self.graph.index[PassType.B, 0] * m
         early, late = m // 3, 2 * m // 3
         steady = (played.ends[first + late] - played.ends[first + early]) / (late - early)
         return played.end + steady * (self.shape.m - m)

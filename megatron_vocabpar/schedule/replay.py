@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .network import Network
+from .pass_graph import PassGraph
 
 
 class Stopped(Exception):
@@ -25,11 +25,11 @@ class Stopped(Exception):
         self.items, self.waits_for = items, waits_for
 
 
-def replay(network: Network, m: int, sequences: Sequence[Sequence[int]]) -> list[float]:
+def replay(graph: PassGraph, m: int, sequences: Sequence[Sequence[int]]) -> list[float]:
     """Run every rank's items in order; item ``n * m + i`` is node ``n`` of microbatch ``i``.
 
     Args:
-        network: rules and times.
+        graph: rules and times.
         m: microbatches.
         sequences: for each rank its items, arrivals included.
 
@@ -40,21 +40,21 @@ def replay(network: Network, m: int, sequences: Sequence[Sequence[int]]) -> list
     Raises:
         Stopped: if the order cannot be kept.
     """
-    return _Replay(network, m, sequences).run()
+    return _Replay(graph, m, sequences).run()
 
 
 class _Replay:
-    def __init__(self, network: Network, m: int, sequences: Sequence[Sequence[int]]) -> None:
-        nodes = len(network.producers)
+    def __init__(self, graph: PassGraph, m: int, sequences: Sequence[Sequence[int]]) -> None:
+        nodes = len(graph.producers)
         self.m, self.sequences = m, sequences
-        self.duration, self.feeds = network.duration, network.feeds
+        self.duration, self.feeds = graph.duration, graph.feeds
         self.needs = [
             [((need.node - node) * m - need.back, need.back, need.latency) for need in row]
-            for node, row in enumerate(network.needs)
+            for node, row in enumerate(graph.needs)
         ]
         self.ends = [-1.0] * (nodes * m)
         self.latest = [0.0] * (nodes * m)  # of collectives: the end of the last producer so far
-        self.missing = [count for count in network.producers for _ in range(m)]
+        self.missing = [count for count in graph.producers for _ in range(m)]
         self.position, self.free = [0] * len(sequences), [0.0] * len(sequences)
         self.sleepers: dict[int, list[int]] = {}
         self.awake = list(range(len(sequences)))

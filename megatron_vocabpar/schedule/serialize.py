@@ -8,7 +8,7 @@ the same.
 A plan: ``"program": [["0IF0", "0CI0", ...]]`` in place of ``"ranks"``, each rank's instructions in order,
 with communication; and ``"costs"``, as in a cost file.
 
-Text: one line a rank, passes as ``<stage><type><microbatch>``.
+Text: one line a rank, passes as ``<stage><type><microbatch>``. CSV: one line an instruction of a plan.
 """
 
 from __future__ import annotations
@@ -41,6 +41,15 @@ def plan_to_json(plan: Plan) -> str:
     """The JSON form of a plan, one line a rank."""
     rows = [json.dumps([str(item) for item in row]) for row in plan.program]
     return _json(plan.schedule, {"costs": plan.costs.to_dict()}, "program", rows)
+
+
+def plan_to_csv(plan: Plan) -> str:
+    """One line an instruction: rank, position on the rank, text, type, stage, microbatch."""
+    lines = ["rank,position,instruction,type,stage,microbatch"]
+    for rank, row in enumerate(plan.program):
+        for position, item in enumerate(row):
+            lines.append(f"{rank},{position},{item},{item.type.value},{item.stage},{item.microbatch}")
+    return "\n".join(lines)
 
 
 def _json(schedule: Schedule, more: Mapping[str, Any], name: str, rows: Sequence[str]) -> str:

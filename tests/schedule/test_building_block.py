@@ -10,16 +10,16 @@ from megatron_vocabpar.schedule.building_block import Hops, lifespans, place
 from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.families import family_named
 from megatron_vocabpar.schedule.methods import METHODS
-from megatron_vocabpar.schedule.network import Network, build_network
+from megatron_vocabpar.schedule.pass_graph import PassGraph, build_graph
 from megatron_vocabpar.schedule.passes import PassType
 from megatron_vocabpar.schedule.problem import frame
 
 times = st.floats(0.5, 20.0)
 
 
-def network_of(method: str, p: int, costs: PassCosts) -> Network:
+def network_of(method: str, p: int, costs: PassCosts) -> PassGraph:
     shape = frame(method, p, 4, family=family_named("1f1b"))
-    return build_network(shape, PassTimes.of(costs, shape, splits_w=False), splits_w=False)
+    return build_graph(shape, PassTimes.of(costs, shape, splits_w=False), splits_w=False)
 
 
 def round_costs(comm: float = 0.0) -> PassCosts:
@@ -30,10 +30,10 @@ def round_costs(comm: float = 0.0) -> PassCosts:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("p", [1, 2, 5, 8])
 def test_lifespan_over_interval_is_the_claimed_peak(method: str, p: int) -> None:
-    network = network_of(method, p, round_costs())
-    block = place(frame(method, p, 4, family=family_named("1f1b")), network)
+    graph = network_of(method, p, round_costs())
+    block = place(frame(method, p, 4, family=family_named("1f1b")), graph)
     claimed = -(-3 * p // 2) if method == "interlaced" else p + METHODS[method].barriers
-    assert max(lifespans(block, network).values()) <= claimed + 1e-9
+    assert max(lifespans(block, graph).values()) <= claimed + 1e-9
 
 
 @settings(max_examples=80, deadline=None)
@@ -45,30 +45,30 @@ def test_lifespan_over_interval_is_the_claimed_peak(method: str, p: int) -> None
 )
 def test_passes_neither_overlap_nor_come_early(method: str, p: int, ms: list[float], stretch: float) -> None:
     methods = {name: {"S_ms": ms[3], "S2_ms": ms[4], "T_ms": ms[5]} for name in METHODS}
-    network = network_of(method, p, PassCosts(ms[0], ms[1], ms[2], 0.1, 0.1, methods, ms[6], ms[7], ms[8]))
-    block = place(frame(method, p, 4, family=family_named("1f1b")), network, stretch=stretch)
+    graph = network_of(method, p, PassCosts(ms[0], ms[1], ms[2], 0.1, 0.1, methods, ms[6], ms[7], ms[8]))
+    block = place(frame(method, p, 4, family=family_named("1f1b")), graph, stretch=stretch)
     for rank in range(p):
         arcs = sorted(
-            (offset % block.interval, network.duration[node])
+            (offset % block.interval, graph.duration[node])
             for node, offset in block.offsets.items()
-            if network.rank[node] == rank
+            if graph.rank[node] == rank
         )
         for (start, length), (following, _) in zip(
             arcs, [*arcs[1:], (arcs[0][0] + block.interval, 0)], strict=True
         ):
             assert start + length <= following + 1e-6 * block.interval
     for node, offset in block.offsets.items():
-        for need in network.needs[node]:
+        for need in graph.needs[node]:
             if need.node in block.offsets and not need.back:
-                end = block.offsets[need.node] + network.duration[need.node]
+                end = block.offsets[need.node] + graph.duration[need.node]
                 assert end + need.latency <= offset + 1e-6 * block.interval
 
 
 def test_lifespans_are_those_of_figure_9() -> None:
     """With F = 1, B = 2 and no vocabulary, stage s of p lives for p - s intervals of three."""
-    network = network_of("baseline", 4, round_costs())
-    block = place(frame("baseline", 4, 4, family=family_named("1f1b")), network)
-    assert [lifespans(block, network)[network.index[PassType.F, s]] for s in range(4)] == [4, 3, 2, 1]
+    graph = network_of("baseline", 4, round_costs())
+    block = place(frame("baseline", 4, 4, family=family_named("1f1b")), graph)
+    assert [lifespans(block, graph)[graph.index[PassType.F, s]] for s in range(4)] == [4, 3, 2, 1]
 
 
 @pytest.mark.parametrize("hop", [0.3, 0.5])
@@ -77,14 +77,14 @@ def test_hops_are_kept_and_v_shapes_balanced(hop: float) -> None:
     p, family = 6, family_named("v-half")
     shape = frame("vocab-2", p, 4, family=family)
     costs = round_costs()
-    network = build_network(shape, PassTimes.of(costs, shape, splits_w=True), splits_w=True)
-    block = place(shape, network, hops=Hops((hop, hop), (hop, hop)), packed=False)
-    starts = [block.offsets[network.index[PassType.F, stage]] for stage in range(2 * p)]
+    graph = build_graph(shape, PassTimes.of(costs, shape, splits_w=True), splits_w=True)
+    block = place(shape, graph, hops=Hops((hop, hop), (hop, hop)), packed=False)
+    starts = [block.offsets[graph.index[PassType.F, stage]] for stage in range(2 * p)]
     for start, following in pairwise(starts):
         assert following - start == pytest.approx(hop * block.interval)
-    spans = lifespans(block, network)
+    spans = lifespans(block, graph)
     held = [0.0] * p
     for stage in range(2 * p):
-        held[shape.layout.rank_of(stage)] += spans[network.index[PassType.F, stage]] / 2
+        held[shape.layout.rank_of(stage)] += spans[graph.index[PassType.F, stage]] / 2
     assert max(held) - min(held) < 1e-9
     assert held[0] >= (2 * p - 1) * hop

@@ -6,15 +6,15 @@ import pytest
 
 from megatron_vocabpar.schedule.building_block import BuildingBlock
 from megatron_vocabpar.schedule.list_scheduling import Rules, Stuck, Timeline, arrange
-from megatron_vocabpar.schedule.network import Need, Network
+from megatron_vocabpar.schedule.pass_graph import Need, PassGraph
 from megatron_vocabpar.schedule.passes import PassType
 
 NAMES = {"F": PassType.F, "B": PassType.B, "T": PassType.T, "S": PassType.S}
 
 
-def network(passes: list[tuple[str, int, float, list[tuple[int, float]]]]) -> Network:
+def graph(passes: list[tuple[str, int, float, list[tuple[int, float]]]]) -> PassGraph:
     """Nodes given as (type, rank, duration, [(needed node, latency)])."""
-    return Network(
+    return PassGraph(
         names=tuple((NAMES[name], rank) for name, rank, _, _ in passes),
         rank=tuple(rank for _, rank, _, _ in passes),
         duration=tuple(duration for _, _, duration, _ in passes),
@@ -29,7 +29,7 @@ def network(passes: list[tuple[str, int, float, list[tuple[int, float]]]]) -> Ne
 
 # Rank 0: F, then B once rank 1's F and 3 ms have passed; T may follow F at any time.
 F0, F1, B0, T0 = range(4)
-CHAIN = network(
+CHAIN = graph(
     [("F", 0, 2.0, []), ("F", 1, 5.0, [(F0, 1.0)]), ("B", 0, 4.0, [(F1, 3.0)]), ("T", 0, 1.0, [(F0, 0.0)])]
 )
 PLAN = BuildingBlock(7.0, {F0: 0.0, F1: 3.0, B0: 11.0})
@@ -47,7 +47,7 @@ def test_a_pass_starts_when_its_needs_and_latencies_allow_and_a_lazy_one_fills_t
 
 
 def test_a_lazy_pass_is_forced_where_too_many_are_pending() -> None:
-    alone = network([("F", 0, 2.0, []), ("T", 0, 1.0, [(0, 0.0)])])
+    alone = graph([("F", 0, 2.0, []), ("T", 0, 1.0, [(0, 0.0)])])
     played = arrange(alone, 3, BuildingBlock(2.0, {0: 0.0}), Rules(lazy={1: 0}, pending={1: 2}, overlap=0.0))
     assert [(node, mb) for node, mb, _ in rows(played, 3)[0]] == [
         (0, 0),
@@ -62,7 +62,7 @@ def test_a_lazy_pass_is_forced_where_too_many_are_pending() -> None:
 @pytest.mark.parametrize(("overlap", "end"), [(0.0, 12.0), (0.5, 12.5)])
 def test_overlap_lets_a_filler_delay_the_next_pass(overlap: float, end: float) -> None:
     """Once T is ready, at 4 ms, there are 7 ms left until B0; T takes 7.5."""
-    long = network(
+    long = graph(
         [
             ("F", 0, 2.0, []),
             ("F", 1, 5.0, [(F0, 1.0)]),
@@ -86,7 +86,7 @@ def test_overlap_lets_a_filler_delay_the_next_pass(overlap: float, end: float) -
 )
 def test_how_far_a_rank_may_go_ahead(rules: Rules, first: str) -> None:
     """B0 is ready after 11 ms; a rank fills the time with later forwards as far as it may."""
-    chain = network([("F", 0, 2.0, []), ("F", 1, 5.0, [(F0, 1.0)]), ("B", 0, 4.0, [(F1, 3.0)])])
+    chain = graph([("F", 0, 2.0, []), ("F", 1, 5.0, [(F0, 1.0)]), ("B", 0, 4.0, [(F1, 3.0)])])
     played = arrange(chain, 4, PLAN, rules)
     order = [f"{'F' if node == F0 else 'B'}{mb}" for node, mb, _ in rows(played, 4)[0]]
     assert " ".join(order[:3]) == first
@@ -94,7 +94,7 @@ def test_how_far_a_rank_may_go_ahead(rules: Rules, first: str) -> None:
 
 def test_what_frees_activations_runs_when_a_forward_has_no_room() -> None:
     """T frees what F holds: it is forced although the rank has no idle time."""
-    alone = network([("F", 0, 2.0, []), ("T", 0, 1.0, [(0, 0.0)])])
+    alone = graph([("F", 0, 2.0, []), ("T", 0, 1.0, [(0, 0.0)])])
     rules = Rules(lazy={1: 0}, pending={1: 9}, overlap=0.0, hold={0: 1.0, 1: -1.0}, max_activations=2.0)
     played = arrange(alone, 4, BuildingBlock(2.0, {0: 0.0}), rules)
     assert [node for node, _, _ in rows(played, 4)[0]] == [0, 0, 1, 0, 1, 0, 1, 1]

@@ -7,8 +7,6 @@ import pytest
 from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.redistribution import (
-    StageMemory,
-    megatron_split,
     redistribute,
     redistribute_by_flops,
     with_final_stage,
@@ -46,52 +44,11 @@ def test_final_stage_that_starves_the_others_is_refused(final: int) -> None:
         with_final_stage(8, 4, final)
 
 
-@pytest.mark.parametrize("limit", [30.0, 24.0, 21.0])
-def test_under_a_memory_limit_the_longest_stage_is_the_shortest_that_fits(limit: float) -> None:
-    layers, p, m, last = 8, 4, 16, 2.4
-    memory = StageMemory(limit, layer=2.0, activations=1.0, first=3.0, last=9.0)
-
-    def fits(counts: tuple[int, ...]) -> bool:
-        ends = [3.0, 0.0, 0.0, 9.0]
-        return all(ends[s] + n * (2.0 + (p - s)) <= limit for s, n in enumerate(counts))
-
-    def longest(counts: tuple[int, ...]) -> float:
-        return max(max(counts[:-1]), counts[-1] + last)
-
-    every = [c for c in product(range(layers + 1), repeat=p) if sum(c) == layers and all(c[:-1]) and fits(c)]
-    chosen = redistribute(layers, p, 0.0, last, 1.0, memory.most_layers(p, m))
-    assert fits(chosen)
-    assert longest(chosen) == min(map(longest, every))
-
-
-def test_layers_that_fit_nowhere_are_refused() -> None:
-    with pytest.raises(ValueError, match="8 layers don't fit: the 2 stages have memory for 2 3"):
-        redistribute(8, 2, 0.0, 0.0, 1.0, StageMemory(10.0, 2.0, 1.0).most_layers(2, 8))
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, (4, 4, 4, 4)),
-        ({"first": 3, "last": 3}, (3, 5, 5, 3)),
-        ({"last": 1}, (5, 5, 5, 1)),
-        ({"account_for_embedding": True, "account_for_loss": True}, None),
-    ],
-)
-def test_megatrons_own_splits(options: dict, expected: tuple[int, ...] | None) -> None:
-    if expected is None:
-        with pytest.raises(ValueError, match="16 layers cannot be split evenly"):
-            megatron_split(16, 4, **options)
-        assert megatron_split(14, 4, **options) == (3, 4, 4, 3)
-    else:
-        assert megatron_split(16, 4, **options) == expected
-
-
 def test_a_schedule_is_timed_with_the_layers_of_each_stage() -> None:
     """The busiest rank of an uneven split sets the pace; a shorter last stage pays for the output layer."""
     extra = {"F_ms": 10.0, "B_ms": 10.0, "W_ms": 10.0}
     even = PassCosts(10.0, 10.0, 10.0, last_rank_extra=extra)
-    split = PassCosts(10.0, 10.0, 10.0, last_rank_extra=extra, layers_per_stage=megatron_split(16, 4, last=1))
+    split = PassCosts(10.0, 10.0, 10.0, last_rank_extra=extra, layers_per_stage=with_final_stage(16, 4, 1))
     ms = [simulated(generate("baseline", 4, 64, costs=costs), costs).iteration_ms for costs in (even, split)]
     assert ms[0] / 64 == pytest.approx(60.0, rel=0.1)  # 30 of the layers, 30 of the output layer
     assert ms[1] / 64 == pytest.approx(37.5, rel=0.1)  # 30 * 5 / 4, and 30 * 1 / 4 + 30

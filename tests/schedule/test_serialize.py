@@ -1,7 +1,9 @@
 """JSON and text, both ways."""
 
+import csv
 import json
 from dataclasses import replace
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.schedule.serialize import (
     from_json,
     plan_from_json,
+    plan_to_csv,
     plan_to_json,
     ranks_from_text,
     to_json,
@@ -47,6 +50,17 @@ def test_the_form_of_a_plan() -> None:
     assert PassCosts.from_dict(data["costs"]) == plan.costs
     del data["method"]  # baseline and redis apart, an algorithm has one method
     assert plan_from_json(json.dumps(data)) == plan
+
+
+def test_csv_has_every_instruction_in_order() -> None:
+    plan = make_plan("vocab-1", 2, 3)
+    rows = list(csv.DictReader(StringIO(plan_to_csv(plan))))
+    for rank, row in enumerate(plan.program):
+        mine = [line for line in rows if int(line["rank"]) == rank]
+        assert [line["instruction"] for line in mine] == [str(item) for item in row]
+        assert [int(line["position"]) for line in mine] == list(range(len(row)))
+    assert {line["type"] for line in rows} >= {"IF", "C2", "SEND_F", "IB"}
+    assert all(f"{line['stage']}{line['type']}" in line["instruction"].replace(".", "") for line in rows)
 
 
 def test_a_schedule_is_lowered_with_the_given_costs() -> None:

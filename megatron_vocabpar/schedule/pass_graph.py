@@ -31,7 +31,7 @@ class Need(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Network:
+class PassGraph:
     """Nodes by index: passes first, then arrivals, then collectives.
 
     Attributes:
@@ -68,7 +68,7 @@ class Network:
         )
 
 
-def build_network(schedule: Schedule, times: PassTimes, *, splits_w: bool) -> Network:
+def build_graph(schedule: Schedule, times: PassTimes, *, splits_w: bool) -> PassGraph:
     """Flatten ``schedule``'s rules (a frame will do) and ``times``."""
     names = tuple(_names(schedule, splits_w))
     index = {name: node for node, name in enumerate(names)}
@@ -97,7 +97,7 @@ def build_network(schedule: Schedule, times: PassTimes, *, splits_w: bool) -> Ne
                 producers[group] += 1
     ranks = [schedule.rank_of(Pass(type_, stage, 0)) for type_, stage in names]
     durations = [times.passes[type_][stage] for type_, stage in names]
-    return Network(
+    return PassGraph(
         names,
         (*ranks, *(ranks[node] for node in arrival)),
         (*durations, *(0.0 for _ in arrival)),
