@@ -85,6 +85,6 @@ def test_hops_are_kept_and_v_shapes_balanced(hop: float) -> None:
     spans = lifespans(block, graph)
     held = [0.0] * p
     for stage in range(2 * p):
-        held[shape.layout.rank_of(stage)] += spans[graph.index[PassType.F, stage]] / 2
+        held[shape.placement.rank_of(stage)] += spans[graph.index[PassType.F, stage]] / 2
     assert max(held) - min(held) < 1e-9
     assert held[0] >= (2 * p - 1) * hop

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from megatron_vocabpar.cli.main import main
+from megatron_vocabpar.schedule.hang import MODELS
 
 
 def run(*arguments: str) -> Result:
@@ -30,12 +31,37 @@ def test_json_holds_the_passes() -> None:
     assert [item["op"] for item in data["ranks"][1]] == ["F", "B"] * 3
 
 
+def test_program_is_what_simulate_reads(tmp_path: Path) -> None:
+    path = tmp_path / "program.json"
+    run("--pp", "2", "--microbatches", "3", "--format", "program", "--output", str(path))
+    data = json.loads(path.read_text())
+    assert (data["p"], data["m"], data["chunks"], data["placement"], data["input"]) == (
+        2,
+        3,
+        1,
+        "standard",
+        "parallel",
+    )
+    assert data["program"][0][:3] == ["0IF0", "0CI0", "0IF1"]
+    planned = json.loads(simulate(path, "--format", "json").output)
+    run("--pp", "2", "--microbatches", "3", "--format", "json", "--output", str(path))
+    assert json.loads(simulate(path, "--format", "json").output) == planned
+
+
+def test_check_says_of_each_model_whether_it_hangs() -> None:
+    result = run("--pp", "2", "--microbatches", "3", "--check", "nccl")
+    assert result.exit_code == 0
+    assert result.output.count("no hang") == 2 * len(MODELS)
+    assert "one queue             no hang," in result.output
+
+
 @pytest.mark.parametrize(
     ("output_format", "start"),
     [
         ("svg", b"<svg "),
         ("trace", b'{"traceEvents"'),
         ("json", b"{"),
+        ("csv", b"rank,position,instruction"),
         ("html", b"<!doctype html>"),
         ("png", b"\x89PNG"),
         ("pdf", b"%PDF"),
