@@ -65,7 +65,8 @@ $(MATRIX:%=.venv-matrix/%.log): .venv-matrix/%.log: .venv-matrix/%/.installed
 	.venv-matrix/$*/bin/python -m pip install --quiet --disable-pip-version-check "megatron-core==$*" --editable ".[test]"
 	touch $@
 
-# No GPU needed, and none used: a torch for the CPU beside a Triton that it does not ask for.
+# No GPU needed, and none used: a torch for the CPU beside a Triton that it does not ask for. The interpreter of
+# Triton 3.4 makes numbers of arrays in a way that numpy 2.4 refuses.
 test-kernels:
 	@status=0; for version in $(TRITONS); do $(MAKE) .venv-kernels/$$version.log || status=1; done; \
 	printf '\n| triton | tests |\n| --- | --- |\n'; \
@@ -80,7 +81,7 @@ $(TRITONS:%=.venv-kernels/%.log): .venv-kernels/%.log: .venv-kernels/%/.installe
 .venv-kernels/%/.installed: pyproject.toml
 	test -x .venv-kernels/$*/bin/python || $(PYTHON) -m venv .venv-kernels/$*
 	.venv-kernels/$*/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" \
-		numpy pytest pytest-timeout hypothesis
+		"numpy<2.4" pytest pytest-timeout hypothesis
 	.venv-kernels/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "triton==$*"
 	touch $@
 
