@@ -3,16 +3,16 @@
 ``import megatron_vocabpar.adaptor`` before any import of megatron. With none of our options on the command
 line it imports nothing of Megatron and touches nothing.
 
-Next: ``integration/bindings.py``, the table of what is replaced.
+Next: ``megatron_lm/bindings.py``, the table of what is replaced.
 """
 
 from __future__ import annotations
 
 import sys
 
-from megatron_vocabpar.integration.flags import config_from_argv, is_asked_for
+from megatron_vocabpar.megatron_lm.flags import config_from_argv, is_asked_for
 
 if is_asked_for(sys.argv[1:]):
-    from megatron_vocabpar.integration.patch import apply
+    from megatron_vocabpar.megatron_lm.patch import apply
 
     apply(config_from_argv(sys.argv[1:]))

@@ -65,12 +65,12 @@ def _run_rank(config: TrainConfig) -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_vocabpar.integration.build import build_chunks
-    from megatron_vocabpar.integration.cpu import megatron_on_cpu
     from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
-    from megatron_vocabpar.integration.trainer import forward_step, layers_per_stage
     from megatron_vocabpar.runtime.streams import backend, default_device
     from megatron_vocabpar.schedule.placement import Placement
+    from megatron_vocabpar.train.build import build_chunks
+    from megatron_vocabpar.train.cpu import megatron_on_cpu
+    from megatron_vocabpar.train.trainer import forward_step, layers_per_stage
 
     device = default_device(config.device, int(os.environ["LOCAL_RANK"]))
     with ExitStack() as stack:

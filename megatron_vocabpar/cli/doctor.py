@@ -13,8 +13,8 @@ from pathlib import Path
 
 import click
 
-from megatron_vocabpar.integration.bindings import BINDINGS, VERSIONS, Binding, find_version
-from megatron_vocabpar.integration.sources import source_file, source_signatures, takes_by_value
+from megatron_vocabpar.megatron_lm.bindings import BINDINGS, VERSIONS, Binding, find_version
+from megatron_vocabpar.megatron_lm.checkout import source_file, source_signatures, takes_by_value
 
 PATCHED = VERSIONS[:-1]
 """Versions with a patch for each of their tags; the development branch has none."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import click
 
-from megatron_vocabpar.integration.bindings import BINDINGS, SIGNATURES, VERSIONS
+from megatron_vocabpar.megatron_lm.bindings import BINDINGS, SIGNATURES, VERSIONS
 
 
 @click.command()

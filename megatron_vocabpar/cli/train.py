@@ -88,7 +88,7 @@ def _inspect_dataset(prefix: str) -> Any:
 def _datasets() -> ModuleType:
     """The room with Megatron in it, imported when data has to be written: that takes seconds."""
     with quiet_megatron():
-        from megatron_vocabpar.integration import datasets
+        from megatron_vocabpar.train import datasets
 
     datasets.compile_helpers()
     return datasets

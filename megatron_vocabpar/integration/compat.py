@@ -2,7 +2,7 @@
 
 Loss scaling, MoE and autocast settings, timers and activation recomputation stay Megatron's own code; only
 the order of passes and the vocabulary layers are ours. What differs between versions is told by signature
-(``bindings.py`` has the table), never by version string.
+(``megatron_lm/bindings.py`` has the table), never by version string.
 """
 
 from __future__ import annotations

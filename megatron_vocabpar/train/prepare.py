@@ -2,8 +2,8 @@
 
 The parent process runs this before any worker starts; what it returns is written beside the workers'
 configuration as ``data.json``. Writing and reading the indexed dataset needs megatron-core, which is not
-imported here: ``integration/datasets.py`` has the two functions that are passed in.
-Next: ``integration/datasets.py``.
+imported here: ``datasets.py`` has the two functions that are passed in.
+Next: ``datasets.py``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Started by ``launch.py``, once a rank, with torch's ``RANK``, ``WORLD_SIZE``, â€
 keeps the terminal, without Megatron's warnings; the others write all they say to a log file. An exception
 is left in a file for the launcher, and the process ends at once: on a failure nothing waits for peers. It
 also ends when its launcher is gone.
-Next: ``integration/trainer.py``, which does the training.
+Next: ``trainer.py``, which does the training.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _follow_parent() -> None:
 
 
 def _train(config: TrainConfig) -> None:
-    from megatron_vocabpar.integration.trainer import run
+    from megatron_vocabpar.train.trainer import run
 
     run(config)
 

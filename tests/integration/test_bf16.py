@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_vocabpar.integration.cpu import megatron_on_cpu
-from megatron_vocabpar.integration.weights import global_parameters
+from megatron_vocabpar.train.cpu import megatron_on_cpu
+from megatron_vocabpar.train.weights import global_parameters
 from tests.integration.gpt import Case, Result, batch, build_model, parallel_groups, train
 from tests.spawn import run_ranks
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vocabpar.integration.datasets import inspect_dataset, write_dataset
 from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.datasets import inspect_dataset, write_dataset
 from megatron_vocabpar.train.failure import TrainingFailed
 from megatron_vocabpar.train.job import write_inputs
 from megatron_vocabpar.train.launch import launch

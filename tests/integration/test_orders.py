@@ -20,16 +20,16 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from megatron_vocabpar.integration import forward_backward
-from megatron_vocabpar.integration.cpu import megatron_on_cpu
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
 from megatron_vocabpar.integration.microbatches import Microbatches
 from megatron_vocabpar.integration.output_layer import OutputLayer
-from megatron_vocabpar.integration.weights import global_parameters, local_part
 from megatron_vocabpar.layers.softmax_stats import merge_stats
 from megatron_vocabpar.runtime import streams
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, all_gather
 from megatron_vocabpar.runtime.streams import CudaStream
 from megatron_vocabpar.schedule.generate import generate
+from megatron_vocabpar.train.cpu import megatron_on_cpu
+from megatron_vocabpar.train.weights import global_parameters, local_part
 from tests.integration.gpt import (
     Case,
     Result,

@@ -29,7 +29,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_vocabpar.integration import forward_backward, preparation
-from megatron_vocabpar.integration.cpu import _REPLACED
 from megatron_vocabpar.integration.forward_backward import ForwardBackward
 from megatron_vocabpar.integration.microbatches import Microbatch, Microbatches
 from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
@@ -43,6 +42,7 @@ from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.passes import Instruction, PassType
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.schedule import Schedule
+from megatron_vocabpar.train.cpu import _REPLACED
 from tests.spawn import run_ranks
 
 P, M, V, H, N = 8, 10, 256 * 1024, 1024, 2048

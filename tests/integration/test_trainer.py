@@ -13,18 +13,18 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_vocabpar.integration.build import build_chunks, build_optimizer
-from megatron_vocabpar.integration.checkpoint import latest_checkpoint, load_checkpoint
-from megatron_vocabpar.integration.cpu import megatron_on_cpu
-from megatron_vocabpar.integration.datasets import inspect_dataset, write_dataset
-from megatron_vocabpar.integration.trainer import layers_per_stage, train
-from megatron_vocabpar.integration.weights import global_parameters
 from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.schedule.serialize import from_json
+from megatron_vocabpar.train.build import build_chunks, build_optimizer
+from megatron_vocabpar.train.checkpoint import latest_checkpoint, load_checkpoint
 from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.cpu import megatron_on_cpu
+from megatron_vocabpar.train.datasets import inspect_dataset, write_dataset
 from megatron_vocabpar.train.job import write_inputs
 from megatron_vocabpar.train.prepare import prepare
 from megatron_vocabpar.train.schedules import plan_method
+from megatron_vocabpar.train.trainer import layers_per_stage, train
+from megatron_vocabpar.train.weights import global_parameters
 from tests.integration.gpt import unwrap
 from tests.spawn import run_ranks
 

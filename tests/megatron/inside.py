@@ -15,9 +15,9 @@ from typing import Any
 
 import typing_extensions
 
-from megatron_vocabpar.integration.bindings import BINDINGS
-from megatron_vocabpar.integration.flags import OPTIONS, config_from_argv
-from megatron_vocabpar.integration.patch import apply, installed
+from megatron_vocabpar.megatron_lm.bindings import BINDINGS
+from megatron_vocabpar.megatron_lm.flags import OPTIONS, config_from_argv
+from megatron_vocabpar.megatron_lm.patch import apply, installed
 
 if not hasattr(typing, "override"):
     typing.override = typing_extensions.override  # type: ignore[attr-defined]

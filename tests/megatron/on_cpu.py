@@ -2,7 +2,7 @@
 
 Megatron's training loop asks CUDA for devices, memory figures, streams and random states, and gives
 torch.distributed options that gloo does not take. One table answers in CUDA's place; what megatron-core
-itself needs is in ``megatron_vocabpar/integration/cpu.py``. The script enters through our launcher, or as it
+itself needs is in ``megatron_vocabpar/train/cpu.py``. The script enters through our launcher, or as it
 is where it imports our adaptor itself.
 """
 
@@ -171,7 +171,7 @@ def stand_in() -> None:
 def main(argv: list[str]) -> None:
     stand_in()
     sys.path.insert(0, str(Path(argv[0]).resolve().parent))
-    from megatron_vocabpar.integration.cpu import megatron_on_cpu
+    from megatron_vocabpar.train.cpu import megatron_on_cpu
 
     skip_cuda_compilation()
     name_what_is_missing()

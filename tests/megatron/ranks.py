@@ -26,7 +26,7 @@ def serve(checkout: str) -> dict[str, Any] | None:
     """Run the jobs; returns None when there are no more, and in a forked rank the job to do."""
     sys.path.insert(0, checkout)
     on_cpu.stand_in()
-    cpu = importlib.import_module("megatron_vocabpar.integration.cpu")  # imports Megatron
+    cpu = importlib.import_module("megatron_vocabpar.train.cpu")  # imports Megatron
     with cpu.megatron_on_cpu():
         for module in ("megatron.training.training", "megatron.training.checkpointing", "torch._dynamo"):
             importlib.import_module(module)

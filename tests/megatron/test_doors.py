@@ -18,11 +18,11 @@ from click.testing import CliRunner
 
 from megatron_vocabpar.cli.doctor import PATCHED, doctor_command
 from megatron_vocabpar.cli.patches import table
-from megatron_vocabpar.integration import bindings
-from megatron_vocabpar.integration.bindings import BINDINGS, SIGNATURES, VERSIONS, find_version
-from megatron_vocabpar.integration.flags import FlagConfig, config_from_argv, is_asked_for
-from megatron_vocabpar.integration.refusals import REFUSALS, check, layout
-from megatron_vocabpar.integration.sources import source_signatures
+from megatron_vocabpar.megatron_lm import bindings
+from megatron_vocabpar.megatron_lm.bindings import BINDINGS, SIGNATURES, VERSIONS, find_version
+from megatron_vocabpar.megatron_lm.checkout import source_signatures
+from megatron_vocabpar.megatron_lm.flags import FlagConfig, config_from_argv, is_asked_for
+from megatron_vocabpar.megatron_lm.refusals import REFUSALS, check, layout
 from tests.megatron.training import ROOT, checkout, words
 
 ENABLE = "--enable-vocab-parallel"

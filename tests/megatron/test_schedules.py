@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_vocabpar.integration.flags import FlagConfig
-from megatron_vocabpar.integration.refusals import check
+from megatron_vocabpar.megatron_lm.flags import FlagConfig
+from megatron_vocabpar.megatron_lm.refusals import check
 from tests.megatron.test_doors import PLAIN
 from tests.megatron.test_training import FROM_WEIGHTS
 from tests.megatron.training import Log, pretrain, words

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_vocabpar.integration.bindings import find_version
-from megatron_vocabpar.integration.sources import source_signatures
+from megatron_vocabpar.megatron_lm.bindings import find_version
+from megatron_vocabpar.megatron_lm.checkout import source_signatures
 from tests.megatron.training import ROOT, Log, checkout, pretrain
 
 FROM_WEIGHTS = ("--finetune", "--no-load-optim", "--no-load-rng")

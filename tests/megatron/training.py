@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vocabpar.integration.bindings import find_version
-from megatron_vocabpar.integration.sources import source_signatures
+from megatron_vocabpar.megatron_lm.bindings import find_version
+from megatron_vocabpar.megatron_lm.checkout import source_signatures
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_CPU = Path(__file__).with_name("on_cpu.py")

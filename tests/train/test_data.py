@@ -17,7 +17,8 @@ import pytest
 import torch
 from megatron.core.datasets import utils as dataset_utils
 
-from megatron_vocabpar.integration.datasets import (
+from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.datasets import (
     build_datasets,
     compile_helpers,
     inspect_dataset,
@@ -25,7 +26,6 @@ from megatron_vocabpar.integration.datasets import (
     microbatches,
     write_dataset,
 )
-from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.prepare import DataFiles, prepare
 from megatron_vocabpar.train.text import read_corpus
 from megatron_vocabpar.train.tokenizer import load_tokenizer

@@ -2,7 +2,7 @@
 
 Which sequences a microbatch holds depends on the seed, the step and its place in the step alone, so every
 method sees the same data and a resumed job goes on where it stopped.
-Next: ``train/prepare.py``, which decides what is written, and ``trainer.py``, which reads it.
+Next: ``prepare.py``, which decides what is written, and ``trainer.py``, which reads it.
 """
 
 from __future__ import annotations

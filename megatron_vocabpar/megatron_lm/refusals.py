@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vocabpar.integration.flags import FlagConfig
+from megatron_vocabpar.megatron_lm.flags import FlagConfig
 from megatron_vocabpar.schedule.redistribution import redistribute_by_flops, with_final_stage
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from megatron_vocabpar.integration import compat
-from megatron_vocabpar.integration.bindings import Binding
-from megatron_vocabpar.integration.flags import FlagConfig, chain
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
 from megatron_vocabpar.integration.iteration import OutputOptions
 from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
-from megatron_vocabpar.integration.refusals import check, place_layers
+from megatron_vocabpar.megatron_lm.bindings import Binding
+from megatron_vocabpar.megatron_lm.flags import FlagConfig, chain
+from megatron_vocabpar.megatron_lm.refusals import check, place_layers
 from megatron_vocabpar.schedule.generate import make_plan
 
 

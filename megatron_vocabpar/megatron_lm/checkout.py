@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from megatron_vocabpar.integration.bindings import Parameters
+from megatron_vocabpar.megatron_lm.bindings import Parameters
 
 
 def source_file(checkout: Path, module: str) -> Path | None:

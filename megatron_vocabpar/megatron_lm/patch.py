@@ -13,8 +13,8 @@ import inspect
 import sys
 from typing import Any
 
-from megatron_vocabpar.integration.bindings import BINDINGS, Binding, Parameters, find_version
-from megatron_vocabpar.integration.flags import FlagConfig
+from megatron_vocabpar.megatron_lm.bindings import BINDINGS, Binding, Parameters, find_version
+from megatron_vocabpar.megatron_lm.flags import FlagConfig
 
 _MARK = "__vocabpar_patch__"
 
@@ -77,7 +77,7 @@ def apply(config: FlagConfig) -> Patch:
             raise ValueError(f"already applied with {present.config}; undo that before applying {config}")
         return present
     version = find_version(live_signature, config.allow_unknown)
-    from megatron_vocabpar.integration.replacements import replacement_for
+    from megatron_vocabpar.megatron_lm.replacements import replacement_for
 
     patch = Patch(config, version)
     try:

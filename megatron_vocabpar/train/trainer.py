@@ -21,10 +21,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_vocabpar.integration.build import build_chunks, build_optimizer
-from megatron_vocabpar.integration.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from megatron_vocabpar.integration.cpu import megatron_on_cpu
-from megatron_vocabpar.integration.datasets import build_datasets, microbatches
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
 from megatron_vocabpar.runtime.profile import Span, Timeline, trace_events
 from megatron_vocabpar.runtime.streams import backend, default_device, named_range, peak_memory_mib
@@ -32,7 +28,11 @@ from megatron_vocabpar.schedule.passes import Instruction
 from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.schedule.redistribution import redistribute_by_flops, with_final_stage
 from megatron_vocabpar.schedule.serialize import plan_from_json
+from megatron_vocabpar.train.build import build_chunks, build_optimizer
+from megatron_vocabpar.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.cpu import megatron_on_cpu
+from megatron_vocabpar.train.datasets import build_datasets, microbatches
 from megatron_vocabpar.train.metrics import Metrics
 from megatron_vocabpar.train.output import (
     CHECKPOINT_FOLDER,

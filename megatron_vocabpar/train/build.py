@@ -18,10 +18,10 @@ from megatron.core.transformer.module import Float16Module
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.chunks import ChunkPosition, chunk_positions
 from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
-from megatron_vocabpar.integration.weights import initialise_weights
 from megatron_vocabpar.schedule.methods import method_named
 from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.weights import initialise_weights
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _POSITIONS = {"learned": "learned_absolute", "rope": "rope"}
