@@ -23,7 +23,7 @@ from megatron_vocabpar.megatron_lm.bindings import BINDINGS, SIGNATURES, VERSION
 from megatron_vocabpar.megatron_lm.checkout import source_signatures
 from megatron_vocabpar.megatron_lm.flags import FlagConfig, config_from_argv, is_asked_for
 from megatron_vocabpar.megatron_lm.refusals import REFUSALS, check, layout
-from tests.megatron.training import ROOT, checkout, words
+from tests.megatron_lm.training import ROOT, checkout, words
 
 ENABLE = "--enable-vocab-parallel"
 PLAIN = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 1, "ckpt_format": "torch_dist"}

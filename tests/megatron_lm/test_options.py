@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.megatron.training import checkout, pretrain, words
+from tests.megatron_lm.training import checkout, pretrain, words
 
 SAVED = 4
 """Iteration whose checkpoint of stock both start from."""

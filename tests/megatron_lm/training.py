@@ -195,7 +195,7 @@ class Ranks:
     """The interpreter of ``ranks.py``, started again after a job that hangs."""
 
     def __init__(self, megatron: Path) -> None:
-        self._command = [sys.executable, "-m", "tests.megatron.ranks", str(megatron)]
+        self._command = [sys.executable, "-m", "tests.megatron_lm.ranks", str(megatron)]
         self._environment = _environment(megatron)
         self._process: subprocess.Popen[str] | None = None
         atexit.register(self.end)

@@ -13,9 +13,9 @@ import pytest
 
 from megatron_vocabpar.megatron_lm.flags import FlagConfig
 from megatron_vocabpar.megatron_lm.refusals import check
-from tests.megatron.test_doors import PLAIN
-from tests.megatron.test_training import FROM_WEIGHTS
-from tests.megatron.training import Log, pretrain, words
+from tests.megatron_lm.test_doors import PLAIN
+from tests.megatron_lm.test_training import FROM_WEIGHTS
+from tests.megatron_lm.training import Log, pretrain, words
 
 UNTIED = "--untie-embeddings-and-output-weights"
 ITERATIONS = 6

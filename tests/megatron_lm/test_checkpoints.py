@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from tests.megatron.training import Log, checkout, pretrain
+from tests.megatron_lm.training import Log, checkout, pretrain
 
 VOCAB_SIZE = 4603
 SAVED, LAST = 3, 5

@@ -1,7 +1,7 @@
 """Trainings one after another, their ranks forked from one interpreter that has imported Megatron already.
 
 Importing torch and Megatron takes longer than the short trainings of the tests, once for every rank of every
-job. ``python -m tests.megatron.ranks CHECKOUT`` reads jobs from its input, one JSON object a line:
+job. ``python -m tests.megatron_lm.ranks CHECKOUT`` reads jobs from its input, one JSON object a line:
 ``{"arguments": [...], "processes": n, "output": path}``; runs each as ``torchrun on_cpu.py`` would; and
 prints the exit statuses of its ranks as a JSON list. What the ranks print goes to ``output``.
 
@@ -19,7 +19,7 @@ import socket
 import sys
 from typing import Any
 
-from tests.megatron import on_cpu
+from tests.megatron_lm import on_cpu
 
 
 def serve(checkout: str) -> dict[str, Any] | None:

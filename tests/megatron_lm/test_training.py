@@ -13,7 +13,7 @@ import pytest
 
 from megatron_vocabpar.megatron_lm.bindings import find_version
 from megatron_vocabpar.megatron_lm.checkout import source_signatures
-from tests.megatron.training import ROOT, Log, checkout, pretrain
+from tests.megatron_lm.training import ROOT, Log, checkout, pretrain
 
 FROM_WEIGHTS = ("--finetune", "--no-load-optim", "--no-load-rng")
 LAYOUTS = {

@@ -59,7 +59,7 @@ def test_failing_rank_is_named(
     files = prepare(config, write_dataset, inspect_dataset)
     write_inputs(config_path.parent, files, plan_method(config, config.method))
     with pytest.raises(TrainingFailed, match=message):
-        launch(config_path, 2, config_path.parent / LOG_FOLDER, "tests.integration.failing_worker")
+        launch(config_path, 2, config_path.parent / LOG_FOLDER, "tests.train.failing_worker")
 
 
 def _nonlinear(_: int) -> None:
