@@ -134,4 +134,4 @@ def test_our_programs_run_in_every_model(family: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("family", families())
 def test_our_programs_run_in_every_model_at_all_sizes(family: str) -> None:
-    check_family(family, {p: {1, 2, p, 2 * p + 1} for p in range(1, 9)})
+    check_family(family, {p: {1, p, 2 * p + 1} for p in range(1, 9)})
