@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import click
@@ -18,7 +16,6 @@ import click
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.train.check import require_modules
 from megatron_vocabpar.train.config import TrainConfig, flag
-from megatron_vocabpar.train.quiet import quiet_megatron
 
 _PATHS = ("text", "tokenizer", "costs")
 _TYPES = typing.get_type_hints(TrainConfig)
@@ -77,23 +74,6 @@ def config_from_options(options: dict[str, Any]) -> TrainConfig:
     return TrainConfig(**{**options, "compare": compare, **paths})
 
 
-def _write_dataset(prefix: str, documents: Iterable[Sequence[int]], vocab_size: int) -> None:
-    _datasets().write_dataset(prefix, documents, vocab_size)
-
-
-def _inspect_dataset(prefix: str) -> Any:
-    return _datasets().inspect_dataset(prefix)
-
-
-def _datasets() -> ModuleType:
-    """The room with Megatron in it, imported when data has to be written: that takes seconds."""
-    with quiet_megatron():
-        from megatron_vocabpar.train import datasets
-
-    datasets.compile_helpers()
-    return datasets
-
-
 def _train(**options: Any) -> None:
     """Train a GPT with its vocabulary layers spread over the pipeline, and report on it.
 
@@ -101,14 +81,11 @@ def _train(**options: Any) -> None:
     """
     require_modules()
     from megatron_vocabpar.train.failure import TrainingFailed
-    from megatron_vocabpar.train.job import DataFunctions, run_job
-    from megatron_vocabpar.train.launch import Interrupted
-    from megatron_vocabpar.train.torchrun import RefusedElsewhere, run_job_as_rank, under_torchrun
+    from megatron_vocabpar.train.job import run_job
+    from megatron_vocabpar.train.launch import Interrupted, RefusedElsewhere
 
-    config = config_from_options(options)
-    run: Callable[..., None] = run_job_as_rank if under_torchrun() else run_job
     try:
-        run(config, DataFunctions(_write_dataset, _inspect_dataset), click.echo)
+        run_job(config_from_options(options), click.echo)
     except TrainingFailed as failed:
         raise _Failed(str(failed)) from failed
     except RefusedElsewhere as refused:

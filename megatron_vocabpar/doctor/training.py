@@ -12,6 +12,8 @@ from pathlib import Path
 
 from megatron_vocabpar.doctor.result import Finding, within
 from megatron_vocabpar.train.compare import differences, loss_curve
+from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.job import run_job
 from megatron_vocabpar.train.output import METRICS_FILE
 
 BASELINE = "baseline"
@@ -34,34 +36,33 @@ def train(device: str, method: str, dtype: str, pp: int, folder: str, vocab_size
         vocab_size: of the model and its tokenizer.
 
     Raises:
-        click.ClickException: if the training fails, with what went wrong.
+        TrainingFailed: if a rank of the training fails, with what went wrong.
     """
-    from megatron_vocabpar.cli.train import train_command
 
     def output(name: str) -> Path:
         return Path(folder) / f"{name}-{dtype}"
 
     text = Path(folder) / "text.txt"
     text.write_text("".join(f"line {number} of a text, {number * number}\n" for number in range(3000)))
-    options = {
-        "text": text,
-        "method": method,
-        "dtype": dtype,
-        "device": device,
-        "pp": pp,
-        "layers": _LAYERS_A_STAGE * pp,
-        "hidden": 128,
-        "seq-length": 64,
-        "vocab-size": vocab_size,
-        "micro-batch-size": 1,
-        "microbatches": 2 * pp + 1,
-        "steps": _STEPS,
-        "warmup": 1,
-        "eval-interval": 0,
-        "output": output(method),
-    }
-    words = [f"--{name}={value}" for name, value in options.items()]
-    train_command.main([*words, "--no-save"], standalone_mode=False)
+    config = TrainConfig(
+        text=str(text),
+        method=method,
+        dtype=dtype,
+        device=device,
+        pp=pp,
+        layers=_LAYERS_A_STAGE * pp,
+        hidden=128,
+        seq_length=64,
+        vocab_size=vocab_size,
+        micro_batch_size=1,
+        microbatches=2 * pp + 1,
+        steps=_STEPS,
+        warmup=1,
+        eval_interval=0,
+        output=str(output(method)),
+        save=False,
+    )
+    run_job(config, print)
     curve = losses(output(method) / method)
     finite = [step for step, loss in curve.items() if math.isfinite(loss)]
     if finite != list(range(1, _STEPS + 1)):

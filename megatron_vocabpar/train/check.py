@@ -19,7 +19,16 @@ from megatron_vocabpar.train.output import check_output
 from megatron_vocabpar.train.schedules import check_schedules
 from megatron_vocabpar.train.text import check_source
 
-TRAIN_MODULES = ("torch", "megatron.core", "tokenizers", "english_words", "matplotlib", "numpy", "psutil")
+TRAIN_MODULES = (
+    "torch",
+    "megatron.core",
+    "tokenizers",
+    "english_words",
+    "jinja2",
+    "matplotlib",
+    "numpy",
+    "psutil",
+)
 SMALLEST_TOKENIZER = 257  # the 256 bytes and the end of text
 
 _AT_LEAST_ONE = (

@@ -1,15 +1,13 @@
 """A whole job, in order: check, prepare the data, train with each method, report.
 
-Nothing is written to the results folder before the checks and the preparation have passed. What needs
-megatron-core is passed in as ``DataFunctions``.
+Nothing is written to the results folder before the checks and the preparation have passed.
 Next: ``launch.py`` (one method's processes), ``report.py`` (what is left for the reader).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_vocabpar.schedule.families import SEARCH
@@ -17,98 +15,76 @@ from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.serialize import plan_to_json
 from megatron_vocabpar.train.check import check, resolve_device
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.launch import WORKER_MODULE, launch
+from megatron_vocabpar.train.launch import WORKER_MODULE, processes
 from megatron_vocabpar.train.output import (
     DATA_FILE,
-    LOG_FOLDER,
     SCHEDULE_DATA_FILE,
     finished,
     method_config,
     open_method,
     open_output,
 )
-from megatron_vocabpar.train.prepare import DataFiles, InspectDataset, WriteDataset, prepare
+from megatron_vocabpar.train.prepare import DataFiles, prepare
 from megatron_vocabpar.train.report import write_report
 from megatron_vocabpar.train.schedules import describe, plan_method
 
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class DataFunctions:
-    """The parts of the preparation that need megatron-core."""
-
-    write: WriteDataset
-    inspect: InspectDataset
-
-
-@dataclass(frozen=True)
-class JobPlan:
-    """What is decided before anything is written to the results folder.
-
-    Attributes:
-        config: the job, its device decided.
-        files: the prepared data.
-        plans: of the methods that are still to be trained, in order.
-    """
-
-    config: TrainConfig
-    files: DataFiles
-    plans: Mapping[str, Plan]
-
-
-def run_job(config: TrainConfig, data: DataFunctions, say: Say, worker_module: str = WORKER_MODULE) -> None:
-    """Run a job with processes of its own, on this machine.
+def run_job(config: TrainConfig, say: Say, worker_module: str = WORKER_MODULE) -> None:
+    """Run a job with processes of its own on this machine, or this rank's part of it under torchrun.
 
     Args:
         config: the job.
-        data: how an indexed dataset is written and read.
         say: told what is going on, a line at a time.
         worker_module: what each process runs.
 
     Raises:
         ValueError: for a job that cannot run; nothing has been written.
+        RefusedElsewhere: likewise, under torchrun on the ranks other than 0.
         TrainingFailed, Interrupted: see ``launch``.
     """
-    plan = plan_job(config, data, say)
-    config = plan.config
-    open_output(config)
-    for method in config.methods:
-        if method not in plan.plans:
-            say(f"{method} has done its {config.steps} steps")
-            continue
-        path = open_job_method(plan, method)
-        say(f"training {method} on {config.world_size} processes ({config.device})")
-        launch(path, config.world_size, path.parent / LOG_FOLDER, worker_module)
-    say(write_report(Path(config.output)))
+    ranks = processes()
+    for path in ranks.decide(lambda: open_job(config, say)):
+        if ranks.leads:
+            say(f"training {path.parent.name} on {config.world_size} processes ({_device(path)})")
+        ranks.run(path, config.world_size, worker_module)
+    if ranks.leads:
+        say(write_report(Path(config.output)))
 
 
-def plan_job(config: TrainConfig, data: DataFunctions, say: Say) -> JobPlan:
-    """Check a job, make its schedules and prepare its data. Writes only to the cache.
+def _device(path: Path) -> str:
+    return TrainConfig.from_json(path.read_text()).device
+
+
+def open_job(config: TrainConfig, say: Say) -> list[Path]:
+    """Check a job, make its schedules, prepare its data and open the results folder.
+
+    Returns:
+        ``config.json`` of each method that is still to be trained, with what its workers read beside it.
 
     Raises:
-        ValueError: for a job that cannot run.
+        ValueError: for a job that cannot run; only the cache has been written to.
     """
     check(config)
     config = dataclasses.replace(config, device=resolve_device(config))
-    plans = {}
+    plans: dict[str, Plan] = {}
     for method in config.methods:
         if finished(config, method):
+            say(f"{method} has done its {config.steps} steps")
             continue
         if config.family == SEARCH:
             say(f"searching for a schedule of {method}")
         plans[method] = plan_method(config, method)
         say(f"schedule of {method}: {describe(plans[method].schedule, config.family)}")
-    files = prepare(config, data.write, data.inspect, say)
+    files = prepare(config, say)
     say(f"data: {files.name}, {files.train_tokens:,} tokens ({files.valid_tokens:,} more for evaluation)")
-    return JobPlan(config, files, plans)
-
-
-def open_job_method(plan: JobPlan, method: str) -> Path:
-    """Create the folder of one method, with what its workers read; returns its ``config.json``."""
-    path = open_method(method_config(plan.config, method))
-    write_inputs(path.parent, plan.files, plan.plans[method])
-    return path
+    open_output(config)
+    paths = []
+    for method, plan in plans.items():
+        paths.append(open_method(method_config(config, method)))
+        write_inputs(paths[-1].parent, files, plan)
+    return paths
 
 
 def write_inputs(folder: Path, files: DataFiles, plan: Plan) -> None:

@@ -1,27 +1,38 @@
-"""Start the worker processes of one method on this machine, and say what went wrong if one fails.
+"""Start the worker processes of one method, and say what went wrong if one fails.
 
-torch's elastic launcher starts the ranks, watches them, and ends the others when one ends badly.
-``torchrun.py`` is for the other way in, where the ranks were started by torchrun.
+Two ways: ``OwnProcesses`` starts all of them on this machine, by torch's elastic launcher, which ends the
+others when one ends badly. A ``TorchrunRank`` is one of several that torchrun has started: each starts one
+worker, with a fresh rendezvous for each method, so that methods cannot meet each other's process groups.
 Next: ``worker.py`` (what each process runs), ``failure.py`` (the message).
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
+import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
 from megatron_vocabpar.train.failure import TrainingFailed, explain
+from megatron_vocabpar.train.output import LOG_FOLDER
 from megatron_vocabpar.train.progress_record import RECORDS_VARIABLE
 
 WORKER_MODULE = "megatron_vocabpar.train.worker"
 _MONITOR_INTERVAL_S = 0.2
+_PREPARATION = timedelta(hours=2)
+_SETTLE_S = 1.0
+_DECISION = "vocabpar/decision"
 
 
 class Interrupted(Exception):
@@ -34,6 +45,109 @@ class Interrupted(Exception):
     def __init__(self, signal_number: int) -> None:
         super().__init__(f"interrupted by signal {signal_number}")
         self.signal_number = signal_number
+
+
+class RefusedElsewhere(Exception):
+    """Rank 0 has refused the job and told the user why."""
+
+
+class Processes(Protocol):
+    """How a job gets its processes; ``leads`` where this one speaks for the job."""
+
+    leads: bool
+
+    def decide(self, decide: Callable[[], list[Path]]) -> list[Path]:
+        """What ``decide`` returns on the leading process; the others wait for it and get the same."""
+
+    def run(self, config_path: Path, world_size: int, worker_module: str) -> None:
+        """Train one method; errors as ``launch``."""
+
+
+def processes(environment: Mapping[str, str] = os.environ) -> Processes:
+    """The way that fits: torchrun's where a launcher has started this process as one rank of several."""
+    return TorchrunRank() if "RANK" in environment and "WORLD_SIZE" in environment else OwnProcesses()
+
+
+class OwnProcesses:
+    """All processes of the job are this one's children, on this machine."""
+
+    leads = True
+
+    def decide(self, decide: Callable[[], list[Path]]) -> list[Path]:
+        return decide()
+
+    def run(self, config_path: Path, world_size: int, worker_module: str) -> None:
+        launch(config_path, world_size, config_path.parent / LOG_FOLDER, worker_module)
+
+
+class TorchrunRank:
+    """One rank of a job that torchrun has started; they meet at torchrun's store.
+
+    The results folder and the cache must be on a disk that all ranks see.
+    """
+
+    def __init__(self) -> None:
+        from torch.distributed.rendezvous import rendezvous
+
+        self._store, self._rank, self._world_size = next(rendezvous("env://"))
+        self.leads = self._rank == 0
+        self._records = Path()
+        self._runs = 0
+
+    def decide(self, decide: Callable[[], list[Path]]) -> list[Path]:
+        """As ``Processes.decide``.
+
+        Raises:
+            RefusedElsewhere: where another rank decides, and has refused the job.
+        """
+        if self.leads:
+            decision = None
+            try:
+                decision = [tempfile.mkdtemp(prefix="vocabpar-"), *map(str, decide())]
+            finally:
+                self._store.set(_DECISION, json.dumps(decision))
+        decision = json.loads(self._read(_DECISION))
+        if decision is None:
+            raise RefusedElsewhere
+        self._records, *paths = map(Path, decision)
+        return paths
+
+    def _read(self, key: str) -> str:
+        self._store.wait([key], _PREPARATION)
+        return self._store.get(key).decode()
+
+    def run(self, config_path: Path, world_size: int, worker_module: str) -> None:
+        environment = {
+            **os.environ,
+            **worker_environment(os.environ, self._records),
+            "MASTER_PORT": self._agree_on_port(),
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+        }
+        command = [sys.executable, "-m", worker_module, str(config_path)]
+        code = subprocess.run(command, env=environment).returncode
+        if code != 0:
+            self._fail(code, config_path.parent / LOG_FOLDER)
+
+    def _agree_on_port(self) -> str:
+        """A port for the workers of one method, free on the machine of rank 0, which is ``MASTER_ADDR``."""
+        key = f"vocabpar/port/{self._runs}"
+        self._runs += 1
+        if self.leads:
+            with socket.socket() as probe:
+                probe.bind(("", 0))
+                self._store.set(key, str(probe.getsockname()[1]))
+        return self._read(key)
+
+    def _fail(self, code: int, logs: Path) -> None:
+        """End this rank; the first to get here waits for the others' exit codes and tells the whole story."""
+        self._store.set(f"vocabpar/exit/{self._rank}", str(code))
+        if self._store.add("vocabpar/failed", 1) > 1:
+            time.sleep(2 * _SETTLE_S)
+            raise TrainingFailed("")
+        time.sleep(_SETTLE_S)
+        keys = {rank: f"vocabpar/exit/{rank}" for rank in range(self._world_size)}
+        codes = {rank: int(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        raise TrainingFailed(explain(self._records, self._world_size, codes, logs))
 
 
 def launch(config_path: Path, world_size: int, logs: Path, worker_module: str = WORKER_MODULE) -> None:

@@ -1,8 +1,8 @@
 """Text to token ids on disk, once: corpus, tokenizer, Megatron indexed dataset, each kept between runs.
 
 The parent process runs this before any worker starts; what it returns is written beside the workers'
-configuration as ``data.json``. Writing and reading the indexed dataset needs megatron-core, which is not
-imported here: ``datasets.py`` has the two functions that are passed in.
+configuration as ``data.json``. Megatron, which writes and reads the indexed dataset, is imported where it is
+needed: that takes seconds.
 Next: ``datasets.py``.
 """
 
@@ -11,19 +11,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from megatron_vocabpar.train.cache import cache_folder, locked, write_atomically
 from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.quiet import quiet_megatron
 from megatron_vocabpar.train.text import Corpus, is_indexed_dataset, read_corpus
 
 VALID_FRACTION = 0.02
 _FORMAT = "1"  # a part of every cache key; raise it when the written form changes
-
-WriteDataset = Callable[[str, Iterable[Sequence[int]], int], None]
-"""``(prefix, documents as token ids, vocabulary size)``: write ``prefix.bin`` and ``prefix.idx``."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,6 @@ class DatasetSizes:
 
     sequence_lengths: Sequence[int]
     largest_id: int
-
-
-InspectDataset = Callable[[str], DatasetSizes]
 
 
 @dataclass(frozen=True)
@@ -75,44 +71,38 @@ class DataFiles:
         return cls(**json.loads(text))
 
 
-def prepare(
-    config: TrainConfig,
-    write_dataset: WriteDataset,
-    inspect_dataset: InspectDataset,
-    say: Callable[[str], None] = lambda line: None,
-) -> DataFiles:
+def prepare(config: TrainConfig, say: Callable[[str], None] = lambda line: None) -> DataFiles:
     """The data of a job, from the cache where it is there.
 
     Args:
         config: names the text, the tokenizer and the sizes.
-        write_dataset: writes an indexed dataset.
-        inspect_dataset: reads the sizes of one.
         say: told, in a line, of work that takes seconds.
 
     Raises:
         ValueError: if the text cannot be read, cannot fill the tokenizer's vocabulary, is too short for
             ``seq_length``, or has token ids that ``vocab_size`` does not hold.
     """
-    if is_indexed_dataset(config.text):
-        files = _named_dataset(str(config.text), inspect_dataset)
-    else:
-        files = _tokenized(config, write_dataset, inspect_dataset, say)
+    is_written = is_indexed_dataset(config.text)
+    files = _named_dataset(str(config.text)) if is_written else _tokenized(config, say)
     _check_sizes(config, files)
     return files
 
 
-def _named_dataset(prefix: str, inspect_dataset: InspectDataset) -> DataFiles:
+def _named_dataset(prefix: str) -> DataFiles:
     key = hashlib.sha256(prefix.encode()).hexdigest()[:16]
-    sizes = inspect_dataset(prefix)
+    sizes = _datasets().inspect_dataset(prefix)
     return _data_files(prefix, prefix, None, sizes.largest_id + 1, 0, sizes, cache_folder() / "indices" / key)
 
 
-def _tokenized(
-    config: TrainConfig,
-    write_dataset: WriteDataset,
-    inspect_dataset: InspectDataset,
-    say: Callable[[str], None],
-) -> DataFiles:
+def _datasets() -> ModuleType:
+    with quiet_megatron():
+        from megatron_vocabpar.train import datasets
+
+    datasets.compile_helpers()
+    return datasets
+
+
+def _tokenized(config: TrainConfig, say: Callable[[str], None]) -> DataFiles:
     corpus = read_corpus(config.text)
     tokenizer_path = _tokenizer_path(config, corpus, say)
     tokenizer_key = hashlib.sha256(tokenizer_path.read_bytes()).hexdigest()
@@ -125,14 +115,15 @@ def _tokenized(
             say(f"tokenizing {corpus.name} ({sum(map(len, corpus.documents)) / 1e6:.1f} M characters)")
             tokenizer = load_tokenizer(tokenizer_path)
             size, prefix = tokenizer.get_vocab_size(), str(folder / "text")
-            write_dataset(prefix, _nonempty(encoded(tokenizer, corpus.documents)), size)
+            datasets = _datasets()
+            datasets.write_dataset(prefix, _nonempty(encoded(tokenizer, corpus.documents)), size)
             files = _data_files(
                 corpus.name,
                 prefix,
                 str(tokenizer_path),
                 size,
                 end_of_text(tokenizer),
-                inspect_dataset(prefix),
+                datasets.inspect_dataset(prefix),
                 folder / "indices",
             )
             write_atomically(record, files.to_json())

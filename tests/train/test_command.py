@@ -119,13 +119,12 @@ def test_only_our_own_value_errors_are_the_users(monkeypatch: pytest.MonkeyPatch
         assert isinstance(result.exception, ValueError)
 
 
-def fake_job(way: str, *arguments: str) -> list[str]:
-    """Python's arguments for a job whose workers only pretend; ``way`` is run_job or run_job_as_rank."""
-    module = {"run_job": "job", "run_job_as_rank": "torchrun"}[way]
+def fake_job(*arguments: str) -> list[str]:
+    """Python's arguments for a job whose workers only pretend."""
     code = (
-        "import functools, sys\n"
-        f"from megatron_vocabpar.train import {module} as way\n"
-        f"way.{way} = functools.partial(way.{way}, worker_module='tests.train.fake_worker')\n"
+        "import functools\n"
+        "from megatron_vocabpar.train import job\n"
+        "job.run_job = functools.partial(job.run_job, worker_module='tests.train.fake_worker')\n"
         "from megatron_vocabpar.cli.main import main\n"
         "main(prog_name='vocabpar')"
     )
@@ -136,7 +135,7 @@ def test_a_whole_job_with_two_methods(tmp_path: Path, text: str, environment: di
     output = tmp_path / "out"
     arguments = [*SMALL, "--text", text, "--output", str(output), "--compare", "baseline"]
     result = subprocess.run(
-        [sys.executable, *fake_job("run_job", *arguments)], env=environment, capture_output=True, text=True
+        [sys.executable, *fake_job(*arguments)], env=environment, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
     assert "training vocab-2 on 2 processes (cpu)" in result.stdout
@@ -149,7 +148,7 @@ def test_a_whole_job_with_two_methods(tmp_path: Path, text: str, environment: di
     assert again.returncode == 2
     assert "give --resume, --overwrite, or another folder" in again.stderr
     further = subprocess.run(
-        [sys.executable, *fake_job("run_job", *arguments, "--resume", "--compare", "baseline,naive")],
+        [sys.executable, *fake_job(*arguments, "--resume", "--compare", "baseline,naive")],
         env=environment,
         capture_output=True,
         text=True,
@@ -162,7 +161,7 @@ def test_a_whole_job_with_two_methods(tmp_path: Path, text: str, environment: di
 def test_a_failing_worker_is_exit_code_1(tmp_path: Path, text: str, environment: dict[str, str]) -> None:
     arguments = [*SMALL, "--text", text, "--output", str(tmp_path / "out")]
     result = subprocess.run(
-        [sys.executable, *fake_job("run_job", *arguments)],
+        [sys.executable, *fake_job(*arguments)],
         env={**environment, "FAKE_WORKER": "raise:1"},
         capture_output=True,
         text=True,
@@ -177,7 +176,7 @@ def test_a_failing_worker_is_exit_code_1(tmp_path: Path, text: str, environment:
 def test_ctrl_c_is_exit_code_130(tmp_path: Path, text: str, environment: dict[str, str]) -> None:
     arguments = [*SMALL, "--text", text, "--output", str(tmp_path / "out")]
     process = subprocess.Popen(
-        [sys.executable, *fake_job("run_job", *arguments)], env={**environment, "FAKE_WORKER": "wait"}
+        [sys.executable, *fake_job(*arguments)], env={**environment, "FAKE_WORKER": "wait"}
     )
     deadline = time.monotonic() + 60
     while not (tmp_path / "out" / "vocab-2" / "pid1").exists():
@@ -191,7 +190,7 @@ def torchrun(
     tmp_path: Path, environment: dict[str, str], *arguments: str
 ) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "script.py"
-    _, code, *words = fake_job("run_job_as_rank", *arguments)
+    _, code, *words = fake_job(*arguments)
     script.write_text(f"import sys\nsys.argv[1:] = {words!r}\n{code}\n")
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],

@@ -49,7 +49,7 @@ def text(tmp_path: Path) -> str:
 
 
 def prepared(config: TrainConfig, say: Callable[[str], None] = lambda line: None) -> DataFiles:
-    return prepare(config, write_dataset, inspect_dataset, say)
+    return prepare(config, say)
 
 
 def test_the_tokens_are_those_of_the_text(text: str) -> None:

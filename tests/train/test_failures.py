@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.datasets import inspect_dataset, write_dataset
 from megatron_vocabpar.train.failure import TrainingFailed
 from megatron_vocabpar.train.job import write_inputs
 from megatron_vocabpar.train.launch import launch
@@ -56,7 +55,7 @@ def test_failing_rank_is_named(
         steps=3, eval_interval=0, text=str(text), device="cpu", output=str(tmp_path / "out"),
     )  # fmt: skip
     config_path = open_method(method_config(config, "vocab-2"))
-    files = prepare(config, write_dataset, inspect_dataset)
+    files = prepare(config)
     write_inputs(config_path.parent, files, plan_method(config, config.method))
     with pytest.raises(TrainingFailed, match=message):
         launch(config_path, 2, config_path.parent / LOG_FOLDER, "tests.train.failing_worker")

@@ -19,7 +19,6 @@ from megatron_vocabpar.train.build import build_chunks, build_optimizer
 from megatron_vocabpar.train.checkpoint import latest_checkpoint, load_checkpoint
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.cpu import megatron_on_cpu
-from megatron_vocabpar.train.datasets import inspect_dataset, write_dataset
 from megatron_vocabpar.train.job import write_inputs
 from megatron_vocabpar.train.prepare import prepare
 from megatron_vocabpar.train.schedules import plan_method
@@ -67,7 +66,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 def open_job(config: TrainConfig, folder: Path, **changes: object) -> TrainConfig:
     job = dataclasses.replace(config, output=str(folder), **changes)
     folder.mkdir(parents=True, exist_ok=True)
-    write_inputs(folder, prepare(job, write_dataset, inspect_dataset), plan_method(job, job.method))
+    write_inputs(folder, prepare(job), plan_method(job, job.method))
     return job
 
 
