@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.launch import launch
+from megatron_vocabpar.train.ranks import launch
 
 RESULT_FILE = "runtime.json"
 

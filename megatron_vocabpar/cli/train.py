@@ -82,7 +82,7 @@ def _train(**options: Any) -> None:
     require_modules()
     from megatron_vocabpar.train.failure import TrainingFailed
     from megatron_vocabpar.train.job import run_job
-    from megatron_vocabpar.train.launch import Interrupted, RefusedElsewhere
+    from megatron_vocabpar.train.ranks import Interrupted, RefusedElsewhere
 
     try:
         run_job(config_from_options(options), click.echo)

@@ -23,8 +23,8 @@ from megatron_vocabpar.doctor.result import Finding
 from megatron_vocabpar.runtime.comm import VocabGroups, create_groups, warm_up
 from megatron_vocabpar.runtime.streams import backend, default_device
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.launch import launch
 from megatron_vocabpar.train.output import LOG_FOLDER
+from megatron_vocabpar.train.ranks import launch
 from megatron_vocabpar.train.worker import run_worker
 
 _ARGUMENTS, _FINDING = "arguments.json", "finding.json"

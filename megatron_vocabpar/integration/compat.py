@@ -36,6 +36,7 @@ _FINALIZE_PARAMETERS = tuple(inspect.signature(finalize_model_grads).parameters)
 
 
 def forward_step(
+    *,
     call_model: Callable[..., Any],
     data_iterator: Any,
     model: torch.nn.Module,
@@ -90,6 +91,7 @@ def release_output(output_tensor: torch.Tensor, config: Any) -> None:
 
 
 def loss_and_gradient(
+    *,
     model: torch.nn.Module,
     token_losses: torch.Tensor,
     loss_func: Callable[..., Any],

@@ -173,29 +173,29 @@ class ForwardBackward:
         if pg_collection is None:
             pg_collection = compat.process_groups()
         rank = Rank(
-            self.method,
-            schedule.placement,
-            self.groups,
-            self.device,
-            self._output_stream,
-            self._input_stream,
-            self._point_to_point,
-            self._timeline.waiting if self._timeline else contextlib.nullcontext,
-            self.output_options,
+            method=self.method,
+            placement=schedule.placement,
+            groups=self.groups,
+            device=self.device,
+            output_stream=self._output_stream,
+            input_stream=self._input_stream,
+            point_to_point=self._point_to_point,
+            waiting=self._timeline.waiting if self._timeline else contextlib.nullcontext,
+            output_options=self.output_options,
         )
         shards = self.groups.tensor if config.sequence_parallel else 1
         cp_size = pg_collection.cp.size()
         call = Call(
-            forward_step_func,
-            iterators,
-            chunks,
-            config,
-            num_microbatches,
-            (seq_length // cp_size // shards, micro_batch_size, config.hidden_size),
-            cp_size,
-            forward_only,
-            collect_non_loss_data,
-            first_val_step if forward_only and first_val_step is not None else True,
+            forward_step_func=forward_step_func,
+            data_iterators=iterators,
+            chunks=chunks,
+            config=config,
+            num_microbatches=num_microbatches,
+            fixed_shape=(seq_length // cp_size // shards, micro_batch_size, config.hidden_size),
+            cp_group_size=cp_size,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_microbatch_flag=first_val_step if forward_only and first_val_step is not None else True,
         )
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)

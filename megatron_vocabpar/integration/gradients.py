@@ -44,6 +44,7 @@ class GradientSync:
 
     def __init__(
         self,
+        *,
         chunks: Sequence[torch.nn.Module],
         no_sync_funcs: Sequence[Callable[[], AbstractContextManager[Any]]],
         grad_sync_funcs: Sequence[Callable[[Iterable[torch.nn.Parameter]], None]],

@@ -51,7 +51,7 @@ class OutputOptions:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rank:
     """What stays the same on this rank from one iteration to the next."""
 
@@ -78,16 +78,19 @@ class Rank:
         return self.pipeline_rank == self.placement.last_rank
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Call:
-    """The arguments of one forward-backward call that handlers need."""
+    """The arguments of one forward-backward call that handlers need.
+
+    ``fixed_shape`` is ``[s, b, H]`` between stages on this rank, where all microbatches have one length.
+    """
 
     forward_step_func: ForwardStep
     data_iterators: Sequence[Iterator[Any] | None]
     chunks: Sequence[torch.nn.Module]
     config: Any
     num_microbatches: int
-    hidden_shape: tuple[int, int, int]
+    fixed_shape: tuple[int, int, int]
     cp_group_size: int
     forward_only: bool
     collect_non_loss_data: bool
@@ -150,6 +153,20 @@ class Iteration:
     def hidden_shape(self, i: int) -> tuple[int, int, int]:
         """Shape ``[s, b, H]`` of microbatch ``i`` between stages, on this rank."""
         if not self.shapes:
-            return self.call.hidden_shape
+            return self.call.fixed_shape
         b, s = self.shapes[i]
-        return (s // self.sequence_shards, b, self.call.hidden_shape[2])
+        return (s // self.sequence_shards, b, self.call.config.hidden_size)
+
+
+class LayerHandlers:
+    """What the handlers of every layer use of an iteration."""
+
+    def __init__(self, iteration: Iteration) -> None:
+        self.iteration = iteration
+        self.rank = iteration.rank
+        self.groups = iteration.rank.groups
+        self.call = iteration.call
+        self.microbatches = iteration.microbatches
+        self.gradients = iteration.gradients
+        self.buffers = iteration.buffers
+        self.wait = iteration.wait

@@ -141,6 +141,7 @@ class Microbatches(dict[int, Microbatch]):
 
     def __init__(
         self,
+        *,
         shapes: Sequence[tuple[int, int]],
         ids: torch.Tensor,
         labels: torch.Tensor,
@@ -189,6 +190,7 @@ def _sequence_major(flat: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def share_microbatches(
+    *,
     groups: VocabGroups,
     ranges: tuple[VocabRange, ...],
     first_member: int,
@@ -233,4 +235,11 @@ def share_microbatches(
     # Counts of the plans are sizes of messages, so the ids come to the host, all at once.
     host_ids = to_host(ids)
     check_ids(host_ids[0], ranges[0].vocab_size)
-    return Microbatches(shapes, host_ids.flatten(), ids[1], grads, ranges, groups.member)
+    return Microbatches(
+        shapes=shapes,
+        ids=host_ids.flatten(),
+        labels=ids[1],
+        grad_losses=grads,
+        ranges=ranges,
+        member=groups.member,
+    )

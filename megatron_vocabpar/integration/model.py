@@ -38,13 +38,10 @@ class VocabShard:
     Attributes:
         ranges: rows of every member of the vocabulary group, stage-major (``stage * t + tensor_rank``).
         member: this rank's place among them.
-        pipeline, tensor: ``p`` and ``t``.
     """
 
     ranges: tuple[VocabRange, ...]
     member: int
-    pipeline: int
-    tensor: int
 
     @property
     def range(self) -> VocabRange:
@@ -69,7 +66,12 @@ def vocab_shard(vocab_size: int, divisible_by: int = 1, *, invariant: bool = Fal
     if invariant:
         divisible_by = lcm(divisible_by, BLOCK * pipeline * tensor)
     padded = padded_vocab_size(vocab_size, pipeline, tensor, divisible_by)
-    return VocabShard(even_ranges(padded, pipeline * tensor, vocab_size), member, pipeline, tensor)
+    return VocabShard(even_ranges(padded, pipeline * tensor, vocab_size), member)
+
+
+def _stage_rows(shard: VocabShard, config: Any) -> int:
+    """Rows of all tensor-parallel ranks of a stage: what megatron-core's layers divide among them."""
+    return shard.range.rows * config.tensor_model_parallel_size
 
 
 class _VocabRows(torch.nn.Module):
@@ -105,8 +107,8 @@ class VocabShardEmbedding(_VocabRows, VocabParallelEmbedding):
     with embedded rows ``[b, s, H]``, as the first stage's F does, it hands them on.
     """
 
-    def __init__(self, shard: VocabShard, hidden_size: int, **kwargs: Any) -> None:
-        super().__init__(shard.range.rows * shard.tensor, hidden_size, **kwargs)
+    def __init__(self, shard: VocabShard, config: Any, **kwargs: Any) -> None:
+        super().__init__(_stage_rows(shard, config), config.hidden_size, config=config, **kwargs)
         self.shard = shard
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
@@ -123,8 +125,8 @@ class VocabShardOutput(_VocabRows, ColumnParallelLinear):
     ``e`` are ``output_forward``'s; ``invariant`` computes what no sharding changes.
     """
 
-    def __init__(self, shard: VocabShard, hidden_size: int, **kwargs: Any) -> None:
-        super().__init__(hidden_size, shard.range.rows * shard.tensor, bias=False, **kwargs)
+    def __init__(self, shard: VocabShard, config: Any, **kwargs: Any) -> None:
+        super().__init__(config.hidden_size, _stage_rows(shard, config), config=config, bias=False, **kwargs)
         self.shard = shard
 
     def forward(
@@ -202,7 +204,7 @@ class VocabParallelGPTModel(GPTModel):
         super().__init__(
             config,
             transformer_layer_spec,
-            shard.range.rows * shard.tensor,
+            _stage_rows(shard, config),
             max_sequence_length,
             share_embeddings_and_output_weights=False,
             **kwargs,
@@ -214,16 +216,16 @@ class VocabParallelGPTModel(GPTModel):
             delattr(self, "output_layer")  # so that a tied weight is named by its embedding on every stage
         if not holds_shard:
             return
-        layer_options = {"config": config, "tp_group": compat.tensor_parallel_group(self)}
+        layer_options = {"tp_group": compat.tensor_parallel_group(self)}
         if not self.pre_process:
             self.embedding = torch.nn.Module()
         self.embedding.word_embeddings = VocabShardEmbedding(
-            shard, config.hidden_size, init_method=config.embedding_init_method, **layer_options
+            shard, config, init_method=config.embedding_init_method, **layer_options
         )
         self.embedding.reduce_scatter_embeddings = False  # type: ignore[assignment]
         self.output_layer = VocabShardOutput(
             shard,
-            config.hidden_size,
+            config,
             init_method=config.init_method,
             skip_weight_param_allocation=self.tied,
             **layer_options,

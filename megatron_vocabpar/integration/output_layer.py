@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.gradients import main_grad
-from megatron_vocabpar.integration.iteration import Iteration
+from megatron_vocabpar.integration.iteration import Iteration, LayerHandlers
 from megatron_vocabpar.integration.model import VocabParallelGPTModel
 from megatron_vocabpar.layers import invariant, output
 from megatron_vocabpar.layers.invariant import FixedPoint
@@ -31,11 +31,11 @@ from megatron_vocabpar.runtime.streams import Event
 from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, PassType
 
 
-class OutputLayer:
+class OutputLayer(LayerHandlers):
     """Handlers of the output layer's passes and collectives for the shard that ``model`` holds."""
 
     def __init__(self, iteration: Iteration, model: VocabParallelGPTModel) -> None:
-        self.it = iteration
+        super().__init__(iteration)
         self.model = model
         self._evaluations: deque[tuple[int, Event[MergedStats]]] = deque()
         self._as_announced: list[torch.Tensor] = []
@@ -65,15 +65,15 @@ class OutputLayer:
         With sequence parallelism each tensor-parallel rank of the last stage sends its part of the
         sequence.
         """
-        rank, i = self.it.rank, instruction.microbatch
+        rank, i = self.rank, instruction.microbatch
         groups = rank.groups
-        parts = self.it.sequence_shards
+        parts = self.iteration.sequence_shards
         members = list(groups.members_of(rank.placement.last_rank))[:parts]
         dtype = self.model.output_weight.dtype
-        shape = (self.it.microbatches[i].tokens, self.it.call.hidden_shape[2])
+        shape = (self.microbatches[i].tokens, self.call.config.hidden_size)
         mine: torch.Tensor | None = None
         if rank.is_last:
-            mine = self.it.buffers.take(Pass(PassType.F, rank.placement.last_stage, i), "hidden")
+            mine = self.buffers.take(Pass(PassType.F, rank.placement.last_stage, i), "hidden")
 
         source = mine if groups.member in members else None
         whole = source is not None and parts == 1
@@ -87,20 +87,20 @@ class OutputLayer:
             broadcast(groups, groups.output, pieces, members)
             return full
 
-        self.it.buffers.put(instruction, "event", rank.output_stream.submit(run))
+        self.buffers.put(instruction, "event", rank.output_stream.submit(run))
 
     def output_forward(self, instruction: Pass) -> None:
         """S: logits of this rank's shard and their local statistics."""
         i = instruction.microbatch
-        x = self.it.wait(self.it.buffers.take(Comm(CommType.C0, instruction.stage, i), "event"))
-        if PassType.S2 in self.it.rank.method.passes:
-            microbatch = self.it.microbatches[i]
+        x = self.wait(self.buffers.take(Comm(CommType.C0, instruction.stage, i), "event"))
+        if PassType.S2 in self.rank.method.passes:
+            microbatch = self.microbatches[i]
             state, statistics = self.model.vocab_output(
                 x,
                 microbatch.labels,
                 self.model.output_weight,
                 maximum_only=True,
-                rows_per_chunk=self.it.rank.output_options.rows_per_chunk,
+                rows_per_chunk=self.rank.output_options.rows_per_chunk,
                 owned=microbatch.owned_targets,
             )
         else:
@@ -109,8 +109,8 @@ class OutputLayer:
 
     def _softmax(self, i: int, x: torch.Tensor, with_input_gradient: bool) -> tuple[Any, Any]:
         """Pass S of ``layers/output.py``; in evaluation the statistics alone."""
-        training, options = not self.it.call.forward_only, self.it.rank.output_options
-        microbatch = self.it.microbatches[i]
+        training, options = not self.call.forward_only, self.rank.output_options
+        microbatch = self.microbatches[i]
         return self.model.vocab_output(
             x,
             microbatch.labels,
@@ -133,57 +133,55 @@ class OutputLayer:
     def _put_state(self, producer: Pass, state: Any, statistics: torch.Tensor) -> None:
         if state is not None:
             # An early input gradient reads the state too, beside T.
-            self.it.buffers.put(producer, "state", state, uses=1 + self._early_gradient)
-        self.it.buffers.put(producer, "statistics", statistics)
+            self.buffers.put(producer, "state", state, uses=1 + self._early_gradient)
+        self.buffers.put(producer, "statistics", statistics)
 
     def reduce_maximum(self, instruction: Comm) -> None:
         """naive's C1: the maximal offset of every token."""
-        groups = self.it.rank.groups
+        groups = self.groups
         source = Pass(PassType.S, instruction.stage, instruction.microbatch)
-        offsets = self.it.buffers.take(source, "statistics")
-        event = self.it.rank.output_stream.submit(
+        offsets = self.buffers.take(source, "statistics")
+        event = self.rank.output_stream.submit(
             lambda: all_reduce(groups, groups.output, offsets, dist.ReduceOp.MAX)
         )
-        self.it.buffers.put(instruction, "event", event)
+        self.buffers.put(instruction, "event", event)
 
     def exponential_sum(self, instruction: Pass) -> None:
         """S2, naive: exponentials against the global offset, and their local sum."""
         i = instruction.microbatch
-        offsets = self.it.wait(self.it.buffers.take(Comm(CommType.C1, instruction.stage, i), "event"))
-        state = self.it.buffers.take(Pass(PassType.S, instruction.stage, i), "state")
-        state, statistics = naive_sum(
-            state, offsets, rows_per_chunk=self.it.rank.output_options.rows_per_chunk
-        )
-        self._put_state(instruction, None if self.it.call.forward_only else state, statistics)
+        offsets = self.wait(self.buffers.take(Comm(CommType.C1, instruction.stage, i), "event"))
+        state = self.buffers.take(Pass(PassType.S, instruction.stage, i), "state")
+        state, statistics = naive_sum(state, offsets, rows_per_chunk=self.rank.output_options.rows_per_chunk)
+        self._put_state(instruction, None if self.call.forward_only else state, statistics)
 
     def _softmax_pass(self, i: int) -> Pass:
         """The pass that left the exponentials and their statistics."""
-        return Pass(self.it.rank.method.producers[self._statistics], self.it.rank.pipeline_rank, i)
+        return Pass(self.rank.method.producers[self._statistics], self.rank.pipeline_rank, i)
 
     @property
     def _statistics(self) -> CommType:
         """The collective that carries the statistics: T waits for it."""
-        word = self.it.rank.method.waits_for[PassType.T]
+        word = self.rank.method.waits_for[PassType.T]
         assert isinstance(word, CommType)
         return word
 
     def gather_statistics(self, instruction: Comm) -> None:
         """C1 of vocab-1, C2 of naive: everyone's statistics, merged in rank order."""
-        statistics = self.it.buffers.take(self._softmax_pass(instruction.microbatch), "statistics")
+        statistics = self.buffers.take(self._softmax_pass(instruction.microbatch), "statistics")
         self._put_statistics(instruction, self._merge(statistics))
 
     def _merge(self, statistics: torch.Tensor) -> Event[MergedStats]:
         """Everyone's statistics, merged, on the side stream."""
-        groups, place = self.it.rank.groups, merged_place(statistics)
-        return self.it.rank.output_stream.submit(
+        groups, place = self.groups, merged_place(statistics)
+        return self.rank.output_stream.submit(
             lambda: merge_stats(all_gather(groups, groups.output, statistics), out=place)
         )
 
     def _put_statistics(self, instruction: Comm, event: Event[MergedStats]) -> None:
-        if not self.it.call.forward_only:
-            self.it.buffers.put(instruction, "event", event)
-        elif not self.it.rank.is_last:
-            self.it.unclaim(event)
+        if not self.call.forward_only:
+            self.buffers.put(instruction, "event", event)
+        elif not self.rank.is_last:
+            self.iteration.unclaim(event)
         else:
             # In evaluation no pass consumes the statistics: report with a lag that hides the collective.
             self._evaluations.append((instruction.microbatch, event))
@@ -196,16 +194,16 @@ class OutputLayer:
 
     def gather_statistics_and_input_gradient(self, instruction: Comm) -> None:
         """C1 of vocab-2: the statistics, then the input gradient from what S left."""
-        if self.it.call.forward_only:
+        if self.call.forward_only:
             self.gather_statistics(instruction)
             return
-        groups, i = self.it.rank.groups, instruction.microbatch
+        groups, i = self.groups, instruction.microbatch
         source = self._softmax_pass(i)
-        statistics = self.it.buffers.take(source, "statistics")
-        state = self.it.buffers.take(source, "state")
-        grad_loss = self.it.microbatches[i].gradient
+        statistics = self.buffers.take(source, "statistics")
+        state = self.buffers.take(source, "state")
+        grad_loss = self.microbatches[i].gradient
         weight = self.model.output_weight.detach()
-        is_last = self.it.rank.is_last
+        is_last = self.rank.is_last
         place = merged_place(statistics)
         hidden_grad = state.x.new_empty(state.x.shape, dtype=place.total.dtype) if is_last else None
 
@@ -216,103 +214,102 @@ class OutputLayer:
             return merged, hidden_grad
 
         # Taken by T everywhere, and by B of the last stage.
-        event = self.it.rank.output_stream.submit(run)
-        self.it.buffers.put(instruction, "event", event, uses=2 if is_last else 1)
+        event = self.rank.output_stream.submit(run)
+        self.buffers.put(instruction, "event", event, uses=2 if is_last else 1)
 
     def output_backward(self, instruction: Pass) -> None:
         """T: the weight gradient and, but for vocab-2, this rank's part of the input gradient."""
         i = instruction.microbatch
-        event = self.it.buffers.take(Comm(self._statistics, instruction.stage, i), "event")
-        state = self.it.buffers.take(self._softmax_pass(i), "state")
+        event = self.buffers.take(Comm(self._statistics, instruction.stage, i), "event")
+        state = self.buffers.take(self._softmax_pass(i), "state")
         weight = self.model.output_weight
-        grad_loss = self.it.microbatches[i].gradient
+        grad_loss = self.microbatches[i].gradient
         if self._early_gradient:
-            merged, _ = self.it.wait(event)
+            merged, _ = self.wait(event)
             self._passes.weight_gradient(state, merged, grad_loss, main_grad(weight))
         else:
-            merged = self.it.wait(event)
+            merged = self.wait(event)
             part = self._passes.output_backward(state, merged, grad_loss, weight.detach(), main_grad(weight))
-            self.it.buffers.put(instruction, "hidden_grad", part)
-            if self.it.rank.is_last:
+            self.buffers.put(instruction, "hidden_grad", part)
+            if self.rank.is_last:
                 self._report_loss(i, merged)
         if isinstance(state, OutputState) and state.e is not None:
             self._spare.append(state.e)
-        self.it.gradients.wrote(PassType.T)
+        self.gradients.wrote(PassType.T)
 
     def _total(self, part: torch.Tensor | FixedPoint) -> torch.Tensor:
         """The sum of all ranks' parts of the input gradient."""
-        groups = self.it.rank.groups
+        groups = self.groups
         if isinstance(part, FixedPoint):
             return part.with_sum(all_reduce(groups, groups.output, part.whole)).value()
         return all_reduce(groups, groups.output, part)
 
     def reduce_input_gradient(self, instruction: Comm) -> None:
         """C2 of vocab-1, C3 of naive: the sum of all ranks' parts of the input gradient, in float32."""
-        part = self.it.buffers.take(
-            Pass(PassType.T, instruction.stage, instruction.microbatch), "hidden_grad"
-        )
+        part = self.buffers.take(Pass(PassType.T, instruction.stage, instruction.microbatch), "hidden_grad")
         event = self._sum(part)
-        if self.it.rank.is_last:
-            self.it.buffers.put(instruction, "event", event)
+        if self.rank.is_last:
+            self.buffers.put(instruction, "event", event)
         else:
-            self.it.unclaim(event)
+            self.iteration.unclaim(event)
 
     def _sum(self, part: torch.Tensor | FixedPoint) -> Event[torch.Tensor]:
         """The sum of all ranks' parts of the input gradient, on the side stream: in place, if it can be."""
         if isinstance(part, FixedPoint):
             part = replace(part, out=part.whole.new_empty(part.whole.shape, dtype=part.dtype))
-        return self.it.rank.output_stream.submit(partial(self._total, part))
+        return self.rank.output_stream.submit(partial(self._total, part))
 
     def synchronous_output(self, instruction: Pass) -> None:
         """S of interlaced: the whole output layer, all ranks in step."""
-        rank, i = self.it.rank, instruction.microbatch
-        x = self.it.wait(self.it.buffers.take(Comm(CommType.C0, instruction.stage, i), "event"))
+        rank, i = self.rank, instruction.microbatch
+        x = self.wait(self.buffers.take(Comm(CommType.C0, instruction.stage, i), "event"))
         weight = self.model.output_weight
-        training = not self.it.call.forward_only
+        training = not self.call.forward_only
         state, statistics = self._softmax(i, x, with_input_gradient=True)
-        merged = self.it.wait(self._merge(statistics))
+        merged = self.wait(self._merge(statistics))
         if rank.is_last:
             self._report_loss(i, merged)
         if not training:
             return
-        grad_loss = self.it.microbatches[i].gradient
+        grad_loss = self.microbatches[i].gradient
         part = self._passes.input_gradient(state, merged, grad_loss, weight.detach())
-        hidden_grad = self.it.wait(self._sum(part))
+        hidden_grad = self.wait(self._sum(part))
         if rank.is_last:
-            self.it.buffers.put(instruction, "hidden_grad", hidden_grad)
+            self.buffers.put(instruction, "hidden_grad", hidden_grad)
         self._passes.weight_gradient(state, merged, grad_loss, main_grad(weight))
-        self.it.gradients.wrote(PassType.S)
+        self.gradients.wrote(PassType.S)
 
     def hidden_gradient(self, i: int) -> torch.Tensor:
         """The gradient of the last stage's output ``[s, b, H]``; reports the loss if nobody has yet."""
-        rank = self.it.rank.pipeline_rank
-        source = self.it.rank.method.waits_for[PassType.B]
+        rank = self.rank.pipeline_rank
+        source = self.rank.method.waits_for[PassType.B]
         if isinstance(source, PassType):
-            grad = self.it.buffers.take(Pass(source, rank, i), "hidden_grad")
+            grad = self.buffers.take(Pass(source, rank, i), "hidden_grad")
         else:
-            grad = self.it.wait(self.it.buffers.take(Comm(source, rank, i), "event"))
+            grad = self.wait(self.buffers.take(Comm(source, rank, i), "event"))
             if self._early_gradient:
                 merged, grad = grad
                 self._report_loss(i, merged)
-        part = grad.chunk(self.it.sequence_shards)[self.it.rank.groups.tensor_rank % self.it.sequence_shards]
-        return part.view(self.it.hidden_shape(i))
+        parts = self.iteration.sequence_shards
+        part = grad.chunk(parts)[self.groups.tensor_rank % parts]
+        return part.view(self.iteration.hidden_shape(i))
 
     def _report_loss(self, i: int, merged: MergedStats) -> None:
         """Megatron's loss function on the true token losses; its gradient must be what was announced."""
-        call, microbatch = self.it.call, self.it.microbatches[i]
+        call, microbatch = self.call, self.microbatches[i]
         b, s = microbatch.shape
         reported, num_tokens, grad = compat.loss_and_gradient(
-            call.chunks[-1],
-            merged.loss.float().view(s, b).t().contiguous(),
-            self.it.recorded_last[i].loss_func,
-            call.config,
-            call.num_microbatches,
-            call.cp_group_size,
-            call.collect_non_loss_data,
+            model=call.chunks[-1],
+            token_losses=merged.loss.float().view(s, b).t().contiguous(),
+            loss_func=self.iteration.recorded_last[i].loss_func,
+            config=call.config,
+            num_microbatches=call.num_microbatches,
+            cp_group_size=call.cp_group_size,
+            collect_non_loss_data=call.collect_non_loss_data,
             with_gradient=not call.forward_only,
         )
-        self.it.reported.extend(reported)
-        self.it.num_tokens = self.it.num_tokens + num_tokens
+        self.iteration.reported.extend(reported)
+        self.iteration.num_tokens = self.iteration.num_tokens + num_tokens
         if grad is not None:
             true, announced = grad.t().reshape(-1), microbatch.gradient
             close = torch.isclose(true, announced, rtol=1e-4, atol=0.0, equal_nan=True)

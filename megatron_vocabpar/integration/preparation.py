@@ -55,16 +55,16 @@ def prepare(
     if rank.is_last and not call.forward_only:
         grad_losses = [_announced_gradient(recorded, call) for recorded in last]
     microbatches = share_microbatches(
-        rank.groups,
-        model.shard.ranges,
-        rank.groups.members_of(rank.placement.first_rank)[0],
-        rank.groups.members_of(rank.placement.last_rank)[0],
-        [_required(recorded.input_ids, "input_ids") for recorded in first] if rank.is_first else None,
-        [_required(recorded.labels, "labels") for recorded in last] if rank.is_last else None,
-        grad_losses,
-        call.num_microbatches,
-        rank.device,
-        call.forward_only,
+        groups=rank.groups,
+        ranges=model.shard.ranges,
+        first_member=rank.groups.members_of(rank.placement.first_rank)[0],
+        last_member=rank.groups.members_of(rank.placement.last_rank)[0],
+        tokens=[_required(recorded.input_ids, "input_ids") for recorded in first] if rank.is_first else None,
+        labels=[_required(recorded.labels, "labels") for recorded in last] if rank.is_last else None,
+        grad_losses=grad_losses,
+        num_microbatches=call.num_microbatches,
+        device=rank.device,
+        forward_only=call.forward_only,
     )
     output_pass = rank.method.passes[-1]  # the one that writes the weight's gradient
     written |= {PassType.IB: [model.word_embeddings.weight], output_pass: [model.output_weight]}
@@ -111,13 +111,13 @@ def _announced_gradient(recorded: ModelCall, call: Call) -> torch.Tensor:
     """The gradient that the loss function gives every token, from losses of one nat each."""
     labels = _required(recorded.labels, "labels")
     _, _, grad = compat.loss_and_gradient(
-        call.chunks[-1],
-        torch.ones_like(labels, dtype=torch.float32),
-        recorded.loss_func,
-        call.config,
-        call.num_microbatches,
-        call.cp_group_size,
-        False,
+        model=call.chunks[-1],
+        token_losses=torch.ones_like(labels, dtype=torch.float32),
+        loss_func=recorded.loss_func,
+        config=call.config,
+        num_microbatches=call.num_microbatches,
+        cp_group_size=call.cp_group_size,
+        collect_non_loss_data=False,
         with_gradient=True,
     )
     assert grad is not None
@@ -132,13 +132,13 @@ def _gradient_sync(
     grad_sync = _per_chunk(config.grad_sync_func, len(call.chunks)) if config.grad_sync_func else []
     passes = schedule.ranks[rank.pipeline_rank]
     return GradientSync(
-        call.chunks,
-        no_sync,
-        grad_sync,
-        not grad_sync or rank.is_first,
-        call.num_microbatches,
-        written,
-        {kind: sum(p.type is kind for p in passes) for kind in written},
+        chunks=call.chunks,
+        no_sync_funcs=no_sync,
+        grad_sync_funcs=grad_sync,
+        starts_early=not grad_sync or rank.is_first,
+        num_microbatches=call.num_microbatches,
+        written=written,
+        runs={kind: sum(p.type is kind for p in passes) for kind in written},
     )
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from megatron_vocabpar.integration import compat
-from megatron_vocabpar.integration.iteration import Iteration
+from megatron_vocabpar.integration.iteration import Iteration, LayerHandlers
 from megatron_vocabpar.integration.microbatches import ModelCall
 from megatron_vocabpar.integration.weight_gradients import WeightGradients
 from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, PassType
 
 
-class Stages:
+class Stages(LayerHandlers):
     """Handlers of F, B, W, SEND and RECV.
 
     Args:
@@ -32,7 +32,7 @@ class Stages:
         embedded_rows: Callable[[int], torch.Tensor] | None = None,
         hidden_gradient: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
-        self.it = iteration
+        super().__init__(iteration)
         self.weight_gradients = weight_gradients
         self.embedded_rows = embedded_rows
         self.hidden_gradient = hidden_gradient
@@ -40,7 +40,7 @@ class Stages:
     def forward(self, instruction: Pass) -> None:
         """F: one stage's transformer layers, and what Megatron computes around them."""
         stage, i = instruction.stage, instruction.microbatch
-        call, placement = self.it.call, self.it.rank.placement
+        call, placement = self.call, self.rank.placement
         chunk = placement.chunk_of(stage)
         is_last_stage = stage == placement.last_stage
         partitioned = self.embedded_rows is not None
@@ -49,76 +49,76 @@ class Stages:
         if stage > 0:
             stage_input = self._stage_input(stage, i)
             if is_last_stage and partitioned:
-                call_model = _replay(self.it.recorded_last[i])
+                call_model = _replay(self.iteration.recorded_last[i])
         elif self.embedded_rows is not None:
             stage_input = self.embedded_rows(i)
-            call_model = _replay(self.it.recorded_first[i].replace_input_ids(stage_input))
+            call_model = _replay(self.iteration.recorded_first[i].replace_input_ids(stage_input))
         output, num_tokens = compat.forward_step(
-            call_model,
-            call.data_iterators[chunk],
-            call.chunks[chunk],
-            call.num_microbatches,
-            stage_input if stage > 0 else None,
-            self.it.reported,
-            call.config,
-            call.cp_group_size,
-            call.collect_non_loss_data,
-            call.first_microbatch_flag and i == 0,
-            i,
-            is_last_stage and not partitioned,
-            getattr(call.chunks[chunk], "vp_stage", None),
+            call_model=call_model,
+            data_iterator=call.data_iterators[chunk],
+            model=call.chunks[chunk],
+            num_microbatches=call.num_microbatches,
+            input_tensor=stage_input if stage > 0 else None,
+            forward_data_store=self.iteration.reported,
+            config=call.config,
+            cp_group_size=call.cp_group_size,
+            collect_non_loss_data=call.collect_non_loss_data,
+            is_first_microbatch=call.first_microbatch_flag and i == 0,
+            current_microbatch=i,
+            computes_loss=is_last_stage and not partitioned,
+            vp_stage=getattr(call.chunks[chunk], "vp_stage", None),
         )
-        self.it.num_tokens = self.it.num_tokens + num_tokens
+        self.iteration.num_tokens = self.iteration.num_tokens + num_tokens
         if not is_last_stage:
-            self.it.buffers.put(instruction, "output", output.detach())
+            self.buffers.put(instruction, "output", output.detach())
         elif partitioned:
             # Megatron's half-precision wrapper turns the last stage's output into float32: exact either way.
             hidden = output.detach().to(call.config.params_dtype)
-            self.it.buffers.put(instruction, "hidden", hidden.flatten(0, 1))
+            self.buffers.put(instruction, "hidden", hidden.flatten(0, 1))
         if not call.forward_only:
             compat.release_output(output, call.config)
-            self.it.buffers.put(instruction, "graph", (stage_input, output))
+            self.buffers.put(instruction, "graph", (stage_input, output))
 
     def _stage_input(self, stage: int, i: int) -> torch.Tensor:
         before = Pass(PassType.F, stage - 1, i)
-        if self.it.rank.placement.rank_of(stage - 1) == self.it.rank.pipeline_rank:
-            tensor = self.it.buffers.take(before, "output")
+        if self.rank.placement.rank_of(stage - 1) == self.rank.pipeline_rank:
+            tensor = self.buffers.take(before, "output")
         else:
-            tensor = self.it.wait(self.it.buffers.take(Comm(CommType.RECV_F, stage, i), "received"))
-        return tensor.requires_grad_(not self.it.call.forward_only)
+            tensor = self.wait(self.buffers.take(Comm(CommType.RECV_F, stage, i), "received"))
+        return tensor.requires_grad_(not self.call.forward_only)
 
     def backward(self, instruction: Pass) -> None:
         """B: gradients of one stage's transformer layers and of its input."""
         stage, i = instruction.stage, instruction.microbatch
-        placement = self.it.rank.placement
-        stage_input, output = self.it.buffers.take(Pass(PassType.F, stage, i), "graph")
+        placement = self.rank.placement
+        stage_input, output = self.buffers.take(Pass(PassType.F, stage, i), "graph")
         output_grad: torch.Tensor | None = None
         if stage == placement.last_stage:
             if self.hidden_gradient is not None:
                 output_grad = self.hidden_gradient(i).to(output.dtype)
-        elif placement.rank_of(stage + 1) == self.it.rank.pipeline_rank:
-            output_grad = self.it.buffers.take(Pass(PassType.B, stage + 1, i), "input_grad")
+        elif placement.rank_of(stage + 1) == self.rank.pipeline_rank:
+            output_grad = self.buffers.take(Pass(PassType.B, stage + 1, i), "input_grad")
         else:
-            output_grad = self.it.wait(self.it.buffers.take(Comm(CommType.RECV_B, stage, i), "received"))
+            output_grad = self.wait(self.buffers.take(Comm(CommType.RECV_B, stage, i), "received"))
         chunk = placement.chunk_of(stage)
         if self.weight_gradients:
             self.weight_gradients[chunk].begin(i)
-        self.it.gradients.before_backward(chunk)
-        input_grad = compat.backward_step(stage_input, output, output_grad, self.it.call.config)
-        self.it.gradients.after_backward(chunk)
+        self.gradients.before_backward(chunk)
+        input_grad = compat.backward_step(stage_input, output, output_grad, self.call.config)
+        self.gradients.after_backward(chunk)
         if stage > 0 or self.embedded_rows is not None:
-            self.it.buffers.put(instruction, "input_grad", input_grad)
+            self.buffers.put(instruction, "input_grad", input_grad)
 
     def weight_backward(self, instruction: Pass) -> None:
         """W: the weight gradients that B left out."""
-        chunk = self.it.rank.placement.chunk_of(instruction.stage)
+        chunk = self.rank.placement.chunk_of(instruction.stage)
         self.weight_gradients[chunk].compute(instruction.microbatch)
-        self.it.gradients.wrote(PassType.W)
+        self.gradients.wrote(PassType.W)
 
     def send_forward(self, instruction: Comm) -> None:
         """SEND_F: a stage's output to the rank of the next stage."""
-        output = self.it.buffers.take(Pass(PassType.F, instruction.stage, instruction.microbatch), "output")
-        expected = self.it.hidden_shape(instruction.microbatch)
+        output = self.buffers.take(Pass(PassType.F, instruction.stage, instruction.microbatch), "output")
+        expected = self.iteration.hidden_shape(instruction.microbatch)
         if tuple(output.shape) != expected:
             raise ValueError(
                 f"the stage's output has shape {tuple(output.shape)}, the next stage expects {expected}; "
@@ -128,12 +128,12 @@ class Stages:
 
     def send_backward(self, instruction: Comm) -> None:
         """SEND_B: a stage's input gradient to the rank of the previous stage."""
-        grad = self.it.buffers.take(Pass(PassType.B, instruction.stage, instruction.microbatch), "input_grad")
+        grad = self.buffers.take(Pass(PassType.B, instruction.stage, instruction.microbatch), "input_grad")
         self._send(grad, instruction.stage - 1)
 
     def _send(self, tensor: torch.Tensor, stage: int) -> None:
         dtype = self._transfer_dtype()
-        self.it.rank.point_to_point.send(tensor.to(dtype).contiguous(), self.it.rank.placement.rank_of(stage))
+        self.rank.point_to_point.send(tensor.to(dtype).contiguous(), self.rank.placement.rank_of(stage))
 
     def receive_forward(self, instruction: Comm) -> None:
         """RECV_F: post the receive of a stage's input."""
@@ -144,16 +144,16 @@ class Stages:
         self._receive(instruction, instruction.stage + 1)
 
     def _receive(self, instruction: Comm, from_stage: int) -> None:
-        posted = self.it.rank.point_to_point.receive(
-            self.it.hidden_shape(instruction.microbatch),
+        posted = self.rank.point_to_point.receive(
+            self.iteration.hidden_shape(instruction.microbatch),
             self._transfer_dtype(),
-            self.it.rank.device,
-            self.it.rank.placement.rank_of(from_stage),
+            self.rank.device,
+            self.rank.placement.rank_of(from_stage),
         )
-        self.it.buffers.put(instruction, "received", posted)
+        self.buffers.put(instruction, "received", posted)
 
     def _transfer_dtype(self) -> torch.dtype:
-        return self.it.call.config.pipeline_dtype or self.it.call.config.params_dtype
+        return self.call.config.pipeline_dtype or self.call.config.params_dtype
 
 
 def _replay(recorded: ModelCall) -> Callable[..., tuple[torch.Tensor, Callable[..., Any]]]:

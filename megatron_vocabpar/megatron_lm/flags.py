@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_vocabpar.schedule.families import SEARCH, families
-from megatron_vocabpar.schedule.methods import METHODS, Method, method_named
+from megatron_vocabpar.schedule.methods import METHODS, method_named
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1")
 """Schedule families that run inside Megatron's training loop, which places model chunks in standard order."""
@@ -149,9 +149,9 @@ class FlagConfig:
     invariant: bool = False
 
     @property
-    def layers(self) -> Method:
-        """Where the vocabulary layers are."""
-        return method_named(self.method)
+    def partitions_vocabulary(self) -> bool:
+        """Whether the vocabulary layers are partitioned."""
+        return method_named(self.method).vocabulary_parallel
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -82,7 +82,7 @@ def apply(config: FlagConfig) -> Patch:
     patch = Patch(config, version)
     try:
         for binding in BINDINGS:
-            if config.layers.vocabulary_parallel or not binding.partitioned_only:
+            if config.partitions_vocabulary or not binding.partitioned_only:
                 original = getattr(importlib.import_module(binding.module), binding.name)
                 patch.replace(binding, replacement_for(binding, original, config))
     except BaseException:

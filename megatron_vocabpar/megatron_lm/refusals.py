@@ -213,7 +213,7 @@ def check(args: Any, config: FlagConfig) -> None:
     Raises:
         ValueError: naming every refused flag with its remedy.
     """
-    rows = REFUSALS if config.layers.vocabulary_parallel else ()
+    rows = REFUSALS if config.partitions_vocabulary else ()
     allowed = (_CHUNKS,) if config.schedule == "interleaved" else ()
     problems = [f"{row.flag}: {row.remedy}" for row in rows if row not in allowed and row.is_asked(args)]
     problems += _schedule_problems(args, config)

@@ -57,7 +57,7 @@ def _check_first(original: Callable[..., Any], config: FlagConfig) -> Callable[.
 
 def _announcement(args: Any, config: FlagConfig) -> str:
     text = f"> vocabulary parallelism: method {config.method}, schedule {config.schedule}"
-    if config.layers.vocabulary_parallel and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+    if config.partitions_vocabulary and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         text += (
             "\n> CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams of a GPU into one queue, so that collectives "
             "of the vocabulary layers wait for computation: set it to 8, unless Megatron asks for 1"

@@ -1,7 +1,7 @@
 """Loss curves of several methods against one of them, in numbers.
 
 Methods that compute the same thing differ by rounding alone; the largest difference says how far.
-Source: the comparison is that of the paper's Figure 17.
+The comparison is that of the paper's Figure 17.
 Next: ``plots.py`` (the same in a picture).
 """
 

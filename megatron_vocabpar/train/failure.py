@@ -2,7 +2,7 @@
 
 When a rank fails, its peers fail too, because their connections close. A rank that was killed from outside
 is the cause; otherwise it is the rank whose error came first.
-Next: ``launch.py``.
+Next: ``ranks.py``.
 """
 
 from __future__ import annotations

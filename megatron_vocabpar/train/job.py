@@ -1,7 +1,7 @@
 """A whole job, in order: check, prepare the data, train with each method, report.
 
 Nothing is written to the results folder before the checks and the preparation have passed.
-Next: ``launch.py`` (one method's processes), ``report.py`` (what is left for the reader).
+Next: ``ranks.py`` (one method's processes), ``report.py`` (what is left for the reader).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.serialize import plan_to_json
 from megatron_vocabpar.train.check import check, resolve_device
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.launch import WORKER_MODULE, processes
 from megatron_vocabpar.train.output import (
     DATA_FILE,
     SCHEDULE_DATA_FILE,
@@ -25,6 +24,7 @@ from megatron_vocabpar.train.output import (
     open_output,
 )
 from megatron_vocabpar.train.prepare import DataFiles, prepare
+from megatron_vocabpar.train.ranks import WORKER_MODULE, processes
 from megatron_vocabpar.train.report import write_report
 from megatron_vocabpar.train.schedules import describe, plan_method
 

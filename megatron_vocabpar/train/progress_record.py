@@ -2,7 +2,7 @@
 
 Writing is a memory copy, so the executor can call it before every instruction; a file mapping outlives
 a process that is killed, so the launcher can still say which pass it was in.
-Next: ``launch.py``, which reads the records after a failure.
+Next: ``ranks.py``, which reads the records after a failure.
 """
 
 from __future__ import annotations

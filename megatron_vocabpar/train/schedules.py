@@ -17,7 +17,7 @@ from megatron_vocabpar.schedule.search import search
 from megatron_vocabpar.train.config import TrainConfig
 
 
-def candidates(config: TrainConfig) -> list[Family]:
+def open_families(config: TrainConfig) -> list[Family]:
     """The families that ``--family`` and ``--chunks`` leave open."""
     named = [family for name, family in families().items() if config.family in (name, SEARCH)]
     return [family for family in named if family.allows(config.chunks)]
@@ -75,7 +75,7 @@ def plan_method(config: TrainConfig, method: str) -> Plan:
 
 
 def _fitting(config: TrainConfig, method: str) -> list[Family]:
-    open_ = candidates(config)
+    open_ = open_families(config)
     if not open_:
         family = families()[config.family]
         least = "" if family.fixed_chunks else "at least "

@@ -1,6 +1,6 @@
 """One training process: ``python -m megatron_vocabpar.train.worker <config.json>``.
 
-Started by ``launch.py``, once a rank, with torch's ``RANK``, ``WORLD_SIZE``, … in the environment. Rank 0
+Started by ``ranks.py``, once a rank, with torch's ``RANK``, ``WORLD_SIZE``, … in the environment. Rank 0
 keeps the terminal, without Megatron's warnings; the others write all they say to a log file. An exception
 is left in a file for the launcher, and the process ends at once: on a failure nothing waits for peers. It
 also ends when its launcher is gone.

@@ -80,8 +80,8 @@ def _work_is_not_held(_: type) -> AbstractContextManager[Any]:
 
 def _result_of_the_side_stream(_: type) -> AbstractContextManager[Any]:
     def merge(self: OutputLayer, statistics: torch.Tensor) -> Any:
-        groups = self.it.rank.groups
-        return self.it.rank.output_stream.submit(
+        groups = self.groups
+        return self.rank.output_stream.submit(
             lambda: merge_stats(all_gather(groups, groups.output, statistics))
         )
 

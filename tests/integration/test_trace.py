@@ -203,11 +203,18 @@ def _planned(self: Microbatches, i: int) -> Microbatch:
 _plan = Microbatches._plan
 
 
-def _share(groups: VocabGroups, ranges: Any, *_: Any) -> Microbatches:
+def _share(groups: VocabGroups, ranges: Any, **_: Any) -> Microbatches:
     """Random microbatches, on the host, in place of what the first and the last stage would send."""
     with unset_fake_temporarily():
         ids = torch.randint(0, V, (2 * M * N,), generator=torch.Generator().manual_seed(1))
-        return Microbatches([(1, N)] * M, ids, ids[M * N :], torch.ones(M * N), ranges, groups.member)
+        return Microbatches(
+            shapes=[(1, N)] * M,
+            ids=ids,
+            labels=ids[M * N :],
+            grad_losses=torch.ones(M * N),
+            ranges=ranges,
+            member=groups.member,
+        )
 
 
 def _batch() -> dict[str, Any]:

@@ -9,9 +9,9 @@ import pytest
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import TrainingFailed
 from megatron_vocabpar.train.job import write_inputs
-from megatron_vocabpar.train.launch import launch
 from megatron_vocabpar.train.output import LOG_FOLDER, method_config, open_method
 from megatron_vocabpar.train.prepare import prepare
+from megatron_vocabpar.train.ranks import launch
 from megatron_vocabpar.train.schedules import plan_method
 from tests.integration.gpt import Case, train
 from tests.spawn import run_ranks

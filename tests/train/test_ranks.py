@@ -13,8 +13,8 @@ import pytest
 
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import TrainingFailed
-from megatron_vocabpar.train.launch import Interrupted, launch
 from megatron_vocabpar.train.output import LOG_FOLDER, method_config, open_method
+from megatron_vocabpar.train.ranks import Interrupted, launch
 
 RANKS = 3
 FAKE = "tests.train.fake_worker"
