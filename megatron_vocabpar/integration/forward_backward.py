@@ -28,7 +28,7 @@ from megatron_vocabpar.runtime.executor import Observer, execute
 from megatron_vocabpar.runtime.profile import INPUT, OUTPUT, Timeline
 from megatron_vocabpar.runtime.streams import side_stream
 from megatron_vocabpar.schedule.generate import make_plan as generate_plan
-from megatron_vocabpar.schedule.methods import method_named
+from megatron_vocabpar.schedule.methods import Method, method_named
 from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.schedule import Schedule
@@ -66,7 +66,7 @@ class ForwardBackward:
         output_options: how the output layer is computed, where it is partitioned; by default as they are.
 
     Raises:
-        ValueError: for naive with recomputation.
+        ValueError: for naive with recomputation, invariance or label smoothing.
     """
 
     def __init__(
@@ -82,16 +82,7 @@ class ForwardBackward:
     ) -> None:
         self.method = method_named(method)
         self.output_options = output_options or OutputOptions()
-        if self.method.name == "naive" and self.output_options.recompute:
-            raise ValueError(
-                "method naive keeps its logits between two barriers and cannot recompute them; use vocab-1 "
-                "or vocab-2, or leave recomputation out"
-            )
-        if self.method.name == "naive" and self.output_options.invariant:
-            raise ValueError(
-                "method naive has no results that don't depend on the sharding; use vocab-1 or vocab-2, or "
-                "leave the invariance out"
-            )
+        _check_options(self.method, self.output_options)
         self.groups = groups
         self.device = device
         self._make_plan = make_plan or partial(generate_plan, method, groups.pipeline)
@@ -233,6 +224,17 @@ class ForwardBackward:
             counter = self.groups.members_of(placement.last_rank)[0]
             broadcast(self.groups, self.groups.output, [total], [counter])
         return total
+
+
+def _check_options(method: Method, options: OutputOptions) -> None:
+    refused = {
+        "keeps its logits between two barriers and cannot recompute them": options.recompute,
+        "has no results that don't depend on the sharding": options.invariant,
+        "has no label smoothing": options.terms.label_smoothing,
+    }
+    for what, is_asked in refused.items():
+        if method.name == "naive" and is_asked:
+            raise ValueError(f"method naive {what}; use vocab-1 or vocab-2, or leave the option out")
 
 
 def check_config(config: Any, adjust_tensor_shapes_fn: Any, vocabulary_parallel: bool) -> None:

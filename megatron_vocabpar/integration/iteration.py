@@ -18,6 +18,7 @@ import torch
 
 from megatron_vocabpar.integration.gradients import GradientSync
 from megatron_vocabpar.integration.microbatches import ForwardStep, Microbatch, ModelCall
+from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.runtime.buffers import Buffers
 from megatron_vocabpar.runtime.comm import PointToPoint, Receive, VocabGroups
 from megatron_vocabpar.runtime.streams import Event, Stream
@@ -27,27 +28,34 @@ from megatron_vocabpar.schedule.placement import Placement
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """How the output layer is computed; its result does not depend on them, but for rounding.
+    """How the output layer is computed; all but ``terms`` change its result by rounding alone.
 
     Attributes:
         recompute: keep no exponentials ``[n, P]`` from S to T; T computes them again.
         rows_per_chunk: tokens whose float32 logits exist at one time; None bounds them to about 32 MiB.
         invariant: the same bits for every sharding (``layers/invariant.py``), at a cost. Shards must end at
             multiples of ``whole_stats.BLOCK`` ids; naive is not offered.
+        terms: what the loss of a token consists of, in training and in evaluation.
 
     Raises:
-        ValueError: for ``invariant`` with another option, which it has no use for.
+        ValueError: for ``invariant`` with another option, which it has no use for, or label smoothing.
     """
 
     recompute: bool = False
     rows_per_chunk: int | None = None
     invariant: bool = False
+    terms: LossTerms = PLAIN
 
     def __post_init__(self) -> None:
         if self.invariant and (self.recompute or self.rows_per_chunk is not None):
             raise ValueError(
                 "results that don't depend on the sharding, with recomputed or chunked logits: they are "
                 "computed in blocks of their own; use one of the two"
+            )
+        if self.invariant and self.terms.label_smoothing:
+            raise ValueError(
+                f"label smoothing {self.terms.label_smoothing} depends on the sharding; leave it out, or the "
+                "invariance"
             )
 
 

@@ -28,6 +28,7 @@ from megatron_vocabpar.layers.invariant import BlockState
 from megatron_vocabpar.layers.output import NaiveState, OutputState, naive_maximum, output_forward
 from megatron_vocabpar.layers.partition import VocabRange, even_ranges, padded_vocab_size
 from megatron_vocabpar.layers.targets import OwnedTargets
+from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.layers.whole_stats import BLOCK
 
 
@@ -122,7 +123,7 @@ class VocabShardOutput(_VocabRows, ColumnParallelLinear):
 
     ``forward(x [n, H], targets [n], weight [P, H], ...)`` returns the state that T needs and the packed
     statistics; with ``maximum_only`` (naive's S) the state that S2 needs and the local offsets. ``owned`` and
-    ``e`` are ``output_forward``'s; ``invariant`` computes what no sharding changes.
+    ``e`` and ``terms`` are ``output_forward``'s; ``invariant`` computes what no sharding changes.
     """
 
     def __init__(self, shard: VocabShard, config: Any, **kwargs: Any) -> None:
@@ -143,15 +144,16 @@ class VocabShardOutput(_VocabRows, ColumnParallelLinear):
         owned: OwnedTargets | None = None,
         e: torch.Tensor | None = None,
         invariant: bool = False,
+        terms: LossTerms = PLAIN,
     ) -> tuple[OutputState | NaiveState | BlockState | None, torch.Tensor]:
         weight = weight.detach()
         if invariant:
             return invariant_passes.output_forward(
-                x, weight, targets, self.shard.range, keep_state=keep_state, owned=owned
+                x, weight, targets, self.shard.range, keep_state=keep_state, terms=terms, owned=owned
             )
         if maximum_only:
             return naive_maximum(
-                x, weight, targets, self.shard.range, rows_per_chunk=rows_per_chunk, owned=owned
+                x, weight, targets, self.shard.range, rows_per_chunk=rows_per_chunk, terms=terms, owned=owned
             )
         return output_forward(
             x,
@@ -162,6 +164,7 @@ class VocabShardOutput(_VocabRows, ColumnParallelLinear):
             keep_state=keep_state,
             rows_per_chunk=rows_per_chunk,
             recompute=recompute,
+            terms=terms,
             owned=owned,
             e=e,
         )

@@ -101,6 +101,7 @@ class OutputLayer(LayerHandlers):
                 self.model.output_weight,
                 maximum_only=True,
                 rows_per_chunk=self.rank.output_options.rows_per_chunk,
+                terms=self.rank.output_options.terms,
                 owned=microbatch.owned_targets,
             )
         else:
@@ -122,6 +123,7 @@ class OutputLayer(LayerHandlers):
             owned=microbatch.owned_targets,
             e=self._spare_exponentials(microbatch.tokens),
             invariant=options.invariant,
+            terms=options.terms,
         )
 
     def _spare_exponentials(self, tokens: int) -> torch.Tensor | None:
@@ -173,8 +175,9 @@ class OutputLayer(LayerHandlers):
     def _merge(self, statistics: torch.Tensor) -> Event[MergedStats]:
         """Everyone's statistics, merged, on the side stream."""
         groups, place = self.groups, merged_place(statistics)
+        terms = self.rank.output_options.terms
         return self.rank.output_stream.submit(
-            lambda: merge_stats(all_gather(groups, groups.output, statistics), out=place)
+            lambda: merge_stats(all_gather(groups, groups.output, statistics), terms, out=place)
         )
 
     def _put_statistics(self, instruction: Comm, event: Event[MergedStats]) -> None:
@@ -203,12 +206,12 @@ class OutputLayer(LayerHandlers):
         state = self.buffers.take(source, "state")
         grad_loss = self.microbatches[i].gradient
         weight = self.model.output_weight.detach()
-        is_last = self.rank.is_last
+        is_last, terms = self.rank.is_last, self.rank.output_options.terms
         place = merged_place(statistics)
         hidden_grad = state.x.new_empty(state.x.shape, dtype=place.total.dtype) if is_last else None
 
         def run() -> tuple[MergedStats, torch.Tensor | None]:
-            merged = merge_stats(all_gather(groups, groups.output, statistics), out=place)
+            merged = merge_stats(all_gather(groups, groups.output, statistics), terms, out=place)
             part = self._passes.input_gradient(state, merged, grad_loss, weight, out=hidden_grad)
             self._total(part)
             return merged, hidden_grad

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.schedule.families import SEARCH, families
 from megatron_vocabpar.schedule.methods import METHODS, method_named
 
@@ -41,6 +42,26 @@ class Option:
         """Its name in the parsed arguments."""
         return self.flag.removeprefix("--").replace("-", "_")
 
+
+LOSS_OPTIONS = {
+    "z_loss": Option(
+        "--vocab-parallel-z-loss",
+        {"type": float, "default": None, "help": "Weight of the squared logsumexp in every token's loss."},
+    ),
+    "softcap": Option(
+        "--vocab-parallel-logit-softcap",
+        {"type": float, "default": None, "help": "Bound of the logits c: c tanh(logit / c), as in Gemma 2."},
+    ),
+    "label_smoothing": Option(
+        "--vocab-parallel-label-smoothing",
+        {"type": float, "default": None, "help": "Part of the label that is spread over all ids."},
+    ),
+    "logit_scale": Option(
+        "--vocab-parallel-logit-scale",
+        {"type": float, "default": None, "help": "Factor of the logits, before a softcap."},
+    ),
+}
+"""The options that change the loss, by the field of ``LossTerms`` that they set."""
 
 OPTIONS = (
     Option(
@@ -89,6 +110,7 @@ OPTIONS = (
             "tensor size, at a cost.",
         },
     ),
+    *LOSS_OPTIONS.values(),
     Option(
         "--disable-backward-fusion",
         {"action": "store_true", "help": "As published: --vocab-parallel-method vocab-1."},
@@ -136,6 +158,7 @@ class FlagConfig:
         recompute_logits: T computes logits again instead of keeping their exponentials.
         tokens_per_chunk: tokens whose float32 logits exist at one time; None: as many as take 32 MiB.
         invariant: the same bits for every sharding of the vocabulary.
+        terms: what the loss consists of.
     """
 
     enabled: bool = False
@@ -147,6 +170,7 @@ class FlagConfig:
     recompute_logits: bool = False
     tokens_per_chunk: int | None = None
     invariant: bool = False
+    terms: LossTerms = PLAIN
 
     @property
     def partitions_vocabulary(self) -> bool:
@@ -225,6 +249,7 @@ def config_from(args: Any) -> FlagConfig:
         recompute_logits=args.vocab_parallel_recompute_logits,
         tokens_per_chunk=args.vocab_parallel_tokens_per_chunk,
         invariant=args.vocab_parallel_invariant,
+        terms=_loss_terms(args, method),
     )
 
 
@@ -243,6 +268,27 @@ def _check_schedule(schedule: str, method: str) -> None:
             f"--vocab-parallel-schedule {schedule}: method {method} runs Megatron's own schedule; use "
             "--enable-vocab-parallel with another method"
         )
+
+
+def _loss_terms(args: Any, method: str) -> LossTerms:
+    values = {name: getattr(args, option.attribute) for name, option in LOSS_OPTIONS.items()}
+    given = {name: value for name, value in values.items() if value is not None}
+    flags = " and ".join(LOSS_OPTIONS[name].flag for name in given)
+    if given and not method_named(method).vocabulary_parallel:
+        raise ValueError(
+            f"{flags}: method {method} does not partition the output layer; use --enable-vocab-parallel with "
+            "another method"
+        )
+    try:
+        terms = LossTerms(**given)
+    except ValueError as error:
+        raise ValueError(f"{flags}: {error}") from error
+    if terms.label_smoothing and (method == "naive" or args.vocab_parallel_invariant):
+        other = "--vocab-parallel-invariant" if args.vocab_parallel_invariant else "method naive"
+        raise ValueError(
+            f"--vocab-parallel-label-smoothing: not with {other}; use vocab-1 or vocab-2 without it"
+        )
+    return terms
 
 
 def _check_output_options(args: Any, method: str) -> None:

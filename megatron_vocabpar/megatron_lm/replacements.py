@@ -90,7 +90,10 @@ class ScheduleRunner:
             device,
             make_plan=plan_for,
             output_options=OutputOptions(
-                self._config.recompute_logits, self._config.tokens_per_chunk, self._config.invariant
+                recompute=self._config.recompute_logits,
+                rows_per_chunk=self._config.tokens_per_chunk,
+                invariant=self._config.invariant,
+                terms=self._config.terms,
             ),
         )
 

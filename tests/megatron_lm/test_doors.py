@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 from megatron_vocabpar.cli.doctor import PATCHED, doctor_command
 from megatron_vocabpar.cli.patches import table
+from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.megatron_lm import bindings
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, SIGNATURES, VERSIONS, find_version
 from megatron_vocabpar.megatron_lm.checkout import source_signatures
@@ -200,6 +201,20 @@ def test_every_row_of_the_table_is_refused_and_documented(row: Any) -> None:
         ("--vocab-parallel-invariant", "method baseline does not partition"),
         (f"{ENABLE} --vocab-parallel-invariant --vocab-parallel-method naive", "not with naive"),
         (f"{ENABLE} --vocab-parallel-invariant --vocab-parallel-recompute-logits", "keep one of them"),
+        ("--vocab-parallel-z-loss 0.1", "vocab-parallel-z-loss: method baseline does not partition"),
+        (f"{ENABLE} --vocab-parallel-logit-softcap -1", "vocab-parallel-logit-softcap: softcap -1.0: give a"),
+        (
+            f"{ENABLE} --vocab-parallel-logit-softcap 30 --vocab-parallel-label-smoothing 0.1",
+            "softcap and --vocab-parallel-label-smoothing: .* use one of the two",
+        ),
+        (
+            f"{ENABLE} --vocab-parallel-label-smoothing 0.1 --vocab-parallel-method naive",
+            "smoothing: not with method naive",
+        ),
+        (
+            f"{ENABLE} --vocab-parallel-label-smoothing 0.1 --vocab-parallel-invariant",
+            "smoothing: not with --vocab-parallel-invariant",
+        ),
     ],
 )
 def test_contradicting_options(argv: str, message: str) -> None:
@@ -221,6 +236,15 @@ def test_contradicting_options(argv: str, message: str) -> None:
             FlagConfig(True, "vocab-2", recompute_logits=True, tokens_per_chunk=64),
         ),
         (f"{ENABLE} --vocab-parallel-invariant", FlagConfig(True, "vocab-2", invariant=True)),
+        (
+            f"{ENABLE} --vocab-parallel-logit-scale 0.5 --vocab-parallel-logit-softcap 30 "
+            "--vocab-parallel-z-loss 1e-4",
+            FlagConfig(True, "vocab-2", terms=LossTerms(logit_scale=0.5, softcap=30.0, z_loss=1e-4)),
+        ),
+        (
+            f"{ENABLE} --use-interlaced-schedule --vocab-parallel-label-smoothing 0.1",
+            FlagConfig(True, "interlaced", terms=LossTerms(label_smoothing=0.1)),
+        ),
         (
             "--enable-layer-redistribution --final-stage-num-layers 2",
             FlagConfig(True, "redis", redistribute=True, final_stage_layers=2),
