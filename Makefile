@@ -1,6 +1,7 @@
 # One-command targets. Each installs what it needs into a virtual environment first: the active one, else .venv.
 #   make train       install, then train a GPT with vocab-2 and lay its loss over the baseline's
-#   make test        install, then run the tests (make test-long: the long ones too)
+#   make test        install, then run the tests: one case of everything
+#   make test-ci     further cases too: what finishes within 40 minutes on two cores (make test-long: all of them)
 #   make test-megatron-matrix   install every supported megatron-core wheel by itself, and run the integration tests on it
 #   make test-kernels   compile the Triton kernels for sm_80, sm_90 and sm_100 and interpret them, on every Triton in TRITONS
 #   make lint        ruff and mypy
@@ -17,11 +18,13 @@ PYTEST_ARGS ?=
 MATRIX ?= 0.14.0 0.15.3 0.16.1
 TRITONS ?= 3.4.0 3.7.1
 
+# Two processes; a file in one of them, so that they share no ranks.
+TWO := -n 2 --dist loadfile
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.vocabpar-installed
 
-.PHONY: install train test test-long test-megatron-matrix test-kernels lint format bench gpu clean
+.PHONY: install train test test-ci test-long test-megatron-matrix test-kernels lint format bench gpu clean
 
 install: $(INSTALLED)-test $(INSTALLED)-lint
 
@@ -38,10 +41,13 @@ train: $(INSTALLED)-train
 	$(BIN)/vocabpar train $(ARGS)
 
 test: $(INSTALLED)-test
-	$(BIN)/python -m pytest -m "not long" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(TWO) -m "not slow and not long" $(PYTEST_ARGS)
+
+test-ci: $(INSTALLED)-test
+	$(BIN)/python -m pytest $(TWO) -m "not long" $(PYTEST_ARGS)
 
 test-long: $(INSTALLED)-test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --hypothesis-profile long $(PYTEST_ARGS)
 
 # Equality for p = 2 and 4, tied and untied; several chunks per rank; resumed training.
 ON_EVERY_MEGATRON := tests/integration/test_equality.py tests/integration/test_chunks.py \

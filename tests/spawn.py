@@ -1,54 +1,53 @@
 """One way to run a test on several gloo processes.
 
-Processes are forked, so that what the test session has imported need not be imported again.
+Processes are forked, so that what the test session has imported need not be imported again, and they stay for
+the next case of the same size. A case that fails or hangs ends them.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
 import multiprocessing
 import os
+import pickle
+import random
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+MOST_PROCESSES = 12
+"""That wait for another case."""
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
+
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 240, fresh: bool = False
+) -> list[Any]:
     """Run ``function(rank, *args)`` on ``world_size`` ranks of one process group; return their results.
+
+    Function, arguments and results are pickled. Environment and folder are the caller's. ``fresh`` forks
+    processes for this case alone: for one that changes its process, or depends on what it has done before.
 
     Raises:
         AssertionError: with the traceback of every rank that failed, or the ranks that did not finish.
     """
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-        processes = [
-            context.Process(target=_rank_main, args=(rank, world_size, folder, writer, function, args))
-            for rank, (_, writer) in enumerate(pipes)
-        ]
-        for process in processes:
-            process.start()
-        deadline = time.monotonic() + timeout
-        outcomes: dict[int, tuple[bool, Any]] = {}
-        try:
-            while len(outcomes) < world_size and time.monotonic() < deadline:
-                for rank, (reader, _) in enumerate(pipes):
-                    if rank not in outcomes and reader.poll(0.01):
-                        outcomes[rank] = reader.recv()
-                failed = [text for ok, text in outcomes.values() if not ok]
-                if failed:
-                    time.sleep(0.5)
-                    break
-        finally:
-            for process in processes:
-                process.join(2 if len(outcomes) == world_size else 0.1)
-                if process.is_alive():
-                    process.kill()
+    pool = _Pool(world_size) if fresh else _pool(world_size)
+    outcomes: dict[int, tuple[bool, Any]] = {}
+    try:
+        outcomes = pool.run(function, args, timeout)
+    finally:
+        if fresh or len(outcomes) < world_size or not all(ok for ok, _ in outcomes.values()):
+            _POOLS.pop(world_size, None) if not fresh else None
+            pool.end()
     failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in sorted(outcomes.items()) if not ok]
     assert not failures, "\n".join(failures)
     missing = sorted(set(range(world_size)) - set(outcomes))
@@ -56,27 +55,126 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     return [outcomes[rank][1] for rank in range(world_size)]
 
 
-def _rank_main(
-    rank: int,
-    world_size: int,
-    folder: str,
-    writer: Connection,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+class _Pool:
+    """Ranks of one process group, each with a pipe to this process."""
+
+    def __init__(self, world_size: int) -> None:
+        context = multiprocessing.get_context("fork")
+        self._folder, self._stores = tempfile.TemporaryDirectory(), count()
+        pipes = [context.Pipe() for _ in range(world_size)]
+        self._connections = [here for here, _ in pipes]
+        self._processes = [
+            context.Process(target=_rank_main, args=(rank, world_size, there))
+            for rank, (_, there) in enumerate(pipes)
+        ]
+        gc.freeze()  # what all share stays shared: no collection of a rank's writes into it
+        for process in self._processes:
+            process.start()
+        gc.unfreeze()
+
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
+    ) -> dict[int, tuple[bool, Any]]:
+        """By rank, whether it succeeded, and its result or traceback; without those that did not end in time.
+
+        After a failure the other ranks have half a second.
+        """
+        store = f"file://{self._folder.name}/{next(self._stores)}"
+        case = pickle.dumps((store, dict(os.environ), os.getcwd(), function, args))
+        for connection in self._connections:
+            connection.send_bytes(case)
+        deadline = time.monotonic() + timeout
+        outcomes: dict[int, tuple[bool, Any]] = {}
+        while len(outcomes) < len(self._processes) and time.monotonic() < deadline:
+            for rank, connection in enumerate(self._connections):
+                if rank in outcomes:
+                    continue
+                if connection.poll(0.01):
+                    outcomes[rank] = pickle.loads(connection.recv_bytes())
+                elif not self._processes[rank].is_alive():
+                    outcomes[rank] = (False, f"ended with exit code {self._processes[rank].exitcode}")
+                if rank in outcomes and not outcomes[rank][0]:
+                    deadline = min(deadline, time.monotonic() + 0.5)
+        return outcomes
+
+    def end(self) -> None:
+        """End the ranks: those that wait for a case by themselves, the others at once."""
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            if process.is_alive():
+                connection.send_bytes(b"")
+        for process in self._processes:
+            process.join(0.5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
+
+
+_POOLS: dict[int, _Pool] = {}
+
+
+def _pool(world_size: int) -> _Pool:
+    """The ranks of this size, which wait; ends those that waited longest when there are too many."""
+    pool = _POOLS.pop(world_size, None)
+    while sum(_POOLS) + world_size > MOST_PROCESSES and _POOLS:
+        _POOLS.pop(next(iter(_POOLS))).end()
+    _POOLS[world_size] = pool or _Pool(world_size)
+    return _POOLS[world_size]
+
+
+@atexit.register
+def _end_pools() -> None:
+    while _POOLS:
+        _POOLS.popitem()[1].end()
+
+
+def _rank_main(rank: int, world_size: int, connection: Connection) -> None:
+    parent = os.getppid()
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
-        )
-        outcome = (True, function(rank, *args))
-        dist.barrier()  # a rank that leaves early closes connections that others may still be making
-    except BaseException:
-        outcome = (False, traceback.format_exc())
-    writer.send(outcome)
-    writer.close()
+    ok = True
+    while ok and (case := _next_case(connection, parent)):
+        ok, outcome = _outcome(rank, world_size, case)
+        connection.send_bytes(outcome)
     for child in multiprocessing.active_children():  # a distributed checkpoint leaves its manager behind
         child.kill()
         child.join()
     os._exit(0)
+
+
+def _next_case(connection: Connection, parent: int) -> bytes:
+    """Nothing when there is none, or nobody who could send one."""
+    while not connection.poll(1):
+        if os.getppid() != parent:
+            return b""
+    return connection.recv_bytes()
+
+
+def _outcome(rank: int, world_size: int, case: bytes) -> tuple[bool, bytes]:
+    """Whether the case succeeded here, and that with its result or traceback, pickled."""
+    try:
+        store, environment, folder, function, args = pickle.loads(case)
+        os.environ.clear()
+        os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+        os.chdir(folder)
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+        result = pickle.dumps((True, function(rank, *args)))
+        dist.barrier()  # a rank that leaves early closes connections that others may still be making
+        _clean()
+    except BaseException:
+        return False, pickle.dumps((False, traceback.format_exc()))
+    return True, result
+
+
+def _clean() -> None:
+    """Leave nothing of a case in this process but what it has imported."""
+    if "megatron.core" in sys.modules:
+        from megatron.core import parallel_state
+        from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+
+        parallel_state.destroy_model_parallel()
+        unset_num_microbatches_calculator()
+    dist.destroy_process_group()
+    gc.collect()

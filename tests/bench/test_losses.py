@@ -30,6 +30,7 @@ def calculate_log_probs_and_entropy(logits, tokens, group, with_entropy=False, s
 """
 
 
+@pytest.mark.slow
 def test_beside_the_plain_definition(tmp_path: Path) -> None:
     (file,) = MODULES["slime"].values()
     (tmp_path / file).parent.mkdir(parents=True)

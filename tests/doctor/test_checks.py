@@ -197,7 +197,7 @@ def _wrong(rank: int) -> tuple[list[str], list[str]]:
 
 
 def test_what_communicators_do_wrong_is_named() -> None:
-    first, second = run_ranks(2, _wrong)
+    first, second = run_ranks(2, _wrong, fresh=True)
     assert first == (
         ["all-reduce, sum gave [0.0]", "all-reduce, maximum gave [0.0]"],
         ["the message of stage 1 is not what it sent"],

@@ -1,4 +1,4 @@
-"""A small GPT, its data, and three optimizer steps, in stock megatron-core or through our executor."""
+"""A small GPT, its data, and two optimizer steps, in stock megatron-core or through our executor."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Case:
     hidden: int = 16
     seq_length: int = 8
     micro_batch_size: int = 2
-    steps: int = 3
+    steps: int = 2
     dtype: torch.dtype = torch.float32
     loss: str = "per-microbatch"
     calculate_per_token_loss: bool = False
@@ -229,7 +229,7 @@ def train(
     reference: Result | None = None,
     given: list[dict[str, torch.Tensor]] | None = None,
 ) -> Result:
-    """Three steps on this rank of ``case.pp * case.tp * case.dp``, each with an evaluation before the update.
+    """Two steps on this rank of ``case.pp * case.tp * case.dp``, each with an evaluation before the update.
 
     With a reference, ``first_gradients`` and ``weights`` of the result are the differences from this rank's
     part of the reference's, relative to the norm of the reference's whole tensor. Given batches replace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from megatron_vocabpar.train.weights import global_parameters
+from tests.cases import rest_is_slow
 from tests.integration.gpt import Case, Result, batch, build_model, parallel_groups, train
 from tests.spawn import run_ranks
 
@@ -59,8 +61,12 @@ def errors(results: list[Result], expected: dict[str, np.ndarray]) -> dict[str, 
     }
 
 
-@pytest.mark.parametrize("confident", [False, True])
-@pytest.mark.parametrize("method", ["vocab-1", "vocab-2", "naive"])
+@pytest.mark.parametrize(
+    ("method", "confident"),
+    rest_is_slow(
+        product(["vocab-1", "vocab-2", "naive"], [False, True]), ("vocab-1", False), ("vocab-2", True)
+    ),
+)
 def test_error_is_no_larger_than_stocks(method: str, confident: bool) -> None:
     case = replace(CASE, output_scale=64.0 if confident else 1.0)
     arrays, loss, expected = run_ranks(1, float64_run, replace(case, method="stock", pp=1), confident)[0]

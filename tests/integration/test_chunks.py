@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import pytest
 
+from tests.cases import covering, rest_is_slow
 from tests.integration.gpt import Case, skip_unless_buildable
 from tests.integration.test_equality import check
 
 
-@pytest.mark.parametrize("method", ["vocab-1", "vocab-2", "naive", "interlaced"])
-@pytest.mark.parametrize(
-    ("pp", "chunks", "shape"),
-    [
-        (1, 1, "standard"),
-        (2, 1, "standard"),
-        (2, 2, "standard"),
-        (2, 2, "vshape"),
-        (4, 2, "vshape"),
-        (2, 3, "standard"),
-    ],
+@covering(
+    ("method", ["vocab-1", "vocab-2", "naive", "interlaced"]),
+    (
+        ("pp", "chunks", "shape"),
+        [
+            (1, 1, "standard"),
+            (2, 1, "standard"),
+            (2, 2, "standard"),
+            (2, 2, "vshape"),
+            (4, 2, "vshape"),
+            (2, 3, "standard"),
+        ],
+    ),
 )
 def test_any_placement_with_split_weight_gradients(method: str, pp: int, chunks: int, shape: str) -> None:
     skip_unless_buildable(shape)
@@ -34,8 +37,12 @@ def test_any_placement_with_split_weight_gradients(method: str, pp: int, chunks:
     "case",
     [
         Case(pp=2, tp=2, tied=True, position="rope"),
-        Case(pp=2, dp=2, overlap_grad_reduce=True),
-        Case(pp=2, dp=2, loss="tokens", calculate_per_token_loss=True),
+        *rest_is_slow(
+            [
+                Case(pp=2, dp=2, overlap_grad_reduce=True),
+                Case(pp=2, dp=2, loss="tokens", calculate_per_token_loss=True),
+            ]
+        ),
     ],
 )
 def test_with_tensor_and_data_parallelism(case: Case) -> None:

@@ -12,6 +12,7 @@ import torch
 from megatron_vocabpar.integration.forward_backward import ForwardBackward
 from megatron_vocabpar.integration.iteration import OutputOptions
 from megatron_vocabpar.runtime.comm import VocabGroups
+from tests.cases import covering, rest_is_slow
 from tests.integration.gpt import Case, Result, train
 from tests.spawn import run_ranks
 
@@ -48,36 +49,49 @@ def layers(pp: int) -> int:
     return 4 if pp == 4 else 6
 
 
-@pytest.mark.parametrize("position", ["learned_absolute", "rope"])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("pp", "m"), [(p, m) for p in (1, 2, 3, 4) for m in sorted({1, 2, p, 2 * p + 1})])
-@pytest.mark.parametrize("method", METHODS)
+@covering(
+    ("method", METHODS),
+    (("pp", "m"), [(p, m) for p in (1, 2, 3, 4) for m in sorted({1, 2, p, 2 * p + 1})]),
+    ("tied", [False, True]),
+    ("position", ["learned_absolute", "rope"]),
+)
 def test_same_training_as_stock(method: str, pp: int, m: int, tied: bool, position: str) -> None:
     check(Case(method=method, pp=pp, m=m, layers=layers(pp), tied=tied, position=position))
 
 
-@pytest.mark.parametrize("method", ["baseline", "interlaced"])
-@pytest.mark.parametrize(("pp", "m"), [(1, 2), (2, 1), (4, 5)])
-@pytest.mark.parametrize("tied", [False, True])
+# Stock's tied weight is two parameters on a pipeline: test_checkpoint covers it.
+@pytest.mark.parametrize(
+    ("method", "pp", "m", "tied"),
+    [
+        ("baseline", 4, 5, False),
+        ("interlaced", 2, 1, False),
+        ("interlaced", 4, 5, True),
+        *rest_is_slow(
+            [
+                *(("baseline", pp, m, tied) for pp, m, tied in [(1, 2, False), (1, 2, True), (2, 1, False)]),
+                *(("interlaced", pp, m, tied) for pp, m, tied in [(1, 2, False), (1, 2, True), (2, 1, True)]),
+                ("interlaced", 4, 5, False),
+            ]
+        ),
+    ],
+)
 def test_other_methods(method: str, pp: int, m: int, tied: bool) -> None:
-    if method == "baseline" and tied and pp > 1:
-        pytest.skip("stock's tied weight is two parameters here; test_checkpoint covers it")
     check(Case(method=method, pp=pp, m=m, tied=tied))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("position", ["learned_absolute", "rope"])
-@pytest.mark.parametrize(("pp", "tp", "dp"), [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)])
-@pytest.mark.parametrize("method", METHODS)
+@covering(
+    ("method", METHODS),
+    (("pp", "tp", "dp"), [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)]),
+    ("position", ["learned_absolute", "rope"]),
+    ("tied", [False, True]),
+)
 def test_with_tensor_and_data_parallelism(
     method: str, pp: int, tp: int, dp: int, position: str, tied: bool
 ) -> None:
     check(Case(method=method, pp=pp, tp=tp, dp=dp, m=3, position=position, tied=tied))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("loss", ["per-microbatch", "tokens"])
-@pytest.mark.parametrize("overlap", [False, True])
+@covering(("method", METHODS), ("loss", ["per-microbatch", "tokens"]), ("overlap", [False, True]))
 def test_overlapped_gradient_reduction_and_per_token_loss(method: str, loss: str, overlap: bool) -> None:
     per_token = loss == "tokens"
     check(
@@ -93,17 +107,19 @@ def test_overlapped_gradient_reduction_and_per_token_loss(method: str, loss: str
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    ("vocab_size", "labels"),
-    [
-        (97, "random"),  # p does not divide it
-        (33, "random"),  # padded to 40: a shard with seven padding rows
-        (5, "random"),  # padded to 8: one shard is all padding
-        (96, "one masked microbatch"),
-        (96, "all the same"),
-        (96, "ignored"),
-    ],
+@covering(
+    ("method", METHODS),
+    (
+        ("vocab_size", "labels"),
+        [
+            (97, "random"),  # p does not divide it
+            (33, "random"),  # padded to 40: a shard with seven padding rows
+            (5, "random"),  # padded to 8: one shard is all padding
+            (96, "one masked microbatch"),
+            (96, "all the same"),
+            (96, "ignored"),
+        ],
+    ),
 )
 def test_awkward_vocabularies_and_labels(method: str, vocab_size: int, labels: str) -> None:
     check(Case(method=method, pp=4, m=3, vocab_size=vocab_size, labels=labels))
@@ -111,7 +127,7 @@ def test_awkward_vocabularies_and_labels(method: str, vocab_size: int, labels: s
 
 @pytest.mark.parametrize(
     ("method", "recompute"),
-    [("vocab-1", True), ("vocab-2", True), ("interlaced", True), ("naive", False)],
+    [("vocab-1", True), ("vocab-2", True), *rest_is_slow([("interlaced", True)]), ("naive", False)],
 )
 def test_recomputed_and_chunked_logits(method: str, recompute: bool) -> None:
     check(Case(method=method, pp=2, m=3, output_options=OutputOptions(recompute, rows_per_chunk=5)))
@@ -123,7 +139,7 @@ def test_naive_does_not_recompute() -> None:
         ForwardBackward("naive", groups, torch.device("cpu"), output_options=OutputOptions(recompute=True))
 
 
-@pytest.mark.parametrize("method", [*METHODS, "interlaced"])
+@pytest.mark.parametrize("method", rest_is_slow([*METHODS, "interlaced"], "vocab-2"))
 def test_two_runs_are_bitwise_equal(method: str) -> None:
     case = Case(method=method, pp=2, tp=2, m=5)
     first, second = run_ranks(4, train, case), run_ranks(4, train, case)

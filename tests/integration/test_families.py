@@ -14,6 +14,7 @@ from megatron_vocabpar.integration.chunks import chunk_positions
 from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.placement import Placement
+from tests.cases import rest_is_slow
 from tests.integration.gpt import case_of
 from tests.integration.test_equality import check
 
@@ -21,29 +22,29 @@ from tests.integration.test_equality import check
 @pytest.mark.parametrize(
     ("family", "chunks", "method", "p", "m", "tied"),
     [
-        ("interleaved", 2, "vocab-1", 2, 3, True),
+        pytest.param("interleaved", 2, "vocab-1", 2, 3, True, marks=pytest.mark.slow),
         ("interleaved", 2, "vocab-2", 4, 5, False),
-        ("v-half", 2, "vocab-2", 2, 5, False),
+        pytest.param("v-half", 2, "vocab-2", 2, 5, False, marks=pytest.mark.slow),
         ("v-half", 2, "vocab-1", 4, 5, True),
         ("zb-h1", 1, "vocab-2", 2, 4, True),
-        ("zb-h1", 1, "vocab-1", 4, 5, False),
-        ("v-zb", 2, "vocab-2", 4, 4, True),
+        pytest.param("zb-h1", 1, "vocab-1", 4, 5, False, marks=pytest.mark.slow),
+        pytest.param("v-zb", 2, "vocab-2", 4, 4, True, marks=pytest.mark.slow),
         ("search", None, "vocab-1", 2, 3, False),
-        ("search", None, "vocab-2", 4, 3, True),
-        pytest.param("interleaved", 3, "vocab-2", 2, 4, False, marks=pytest.mark.long),
-        pytest.param("interleaved", 2, "vocab-1", 4, 9, True, marks=pytest.mark.long),
-        pytest.param("v-half", 2, "vocab-1", 2, 5, True, marks=pytest.mark.long),
-        pytest.param("v-half", 2, "vocab-2", 4, 9, False, marks=pytest.mark.long),
-        pytest.param("zb-h1", 1, "vocab-1", 2, 5, True, marks=pytest.mark.long),
-        pytest.param("zb-h1", 1, "vocab-2", 4, 9, False, marks=pytest.mark.long),
-        pytest.param("v-min", 2, "vocab-1", 4, 6, False, marks=pytest.mark.long),
-        pytest.param("v-zb", 2, "vocab-1", 2, 5, False, marks=pytest.mark.long),
-        pytest.param("v-half", 2, "naive", 2, 3, False, marks=pytest.mark.long),
-        pytest.param("interleaved", 2, "interlaced", 2, 3, False, marks=pytest.mark.long),
-        pytest.param("v-half", 2, "interlaced", 2, 3, True, marks=pytest.mark.long),
-        pytest.param("interleaved", 2, "baseline", 2, 3, False, marks=pytest.mark.long),
-        pytest.param("v-half", 2, "baseline", 2, 3, False, marks=pytest.mark.long),
-        pytest.param("zb-h1", 1, "baseline", 2, 3, False, marks=pytest.mark.long),
+        pytest.param("search", None, "vocab-2", 4, 3, True, marks=pytest.mark.slow),
+        pytest.param("interleaved", 3, "vocab-2", 2, 4, False, marks=pytest.mark.slow),
+        pytest.param("interleaved", 2, "vocab-1", 4, 9, True, marks=pytest.mark.slow),
+        pytest.param("v-half", 2, "vocab-1", 2, 5, True, marks=pytest.mark.slow),
+        pytest.param("v-half", 2, "vocab-2", 4, 9, False, marks=pytest.mark.slow),
+        pytest.param("zb-h1", 1, "vocab-1", 2, 5, True, marks=pytest.mark.slow),
+        pytest.param("zb-h1", 1, "vocab-2", 4, 9, False, marks=pytest.mark.slow),
+        pytest.param("v-min", 2, "vocab-1", 4, 6, False, marks=pytest.mark.slow),
+        pytest.param("v-zb", 2, "vocab-1", 2, 5, False, marks=pytest.mark.slow),
+        pytest.param("v-half", 2, "naive", 2, 3, False, marks=pytest.mark.slow),
+        pytest.param("interleaved", 2, "interlaced", 2, 3, False, marks=pytest.mark.slow),
+        pytest.param("v-half", 2, "interlaced", 2, 3, True, marks=pytest.mark.slow),
+        pytest.param("interleaved", 2, "baseline", 2, 3, False, marks=pytest.mark.slow),
+        pytest.param("v-half", 2, "baseline", 2, 3, False, marks=pytest.mark.slow),
+        pytest.param("zb-h1", 1, "baseline", 2, 3, False, marks=pytest.mark.slow),
     ],
 )
 def test_same_training_as_stock(
@@ -52,7 +53,7 @@ def test_same_training_as_stock(
     check(case_of(generate(method, p, m, family=family, chunks=chunks), tied=tied))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["interleaved", "v-half", "zb-h1"])
 @pytest.mark.parametrize("sizes", [{"dp": 2, "overlap_grad_reduce": True}, {"tp": 2, "tied": True}])
 def test_with_tensor_and_data_parallelism(family: str, sizes: dict[str, Any]) -> None:
@@ -77,6 +78,6 @@ UNEVEN = PassCosts(
 )
 
 
-@pytest.mark.parametrize("family", ["v-half", "interleaved"])
+@pytest.mark.parametrize("family", rest_is_slow(["v-half", "interleaved"], "v-half"))
 def test_schedules_for_ranks_that_differ(family: str) -> None:
     check(case_of(generate("vocab-1", 4, 5, family=family, costs=UNEVEN)))

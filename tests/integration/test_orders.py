@@ -197,7 +197,7 @@ def _largest_error(name: str, mutant: str | None, seed: int) -> float:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("orders", [ORDERS, pytest.param(10 * ORDERS, marks=pytest.mark.long)])
+@pytest.mark.parametrize("orders", [ORDERS, pytest.param(10 * ORDERS, marks=pytest.mark.slow)])
 def test_every_order_gives_the_gradients_of_the_unsharded_model(name: str, orders: int) -> None:
     for seed in range(orders):
         assert _largest_error(name, None, seed) <= 1e-5, f"order {seed}"

@@ -33,7 +33,7 @@ def _train_all(rank: int, cases: list[tuple[Case, Result]]) -> list[Result]:
         return [train(rank, case, expected) for case, expected in cases]
 
 
-@pytest.mark.parametrize("p", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("p", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_family_trains(p: int) -> None:
     cases = [
         case_of(generate(method, p, m, family=family), steps=1)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -39,7 +39,6 @@ def split_rows(draw) -> tuple[list[float], int, list[int]]:
     return row, target, draw(st.lists(st.integers(0, len(row)), max_size=6))
 
 
-@settings(deadline=None)
 @given(split_rows())
 def test_any_split_gives_the_loss_of_the_whole_row(case: tuple[list[float], int, list[int]]) -> None:
     row, target, cuts = case
@@ -61,7 +60,6 @@ def test_any_split_gives_the_loss_of_the_whole_row(case: tuple[list[float], int,
     torch.testing.assert_close(merged.target_deficit[0].double(), deficit, rtol=2e-6, atol=1e-35)
 
 
-@settings(deadline=None)
 @given(split_rows())
 def test_float64_statistics_are_tight(case: tuple[list[float], int, list[int]]) -> None:
     row, target, cuts = case
@@ -74,7 +72,6 @@ def test_float64_statistics_are_tight(case: tuple[list[float], int, list[int]]) 
     )
 
 
-@settings(deadline=None)
 @given(split_rows())
 def test_stored_exponentials_do_not_depend_on_the_split(case: tuple[list[float], int, list[int]]) -> None:
     row, target, cuts = case

@@ -16,6 +16,7 @@ from megatron_vocabpar.layers.output import (
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.softmax_stats import merge_stats
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
+from tests.cases import covering
 
 from . import reference
 from .shards import Result, forward, split
@@ -78,12 +79,15 @@ def run(
     return Result(merged.loss, torch.stack(parts).sum(0), torch.cat(main_grads))
 
 
-@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS.keys())
-@pytest.mark.parametrize("method", ["vocab-1", "vocab-2"])
-@pytest.mark.parametrize("ranges", ["1 even", "4 even", "uneven", "empty shards", "all-padding shards"])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_terms_equal_autograd(terms: LossTerms, method: str, ranges: str, dtype: torch.dtype) -> None:
-    _compare_with_autograd(terms, method, ranges, dtype)
+@covering(
+    ("terms", TERMS),
+    ("method", ["vocab-1", "vocab-2"]),
+    ("ranges", ["1 even", "4 even", "uneven", "empty shards", "all-padding shards"]),
+    ("dtype", TOLERANCE),
+    pairs=True,
+)
+def test_terms_equal_autograd(terms: str, method: str, ranges: str, dtype: torch.dtype) -> None:
+    _compare_with_autograd(TERMS[terms], method, ranges, dtype)
 
 
 @pytest.mark.parametrize("name", [name for name, terms in TERMS.items() if not terms.label_smoothing])

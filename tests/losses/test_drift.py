@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_vocabpar.cli.main import main
@@ -48,7 +48,6 @@ def faulty(fault: str, logits: torch.Tensor, targets: torch.Tensor, sizes: list[
     return (target.bfloat16() - (largest + total.log())).double()
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     fault=st.sampled_from(sorted(FAULTS)),
     sizes=st.lists(st.integers(3, 40), min_size=2, max_size=8),
@@ -71,7 +70,6 @@ def test_faults_of_log_probabilities(fault: str, sizes: list[int], seed: int, sp
     assert report.owner_rank == wrong.owner(report.target)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     fault=st.sampled_from(["microbatch means", "whole length", "mask left out"]),
     seed=st.integers(0, 10**6),

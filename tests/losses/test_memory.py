@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_vocabpar.bench.memory import peak_mib
 from megatron_vocabpar.losses import vocab_cross_entropy, vocab_entropy, vocab_kl, vocab_logprobs
+from tests.cases import rest_is_slow
 
 TOKENS, VOCAB = 512, 65536
 CHUNKS_MIB = 16
@@ -42,7 +43,12 @@ def _peaks(name: str, dtype: torch.dtype) -> tuple[float | None, float | None]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, torch.bfloat16) for name in LOSSES), ("log-probabilities", torch.float32)]
+    ("name", "dtype"),
+    rest_is_slow(
+        [*((name, torch.bfloat16) for name in LOSSES), ("log-probabilities", torch.float32)],
+        ("log-probabilities", torch.bfloat16),
+        ("divergence", torch.bfloat16),
+    ),
 )
 def test_backward_takes_one_shard(name: str, dtype: torch.dtype) -> None:
     shard = TOKENS * VOCAB * dtype.itemsize / 2**20

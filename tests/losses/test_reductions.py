@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_vocabpar.losses.reductions import by_group, joined, masked_sum, mean_of_counted, sentence_means
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=2, max_size=7),
     cut=st.integers(1, 6),

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_vocabpar.schedule.building_block import Hops, lifespans, place
@@ -36,7 +36,6 @@ def test_lifespan_over_interval_is_the_claimed_peak(method: str, p: int) -> None
     assert max(lifespans(block, graph).values()) <= claimed + 1e-9
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     st.sampled_from(list(METHODS)),
     st.integers(1, 6),

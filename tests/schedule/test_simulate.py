@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
@@ -113,7 +113,6 @@ def test_the_queue_of_a_group_delays_collectives() -> None:
     assert result.iteration_ms > max(map(max, play_passes(schedule, PassTimes.of(slow, schedule)).ends))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(SHAPES), st.integers(0, 10**6))
 def test_any_order_of_any_shape_equals_an_independent_simulation(shape: Shape, seed: int) -> None:
     data = random_data(shape, seed)
@@ -130,7 +129,6 @@ def test_any_order_of_any_shape_equals_an_independent_simulation(shape: Shape, s
     assert {str(p): times[0] for p, times in result.passes.items()} == pytest.approx(names)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(SHAPES), st.integers(0, 10**6), st.integers(0, 30), st.integers(0, 30))
 def test_queues_equal_an_independent_simulation(shape: Shape, seed: int, p2p: int, collective: int) -> None:
     """Transfers and collectives as long as passes, so that they queue."""
@@ -153,7 +151,6 @@ def test_queues_equal_an_independent_simulation(shape: Shape, seed: int, p2p: in
     assert found == pytest.approx(expected)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(SHAPES), st.integers(0, 10**6), st.floats(0.0, 30.0))
 def test_the_critical_path_has_no_gap_and_idle_time_adds_up(shape: Shape, seed: int, comm: float) -> None:
     costs = PassCosts(10.0, 12.0, 8.0, 1.0, 1.0, COSTS.methods, comm, comm / 2, comm / 3)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_vocabpar.schedule.generate import generate
@@ -201,7 +201,6 @@ def mutated(data: dict[str, Any], draw: st.DataObject) -> str:
     return kind
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.data(), st.sampled_from(SHAPES), st.integers(0, 10**6))
 def test_mutated_schedules_are_judged_as_by_the_independent_reading(
     draw: st.DataObject, shape: Shape, seed: int
@@ -222,7 +221,6 @@ def test_mutated_schedules_are_judged_as_by_the_independent_reading(
         validate(changed)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(SHAPES), st.integers(0, 10**6))
 def test_peaks_and_caps_of_any_order(shape: Shape, seed: int) -> None:
     data = random_data(shape, seed)
@@ -233,7 +231,6 @@ def test_peaks_and_caps_of_any_order(shape: Shape, seed: int) -> None:
         validate(schedule, peak - 0.5 / shape.chunks)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from(SHAPES), st.integers(0, 10**6))
 def test_programs_of_any_order_and_their_mutations(draw: st.DataObject, shape: Shape, seed: int) -> None:
     schedule = random_schedule(shape, seed)
@@ -249,7 +246,6 @@ def test_programs_of_any_order_and_their_mutations(draw: st.DataObject, shape: S
         validate_program(schedule, edited(program, rank, edit))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from([s for s in SHAPES if s.algorithm != "none" and s.p > 1]))
 def test_another_order_of_collectives_on_one_rank(draw: st.DataObject, shape: Shape) -> None:
     schedule = random_schedule(shape, 1)

@@ -215,6 +215,8 @@ def test_under_torchrun(tmp_path: Path, text: str, environment: dict[str, str]) 
     assert (output / "index.html").is_file()
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_a_refusal_under_torchrun_is_said_once(
     tmp_path: Path, text: str, environment: dict[str, str]
 ) -> None:

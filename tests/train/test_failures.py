@@ -30,16 +30,17 @@ from tests.spawn import run_ranks
             "kill 1T2",
             r"rank 1 was killed by signal 9, SIGKILL \(at step 1, in pass 1T2: T of microbatch 2",
         ),
-        (
+        pytest.param(
             "v-half",
             "raise 3W2",  # of the second chunk of rank 0
             r"rank 0 raised InstructionError: rank 0, pass 3W2 \(W of microbatch 2\): FloatingPointError",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "interleaved",
             "kill 2F1",
             r"rank 0 was killed by signal 9, SIGKILL \(at step 1, in pass 2F1: F of microbatch 1",
-            marks=pytest.mark.long,
+            marks=pytest.mark.slow,
         ),
     ],
 )

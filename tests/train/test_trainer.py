@@ -24,6 +24,7 @@ from megatron_vocabpar.train.prepare import prepare
 from megatron_vocabpar.train.schedules import plan_method
 from megatron_vocabpar.train.trainer import layers_per_stage, train
 from megatron_vocabpar.train.weights import global_parameters
+from tests.cases import rest_is_slow
 from tests.integration.gpt import unwrap
 from tests.spawn import run_ranks
 
@@ -103,14 +104,14 @@ def weights(config: TrainConfig, pp: int, method: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("family", "dtype", "tied"),
     [
-        ("1f1b", "fp32", False),
-        ("1f1b", "fp32", True),
+        pytest.param("1f1b", "fp32", False, marks=pytest.mark.slow),
+        pytest.param("1f1b", "fp32", True, marks=pytest.mark.slow),
         ("1f1b", "bf16", False),
-        ("1f1b", "bf16", True),
+        pytest.param("1f1b", "bf16", True, marks=pytest.mark.slow),
         ("v-half", "bf16", True),
-        ("interleaved", "fp32", False),
-        pytest.param("v-half", "fp32", False, marks=pytest.mark.long),
-        pytest.param("interleaved", "fp32", True, marks=pytest.mark.long),
+        pytest.param("interleaved", "fp32", False, marks=pytest.mark.slow),
+        pytest.param("v-half", "fp32", False, marks=pytest.mark.slow),
+        pytest.param("interleaved", "fp32", True, marks=pytest.mark.slow),
     ],
 )
 def test_resumed_training_is_bitwise_the_uninterrupted_one(
@@ -134,7 +135,7 @@ def test_resumed_training_is_bitwise_the_uninterrupted_one(
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("v-half", "interleaved"), pytest.param("1f1b", "v-half", marks=pytest.mark.long)],
+    [("v-half", "interleaved"), pytest.param("1f1b", "v-half", marks=pytest.mark.slow)],
 )
 def test_a_checkpoint_goes_on_in_another_family(
     base: TrainConfig, tmp_path: Path, before: str, after: str
@@ -164,8 +165,10 @@ def test_results_folder(base: TrainConfig, tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path / "job" / "checkpoint").name == "step_0000004"
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("method", ["vocab-2", "baseline"])
+@pytest.mark.parametrize(
+    ("method", "tied"),
+    [("vocab-2", False), ("baseline", True), *rest_is_slow([("vocab-2", True), ("baseline", False)])],
+)
 def test_checkpoint_loads_into_any_method_and_partition(
     base: TrainConfig, tmp_path: Path, method: str, tied: bool
 ) -> None:

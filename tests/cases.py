@@ -1,0 +1,65 @@
+"""Which cases of a product of parameters the default run takes; the others are marked slow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+Names = str | tuple[str, ...]
+
+
+def chosen_of(rows: Sequence[tuple[int, ...]], pairs: bool) -> set[tuple[int, ...]]:
+    """Rows in which every value of every column occurs; with ``pairs``, every pair of values of two columns.
+
+    Greedy: the next row is the one with the most values, and then the most pairs, that were not there yet.
+    """
+
+    def values(row: tuple[int, ...]) -> set[Any]:
+        return set(enumerate(row))
+
+    def both(row: tuple[int, ...]) -> set[Any]:
+        return set(combinations(enumerate(row), 2))
+
+    new_values = set().union(*map(values, rows))
+    new_pairs = set().union(*map(both, rows))
+    chosen = set()
+    while new_values or (pairs and new_pairs):
+        best = max(rows, key=lambda row: (len(values(row) & new_values), len(both(row) & new_pairs)))
+        chosen.add(best)
+        new_values -= values(best)
+        new_pairs -= both(best)
+    return chosen
+
+
+def covering(*columns: tuple[Names, Iterable[Any]], pairs: bool = False) -> Callable[..., Any]:
+    """Parametrize with the product of columns ``(names, values)``; the default run takes what covers them.
+
+    A value of a column with several names is a tuple.
+    """
+    names = [name for given, _ in columns for name in ([given] if isinstance(given, str) else given)]
+    tables = [list(values) for _, values in columns]
+    rows = list(product(*(range(len(table)) for table in tables)))
+    chosen = chosen_of(rows, pairs)
+
+    def case(row: tuple[int, ...]) -> Any:
+        flat: list[Any] = []
+        for (given, _), table, index in zip(columns, tables, row, strict=True):
+            flat += [table[index]] if isinstance(given, str) else table[index]
+        return pytest.param(*flat, marks=() if row in chosen else pytest.mark.slow)
+
+    return pytest.mark.parametrize(names, [case(row) for row in rows])
+
+
+def rest_is_slow(values: Iterable[Any], *default: Any) -> list[Any]:
+    """Parameters of which the default run takes the given ones only."""
+    cases = list(values)
+    missing = [value for value in default if value not in cases]
+    assert not missing, f"no such case: {missing}"
+    marks = {True: (), False: pytest.mark.slow}
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks[value in default])
+        for value in cases
+    ]
