@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
@@ -14,7 +15,8 @@ Names = str | tuple[str, ...]
 def chosen_of(rows: Sequence[tuple[int, ...]], pairs: bool) -> set[tuple[int, ...]]:
     """Rows in which every value of every column occurs; with ``pairs``, every pair of values of two columns.
 
-    Greedy: the next row is the one with the most values, and then the most pairs, that were not there yet.
+    Greedy: the next row is the one with the most values, then the most pairs, that were not there yet, then
+    with the values that were taken least.
     """
 
     def values(row: tuple[int, ...]) -> set[Any]:
@@ -25,10 +27,17 @@ def chosen_of(rows: Sequence[tuple[int, ...]], pairs: bool) -> set[tuple[int, ..
 
     new_values = set().union(*map(values, rows))
     new_pairs = set().union(*map(both, rows))
-    chosen = set()
+    chosen: set[tuple[int, ...]] = set()
+    taken: Counter[Any] = Counter()
+
+    def gain(row: tuple[int, ...]) -> tuple[int, int, int]:
+        often = sum(taken[value] for value in values(row))
+        return len(values(row) & new_values), len(both(row) & new_pairs), -often
+
     while new_values or (pairs and new_pairs):
-        best = max(rows, key=lambda row: (len(values(row) & new_values), len(both(row) & new_pairs)))
+        best = max(rows, key=gain)
         chosen.add(best)
+        taken.update(values(best))
         new_values -= values(best)
         new_pairs -= both(best)
     return chosen
