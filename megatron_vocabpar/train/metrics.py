@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from rich.console import Console
@@ -20,7 +19,7 @@ from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.progress import Progress
 
 
-class Metrics:
+class Metrics(ExitStack):
     """Writes the metrics of one run and shows its progress; does nothing on ranks that are not ``active``.
 
     A run that resumes after ``first_step`` keeps the lines up to that step and replaces the later ones.
@@ -34,38 +33,18 @@ class Metrics:
         active: bool,
         console: Console | None = None,
     ) -> None:
-        self._config = config
-        self._path = path
-        self._first_step = first_step
-        self._active = active
-        self._console = console
-        self._stack = ExitStack()
+        super().__init__()
         self._file: IO[str] | None = None
-        self._progress: Progress | None = None
-
-    def __enter__(self) -> Metrics:
-        if self._active:
-            kept = [record for record in read_metrics(self._path) if record["step"] <= self._first_step]
-            self._path.write_text("".join(json.dumps(record) + "\n" for record in kept))
-            self._file = self._stack.enter_context(open(self._path, "a"))
-            progress = Progress(
-                self._config.method,
-                self._first_step,
-                self._config.steps,
-                self._config.log_interval,
-                self._console,
-            )
-            self._progress = self._stack.enter_context(progress)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
+        if active:
+            kept = [record for record in read_metrics(path) if record["step"] <= first_step]
+            path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            self._file = self.enter_context(open(path, "a"))  # noqa: SIM115 (the stack closes it)
+            progress = Progress(config.method, first_step, config.steps, config.log_interval, console)
+            self._progress = self.enter_context(progress)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Write and show one step; values that are None are left out."""
-        if self._file is None or self._progress is None:
+        if self._file is None:
             return
         self._file.write(json.dumps({k: v for k, v in record.items() if v is not None}) + "\n")
         self._file.flush()

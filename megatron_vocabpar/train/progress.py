@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from contextlib import ExitStack
 from typing import Any
 
 from rich.console import Console
@@ -21,7 +21,7 @@ PLAIN_INTERVAL_S = 5.0
 _STEPS_AVERAGED = 20
 
 
-class Progress:
+class Progress(ExitStack):
     """Shows the steps of one run.
 
     Args:
@@ -42,6 +42,7 @@ class Progress:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
         self._title = title
         self._steps = steps
         self._interval = interval
@@ -49,18 +50,9 @@ class Progress:
         self._clock = clock
         self._ends = deque([(first_step, clock())], maxlen=_STEPS_AVERAGED + 1)
         self._last_plain_s = float("-inf")
-        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
-
-    def __enter__(self) -> Progress:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._live: Live | None = None
+        if self._console.is_terminal:
+            self._live = self.enter_context(Live(console=self._console, auto_refresh=False))
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Show a step that has ended; ``record`` is a line of ``metrics.jsonl``."""
