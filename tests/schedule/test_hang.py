@@ -10,6 +10,7 @@ from random import Random
 import pytest
 
 from megatron_vocabpar.schedule.costs import PassTimes
+from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.families import families
 from megatron_vocabpar.schedule.forward_only import forward_only
 from megatron_vocabpar.schedule.generate import generate, make_plan
@@ -129,6 +130,15 @@ def check_family(family: str, sizes: dict[int, set[int]]) -> None:
 @pytest.mark.parametrize("family", families())
 def test_our_programs_run_in_every_model(family: str) -> None:
     check_family(family, {2: {1, 3}, 4: {2, 5}})
+
+
+@pytest.mark.parametrize(("family", "p", "m"), [("v-zb", 2, 3), ("v-min", 4, 5)])
+def test_ranks_in_step_that_take_different_times(family: str, p: int, m: int) -> None:
+    """A pass that all ranks run together stands at one moment, although it does not end at one."""
+    in_step_ms = tuple(3.0 * (rank + 1) for rank in range(p))
+    costs = PassCosts(10.0, 10.0, 10.0, 0.5, 0.5, {"interlaced": {"synchronous_ms": in_step_ms}})
+    schedule = generate("interlaced", p, m, family=family, costs=costs)
+    assert not any(find_hangs(schedule, lower(schedule, costs)).values())
 
 
 @pytest.mark.long
