@@ -53,11 +53,14 @@ def test_receives_issued_first_on_both_ranks() -> None:
     assert not any(found.values())
 
 
-def test_a_receive_at_the_head_of_the_only_queue() -> None:
-    """Where each side stream has a queue of its own, the forward behind the receive still runs."""
-    rows = ("0RECV_B0 0F0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0")
+def test_a_receive_that_waits_at_the_head_of_the_only_queue() -> None:
+    """The second receive waits for the first; in one queue the forward behind it waits too."""
+    rows = (
+        "0RECV_B0 0RECV_B1 0F0 0SEND_F0 0F1 0SEND_F1 0B0 0B1",
+        "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
+    )
     program = tuple(tuple(map(parse, row.split())) for row in rows)
-    found = told(generate("baseline", 2, 1), program)
+    found = told(generate("baseline", 2, 2), program)
     assert not found["streams"]
     assert len(found["one queue"]) == 2
 
