@@ -34,7 +34,7 @@ class OutputOptions:
         recompute: keep no exponentials ``[n, P]`` from S to T; T computes them again.
         rows_per_chunk: tokens whose float32 logits exist at one time; None bounds them to about 32 MiB.
         invariant: the same bits for every sharding (``layers/invariant.py``), at a cost. Shards must end at
-            multiples of ``whole_stats.BLOCK`` ids; naive is not offered.
+            multiples of ``fixed_point.BLOCK`` ids; naive is not offered.
         terms: what the loss of a token consists of, in training and in evaluation.
 
     Raises:

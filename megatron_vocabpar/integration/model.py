@@ -24,12 +24,12 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmb
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.layers import invariant as invariant_passes
 from megatron_vocabpar.layers.embedding import embedding_forward
+from megatron_vocabpar.layers.fixed_point import BLOCK
 from megatron_vocabpar.layers.invariant import BlockState
 from megatron_vocabpar.layers.output import NaiveState, OutputState, naive_maximum, output_forward
 from megatron_vocabpar.layers.partition import VocabRange, even_ranges, padded_vocab_size
 from megatron_vocabpar.layers.targets import OwnedTargets
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
-from megatron_vocabpar.layers.whole_stats import BLOCK
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,11 @@ def split_exponent(y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fraction_power(r: Tensor) -> Tensor:
-    """exp(r) = 2^f for the remainder r of ``split_exponent``; 0 for r = -inf. Overwrites r."""
-    return r.mul_(LOG2_E).exp2_()
+    """exp(r) = 2^f for the remainder r of ``split_exponent``; 0 for r = -inf. Overwrites r.
+
+    Not by exp2, which on the CPU rounds the last few elements of a tensor otherwise than the others.
+    """
+    return r.exp_()
 
 
 def power_of_two(exponent: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ What PyTorch takes on CUDA differs by version: ``tests/layers/cuda_products.py``
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -38,6 +40,18 @@ def result_dtype(operand: torch.dtype) -> torch.dtype:
             "probability and gradient; keep the output layer in bfloat16 and use FP8 in the other layers"
         )
     raise ValueError(f"operands in {operand}: use bfloat16, float16, float32 or float64")
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """Without autograd, and without autocast, which would round the products' operands and results to 16 bits."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+def largest_size(values: Tensor) -> Tensor:
+    """The largest absolute value, one element; 0 where there are no values."""
+    return values.abs().amax() if values.numel() else values.new_zeros(())
 
 
 def transient_bytes(device: torch.device) -> int:

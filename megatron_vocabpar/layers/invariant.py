@@ -1,17 +1,18 @@
 """The output layer with results that don't depend on the sharding, bit for bit: S and T once more.
 
 Same functions and arguments as ``output.py``. Loss, log-probabilities, dX and dW are the same bits for every
-pipeline and tensor-parallel size and every uneven split whose shards end between blocks of ``BLOCK`` ids:
+pipeline and tensor-parallel size and every uneven split whose shards end between blocks of ``BLOCK`` ids; loss,
+log-probabilities and dX of a token also for every batch around it:
 
 - a block is computed by calls of one shape, wherever it lies: its logits, exponentials (with an offset of
-  its own), and its parts of dX and dW, over all tokens;
-- sums over blocks, which are the sums over shards too, are of whole numbers: the statistics
-  (``whole_stats.py``), and dX, on a grid that all shards know after the statistics have met;
+  its own), and its part of dX, over ``BLOCK`` tokens; its part of dW over all tokens;
+- sums over blocks, which are the sums over shards too, are of whole numbers (``fixed_point.py``): the
+  statistics, and dX, on a grid that all shards know after the statistics have met;
 - a row of dW belongs to one block, and its targets' tokens are added in the order of the tokens.
 
 So dX is computed after C1, in vocab-2 as well, and is reduced as int64 (``FixedPoint``). Label smoothing,
 whose column sum of the weight has an order, and recomputation are not offered. The cost is in
-``docs/kernels.md``. Next: ``whole_stats.py``.
+``docs/kernels.md``. Next: ``fixed_point.py``.
 """
 
 from __future__ import annotations
@@ -21,18 +22,25 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.exponents import power_of_two
-from megatron_vocabpar.layers.gemm import product, result_dtype
-from megatron_vocabpar.layers.kernels.dispatch import exponentials, scale_rows, scatter_add_rows_
-from megatron_vocabpar.layers.kernels.reference import HEADROOM, lift
+from megatron_vocabpar.layers.fixed_point import (
+    BLOCK,
+    add_whole_,
+    block_product,
+    block_sums,
+    blocks_of,
+    exponentials,
+    filled,
+    grid_of,
+    pack_whole,
+)
+from megatron_vocabpar.layers.gemm import exact, largest_size, product, result_dtype
+from megatron_vocabpar.layers.kernels.dispatch import scale_rows, scatter_add_rows_
+from megatron_vocabpar.layers.kernels.reference import lift
 from megatron_vocabpar.layers.merged import MergedStats
 from megatron_vocabpar.layers.output import check_arguments, check_gradient_place, check_main_grad
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.targets import OwnedTargets, owned_targets, target_rows
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
-from megatron_vocabpar.layers.whole_stats import BLOCK, blocks_of, check_aligned, pack_whole
-
-_DX_BITS = 59
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +49,7 @@ class BlockState:
 
     Attributes:
         x: [n, H] operand dtype, as received.
-        e: [B, n, BLOCK] operand dtype: each block's exponentials, the target's entry and padding zero.
+        e: [B, n, BLOCK] operand dtype: each block's exponentials, zero for the target and what fills it up.
         k: [B, n] fp32 (fp64 for fp64) each block's whole offsets.
         shard: the rows of the weight.
         owned: the tokens with a target here.
@@ -82,7 +90,7 @@ class FixedPoint:
         return value.to(self.dtype) if self.out is None else self.out.copy_(value)
 
 
-@torch.no_grad()
+@exact()
 def output_forward(
     x: Tensor,
     weight: Tensor,
@@ -96,48 +104,48 @@ def output_forward(
     """Pass S of vocab-1 and vocab-2; the arguments are those of ``output.output_forward``.
 
     Returns:
-        ``(state, stats)``: stats is [n, 8] int64 for the collective and then ``merge_stats``.
+        ``(state, stats)``: stats is [n, 7] int64 for the collective and then ``merge_stats``.
 
     Raises:
         ValueError: if shapes or dtypes do not fit; if the shard cuts a block; for label smoothing.
     """
     check_arguments(x, weight, targets, shard)
     target_row = target_rows(targets, shard)
-    check_aligned(shard)
+    _check_aligned(shard)
     if terms.label_smoothing:
         raise ValueError(
             f"label smoothing {terms.label_smoothing}: its sum over the weight's rows depends on the "
             "sharding; leave it out, or leave out the invariance"
         )
-    n, dtype, blocks = len(x), result_dtype(x.dtype), blocks_of(shard)
+    n, dtype, blocks = len(x), result_dtype(x.dtype), blocks_of(shard.valid_rows)
     e = x.new_empty((len(blocks), n, BLOCK)) if keep_state else None
     k, s_rest = (x.new_empty((len(blocks), n), dtype=dtype) for _ in range(2))
     target_logit = x.new_zeros(n, dtype=dtype)
     slope = None if terms.softcap is None else x.new_zeros(n, dtype=dtype)
     for block, rows in enumerate(blocks):
         part = exponentials(
-            product(x, _block_rows(weight, rows).t()),
+            block_product(x, filled(weight[rows]).t()),
             target_row - rows.start,
             rows.stop - rows.start,
             dtype=x.dtype,
             out=None if e is None else e[block],
-            logit_scale=terms.logit_scale,
-            softcap=terms.softcap,
+            terms=terms,
         )
         k[block], s_rest[block] = part.k, part.s_rest
         target_logit += part.target_logit
         if slope is not None and part.target_slope is not None:
             slope += part.target_slope
-    valid = weight[: shard.valid_rows]
-    peak = valid.abs().amax() if valid.numel() else weight.new_zeros(())
-    stats = pack_whole(k, s_rest, target_logit, target_row >= 0, peak, HEADROOM.get(x.dtype, 0))
+    peak = largest_size(weight[: shard.valid_rows])
+    stats = pack_whole([block_sums(s_rest, k)], target_logit, target_row >= 0, peak)
+    if dtype == torch.float64:
+        stats = torch.nn.functional.pad(stats, (0, 1))  # see WHOLE_WIDTH
     if e is None:
         return None, stats
     owned = owned_targets(target_row) if owned is None else owned
     return BlockState(x, e, k, shard, owned, slope), stats
 
 
-@torch.no_grad()
+@exact()
 def input_gradient(
     state: BlockState,
     merged: MergedStats,
@@ -157,24 +165,22 @@ def input_gradient(
     # Of |dX_ij|, and of the sum of its terms: all probabilities, and the target's remainder, times max |W|.
     bound = merged.row_scale(merged.offset, grad_loss).abs() * merged.total
     bound = (bound + merged.target_scale(grad_loss).abs()).double() * merged.weight_peak
-    exponent = torch.frexp(bound).exponent.double()
-    grid = torch.where(bound.isfinite(), power_of_two(_DX_BITS - exponent), torch.nan)
+    grid = grid_of(bound)
     whole = x.new_zeros(x.shape, dtype=torch.int64)
-    for block, rows in enumerate(blocks_of(state.shard)):
-        part = product(state.e[block], _block_rows(weight, rows))
-        part *= merged.row_scale(state.k[block], grad_loss).unsqueeze(1)
-        whole += _whole(part, grid)
+    for block, rows in enumerate(blocks_of(state.shard.valid_rows)):
+        part = block_product(state.e[block], filled(weight[rows]))
+        add_whole_(whole, part.mul_(merged.row_scale(state.k[block], grad_loss).unsqueeze(1)), grid)
     target = _target_factors(state, merged, grad_loss)
     remainder = weight[owned.rows].to(target.dtype) * target.unsqueeze(1)
-    whole.index_add_(0, owned.tokens, _whole(remainder, grid[owned.tokens]))  # whole numbers: in any order
+    add_whole_(whole, remainder, grid[owned.tokens], owned.tokens)
     return FixedPoint(whole, grid, merged.total.dtype, out)
 
 
-@torch.no_grad()
+@exact()
 def weight_gradient(state: BlockState, merged: MergedStats, grad_loss: Tensor, main_grad: Tensor) -> None:
     """Add this shard's dW to ``main_grad``; arguments and errors are those of ``output.weight_gradient``."""
     check_main_grad(state.x, state.shard, main_grad)
-    for block, rows in enumerate(blocks_of(state.shard)):
+    for block, rows in enumerate(blocks_of(state.shard.valid_rows)):
         scale = merged.row_scale(state.k[block], grad_loss)
         lifted = lift(state.x, scale)
         scaled = scale_rows(state.x, scale if lifted is None else scale * lifted)
@@ -184,20 +190,13 @@ def weight_gradient(state: BlockState, merged: MergedStats, grad_loss: Tensor, m
     scatter_add_rows_(main_grad, owned.rows, state.x, target, source=owned.tokens, order=owned.by_row)
 
 
-@torch.no_grad()
+@exact()
 def output_backward(
     state: BlockState, merged: MergedStats, grad_loss: Tensor, weight: Tensor, main_grad: Tensor
 ) -> FixedPoint:
     """Pass T of vocab-1: both of the above."""
     weight_gradient(state, merged, grad_loss, main_grad)
     return input_gradient(state, merged, grad_loss, weight)
-
-
-def _block_rows(weight: Tensor, rows: slice) -> Tensor:
-    """[BLOCK, H] copy of a block's rows, then zeros: the same shape, strides and alignment everywhere."""
-    block = weight.new_zeros((BLOCK, weight.shape[1]))
-    block[: rows.stop - rows.start] = weight[rows]
-    return block
 
 
 def _target_factors(state: BlockState, merged: MergedStats, grad_loss: Tensor) -> Tensor:
@@ -208,5 +207,12 @@ def _target_factors(state: BlockState, merged: MergedStats, grad_loss: Tensor) -
     return target[state.owned.tokens]
 
 
-def _whole(values: Tensor, grid: Tensor) -> Tensor:
-    return (values.double() * grid.unsqueeze(1)).round_().to(torch.int64)
+def _check_aligned(shard: VocabRange) -> None:
+    """Raise unless the shard is made of whole blocks, but for the last ids of the vocabulary."""
+    ends_inside = shard.stop % BLOCK and shard.stop < shard.vocab_size
+    if shard.valid_rows and (shard.start % BLOCK or ends_inside):
+        raise ValueError(
+            f"rows [{shard.start}, {shard.stop}) cut a block of {BLOCK} ids: results that don't depend on "
+            f"the sharding need shards that end at multiples of {BLOCK}; pad the vocabulary to a multiple of "
+            f"{BLOCK} times the number of shards"
+        )

@@ -35,7 +35,14 @@ import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.exponents import split_exponent
-from megatron_vocabpar.layers.gemm import add_product_, product, result_dtype, row_chunks, transient_bytes
+from megatron_vocabpar.layers.gemm import (
+    add_product_,
+    exact,
+    product,
+    result_dtype,
+    row_chunks,
+    transient_bytes,
+)
 from megatron_vocabpar.layers.kernels.dispatch import exponentials, factors, scale_rows, scatter_add_rows_
 from megatron_vocabpar.layers.kernels.reference import (
     lift,
@@ -106,7 +113,7 @@ class NaiveState:
     owned: OwnedTargets | None = None
 
 
-@torch.no_grad()
+@exact()
 def output_forward(
     x: Tensor,
     weight: Tensor,
@@ -200,7 +207,7 @@ def output_forward(
     ), stats
 
 
-@torch.no_grad()
+@exact()
 def naive_maximum(
     x: Tensor,
     weight: Tensor,
@@ -233,7 +240,7 @@ def naive_maximum(
     return NaiveState(x, logits, target_row, shard, terms, owned), k
 
 
-@torch.no_grad()
+@exact()
 def naive_sum(
     state: NaiveState, global_k: Tensor, *, keep_state: bool = True, rows_per_chunk: int | None = None
 ) -> tuple[OutputState | None, Tensor]:
@@ -279,7 +286,7 @@ def naive_sum(
     ), stats
 
 
-@torch.no_grad()
+@exact()
 def input_gradient(
     state: OutputState,
     merged: MergedStats,
@@ -307,7 +314,7 @@ def input_gradient(
     return _input_gradient(state, _factors(state, merged, grad_loss), weight, out)
 
 
-@torch.no_grad()
+@exact()
 def weight_gradient(state: OutputState, merged: MergedStats, grad_loss: Tensor, main_grad: Tensor) -> None:
     """Pass T's other half (all of T in vocab-2): add this shard's dW to ``main_grad``.
 
@@ -324,7 +331,7 @@ def weight_gradient(state: OutputState, merged: MergedStats, grad_loss: Tensor, 
     _weight_gradient(state, _factors(state, merged, grad_loss), main_grad)
 
 
-@torch.no_grad()
+@exact()
 def output_backward(
     state: OutputState, merged: MergedStats, grad_loss: Tensor, weight: Tensor, main_grad: Tensor
 ) -> Tensor:

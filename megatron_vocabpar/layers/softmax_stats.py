@@ -28,10 +28,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megatron_vocabpar.layers.fixed_point import WHOLE_WIDTH, join_whole
 from megatron_vocabpar.layers.kernels.dispatch import merge
 from megatron_vocabpar.layers.merged import STATS_WIDTH, MergedStats, empty_merged
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
-from megatron_vocabpar.layers.whole_stats import WHOLE_WIDTH, join_whole
 
 __all__ = ["STATS_WIDTH", "MergedStats", "merge_stats", "merged_place", "pack_stats"]
 
@@ -70,7 +70,7 @@ def merge_stats(gathered: Tensor, terms: LossTerms = PLAIN, *, out: MergedStats 
 
     Args:
         gathered: [R, n, 4] packed statistics of R shards ([R, n, 5] with label smoothing); fp32 or
-            fp64; or those of ``invariant.py``, [R, n, 8] int64. Empty and all-padding shards may be among
+            fp64; or those of ``invariant.py``, [R, n, 7] int64 ([R, n, 8] for fp64). Empty and all-padding shards may be among
             them.
         terms: the ones that S was given.
         out: from ``merged_place``, whose tensors are written and returned; None allocates.
@@ -84,7 +84,7 @@ def merge_stats(gathered: Tensor, terms: LossTerms = PLAIN, *, out: MergedStats 
     """
     weight_peak = None
     if gathered.dtype == torch.int64:
-        gathered, weight_peak = join_whole(gathered)
+        gathered, weight_peak = _join(gathered)
     width = STATS_WIDTH + bool(terms.label_smoothing)
     if gathered.dim() != 3 or gathered.shape[0] < 1 or gathered.shape[2] != width:
         raise ValueError(
@@ -101,3 +101,19 @@ def merge_stats(gathered: Tensor, terms: LossTerms = PLAIN, *, out: MergedStats 
     if weight_peak is not None and out is not None and out.weight_peak is not None:
         weight_peak = out.weight_peak.copy_(weight_peak)
     return replace(merge(gathered, terms, out), weight_peak=weight_peak)
+
+
+def _join(gathered: Tensor) -> tuple[Tensor, Tensor]:
+    """Statistics of whole numbers as those of one shard, and the largest |weight|."""
+    if (
+        gathered.dim() != 3
+        or gathered.shape[0] < 1
+        or gathered.shape[2] not in (WHOLE_WIDTH, WHOLE_WIDTH + 1)
+    ):
+        raise ValueError(
+            f"gathered statistics of shape {tuple(gathered.shape)}: stack the [n, {WHOLE_WIDTH}] statistics "
+            f"of every rank to [ranks, n, {WHOLE_WIDTH}]"
+        )
+    dtype = torch.float32 if gathered.shape[2] == WHOLE_WIDTH else torch.float64
+    stats, weight_peak, _ = join_whole(gathered[..., :WHOLE_WIDTH], dtype)
+    return stats, weight_peak

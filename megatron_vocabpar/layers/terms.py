@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from torch import Tensor
+
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
@@ -52,6 +54,16 @@ class LossTerms:
                 f"label smoothing {self.label_smoothing} with softcap {self.softcap}: the gradient of "
                 "the smoothed part then differs in every logit; use one of the two"
             )
+
+    def loss(self, nll: Tensor, logsumexp: Tensor, mean_logit: Tensor) -> Tensor:
+        """The loss [...] from the cross-entropy, lse and mean_j y'_j; the mean is read for smoothed labels."""
+        loss = nll
+        if self.label_smoothing:
+            smoothed = self.label_smoothing * (logsumexp - mean_logit)
+            loss = (1 - self.label_smoothing) * loss + smoothed
+        if self.z_loss:
+            loss = loss + self.z_loss * logsumexp.square()
+        return loss
 
 
 PLAIN = LossTerms()

@@ -29,7 +29,7 @@ class Layout(TypedDict, total=False):
         vocab_size: true ids where ``ranges`` is None; None counts every row.
         temperature: the logits are divided by it.
         inference_only: nothing is kept for a backward pass, and results carry no gradient.
-        invariant: results bit for bit independent of the sharding; costs a second pass over the logits.
+        invariant: results bit for bit independent of the sharding and of the batch around a token; slower.
         rows_per_chunk: tokens worked on at one time; None bounds a chunk to 32 MiB, on the CPU to 4 MiB of
             logits that exist and 8 MiB of others.
     """

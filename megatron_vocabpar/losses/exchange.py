@@ -47,10 +47,6 @@ class Exchange(Protocol):
         """The sum over all shards."""
         ...
 
-    def largest(self, parts: Sequence[Tensor]) -> Tensor:
-        """The elementwise maximum over all shards."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class InProcess:
@@ -70,9 +66,6 @@ class InProcess:
         for part in parts[1:]:
             result += part
         return result
-
-    def largest(self, parts: Sequence[Tensor]) -> Tensor:
-        return torch.stack(list(parts)).amax(dim=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +91,6 @@ class OverGroup:
     def total(self, parts: Sequence[Tensor]) -> Tensor:
         result = parts[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(result, op=dist.ReduceOp.SUM, group=self.group)
-        return result
-
-    def largest(self, parts: Sequence[Tensor]) -> Tensor:
-        result = parts[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(result, op=dist.ReduceOp.MAX, group=self.group)
         return result
 
 

@@ -12,12 +12,17 @@ share are ``call.Layout``. Nothing writes into an argument. Next: ``summary.py``
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
+from megatron_vocabpar.layers.gemm import exact
+from megatron_vocabpar.layers.kernels.reference import take_target_
+from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.targets import target_rows
+from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.losses.call import Layout, check_targets, leading_shape, prepare, summarise
 from megatron_vocabpar.losses.reductions import reduce_tokens
 from megatron_vocabpar.losses.sources import Logits
@@ -97,7 +102,7 @@ def vocab_cross_entropy(
     reduction: str = "mean",
     **layout: Unpack[Layout],
 ) -> Tensor:
-    """Cross entropy: ``(1-s) (lse - Y_t) + s (lse - mean_j Y_j) + z lse^2`` per token.
+    """Cross entropy with the terms of the output layer (``layers.terms.LossTerms``).
 
     Source: equation 1 of the paper; label smoothing as in PyTorch; z-loss: PaLM, section 5.
 
@@ -112,22 +117,15 @@ def vocab_cross_entropy(
     Raises:
         ValueError: naming the argument that does not fit.
     """
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"label smoothing {label_smoothing}: give a number in [0, 1)")
-    if z_loss < 0:
-        raise ValueError(f"z-loss weight {z_loss}: give 0 or more")
-    smooth = label_smoothing > 0
-    summary, counted = summarise(logits, targets, layout, ignore_index=ignore_index, mean=smooth)
-    loss = 0 - summary.logprob
-    if smooth:
-        loss = (1 - label_smoothing) * loss + label_smoothing * (summary.lse - summary.mean)
-    if z_loss > 0:
-        loss = loss + z_loss * summary.lse.square()
+    terms = LossTerms(label_smoothing=label_smoothing, z_loss=z_loss)
+    summary, counted = summarise(logits, targets, layout, ignore_index=ignore_index, mean=label_smoothing > 0)
+    loss = terms.loss(0 - summary.logprob, summary.lse, summary.mean)
     if counted is not None:
         loss = torch.where(counted, loss, 0)
     return reduce_tokens(loss, reduction, _weights(mask, counted, reduction))
 
 
+@exact()
 def vocab_argmax(logits: Logits, **layout: Unpack[Layout]) -> Tensor:
     """The id with the largest logit of the whole vocabulary; the smallest of equal ones.
 
@@ -139,26 +137,21 @@ def vocab_argmax(logits: Logits, **layout: Unpack[Layout]) -> Tensor:
     Raises:
         ValueError: naming the argument that does not fit.
     """
-    with torch.no_grad():
-        call, tensors = prepare(logits, layout)
-        source = call.source(tensors)
-        best: list[list[Tensor]] = [[] for _ in call.ranges]
-        for rows in source.slices(call.rows_per_chunk):
-            for shard, vocab_range in enumerate(call.ranges):
-                y = source.logits(shard, rows)[:, : vocab_range.valid_rows]
-                if vocab_range.valid_rows:
-                    value, column = y.max(dim=1)
-                    found = torch.stack((value.double(), column.double() + vocab_range.start), dim=1)
-                else:
-                    found = y.new_full((y.shape[0], 2), -torch.inf, dtype=torch.float64)
-                best[shard].append(found)
-        empty = tensors[0].new_empty((0, 2), dtype=torch.float64)
-        gathered = call.exchange.gather([torch.cat([empty, *chunks]) for chunks in best])  # [R, n, 2]
-        winner = gathered[..., 0].argmax(dim=0, keepdim=True)  # the first of equal shards
-        ids = gathered[..., 1].gather(0, winner).squeeze(0)
-        return ids.clamp(min=0).long().view(leading_shape(logits))
+    call, tensors = prepare(logits, layout)
+
+    def best(y: Tensor, shard: VocabRange, rows: slice) -> Tensor:
+        if y.shape[1] == 0:
+            return y.new_full((len(y), 2), -torch.inf, dtype=torch.float64)
+        value, column = y.max(dim=1)
+        return torch.stack((value.double(), column.double() + shard.start), dim=1)
+
+    gathered = call.exchange.gather(_of_chunks(call, tensors, best))  # [R, n, 2]
+    winner = gathered[..., 0].argmax(dim=0, keepdim=True)  # the first of equal shards
+    ids = gathered[..., 1].gather(0, winner).squeeze(0)
+    return ids.clamp(min=0).long().view(leading_shape(logits))
 
 
+@exact()
 def vocab_target_rank(
     logits: Logits, targets: Tensor, *, ignore_index: int = -100, **layout: Unpack[Layout]
 ) -> Tensor:
@@ -175,36 +168,34 @@ def vocab_target_rank(
     Raises:
         ValueError: naming the argument that does not fit.
     """
-    with torch.no_grad():
-        call, tensors = prepare(logits, layout)
-        ids, counted = check_targets(targets, leading_shape(logits), ignore_index, call.ranges[0].vocab_size)
-        target_logit = _target_logits(call, tensors, ids)
-        source = call.source(tensors)
-        counts: list[list[Tensor]] = [[] for _ in call.ranges]
-        for rows in source.slices(call.rows_per_chunk):
-            for shard, vocab_range in enumerate(call.ranges):
-                y = scaled_logits(source, shard, rows, call.temperature)[:, : vocab_range.valid_rows]
-                counts[shard].append((y > target_logit[rows, None]).sum(dim=1))
-        empty = ids.new_empty(0)
-        rank = call.exchange.total([torch.cat([empty, *chunks]) for chunks in counts])
-        return torch.where(counted, rank.view(counted.shape), -1)
+    call, tensors = prepare(logits, layout)
+    ids, counted = check_targets(targets, leading_shape(logits), ignore_index, call.ranges[0].vocab_size)
+
+    def own(y: Tensor, shard: VocabRange, rows: slice) -> Tensor:
+        return take_target_(y, target_rows(ids[rows], shard), shard.valid_rows)
+
+    target_logit = call.exchange.total(_of_chunks(call, tensors, own))
+
+    def larger(y: Tensor, shard: VocabRange, rows: slice) -> Tensor:
+        return (y > target_logit[rows, None]).sum(dim=1)
+
+    rank = call.exchange.total(_of_chunks(call, tensors, larger))
+    return torch.where(counted, rank.view(counted.shape), -1)
 
 
-def _target_logits(call: Call, tensors: tuple[Tensor, ...], ids: Tensor) -> Tensor:
-    """[n] the target's logit, known to every rank; -inf for ignored tokens."""
+def _of_chunks(
+    call: Call, tensors: tuple[Tensor, ...], function: Callable[[Tensor, VocabRange, slice], Tensor]
+) -> list[Tensor]:
+    """[n, ...] for each shard that is here: a function of its logits [rows, P'], its range and the rows."""
     source = call.source(tensors)
-    found: list[list[Tensor]] = [[] for _ in call.ranges]
-    for rows in source.slices(call.rows_per_chunk):
-        for shard, vocab_range in enumerate(call.ranges):
-            y = scaled_logits(source, shard, rows, call.temperature)
-            row = target_rows(ids[rows], vocab_range)
-            if vocab_range.valid_rows == 0:
-                found[shard].append(y.new_full((y.shape[0],), -torch.inf))
-                continue
-            value = y.gather(1, row.clamp(min=0).unsqueeze(1)).squeeze(1)
-            found[shard].append(torch.where(row >= 0, value, -torch.inf))
-    empty = source.logits(0, slice(0, 0)).new_empty(0)
-    return call.exchange.largest([torch.cat([empty, *chunks]) for chunks in found])
+    # One empty chunk where there are no tokens: it has the columns and the dtype.
+    slices = source.slices(call.rows_per_chunk) or [slice(0, 0)]
+    return [
+        torch.cat(
+            [function(scaled_logits(source, i, rows, call.temperature), shard, rows) for rows in slices]
+        )
+        for i, shard in enumerate(call.ranges)
+    ]
 
 
 def _weights(mask: Tensor | None, counted: Tensor | None, reduction: str) -> Tensor | None:

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_vocabpar.layers.exponents import subtract_power_log_
-from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.losses import fixed_point
+from megatron_vocabpar.layers import fixed_point
+from megatron_vocabpar.layers.exponents import power_of_two, subtract_power_log_
+from megatron_vocabpar.layers.gemm import exact
 from megatron_vocabpar.losses.call import Layout, leading_shape, prepare
 from megatron_vocabpar.losses.reductions import reduce_tokens
-from megatron_vocabpar.losses.sources import GradientSink, LazyLogits, Logits, Source
+from megatron_vocabpar.losses.sources import LazyLogits, Logits, Source
 from megatron_vocabpar.losses.summary import Call, scaled_logits, softmax_of, weighted_logs
 
 
@@ -44,8 +44,7 @@ def vocab_kl(
             ``LazyLogits`` and the other not. Both are divided by ``temperature``.
         mask: [...] weights of the tokens.
         reduction: ``none``, ``sum`` or ``mean``.
-        layout: see ``call.Layout``. ``invariant`` makes one more pass over both, and wants logits of one
-            kind, both existing or both lazy.
+        layout: see ``call.Layout``. ``invariant`` wants logits of one kind, both existing or both lazy.
 
     Returns:
         [...] fp32 (fp64 for fp64), or a scalar; at least 0; inf where q gives 0 to an id that p doesn't.
@@ -79,14 +78,18 @@ class _Divergence(torch.autograd.Function):
     """``apply((call_p, call_q), number of p's tensors, *tensors)``: [n]."""
 
     @staticmethod
+    @exact()
     def forward(ctx: Any, calls: tuple[Call, Call], split: int, *tensors: Tensor) -> Tensor:
         sources = calls[0].source(tensors[:split]), calls[1].source(tensors[split:])
         softmaxes = _Softmax(*softmax_of(calls[0], sources[0])), _Softmax(*softmax_of(calls[1], sources[1]))
         parts = _Parts(calls, sources, softmaxes)
         if calls[0].invariant:
-            divergence = _fixed_point_sum(parts)
+            zero = torch.zeros_like(softmaxes[0].offset)
+            terms = parts.per_token(lambda terms: fixed_point.digits(terms, zero[: len(terms)]))
+            value, exponent = fixed_point.total(calls[0].exchange.gather(terms))
+            divergence = (value * power_of_two(exponent)).to(zero.dtype)
         else:
-            divergence = calls[0].exchange.total(parts.per_token(lambda terms, _: terms.sum(dim=1)))
+            divergence = calls[0].exchange.total(parts.per_token(lambda terms: terms.sum(dim=1)))
         if calls[0].keep:
             ctx.calls, ctx.split = calls, split
             saved = [t for softmax in softmaxes for t in (softmax.offset, softmax.total)]
@@ -95,6 +98,7 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @exact()
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         divergence, offset_p, total_p, offset_q, total_q, *tensors = ctx.saved_tensors
         calls, split = ctx.calls, ctx.split
@@ -104,20 +108,20 @@ class _Divergence(torch.autograd.Function):
         grad = grad / calls[0].temperature
         # Of sum_j |dY_j|. Where d >= 0, p d is at most its term plus p; elsewhere p |d| is at most q - p; so
         # sum_j p |d| is at most D + 2. The factors leave room for rounding.
-        bounds = (2.5 * divergence + 3) * grad.abs(), 3 * grad.abs()
+        bounds = (2.5 * divergence + 3) * grad.abs(), (3 + 0 * divergence) * grad.abs()
         sinks = [
             source.gradients(calls[0].exchange, bound if calls[0].invariant else None) if needed else None
             for source, bound, needed in zip(sources, bounds, needs, strict=True)
         ]
         parts = _Parts(calls, sources, softmaxes)
-        for rows, shard, vocab_range in parts.chunks():
-            log_p, log_q = parts.log_probabilities(shard, rows, vocab_range)
+        for rows, shard in parts.chunks():
+            log_p, log_q = parts.log_probabilities(shard, rows)
             p, g = log_p.exp(), grad[rows].unsqueeze(1)
             if sinks[0] is not None:
                 slope = weighted_logs(p, log_p.sub_(log_q).sub_(divergence[rows].unsqueeze(1)))
-                _add(sinks[0], shard, rows, slope.mul_(g), vocab_range, bounds[0])
+                sinks[0].add(shard, rows, slope.mul_(g), bounds[0][rows])
             if sinks[1] is not None:
-                _add(sinks[1], shard, rows, log_q.exp_().sub_(p).mul_(g), vocab_range, bounds[1])
+                sinks[1].add(shard, rows, log_q.exp_().sub_(p).mul_(g), bounds[1][rows])
         found: list[Tensor | None] = []
         for sink, count in zip(sinks, (split, len(tensors) - split), strict=True):
             found.extend([None] * count if sink is None else sink.finish())
@@ -132,59 +136,35 @@ class _Parts:
     sources: tuple[Source, Source]
     softmaxes: tuple[_Softmax, _Softmax]
 
-    def chunks(self) -> Iterator[tuple[slice, int, VocabRange]]:
+    def chunks(self) -> Iterator[tuple[slice, int]]:
         """Tokens and shards."""
         cuts = {0}
         for call, source in zip(self.calls, self.sources, strict=True):
             cuts.update(rows.stop for rows in source.slices(call.rows_per_chunk))
-        for start, stop in pairwise(sorted(cuts)):
-            for shard, vocab_range in enumerate(self.calls[0].ranges):
-                yield slice(start, stop), shard, vocab_range
+        # One empty chunk where there are no tokens.
+        for start, stop in pairwise(sorted(cuts) if len(cuts) > 1 else (0, 0)):
+            for shard in range(len(self.calls[0].ranges)):
+                yield slice(start, stop), shard
 
-    def log_probabilities(self, shard: int, rows: slice, vocab_range: VocabRange) -> tuple[Tensor, Tensor]:
+    def log_probabilities(self, shard: int, rows: slice) -> tuple[Tensor, Tensor]:
         """log p and log q of the shard's true ids, [rows, valid]."""
         found = []
         for call, source, softmax in zip(self.calls, self.sources, self.softmaxes, strict=True):
-            y = scaled_logits(source, shard, rows, call.temperature)[:, : vocab_range.valid_rows]
+            y = scaled_logits(source, shard, rows, call.temperature)
             subtract_power_log_(y, softmax.offset[rows].unsqueeze(1))
             found.append(y.sub_(torch.log(softmax.total[rows]).unsqueeze(1)))
         return found[0], found[1]
 
-    def per_token(self, reduce: Callable[[Tensor, slice], Tensor]) -> list[Tensor]:
-        """[n] for each shard that is here: ``reduce`` of the terms [rows, valid] of the divergence."""
+    def per_token(self, reduce: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """[n, ...] for each shard that is here: ``reduce`` of the terms [rows, valid] of the divergence."""
         found: list[list[Tensor]] = [[] for _ in self.calls[0].ranges]
-        for rows, shard, vocab_range in self.chunks():
-            log_p, log_q = self.log_probabilities(shard, rows, vocab_range)
+        for rows, shard in self.chunks():
+            log_p, log_q = self.log_probabilities(shard, rows)
             p = log_p.exp()
             d = log_p.sub_(log_q)
             far = d < -1  # exp(-d) may overflow, and q - p has no cancellation
             d.masked_fill_(p == 0, 0)
             near = d.neg().expm1_().add_(d).mul_(p)
             terms = torch.where(far, d.mul_(p).sub_(p).add_(log_q.exp_()), near)
-            found[shard].append(reduce(terms, rows))
-        empty = self.softmaxes[0].total.new_empty(0)
-        return [torch.cat(chunks) if chunks else empty for chunks in found]
-
-
-def _fixed_point_sum(parts: _Parts) -> Tensor:
-    """[n] the sum of all shards' terms, whatever the sharding: see ``fixed_point.py``."""
-    exchange = parts.calls[0].exchange
-    largest = exchange.largest(parts.per_token(lambda terms, _: _largest(terms)))
-    finite = largest.isfinite()
-    grid = fixed_point.grid_of(torch.where(finite, largest, 0), parts.calls[0].ranges[0].vocab_size)
-    total = exchange.total(
-        parts.per_token(lambda terms, rows: fixed_point.whole_sum(terms, grid[rows].unsqueeze(1)))
-    )
-    return torch.where(finite, (total.double() / grid).to(largest.dtype), largest)
-
-
-def _largest(terms: Tensor) -> Tensor:
-    return terms.amax(dim=1) if terms.shape[1] else terms.new_zeros(terms.shape[0])
-
-
-def _add(
-    sink: GradientSink, shard: int, rows: slice, grad: Tensor, vocab_range: VocabRange, bound: Tensor
-) -> None:
-    """Hand over the gradient of the true ids, with zeros for the padding."""
-    padding = grad.new_zeros(grad.shape[0], vocab_range.rows - grad.shape[1])
-    sink.add(shard, rows, torch.cat((grad, padding), dim=1) if padding.numel() else grad, bound[rows])
+            found[shard].append(reduce(terms))
+        return [torch.cat(chunks) for chunks in found]

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_vocabpar.layers.fixed_point import BLOCK
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.losses.exchange import Exchange
-from megatron_vocabpar.losses.sources import BLOCK
 
 
 def aligned_ranges(
     exchange: Exchange, ranges: Sequence[VocabRange], weights: Sequence[Tensor]
 ) -> tuple[VocabRange, ...]:
     """For each shard that is here, the blocks whose first row it holds, as one range; waits for the host."""
-    stops = [weight.new_full((1,), shard.stop, dtype=torch.int64) for weight, shard in _both(weights, ranges)]
-    last = int(exchange.largest(stops))
+    stops = [torch.tensor(s.stop, device=w.device) for w, s in zip(weights, ranges, strict=True)]
+    last = int(exchange.gather(stops).amax())
     return tuple(
         VocabRange(
             min(-(-shard.start // BLOCK) * BLOCK, last),
@@ -91,7 +91,3 @@ def _without(source: VocabRange, home: VocabRange) -> range:
     if source.start < home.start:
         return range(source.start, min(source.stop, home.start))
     return range(min(max(source.start, home.stop), source.stop), source.stop)
-
-
-def _both(weights: Sequence[Tensor], ranges: Sequence[VocabRange]) -> list[tuple[Tensor, VocabRange]]:
-    return list(zip(weights, ranges, strict=True))

@@ -3,9 +3,10 @@
 Every loss takes either this rank's shard of the logits, or ``LazyLogits(hidden, weight)``: the rows of
 the output weight that this rank holds, from which logits are computed chunk by chunk and recomputed in
 the backward pass, so that no [n, P] tensor is ever alive. Both are read through the same two methods:
-``logits`` gives a fresh high-precision chunk, ``gradients`` takes the gradient of such chunks.
+``logits`` gives a fresh high-precision chunk, ``gradients`` takes the gradient of such chunks. Padding ends
+here: nothing reads its rows, whose gradient is 0.
 
-Letters: n tokens, H hidden, P vocabulary rows of a shard. Next: ``summary.py``.
+Letters: n tokens, H hidden, P vocabulary rows of a shard, P' those of true ids. Next: ``summary.py``.
 """
 
 from __future__ import annotations
@@ -18,12 +19,17 @@ import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.exponents import power_of_two
-from megatron_vocabpar.layers.gemm import add_product_, product, result_dtype, row_chunks, transient_bytes
+from megatron_vocabpar.layers.fixed_point import BLOCK, add_whole_, block_product, blocks_of, filled, grid_of
+from megatron_vocabpar.layers.gemm import (
+    add_product_,
+    largest_size,
+    product,
+    result_dtype,
+    row_chunks,
+    transient_bytes,
+)
+from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.losses.exchange import Exchange
-
-BLOCK = 256
-"""Rows of the vocabulary, and tokens, in one matrix product of the invariant mode."""
-
 
 _CACHED_BYTES = 2**22
 """Of a chunk of existing logits on the CPU: what stays in its cache."""
@@ -56,7 +62,7 @@ class GradientSink(Protocol):
     """Receives the gradients of logits chunks and turns them into the inputs' gradients."""
 
     def add(self, shard: int, rows: slice, grad: Tensor, bound: Tensor) -> None:
-        """Take ``grad`` [rows, P] of a shard; no element of a row exceeds its ``bound`` [rows]."""
+        """Take ``grad`` [rows, P'] of a shard; no element of a row exceeds its ``bound`` [rows]."""
         ...
 
     def finish(self) -> tuple[Tensor | None, ...]:
@@ -74,7 +80,7 @@ class Source(Protocol):
         ...
 
     def logits(self, shard: int, rows: slice) -> Tensor:
-        """[rows, P] fresh logits in fp32 (fp64 for fp64): the caller may overwrite them."""
+        """[rows, P'] fresh logits in fp32 (fp64 for fp64): the caller may overwrite them."""
         ...
 
     def gradients(self, exchange: Exchange, scale: Tensor | None) -> GradientSink:
@@ -85,8 +91,9 @@ class Source(Protocol):
 class DenseSource:
     """Shards of logits that exist. Never copies them whole, whatever their strides."""
 
-    def __init__(self, shards: Sequence[Tensor]) -> None:
+    def __init__(self, shards: Sequence[Tensor], ranges: Sequence[VocabRange]) -> None:
         self.shards = tuple(shards)
+        self.valid = [vocab_range.valid_rows for vocab_range in ranges]
         self.tokens = shards[0].shape[:-1].numel()
         self._dtype = result_dtype(shards[0].dtype)
         self._flat = [_flatten(shard) for shard in self.shards]
@@ -107,26 +114,29 @@ class DenseSource:
     def logits(self, shard: int, rows: slice) -> Tensor:
         flat = self._flat[shard]
         if flat is None:
-            tensor = self.shards[shard]
+            flat = self.shards[shard]
             outer, start = divmod(rows.start, self._period)
-            for extent, stride in _digits(tensor.shape[:-2]):
-                tensor = tensor[(outer // stride) % extent]
-            return tensor[start : start + rows.stop - rows.start].to(self._dtype, copy=True)
-        return flat[rows].to(self._dtype, copy=True)
+            for extent, stride in _digits(flat.shape[:-2]):
+                flat = flat[(outer // stride) % extent]
+            rows = slice(start, start + rows.stop - rows.start)
+        valid = flat[rows, : self.valid[shard]]
+        return valid.to(self._dtype, copy=True, memory_format=torch.contiguous_format)
 
     def gradients(self, exchange: Exchange, scale: Tensor | None) -> GradientSink:
-        return _DenseGradients(self.shards)
+        return _DenseGradients(self)
 
 
 class _DenseGradients:
     """One tensor like each shard, filled chunk by chunk: no communication, no order of summation."""
 
-    def __init__(self, shards: Sequence[Tensor]) -> None:
-        self._grads = [torch.empty(shard.shape, dtype=shard.dtype, device=shard.device) for shard in shards]
+    def __init__(self, source: DenseSource) -> None:
+        self._grads = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in source.shards]
+        for grad, valid in zip(self._grads, source.valid, strict=True):
+            grad[..., valid:] = 0
 
     def add(self, shard: int, rows: slice, grad: Tensor, bound: Tensor) -> None:
         out = self._grads[shard]
-        out.view(out.shape[:-1].numel(), out.shape[-1])[rows] = grad
+        out.view(out.shape[:-1].numel(), out.shape[-1])[rows, : grad.shape[1]] = grad
 
     def finish(self) -> tuple[Tensor | None, ...]:
         return tuple(self._grads)
@@ -135,34 +145,33 @@ class _DenseGradients:
 class LazySource:
     """Logits made from hidden states and weight shards, one chunk of tokens at a time.
 
-    With ``blocks`` the products all have the shape [BLOCK, H] x [H, BLOCK] (the last one filled up with
-    zero rows), whatever the sharding: an element then comes from the same instructions everywhere.
-    Shards must start at multiples of BLOCK (``realign.py``).
+    With ``blocks`` all products have one shape (``layers/fixed_point.py``), so that no sharding and no batch
+    changes an element. Shards must then start at multiples of BLOCK (``realign.py``).
     """
 
-    def __init__(self, hidden: Tensor, weights: Sequence[Tensor], *, blocks: bool) -> None:
+    def __init__(
+        self, hidden: Tensor, weights: Sequence[Tensor], ranges: Sequence[VocabRange], *, blocks: bool
+    ) -> None:
         self.hidden = hidden
         self.x = hidden.reshape(-1, hidden.shape[-1])
-        self.weights = tuple(weights)
+        self.shards = tuple(weights)
+        self.weights = [w[: shard.valid_rows] for w, shard in zip(weights, ranges, strict=True)]
         self.tokens = self.x.shape[0]
         self.blocks = blocks
 
     def slices(self, rows_per_chunk: int | None) -> list[slice]:
         widest = max(weight.shape[0] for weight in self.weights)
-        return row_chunks(
-            self.tokens,
-            widest,
-            BLOCK if self.blocks else rows_per_chunk,
-            transient_bytes=transient_bytes(self.x.device),
-        )
+        size = transient_bytes(self.x.device)
+        chunk = BLOCK if self.blocks else rows_per_chunk
+        return row_chunks(self.tokens, widest, chunk, transient_bytes=size)
 
     def logits(self, shard: int, rows: slice) -> Tensor:
         weight, x = self.weights[shard], self.x[rows]
         if not self.blocks:
             return product(x, weight.t())
         out = x.new_empty((x.shape[0], weight.shape[0]), dtype=result_dtype(x.dtype))
-        for columns in row_chunks(weight.shape[0], 1, BLOCK):
-            part = product(x, filled(weight[columns]).t())
+        for columns in blocks_of(len(weight)):
+            part = block_product(x, filled(weight[columns]).t())
             out[:, columns] = part[:, : columns.stop - columns.start]
         return out
 
@@ -177,38 +186,30 @@ class _LazyGradients:
         self._source = source
         self._exchange = exchange
         dtype = result_dtype(source.x.dtype)
-        self._dw = [torch.zeros_like(weight, dtype=dtype) for weight in source.weights]
-        grid_dtype = dtype if scale is None else torch.int64
-        self._dx = [source.x.new_zeros(source.x.shape, dtype=grid_dtype) for _ in source.weights]
+        self._dw = [torch.zeros_like(weight, dtype=dtype) for weight in source.shards]
         self._grid = None
         if scale is not None:
-            # |dX_row| <= scale * max|W|; one int64 grid per row holds it, so sums are exact in any order.
-            peaks = [w.abs().amax() if w.numel() else w.new_zeros(()) for w in source.weights]
-            largest = exchange.largest(peaks).double()
-            self._grid = power_of_two(60.0 - torch.frexp(scale.double() * largest).exponent.double())
+            # Of |dX_ij|, and of the sum of its terms.
+            peak = exchange.gather([largest_size(weight) for weight in source.weights]).amax()
+            self._grid, dtype = grid_of(scale.double() * peak), torch.int64
+        self._dx = [source.x.new_zeros(source.x.shape, dtype=dtype) for _ in source.weights]
 
     def add(self, shard: int, rows: slice, grad: Tensor, bound: Tensor) -> None:
-        source = self._source
-        weight, x, dw = source.weights[shard], source.x[rows], self._dw[shard]
-        narrow, factor = narrowed(grad, x.dtype, bound)
-        step = BLOCK if source.blocks else max(1, weight.shape[0])
-        for columns in row_chunks(weight.shape[0], 1, step):
-            part = narrow[:, columns]
-            part_weight = weight[columns]
-            if source.blocks:
-                part_weight = filled(part_weight)
-                part = filled(part.t()).t().contiguous()
-            dx = product(part, part_weight)
-            dx = dx if factor is None else dx * factor
-            if self._grid is None:
-                self._dx[shard][rows] += dx
-            else:
-                self._dx[shard][rows] += (dx.double() * self._grid[rows, None]).round_().to(torch.int64)
-            if source.blocks:
-                part_dw = product(part.t().contiguous(), x)[: columns.stop - columns.start]
-                dw[columns] += part_dw if factor is None else part_dw * factor
-            else:
-                add_product_(dw[columns], part.t(), x, factor)
+        weight, x, dw = self._source.weights[shard], self._source.x[rows], self._dw[shard]
+        if self._grid is None:
+            narrow, factor = narrowed(grad, x.dtype, bound)
+            dx = product(narrow, weight)
+            self._dx[shard][rows] += dx if factor is None else dx * factor
+            add_product_(dw[: len(weight)], narrow.t(), x, factor)
+            return
+        # fp16 has too few exponents, and a scale for many rows would depend on the batch.
+        dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
+        tokens = filled(x).to(dtype)
+        for columns in blocks_of(len(weight)):
+            part = filled(filled(grad[:, columns].to(dtype).t()).t())  # [BLOCK, BLOCK]
+            dx = product(part, filled(weight[columns]).to(dtype))
+            add_whole_(self._dx[shard], dx[: len(x)], self._grid[rows], rows)
+            dw[columns] += product(part.t(), tokens)[: columns.stop - columns.start]
 
     def finish(self) -> tuple[Tensor | None, ...]:
         source = self._source
@@ -217,7 +218,7 @@ class _LazyGradients:
             dx = dx.double() / self._grid[:, None]
         return (
             dx.to(source.x.dtype).view(source.hidden.shape),
-            *(dw.to(weight.dtype) for dw, weight in zip(self._dw, source.weights, strict=True)),
+            *(dw.to(weight.dtype) for dw, weight in zip(self._dw, source.shards, strict=True)),
         )
 
 
@@ -230,12 +231,6 @@ def narrowed(grad: Tensor, dtype: torch.dtype, bound: Tensor) -> tuple[Tensor, T
         return grad.to(dtype), None
     exponent = torch.frexp(bound.amax()).exponent.to(grad.dtype)
     return (grad * power_of_two(14 - exponent)).to(dtype), power_of_two(exponent - 14).reshape(1)
-
-
-def filled(rows: Tensor) -> Tensor:
-    """The rows followed by zero rows up to BLOCK."""
-    missing = BLOCK - rows.shape[0]
-    return rows if missing == 0 else torch.cat((rows, rows.new_zeros(missing, rows.shape[1])))
 
 
 def _flatten(tensor: Tensor) -> Tensor | None:

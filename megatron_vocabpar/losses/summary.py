@@ -5,7 +5,7 @@ Every loss of this package is arithmetic on these [n] tensors:
     logprob  Y_target - lse          lse      logsumexp_j Y_j
     entropy  lse - sum_j p_j Y_j     mean     (1/V) sum_j Y_j      (j over the V true ids)
 
-One packed collective joins the shards (two in the invariant mode); the arithmetic is that of the output
+One packed collective joins the shards; the arithmetic is that of the output
 layer (``layers/softmax_stats.py``): power-of-two offsets, and the target's own term kept apart, so that
 ``1 - p_target`` has no cancellation. The backward pass reads the logits again, chunk by chunk:
 
@@ -29,12 +29,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_vocabpar.layers import fixed_point
 from megatron_vocabpar.layers.exponents import log_of_power, power_of_two
+from megatron_vocabpar.layers.gemm import exact
 from megatron_vocabpar.layers.kernels.dispatch import exponentials
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.softmax_stats import STATS_WIDTH, MergedStats, merge_stats, pack_stats
 from megatron_vocabpar.layers.targets import target_rows
-from megatron_vocabpar.losses import fixed_point
 from megatron_vocabpar.losses.exchange import Exchange
 from megatron_vocabpar.losses.sources import DenseSource, LazySource, Source
 
@@ -79,14 +80,15 @@ class Call:
     def source(self, tensors: Sequence[Tensor]) -> Source:
         """The logits that ``tensors`` stand for."""
         if self.lazy:
-            return LazySource(tensors[0], tensors[1:], blocks=self.invariant)
-        return DenseSource(tensors)
+            return LazySource(tensors[0], tensors[1:], self.ranges, blocks=self.invariant)
+        return DenseSource(tensors, self.ranges)
 
 
 class SoftmaxSummary(torch.autograd.Function):
     """``apply(call, targets, *tensors)``: the four tensors of ``Summary``."""
 
     @staticmethod
+    @exact()
     def forward(ctx: Any, call: Call, targets: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         source = call.source(tensors)
         state = _forward(call, source, targets)
@@ -101,6 +103,7 @@ class SoftmaxSummary(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @exact()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         targets, offset, total, deficit, loss, valid, entropy, *tensors = ctx.saved_tensors
         merged = MergedStats(loss, offset, total, deficit, valid)
@@ -127,66 +130,53 @@ def scaled_logits(source: Source, shard: int, rows: slice, temperature: float) -
 
 
 def _forward(call: Call, source: Source, targets: Tensor) -> _State:
-    offset = _common_offset(call, source, targets) if call.invariant else None
     columns: list[list[Tensor]] = [[] for _ in call.ranges]
-    for rows in source.slices(call.rows_per_chunk):
+    # One empty chunk where there are no tokens: it has the columns and the dtype.
+    for rows in source.slices(call.rows_per_chunk) or [slice(0, 0)]:
         for shard, vocab_range in enumerate(call.ranges):
-            columns[shard].append(_chunk_stats(call, source, targets, shard, vocab_range, rows, offset))
-    width = STATS_WIDTH + call.entropy + call.mean
-    dtype = torch.int64 if offset is not None else None
-    parts = [torch.cat(chunks) if chunks else _no_tokens(source, width, dtype) for chunks in columns]
-    if offset is None:
-        gathered = call.exchange.gather(parts)
-    else:
-        gathered = fixed_point.stats(call.exchange.total(parts), offset, entropy=call.entropy)[None]
+            y = scaled_logits(source, shard, rows, call.temperature)
+            columns[shard].append(_chunk_stats(call, y, target_rows(targets[rows], vocab_range)))
+    gathered = call.exchange.gather([torch.cat(chunks) for chunks in columns])
+    if call.invariant:
+        gathered = _join(call, gathered, source.logits(0, slice(0, 0)).dtype)
     merged = merge_stats(gathered[..., :STATS_WIDTH])
     return _State(merged, _summarise(call, gathered, merged))
 
 
-def _no_tokens(source: Source, width: int, dtype: torch.dtype | None) -> Tensor:
-    empty = source.logits(0, slice(0, 0))
-    return empty.new_empty((0, width), dtype=dtype)
+def _chunk_stats(call: Call, y: Tensor, row: Tensor) -> Tensor:
+    """[rows, 4 to 6] one shard's numbers: packed statistics, sum of e (log e), sum of logits.
 
-
-def _common_offset(call: Call, source: Source, targets: Tensor) -> fixed_point.Offset:
-    """First pass of the invariant mode: the exponents of all shards, and the largest logit."""
-    parts: list[list[Tensor]] = [[] for _ in call.ranges]
-    for rows in source.slices(call.rows_per_chunk):
-        for shard, vocab_range in enumerate(call.ranges):
-            y = scaled_logits(source, shard, rows, call.temperature)
-            parts[shard].append(fixed_point.peaks(y, target_rows(targets[rows], vocab_range), vocab_range))
-    whole = [torch.cat(chunks) if chunks else _no_tokens(source, 2, None) for chunks in parts]
-    return fixed_point.Offset(call.exchange.largest(whole), call.ranges[0].vocab_size)
-
-
-def _chunk_stats(
-    call: Call,
-    source: Source,
-    targets: Tensor,
-    shard: int,
-    vocab_range: VocabRange,
-    rows: slice,
-    offset: fixed_point.Offset | None,
-) -> Tensor:
-    """[rows, 4 to 6] one shard's numbers: packed statistics, sum of e (log e), sum of logits."""
-    y = scaled_logits(source, shard, rows, call.temperature)
-    row = target_rows(targets[rows], vocab_range)
-    valid = vocab_range.valid_rows
-    extra = []
-    logits = y[:, :valid].clone() if call.mean else None
-    if offset is not None:
-        grid = offset.at(rows)
-        e, target_logit = fixed_point.exponentials(y, row, valid, grid.k)
-        weighted = finite_log(e).mul_(e) if call.entropy else None
-        return fixed_point.pack(grid, e, target_logit, row >= 0, weighted, logits)
-    stored = torch.empty_like(y) if call.entropy else None
+    In the invariant mode [rows, 7 to 15] whole numbers, and e y in place of e (log e): it has no offset.
+    """
+    valid = y.shape[1]
+    logits = y.clone() if call.mean or (call.entropy and call.invariant) else None
+    stored = torch.empty_like(y) if call.entropy or call.invariant else None
     # No storage in 16 bits follows, so the dtype (and with it the headroom) is that of the statistics.
+    if call.invariant:
+        assert stored is not None
+        part = fixed_point.exponentials(y, row, valid, dtype=y.dtype, out=stored)
+        sums = [fixed_point.digits(stored, part.k)]
+        if call.entropy and logits is not None:
+            sums.append(fixed_point.digits(weighted_logs(stored.double(), logits), part.k))
+        if call.mean and logits is not None:
+            sums.append(fixed_point.digits(logits, torch.zeros_like(part.k)))
+        return fixed_point.pack_whole(sums, part.target_logit, row >= 0, y.new_zeros(()))
     part = exponentials(y, row, valid, dtype=y.dtype, out=stored)
+    extra = []
     if stored is not None:
         extra.append(finite_log(stored).mul_(stored).sum(dim=1, keepdim=True))
     if logits is not None:
         extra.append(logits.sum(dim=1, keepdim=True))
     return torch.cat((pack_stats(part.k, part.s_rest, part.target_logit, row >= 0), *extra), dim=1)
+
+
+def _join(call: Call, gathered: Tensor, dtype: torch.dtype) -> Tensor:
+    """[1, n, 4 to 6] whole numbers of all shards as the numbers of one that holds everything."""
+    stats, _, others = fixed_point.join_whole(gathered, torch.float64)
+    if call.entropy:
+        k, s_rest = stats[0, :, 0], stats[0, :, 1]
+        others[0] = others[0] - log_of_power(k) * s_rest
+    return torch.cat((stats[0], *(other.unsqueeze(1) for other in others)), dim=1).to(dtype).unsqueeze(0)
 
 
 def finite_log(values: Tensor) -> Tensor:
@@ -245,18 +235,17 @@ def _backward(
     # Bounds of |dY_j| and of sum_j |dY_j| alike: the sum of p |log p + entropy| is at most 2 log V.
     bound = 2 * g_logprob.abs() + g_lse.abs() + 2 * log(max(2, vocab_size)) * g_entropy.abs()
     bound = bound + g_mean.abs() * vocab_size
+    # Whole numbers can't say that a row is not finite; its bound does.
+    bound = torch.where(merged.total.isfinite() & ~merged.loss.isnan(), bound, torch.nan)
     sink = source.gradients(call.exchange, bound if call.invariant else None)
     for rows in source.slices(call.rows_per_chunk):
         for shard, vocab_range in enumerate(call.ranges):
             y = scaled_logits(source, shard, rows, call.temperature)
             row = target_rows(targets[rows], vocab_range)
-            offset = merged.offset[rows]
-            if call.invariant:
-                grad, _ = fixed_point.exponentials(y, row, vocab_range.valid_rows, offset)
-            else:
-                grad = torch.empty_like(y)
-                exponentials(y, row, vocab_range.valid_rows, offset, dtype=y.dtype, out=grad)
-            # grad is 0 for the target and for padding, else p_j times the total
+            grad = torch.empty_like(y)
+            kernel = fixed_point.exponentials if call.invariant else exponentials
+            kernel(y, row, y.shape[1], merged.offset[rows], dtype=y.dtype, out=grad)
+            # grad is 0 for the target, else p_j times the total
             if call.entropy:
                 grad.mul_(inverse[rows].unsqueeze(1))
                 curve = finite_log(grad).mul_(-g_entropy[rows].unsqueeze(1))
@@ -264,7 +253,7 @@ def _backward(
             else:
                 grad.mul_((slope * inverse)[rows].unsqueeze(1))
             if call.mean:
-                grad[:, : vocab_range.valid_rows] += g_mean[rows].unsqueeze(1)
+                grad += g_mean[rows].unsqueeze(1)
             put_targets_(grad, row, at_target[rows])
             sink.add(shard, rows, grad, bound[rows])
     return sink.finish()

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_vocabpar.layers.fixed_point import BLOCK
 from megatron_vocabpar.layers.invariant import (
     input_gradient,
     output_backward,
@@ -16,7 +17,6 @@ from megatron_vocabpar.layers.invariant import (
 from megatron_vocabpar.layers.partition import VocabRange, even_ranges, padded_vocab_size, ranges_from_sizes
 from megatron_vocabpar.layers.softmax_stats import merge_stats, merged_place
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
-from megatron_vocabpar.layers.whole_stats import BLOCK
 from tests.spawn import run_ranks
 
 from . import reference

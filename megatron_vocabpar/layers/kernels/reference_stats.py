@@ -68,13 +68,10 @@ def merge(gathered: Tensor, terms: LossTerms, out: MergedStats | None = None) ->
     loss = torch.where(total == 0, torch.inf, loss)
     deficit = torch.where(total == 0, 0, -rest / total)
     # 4. the loss's other terms
-    if terms.label_smoothing:
-        mean_logit = torch.zeros_like(target)
-        for part in gathered[..., STATS_WIDTH]:
-            mean_logit = mean_logit + part
-        loss = loss + terms.label_smoothing * (target - mean_logit)
-    if terms.z_loss:
-        loss = loss + terms.z_loss * (torch.log(total) + log_of_power(offset)).square()
+    mean_logit = torch.zeros_like(target)
+    for part in gathered[..., STATS_WIDTH:].unbind(2):
+        mean_logit = mean_logit + part.sum(dim=0)
+    loss = terms.loss(loss, torch.log(total) + log_of_power(offset), mean_logit)
     out.loss.copy_(torch.where(valid, loss, 0))
     out.offset.copy_(offset)
     out.total.copy_(total)
