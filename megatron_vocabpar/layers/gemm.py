@@ -44,7 +44,7 @@ def result_dtype(operand: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Without autograd, and without autocast, which would round the products' operands and results to 16 bits."""
+    """Without autograd, and without autocast, which would round operands and results to 16 bits."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
 

@@ -1,8 +1,8 @@
 """The output layer with results that don't depend on the sharding, bit for bit: S and T once more.
 
 Same functions and arguments as ``output.py``. Loss, log-probabilities, dX and dW are the same bits for every
-pipeline and tensor-parallel size and every uneven split whose shards end between blocks of ``BLOCK`` ids; loss,
-log-probabilities and dX of a token also for every batch around it:
+pipeline and tensor-parallel size and every uneven split whose shards end between blocks of ``BLOCK`` ids;
+loss, log-probabilities and dX of a token also for every batch around it:
 
 - a block is computed by calls of one shape, wherever it lies: its logits, exponentials (with an offset of
   its own), and its part of dX, over ``BLOCK`` tokens; its part of dW over all tokens;

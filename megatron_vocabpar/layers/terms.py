@@ -56,7 +56,7 @@ class LossTerms:
             )
 
     def loss(self, nll: Tensor, logsumexp: Tensor, mean_logit: Tensor) -> Tensor:
-        """The loss [...] from the cross-entropy, lse and mean_j y'_j; the mean is read for smoothed labels."""
+        """The loss [...] from the cross-entropy, lse and mean_j y'_j (read for smoothed labels alone)."""
         loss = nll
         if self.label_smoothing:
             smoothed = self.label_smoothing * (logsumexp - mean_logit)

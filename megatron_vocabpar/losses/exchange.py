@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_vocabpar.collectives import all_gather
 from megatron_vocabpar.layers.partition import VocabRange, ranges_from_sizes
-
-# torch 2.13 renamed it.
-_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Exchange(Protocol):
@@ -83,10 +81,7 @@ class OverGroup:
         return (dist.get_rank(self.group),)
 
     def gather(self, parts: Sequence[Tensor]) -> Tensor:
-        (part,) = parts
-        out = part.new_empty((self.size, *part.shape))
-        _all_gather_single(out.flatten(0, 1) if part.dim() else out, part.contiguous(), group=self.group)
-        return out
+        return all_gather(parts[0], self.group)
 
     def total(self, parts: Sequence[Tensor]) -> Tensor:
         result = parts[0].clone(memory_format=torch.contiguous_format)

@@ -173,10 +173,13 @@ def _chunk_stats(call: Call, y: Tensor, row: Tensor) -> Tensor:
 def _join(call: Call, gathered: Tensor, dtype: torch.dtype) -> Tensor:
     """[1, n, 4 to 6] whole numbers of all shards as the numbers of one that holds everything."""
     stats, _, others = fixed_point.join_whole(gathered, torch.float64)
+    columns = [stats[0]]
     if call.entropy:
-        k, s_rest = stats[0, :, 0], stats[0, :, 1]
-        others[0] = others[0] - log_of_power(k) * s_rest
-    return torch.cat((stats[0], *(other.unsqueeze(1) for other in others)), dim=1).to(dtype).unsqueeze(0)
+        k, s_rest = stats[0, :, :2].unbind(1)
+        weighted, exponent = others.pop(0)
+        columns.append((weighted * power_of_two(exponent - k) - log_of_power(k) * s_rest).unsqueeze(1))
+    columns += [(value * power_of_two(exponent)).unsqueeze(1) for value, exponent in others]
+    return torch.cat(columns, dim=1).to(dtype).unsqueeze(0)
 
 
 def finite_log(values: Tensor) -> Tensor:

@@ -18,10 +18,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_vocabpar import collectives
 from megatron_vocabpar.runtime.streams import communicator_options
-
-# torch 2.13 renamed it.
-_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 # What NCCL's messages and flight recorder call the communicators, in the order of VocabGroups.
 _DESCRIPTIONS = (
@@ -210,12 +208,9 @@ def broadcast(
 
 def all_gather(groups: VocabGroups, group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:
     """``tensor [...]`` of every member, stacked in member order: ``[members, ...]``."""
-    gathered = tensor.new_empty((len(groups.ranks), *tensor.shape))
     if len(groups.ranks) == 1:
-        gathered[0].copy_(tensor)
-    else:
-        _all_gather_single(gathered.flatten(0, 1), tensor, group=group)
-    return gathered
+        return tensor.unsqueeze(0).clone()
+    return collectives.all_gather(tensor, group)
 
 
 def all_reduce(

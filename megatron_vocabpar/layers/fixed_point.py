@@ -1,0 +1,199 @@
+"""Sums that no sharding and no batch changes: the one scheme of ``invariant.py`` and of ``losses``.
+
+Floating-point sums change with the order of the terms, and so with the sharding. Whole numbers have no order:
+
+- **Digits.** A term is written in base 2^32, on places that are the same everywhere: place w counts multiples
+  of 2^(32 w). A shard adds the digits of its terms, exactly, and sends the sums of its three highest places
+  and which place is the first. The merge takes the three highest of all shards. What lies below is less than
+  2^-64 of the largest term. One collective; no shard need know another's size beforehand.
+- **A grid.** Where a bound of the sum is known (dX, after the statistics have met), terms are rounded to
+  multiples of one power of two and added as int64.
+- **Blocks.** A matrix product is made of products of one shape, of ``BLOCK`` tokens and ``BLOCK`` ids, filled
+  up with zeros: an element then comes from the same instructions everywhere.
+
+Source: the digits are those of reproducible summation (Demmel and Nguyen, 2015). Next: ``invariant.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_vocabpar.layers.exponents import NOTHING, power_of_two
+from megatron_vocabpar.layers.gemm import product, result_dtype, row_chunks
+from megatron_vocabpar.layers.kernels import reference
+from megatron_vocabpar.layers.kernels.dispatch import CPU, row_kernels
+from megatron_vocabpar.layers.kernels.reference import Exponentials
+from megatron_vocabpar.layers.terms import PLAIN, LossTerms
+
+BLOCK = 256
+"""Ids, and tokens, that are always computed together."""
+
+_BASE = 32
+"""Bits of a digit: 2^20 digits, and the square root of 2, stay exact in a double."""
+
+_PLACES = 3
+_DIGITS = 1 + _PLACES
+_NOT_FINITE = 2**40
+"""In place of the first place: the digits say whether +inf, -inf or NaN is among the terms."""
+
+WHOLE_WIDTH = 3 + _DIGITS
+"""Columns per token: bits of the target's logit, owner, bits of max |W|, digits of the softmax's sum.
+
+One more, of zeros, says that the operands are fp64: no value need be read on the host.
+"""
+
+
+def exponentials(
+    logits: Tensor,
+    target_row: Tensor,
+    valid_rows: int,
+    offset: Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    out: Tensor | None,
+    terms: LossTerms = PLAIN,
+) -> Exponentials:
+    """The row kernel, by an implementation whose elements don't depend on their place.
+
+    The CPU's own does not serve: its exp2 rounds the last few elements of a tensor otherwise than the others.
+    """
+    kernels = row_kernels(logits.device, logits.dtype)
+    kernel = reference.exponentials if kernels is CPU else kernels.exponentials
+    return kernel(
+        logits,
+        target_row,
+        valid_rows,
+        offset,
+        dtype=dtype,
+        out=out,
+        logit_scale=terms.logit_scale,
+        softcap=terms.softcap,
+    )
+
+
+def digits(values: Tensor, k: Tensor) -> Tensor:
+    """[n, 4] int64: the first place, and the sums of the terms' digits on three places.
+
+    Args:
+        values: [n, T] terms relative to 2^k, fp32 or fp64; up to 2^20 of all shards.
+        k: [n] whole exponents.
+    """
+    rest, k = values.double(), k.double()
+    largest = rest.abs().amax(dim=1) if rest.shape[1] else rest.new_zeros(len(rest))
+    finite = largest.isfinite()
+    top = torch.frexp(torch.where(finite, largest, 1)).exponent + torch.where(finite, k, 0)
+    place = torch.where(largest == 0, NOTHING, top).div(_BASE).floor()
+    rest = rest * power_of_two(torch.where(finite, k, 0) - _BASE * place).unsqueeze(1)
+    sums = []
+    for _ in range(_PLACES):
+        whole = rest.trunc()
+        sums.append(whole.sum(dim=1))
+        rest = rest.sub_(whole).mul_(2.0**_BASE)
+    kinds = (sums[0] == torch.inf, sums[0] == -torch.inf, sums[0].isnan())
+    columns = [torch.where(finite, total, kind) for total, kind in zip(sums, kinds, strict=True)]
+    return torch.stack((torch.where(finite, place, _NOT_FINITE), *columns), dim=1).to(torch.int64)
+
+
+def total(gathered: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum over all shards: ``(value, exponent)``, [n] double each; it is ``value * 2^exponent``.
+
+    |value| is 1/2 to 1, or 0 with the exponent ``NOTHING``; what is not finite has the exponent 0.
+
+    Args:
+        gathered: [R, n, 4] int64 ``digits`` of the shards.
+    """
+    first = gathered[..., 0]
+    highest = first.amax(dim=0)
+    sums = []
+    for place in range(_PLACES):
+        index = place - (highest - first)  # which of a shard's digits lies on this place
+        digit = gathered.gather(2, 1 + index.clamp(min=0).unsqueeze(2)).squeeze(2)
+        sums.append(torch.where(index >= 0, digit, 0).sum(dim=0).double())
+    value = (sums[2] * 2.0**-_BASE + sums[1]) * 2.0**-_BASE + sums[0]
+    mantissa, exponent = torch.frexp(value)
+    exponent = torch.where(mantissa == 0, NOTHING, exponent + _BASE * highest.double())
+    kind = torch.where(sums[0] > 0, torch.inf, 0) - torch.where(sums[1] > 0, torch.inf, 0)
+    kind = torch.where(sums[2] > 0, torch.nan, kind)
+    special = highest == _NOT_FINITE
+    return torch.where(special, kind, mantissa), torch.where(special, 0, exponent)
+
+
+def block_sums(s: Tensor, k: Tensor) -> Tensor:
+    """``digits`` of sums [B, n], each relative to 2^k [B, n] of its own; B may be 0."""
+    highest = torch.cat((k.new_full((1, k.shape[1]), NOTHING), k)).amax(dim=0).double()
+    shifted = s.double() * power_of_two(k.double() - highest)
+    return digits(shifted.t(), highest)
+
+
+def pack_whole(sums: Sequence[Tensor], target_logit: Tensor, owner: Tensor, weight_peak: Tensor) -> Tensor:
+    """One shard's statistics for the collective: [n, 7 or more] int64.
+
+    Args:
+        sums: [n, 4] digits: of the exponentials without the target's, and of what else is to be summed.
+        target_logit: [n], read where ``owner`` [n] is true; its bits are sent as they are.
+        weight_peak: the largest |weight| of the shard's true rows, one element; 0 without any.
+    """
+    bits = torch.where(owner, target_logit.double().view(torch.int64), 0)
+    peak = weight_peak.double().view(torch.int64).expand_as(bits)
+    return torch.cat((torch.stack((bits, owner.long(), peak), dim=1), *sums), dim=1)
+
+
+def join_whole(gathered: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+    """The statistics of all shards as those of one that holds everything.
+
+    Args:
+        gathered: [R, n, 7 or more] int64.
+        dtype: of the result, fp32 or fp64.
+
+    Returns:
+        ``(stats, weight_peak, others)``: [1, n, 4] as of ``pack_stats``, the same bits for every sharding;
+        the largest |weight| of all shards, one double; the other sums as of ``total``.
+    """
+    bits, owner, peak = gathered[..., :3].unbind(2)
+    s_rest, k = total(gathered[..., 3 : 3 + _DIGITS])
+    target = bits.sum(dim=0).view(torch.float64)
+    stats = torch.stack((k, s_rest, target, owner.sum(dim=0).double()), dim=1).to(dtype)
+    # Bits of doubles of 0 or more are ordered as the doubles are.
+    largest = peak.amax() if peak.numel() else peak.new_zeros(())
+    others = [total(part) for part in gathered[..., 3 + _DIGITS :].split(_DIGITS, dim=2) if part.shape[2]]
+    return stats.unsqueeze(0), largest.view(torch.float64), others
+
+
+def grid_of(bound: Tensor) -> Tensor:
+    """[n] double: multiples of 1/grid hold sums up to ``bound`` [n]; NaN where it is not finite."""
+    exponent = torch.frexp(bound.double()).exponent.double()
+    return torch.where(bound.isfinite(), power_of_two(59 - exponent), torch.nan)
+
+
+def add_whole_(whole: Tensor, values: Tensor, grid: Tensor, rows: Tensor | slice = slice(None)) -> None:
+    """Add values [m, H], rounded to multiples of 1/grid [m], to ``rows`` of ``whole`` [n, H] int64."""
+    rounded = (values.double() * grid.unsqueeze(1)).round_().to(torch.int64)
+    if isinstance(rows, Tensor):
+        whole.index_add_(0, rows, rounded)
+    else:
+        whole[rows] += rounded
+
+
+def filled(rows: Tensor) -> Tensor:
+    """[BLOCK, H] the rows followed by zero rows."""
+    missing = BLOCK - rows.shape[0]
+    return rows if missing == 0 else torch.cat((rows, rows.new_zeros(missing, rows.shape[1])))
+
+
+def blocks_of(rows: int) -> list[slice]:
+    """So many tokens or true ids in blocks; the last may be shorter."""
+    return row_chunks(rows, 1, BLOCK)
+
+
+def block_product(a: Tensor, b: Tensor) -> Tensor:
+    """``product(a, b)`` of [n, J] and [J, K], a block of a's rows at a time."""
+    out = a.new_empty((len(a), b.shape[1]), dtype=result_dtype(a.dtype))
+    for rows in blocks_of(len(a)):
+        if rows.stop - rows.start == BLOCK:
+            product(a[rows], b, out=out[rows])
+        else:
+            out[rows] = product(filled(a[rows]), b)[: rows.stop - rows.start]
+    return out
