@@ -151,6 +151,45 @@ def test_logits_that_are_not_finite() -> None:
         assert result.dx[:3].isfinite().all()
 
 
+def test_one_shard_alone_is_not_finite() -> None:
+    x, weight, targets, g = batch(torch.float32)
+    weight[300, 4] = torch.nan
+    result = run((x, weight, targets, g), SPLITS["4 uneven"])
+    assert result.loss[torch.arange(N) != 5].isnan().all()
+    assert result.dx[torch.arange(N) != 5].isnan().all()
+
+
+BATCHES = [(2, 1, 1), (3, 2, 3), (7, 0, 1), (64, 40, 2), (257, 256, 1), (513, 300, 1), (2048, 2047, 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_same_token_in_every_batch(dtype: torch.dtype) -> None:
+    """Loss and dX of a token, whatever stands around it, on three threads too."""
+    x, weight, _, _ = batch(dtype)
+    draw = torch.Generator().manual_seed(1)
+    others = (60 * torch.randn(2048, H, generator=draw)).to(dtype)
+
+    def tokens(n: int, place: int) -> tuple[Tensor, Tensor]:
+        inputs = others[:n].clone()
+        inputs[place] = x[0]
+        targets = torch.arange(n)
+        targets[place] = 700
+        dx_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        result = run((inputs, weight, targets, torch.full((n,), 0.3, dtype=dx_dtype)), SPLITS["1 even"])
+        return result.loss[place], result.dx[place]
+
+    loss, dx = tokens(1, 0)
+    threads = torch.get_num_threads()
+    try:
+        for n, place, count in BATCHES:
+            torch.set_num_threads(count)
+            found = tokens(n, place)
+            assert torch.equal(found[0], loss), (n, place)
+            assert torch.equal(found[1], dx), (n, place)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_refusals() -> None:
     x, weight, targets, _ = batch(torch.float32)
     with pytest.raises(ValueError, match=r"rows \[0, 300\) cut a block of 256 ids"):

@@ -395,3 +395,21 @@ def test_known_targets_and_a_given_place_change_nothing() -> None:
         assert torch.equal(state_grad, expected)
     with pytest.raises(ValueError, match=r"e of \(3, 4\)"):
         output_forward(x, w, targets, shard, with_input_gradient=False, e=place[:3, :4])
+
+
+def test_autocast_changes_nothing() -> None:
+    x, weight, targets, g = batch(torch.float32)
+    shard = VocabRange(0, V, V)
+
+    def run_passes() -> list[Tensor]:
+        _, stats = output_forward(x, weight, targets, shard, with_input_gradient=False, keep_state=False)
+        state, _ = output_forward(x, weight, targets, shard, with_input_gradient=True)
+        assert state is not None
+        main_grad = torch.zeros_like(weight)
+        dx = output_backward(state, merge_stats(stats.unsqueeze(0)), g, weight, main_grad)
+        return [stats, dx, main_grad]
+
+    expected = run_passes()
+    with torch.autocast("cpu", torch.bfloat16):
+        for found, wanted in zip(run_passes(), expected, strict=True):
+            assert torch.equal(found, wanted)

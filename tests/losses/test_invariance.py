@@ -144,3 +144,78 @@ def test_the_ordinary_mode_is_not_invariant_here() -> None:
     one, _ = vocab_logprobs_and_entropy(logits, targets)
     eight, _ = vocab_logprobs_and_entropy(list(logits.split(LARGE, dim=-1)), targets)
     assert not torch.equal(one, eight)
+
+
+BATCHES = [(2, 1, 1), (3, 2, 3), (7, 0, 1), (64, 40, 2), (257, 256, 1), (513, 300, 1), (2048, 2047, 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_same_token_in_every_batch(dtype: torch.dtype) -> None:
+    """Value and dX of a token, whatever stands around it, on three threads too."""
+    example = Example(dtype)
+    draw = torch.Generator().manual_seed(1)
+    others = (3 * torch.randn(2048, 24, generator=draw)).to(dtype)
+    token, target = example.hidden[0][:1], torch.tensor([5])
+
+    def run(n: int, place: int) -> list[Tensor]:
+        x = others[:n].clone()
+        x[place] = token
+        targets = torch.arange(n) % VOCAB
+        targets[place] = target
+        x.requires_grad_()
+        logits = LazyLogits(x, example.weight[0])
+        logprob, entropy = vocab_logprobs_and_entropy(logits, targets, invariant=True)
+        loss = vocab_cross_entropy(
+            logits, targets, label_smoothing=0.1, z_loss=1e-3, reduction="none", invariant=True
+        )
+        (dx,) = torch.autograd.grad((logprob + entropy + loss).sum(), x)
+        return [logprob[place], entropy[place], loss[place], dx[place]]
+
+    alone, threads = run(1, 0), torch.get_num_threads()
+    try:
+        for n, place, count in BATCHES:
+            torch.set_num_threads(count)
+            for found, expected in zip(run(n, place), alone, strict=True):
+                assert torch.equal(found, expected), (n, place)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_so(value: float) -> None:
+    """In one element of a token's hidden state; and in one row of one shard's weight alone."""
+    example = Example(torch.float32)
+    targets = torch.zeros(300, dtype=torch.int64)
+    x = example.hidden[0].clone()
+    x[3, 0] = value
+    for sizes in ((VOCAB,), (257, 0, 343)):
+        leaf = x.clone().requires_grad_()
+        logits = LazyLogits(leaf, list(example.weight[0].split(sizes)))
+        logprob = vocab_logprobs_and_entropy(logits, targets, invariant=True)[0]
+        (dx,) = torch.autograd.grad(logprob.sum(), leaf)
+        assert not bool(logprob[3].isfinite())
+        assert bool(dx[3].isnan().all())
+        others = torch.arange(300) != 3
+        assert bool(logprob[others].isfinite().all())
+        assert bool(dx[others].isfinite().all())
+    weight = example.weight[0].clone()
+    weight[400] = value
+    leaf = example.hidden[0].clone().requires_grad_()
+    divergence = vocab_kl(
+        LazyLogits(leaf, list(weight.split((300, 300)))),
+        LazyLogits(example.hidden[1], list(example.weight[1].split((300, 300)))),
+        invariant=True,
+    )
+    (dx,) = torch.autograd.grad(divergence.sum(), leaf)
+    assert not bool(divergence.isfinite().all())
+    assert bool(dx.isnan().all())
+
+
+def test_small_terms_count() -> None:
+    """Half a million ids, each far below the rounding of the largest: together they are seen."""
+    logits = torch.full((1, 2**19), -20.0)
+    logits[0, 7] = 0
+    found = vocab_logprobs_and_entropy(list(logits.split(2**18, dim=1)), torch.tensor([7]), invariant=True)
+    expected = torch.log_softmax(logits.double(), dim=1)
+    assert abs(float(found[0]) - float(expected[0, 7])) < 2e-7 * abs(float(expected[0, 7]))
+    assert error(found[1], -(expected.exp() * expected).sum(dim=1)) < 3e-6

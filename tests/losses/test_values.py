@@ -255,6 +255,7 @@ def test_inference_only_keeps_nothing() -> None:
         (lambda x, t: vocab_logprobs(x.int(), t), "operands in"),
         (lambda x, t: vocab_logprobs(x, t, reduction="avg"), "reduction 'avg'"),
         (lambda x, t: vocab_cross_entropy(x, t, label_smoothing=1.0), "label smoothing"),
+        (lambda x, t: vocab_cross_entropy(x, t, z_loss=float("nan")), "z-loss nan"),
         (lambda x, t: vocab_cross_entropy(x, t, mask=t[:2]), "mask of shape"),
         (lambda x, t: vocab_kl(x, [x, x]), "shard them alike"),
         (lambda x, t: vocab_kl(x, x[:2]), "p has tokens"),
@@ -263,3 +264,39 @@ def test_inference_only_keeps_nothing() -> None:
 def test_bad_input(call: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(torch.randn(3, 10), torch.tensor([1, 2, 3]))
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("padding", [float("nan"), 1e30])
+def test_padding_rows_of_the_weight_are_not_read(padding: float, invariant: bool) -> None:
+    hidden, weight, targets = example(torch.float32)
+
+    def gradients(rows: int) -> list[Tensor]:
+        w = torch.cat((weight, torch.full((rows, 16), padding)))
+        leaves = [hidden.clone().requires_grad_(), w.requires_grad_()]
+        layout = {"vocab_size": VOCAB, "invariant": invariant}
+        divergence = vocab_kl(LazyLogits(*leaves), LazyLogits(hidden + 1, w.detach()), **layout)
+        loss = vocab_cross_entropy(LazyLogits(*leaves), targets, label_smoothing=0.1, **layout)
+        return list(torch.autograd.grad(loss + divergence.sum(), leaves))
+
+    (dx, dw), (dx_padded, dw_padded) = gradients(0), gradients(40)
+    assert torch.equal(dx, dx_padded)
+    assert torch.equal(dw, dw_padded[:VOCAB])
+    assert bool((dw_padded[VOCAB:] == 0).all())
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_autocast_changes_nothing(invariant: bool) -> None:
+    def run() -> list[Tensor]:
+        hidden, weight, targets = example(torch.float32)
+        leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+        lazy = LazyLogits(*leaves)
+        found = vocab_cross_entropy(lazy, targets, label_smoothing=0.1, z_loss=0.1, invariant=invariant)
+        divergence = vocab_kl(lazy, LazyLogits(hidden + 1, weight.detach()), invariant=invariant)
+        rank = vocab_target_rank(lazy, targets, invariant=invariant)
+        return [found, divergence, rank, *torch.autograd.grad(found + divergence.sum(), leaves)]
+
+    expected = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        for found, wanted in zip(run(), expected, strict=True):
+            assert torch.equal(found, wanted)

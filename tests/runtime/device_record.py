@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as unrecorded
 
-from megatron_vocabpar.runtime import comm
+from megatron_vocabpar import collectives
 from megatron_vocabpar.runtime.comm import VocabGroups
 
 MAIN = "main"
