@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from megatron_vocabpar.bench import kernels_layer
-from megatron_vocabpar.cli.train import train_command
 from megatron_vocabpar.doctor import communicators, kernels, layers, overlap, surroundings, training
 from megatron_vocabpar.doctor.checks import DTYPES, Machine, checks
 from megatron_vocabpar.doctor.guard import run_all
@@ -24,6 +23,7 @@ from megatron_vocabpar.layers.kernels import dispatch
 from megatron_vocabpar.layers.kernels.dispatch import use_kernels
 from megatron_vocabpar.runtime.comm import create_groups
 from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.output import METRICS_FILE
 from tests.spawn import run_ranks
 
@@ -211,16 +211,15 @@ def test_one_gpu_has_no_communicators() -> None:
 
 
 def _trains(losses: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of ``vocabpar train``: writes these losses, by method."""
+    """In place of a training job: writes these losses, by method."""
 
-    def main(words: list[str], standalone_mode: bool) -> None:
-        options = train_command.make_context("train", list(words)).params
-        folder = Path(options["output"], options["method"])
+    def run_job(config: TrainConfig, _: object) -> None:
+        folder = Path(config.output, config.method)
         folder.mkdir(parents=True)
-        records = [{"step": k + 1, "loss": loss} for k, loss in enumerate(losses[options["method"]])]
+        records = [{"step": k + 1, "loss": loss} for k, loss in enumerate(losses[config.method])]
         (folder / METRICS_FILE).write_text("".join(json.dumps(record) + "\n" for record in records))
 
-    monkeypatch.setattr(train_command, "main", main)
+    monkeypatch.setattr(training, "run_job", run_job)
 
 
 @pytest.mark.parametrize(
