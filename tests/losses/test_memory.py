@@ -47,7 +47,6 @@ def _peaks(name: str, dtype: torch.dtype) -> tuple[float | None, float | None]:
     rest_is_slow(
         [*((name, torch.bfloat16) for name in LOSSES), ("log-probabilities", torch.float32)],
         ("log-probabilities", torch.bfloat16),
-        ("divergence", torch.bfloat16),
     ),
 )
 def test_backward_takes_one_shard(name: str, dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,3 +37,13 @@ def test_microbatch_layout(lengths: list[int], cut: int, seed: int) -> None:
     joined_rows = [torch.cat([rows[i] for i in range(len(rows)) if i % 2 == g]) for g in (0, 1)]
     groups = torch.stack([row.mean() for row in joined_rows if len(row)] or [zero[0]])
     assert torch.allclose(mean_of_counted(by_group(whole, group, 2)), groups.mean())
+
+
+def test_masks_may_be_fractions() -> None:
+    """Weighted sums over the sum of the weights, also where that is below 1."""
+    values = torch.tensor([4.0, 8.0, torch.nan])
+    mask = torch.tensor([0.25, 0.125, 0.0])
+    one = masked_sum(values, mask)
+    assert (float(one.total), float(one.count)) == (2.0, 0.375)
+    assert float(one.mean()) == pytest.approx(2.0 / 0.375)
+    assert float(masked_sum(values[None], mask[None], dim=1).count) == 0.375

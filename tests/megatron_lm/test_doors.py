@@ -235,6 +235,10 @@ def test_contradicting_options(argv: str, message: str) -> None:
             f"{ENABLE} --vocab-parallel-recompute-logits --vocab-parallel-tokens-per-chunk 64",
             FlagConfig(True, "vocab-2", recompute_logits=True, tokens_per_chunk=64),
         ),
+        (
+            f"{ENABLE} --vocab-parallel-allow-unknown-megatron",
+            FlagConfig(True, "vocab-2", allow_unknown=True),
+        ),
         (f"{ENABLE} --vocab-parallel-invariant", FlagConfig(True, "vocab-2", invariant=True)),
         (
             f"{ENABLE} --vocab-parallel-logit-scale 0.5 --vocab-parallel-logit-softcap 30 "

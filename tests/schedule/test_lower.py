@@ -4,13 +4,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
+from random import Random
 
 import pytest
 
-from megatron_vocabpar.schedule.costs import PassCosts
+from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.forward_only import forward_only
 from megatron_vocabpar.schedule.generate import generate
-from megatron_vocabpar.schedule.lower import lower
+from megatron_vocabpar.schedule.lower import communications, insert, lower, play_passes
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.passes import (
     Comm,
@@ -113,6 +114,16 @@ def test_forward_only_launches_what_the_loss_needs_and_no_more() -> None:
         for row in program:
             there = {item.type.value for item in row if isinstance(item, Comm)} - {"SEND_F", "RECV_F"}
             assert sorted(there) == names.split()
+
+
+def test_what_is_ready_at_once_is_in_order_of_type_stage_and_microbatch() -> None:
+    """Round times, so that many transfers are ready at once."""
+    schedule, costs = generate("baseline", 4, 6), PassCosts(10.0, 10.0, 10.0, 0.0, 0.0, {}, 10.0, 10.0, 10.0)
+    played = play_passes(schedule, PassTimes.of(costs, schedule))
+    order = list(communications(schedule, played))
+    Random(0).shuffle(order)
+    order.sort(key=lambda c: (c.ready_ms, c.place, c.stage, c.microbatch))
+    assert lower(schedule, costs) == insert(schedule, played, order)
 
 
 @pytest.mark.parametrize("method", ["baseline", "naive", "vocab-1", "vocab-2", "interlaced"])
