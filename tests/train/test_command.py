@@ -216,7 +216,6 @@ def test_under_torchrun(tmp_path: Path, text: str, environment: dict[str, str]) 
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_refusal_under_torchrun_is_said_once(
     tmp_path: Path, text: str, environment: dict[str, str]
 ) -> None:
@@ -230,6 +229,7 @@ def test_a_refusal_under_torchrun_is_said_once(
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.slow
 def test_a_failure_under_torchrun_names_the_rank(
     tmp_path: Path, text: str, environment: dict[str, str]
 ) -> None:

@@ -210,8 +210,8 @@ def test_helpers_that_are_installed_are_left_alone(monkeypatch: pytest.MonkeyPat
     compile_helpers()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+@pytest.mark.slow
 def test_helpers_are_compiled_where_they_are_missing(without_helpers: Path) -> None:
     compile_helpers()
     (compiled,) = without_helpers.glob("helpers_cpp*.so")
