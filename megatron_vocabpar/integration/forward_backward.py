@@ -163,17 +163,7 @@ class ForwardBackward:
             )
         if pg_collection is None:
             pg_collection = compat.process_groups()
-        rank = Rank(
-            method=self.method,
-            placement=schedule.placement,
-            groups=self.groups,
-            device=self.device,
-            output_stream=self._output_stream,
-            input_stream=self._input_stream,
-            point_to_point=self._point_to_point,
-            waiting=self._timeline.waiting if self._timeline else contextlib.nullcontext,
-            output_options=self.output_options,
-        )
+        rank = self._rank(schedule.placement)
         shards = self.groups.tensor if config.sequence_parallel else 1
         cp_size = pg_collection.cp.size()
         call = Call(
@@ -213,6 +203,19 @@ class ForwardBackward:
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return iteration.reported
+
+    def _rank(self, placement: Placement) -> Rank:
+        return Rank(
+            method=self.method,
+            placement=placement,
+            groups=self.groups,
+            device=self.device,
+            output_stream=self._output_stream,
+            input_stream=self._input_stream,
+            point_to_point=self._point_to_point,
+            waiting=self._timeline.waiting if self._timeline else contextlib.nullcontext,
+            output_options=self.output_options,
+        )
 
     def _token_total(self, num_tokens: torch.Tensor | int, placement: Placement) -> torch.Tensor:
         """Tokens of the loss, on the last pipeline rank, where Megatron's ``finalize_model_grads`` looks.
