@@ -2,10 +2,10 @@
 
 Floating-point sums change with the order of the terms, and so with the sharding. Whole numbers have no order:
 
-- **Digits.** A term is written in base 2^32, on places that are the same everywhere: place w counts multiples
-  of 2^(32 w). A shard adds the digits of its terms, exactly, and sends the sums of its three highest places
-  and which place is the first. The merge takes the three highest of all shards. What lies below is less than
-  2^-64 of the largest term. One collective; no shard need know another's size beforehand.
+- **Digits.** A term is written in base 2^40, on places that are the same everywhere: place w counts multiples
+  of 2^(40 w). A shard adds the digits of its terms, exactly, and sends the sums of its two highest places
+  and which place is the first. The merge takes the two highest of all shards. What lies below is less than
+  2^-40 of the largest term. One collective; no shard need know another's size beforehand.
 - **A grid.** Where a bound of the sum is known (dX, after the statistics have met), terms are rounded to
   multiples of one power of two and added as int64.
 - **Blocks.** A matrix product is made of products of one shape, of ``BLOCK`` tokens and ``BLOCK`` ids, filled
@@ -31,13 +31,14 @@ from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 BLOCK = 256
 """Ids, and tokens, that are always computed together."""
 
-_BASE = 32
-"""Bits of a digit: 2^20 digits, and the square root of 2, stay exact in a double."""
+_BASE = 40
+"""Bits of a digit: 2^20 digits, and the square root of 2, fit into 63 bits."""
 
-_PLACES = 3
+_PLACES = 2
+_CACHED_BYTES = 2**19  # of fp32: what is made of them stays in the cache
 _DIGITS = 1 + _PLACES
 _NOT_FINITE = 2**40
-"""In place of the first place: the digits say whether +inf, -inf or NaN is among the terms."""
+"""In place of the first place: the digits say whether +inf, and -inf, is among the terms; for NaN both."""
 
 WHOLE_WIDTH = 3 + _DIGITS
 """Columns per token: bits of the target's logit, owner, bits of max |W|, digits of the softmax's sum.
@@ -75,26 +76,32 @@ def exponentials(
 
 
 def digits(values: Tensor, k: Tensor) -> Tensor:
-    """[n, 4] int64: the first place, and the sums of the terms' digits on three places.
+    """[n, 3] int64: the first place, and the sums of the terms' digits on two places.
 
     Args:
         values: [n, T] terms relative to 2^k, fp32 or fp64; up to 2^20 of all shards.
         k: [n] whole exponents.
     """
-    rest, k = values.double(), k.double()
-    largest = rest.abs().amax(dim=1) if rest.shape[1] else rest.new_zeros(len(rest))
-    finite = largest.isfinite()
-    top = torch.frexp(torch.where(finite, largest, 1)).exponent + torch.where(finite, k, 0)
-    place = torch.where(largest == 0, NOTHING, top).div(_BASE).floor()
-    rest = rest * power_of_two(torch.where(finite, k, 0) - _BASE * place).unsqueeze(1)
+    pieces = row_chunks(*values.shape, transient_bytes=_CACHED_BYTES) or [slice(0, 0)]
+    return torch.cat([_digits(values[rows], k[rows].double()) for rows in pieces])
+
+
+def _digits(values: Tensor, k: Tensor) -> Tensor:
+    if values.shape[1] == 0:
+        values = values.new_zeros((len(values), 1))
+    low, high = values.amin(dim=1).double(), values.amax(dim=1).double()
+    up, down = ~(high < torch.inf), ~(low > -torch.inf)  # both for NaN
+    finite = ~(up | down)
+    largest, k = torch.where(finite, torch.maximum(-low, high), 0), torch.where(finite, k, 0)
+    place = torch.where(largest == 0, NOTHING, torch.frexp(largest).exponent + k).div(_BASE).floor()
+    rest = values.double().mul_(power_of_two(k - _BASE * place).unsqueeze(1))
     sums = []
     for _ in range(_PLACES):
-        whole = rest.trunc()
+        whole = rest.to(torch.int64)  # towards 0
         sums.append(whole.sum(dim=1))
         rest = rest.sub_(whole).mul_(2.0**_BASE)
-    kinds = (sums[0] == torch.inf, sums[0] == -torch.inf, sums[0].isnan())
-    columns = [torch.where(finite, total, kind) for total, kind in zip(sums, kinds, strict=True)]
-    return torch.stack((torch.where(finite, place, _NOT_FINITE), *columns), dim=1).to(torch.int64)
+    first = torch.where(finite, place, _NOT_FINITE).to(torch.int64)
+    return torch.stack((first, torch.where(finite, sums[0], up), torch.where(finite, sums[1], down)), dim=1)
 
 
 def total(gathered: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,7 +110,7 @@ def total(gathered: Tensor) -> tuple[Tensor, Tensor]:
     |value| is 1/2 to 1, or 0 with the exponent ``NOTHING``; what is not finite has the exponent 0.
 
     Args:
-        gathered: [R, n, 4] int64 ``digits`` of the shards.
+        gathered: [R, n, 3] int64 ``digits`` of the shards.
     """
     first = gathered[..., 0]
     highest = first.amax(dim=0)
@@ -112,11 +119,10 @@ def total(gathered: Tensor) -> tuple[Tensor, Tensor]:
         index = place - (highest - first)  # which of a shard's digits lies on this place
         digit = gathered.gather(2, 1 + index.clamp(min=0).unsqueeze(2)).squeeze(2)
         sums.append(torch.where(index >= 0, digit, 0).sum(dim=0).double())
-    value = (sums[2] * 2.0**-_BASE + sums[1]) * 2.0**-_BASE + sums[0]
+    value = sums[1] * 2.0**-_BASE + sums[0]
     mantissa, exponent = torch.frexp(value)
     exponent = torch.where(mantissa == 0, NOTHING, exponent + _BASE * highest.double())
     kind = torch.where(sums[0] > 0, torch.inf, 0) - torch.where(sums[1] > 0, torch.inf, 0)
-    kind = torch.where(sums[2] > 0, torch.nan, kind)
     special = highest == _NOT_FINITE
     return torch.where(special, kind, mantissa), torch.where(special, 0, exponent)
 
@@ -129,10 +135,10 @@ def block_sums(s: Tensor, k: Tensor) -> Tensor:
 
 
 def pack_whole(sums: Sequence[Tensor], target_logit: Tensor, owner: Tensor, weight_peak: Tensor) -> Tensor:
-    """One shard's statistics for the collective: [n, 7 or more] int64.
+    """One shard's statistics for the collective: [n, 6 or more] int64.
 
     Args:
-        sums: [n, 4] digits: of the exponentials without the target's, and of what else is to be summed.
+        sums: [n, 3] digits: of the exponentials without the target's, and of what else is to be summed.
         target_logit: [n], read where ``owner`` [n] is true; its bits are sent as they are.
         weight_peak: the largest |weight| of the shard's true rows, one element; 0 without any.
     """
@@ -145,7 +151,7 @@ def join_whole(gathered: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, li
     """The statistics of all shards as those of one that holds everything.
 
     Args:
-        gathered: [R, n, 7 or more] int64.
+        gathered: [R, n, 6 or more] int64.
         dtype: of the result, fp32 or fp64.
 
     Returns:

@@ -311,7 +311,15 @@ def input_gradient(
         ValueError: if ``out`` has another shape or dtype.
     """
     check_gradient_place(out, state.x, merged)
-    return _input_gradient(state, _factors(state, merged, grad_loss), weight, out)
+    scales = _factors(state, merged, grad_loss)
+    if state.a is not None:
+        grad = scale_rows(state.a, scales.row, out)
+    else:
+        grad = scales.row.new_empty(state.x.shape) if out is None else out
+        for rows, e in _exponentials(state):
+            _input_product(state, rows, e, weight, scales, grad)
+    _add_input_terms(state, scales, weight, grad)
+    return grad
 
 
 @exact()
@@ -328,7 +336,11 @@ def weight_gradient(state: OutputState, merged: MergedStats, grad_loss: Tensor, 
         ValueError: if ``main_grad`` has another shape, or a dtype that the operands can't add to.
     """
     check_main_grad(state.x, state.shard, main_grad)
-    _weight_gradient(state, _factors(state, merged, grad_loss), main_grad)
+    scales = _factors(state, merged, grad_loss)
+    scaled, lifted = _scaled_input(state, scales)
+    for rows, e in _exponentials(state):
+        _weight_product(state, e, scaled[rows], lifted, main_grad)
+    _add_weight_terms(state, scales, main_grad)
 
 
 @exact()
@@ -344,14 +356,11 @@ def output_backward(
     """
     check_main_grad(state.x, state.shard, main_grad)
     scales = _factors(state, merged, grad_loss)
-    if state.e is not None or state.a is not None:
-        grad = _input_gradient(state, scales, weight, None)
-        _weight_gradient(state, scales, main_grad)
-        return grad
-    grad = scales.row.new_empty(state.x.shape)
+    grad = scales.row.new_empty(state.x.shape) if state.a is None else scale_rows(state.a, scales.row)
     scaled, lifted = _scaled_input(state, scales)
     for rows, e in _exponentials(state):
-        _input_product(state, rows, e, weight, scales, grad)
+        if state.a is None:
+            _input_product(state, rows, e, weight, scales, grad)
         _weight_product(state, e, scaled[rows], lifted, main_grad)
     _add_input_terms(state, scales, weight, grad)
     _add_weight_terms(state, scales, main_grad)
@@ -390,24 +399,6 @@ def _exponentials(state: OutputState) -> Iterator[tuple[slice, Tensor]]:
         )
         assert part.e is not None
         yield rows, part.e
-
-
-def _input_gradient(state: OutputState, scales: Factors, weight: Tensor, out: Tensor | None) -> Tensor:
-    if state.a is not None:
-        grad = scale_rows(state.a, scales.row, out)
-    else:
-        grad = scales.row.new_empty(state.x.shape) if out is None else out
-        for rows, e in _exponentials(state):
-            _input_product(state, rows, e, weight, scales, grad)
-    _add_input_terms(state, scales, weight, grad)
-    return grad
-
-
-def _weight_gradient(state: OutputState, scales: Factors, main_grad: Tensor) -> None:
-    scaled, lifted = _scaled_input(state, scales)
-    for rows, e in _exponentials(state):
-        _weight_product(state, e, scaled[rows], lifted, main_grad)
-    _add_weight_terms(state, scales, main_grad)
 
 
 def _input_product(

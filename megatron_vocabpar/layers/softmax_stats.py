@@ -70,7 +70,7 @@ def merge_stats(gathered: Tensor, terms: LossTerms = PLAIN, *, out: MergedStats 
 
     Args:
         gathered: [R, n, 4] packed statistics of R shards ([R, n, 5] with label smoothing); fp32 or
-            fp64; or those of ``invariant.py``, [R, n, 7] int64 ([R, n, 8] for fp64). Empty and
+            fp64; or those of ``invariant.py``, [R, n, 6] int64 ([R, n, 7] for fp64). Empty and
             all-padding shards may be among them.
         terms: the ones that S was given.
         out: from ``merged_place``, whose tensors are written and returned; None allocates.

@@ -80,8 +80,6 @@ class DriftReport:
 def compare(reference: Run, observed: Run, tolerance: float = TOLERANCE) -> DriftReport:
     """Compare two runs over the same tokens.
 
-    Source: the issue on tensor-parallel-invariant reductions, drift report.
-
     Args:
         reference: the run to trust, such as TP=1.
         observed: the run in question; its evidence is used first, then the reference's.

@@ -12,7 +12,6 @@ share are ``call.Layout``. Nothing writes into an argument. Next: ``summary.py``
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Unpack
 
 import torch
@@ -26,7 +25,7 @@ from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.losses.call import Layout, check_targets, leading_shape, prepare, summarise
 from megatron_vocabpar.losses.reductions import reduce_tokens
 from megatron_vocabpar.losses.sources import Logits
-from megatron_vocabpar.losses.summary import Call, scaled_logits
+from megatron_vocabpar.losses.summary import of_chunks
 
 
 def vocab_logprobs(
@@ -138,6 +137,7 @@ def vocab_argmax(logits: Logits, **layout: Unpack[Layout]) -> Tensor:
         ValueError: naming the argument that does not fit.
     """
     call, tensors = prepare(logits, layout)
+    source = call.source(tensors)
 
     def best(y: Tensor, shard: VocabRange, rows: slice) -> Tensor:
         if y.shape[1] == 0:
@@ -145,7 +145,7 @@ def vocab_argmax(logits: Logits, **layout: Unpack[Layout]) -> Tensor:
         value, column = y.max(dim=1)
         return torch.stack((value.double(), column.double() + shard.start), dim=1)
 
-    gathered = call.exchange.gather(_of_chunks(call, tensors, best))  # [R, n, 2]
+    gathered = call.exchange.gather(of_chunks(call, source, best))  # [R, n, 2]
     winner = gathered[..., 0].argmax(dim=0, keepdim=True)  # the first of equal shards
     ids = gathered[..., 1].gather(0, winner).squeeze(0)
     return ids.clamp(min=0).long().view(leading_shape(logits))
@@ -169,33 +169,19 @@ def vocab_target_rank(
         ValueError: naming the argument that does not fit.
     """
     call, tensors = prepare(logits, layout)
+    source = call.source(tensors)
     ids, counted = check_targets(targets, leading_shape(logits), ignore_index, call.ranges[0].vocab_size)
 
     def own(y: Tensor, shard: VocabRange, rows: slice) -> Tensor:
         return take_target_(y, target_rows(ids[rows], shard), shard.valid_rows)
 
-    target_logit = call.exchange.total(_of_chunks(call, tensors, own))
+    target_logit = call.exchange.total(of_chunks(call, source, own))
 
     def larger(y: Tensor, shard: VocabRange, rows: slice) -> Tensor:
         return (y > target_logit[rows, None]).sum(dim=1)
 
-    rank = call.exchange.total(_of_chunks(call, tensors, larger))
+    rank = call.exchange.total(of_chunks(call, source, larger))
     return torch.where(counted, rank.view(counted.shape), -1)
-
-
-def _of_chunks(
-    call: Call, tensors: tuple[Tensor, ...], function: Callable[[Tensor, VocabRange, slice], Tensor]
-) -> list[Tensor]:
-    """[n, ...] for each shard that is here: a function of its logits [rows, P'], its range and the rows."""
-    source = call.source(tensors)
-    # One empty chunk where there are no tokens: it has the columns and the dtype.
-    slices = source.slices(call.rows_per_chunk) or [slice(0, 0)]
-    return [
-        torch.cat(
-            [function(scaled_logits(source, i, rows, call.temperature), shard, rows) for rows in slices]
-        )
-        for i, shard in enumerate(call.ranges)
-    ]
 
 
 def _weights(mask: Tensor | None, counted: Tensor | None, reduction: str) -> Tensor | None:

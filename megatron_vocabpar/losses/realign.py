@@ -71,17 +71,12 @@ def _move(
     out = []
     for tensor, source, home in zip(tensors, old, new, strict=True):
         target = tensor.new_empty(home.rows, tensor.shape[1])
-        kept = range(max(source.start, home.start), min(source.stop, home.stop))
-        if kept:
-            target[kept.start - home.start : kept.stop - home.start] = tensor[
-                kept.start - source.start : kept.stop - source.start
-            ]
-        for block, (start, stop) in zip(rows, places, strict=True):
+        pieces = zip([*rows, tensor], [*places, (source.start, source.stop)], strict=True)
+        for piece, (start, stop) in pieces:
             found = range(max(start, home.start), min(stop, home.stop))
             if found:
-                target[found.start - home.start : found.stop - home.start] = block[
-                    found.start - start : found.stop - start
-                ]
+                here = piece[found.start - start : found.stop - start]
+                target[found.start - home.start : found.stop - home.start] = here
         out.append(target)
     return tuple(out)
 

@@ -47,8 +47,6 @@ class Masked:
 def masked_sum(values: Tensor, mask: Tensor | None = None, dim: int | None = None) -> Masked:
     """Sum and count of the values where the mask is not 0, over ``dim`` or everything.
 
-    Source: the issue on tensor-parallel-invariant reductions, masks and denominators.
-
     Args:
         values: [...] any floating dtype; summed in fp32 (fp64 for fp64). NaN under a zero mask has no effect.
         mask: [...] bool, integer or floating weights, or None for all.
@@ -71,16 +69,12 @@ def token_mean(values: Tensor, mask: Tensor | None = None, group: dist.ProcessGr
 
     The gradient that reaches ``values`` is this rank's share of the global mean, so gradients are to be
     summed over ``group``.
-
-    Source: the issue on tensor-parallel-invariant reductions, masks and denominators.
     """
     return joined([masked_sum(values, mask)], group)
 
 
 def joined(parts: Sequence[Masked], group: dist.ProcessGroup | None = None) -> Tensor:
     """The mean of several microbatches' sums and counts, over the ranks of ``group`` too.
-
-    Source: the issue on tensor-parallel-invariant reductions, masks and denominators.
 
     Raises:
         ValueError: if there are no parts.
@@ -100,8 +94,6 @@ def joined(parts: Sequence[Masked], group: dist.ProcessGroup | None = None) -> T
 def sentence_means(values: Tensor, mask: Tensor, sentence: Tensor, sentences: int) -> Masked:
     """Per sentence, the sum and count of its tokens: [sentences] each.
 
-    Source: the issue on tensor-parallel-invariant reductions, masks and denominators.
-
     Args:
         values: [...] tokens in any layout: padded, packed, or a microbatch of them.
         mask: like values.
@@ -117,19 +109,13 @@ def sentence_means(values: Tensor, mask: Tensor, sentence: Tensor, sentences: in
 
 
 def mean_of_counted(per_item: Masked) -> Tensor:
-    """The mean of the items' means, over items with a token; scalar. For sentences, and for groups.
-
-    Source: the issue on tensor-parallel-invariant reductions, masks and denominators.
-    """
+    """The mean of the items' means, over items with a token; scalar. For sentences, and for groups."""
     counted = (per_item.count > 0).to(per_item.total.dtype)
     return per_item.mean().sum() / counted.sum().clamp(min=1)
 
 
 def by_group(per_sentence: Masked, group_of_sentence: Tensor, groups: int) -> Masked:
-    """Sums and counts of groups of sentences (such as the samples of one prompt): [groups] each.
-
-    Source: the issue on tensor-parallel-invariant reductions, masks and denominators.
-    """
+    """Sums and counts of groups of sentences (such as the samples of one prompt): [groups] each."""
     zeros = per_sentence.total.new_zeros(groups)
     return Masked(
         zeros.index_add(0, group_of_sentence, per_sentence.total),
@@ -139,8 +125,6 @@ def by_group(per_sentence: Masked, group_of_sentence: Tensor, groups: int) -> Ma
 
 def reduce_tokens(values: Tensor, reduction: str, mask: Tensor | None) -> Tensor:
     """``none``, ``sum`` or ``mean`` of per-token values under a mask.
-
-    Source: the issue on tensor-parallel-invariant reductions, masks and denominators.
 
     Raises:
         ValueError: for another reduction, or a mask of another shape.

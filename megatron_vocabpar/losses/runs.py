@@ -70,10 +70,7 @@ class Run:
 
 
 def evidence(logits: Tensor, targets: Tensor, ranges: Sequence[VocabRange]) -> dict[str, Any]:
-    """``ranges``, ``shard_lse`` and ``shard_logits`` of a Run, from all logits [n, V]; in float64.
-
-    Source: the issue on tensor-parallel-invariant reductions, drift report.
-    """
+    """``ranges``, ``shard_lse`` and ``shard_logits`` of a Run, from all logits [n, V]; in float64."""
     starts = torch.tensor([shard.start for shard in ranges])
     owner = torch.bucketize(targets, starts[1:].contiguous(), right=True)
     within = targets - starts[owner]
@@ -106,8 +103,6 @@ def record(
 ) -> Run:
     """A run of the library over simulated shards of ``logits`` [n, V], with its evidence.
 
-    Source: the issue on tensor-parallel-invariant reductions, drift report.
-
     Args:
         name, backend, reduction, loss: as in ``Run``.
         logits: [n, V] true ids only.
@@ -135,17 +130,12 @@ def record(
 
 
 def write_run(run: Run, path: Path) -> None:
-    """Write the JSON file.
-
-    Source: the issue on tensor-parallel-invariant reductions, drift report.
-    """
+    """Write the JSON file."""
     path.write_text(json.dumps(dataclasses.asdict(run)))
 
 
 def read_run(path: Path) -> Run:
     """Read what ``write_run`` wrote.
-
-    Source: the issue on tensor-parallel-invariant reductions, drift report.
 
     Raises:
         ValueError: if the file is missing, no JSON, or has other fields.

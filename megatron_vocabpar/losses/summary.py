@@ -20,7 +20,7 @@ statistics; the identity d log p_t / dY_j = [j = t] - p_j for the gradient. Next
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log
 from typing import Any, NamedTuple
@@ -129,14 +129,25 @@ def scaled_logits(source: Source, shard: int, rows: slice, temperature: float) -
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def _forward(call: Call, source: Source, targets: Tensor) -> _State:
-    columns: list[list[Tensor]] = [[] for _ in call.ranges]
+def of_chunks(
+    call: Call, source: Source, function: Callable[[Tensor, VocabRange, slice], Tensor]
+) -> list[Tensor]:
+    """[n, ...] for each shard that is here: a function of its logits [rows, P'], its range and the rows."""
     # One empty chunk where there are no tokens: it has the columns and the dtype.
-    for rows in source.slices(call.rows_per_chunk) or [slice(0, 0)]:
-        for shard, vocab_range in enumerate(call.ranges):
-            y = scaled_logits(source, shard, rows, call.temperature)
-            columns[shard].append(_chunk_stats(call, y, target_rows(targets[rows], vocab_range)))
-    gathered = call.exchange.gather([torch.cat(chunks) for chunks in columns])
+    slices = source.slices(call.rows_per_chunk) or [slice(0, 0)]
+    return [
+        torch.cat(
+            [function(scaled_logits(source, i, rows, call.temperature), shard, rows) for rows in slices]
+        )
+        for i, shard in enumerate(call.ranges)
+    ]
+
+
+def _forward(call: Call, source: Source, targets: Tensor) -> _State:
+    def numbers(y: Tensor, shard: VocabRange, rows: slice) -> Tensor:
+        return _chunk_stats(call, y, target_rows(targets[rows], shard))
+
+    gathered = call.exchange.gather(of_chunks(call, source, numbers))
     if call.invariant:
         gathered = _join(call, gathered, source.logits(0, slice(0, 0)).dtype)
     merged = merge_stats(gathered[..., :STATS_WIDTH])
@@ -146,7 +157,7 @@ def _forward(call: Call, source: Source, targets: Tensor) -> _State:
 def _chunk_stats(call: Call, y: Tensor, row: Tensor) -> Tensor:
     """[rows, 4 to 6] one shard's numbers: packed statistics, sum of e (log e), sum of logits.
 
-    In the invariant mode [rows, 7 to 15] whole numbers, and e y in place of e (log e): it has no offset.
+    In the invariant mode [rows, 6 to 12] whole numbers, and e y in place of e (log e): it has no offset.
     """
     valid = y.shape[1]
     logits = y.clone() if call.mean or (call.entropy and call.invariant) else None

@@ -51,10 +51,7 @@ class _CopyToShards(torch.autograd.Function):
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum over the group; the gradient passes unchanged. None: one rank.
-
-    Source: the article on fusing a tensor-parallel output layer with its loss, DifferentiableAllReduce.
-    """
+    """Sum over the group; the gradient passes unchanged. None: one rank."""
     return _AllReduce.apply(x, group)
 
 
@@ -107,8 +104,6 @@ def nll_per_token(
 ) -> Tensor:
     """Case B: [...] negative log-likelihoods, by an all-reduce of one number per token.
 
-    Source: the article on fusing a tensor-parallel output layer with its loss, case B.
-
     Args:
         logits: [..., P] with at least one true id; fp32 statistics (fp64 for fp64).
         targets: [...] ids of the whole vocabulary, all of them valid.
@@ -122,9 +117,6 @@ def nll_per_token(
 def nll_mean(
     logits: Tensor, targets: Tensor, shard: VocabRange, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Case C: the mean of ``nll_per_token``, by an all-reduce of one scalar for the targets' logits.
-
-    Source: the article on fusing a tensor-parallel output layer with its loss, case C.
-    """
+    """Case C: the mean of ``nll_per_token``, by an all-reduce of one scalar for the targets' logits."""
     lse, picked = _lse_and_target(logits, targets, shard, group)
     return lse.mean() - all_reduce(picked.mean(), group)
