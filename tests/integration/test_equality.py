@@ -17,7 +17,7 @@ from tests.integration.gpt import Case, Result, train
 from tests.spawn import run_ranks
 
 METHODS = ("vocab-1", "vocab-2", "naive")
-# Adam amplifies rounding: stock whose first weights are disturbed by 1e-7 ends up to 2.2e-5 away.
+# Adam amplifies rounding: stock whose first weights are disturbed by 1e-7 ends up to 2.4e-5 away.
 DRIFT = 3.0
 
 
