@@ -94,7 +94,7 @@ def _digits(values: Tensor, k: Tensor) -> Tensor:
     finite = ~(up | down)
     largest, k = torch.where(finite, torch.maximum(-low, high), 0), torch.where(finite, k, 0)
     place = torch.where(largest == 0, NOTHING, torch.frexp(largest).exponent + k).div(_BASE).floor()
-    rest = values.double().mul_(power_of_two(k - _BASE * place).unsqueeze(1))
+    rest = values.double().mul(power_of_two(k - _BASE * place).unsqueeze(1))
     sums = []
     for _ in range(_PLACES):
         whole = rest.to(torch.int64)  # towards 0
