@@ -86,7 +86,7 @@ def test_a_failing_rank_ends_the_job(
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_leaves_no_process(config_path: Path, sent: signal.Signals) -> None:
     code = (
-        f"import sys; from tests.train import test_launch as t; from pathlib import Path\n"
+        f"import sys; from tests.train import test_ranks as t; from pathlib import Path\n"
         f"try: t.run(Path({str(config_path)!r}))\n"
         f"except t.Interrupted as stop: sys.exit(100 + stop.signal_number)"
     )
@@ -98,7 +98,7 @@ def test_a_signal_to_the_launcher_leaves_no_process(config_path: Path, sent: sig
 
 def test_workers_end_when_the_launcher_is_killed(config_path: Path) -> None:
     code = (
-        f"from pathlib import Path; from tests.train.test_launch import run; run(Path({str(config_path)!r}))"
+        f"from pathlib import Path; from tests.train.test_ranks import run; run(Path({str(config_path)!r}))"
     )
     with started_launcher(code, config_path) as process:
         process.kill()
