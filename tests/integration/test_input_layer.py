@@ -25,7 +25,12 @@ def test_rows_wait_for_those_of_two_microbatches_before() -> None:
     )
     microbatch = SimpleNamespace(owned_tokens=torch.tensor([0]), plan=SimpleNamespace(counts=(1, 1)))
     iteration = SimpleNamespace(
-        rank=rank, buffers=Buffers(), microbatches=[microbatch] * 4, wait=waited.append
+        rank=rank,
+        call=None,
+        gradients=None,
+        buffers=Buffers(),
+        microbatches=[microbatch] * 4,
+        wait=waited.append,
     )
     layer = InputLayer(iteration, SimpleNamespace(word_embeddings=lambda tokens: torch.zeros(len(tokens), 4)))
     seen = []
