@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
+from megatron_vocabpar.cli.files import FORMAT
 from megatron_vocabpar.train.config import TrainConfig
+
+_FOLDER = click.Path(path_type=Path)
 
 
 @click.group("bench", help="Measure this machine: runtime overhead, kernels of the vocabulary layers.")
@@ -19,44 +23,21 @@ def bench_command() -> None:
 
 
 @bench_command.command("runtime")
-@click.option("--pp", default=4, show_default=True, help="Pipeline stages, one process each.")
-@click.option("--layers", default=8, show_default=True, help="Transformer layers.")
-@click.option("--hidden", default=256, show_default=True, help="Hidden size.")
-@click.option("--seq-length", default=128, show_default=True, help="Tokens per sequence.")
-@click.option("--vocab-size", default=8192, show_default=True, help="Vocabulary.")
-@click.option("--microbatches", default=8, show_default=True, help="Microbatches per iteration.")
-@click.option("--pairs", default=15, show_default=True, help="Pairs of iterations to measure.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
-@click.option(
-    "--format", "output_format", type=click.Choice(["text", "json"]), default="text", show_default=True
-)
-def runtime_command(
-    pp: int,
-    layers: int,
-    hidden: int,
-    seq_length: int,
-    vocab_size: int,
-    microbatches: int,
-    pairs: int,
-    device: str,
-    output_format: str,
-) -> None:
+@click.option("--pp", default=4, help="Pipeline stages, one process each.")
+@click.option("--layers", default=8, help="Transformer layers.")
+@click.option("--hidden", default=256, help="Hidden size.")
+@click.option("--seq-length", default=128, help="Tokens per sequence.")
+@click.option("--vocab-size", default=8192, help="Vocabulary.")
+@click.option("--microbatches", default=8, help="Microbatches per iteration.")
+@click.option("--pairs", default=15, help="Pairs of iterations to measure.")
+@click.option("--device", default="auto", help="auto, cpu or cuda.")
+@FORMAT
+def runtime_command(pairs: int, output_format: str, **options: Any) -> None:
     """Our executor against megatron-core's own 1F1B, on the same stock model in one run."""
     from megatron_vocabpar.bench.runtime import measure_runtime
     from megatron_vocabpar.train.check import check
 
-    config = dataclasses.replace(
-        TrainConfig(),
-        method="baseline",
-        pp=pp,
-        layers=layers,
-        hidden=hidden,
-        seq_length=seq_length,
-        vocab_size=vocab_size,
-        microbatches=microbatches,
-        steps=pairs,
-        device=device,
-    )
+    config = TrainConfig(method="baseline", steps=pairs, **options)
     check(config)
     result = measure_runtime(config)
     ours, theirs = statistics.median(result.ours_ms), statistics.median(result.megatron_ms)
@@ -70,19 +51,16 @@ def runtime_command(
 
 @bench_command.command("kernels")
 @click.option("--quick", is_flag=True, help="Fewer shapes: about a minute.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+@click.option("--device", default="auto", help="auto, cpu or cuda.")
 @click.option(
     "--dtype",
     "dtype_name",
     type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
     default="auto",
-    show_default=True,
     help="Of X and the weight; auto is bfloat16 on a GPU, float32 on the CPU.",
 )
-@click.option("--rounds", default=15, show_default=True, help="Measured rounds of every shape.")
-@click.option(
-    "--format", "output_format", type=click.Choice(["text", "json"]), default="text", show_default=True
-)
+@click.option("--rounds", default=15, help="Measured rounds of every shape.")
+@FORMAT
 @click.option(
     "--save",
     type=click.Path(file_okay=False, path_type=Path),
@@ -114,57 +92,35 @@ def kernels_command(
     for shape in shapes(where, quick):
         rows += measure_output(shape, where, dtype, rounds, with_scaling=True)
         rows += measure_input(shape, where, dtype, rounds)
-        click.echo(
-            f"measured n {shape.n}, hidden {shape.hidden}, vocabulary {shape.vocab_size}, p {shape.p}",
-            err=True,
-        )
+        measured = f"n {shape.n}, hidden {shape.hidden}, vocabulary {shape.vocab_size}, p {shape.p}"
+        click.echo(f"measured {measured}", err=True)
     found = environment(where)
-    record = json.dumps({"environment": found, "rows": [dataclasses.asdict(row) for row in rows]}, indent=1)
+    record = _record(found, rows)
     if save is not None:
         save.mkdir(parents=True, exist_ok=True)
         (save / file_name(found)).write_text(record + "\n")
         click.echo(f"written: {save / file_name(found)}", err=True)
-    if output_format == "json":
-        click.echo(record)
-    else:
-        print_table(rows, found)
+    click.echo(record) if output_format == "json" else print_table(rows, found)
     if any(row.refused for row in rows):
         raise click.ClickException("results were refused: they are wrong, see the column or field 'refused'")
 
 
-def _checkout(framework: str) -> Callable[[click.decorators.FC], click.decorators.FC]:
-    name = framework.lower()
-    folder = click.Path(path_type=Path)
-    return click.option(
-        f"--{name}", name.replace("-", "_"), type=folder, help=f"Root of a checkout of {framework}."
-    )
+def _record(environment: Mapping[str, str], rows: Sequence[Any]) -> str:
+    return json.dumps({"environment": environment, "rows": [*map(dataclasses.asdict, rows)]}, indent=1)
 
 
 @bench_command.command("losses")
-@_checkout("ROLL")
-@_checkout("verl")
-@_checkout("NeMo-RL")
-@_checkout("slime")
-@click.option("--tokens", default=512, show_default=True, help="Tokens of the sequence.")
-@click.option("--vocab-size", default=65536, show_default=True, help="Vocabulary, over all ranks.")
-@click.option("--ranks", default=2, show_default=True, help="Processes that share it.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
-@click.option("--rounds", default=7, show_default=True, help="Measured rounds of every function.")
-@click.option(
-    "--format", "output_format", type=click.Choice(["text", "json"]), default="text", show_default=True
-)
-def losses_command(
-    roll: Path | None,
-    verl: Path | None,
-    nemo_rl: Path | None,
-    slime: Path | None,
-    tokens: int,
-    vocab_size: int,
-    ranks: int,
-    dtype: str,
-    rounds: int,
-    output_format: str,
-) -> None:
+@click.option("--roll", type=_FOLDER, help="Root of a checkout of ROLL.")
+@click.option("--verl", type=_FOLDER, help="Root of a checkout of verl.")
+@click.option("--nemo-rl", type=_FOLDER, help="Root of a checkout of NeMo-RL.")
+@click.option("--slime", type=_FOLDER, help="Root of a checkout of slime.")
+@click.option("--tokens", default=512, help="Tokens of the sequence.")
+@click.option("--vocab-size", default=65536, help="Vocabulary, over all ranks.")
+@click.option("--ranks", default=2, help="Processes that share it.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32")
+@click.option("--rounds", default=7, help="Measured rounds of every function.")
+@FORMAT
+def losses_command(output_format: str, **options: Any) -> None:
     """losses.compat beside ROLL's, verl's, NeMo-RL's and slime's own functions, read from your checkouts."""
     import torch
 
@@ -172,20 +128,19 @@ def losses_command(
     from megatron_vocabpar.bench.losses import Setting, commit_of, measure_losses
     from megatron_vocabpar.bench.losses_table import print_table
 
-    given = {"ROLL": roll, "verl": verl, "NeMo-RL": nemo_rl, "slime": slime}
+    given = {
+        name: options.pop(name.lower().replace("-", "_")) for name in ("ROLL", "verl", "NeMo-RL", "slime")
+    }
     checkouts = {name: path for name, path in given.items() if path is not None}
     if not checkouts:
         raise click.UsageError("nothing to compare with: give --roll, --verl, --nemo-rl or --slime")
-    setting = Setting(
-        checkouts, tokens=tokens, vocab_size=vocab_size, ranks=ranks, dtype=dtype, rounds=rounds
-    )
+    setting = Setting(checkouts, **options)
     rows = measure_losses(setting)
-    device = torch.device("cuda" if torch.cuda.device_count() >= ranks else "cpu")
+    device = torch.device("cuda" if torch.cuda.device_count() >= setting.ranks else "cpu")
     where = environment(device) | {name: commit_of(path) for name, path in checkouts.items()}
-    where |= {"tokens": str(tokens), "vocabulary": str(vocab_size), "ranks": str(ranks)}
-    if output_format == "json":
-        click.echo(
-            json.dumps({"environment": where, "rows": [dataclasses.asdict(row) for row in rows]}, indent=1)
-        )
-    else:
-        print_table(rows, where)
+    where |= {
+        "tokens": str(setting.tokens),
+        "vocabulary": str(setting.vocab_size),
+        "ranks": str(setting.ranks),
+    }
+    click.echo(_record(where, rows)) if output_format == "json" else print_table(rows, where)

@@ -20,11 +20,9 @@ _FILE = click.Path(path_type=Path)
 @click.command("drift")
 @click.argument("reference", type=_FILE)
 @click.argument("observed", type=_FILE)
-@click.option(
-    "--tolerance", type=float, default=TOLERANCE, show_default=True, help="Largest difference that passes."
-)
+@click.option("--tolerance", default=TOLERANCE, help="Largest difference that passes.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
-@click.option("--out", type=_FILE, default=None, help="Also write the JSON to this file.")
+@click.option("--out", type=_FILE, help="Also write the JSON to this file.")
 @click.pass_context
 def drift_command(
     ctx: click.Context, reference: Path, observed: Path, tolerance: float, as_json: bool, out: Path | None

@@ -1,8 +1,12 @@
-"""Writing what a verb was asked for into a file."""
+"""What verbs share: the option ``--format``, and writing what was asked for into a file."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import click
+
+FORMAT = click.option("--format", "output_format", type=click.Choice(["text", "json"]), default="text")
 
 
 def write_output(path: str, content: str | bytes, option: str = "--output") -> None:

@@ -1,7 +1,7 @@
 """``vocabpar``: one group of verbs, each loaded only when it is asked for.
 
-``vocabpar schedule`` must work where torch is not installed, so this module imports click alone, and
-names each verb's function by text. Bad input reaches the user as one line and exit code 2.
+``vocabpar schedule`` must work where torch is not installed, so this module imports click alone. Bad input
+reaches the user as one line and exit code 2.
 Next: the module of a verb, such as ``train.py``.
 """
 
@@ -9,48 +9,42 @@ from __future__ import annotations
 
 import importlib
 import traceback
-from dataclasses import dataclass
 
 import click
 
 from megatron_vocabpar import __version__
 
-USER_ERROR = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Verb:
-    """One verb of the command line.
-
-    Attributes:
-        target: ``module:attribute`` of its click command.
-        summary: one line for ``vocabpar --help``.
-        extra: the optional dependencies that it needs (``pip install "megatron-vocabpar[extra]"``).
-    """
-
-    target: str
-    summary: str
-    extra: str | None = None
-
-    def load(self) -> click.Command:
-        """Import the verb's module and take its command."""
-        module, _, attribute = self.target.partition(":")
-        return getattr(importlib.import_module(module), attribute)
-
-
 VERBS = {
-    "schedule": Verb("megatron_vocabpar.cli.schedule:schedule_command", "Print or draw a schedule."),
-    "simulate": Verb("megatron_vocabpar.cli.simulate:simulate_command", "Predict time, bubble and memory."),
-    "train": Verb("megatron_vocabpar.cli.train:train_command", "Train a GPT on this machine.", "train"),
-    "drift": Verb(
-        "megatron_vocabpar.cli.drift:drift_command", "Compare two runs' log-probabilities.", "train"
-    ),
-    "bench": Verb("megatron_vocabpar.cli.bench:bench_command", "Measure against stock Megatron.", "train"),
-    "doctor": Verb(
-        "megatron_vocabpar.cli.doctor:doctor_command", "Check GPUs, or look at a checkout.", "train"
-    ),
-    "patches": Verb("megatron_vocabpar.cli.patches:patches_command", "What is replaced in Megatron."),
+    "schedule": "Print or draw a schedule.",
+    "simulate": "Predict time, bubble and memory.",
+    "train": "Train a GPT on this machine.",
+    "drift": "Compare two runs' log-probabilities.",
+    "bench": "Measure against stock Megatron.",
+    "doctor": "Check GPUs, or look at a checkout.",
+    "patches": "What is replaced in Megatron.",
 }
+"""The line of ``vocabpar --help`` for each verb."""
+
+_NEEDS_EXTRA = ("train", "drift", "bench", "doctor")  # pip install 'megatron-vocabpar[train]'
+
+
+def load(verb: str) -> click.Command:
+    """Import the module of a verb's name and take its command, ``<verb>_command``."""
+    return getattr(importlib.import_module(f"megatron_vocabpar.cli.{verb}"), f"{verb}_command")
+
+
+class VerbError(click.ClickException):
+    """Bad input: one line (none if the message is empty), exit code 2."""
+
+    exit_code = 2
+
+    def __init__(self, verb: str, message: str) -> None:
+        super().__init__(message)
+        self.verb = verb
+
+    def show(self, file: object = None) -> None:
+        if self.message:
+            click.echo(f"vocabpar {self.verb}: error: {self.message}", err=True)
 
 
 class VerbGroup(click.Group):
@@ -60,16 +54,14 @@ class VerbGroup(click.Group):
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in VERBS:
-            return None
         try:
-            return VERBS[cmd_name].load()
+            return load(cmd_name) if cmd_name in VERBS else None
         except ModuleNotFoundError as error:
             raise _missing_extra(cmd_name, error) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):
-            formatter.write_dl([(name, verb.summary) for name, verb in VERBS.items()])
+            formatter.write_dl(list(VERBS.items()))
 
     def invoke(self, ctx: click.Context) -> object:
         try:
@@ -79,29 +71,15 @@ class VerbGroup(click.Group):
         except ValueError as error:
             if not _raised_by_us(error):
                 raise
-            raise UserError(ctx.invoked_subcommand or "", str(error)) from error
-
-
-class UserError(click.ClickException):
-    """Bad input: printed as one line, exit code 2."""
-
-    exit_code = USER_ERROR
-
-    def __init__(self, verb: str, message: str) -> None:
-        super().__init__(message)
-        self.verb = verb
-
-    def show(self, file: object = None) -> None:
-        click.echo(f"vocabpar {self.verb}: error: {self.message}", err=True)
+            raise VerbError(ctx.invoked_subcommand or "", str(error)) from error
 
 
 def _missing_extra(verb: str, error: ModuleNotFoundError) -> Exception:
     """The one line for a module that an extra would have installed; a missing module of ours passes."""
-    extra = VERBS[verb].extra if verb in VERBS else None
-    if extra is None or (error.name or "").partition(".")[0] == "megatron_vocabpar":
+    if verb not in _NEEDS_EXTRA or (error.name or "").partition(".")[0] == "megatron_vocabpar":
         return error
-    return UserError(
-        verb, f"the module {error.name!r} is not installed; run: pip install 'megatron-vocabpar[{extra}]'"
+    return VerbError(
+        verb, f"the module {error.name!r} is not installed; run: pip install 'megatron-vocabpar[train]'"
     )
 
 
@@ -111,7 +89,7 @@ def _raised_by_us(error: ValueError) -> bool:
     return str(innermost.f_globals.get("__name__", "")).startswith("megatron_vocabpar")
 
 
-@click.group(cls=VerbGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=VerbGroup, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, prog_name="vocabpar")
 def main() -> None:
     """Vocabulary parallelism for pipeline-parallel training with Megatron-LM."""

@@ -8,18 +8,11 @@ import sys
 import click
 
 from megatron_vocabpar.cli.files import write_output
-from megatron_vocabpar.cli.hang_report import hang_report
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.draw import (
-    draw_html,
-    draw_image,
-    draw_text,
-    draw_trace,
-    planned_chart,
-    svg_of,
-)
+from megatron_vocabpar.schedule import draw
+from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.families import SEARCH, families
 from megatron_vocabpar.schedule.generate import make_plan
+from megatron_vocabpar.schedule.hang import find_hangs, iteration_ms
 from megatron_vocabpar.schedule.memory import BufferSizes
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.plan import Plan
@@ -32,39 +25,32 @@ _BINARY = ("png", "pdf")
 
 
 @click.command("schedule", help="Generate a schedule; print it or draw it in time.")
-@click.option("--method", default="vocab-2", show_default=True, help=f"One of {', '.join(METHODS)}.")
-@click.option("--pp", "p", type=int, default=4, show_default=True, help="Pipeline size.")
-@click.option("--microbatches", "m", type=int, default=8, show_default=True, help="Microbatches.")
-@click.option(
-    "--family", default="1f1b", show_default=True, help=f"One of {', '.join((*families(), SEARCH))}."
-)
-@click.option(
-    "--chunks", type=int, default=None, help="Model chunks on each rank; by default the family's own."
-)
-@click.option("--costs", "costs_file", default=None, metavar="FILE", help="Times of the passes, as JSON.")
-@click.option("--max-activations", type=float, default=None, help="Most microbatches a rank may hold.")
+@click.option("--method", default="vocab-2", help=f"One of {', '.join(METHODS)}.")
+@click.option("--pp", "p", type=int, default=4, help="Pipeline size.")
+@click.option("--microbatches", "m", type=int, default=8, help="Microbatches.")
+@click.option("--family", default="1f1b", help=f"One of {', '.join((*families(), SEARCH))}.")
+@click.option("--chunks", type=int, help="Model chunks on each rank; by default the family's own.")
+@click.option("--costs", "costs_file", metavar="FILE", help="Times of the passes, as JSON.")
+@click.option("--max-activations", type=float, help="Most microbatches a rank may hold.")
 @click.option(
     "--format",
     "output_format",
     type=click.Choice(["text", "json", "program", "csv", "svg", "png", "pdf", "html", "trace"]),
     default="text",
-    show_default=True,
     help="A time grid; as data the passes, or the program with its communication; a picture; a page to zoom "
     "in; a timeline for a trace viewer.",
 )
 @click.option(
     "--check",
     type=click.Choice(["nccl"]),
-    default=None,
     help="Instead of printing the schedule, try whether its program can hang on GPUs.",
 )
 @click.option(
     "--width",
     type=click.IntRange(min=100),
-    default=None,
     help="Most pixels of time in a picture; by default passes are wide enough to be read.",
 )
-@click.option("--output", default=None, metavar="FILE", help="Write there instead of to the terminal.")
+@click.option("--output", metavar="FILE", help="Write there instead of to the terminal.")
 def schedule_command(
     method: str,
     p: int,
@@ -85,24 +71,12 @@ def schedule_command(
     sizes = BufferSizes.load(costs_file, p) if costs_file is not None else None
     plan = make_plan(method, p, m, family=family, chunks=chunks, costs=costs, max_activations=max_activations)
     on_terminal = output is None and sys.stdout.isatty()
-    content: str | bytes
-    if check is not None:
-        content = hang_report(plan)
-    else:
-        content = render(plan, output_format, sizes=sizes, width=width, on_terminal=on_terminal)
-    if output is not None:
-        write_output(output, content)
-    else:
-        click.echo(content)
+    rendered = render(plan, output_format, sizes, width, on_terminal) if check is None else hang_report(plan)
+    click.echo(rendered) if output is None else write_output(output, rendered)
 
 
 def render(
-    plan: Plan,
-    output_format: str,
-    *,
-    sizes: BufferSizes | None = None,
-    width: int | None = None,
-    on_terminal: bool,
+    plan: Plan, output_format: str, sizes: BufferSizes | None, width: int | None, on_terminal: bool
 ) -> str | bytes:
     """The plan in one of the formats of ``--format``; ``width`` is in pixels."""
     if output_format == "json":
@@ -113,17 +87,17 @@ def render(
         return plan_to_csv(plan)
     simulation = simulate(plan)
     if output_format == "trace":
-        return draw_trace(simulation)
+        return draw.draw_trace(simulation)
     if output_format == "text":
         columns = shutil.get_terminal_size().columns if on_terminal else _FILE_WIDTH
-        grid = draw_text(simulation, width=columns, colour=on_terminal)
+        grid = draw.draw_text(simulation, width=columns, colour=on_terminal)
         return f"{_summary(plan.schedule, simulation)}\n\n{grid}"
-    charts = [planned_chart(simulation, sizes=sizes)]
+    charts = [draw.planned_chart(simulation, sizes=sizes)]
     if output_format == "html":
-        return draw_html(charts)
+        return draw.draw_html(charts)
     if output_format == "svg":
-        return svg_of(charts, width)
-    return draw_image(charts, output_format, width)
+        return draw.svg_of(charts, width)
+    return draw.draw_image(charts, output_format, width)
 
 
 def _summary(schedule: Schedule, simulation: Simulation) -> str:
@@ -137,3 +111,19 @@ def _summary(schedule: Schedule, simulation: Simulation) -> str:
         f"idle time of each rank, %:              {bubbles}\n"
         f"peak activations, microbatches:         {peaks}"
     )
+
+
+def hang_report(plan: Plan) -> str:
+    """One line a model, for training and for evaluation: the iteration's time, or who waits for whom."""
+    lines = []
+    for name, part in (("training", plan), ("evaluation", plan.forward_only)):
+        schedule, program = part.schedule, part.program
+        times = PassTimes.of(part.costs, schedule)
+        lines.append(f"{name}:")
+        for model, circle in find_hangs(schedule, program).items():
+            verdict = (
+                "hangs" if circle else f"no hang, {iteration_ms(schedule, program, times, model):.1f} ms"
+            )
+            lines.append(f"  {model.name:<22}{verdict:<22}{model.summary}")
+            lines += [f"      {wait}" for wait in circle]
+    return "\n".join(lines)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
-from megatron_vocabpar.cli.files import write_output
-from megatron_vocabpar.cli.simulate_report import as_json, as_text
+from megatron_vocabpar.cli.files import FORMAT, write_output
 from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.critical_path import Step, time_by_rank, time_by_type
 from megatron_vocabpar.schedule.draw import Chart, draw_html, measured_times, planned_chart, read_timeline
-from megatron_vocabpar.schedule.memory import BufferSizes
+from megatron_vocabpar.schedule.memory import BUFFERS, BufferSizes, peak_memory
 from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.schedule.serialize import plan_from_json
-from megatron_vocabpar.schedule.simulate import simulate
+from megatron_vocabpar.schedule.simulate import Simulation, simulate
 from megatron_vocabpar.schedule.validate import validate
 
+_COLUMNS = "rank    busy ms  idle %  activations  held for W  softmax  inputs  gradients"
+_FIELDS = (
+    "busy_ms", "bubble", "idle_ms", "peak_activations", "peak_weight_inputs", "peak_softmax_shards",
+    "peak_embedded_inputs", "peak_input_gradients",
+)  # fmt: skip
 _HELP = """Check a schedule and predict its time, idle time and memory.
 
 Transfers and collectives run beside the passes; those between the same two ranks in one direction, and
@@ -28,19 +36,15 @@ those of one group, take turns. The critical path says what the iteration's leng
 @click.option(
     "--costs",
     "costs_file",
-    default=None,
     metavar="FILE",
     help="Times of the passes, as JSON; with the model's shape in it, memory is given in MiB too.",
 )
-@click.option("--max-activations", type=float, default=None, help="Refuse more than these microbatches.")
-@click.option(
-    "--format", "output_format", type=click.Choice(["text", "json"]), default="text", show_default=True
-)
-@click.option("--html", "html_file", default=None, metavar="FILE", help="Also draw it, as a page to zoom in.")
+@click.option("--max-activations", type=float, help="Refuse more than these microbatches.")
+@FORMAT
+@click.option("--html", "html_file", metavar="FILE", help="Also draw it, as a page to zoom in.")
 @click.option(
     "--measured",
     "timeline_file",
-    default=None,
     metavar="TIMELINE.json",
     help="What a training run measured: drawn below the plan; without --costs it gives the plan's times.",
 )
@@ -61,9 +65,9 @@ def simulate_command(
     measured = read_timeline(timeline_file, schedule) if timeline_file is not None else None
     result = simulate(plan, _times(schedule, costs, measured))
     if html_file is not None:
-        charts = [planned_chart(result, title=_title(schedule, measured), sizes=sizes)]
-        page = draw_html([*charts, *([measured] if measured else [])])
-        write_output(html_file, page, "--html")
+        title = f"{schedule.method.name}, p = {schedule.p}, m = {schedule.m}"
+        planned = planned_chart(result, title=f"{title}, planned" if measured else title, sizes=sizes)
+        write_output(html_file, draw_html([planned, measured] if measured else [planned]), "--html")
     click.echo(as_json(result, sizes) if output_format == "json" else as_text(result, sizes))
 
 
@@ -82,6 +86,72 @@ def _times(schedule: Schedule, costs: PassCosts | None, measured: Chart | None) 
     return None if measured is None else measured_times(measured, schedule)
 
 
-def _title(schedule: Schedule, measured: Chart | None) -> str:
-    title = f"{schedule.method.name}, p = {schedule.p}, m = {schedule.m}"
-    return title if measured is None else f"{title}, planned"
+def as_json(result: Simulation, sizes: BufferSizes | None) -> str:
+    """Everything, as one JSON object: times in ms, peaks in microbatches (and MiB where sizes are known)."""
+    path, p = result.critical_path, result.schedule.p
+    return json.dumps(
+        {
+            "iteration_ms": result.iteration_ms,
+            "ranks": [_rank(result, rank, sizes) for rank in range(p)],
+            "critical_path": {
+                "ms_by_type": time_by_type(path),
+                "ms_by_rank": time_by_rank(path, p),
+                "steps": [_step(step) for step in path],
+            },
+        },
+        indent=1,
+    )
+
+
+def _rank(result: Simulation, rank: int, sizes: BufferSizes | None) -> dict[str, Any]:
+    row = {name: getattr(result, name)[rank] for name in _FIELDS}
+    if sizes is not None:
+        peak = peak_memory(result.alive[rank], sizes, result.schedule.chunks)
+        row["peak_memory_mib"], row["memory_at_peak_mib"] = peak.mib, dict(peak.parts)
+    return row
+
+
+def _step(step: Step) -> dict[str, Any]:
+    return {"item": str(step.item), "rank": step.rank, "start_ms": step.start_ms, "end_ms": step.end_ms}
+
+
+def as_text(result: Simulation, sizes: BufferSizes | None) -> str:
+    """Tables: each rank's time and peaks, its memory, its waiting, and the critical path."""
+    path, p = result.critical_path, result.schedule.p
+    rows = [
+        f"{rank:>4} {result.busy_ms[rank]:>10.1f} {100 * result.bubble[rank]:>7.1f} "
+        f"{result.peak_activations[rank]:>12g} {result.peak_weight_inputs[rank]:>11g} "
+        f"{result.peak_softmax_shards[rank]:>8} {result.peak_embedded_inputs[rank]:>7} "
+        f"{result.peak_input_gradients[rank]:>10}"
+        for rank in range(p)
+    ]
+    by_rank = ", ".join(f"{rank}: {ms:.1f}" for rank, ms in enumerate(time_by_rank(path, p)) if ms)
+    return "\n".join(
+        [
+            f"{result.iteration_ms:.1f} ms an iteration",
+            "",
+            _COLUMNS,
+            *rows,
+            "activations (F to B, or to W) and the buffers after them: the most microbatches alive at once",
+            *(_memory(result, sizes) if sizes is not None else ()),
+            "",
+            "idle ms of each rank, by what it waited for ('end': after its last pass)",
+            *(f"{rank:>4}  {_parts(result.idle_ms[rank])}" for rank in range(p)),
+            "",
+            f"critical path, {len(path)} steps: {_parts(time_by_type(path))}",
+            f"of it in passes of rank {by_rank}",
+        ]
+    )
+
+
+def _memory(result: Simulation, sizes: BufferSizes) -> list[str]:
+    lines = ["", "peak MiB of each rank (weights and optimizer apart), and what it is made of"]
+    for rank, alive in enumerate(result.alive):
+        peak = peak_memory(alive, sizes, result.schedule.chunks)
+        parts = {name.replace("_", " "): peak.parts[name] for name in BUFFERS if peak.parts[name]}
+        lines.append(f"{rank:>4} {peak.mib:>10.0f}  {_parts(parts)}")
+    return lines
+
+
+def _parts(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.1f}" for name, value in values.items()) or "none"

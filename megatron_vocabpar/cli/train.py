@@ -7,40 +7,37 @@ Next: ``train/job.py``.
 from __future__ import annotations
 
 import dataclasses
+import signal
 import typing
 from pathlib import Path
 from typing import Any
 
 import click
 
-from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.cli.main import VerbError
 from megatron_vocabpar.train.check import require_modules
-from megatron_vocabpar.train.config import TrainConfig, flag
+from megatron_vocabpar.train.config import TrainConfig, flag, off_flag
 
 _PATHS = ("text", "tokenizer", "costs")
 _TYPES = typing.get_type_hints(TrainConfig)
 
 
-class _Failed(click.ClickException):
+class _Failed(VerbError):
     """A worker failed: its message on the terminal, exit code 1."""
 
     exit_code = 1
-
-    def show(self, file: object = None) -> None:
-        if self.message:
-            click.echo(f"vocabpar train: error: {self.message}", err=True)
 
 
 class _SectionedCommand(click.Command):
     """A command whose ``--help`` keeps the sections of ``TrainConfig``'s fields."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        starts = {field.name: field.metadata["starts"] for field in dataclasses.fields(TrainConfig)}
         sections: dict[str, list[tuple[str, str]]] = {}
-        section_of = {f.name: f.metadata["section"] for f in dataclasses.fields(TrainConfig)}
+        section = ""
         for parameter in self.get_params(ctx):
-            row = parameter.get_help_record(ctx)
-            if row is not None:
-                sections.setdefault(section_of.get(parameter.name or "", "Other"), []).append(row)
+            section = starts.get(parameter.name or "", "Other") or section
+            sections.setdefault(section, []).extend(filter(None, [parameter.get_help_record(ctx)]))
         for section, rows in sections.items():
             with formatter.section(section):
                 formatter.write_dl(rows)
@@ -49,27 +46,19 @@ class _SectionedCommand(click.Command):
 def _option(field: dataclasses.Field[Any]) -> click.Option:
     """The option of one field; numbers and texts as themselves, a list as names between commas."""
     declared, meta = _TYPES[field.name], field.metadata
-    names = [flag(field.name), field.name]
-    text = meta["help"]
-    if declared is bool:
-        names[0] = f"{names[0]}/{meta['off']}"
-        return click.Option(names, default=field.default, show_default=True, help=text)
-    if declared == tuple[str, ...]:
-        return click.Option(names, default="", help=text, metavar=meta["metavar"])
-    if field.name == "method":
-        metavar = f"[{'|'.join(METHODS)}]"
-        return click.Option(names, default=field.default, show_default=True, help=text, metavar=metavar)
-    kind = next(t for t in (*typing.get_args(declared), declared) if t in (int, float, str))
-    metavar = f"[{'|'.join(meta['choices'])}]" if meta["choices"] else meta["metavar"]
-    shown = field.default is not None
+    kind = next(t for t in (*typing.get_args(declared), declared) if t in (bool, int, float, str))
     return click.Option(
-        names, type=kind, default=field.default, show_default=shown, help=text, metavar=metavar
+        [f"{flag(field.name)}/{off_flag(field.name)}" if kind is bool else flag(field.name), field.name],
+        type=kind,
+        default=None if field.default == () else field.default,
+        metavar=f"[{'|'.join(meta['choices'])}]" if meta["choices"] else meta["metavar"],
+        help=meta["help"],
     )
 
 
 def config_from_options(options: dict[str, Any]) -> TrainConfig:
     """The configuration of the parsed options: names between commas split, paths made absolute."""
-    compare = tuple(name.strip() for name in options["compare"].split(",") if name.strip())
+    compare = tuple(name.strip() for name in (options["compare"] or "").split(",") if name.strip())
     paths = {name: str(Path(options[name]).absolute()) for name in _PATHS if options[name] is not None}
     return TrainConfig(**{**options, "compare": compare, **paths})
 
@@ -87,15 +76,13 @@ def _train(**options: Any) -> None:
     try:
         run_job(config_from_options(options), click.echo)
     except TrainingFailed as failed:
-        raise _Failed(str(failed)) from failed
+        raise _Failed("train", str(failed)) from failed
     except RefusedElsewhere as refused:
         raise click.exceptions.Exit(2) from refused
-    except Interrupted as stop:
+    except (Interrupted, KeyboardInterrupt) as stop:
         click.echo("vocabpar train: interrupted", err=True)
-        raise click.exceptions.Exit(128 + stop.signal_number) from stop
-    except KeyboardInterrupt as stop:
-        click.echo("vocabpar train: interrupted", err=True)
-        raise click.exceptions.Exit(130) from stop
+        number = stop.signal_number if isinstance(stop, Interrupted) else signal.SIGINT
+        raise click.exceptions.Exit(128 + number) from stop
 
 
 train_command = _SectionedCommand(

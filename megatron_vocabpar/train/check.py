@@ -7,36 +7,29 @@ Next: ``output.py`` (the results folder), then ``job.py``.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_vocabpar.schedule.methods import METHODS
-from megatron_vocabpar.train.config import DEVICES, DTYPES, FAMILIES, POSITIONS, TrainConfig, flag
+from megatron_vocabpar.train.config import TrainConfig, flag
 from megatron_vocabpar.train.output import check_output
 from megatron_vocabpar.train.schedules import check_schedules
 from megatron_vocabpar.train.text import check_source
 
 TRAIN_MODULES = (
-    "torch",
-    "megatron.core",
-    "tokenizers",
-    "english_words",
-    "jinja2",
-    "matplotlib",
-    "numpy",
-    "psutil",
-)
+    "torch", "megatron.core", "tokenizers", "english_words", "jinja2", "matplotlib", "numpy", "psutil",
+)  # fmt: skip
 SMALLEST_TOKENIZER = 257  # the 256 bytes and the end of text
 
 _AT_LEAST_ONE = (
-    "pp", "tp", "dp", "layers", "hidden", "heads", "ffn_hidden", "seq_length", "vocab_size",
+    "pp", "tp", "dp", "layers", "hidden", "heads", "ffn", "seq_length", "vocab_size",
     "micro_batch_size", "microbatches", "steps", "eval_iters", "log_interval", "chunks", "max_activations",
 )  # fmt: skip
 _NOT_NEGATIVE = ("warmup", "weight_decay", "clip_grad", "eval_interval", "save_interval", "seed")
-_CHOICES = {"position": POSITIONS, "dtype": DTYPES, "device": DEVICES, "family": FAMILIES}
 
 
 def count_gpus() -> int:
@@ -61,8 +54,7 @@ def check(
     Raises:
         ValueError: naming the flag, its value and the remedy.
     """
-    _check_numbers(config)
-    _check_methods(config)
+    _check_values(config)
     _check_layers(config)
     check_schedules(config)
     _check_model(config)
@@ -81,23 +73,20 @@ def resolve_device(
     return "cuda" if gpus() >= _local_processes(config, environment) else "cpu"
 
 
-def _check_numbers(config: TrainConfig) -> None:
+def _check_values(config: TrainConfig) -> None:
     for name in _AT_LEAST_ONE:
         value = getattr(config, name)
         if value is not None and not value >= 1:
-            shown = flag(name.removesuffix("_hidden"))
-            raise ValueError(f"{shown} is {value}; give at least 1")
+            raise ValueError(f"{flag(name)} is {value}; give at least 1")
     for name in _NOT_NEGATIVE:
         if getattr(config, name) < 0:
             raise ValueError(f"{flag(name)} is {getattr(config, name)}; give 0 or more")
     if config.lr <= 0:
         raise ValueError(f"--lr is {config.lr}; give a learning rate above 0")
-    for name, choices in _CHOICES.items():
-        if getattr(config, name) not in choices:
-            raise ValueError(f"{flag(name)} is {getattr(config, name)!r}; choose one of {', '.join(choices)}")
-
-
-def _check_methods(config: TrainConfig) -> None:
+    for option in dataclasses.fields(config):
+        name, value, choices = option.name, getattr(config, option.name), option.metadata["choices"]
+        if name != "method" and choices and value not in choices:
+            raise ValueError(f"{flag(name)} is {value!r}; choose one of {', '.join(choices)}")
     for shown, names in (("--method", (config.method,)), ("--compare", config.compare)):
         for name in names:
             if name not in METHODS:
@@ -146,12 +135,10 @@ def _check_model(config: TrainConfig) -> None:
             f"--position rope needs an even size per head, not {config.hidden // config.heads} "
             f"(--hidden {config.hidden} over --heads {config.heads}); give --hidden {2 * config.hidden}"
         )
-    for name in ("heads", "ffn_hidden"):
-        if getattr(config, name) % config.tp:
-            shown = flag(name.removesuffix("_hidden"))
+    for shown, size in (("--heads", config.heads), ("--ffn", config.ffn_hidden)):
+        if size % config.tp:
             raise ValueError(
-                f"{shown} {getattr(config, name)} cannot be divided over --tp {config.tp}; "
-                f"give a multiple of {config.tp}"
+                f"{shown} {size} cannot be divided over --tp {config.tp}; give a multiple of {config.tp}"
             )
     if config.use_sequence_parallel and config.seq_length % config.tp:
         raise ValueError(
@@ -168,15 +155,16 @@ def _check_processes(config: TrainConfig, environment: Mapping[str, str], gpus: 
             f"torchrun started {started} processes, but the job has {processes}; "
             f"change --nproc-per-node or the three sizes so that they agree"
         )
-    if config.device == "cuda":
-        found, needed = gpus(), _local_processes(config, environment)
-        if found == 0:
-            raise ValueError("--device cuda: this machine shows no CUDA device; give --device cpu")
-        if found < needed:
-            raise ValueError(
-                f"--device cuda: {processes} need a GPU each, this machine shows {found}; "
-                f"give smaller sizes, or --device cpu"
-            )
+    if config.device != "cuda":
+        return
+    found = gpus()
+    if found == 0:
+        raise ValueError("--device cuda: this machine shows no CUDA device; give --device cpu")
+    if found < _local_processes(config, environment):
+        raise ValueError(
+            f"--device cuda: {processes} need a GPU each, this machine shows {found}; "
+            f"give smaller sizes, or --device cpu"
+        )
 
 
 def _local_processes(config: TrainConfig, environment: Mapping[str, str]) -> int:
@@ -206,7 +194,7 @@ def _check_vocabulary(config: TrainConfig) -> None:
         )
 
 
-def require_modules(names: tuple[str, ...] = TRAIN_MODULES) -> None:
+def require_modules(names: Sequence[str] = TRAIN_MODULES) -> None:
     """Find out before the work that a module is not installed, not after it.
 
     Raises:

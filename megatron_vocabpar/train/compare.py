@@ -2,12 +2,12 @@
 
 Methods that compute the same thing differ by rounding alone; the largest difference says how far.
 The comparison is that of the paper's Figure 17.
-Next: ``plots.py`` (the same in a picture).
+Next: ``report.py``, which shows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +17,10 @@ Curve = Mapping[int, float]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far one method's losses are from the reference's, over the steps that both have.
+    """How far one method's losses are from the reference's, over the ``steps`` steps that both have.
 
-    Attributes:
-        method: the method.
-        reference: the method that it is compared with.
-        steps: number of steps compared.
-        absolute: largest difference of the losses.
-        absolute_step: the step where it is.
-        relative: largest difference divided by the reference's loss.
-        relative_step: the step where it is.
+    ``absolute`` is the largest difference and ``absolute_step`` its step; ``relative`` and ``relative_step``
+    are those of the difference divided by the reference's loss.
     """
 
     method: str
@@ -48,27 +42,16 @@ def reference_method(methods: Sequence[str]) -> str:
     return "baseline" if "baseline" in methods else methods[0]
 
 
-def differences(curves: Mapping[str, Curve], reference: str) -> list[Difference]:
+def differences(curves: Mapping[str, Curve], reference: str) -> Iterator[Difference]:
     """Every method but the reference against it; a method that shares no step with it is left out."""
-    return [
-        _difference(method, curve, reference, curves[reference])
-        for method, curve in curves.items()
-        if method != reference and curve.keys() & curves[reference].keys()
-    ]
-
-
-def _difference(method: str, curve: Curve, reference: str, reference_curve: Curve) -> Difference:
-    steps = sorted(curve.keys() & reference_curve.keys())
-    absolute = {step: abs(curve[step] - reference_curve[step]) for step in steps}
-    relative = {step: absolute[step] / abs(reference_curve[step]) for step in steps if reference_curve[step]}
-    worst = max(steps, key=lambda step: absolute[step])
-    worst_relative = max(relative, key=lambda step: relative[step], default=worst)
-    return Difference(
-        method,
-        reference,
-        len(steps),
-        absolute[worst],
-        worst,
-        relative.get(worst_relative, 0.0),
-        worst_relative,
-    )
+    base = curves[reference]
+    for method, curve in curves.items():
+        steps = sorted(curve.keys() & base.keys())
+        if method == reference or not steps:
+            continue
+        absolute = {step: abs(curve[step] - base[step]) for step in steps}
+        relative = {step: absolute[step] / abs(base[step]) if base[step] else 0.0 for step in steps}
+        worst, worst_relative = max(steps, key=absolute.__getitem__), max(steps, key=relative.__getitem__)
+        yield Difference(
+            method, reference, len(steps), absolute[worst], worst, relative[worst_relative], worst_relative
+        )

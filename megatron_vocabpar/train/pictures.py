@@ -1,4 +1,7 @@
-"""Pictures of one method's schedule and of its last step, side by side, in the method's results folder."""
+"""The pictures of a results folder: loss curves over each other, a schedule and what was measured of it.
+
+Drawn straight into files, without a window.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_vocabpar.schedule.draw import (
-    draw_html,
-    draw_svg,
-    measured_chart,
-    measured_times,
-    planned_chart,
-    svg_of,
-)
+from megatron_vocabpar.schedule import draw
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.simulate import simulate
-from megatron_vocabpar.train.output import (
-    SCHEDULE_FILE,
-    TIMELINE_FILE,
-    TIMELINE_PAGE_FILE,
-    TIMELINE_PICTURE_FILE,
-)
+from megatron_vocabpar.train import output
+from megatron_vocabpar.train.compare import Curve
 
 _PAGE_WIDTH = 950.0  # pixels of time: a page shows pictures no wider than itself
+# Colours that colour-blind readers can tell apart (Okabe and Ito), by method; dashes let a curve below show.
+_COLOURS = {
+    "baseline": "#000000",
+    "redis": "#E69F00",
+    "naive": "#009E73",
+    "vocab-1": "#0072B2",
+    "vocab-2": "#D55E00",
+    "interlaced": "#CC79A7",
+}
+_DASHES = {"redis": (0, (6, 2)), "naive": (0, (1, 1)), "vocab-1": (0, (4, 4)), "vocab-2": (3, (2, 4))}
+_REFERENCE_WIDTH, _WIDTH = 3.5, 1.6
 
 
 def write_pictures(folder: Path, plan: Plan, trace: Mapping[str, Any]) -> None:
@@ -38,11 +41,62 @@ def write_pictures(folder: Path, plan: Plan, trace: Mapping[str, Any]) -> None:
         plan: what ran.
         trace: of the last step, as ``runtime.profile.trace_events`` makes it.
     """
-    schedule = plan.schedule
-    (folder / SCHEDULE_FILE).write_text(draw_svg(simulate(plan)), encoding="utf-8")
-    (folder / TIMELINE_FILE).write_text(json.dumps(trace), encoding="utf-8")
-    measured = measured_chart(trace, schedule, f"{schedule.method.name}, measured")
-    simulation = simulate(plan, measured_times(measured, schedule))
-    charts = [planned_chart(simulation, title=f"{schedule.method.name}, planned"), measured]
-    (folder / TIMELINE_PICTURE_FILE).write_text(svg_of(charts, _PAGE_WIDTH), encoding="utf-8")
-    (folder / TIMELINE_PAGE_FILE).write_text(draw_html(charts), encoding="utf-8")
+    schedule, name = plan.schedule, plan.schedule.method.name
+    measured = draw.measured_chart(trace, schedule, f"{name}, measured")
+    simulation = simulate(plan, draw.measured_times(measured, schedule))
+    charts = [draw.planned_chart(simulation, title=f"{name}, planned"), measured]
+    for file, content in (
+        (output.SCHEDULE_FILE, draw.draw_svg(simulate(plan))),
+        (output.TIMELINE_FILE, json.dumps(trace)),
+        (output.TIMELINE_PICTURE_FILE, draw.svg_of(charts, _PAGE_WIDTH)),
+        (output.TIMELINE_PAGE_FILE, draw.draw_html(charts)),
+    ):
+        (folder / file).write_text(content, encoding="utf-8")
+
+
+def plot_losses(
+    path: Path, curves: Mapping[str, Curve], eval_curves: Mapping[str, Curve], reference: str
+) -> None:
+    """Draw the training losses (lines) and evaluation losses (circles) of each method into a PNG.
+
+    Args:
+        path: the PNG.
+        curves: training loss by step in order, of each method, as the paper's Figure 17 lays them.
+        eval_curves: evaluation loss by step in order, of each method.
+        reference: drawn first and wide; with other methods beside it, a second panel shows how far they
+            are from it.
+    """
+    from matplotlib.figure import Figure
+
+    compared = [name for name in curves if name != reference]
+    heights = (3, 1.3) if compared else (1,)
+    figure = Figure(figsize=(8, 6.5 if compared else 4.5), layout="constrained")
+    panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for place, name in enumerate([reference, *compared]):
+        colour = _COLOURS.get(name, "#56B4E9")
+        style: dict[str, Any] = {"linewidth": _WIDTH, "linestyle": _DASHES.get(name, "-") if place else "-"}
+        if compared and not place:
+            style = {"linewidth": _REFERENCE_WIDTH, "alpha": 0.5}
+        panels[0].plot(*_points(curves[name]), color=colour, label=name, **style)
+        if eval_curves[name]:
+            circles = {"markerfacecolor": "none", "markersize": 9 - 2 * min(place, 2)}
+            points = _points(eval_curves[name])
+            panels[0].plot(*points, "o", color=colour, label=f"{name}, evaluation", **circles)
+        if place:
+            base = curves[reference]
+            far = {step: loss - base[step] for step, loss in curves[name].items() if step in base}
+            panels[1].plot(*_points(far), color=colour, linewidth=1, label=name)
+    panels[0].set_ylabel("loss per token")
+    panels[0].legend()
+    if compared:
+        panels[1].axhline(0, color="black", linewidth=0.5)
+        panels[1].set_ylabel(f"loss − {reference}")
+        panels[1].ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
+    for panel in panels:
+        panel.grid(alpha=0.3)
+    panels[-1].set_xlabel("step")
+    figure.savefig(path, dpi=130)
+
+
+def _points(curve: Curve) -> tuple[list[int], list[float]]:
+    return list(curve), list(curve.values())

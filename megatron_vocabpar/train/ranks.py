@@ -24,9 +24,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
-from megatron_vocabpar.train.failure import TrainingFailed, explain
+from megatron_vocabpar.train.failure import RECORDS_VARIABLE, TrainingFailed, explain
 from megatron_vocabpar.train.output import LOG_FOLDER
-from megatron_vocabpar.train.progress_record import RECORDS_VARIABLE
 
 WORKER_MODULE = "megatron_vocabpar.train.worker"
 _MONITOR_INTERVAL_S = 0.2

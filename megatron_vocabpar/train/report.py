@@ -1,31 +1,47 @@
 """What a job leaves for its reader: tables (also as JSON), ``loss.png`` and ``index.html``.
 
 Made from the files that the methods left in the results folder, so it can be made again at any time.
-Next: ``page.py`` (the page), ``plots.py`` (the picture), ``compare.py`` (the differences).
+Next: ``page.html.j2`` (the page), ``pictures.py`` (the pictures), ``compare.py`` (the differences).
 """
 
 from __future__ import annotations
 
+import base64
 import io
 import json
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Console
 from rich.table import Table
 
+from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.serialize import from_json
+from megatron_vocabpar.train import output
 from megatron_vocabpar.train.compare import Difference, differences, loss_curve, reference_method
-from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.metrics import read_metrics
-from megatron_vocabpar.train.output import CONFIG_FILE, METRICS_FILE
-from megatron_vocabpar.train.page import write_page
-from megatron_vocabpar.train.plots import plot_losses
-from megatron_vocabpar.train.progress import memory_text
+from megatron_vocabpar.train.config import TrainConfig, command_line
+from megatron_vocabpar.train.metrics import memory_text, read_metrics
+from megatron_vocabpar.train.pictures import plot_losses
+from megatron_vocabpar.train.schedules import describe
 
 _WIDTH = 110
+_FILES = (
+    (output.METRICS_FILE, "loss, gradient norm, speed and memory of every step, one line of JSON each"),
+    (output.TIMELINE_PAGE_FILE, "plan and measurement to zoom into; hover over a pass to see what it is"),
+    (output.SCHEDULE_FILE, "the schedule as a picture"),
+    (output.SCHEDULE_DATA_FILE, "the schedule as data, for <code>vocabpar simulate</code>"),
+    (output.TIMELINE_FILE, "what each rank did in the last step, measured, for a trace viewer"),
+    (output.CHECKPOINT_FOLDER, "the trained model"),
+    (output.LOG_FOLDER, "the output of the ranks other than 0"),
+)
+
+TextTable = tuple[str, list[list[str]]]
+"""A title, and the cells of a table by row; the first row is the heading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,38 +58,35 @@ class Summary:
     peak_memory_mib: list[float]
 
 
-def write_report(output: Path) -> str:
+def write_report(folder: Path) -> str:
     """Write the report of a results folder; returns what to show on the terminal.
 
     Raises:
         ValueError: if no method has left any metrics.
     """
-    config = TrainConfig.from_json((output / CONFIG_FILE).read_text())
-    found = {name: read_metrics(output / name / METRICS_FILE) for name in config.methods}
+    config = TrainConfig.from_json((folder / output.CONFIG_FILE).read_text())
+    found = {name: read_metrics(folder / name / output.METRICS_FILE) for name in config.methods}
     metrics = {name: records for name, records in found.items() if records}
     if not metrics:
-        raise ValueError(f"{output} holds no metrics of {', '.join(config.methods)}; train first")
+        raise ValueError(f"{folder} holds no metrics of {', '.join(config.methods)}; train first")
     reference = reference_method(list(metrics))
     summaries = [summarize(name, records) for name, records in metrics.items()]
     curves = {name: loss_curve(records) for name, records in metrics.items()}
-    distances = differences(curves, reference)
-    plot_losses(
-        output / "loss.png",
-        curves,
-        {name: loss_curve(records, "eval_loss") for name, records in metrics.items()},
-        reference,
-    )
-    _write_json(output / "summary.json", [asdict(summary) for summary in summaries])
+    eval_curves = {name: loss_curve(records, "eval_loss") for name, records in metrics.items()}
+    plot_losses(folder / "loss.png", curves, eval_curves, reference)
+    _write_json(folder / "summary.json", summaries)
     tables = [summary_table(summaries)]
-    if distances:
-        _write_json(output / "comparison.json", [asdict(distance) for distance in distances])
+    if distances := list(differences(curves, reference)):
+        _write_json(folder / "comparison.json", distances)
         tables.append(difference_table(distances))
-    page = write_page(output, config, [(str(table.title), _cells(table)) for table in tables])
-    return "\n".join([*map(as_text, tables), f"results: {page.absolute()}"])
+    page = folder / "index.html"
+    page.write_text(_page(folder, config, tables), encoding="utf-8")
+    return "\n".join([*(as_text(*table) for table in tables), f"results: {page.absolute()}"])
 
 
 def summarize(method: str, records: Sequence[Mapping[str, Any]]) -> Summary:
     """One row from the lines of a method's ``metrics.jsonl``, of which there is at least one."""
+    peaks = zip(*(record["peak_memory_mib"] for record in records), strict=True)
     evaluations = loss_curve(records, "eval_loss")
     return Summary(
         method=method,
@@ -83,21 +96,15 @@ def summarize(method: str, records: Sequence[Mapping[str, Any]]) -> Summary:
         eval_loss=evaluations[max(evaluations)] if evaluations else None,
         tokens_per_s=statistics.median(record["tokens_per_s"] for record in records),
         iteration_ms=statistics.median(record["iteration_ms"] for record in records),
-        peak_memory_mib=[
-            max(peaks) for peaks in zip(*(record["peak_memory_mib"] for record in records), strict=True)
-        ],
+        peak_memory_mib=list(map(max, peaks)),
     )
 
 
-def summary_table(summaries: Sequence[Summary]) -> Table:
+def summary_table(summaries: Sequence[Summary]) -> TextTable:
     """The runs, a method a row."""
-    table = Table(title="Training")
-    headings = "method steps loss,~first loss,~last loss,~evaluation tokens/s ms/step peak~MiB~by~stage"
-    for heading in headings.split():
-        left = heading == "method"
-        table.add_column(heading.replace("~", " "), justify="left" if left else "right")
-    for row in summaries:
-        table.add_row(
+    headings = ["method", "steps", "loss, first", "loss, last", "loss, evaluation", "tokens/s", "ms/step"]
+    rows = [
+        [
             row.method,
             str(row.steps),
             f"{row.first_loss:.4f}",
@@ -106,40 +113,64 @@ def summary_table(summaries: Sequence[Summary]) -> Table:
             f"{row.tokens_per_s:,.0f}",
             f"{row.iteration_ms:,.0f}",
             memory_text(row.peak_memory_mib),
-        )
-    return table
+        ]
+        for row in summaries
+    ]
+    return "Training", [[*headings, "peak MiB by stage"], *rows]
 
 
-def difference_table(rows: Sequence[Difference]) -> Table:
+def difference_table(differences: Sequence[Difference]) -> TextTable:
     """The largest differences of the training losses, a method a row."""
-    table = Table(title=f"Largest difference of the loss from {rows[0].reference}")
-    for heading in ("method", "steps compared", "absolute", "at step", "relative", "at step"):
-        table.add_column(heading, justify="left" if heading == "method" else "right")
-    for row in rows:
-        table.add_row(
-            row.method,
-            str(row.steps),
-            f"{row.absolute:.2e}",
-            str(row.absolute_step),
-            f"{row.relative:.2e}",
-            str(row.relative_step),
-        )
-    return table
+    rows = [["method", "steps compared", "absolute", "at step", "relative", "at step"]]
+    for row in differences:
+        absolute = [f"{row.absolute:.2e}", str(row.absolute_step)]
+        rows.append([row.method, str(row.steps), *absolute, f"{row.relative:.2e}", str(row.relative_step)])
+    return f"Largest difference of the loss from {differences[0].reference}", rows
 
 
-def as_text(table: Table) -> str:
+def as_text(title: str, cells: Sequence[Sequence[str]]) -> str:
     """A table as plain text."""
-    console = Console(file=io.StringIO(), width=_WIDTH, no_color=True)
-    console.print(table)
-    return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]
+    table = Table(title=title)
+    for heading in cells[0]:
+        table.add_column(heading, justify="left" if heading == "method" else "right")
+    for row in cells[1:]:
+        table.add_row(*row)
+    text = io.StringIO()
+    Console(file=text, width=_WIDTH, no_color=True).print(table)
+    return text.getvalue().rstrip("\n")
 
 
-def _cells(table: Table) -> list[list[str]]:
-    """Heading and rows of a table as text."""
-    heading = [str(column.header) for column in table.columns]
-    rows = zip(*(map(str, column.cells) for column in table.columns), strict=True)
-    return [heading, *map(list, rows)]
+def _page(folder: Path, config: TrainConfig, tables: Sequence[TextTable]) -> str:
+    """``index.html``: all results on one page that needs no other file and no instructions."""
+    environment = Environment(
+        loader=PackageLoader("megatron_vocabpar", "train"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["data_uri"] = _data_uri
+    methods = []
+    for name in config.methods:
+        if (folder / name).is_dir():
+            files = {path.name: path for path in (folder / name).iterdir()}
+            data = files.get(output.SCHEDULE_DATA_FILE)
+            schedule = data and describe(from_json(data.read_text()), config.family)
+            methods.append((METHODS[name], schedule, files))
+    return environment.get_template("page.html.j2").render(
+        output=folder,
+        config=config,
+        tables=tables,
+        methods=methods,
+        file_names=_FILES,
+        command=shlex.join(command_line(config)),
+    )
 
 
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
+def _data_uri(path: Path) -> str:
+    kind = "svg+xml" if path.suffix == ".svg" else "png"
+    return f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def _write_json(path: Path, rows: Sequence[Any]) -> None:
+    path.write_text(json.dumps([*map(asdict, rows)], indent=2) + "\n")

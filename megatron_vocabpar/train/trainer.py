@@ -33,6 +33,7 @@ from megatron_vocabpar.train.checkpoint import latest_checkpoint, load_checkpoin
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from megatron_vocabpar.train.datasets import build_datasets, microbatches
+from megatron_vocabpar.train.failure import ProgressRecord
 from megatron_vocabpar.train.metrics import Metrics
 from megatron_vocabpar.train.output import (
     CHECKPOINT_FOLDER,
@@ -42,7 +43,6 @@ from megatron_vocabpar.train.output import (
 )
 from megatron_vocabpar.train.pictures import write_pictures
 from megatron_vocabpar.train.prepare import DataFiles
-from megatron_vocabpar.train.progress_record import ProgressRecord
 
 
 def run(config: TrainConfig) -> None:

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.failure import write_error
+from megatron_vocabpar.train.failure import RECORDS_VARIABLE, write_error
 from megatron_vocabpar.train.output import LOG_FOLDER
-from megatron_vocabpar.train.progress_record import RECORDS_VARIABLE
 from megatron_vocabpar.train.quiet import quiet_megatron
 
 _PARENT_CHECK_S = 1.0

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.progress_record import ProgressRecord
+from megatron_vocabpar.train.failure import ProgressRecord
 from megatron_vocabpar.train.worker import run_worker
 
 PATIENCE_S = 120

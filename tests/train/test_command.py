@@ -18,19 +18,9 @@ from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.serialize import from_json
 
 SMALL = [
-    "--seq-length",
-    "16",
-    "--vocab-size",
-    "300",
-    "--steps",
-    "40",
-    "--pp",
-    "2",
-    "--layers",
-    "2",
-    "--device",
-    "cpu",
-]
+    "--seq-length", "16", "--vocab-size", "300", "--steps", "40", "--pp", "2", "--layers", "2",
+    "--device", "cpu",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -94,10 +84,10 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[s
 
 
 def test_a_module_of_an_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(verb: command.Verb) -> click.Command:
+    def load(verb: str) -> click.Command:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
-    monkeypatch.setattr(command.Verb, "load", load)
+    monkeypatch.setattr(command, "load", load)
     result = CliRunner().invoke(command.main, ["train"])
     assert result.exit_code == 2
     assert result.stderr == (
@@ -109,9 +99,8 @@ def test_a_module_of_an_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("culprit", ["int('x')", "raise ValueError('ours')"])
 def test_only_our_own_value_errors_are_the_users(monkeypatch: pytest.MonkeyPatch, culprit: str) -> None:
     scope = {"__name__": "megatron_vocabpar.x" if "ours" in culprit else "somewhere.else"}
-    monkeypatch.setattr(
-        command.Verb, "load", lambda verb: click.Command("train", callback=lambda: exec(culprit, scope))
-    )
+    failing = click.Command("train", callback=lambda: exec(culprit, scope))
+    monkeypatch.setattr(command, "load", lambda verb: failing)
     result = CliRunner().invoke(command.main, ["train"])
     if "ours" in culprit:
         assert (result.exit_code, result.stderr) == (2, "vocabpar train: error: ours\n")

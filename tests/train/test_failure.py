@@ -8,50 +8,50 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vocabpar.train.failure import WorkerError, describe, explain, read_errors, write_error
-from megatron_vocabpar.train.progress_record import (
+from megatron_vocabpar.train.failure import (
     RECORDS_VARIABLE,
-    LastProgress,
     ProgressRecord,
+    WorkerError,
+    describe,
+    explain,
+    read_errors,
     read_record,
     record_path,
+    write_error,
 )
 
 
 @pytest.mark.parametrize(
     ("progress", "words"),
     [
-        (LastProgress(None, ""), "before its first step"),
-        (LastProgress(3, ""), "at step 3, outside the schedule"),
-        (LastProgress(3, "2S5"), "at step 3, in pass 2S5: S of microbatch 5 on stage 2"),
-        (
-            LastProgress(3, "0SEND_F1"),
-            "at step 3, in communication 0SEND_F1: SEND_F of microbatch 1 on stage 0",
-        ),
-        (LastProgress(3, "evaluation"), "at step 3, in evaluation"),
+        ((None, ""), "before its first step"),
+        ((3, ""), "at step 3, outside the schedule"),
+        ((3, "2S5"), "at step 3, in pass 2S5: S of microbatch 5 on stage 2"),
+        ((3, "0SEND_F1"), "at step 3, in communication 0SEND_F1: SEND_F of microbatch 1 on stage 0"),
+        ((3, "evaluation"), "at step 3, in evaluation"),
     ],
 )
-def test_where_a_rank_was(progress: LastProgress, words: str) -> None:
-    assert describe(progress) == words
+def test_where_a_rank_was(progress: tuple[int | None, str], words: str) -> None:
+    assert describe(*progress) == words
 
 
 def test_a_record_comes_back_and_outlives_its_writer(tmp_path: Path) -> None:
     record = ProgressRecord.of_this_rank({RECORDS_VARIABLE: str(tmp_path), "RANK": "3"})
-    assert read_record(tmp_path, 3) == LastProgress(None, "")
+    assert read_record(tmp_path, 3) == (None, "")
     record.write_step(12345)
-    assert read_record(tmp_path, 3) == LastProgress(12345, "")
+    assert read_record(tmp_path, 3) == (12345, "")
     record.write("11RECV_B10")
     record.write("2S5")
     del record
-    assert read_record(tmp_path, 3) == LastProgress(12345, "2S5")
-    assert read_record(tmp_path, 4) == LastProgress(None, "")
+    assert read_record(tmp_path, 3) == (12345, "2S5")
+    assert read_record(tmp_path, 4) == (None, "")
 
 
 def test_a_text_that_is_too_long_is_cut(tmp_path: Path) -> None:
     record = ProgressRecord(record_path(tmp_path, 0))
     record.write_step(10**15)
     record.write("x" * 100)
-    assert read_record(tmp_path, 0) == LastProgress(10**15, "x" * 48)
+    assert read_record(tmp_path, 0) == (10**15, "x" * 48)
 
 
 def test_without_a_launcher_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.metrics import Metrics, read_metrics
-from megatron_vocabpar.train.progress import Progress, duration, progress_text
+from megatron_vocabpar.train.metrics import Metrics, duration, progress_text, read_metrics
 from tests.train.fake_results import records
 
 CONFIG = TrainConfig(steps=40)
@@ -76,34 +75,35 @@ class Clock:
         return self.now
 
 
-def test_plain_lines_now_and_then() -> None:
+def test_plain_lines_now_and_then(tmp_path: Path) -> None:
     """Off a terminal: the first step, then one line in 5 seconds, and the last step, with the time left."""
     clock, file = Clock(), io.StringIO()
-    with Progress("vocab-2", 0, 40, console=Console(file=file, width=60), clock=clock) as progress:
+    with Metrics(CONFIG, tmp_path / "m", 0, True, Console(file=file, width=60), clock) as metrics:
         for record in records(40):
             clock.now += 2.0
-            progress.update(record)
+            metrics.add(record)
     lines = file.getvalue().splitlines()
     assert [line.split()[2] for line in lines] == [f"{step}/40" for step in (*range(1, 40, 3), 40)]
     assert "1:18 left" in lines[0]
     assert "0:00 left" in lines[-1]
 
 
-def test_after_a_resume_the_time_left_counts_only_new_steps() -> None:
+def test_after_a_resume_the_time_left_counts_only_new_steps(tmp_path: Path) -> None:
     clock, file = Clock(), io.StringIO()
-    with Progress("vocab-2", 20, 40, console=Console(file=file), clock=clock) as progress:
+    with Metrics(CONFIG, tmp_path / "m", 20, True, Console(file=file), clock) as metrics:
         clock.now = 3.0
-        progress.update(records(21)[20])
+        metrics.add(records(21)[20])
     assert "step 21/40" in file.getvalue()
     assert "0:57 left" in file.getvalue()
 
 
-def test_one_live_line_on_a_terminal() -> None:
+def test_one_live_line_on_a_terminal(tmp_path: Path) -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=140)
-    with Progress("vocab-2", 0, 3, console=console, interval=2) as progress:
+    config = TrainConfig(steps=3, log_interval=2)
+    with Metrics(config, tmp_path / "m", 0, active=True, console=console) as metrics:
         for record in records(3):
-            progress.update(record)
+            metrics.add(record)
     shown = file.getvalue()
     assert "step 1/3" not in shown
     assert "step 2/3" in shown

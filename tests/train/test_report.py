@@ -57,10 +57,10 @@ def test_summary() -> None:
 
 
 def test_tables_as_text() -> None:
-    shown = as_text(summary_table([summarize("vocab-2", records(5))]))
+    shown = as_text(*summary_table([summarize("vocab-2", records(5))]))
     assert re.search(r"vocab-2 .* 5 .* – .* 2,003 .* 497 .* 400/402/402/404", shown.replace("│", " "))
-    rows = differences({"baseline": {1: 8.0}, "naive": {1: 8.0001}}, "baseline")
-    assert "1.00e-04" in as_text(difference_table(rows))
+    rows = list(differences({"baseline": {1: 8.0}, "naive": {1: 8.0001}}, "baseline"))
+    assert "1.00e-04" in as_text(*difference_table(rows))
 
 
 def reported(tmp_path: Path, **values: object) -> tuple[Path, str]:
