@@ -13,16 +13,9 @@ from pathlib import Path
 from megatron_vocabpar.schedule.families import SEARCH
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.serialize import plan_to_json
+from megatron_vocabpar.train import output
 from megatron_vocabpar.train.check import check, resolve_device
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.output import (
-    DATA_FILE,
-    SCHEDULE_DATA_FILE,
-    finished,
-    method_config,
-    open_method,
-    open_output,
-)
 from megatron_vocabpar.train.prepare import DataFiles, prepare
 from megatron_vocabpar.train.ranks import WORKER_MODULE, processes
 from megatron_vocabpar.train.report import write_report
@@ -47,14 +40,11 @@ def run_job(config: TrainConfig, say: Say, worker_module: str = WORKER_MODULE) -
     ranks = processes()
     for path in ranks.decide(lambda: open_job(config, say)):
         if ranks.leads:
-            say(f"training {path.parent.name} on {config.world_size} processes ({_device(path)})")
+            device = TrainConfig.from_json(path.read_text()).device
+            say(f"training {path.parent.name} on {config.world_size} processes ({device})")
         ranks.run(path, config.world_size, worker_module)
     if ranks.leads:
         say(write_report(Path(config.output)))
-
-
-def _device(path: Path) -> str:
-    return TrainConfig.from_json(path.read_text()).device
 
 
 def open_job(config: TrainConfig, say: Say) -> list[Path]:
@@ -70,7 +60,7 @@ def open_job(config: TrainConfig, say: Say) -> list[Path]:
     config = dataclasses.replace(config, device=resolve_device(config))
     plans: dict[str, Plan] = {}
     for method in config.methods:
-        if finished(config, method):
+        if output.finished(config, method):
             say(f"{method} has done its {config.steps} steps")
             continue
         if config.family == SEARCH:
@@ -79,15 +69,15 @@ def open_job(config: TrainConfig, say: Say) -> list[Path]:
         say(f"schedule of {method}: {describe(plans[method].schedule, config.family)}")
     files = prepare(config, say)
     say(f"data: {files.name}, {files.train_tokens:,} tokens ({files.valid_tokens:,} more for evaluation)")
-    open_output(config)
+    output.open_output(config)
     paths = []
     for method, plan in plans.items():
-        paths.append(open_method(method_config(config, method)))
+        paths.append(output.open_method(output.method_config(config, method)))
         write_inputs(paths[-1].parent, files, plan)
     return paths
 
 
 def write_inputs(folder: Path, files: DataFiles, plan: Plan) -> None:
     """Write what the workers of one method read beside their configuration into the method's folder."""
-    (folder / DATA_FILE).write_text(files.to_json())
-    (folder / SCHEDULE_DATA_FILE).write_text(plan_to_json(plan) + "\n")
+    (folder / output.DATA_FILE).write_text(files.to_json())
+    (folder / output.SCHEDULE_DATA_FILE).write_text(plan_to_json(plan) + "\n")

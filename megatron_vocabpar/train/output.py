@@ -13,7 +13,6 @@ Next: ``job.py``, which fills it.
 from __future__ import annotations
 
 import dataclasses
-import re
 import shutil
 from pathlib import Path
 
@@ -30,7 +29,6 @@ SCHEDULE_DATA_FILE = "schedule.json"
 TIMELINE_FILE = "timeline.json"
 TIMELINE_PICTURE_FILE = "timeline.svg"
 TIMELINE_PAGE_FILE = "timeline.html"
-_CHECKPOINT_NAME = re.compile(r"step_(\d+)")
 REPORT_FILES = ("index.html", "loss.png", "comparison.json", "summary.json")
 
 # A checkpoint of a model with another value in one of these fields is another model, or reads other tokens.
@@ -38,6 +36,7 @@ MODEL_FIELDS = (
     "layers", "hidden", "heads", "ffn_hidden", "seq_length", "vocab_size", "tied", "position",
     "tokenizer", "tokenizer_size", "text",
 )  # fmt: skip
+_FLAG_OF = {"ffn_hidden": "ffn", "tokenizer_size": "tokenizer_vocab_size"}
 
 
 def method_config(config: TrainConfig, method: str) -> TrainConfig:
@@ -55,8 +54,8 @@ def method_config(config: TrainConfig, method: str) -> TrainConfig:
 
 def steps_done(folder: Path) -> int:
     """Steps of the newest complete checkpoint (``step_0000060``) in a method's folder; 0 without one."""
-    names = [path.name for path in (folder / CHECKPOINT_FOLDER).glob("step_*")]
-    return max((int(match[1]) for match in map(_CHECKPOINT_NAME.fullmatch, names) if match), default=0)
+    ends = [path.name.removeprefix("step_") for path in (folder / CHECKPOINT_FOLDER).glob("step_*")]
+    return max((int(end) for end in ends if end.isdigit()), default=0)
 
 
 def finished(config: TrainConfig, method: str) -> bool:
@@ -77,18 +76,18 @@ def check_output(config: TrainConfig) -> None:
         raise ValueError(f"--output {folder} is a file; give a folder")
     if config.resume:
         _check_resume(config, folder)
-        return
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    if not _is_ours(folder):
-        raise ValueError(
-            f"--output {folder} is not empty and holds no results of an earlier job; give another folder"
-        )
-    if not config.overwrite:
-        raise ValueError(
-            f"--output {folder} holds the results of an earlier job; "
-            f"give --resume, --overwrite, or another folder"
-        )
+    elif folder.exists() and any(folder.iterdir()):
+        try:
+            _read_config(folder)
+        except ValueError as error:
+            raise ValueError(
+                f"--output {folder} is not empty and holds no results of an earlier job; give another folder"
+            ) from error
+        if not config.overwrite:
+            raise ValueError(
+                f"--output {folder} holds the results of an earlier job; "
+                f"give --resume, --overwrite, or another folder"
+            )
 
 
 def _check_resume(config: TrainConfig, folder: Path) -> None:
@@ -99,14 +98,14 @@ def _check_resume(config: TrainConfig, folder: Path) -> None:
             f"give the folder of an earlier job, or leave --resume out"
         )
     for name in resumable:
-        saved = _read_config(folder / name / CONFIG_FILE)
+        saved = _read_config(folder / name)
         for model_field in MODEL_FIELDS:
-            before, now = getattr(saved, model_field), getattr(config, model_field)
+            before, now = (_shown(getattr(each, model_field)) for each in (saved, config))
             if before != now:
                 shown = flag(_FLAG_OF.get(model_field, model_field))
                 raise ValueError(
-                    f"--resume: the model in {folder / name} has {shown} {_shown(before)}, this job has "
-                    f"{_shown(now)}; give {shown} {_shown(before)}, or another --output"
+                    f"--resume: the model in {folder / name} has {shown} {before}, this job has {now}; "
+                    f"give {shown} {before}, or another --output"
                 )
     if all(finished(config, name) for name in config.methods):
         done = min(steps_done(folder / name) for name in config.methods)
@@ -115,27 +114,16 @@ def _check_resume(config: TrainConfig, folder: Path) -> None:
         )
 
 
-_FLAG_OF = {"ffn_hidden": "ffn", "tokenizer_size": "tokenizer_vocab_size"}
-
-
 def _shown(value: object) -> str:
     return "unset" if value is None else str(value)
 
 
-def _read_config(path: Path) -> TrainConfig:
+def _read_config(folder: Path) -> TrainConfig:
+    path = folder / CONFIG_FILE
     try:
         return TrainConfig.from_json(path.read_text())
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"--resume: cannot read {path} ({error}); give another --output") from error
-
-
-def _is_ours(folder: Path) -> bool:
-    """Whether an earlier job wrote this folder: it holds a ``config.json`` that reads back."""
-    try:
-        TrainConfig.from_json((folder / CONFIG_FILE).read_text())
-    except (OSError, TypeError, ValueError):
-        return False
-    return True
 
 
 def open_output(config: TrainConfig) -> None:

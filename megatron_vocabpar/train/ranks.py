@@ -13,16 +13,14 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
 
 from megatron_vocabpar.train.failure import RECORDS_VARIABLE, TrainingFailed, explain
 from megatron_vocabpar.train.output import LOG_FOLDER
@@ -50,36 +48,29 @@ class RefusedElsewhere(Exception):
     """Rank 0 has refused the job and told the user why."""
 
 
-class Processes(Protocol):
-    """How a job gets its processes; ``leads`` where this one speaks for the job."""
-
-    leads: bool
-
-    def decide(self, decide: Callable[[], list[Path]]) -> list[Path]:
-        """What ``decide`` returns on the leading process; the others wait for it and get the same."""
-
-    def run(self, config_path: Path, world_size: int, worker_module: str) -> None:
-        """Train one method; errors as ``launch``."""
-
-
-def processes(environment: Mapping[str, str] = os.environ) -> Processes:
-    """The way that fits: torchrun's where a launcher has started this process as one rank of several."""
-    return TorchrunRank() if "RANK" in environment and "WORLD_SIZE" in environment else OwnProcesses()
-
-
 class OwnProcesses:
-    """All processes of the job are this one's children, on this machine."""
+    """How a job gets its processes: all are this one's children, on this machine.
+
+    Attributes:
+        leads: whether this process speaks for the job.
+    """
 
     leads = True
 
     def decide(self, decide: Callable[[], list[Path]]) -> list[Path]:
+        """What ``decide`` returns on the leading process; the others wait for it and get the same.
+
+        Raises:
+            RefusedElsewhere: where another rank decides, and has refused the job.
+        """
         return decide()
 
     def run(self, config_path: Path, world_size: int, worker_module: str) -> None:
+        """Train one method; errors as ``launch``."""
         launch(config_path, world_size, config_path.parent / LOG_FOLDER, worker_module)
 
 
-class TorchrunRank:
+class TorchrunRank(OwnProcesses):
     """One rank of a job that torchrun has started; they meet at torchrun's store.
 
     The results folder and the cache must be on a disk that all ranks see.
@@ -91,14 +82,8 @@ class TorchrunRank:
         self._store, self._rank, self._world_size = next(rendezvous("env://"))
         self.leads = self._rank == 0
         self._records = Path()
-        self._runs = 0
 
     def decide(self, decide: Callable[[], list[Path]]) -> list[Path]:
-        """As ``Processes.decide``.
-
-        Raises:
-            RefusedElsewhere: where another rank decides, and has refused the job.
-        """
         if self.leads:
             decision = None
             try:
@@ -116,26 +101,21 @@ class TorchrunRank:
         return self._store.get(key).decode()
 
     def run(self, config_path: Path, world_size: int, worker_module: str) -> None:
+        from torch.distributed.elastic.utils.distributed import get_free_port
+
+        port = f"vocabpar/port/{config_path}"  # of this method, on rank 0's machine, which is MASTER_ADDR
+        if self.leads:
+            self._store.set(port, str(get_free_port()))
         environment = {
             **os.environ,
             **worker_environment(os.environ, self._records),
-            "MASTER_PORT": self._agree_on_port(),
+            "MASTER_PORT": self._read(port),
             "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
         command = [sys.executable, "-m", worker_module, str(config_path)]
         code = subprocess.run(command, env=environment).returncode
         if code != 0:
             self._fail(code, config_path.parent / LOG_FOLDER)
-
-    def _agree_on_port(self) -> str:
-        """A port for the workers of one method, free on the machine of rank 0, which is ``MASTER_ADDR``."""
-        key = f"vocabpar/port/{self._runs}"
-        self._runs += 1
-        if self.leads:
-            with socket.socket() as probe:
-                probe.bind(("", 0))
-                self._store.set(key, str(probe.getsockname()[1]))
-        return self._read(key)
 
     def _fail(self, code: int, logs: Path) -> None:
         """End this rank; the first to get here waits for the others' exit codes and tells the whole story."""
@@ -147,6 +127,11 @@ class TorchrunRank:
         keys = {rank: f"vocabpar/exit/{rank}" for rank in range(self._world_size)}
         codes = {rank: int(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
         raise TrainingFailed(explain(self._records, self._world_size, codes, logs))
+
+
+def processes(environment: Mapping[str, str] = os.environ) -> OwnProcesses:
+    """The way that fits: torchrun's where a launcher has started this process as one rank of several."""
+    return TorchrunRank() if "RANK" in environment and "WORLD_SIZE" in environment else OwnProcesses()
 
 
 def launch(config_path: Path, world_size: int, logs: Path, worker_module: str = WORKER_MODULE) -> None:
@@ -167,29 +152,33 @@ def launch(config_path: Path, world_size: int, logs: Path, worker_module: str = 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    with tempfile.TemporaryDirectory(prefix="vocabpar-") as records, _quiet_elastic():
-        launcher = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=world_size,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            monitor_interval=_MONITOR_INTERVAL_S,
-            local_addr="localhost",
-            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        )
-        with _environment(worker_environment(os.environ, Path(records))):
-            try:
-                elastic_launch(launcher, sys.executable)("-m", worker_module, str(config_path))
-            except SignalException as stop:
-                raise Interrupted(stop.sigval) from stop
-            except ChildFailedError as failed:
-                codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-                if set(codes.values()) & {130, -signal.SIGINT}:
-                    raise Interrupted(signal.SIGINT) from failed
-                raise TrainingFailed(explain(Path(records), world_size, codes, logs)) from failed
+    launcher = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world_size,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=_MONITOR_INTERVAL_S,
+        local_addr="localhost",
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+    )
+    with tempfile.TemporaryDirectory(prefix="vocabpar-") as records, contextlib.ExitStack() as stack:
+        # The launcher's own account of a failure stays off the terminal: ours replaces it.
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.CRITICAL)
+        variables = worker_environment(os.environ, Path(records)).items()
+        command = [*(f"{name}={value}" for name, value in variables), sys.executable, "-m", worker_module]
+        try:
+            elastic_launch(launcher, "env")(*command, str(config_path))
+        except SignalException as stop:
+            raise Interrupted(stop.sigval) from stop
+        except ChildFailedError as failed:
+            codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+            if set(codes.values()) & {130, -signal.SIGINT}:
+                raise Interrupted(signal.SIGINT) from failed
+            raise TrainingFailed(explain(Path(records), world_size, codes, logs)) from failed
 
 
 def worker_environment(environment: Mapping[str, str], records: Path) -> dict[str, str]:
@@ -199,26 +188,3 @@ def worker_environment(environment: Mapping[str, str], records: Path) -> dict[st
         "TOKENIZERS_PARALLELISM": environment.get("TOKENIZERS_PARALLELISM", "false"),
         RECORDS_VARIABLE: str(records),
     }
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of this process's environment, which the elastic launcher hands on, and put them back."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextlib.contextmanager
-def _quiet_elastic() -> Iterator[None]:
-    """Keep the elastic launcher's own account of a failure off the terminal: ours replaces it."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
