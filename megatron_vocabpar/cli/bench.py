@@ -17,9 +17,9 @@ from megatron_vocabpar.train.config import TrainConfig
 _FOLDER = click.Path(path_type=Path)
 
 
-@click.group("bench", help="Measure this machine: runtime overhead, kernels of the vocabulary layers.")
+@click.group("bench")
 def bench_command() -> None:
-    pass
+    """Measure this machine: runtime overhead, kernels of the vocabulary layers."""
 
 
 @bench_command.command("runtime")

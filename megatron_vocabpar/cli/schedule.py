@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from typing import Any
 
 import click
 
@@ -24,7 +25,7 @@ _FILE_WIDTH = 160  # columns of the text form where it is not shown on a termina
 _BINARY = ("png", "pdf")
 
 
-@click.command("schedule", help="Generate a schedule; print it or draw it in time.")
+@click.command("schedule")
 @click.option("--method", default="vocab-2", help=f"One of {', '.join(METHODS)}.")
 @click.option("--pp", "p", type=int, default=4, help="Pipeline size.")
 @click.option("--microbatches", "m", type=int, default=8, help="Microbatches.")
@@ -52,24 +53,19 @@ _BINARY = ("png", "pdf")
 )
 @click.option("--output", metavar="FILE", help="Write there instead of to the terminal.")
 def schedule_command(
-    method: str,
-    p: int,
-    m: int,
-    family: str,
-    chunks: int | None,
     costs_file: str | None,
-    max_activations: float | None,
     output_format: str,
     check: str | None,
     width: int | None,
     output: str | None,
+    **planned: Any,
 ) -> None:
-    """Generate a schedule; print it, draw it or check it."""
+    """Generate a schedule; print it or draw it in time."""
     if output is None and output_format in _BINARY:
         raise ValueError(f"--format {output_format} is no text; give --output FILE")
     costs = PassCosts.load(costs_file) if costs_file is not None else None
-    sizes = BufferSizes.load(costs_file, p) if costs_file is not None else None
-    plan = make_plan(method, p, m, family=family, chunks=chunks, costs=costs, max_activations=max_activations)
+    sizes = BufferSizes.load(costs_file, planned["p"]) if costs_file is not None else None
+    plan = make_plan(**planned, costs=costs)
     on_terminal = output is None and sys.stdout.isatty()
     rendered = render(plan, output_format, sizes, width, on_terminal) if check is None else hang_report(plan)
     click.echo(rendered) if output is None else write_output(output, rendered)

@@ -12,9 +12,8 @@ import click
 from megatron_vocabpar.cli.files import FORMAT, write_output
 from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.critical_path import Step, time_by_rank, time_by_type
-from megatron_vocabpar.schedule.draw import Chart, draw_html, measured_times, planned_chart, read_timeline
+from megatron_vocabpar.schedule.draw import draw_html, measured_times, planned_chart, read_timeline
 from megatron_vocabpar.schedule.memory import BUFFERS, BufferSizes, peak_memory
-from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
 from megatron_vocabpar.schedule.validate import validate
@@ -24,14 +23,9 @@ _FIELDS = (
     "busy_ms", "bubble", "idle_ms", "peak_activations", "peak_weight_inputs", "peak_softmax_shards",
     "peak_embedded_inputs", "peak_input_gradients",
 )  # fmt: skip
-_HELP = """Check a schedule and predict its time, idle time and memory.
-
-Transfers and collectives run beside the passes; those between the same two ranks in one direction, and
-those of one group, take turns. The critical path says what the iteration's length is made of.
-"""
 
 
-@click.command("simulate", help=_HELP, short_help="Predict a schedule's time, idle time and memory.")
+@click.command("simulate")
 @click.argument("schedule_file", metavar="SCHEDULE.json")
 @click.option(
     "--costs",
@@ -56,14 +50,19 @@ def simulate_command(
     html_file: str | None,
     timeline_file: str | None,
 ) -> None:
-    """Check a schedule and predict its time, idle time and memory."""
+    """Check a schedule and predict its time, idle time and memory.
+
+    Transfers and collectives run beside the passes; those between the same two ranks in one direction, and
+    those of one group, take turns. The critical path says what the iteration's length is made of.
+    """
     costs = PassCosts.load(costs_file) if costs_file is not None else None
     plan = plan_from_json(_read(schedule_file), costs)
     schedule = plan.schedule
     sizes = BufferSizes.load(costs_file, schedule.p) if costs_file is not None else None
     validate(schedule, max_activations)
     measured = read_timeline(timeline_file, schedule) if timeline_file is not None else None
-    result = simulate(plan, _times(schedule, costs, measured))
+    times = None if measured is None else measured_times(measured, schedule)
+    result = simulate(plan, times if costs is None else PassTimes.of(costs, schedule))
     if html_file is not None:
         title = f"{schedule.method.name}, p = {schedule.p}, m = {schedule.m}"
         planned = planned_chart(result, title=f"{title}, planned" if measured else title, sizes=sizes)
@@ -77,13 +76,6 @@ def _read(path: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ValueError(f"cannot read the schedule {path}: {reason}") from error
-
-
-def _times(schedule: Schedule, costs: PassCosts | None, measured: Chart | None) -> PassTimes | None:
-    """The given times, else the measured ones, else those of the plan."""
-    if costs is not None:
-        return PassTimes.of(costs, schedule)
-    return None if measured is None else measured_times(measured, schedule)
 
 
 def as_json(result: Simulation, sizes: BufferSizes | None) -> str:

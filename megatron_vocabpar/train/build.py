@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron_vocabpar.integration import compat
-from megatron_vocabpar.integration.chunks import ChunkPosition, chunk_positions
+from megatron_vocabpar.integration.chunks import chunk_positions
 from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
 from megatron_vocabpar.schedule.methods import method_named
 from megatron_vocabpar.schedule.placement import Placement
@@ -74,42 +74,36 @@ def build_chunks(
 ) -> list[DistributedDataParallel]:
     """This rank's chunks with the weights that ``config.seed`` gives, each inside Megatron's DDP."""
     transformer = transformer_config(config, layers_per_stage, placement.chunks)
-    rank = parallel_state.get_pipeline_model_parallel_rank()
-    positions = chunk_positions(placement, rank, compat.model_groups())
-    chunks = [_build_chunk(config, transformer, position, i == 0) for i, position in enumerate(positions)]
     transformer.finalize_model_grads_func = finalize_model_grads
-    if config.overlap_grad_reduce:
-        no_sync = [chunk.no_sync for chunk in chunks]
-        transformer.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
-    return chunks
-
-
-def _build_chunk(
-    config: TrainConfig, transformer: TransformerConfig, position: ChunkPosition, holds_shard: bool
-) -> DistributedDataParallel:
-    options: dict[str, Any] = {
-        "config": transformer,
-        "transformer_layer_spec": get_gpt_layer_local_spec(),
-        "vocab_size": config.vocab_size,
-        "max_sequence_length": config.seq_length,
-        "position_embedding_type": _POSITIONS[config.position],
-        "share_embeddings_and_output_weights": config.tied,
-        **position.options,
-    }
-    model: GPTModel
-    if method_named(config.method).vocabulary_parallel:
-        shard = vocab_shard(config.vocab_size)
-        model = VocabParallelGPTModel(**options, shard=shard, holds_shard=holds_shard)
-    else:
-        model = GPTModel(**options)
-    initialise_weights(model, config.seed)
-    wrapped = Float16Module(transformer, model) if transformer.bf16 else model
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=config.overlap_grad_reduce,
         use_distributed_optimizer=config.distributed_optimizer,
     )
-    return DistributedDataParallel(transformer, ddp_config, wrapped)
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    chunks: list[DistributedDataParallel] = []
+    for position in chunk_positions(placement, rank, compat.model_groups()):
+        options: dict[str, Any] = {
+            "config": transformer,
+            "transformer_layer_spec": get_gpt_layer_local_spec(),
+            "vocab_size": config.vocab_size,
+            "max_sequence_length": config.seq_length,
+            "position_embedding_type": _POSITIONS[config.position],
+            "share_embeddings_and_output_weights": config.tied,
+            **position.options,
+        }
+        if method_named(config.method).vocabulary_parallel:
+            options |= {"shard": vocab_shard(config.vocab_size), "holds_shard": not chunks}
+            model: GPTModel = VocabParallelGPTModel(**options)
+        else:
+            model = GPTModel(**options)
+        initialise_weights(model, config.seed)
+        wrapped = Float16Module(transformer, model) if transformer.bf16 else model
+        chunks.append(DistributedDataParallel(transformer, ddp_config, wrapped))
+    if config.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        transformer.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+    return chunks
 
 
 def build_optimizer(

@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.train.config import TrainConfig, flag
 from megatron_vocabpar.train.output import check_output
-from megatron_vocabpar.train.schedules import check_schedules
+from megatron_vocabpar.train.schedules import fitting_families
 from megatron_vocabpar.train.text import check_source
 
 TRAIN_MODULES = (
@@ -56,7 +56,8 @@ def check(
     """
     _check_values(config)
     _check_layers(config)
-    check_schedules(config)
+    for method in config.methods:
+        fitting_families(config, method)
     _check_model(config)
     _check_processes(config, environment, gpus)
     _check_vocabulary(config)

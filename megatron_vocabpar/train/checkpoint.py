@@ -31,10 +31,6 @@ def latest_checkpoint(folder: Path) -> Path:
     return complete[-1]
 
 
-def _chunk_key(i: int) -> str:
-    return f"model{i}"
-
-
 def _state(
     chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, is_loading: bool
 ) -> dict[str, Any]:
@@ -42,10 +38,8 @@ def _state(
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "distrib_optim_sharding_type": "fully_sharded_model_space",
     }
-    state: dict[str, Any] = {
-        _chunk_key(i): unwrap_model(chunk).sharded_state_dict(metadata=metadata)
-        for i, chunk in enumerate(chunks)
-    }
+    states = [unwrap_model(chunk).sharded_state_dict(metadata=metadata) for chunk in chunks]
+    state = {f"model{i}": chunk_state for i, chunk_state in enumerate(states)}
     optimizer_state = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
     return {**state, "optimizer": optimizer_state}
 
@@ -88,7 +82,7 @@ def load_checkpoint(
     """
     loaded = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(folder))
     for i, chunk in enumerate(chunks):
-        unwrap_model(chunk).load_state_dict(loaded[_chunk_key(i)], strict=True)
+        unwrap_model(chunk).load_state_dict(loaded[f"model{i}"], strict=True)
     optimizer.load_state_dict(loaded["optimizer"])
     scheduler.load_state_dict(loaded["scheduler"])
     return int(loaded["step"])

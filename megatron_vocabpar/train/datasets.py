@@ -10,15 +10,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import os
 import shutil
 import subprocess
 import sysconfig
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -27,9 +27,8 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
-from megatron_vocabpar.train.cache import locked
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.prepare import DataFiles, DatasetSizes
+from megatron_vocabpar.train.prepare import DataFiles, locked
 
 Batch = Mapping[str, torch.Tensor | None]
 """``tokens``, ``labels``, ``position_ids`` [b, s] int64, ``loss_mask`` fp32, ``attention_mask`` None."""
@@ -53,8 +52,8 @@ def write_dataset(prefix: str, documents: Iterable[Sequence[int]], vocab_size: i
         os.replace(partial + end, prefix + end)
 
 
-def inspect_dataset(prefix: str) -> DatasetSizes:
-    """Sequence lengths of an indexed dataset, and its largest token id (among the first 2²⁸ tokens).
+def inspect_dataset(prefix: str) -> tuple[list[int], int]:
+    """Sequence lengths of an indexed dataset (tokens), and its largest token id (of the first 2²⁸ tokens).
 
     Raises:
         ValueError: if the files are not an indexed dataset, or hold no token.
@@ -67,7 +66,7 @@ def inspect_dataset(prefix: str) -> DatasetSizes:
     if sum(lengths) == 0:
         raise ValueError(f"the indexed dataset {prefix} is empty; give another --text")
     tokens = np.memmap(f"{prefix}.bin", dtype=dataset.index.dtype, mode="r")
-    return DatasetSizes(lengths, int(tokens[:_SCANNED_TOKENS].max()))
+    return lengths, int(tokens[:_SCANNED_TOKENS].max())
 
 
 def compile_helpers() -> None:
@@ -103,38 +102,25 @@ def compile_helpers() -> None:
         raise ValueError(f"{compiler} could not compile {folder / 'helpers.cpp'}: {last}")
 
 
-class _Vocabulary:
-    """What ``GPTDatasetConfig`` asks of a tokenizer: size, end of document, an identity for the cache."""
-
-    def __init__(self, files: DataFiles) -> None:
-        self.vocab_size = files.vocab_size
-        self.eod = files.eod
-        self.unique_identifiers = OrderedDict(class_="megatron_vocabpar", vocab_size=files.vocab_size)
-
-
-@dataclass(frozen=True)
-class Datasets:
-    """One epoch of each part, shuffled by the seed; ``valid`` is None where nothing is kept for it."""
-
-    train: GPTDataset
-    valid: GPTDataset | None
-
-
-def build_datasets(config: TrainConfig, files: DataFiles) -> Datasets:
+def build_datasets(config: TrainConfig, files: DataFiles) -> tuple[GPTDataset, GPTDataset | None]:
     """``GPTDataset`` for training and evaluation. Call it on every rank: Megatron's builder has barriers.
 
     Args:
         config: sequence length and seed.
         files: what ``prepare`` returned; the indices are kept in ``files.index_cache``.
+
+    Returns:
+        one epoch of each part, shuffled by the seed; None where nothing is kept for evaluation.
     """
     valid_documents = files.valid_documents if files.valid_tokens > config.seq_length else 0
+    identity = OrderedDict(class_="megatron_vocabpar", vocab_size=files.vocab_size)  # for the cache
     dataset_config = GPTDatasetConfig(
         random_seed=config.seed,
         sequence_length=config.seq_length,
         blend=([files.prefix], None),
         split=f"{files.documents - valid_documents},{valid_documents},0",
         path_to_cache=files.index_cache,
-        tokenizer=_Vocabulary(files),
+        tokenizer=SimpleNamespace(vocab_size=files.vocab_size, eod=files.eod, unique_identifiers=identity),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
@@ -146,12 +132,10 @@ def build_datasets(config: TrainConfig, files: DataFiles) -> Datasets:
     with locked(Path(files.index_cache)) if rank == 0 else contextlib.nullcontext():
         builder = BlendedMegatronDatasetBuilder(GPTDataset, [None, None, None], lambda: True, dataset_config)
         train, valid, _ = builder.build()
-    return Datasets(train, valid)
+    return train, valid
 
 
-def microbatch(
-    dataset: GPTDataset, config: TrainConfig, step: int, index: int, dp_rank: int = 0
-) -> dict[str, torch.Tensor | None]:
+def microbatch(dataset: GPTDataset, config: TrainConfig, step: int, index: int, dp_rank: int = 0) -> Batch:
     """Microbatch ``index`` of a step, for one data-parallel rank.
 
     The sequences of a step are counted microbatch by microbatch, and rank by rank within each. After the
@@ -166,34 +150,27 @@ def microbatch(
     size = config.micro_batch_size
     first = ((step * config.microbatches + index) * config.dp + dp_rank) * size
     samples = [dataset[_sample(len(dataset), config.seed, place)] for place in range(first, first + size)]
-    batch: dict[str, torch.Tensor | None] = {
-        name: torch.stack([sample[name] for sample in samples])
-        for name in ("tokens", "labels", "loss_mask", "position_ids")
-    }
-    largest = max(int(sample[name].max()) for sample in samples for name in ("tokens", "labels"))
+    names = ("tokens", "labels", "loss_mask", "position_ids")
+    batch = {name: torch.stack([sample[name] for sample in samples]) for name in names}
+    largest = int(torch.maximum(batch["tokens"], batch["labels"]).max())
     if largest >= config.vocab_size:
         raise ValueError(f"the data holds token id {largest}; give --vocab-size {largest + 1} or more")
-    batch["attention_mask"] = None
-    return batch
+    return {**batch, "attention_mask": None}
 
 
 def microbatches(
     dataset: GPTDataset, config: TrainConfig, start_step: int, dp_rank: int = 0
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Batch]:
     """The microbatches of ``start_step``, then of the next step, without end: a ``data_iterator``."""
-    step = start_step
-    while True:
+    for step in itertools.count(start_step):
         for index in range(config.microbatches):
             yield microbatch(dataset, config, step, index, dp_rank)
-        step += 1
 
 
 def _sample(length: int, seed: int, place: int) -> int:
     """Index of the sample at ``place`` of an endless order; the first epoch is the dataset's own order."""
     epoch, within = divmod(place, length)
-    if epoch == 0:
-        return within
-    return int(_shuffled(length, seed, epoch)[within])
+    return int(_shuffled(length, seed, epoch)[within]) if epoch else within
 
 
 @functools.lru_cache(maxsize=2)

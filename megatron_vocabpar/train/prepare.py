@@ -1,36 +1,31 @@
 """Text to token ids on disk, once: corpus, tokenizer, Megatron indexed dataset, each kept between runs.
 
 The parent process runs this before any worker starts; what it returns is written beside the workers'
-configuration as ``data.json``. Megatron, which writes and reads the indexed dataset, is imported where it is
-needed: that takes seconds.
+configuration as ``data.json``. A cached file appears under its name only when it is complete, and a lock
+keeps two jobs from doing the same long work at once. Megatron, which writes and reads the indexed dataset, is
+imported where it is needed: that takes seconds.
 Next: ``datasets.py``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from megatron_vocabpar.train.cache import cache_folder, locked, write_atomically
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.quiet import quiet_megatron
 from megatron_vocabpar.train.text import Corpus, is_indexed_dataset, read_corpus
 
 VALID_FRACTION = 0.02
 _FORMAT = "1"  # a part of every cache key; raise it when the written form changes
-
-
-@dataclass(frozen=True)
-class DatasetSizes:
-    """What is in an indexed dataset: the length of each sequence (tokens), and the largest token id."""
-
-    sequence_lengths: Sequence[int]
-    largest_id: int
 
 
 @dataclass(frozen=True)
@@ -82,16 +77,13 @@ def prepare(config: TrainConfig, say: Callable[[str], None] = lambda line: None)
         ValueError: if the text cannot be read, cannot fill the tokenizer's vocabulary, is too short for
             ``seq_length``, or has token ids that ``vocab_size`` does not hold.
     """
-    is_written = is_indexed_dataset(config.text)
-    files = _named_dataset(str(config.text)) if is_written else _tokenized(config, say)
+    if config.text is not None and is_indexed_dataset(config.text):
+        index_cache = cache_folder() / "indices" / hashlib.sha256(config.text.encode()).hexdigest()[:16]
+        files = _data_files(config.text, config.text, None, index_cache)
+    else:
+        files = _tokenized(config, say)
     _check_sizes(config, files)
     return files
-
-
-def _named_dataset(prefix: str) -> DataFiles:
-    key = hashlib.sha256(prefix.encode()).hexdigest()[:16]
-    sizes = _datasets().inspect_dataset(prefix)
-    return _data_files(prefix, prefix, None, sizes.largest_id + 1, 0, sizes, cache_folder() / "indices" / key)
 
 
 def _datasets() -> ModuleType:
@@ -110,22 +102,13 @@ def _tokenized(config: TrainConfig, say: Callable[[str], None]) -> DataFiles:
     record = folder / "data.json"
     with locked(folder):
         if not record.is_file():
-            from megatron_vocabpar.train.tokenizer import encoded, end_of_text, load_tokenizer
+            from megatron_vocabpar.train.tokenizer import encoded, load_tokenizer
 
             say(f"tokenizing {corpus.name} ({sum(map(len, corpus.documents)) / 1e6:.1f} M characters)")
-            tokenizer = load_tokenizer(tokenizer_path)
-            size, prefix = tokenizer.get_vocab_size(), str(folder / "text")
-            datasets = _datasets()
-            datasets.write_dataset(prefix, _nonempty(encoded(tokenizer, corpus.documents)), size)
-            files = _data_files(
-                corpus.name,
-                prefix,
-                str(tokenizer_path),
-                size,
-                end_of_text(tokenizer),
-                datasets.inspect_dataset(prefix),
-                folder / "indices",
-            )
+            tokenizer, prefix = load_tokenizer(tokenizer_path), str(folder / "text")
+            documents = filter(None, encoded(tokenizer, corpus.documents))
+            _datasets().write_dataset(prefix, documents, tokenizer.get_vocab_size())
+            files = _data_files(corpus.name, prefix, tokenizer_path, folder / "indices")
             write_atomically(record, files.to_json())
     return DataFiles.from_json(record.read_text())
 
@@ -152,24 +135,27 @@ def _key(*parts: str) -> str:
     return hashlib.sha256("\0".join((_FORMAT, *parts)).encode()).hexdigest()[:16]
 
 
-def _nonempty(documents: Iterator[list[int]]) -> Iterator[list[int]]:
-    return (document for document in documents if document)
+def _data_files(name: str, prefix: str, tokenizer_path: Path | None, index_cache: Path) -> DataFiles:
+    lengths, largest_id = _datasets().inspect_dataset(prefix)
+    vocab_size, eod = largest_id + 1, 0
+    if tokenizer_path is not None:
+        from megatron_vocabpar.train.tokenizer import end_of_text, load_tokenizer
 
-
-def _data_files(
-    name: str,
-    prefix: str,
-    tokenizer: str | None,
-    vocab_size: int,
-    eod: int,
-    sizes: DatasetSizes,
-    index_cache: Path,
-) -> DataFiles:
-    documents = len(sizes.sequence_lengths)
-    valid = 0 if documents < 2 else max(1, round(VALID_FRACTION * documents))
-    tokens, kept = sum(sizes.sequence_lengths), sum(sizes.sequence_lengths[documents - valid :])
+        tokenizer = load_tokenizer(tokenizer_path)
+        vocab_size, eod = tokenizer.get_vocab_size(), end_of_text(tokenizer)
+    valid = 0 if len(lengths) < 2 else max(1, round(VALID_FRACTION * len(lengths)))
+    kept = sum(lengths[len(lengths) - valid :])
     return DataFiles(
-        name, prefix, tokenizer, vocab_size, eod, documents, valid, tokens - kept, kept, str(index_cache)
+        name=name,
+        prefix=prefix,
+        tokenizer=None if tokenizer_path is None else str(tokenizer_path),
+        vocab_size=vocab_size,
+        eod=eod,
+        documents=len(lengths),
+        valid_documents=valid,
+        train_tokens=sum(lengths) - kept,
+        valid_tokens=kept,
+        index_cache=str(index_cache),
     )
 
 
@@ -191,3 +177,28 @@ def _check_sizes(config: TrainConfig, files: DataFiles) -> None:
             f"--text: {files.name} leaves {files.valid_tokens} tokens for evaluation, fewer than one "
             f"sequence of --seq-length {config.seq_length}; give a longer text, or --eval-interval 0"
         )
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """``$VOCABPAR_CACHE``, else ``vocabpar`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``."""
+    named = environment.get("VOCABPAR_CACHE")
+    if named:
+        return Path(named).expanduser().absolute()
+    base = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "vocabpar"
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of ``folder`` (created if missing); others wait for it, and a dead process frees it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write ``text`` so that a reader finds the whole of it under ``path``, or nothing."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

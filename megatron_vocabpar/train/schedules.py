@@ -17,12 +17,6 @@ from megatron_vocabpar.schedule.search import search
 from megatron_vocabpar.train.config import TrainConfig
 
 
-def open_families(config: TrainConfig) -> list[Family]:
-    """The families that ``--family`` and ``--chunks`` leave open."""
-    named = [family for name, family in families().items() if config.family in (name, SEARCH)]
-    return [family for family in named if family.allows(config.chunks)]
-
-
 def misfit(config: TrainConfig, method: str, family: Family) -> str | None:
     """Why ``method`` cannot train this job's model in ``family``, and the remedy; None if it can."""
     chunks = config.chunks or family.chunks
@@ -49,23 +43,13 @@ def misfit(config: TrainConfig, method: str, family: Family) -> str | None:
     return None
 
 
-def check_schedules(config: TrainConfig) -> None:
-    """Refuse a family in which a method of this job cannot be trained.
-
-    Raises:
-        ValueError: naming the flag, its value and the remedy.
-    """
-    for method in config.methods:
-        _fitting(config, method)
-
-
 def plan_method(config: TrainConfig, method: str) -> Plan:
     """The plan of one method: of the named family, or the fastest of all that fit.
 
     Raises:
         ValueError: if no family fits, or the file of ``--costs`` is not one of this job.
     """
-    fitting = _fitting(config, method)
+    fitting = fitting_families(config, method)
     costs = None if config.costs is None else PassCosts.load(config.costs)
     p, m, chunks, cap = config.pp, config.microbatches, config.chunks, config.max_activations
     if config.family == SEARCH:
@@ -74,8 +58,14 @@ def plan_method(config: TrainConfig, method: str) -> Plan:
     return make_plan(method, p, m, family=fitting[0], chunks=chunks, costs=costs, max_activations=cap)
 
 
-def _fitting(config: TrainConfig, method: str) -> list[Family]:
-    open_ = open_families(config)
+def fitting_families(config: TrainConfig, method: str) -> list[Family]:
+    """The families that ``--family`` and ``--chunks`` leave open, and in which ``method`` can train.
+
+    Raises:
+        ValueError: if there is none, naming the flag, its value and the remedy.
+    """
+    named = [family for name, family in families().items() if config.family in (name, SEARCH)]
+    open_ = [family for family in named if family.allows(config.chunks)]
     if not open_:
         family = families()[config.family]
         least = "" if family.fixed_chunks else "at least "
@@ -92,10 +82,7 @@ def _fitting(config: TrainConfig, method: str) -> list[Family]:
 def describe(schedule: Schedule, family: str) -> str:
     """A schedule in words: family, chunks, placement, and the planned peaks of activations."""
     found = "found by search" if family == SEARCH else family
-    parts = [
-        found,
-        "1 model chunk a rank" if schedule.chunks == 1 else f"{schedule.chunks} model chunks a rank",
-    ]
+    parts = [found, f"{schedule.chunks} model chunk{'' if schedule.chunks == 1 else 's'} a rank"]
     if schedule.placement.shape == "vshape":
         parts.append("V-shaped")
     if schedule.splits_w:

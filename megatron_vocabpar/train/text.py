@@ -7,9 +7,10 @@ Next: ``tokenizer.py``.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,8 +38,7 @@ class Corpus:
         """A hash of the documents and their order, for the keys of caches."""
         hash = hashlib.sha256()
         for document in self.documents:
-            hash.update(document.encode("utf-8", "surrogatepass"))
-            hash.update(b"\0")
+            hash.update(document.encode("utf-8", "surrogatepass") + b"\0")
         return hash.hexdigest()
 
 
@@ -83,16 +83,15 @@ def read_corpus(text: str | None) -> Corpus:
     check_source(text)
     if text is None:
         return Corpus("the standard library's Python source", _documents(_files(_standard_library(), "*.py")))
-    path = Path(text)
-    if path.is_dir():
-        documents = _documents(_files(path, "*"))
-        if not documents:
-            raise ValueError(f"--text {text} holds no text file; give a folder of text files")
-        return Corpus(text, documents)
-    content = _decoded(path.read_bytes())
-    if content is None:
-        raise ValueError(f"--text {text} is not text (UTF-8); give a text file")
-    return Corpus(text, _documents(iter([content])))
+    if not Path(text).is_dir():
+        content = _decoded(Path(text).read_bytes())
+        if content is None:
+            raise ValueError(f"--text {text} is not text (UTF-8); give a text file")
+        return Corpus(text, _documents([content]))
+    documents = _documents(_files(Path(text), "*"))
+    if not documents:
+        raise ValueError(f"--text {text} holds no text file; give a folder of text files")
+    return Corpus(text, documents)
 
 
 def _standard_library() -> Path:
@@ -123,17 +122,13 @@ def _path_hash(path: Path) -> str:
 
 def _decoded(raw: bytes, cut: bool = False) -> str | None:
     """``raw`` as UTF-8, or None if it is not; ``cut`` forgives a character that the end cuts in two."""
-    if b"\0" in raw:
-        return None
     try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        if cut and error.start >= len(raw) - 3:
-            return raw[: error.start].decode("utf-8")
+        return None if b"\0" in raw else codecs.getincrementaldecoder("utf-8")().decode(raw, final=not cut)
+    except UnicodeDecodeError:
         return None
 
 
-def _documents(contents: Iterator[str]) -> tuple[str, ...]:
+def _documents(contents: Iterable[str]) -> tuple[str, ...]:
     """Cut contents into documents, up to ``MOST_CHARACTERS`` in all."""
     taken: list[str] = []
     room = MOST_CHARACTERS

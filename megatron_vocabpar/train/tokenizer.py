@@ -23,16 +23,16 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int) -> Tokenizer:
     Raises:
         ValueError: if text and words together do not hold that many, saying how many they do.
     """
-    reached = 0
-    for words, min_frequency in ((False, 2), (True, 1)):
-        tokenizer = _trained([*documents, *(_words() if words else ())], vocab_size, min_frequency)
-        reached = tokenizer.get_vocab_size()
-        if reached == vocab_size:
-            return tokenizer
-    raise ValueError(
-        f"the text and the word lists fill a vocabulary of {reached} tokens, not of {vocab_size}; "
-        f"give --tokenizer-vocab-size {reached} or fewer, or a larger --text"
-    )
+    tokenizer = _trained(documents, vocab_size, min_frequency=2)
+    if tokenizer.get_vocab_size() != vocab_size:
+        tokenizer = _trained([*documents, *_words()], vocab_size, min_frequency=1)
+    reached = tokenizer.get_vocab_size()
+    if reached != vocab_size:
+        raise ValueError(
+            f"the text and the word lists fill a vocabulary of {reached} tokens, not of {vocab_size}; "
+            f"give --tokenizer-vocab-size {reached} or fewer, or a larger --text"
+        )
+    return tokenizer
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

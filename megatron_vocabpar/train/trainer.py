@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,7 @@ from megatron_vocabpar.train.cpu import megatron_on_cpu
 from megatron_vocabpar.train.datasets import build_datasets, microbatches
 from megatron_vocabpar.train.failure import ProgressRecord
 from megatron_vocabpar.train.metrics import Metrics
-from megatron_vocabpar.train.output import (
-    CHECKPOINT_FOLDER,
-    DATA_FILE,
-    METRICS_FILE,
-    SCHEDULE_DATA_FILE,
-)
+from megatron_vocabpar.train.output import CHECKPOINT_FOLDER, DATA_FILE, METRICS_FILE, SCHEDULE_DATA_FILE
 from megatron_vocabpar.train.pictures import write_pictures
 from megatron_vocabpar.train.prepare import DataFiles
 
@@ -61,9 +56,7 @@ def run(config: TrainConfig) -> None:
 
 def train(config: TrainConfig, device: torch.device) -> None:
     """Train in the process group that there is; see ``run``."""
-    with ExitStack() as stack:
-        if device.type == "cpu":
-            stack.enter_context(megatron_on_cpu())
+    with megatron_on_cpu() if device.type == "cpu" else nullcontext():
         parallel_state.initialize_model_parallel(config.tp, config.pp)
         torch.manual_seed(config.seed)
         model_parallel_cuda_manual_seed(config.seed)
@@ -98,17 +91,9 @@ def forward_step(device: torch.device, data_iterator: Iterator[Any] | None, mode
     batch: dict[str, Any] = {}
     if data_iterator is not None:
         batch = {k: v if v is None else v.to(device) for k, v in next(data_iterator).items()}
-    output = model(
-        batch.get("tokens"),
-        batch.get("position_ids"),
-        batch.get("attention_mask"),
-        labels=batch.get("labels"),
-    )
+    inputs = (batch.get(name) for name in ("tokens", "position_ids", "attention_mask"))
+    output = model(*inputs, labels=batch.get("labels"))
     return output, partial(loss_func, batch.get("loss_mask"))
-
-
-def _profiler_range(device: torch.device, instruction: Instruction) -> AbstractContextManager[object]:
-    return named_range(device, str(instruction))
 
 
 class _Trainer:
@@ -126,28 +111,30 @@ class _Trainer:
             vocab_groups(),
             device,
             make_plan={self.plan.schedule.m: self.plan}.__getitem__,
-            observers=(self._note_instruction, partial(_profiler_range, device)),
+            observers=(self._observe,),
             timeline=self.timeline,
         )
         self.placement = self.plan.schedule.placement
         self.chunks = build_chunks(config, layers_per_stage(config, self.placement), self.placement)
         self.optimizer, self.scheduler = build_optimizer(config, self.chunks)
-        self.data = build_datasets(config, DataFiles.from_json((self.folder / DATA_FILE).read_text()))
+        self.train_data, self.valid_data = build_datasets(
+            config, DataFiles.from_json((self.folder / DATA_FILE).read_text())
+        )
 
     @contextmanager
-    def _note_instruction(self, instruction: Instruction) -> Iterator[None]:
+    def _observe(self, instruction: Instruction) -> Iterator[None]:
         self.record.write(str(instruction))
-        yield
+        with named_range(self.device, str(instruction)):
+            yield
 
     def train(self) -> None:
         """Train to the last step and leave the results."""
         config, first_step = self.config, 0
         checkpoints = self.folder / CHECKPOINT_FOLDER
         if config.resume:
-            first_step = load_checkpoint(
-                latest_checkpoint(checkpoints), self.chunks, self.optimizer, self.scheduler
-            )
-        batches = self._batches(self.data.train, first_step)
+            latest = latest_checkpoint(checkpoints)
+            first_step = load_checkpoint(latest, self.chunks, self.optimizer, self.scheduler)
+        batches = self._batches(self.train_data, first_step)
         with Metrics(config, self.folder / METRICS_FILE, first_step, dist.get_rank() == 0) as metrics:
             for step in range(first_step, config.steps):
                 self.record.write_step(step + 1)
@@ -160,17 +147,13 @@ class _Trainer:
                     measured["eval_loss"] = self._evaluate()
                 metrics.add({"step": step + 1, **measured})
                 self.record.write("saving results")
-                if self._saves_after(step):
+                at_interval = config.save_interval and (step + 1) % config.save_interval == 0
+                if config.save and (last or at_interval):
                     folder = checkpoints / f"step_{step + 1:07d}"
                     save_checkpoint(folder, self.chunks, self.optimizer, self.scheduler, step + 1)
                 if last:
                     self._write_pictures(spans)
         self.forward_backward.close()
-
-    def _saves_after(self, step: int) -> bool:
-        config, done = self.config, step + 1
-        at_interval = bool(config.save_interval) and done % config.save_interval == 0
-        return config.save and (done == config.steps or at_interval)
 
     def _batches(self, dataset: Any, step: int) -> list[Iterator[Any] | None]:
         """The data of each chunk: the first and the last stage have some, the others load nothing."""
@@ -207,13 +190,11 @@ class _Trainer:
 
     def _evaluate(self) -> float | None:
         """Mean loss of the first ``eval_iters`` steps' worth of the evaluation data."""
-        if self.data.valid is None:
+        if self.valid_data is None:
             return None
-        batches = self._batches(self.data.valid, 0)
-        reported: list[Any] = []
-        for _ in range(self.config.eval_iters):
-            reported += self._run(batches, forward_only=True)
-        return self._mean_loss(reported)
+        batches = self._batches(self.valid_data, 0)
+        runs = (self._run(batches, forward_only=True) for _ in range(self.config.eval_iters))
+        return self._mean_loss([report for reported in runs for report in reported])
 
     def _run(self, batches: list[Iterator[Any] | None], forward_only: bool) -> list[Any]:
         return self.forward_backward(

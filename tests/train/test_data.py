@@ -7,7 +7,6 @@ import importlib.util
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -48,24 +47,20 @@ def text(tmp_path: Path) -> str:
     return str(path)
 
 
-def prepared(config: TrainConfig, say: Callable[[str], None] = lambda line: None) -> DataFiles:
-    return prepare(config, say)
-
-
 def test_the_tokens_are_those_of_the_text(text: str) -> None:
     config = dataclasses.replace(SMALL, text=text)
-    files = prepared(config)
-    sizes = inspect_dataset(files.prefix)
+    files = prepare(config)
+    lengths, largest_id = inspect_dataset(files.prefix)
     tokenizer = load_tokenizer(Path(str(files.tokenizer)))
     documents = read_corpus(text).documents
-    assert files.documents == len(documents) == len(sizes.sequence_lengths)
-    assert files.train_tokens + files.valid_tokens == sum(sizes.sequence_lengths)
+    assert files.documents == len(documents) == len(lengths)
+    assert files.train_tokens + files.valid_tokens == sum(lengths)
     assert files.vocab_size == 300
-    assert sizes.largest_id < 300
+    assert largest_id < 300
     # Every training sequence is a stretch of the shuffled documents: all text of the batches is in the text.
-    data = build_datasets(config, files)
+    train, _ = build_datasets(config, files)
     whole = "".join(documents)
-    batch = microbatch(data.train, config, 0, 0)
+    batch = microbatch(train, config, 0, 0)
     for row in batch["tokens"]:  # type: ignore[union-attr]
         for stretch in tokenizer.decode(row.tolist(), skip_special_tokens=False).split("<|endoftext|>"):
             assert stretch in whole
@@ -73,7 +68,7 @@ def test_the_tokens_are_those_of_the_text(text: str) -> None:
 
 def test_a_batch(text: str) -> None:
     config = dataclasses.replace(SMALL, text=text)
-    batch = microbatch(build_datasets(config, prepared(config)).train, config, 1, 2)
+    batch = microbatch(build_datasets(config, prepare(config))[0], config, 1, 2)
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     assert {name: tuple(value.shape) for name, value in tensors.items()} == dict.fromkeys(
         ("tokens", "labels", "loss_mask", "position_ids"), (2, 16)
@@ -87,18 +82,18 @@ def test_a_batch(text: str) -> None:
     assert bool((tensors["loss_mask"] == 1).all())
 
 
-def rows(batch: dict[str, Any]) -> list[list[int]]:
+def rows(batch: Any) -> list[list[int]]:
     return batch["tokens"].tolist()
 
 
 def test_the_order_depends_on_seed_and_step_alone(text: str) -> None:
     config = dataclasses.replace(SMALL, text=text)
-    train = build_datasets(config, prepared(config)).train
+    train, _ = build_datasets(config, prepare(config))
     whole = [rows(batch) for batch in islice(microbatches(train, config, 0), 30)]
     resumed = [rows(batch) for batch in islice(microbatches(train, config, 4), 18)]
     assert resumed == whole[12:]
     other_config = dataclasses.replace(config, seed=8)
-    other = build_datasets(other_config, prepared(other_config)).train
+    other, _ = build_datasets(other_config, prepare(other_config))
     assert [rows(batch) for batch in islice(microbatches(other, other_config, 0), 30)] != whole
 
 
@@ -106,7 +101,7 @@ def test_replicas_share_the_sequences_of_a_step(text: str) -> None:
     """Two replicas with 3 microbatches see, together, what one replica with 6 sees."""
     one = dataclasses.replace(SMALL, text=text, microbatches=6)
     two = dataclasses.replace(SMALL, text=text, dp=2)
-    train = build_datasets(one, prepared(one)).train
+    train, _ = build_datasets(one, prepare(one))
     alone = [row for index in range(6) for row in rows(microbatch(train, one, 5, index))]
     shared = [
         row for index in range(3) for rank in (0, 1) for row in rows(microbatch(train, two, 5, index, rank))
@@ -116,7 +111,7 @@ def test_replicas_share_the_sequences_of_a_step(text: str) -> None:
 
 def test_epochs_hold_every_sequence_once_in_another_order(text: str) -> None:
     config = dataclasses.replace(SMALL, text=text, micro_batch_size=1, microbatches=1)
-    train = build_datasets(config, prepared(config)).train
+    train, _ = build_datasets(config, prepare(config))
     length = len(train)
     epochs = [
         [rows(microbatch(train, config, step, 0))[0] for step in range(e * length, (e + 1) * length)]
@@ -129,25 +124,25 @@ def test_epochs_hold_every_sequence_once_in_another_order(text: str) -> None:
 def test_the_second_time_is_from_the_cache(text: str) -> None:
     said: list[str] = []
     config = dataclasses.replace(SMALL, text=text)
-    first = prepared(config, said.append)
+    first = prepare(config, said.append)
     assert [line.split()[0] for line in said] == ["training", "tokenizing"]
-    assert prepared(dataclasses.replace(config, hidden=64, steps=9), said.append) == first
+    assert prepare(dataclasses.replace(config, hidden=64, steps=9), said.append) == first
     assert len(said) == 2
-    prepared(dataclasses.replace(config, vocab_size=290), said.append)
+    prepare(dataclasses.replace(config, vocab_size=290), said.append)
     assert len(said) == 4
 
 
 def test_a_model_vocabulary_larger_than_the_tokenizers(text: str) -> None:
     config = dataclasses.replace(SMALL, text=text, vocab_size=1000, tokenizer_vocab_size=300)
-    assert prepared(config).vocab_size == 300
+    assert prepare(config).vocab_size == 300
 
 
 def test_a_tokenizer_of_the_users(text: str) -> None:
-    mine = prepared(dataclasses.replace(SMALL, text=text)).tokenizer
+    mine = prepare(dataclasses.replace(SMALL, text=text)).tokenizer
     config = dataclasses.replace(SMALL, text=text, tokenizer=mine)
-    assert prepared(config).vocab_size == 300
+    assert prepare(config).vocab_size == 300
     with pytest.raises(ValueError, match="--vocab-size 299 is too small: the vocabulary of the tokenizer"):
-        prepared(dataclasses.replace(config, vocab_size=299))
+        prepare(dataclasses.replace(config, vocab_size=299))
 
 
 @pytest.mark.parametrize("vocab_size", [300, 100_000])
@@ -155,41 +150,40 @@ def test_an_indexed_dataset_of_the_users(tmp_path: Path, vocab_size: int) -> Non
     documents = [[number % 290 for number in range(start, start + 40)] for start in range(60)]
     write_dataset(str(tmp_path / "mine"), documents, vocab_size)
     config = dataclasses.replace(SMALL, text=str(tmp_path / "mine"))
-    files = prepared(config)
+    files = prepare(config)
     assert (files.vocab_size, files.documents, files.valid_documents) == (99, 60, 1)
     assert (files.train_tokens, files.valid_tokens) == (59 * 40, 40)
-    data = build_datasets(config, files)
-    assert data.valid is not None
-    assert rows(microbatch(data.valid, config, 0, 0))[0] in [documents[-1][:16], documents[-1][16:32]]
+    train, valid = build_datasets(config, files)
+    assert valid is not None
+    assert rows(microbatch(valid, config, 0, 0))[0] in [documents[-1][:16], documents[-1][16:32]]
     with pytest.raises(
         ValueError, match=r"--vocab-size 98 is too small: the largest token id of .* needs 99"
     ):
-        prepared(dataclasses.replace(config, vocab_size=98))
+        prepare(dataclasses.replace(config, vocab_size=98))
     with pytest.raises(ValueError, match=r"the data holds token id \d+; give --vocab-size"):
-        microbatch(data.train, dataclasses.replace(config, vocab_size=16), 0, 0)
+        microbatch(train, dataclasses.replace(config, vocab_size=16), 0, 0)
 
 
 def test_too_little_text(tmp_path: Path) -> None:
     write_dataset(str(tmp_path / "mine"), [[1] * 30, [2] * 10], 300)
     config = dataclasses.replace(SMALL, text=str(tmp_path / "mine"))
     with pytest.raises(ValueError, match=r"leaves 10 tokens for evaluation, .* or --eval-interval 0"):
-        prepared(config)
+        prepare(config)
     quiet = dataclasses.replace(config, eval_interval=0)
-    data = build_datasets(quiet, prepared(quiet))
-    assert data.valid is None
+    assert build_datasets(quiet, prepare(quiet))[1] is None
     with pytest.raises(ValueError, match="30 tokens to train on, fewer than one sequence of --seq-length 32"):
-        prepared(dataclasses.replace(quiet, seq_length=32))
+        prepare(dataclasses.replace(quiet, seq_length=32))
 
 
 def test_files_that_are_not_an_indexed_dataset(tmp_path: Path) -> None:
     for end in (".bin", ".idx"):
         (tmp_path / f"mine{end}").write_bytes(b"not this")
     with pytest.raises(ValueError, match="is not the index of a Megatron dataset"):
-        prepared(dataclasses.replace(SMALL, text=str(tmp_path / "mine")))
+        prepare(dataclasses.replace(SMALL, text=str(tmp_path / "mine")))
 
 
 def test_data_files_both_ways(text: str) -> None:
-    files = prepared(dataclasses.replace(SMALL, text=text))
+    files = prepare(dataclasses.replace(SMALL, text=text))
     assert DataFiles.from_json(files.to_json()) == files
 
 
