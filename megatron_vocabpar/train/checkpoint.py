@@ -19,18 +19,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
 
-def latest_checkpoint(folder: Path) -> Path:
-    """The newest complete checkpoint in ``folder``.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    complete = sorted(path for path in folder.glob("step_*") if path.suffix != ".partial")
-    if not complete:
-        raise ValueError(f"{folder} holds no complete checkpoint; train without --resume")
-    return complete[-1]
-
-
 def _state(
     chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, is_loading: bool
 ) -> dict[str, Any]:

@@ -58,6 +58,11 @@ def steps_done(folder: Path) -> int:
     return max((int(end) for end in ends if end.isdigit()), default=0)
 
 
+def checkpoint_folder(folder: Path, steps: int) -> Path:
+    """The checkpoint after so many steps, in a method's folder."""
+    return folder / CHECKPOINT_FOLDER / f"step_{steps:07d}"
+
+
 def finished(config: TrainConfig, method: str) -> bool:
     """Whether a job that resumes has nothing left to do for this method."""
     return config.resume and steps_done(Path(config.output) / method) >= config.steps

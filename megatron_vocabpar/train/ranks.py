@@ -168,10 +168,12 @@ def launch(config_path: Path, world_size: int, logs: Path, worker_module: str = 
         # The launcher's own account of a failure stays off the terminal: ours replaces it.
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
-        variables = worker_environment(os.environ, Path(records)).items()
-        command = [*(f"{name}={value}" for name, value in variables), sys.executable, "-m", worker_module]
+        # It hands on this process's environment, which is put back as it was: emptied, then filled.
+        stack.callback(os.environ.update, dict(os.environ))
+        stack.callback(os.environ.clear)
+        os.environ.update(worker_environment(os.environ, Path(records)))
         try:
-            elastic_launch(launcher, "env")(*command, str(config_path))
+            elastic_launch(launcher, sys.executable)("-m", worker_module, str(config_path))
         except SignalException as stop:
             raise Interrupted(stop.sigval) from stop
         except ChildFailedError as failed:

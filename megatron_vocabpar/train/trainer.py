@@ -29,13 +29,19 @@ from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.schedule.redistribution import redistribute_by_flops, with_final_stage
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.train.build import build_chunks, build_optimizer
-from megatron_vocabpar.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from megatron_vocabpar.train.checkpoint import load_checkpoint, save_checkpoint
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from megatron_vocabpar.train.datasets import build_datasets, microbatches
 from megatron_vocabpar.train.failure import ProgressRecord
 from megatron_vocabpar.train.metrics import Metrics
-from megatron_vocabpar.train.output import CHECKPOINT_FOLDER, DATA_FILE, METRICS_FILE, SCHEDULE_DATA_FILE
+from megatron_vocabpar.train.output import (
+    DATA_FILE,
+    METRICS_FILE,
+    SCHEDULE_DATA_FILE,
+    checkpoint_folder,
+    steps_done,
+)  # fmt: skip
 from megatron_vocabpar.train.pictures import write_pictures
 from megatron_vocabpar.train.prepare import DataFiles
 
@@ -130,9 +136,8 @@ class _Trainer:
     def train(self) -> None:
         """Train to the last step and leave the results."""
         config, first_step = self.config, 0
-        checkpoints = self.folder / CHECKPOINT_FOLDER
         if config.resume:
-            latest = latest_checkpoint(checkpoints)
+            latest = checkpoint_folder(self.folder, steps_done(self.folder))
             first_step = load_checkpoint(latest, self.chunks, self.optimizer, self.scheduler)
         batches = self._batches(self.train_data, first_step)
         with Metrics(config, self.folder / METRICS_FILE, first_step, dist.get_rank() == 0) as metrics:
@@ -149,7 +154,7 @@ class _Trainer:
                 self.record.write("saving results")
                 at_interval = config.save_interval and (step + 1) % config.save_interval == 0
                 if config.save and (last or at_interval):
-                    folder = checkpoints / f"step_{step + 1:07d}"
+                    folder = checkpoint_folder(self.folder, step + 1)
                     save_checkpoint(folder, self.chunks, self.optimizer, self.scheduler, step + 1)
                 if last:
                     self._write_pictures(spans)

@@ -56,14 +56,11 @@ def initialise_weights(model: GPTModel, seed: int) -> None:
         std = config.init_method_std
         if name.endswith(_SCALED):
             std /= math.sqrt(2 * config.num_layers)
-        full = torch.randn(_full_shape(model, name, parameter), generator=_generator(seed, name)) * std
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        full = torch.randn(_full_shape(model, name, parameter), generator=generator) * std
         with torch.no_grad():
             parameter.copy_(local_part(model, name, parameter, full))
-
-
-def _generator(seed: int, name: str) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def _full_shape(model: GPTModel, name: str, parameter: torch.nn.Parameter) -> tuple[int, ...]:

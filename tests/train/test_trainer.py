@@ -16,10 +16,11 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.schedule.serialize import from_json
 from megatron_vocabpar.train.build import build_chunks, build_optimizer
-from megatron_vocabpar.train.checkpoint import latest_checkpoint, load_checkpoint
+from megatron_vocabpar.train.checkpoint import load_checkpoint
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from megatron_vocabpar.train.job import write_inputs
+from megatron_vocabpar.train.output import checkpoint_folder, steps_done
 from megatron_vocabpar.train.prepare import prepare
 from megatron_vocabpar.train.schedules import plan_method
 from megatron_vocabpar.train.trainer import layers_per_stage, train
@@ -88,7 +89,8 @@ def _weights(_: int, config: TrainConfig) -> dict[str, np.ndarray]:
         placement = Placement(config.pp)
         chunks = build_chunks(config, layers_per_stage(config, placement), placement)
         optimizer, scheduler = build_optimizer(config, chunks)
-        load_checkpoint(latest_checkpoint(Path(config.output) / "checkpoint"), chunks, optimizer, scheduler)
+        folder = Path(config.output)
+        load_checkpoint(checkpoint_folder(folder, steps_done(folder)), chunks, optimizer, scheduler)
         return {name: p.detach().float().numpy().copy() for name, p in global_parameters(unwrap(chunks[0]))}
 
 
@@ -162,7 +164,7 @@ def test_results_folder(base: TrainConfig, tmp_path: Path) -> None:
     passes = sum(map(len, schedule.ranks))
     assert (tmp_path / "job" / "timeline.svg").read_text().count("<title>") == 2 * passes
     assert "vocab-1, measured: " in (tmp_path / "job" / "timeline.html").read_text()
-    assert latest_checkpoint(tmp_path / "job" / "checkpoint").name == "step_0000004"
+    assert steps_done(tmp_path / "job") == 4
 
 
 @pytest.mark.parametrize(
@@ -187,15 +189,7 @@ def test_checkpoint_loads_into_any_method_and_partition(
 def test_checkpoint_holds_the_standard_keys_and_global_shapes(base: TrainConfig, tmp_path: Path) -> None:
     job = open_job(base, tmp_path / "job", steps=2)
     run_job(job)
-    metadata = dist_checkpointing.load_tensors_metadata(
-        str(latest_checkpoint(tmp_path / "job" / "checkpoint"))
-    )
+    metadata = dist_checkpointing.load_tensors_metadata(str(checkpoint_folder(tmp_path / "job", 2)))
     padded = 304  # 301 to a multiple of 2 p
     for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
         assert metadata[key].global_shape == (padded, base.hidden)
-
-
-def test_no_complete_checkpoint_is_said(tmp_path: Path) -> None:
-    (tmp_path / "step_0000004.partial").mkdir()
-    with pytest.raises(ValueError, match="holds no complete checkpoint"):
-        latest_checkpoint(tmp_path)
