@@ -8,9 +8,6 @@ its predictions match what was observed on every token that drifts:
     dtype             within what a 16-bit reduction state can lose, and nothing above fits
     aggregation       equal tokens, and the loss is the mean of the microbatches' means
     mask denominator  equal tokens, and the loss is a sum over another number of tokens
-
-Source of the first two faults' numbers: the issue on tensor-parallel-invariant reductions (one token, six
-ids, two shards): -1.3395806963, and -0.4632642102 and -0.6322267505 for the two wrong log-sum-exps.
 """
 
 from __future__ import annotations
@@ -135,11 +132,11 @@ def _token_cause(reference: Run, observed: Run, drifts: Tensor, tolerance: float
     if not source.shard_lse:
         return "unknown", "neither run recorded its shards; write them with losses.runs.record"
     found = _tensor(observed.logprobs)[drifts]
-    for cause, detail, candidates in _predictions(source, drifts):
+    shards = _Shards.of(source, drifts)
+    for cause, detail, candidates in _predictions(shards):
         close = (found - candidates).abs() <= tolerance * candidates.abs().clamp(min=1)  # [candidates, m]
         if bool(close.any(dim=0).all()):
             return cause, detail
-    shards = _Shards.of(source, drifts)
     scale = shards.lse.abs() + shards.target.abs() + shards.part_lse.abs().nan_to_num(0, 0, 0).amax(dim=0)
     lost = 2.0**-7 * (scale + found.abs() + len(shards.part_lse))
     if bool(((found - shards.exact).abs() <= lost).all()):
@@ -171,9 +168,8 @@ class _Shards:
         return self.target - self.lse
 
 
-def _predictions(run: Run, drifts: Tensor) -> Iterator[tuple[str, str, Tensor]]:
+def _predictions(shards: _Shards) -> Iterator[tuple[str, str, Tensor]]:
     """(cause, sentence, [candidates, m] values that the fault would give)."""
-    shards = _Shards.of(run, drifts)
     owned = shards.part_lse.gather(0, shards.owner.unsqueeze(0))
     yield (
         "log-sum-exp",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,45 +20,26 @@ from megatron_vocabpar.collectives import all_gather
 from megatron_vocabpar.layers.partition import VocabRange, ranges_from_sizes
 
 
-class Exchange(Protocol):
-    """Collectives over the shards of one vocabulary.
+@dataclass(frozen=True, slots=True)
+class InProcess:
+    """All ``size`` shards are in this process.
 
     ``parts`` has one tensor for each shard that is here, in rank order, all of one shape and dtype.
     """
-
-    @property
-    def size(self) -> int:
-        """Number of shards in all, R."""
-        ...
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Ranks of the shards that are here."""
-        ...
-
-    def gather(self, parts: Sequence[Tensor]) -> Tensor:
-        """[R, ...] the tensors of all shards, in rank order."""
-        ...
-
-    def total(self, parts: Sequence[Tensor]) -> Tensor:
-        """The sum over all shards."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class InProcess:
-    """All ``size`` shards are in this process."""
 
     size: int
 
     @property
     def members(self) -> tuple[int, ...]:
+        """Ranks of the shards that are here."""
         return tuple(range(self.size))
 
     def gather(self, parts: Sequence[Tensor]) -> Tensor:
+        """[R, ...] the tensors of all shards, in rank order."""
         return torch.stack(list(parts))
 
     def total(self, parts: Sequence[Tensor]) -> Tensor:
+        """The sum over all shards."""
         result = parts[0].clone()
         for part in parts[1:]:
             result += part
@@ -68,7 +48,10 @@ class InProcess:
 
 @dataclass(frozen=True, slots=True)
 class OverGroup:
-    """One shard on each rank of a process group; every rank makes the same calls in the same order."""
+    """One shard on each rank of a process group; every rank makes the same calls in the same order.
+
+    What there is to call is ``InProcess``'s; ``parts`` has one tensor.
+    """
 
     group: dist.ProcessGroup
 
@@ -87,6 +70,9 @@ class OverGroup:
         result = parts[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(result, op=dist.ReduceOp.SUM, group=self.group)
         return result
+
+
+Exchange = InProcess | OverGroup
 
 
 def make_exchange(group: dist.ProcessGroup | None, shards: int) -> Exchange:

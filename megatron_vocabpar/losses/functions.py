@@ -39,7 +39,7 @@ def vocab_logprobs(
 ) -> Tensor:
     """Log-probability of each target over the whole vocabulary.
 
-    Source: ROLL's note on vocabulary-parallel computation; equation 1, section 4.1 of the paper.
+    Source: equation 1, section 4.1 of the paper.
 
     Args:
         logits: [..., P] this rank's shard (fp16, bf16, fp32, fp64), a list of shards, or ``LazyLogits``.
@@ -64,8 +64,6 @@ def vocab_entropy(
 ) -> Tensor:
     """Entropy in nats of each token's distribution over the whole vocabulary.
 
-    Source: the definition; ROLL and verl have functions of this kind.
-
     Args:
         logits, mask, reduction, layout: as in ``vocab_logprobs``; without a mask the mean is over all tokens.
 
@@ -84,7 +82,7 @@ def vocab_logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Both of the above from one pass over the logits and one collective: ([...], [...]).
 
-    Source: slime's function of both; sections 4.3 and 4.4 of the paper for the one pass.
+    Source: sections 4.3 and 4.4 of the paper for the one pass.
     """
     summary, _ = summarise(logits, targets, layout, ignore_index=ignore_index, entropy=True)
     return summary.logprob, summary.entropy
@@ -103,12 +101,12 @@ def vocab_cross_entropy(
 ) -> Tensor:
     """Cross entropy with the terms of the output layer (``layers.terms.LossTerms``).
 
-    Source: equation 1 of the paper; label smoothing as in PyTorch; z-loss: PaLM, section 5.
+    Source: equation 1 of the paper; label smoothing as PyTorch's; z-loss: PaLM (arXiv 2204.02311), section 5.
 
     Args:
         logits, targets, ignore_index, mask, reduction, layout: as in ``vocab_logprobs``.
         label_smoothing: s in [0, 1), defined as in ``torch.nn.functional.cross_entropy``.
-        z_loss: z, weight of the squared log-sum-exp (PaLM, section 5), 0 or more.
+        z_loss: weight of the squared log-sum-exp, 0 or more.
 
     Returns:
         A scalar, or [...] for ``none``; fp32 (fp64 for fp64). Smoothing a -inf logit gives inf.
@@ -127,8 +125,6 @@ def vocab_cross_entropy(
 @exact()
 def vocab_argmax(logits: Logits, **layout: Unpack[Layout]) -> Tensor:
     """The id with the largest logit of the whole vocabulary; the smallest of equal ones.
-
-    Source: NeMo-RL's function of that name.
 
     Returns:
         [...] int64, the same on every rank; without gradient. For rows of NaN, any id.
@@ -156,8 +152,6 @@ def vocab_target_rank(
     logits: Logits, targets: Tensor, *, ignore_index: int = -100, **layout: Unpack[Layout]
 ) -> Tensor:
     """How many ids have a larger logit than the target: 0 where the target is the most likely.
-
-    Source: ROLL's function of that name.
 
     Args:
         logits, targets, ignore_index, layout: as in ``vocab_logprobs``.

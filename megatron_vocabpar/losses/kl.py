@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -28,15 +28,13 @@ from megatron_vocabpar.layers.gemm import exact
 from megatron_vocabpar.losses.call import Layout, leading_shape, prepare
 from megatron_vocabpar.losses.reductions import reduce_tokens
 from megatron_vocabpar.losses.sources import LazyLogits, Logits, Source
-from megatron_vocabpar.losses.summary import Call, scaled_logits, softmax_of, weighted_logs
+from megatron_vocabpar.losses.summary import Call, Softmax, scaled_logits, softmax_of, weighted_logs
 
 
 def vocab_kl(
     p: Logits, q: Logits, *, mask: Tensor | None = None, reduction: str = "none", **layout: Unpack[Layout]
 ) -> Tensor:
     """KL(p || q) of two distributions over one sharded vocabulary, in nats.
-
-    Source: definition; the reordered sum is derived above.
 
     Args:
         p: logits of the first distribution, as in ``vocab_logprobs``; gradients flow into them.
@@ -67,13 +65,6 @@ def vocab_kl(
     return reduce_tokens(divergence.view(leading_shape(p)), reduction, mask)
 
 
-class _Softmax(NamedTuple):
-    """The normaliser of each token, [n]: ``sum_j exp(Y_j) = total * 2^offset``."""
-
-    offset: Tensor
-    total: Tensor
-
-
 class _Divergence(torch.autograd.Function):
     """``apply((call_p, call_q), number of p's tensors, *tensors)``: [n]."""
 
@@ -81,7 +72,7 @@ class _Divergence(torch.autograd.Function):
     @exact()
     def forward(ctx: Any, calls: tuple[Call, Call], split: int, *tensors: Tensor) -> Tensor:
         sources = calls[0].source(tensors[:split]), calls[1].source(tensors[split:])
-        softmaxes = _Softmax(*softmax_of(calls[0], sources[0])), _Softmax(*softmax_of(calls[1], sources[1]))
+        softmaxes = softmax_of(calls[0], sources[0]), softmax_of(calls[1], sources[1])
         parts = _Parts(calls, sources, softmaxes)
         if calls[0].invariant:
             zero = torch.zeros_like(softmaxes[0].offset)
@@ -92,8 +83,7 @@ class _Divergence(torch.autograd.Function):
             divergence = calls[0].exchange.total(parts.per_token(lambda terms: terms.sum(dim=1)))
         if calls[0].keep:
             ctx.calls, ctx.split = calls, split
-            saved = [t for softmax in softmaxes for t in (softmax.offset, softmax.total)]
-            ctx.save_for_backward(divergence, *saved, *tensors)
+            ctx.save_for_backward(divergence, *softmaxes[0], *softmaxes[1], *tensors)
         return divergence
 
     @staticmethod
@@ -103,7 +93,7 @@ class _Divergence(torch.autograd.Function):
         divergence, offset_p, total_p, offset_q, total_q, *tensors = ctx.saved_tensors
         calls, split = ctx.calls, ctx.split
         sources = calls[0].source(tensors[:split]), calls[1].source(tensors[split:])
-        softmaxes = _Softmax(offset_p, total_p), _Softmax(offset_q, total_q)
+        softmaxes = Softmax(offset_p, total_p), Softmax(offset_q, total_q)
         needs = any(ctx.needs_input_grad[2 : 2 + split]), any(ctx.needs_input_grad[2 + split :])
         grad = grad / calls[0].temperature
         # Of sum_j |dY_j|. Where d >= 0, p d is at most its term plus p; elsewhere p |d| is at most q - p; so
@@ -134,7 +124,7 @@ class _Parts:
 
     calls: tuple[Call, Call]
     sources: tuple[Source, Source]
-    softmaxes: tuple[_Softmax, _Softmax]
+    softmaxes: tuple[Softmax, Softmax]
 
     def chunks(self) -> Iterator[tuple[slice, int]]:
         """Tokens and shards."""

@@ -54,14 +54,17 @@ def masked_sum(values: Tensor, mask: Tensor | None = None, dim: int | None = Non
     Raises:
         ValueError: if the shapes differ.
     """
+    parts = _per_token(values, mask)
+    return Masked(parts.total.sum(dim=dim), parts.count.sum(dim=dim))
+
+
+def _per_token(values: Tensor, mask: Tensor | None) -> Masked:
+    """Each value times its weight, and the weight."""
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
     weights = torch.ones_like(values, dtype=dtype) if mask is None else mask.to(dtype)
     if weights.shape != values.shape:
         raise ValueError(f"mask of shape {tuple(weights.shape)} for values of {tuple(values.shape)}")
-    weighted = torch.where(weights != 0, values.to(dtype) * weights, 0)
-    if dim is None:
-        return Masked(weighted.sum(), weights.sum())
-    return Masked(weighted.sum(dim=dim), weights.sum(dim=dim))
+    return Masked(torch.where(weights != 0, values.to(dtype) * weights, 0), weights)
 
 
 def token_mean(values: Tensor, mask: Tensor | None = None, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -100,12 +103,7 @@ def sentence_means(values: Tensor, mask: Tensor, sentence: Tensor, sentences: in
         sentence: like values, int64: the sentence of each token, in [0, sentences).
         sentences: their number in the whole batch, not in this microbatch.
     """
-    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
-    weights = mask.to(dtype).reshape(-1)
-    weighted = torch.where(weights != 0, values.reshape(-1).to(dtype) * weights, 0)
-    zeros = weights.new_zeros(sentences)
-    index = sentence.reshape(-1)
-    return Masked(zeros.index_add(0, index, weighted), zeros.index_add(0, index, weights))
+    return by_group(_per_token(values.reshape(-1), mask.reshape(-1)), sentence.reshape(-1), sentences)
 
 
 def mean_of_counted(per_item: Masked) -> Tensor:

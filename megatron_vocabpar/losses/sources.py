@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -58,38 +57,12 @@ Logits = Tensor | Sequence[Tensor] | LazyLogits
 """What the losses accept: a shard [..., P], all shards in this process, or ``LazyLogits``."""
 
 
-class GradientSink(Protocol):
-    """Receives the gradients of logits chunks and turns them into the inputs' gradients."""
-
-    def add(self, shard: int, rows: slice, grad: Tensor, bound: Tensor) -> None:
-        """Take ``grad`` [rows, P'] of a shard; no element of a row exceeds its ``bound`` [rows]."""
-        ...
-
-    def finish(self) -> tuple[Tensor | None, ...]:
-        """The gradients, in the order of the source's tensors."""
-        ...
-
-
-class Source(Protocol):
-    """Logits of the shards that are here, read in chunks of tokens."""
-
-    tokens: int
-
-    def slices(self, rows_per_chunk: int | None) -> list[slice]:
-        """Token ranges to work on, one after another."""
-        ...
-
-    def logits(self, shard: int, rows: slice) -> Tensor:
-        """[rows, P'] fresh logits in fp32 (fp64 for fp64): the caller may overwrite them."""
-        ...
-
-    def gradients(self, exchange: Exchange, scale: Tensor | None) -> GradientSink:
-        """Where to put gradients; ``scale`` [n] asks for sums that don't depend on the sharding."""
-        ...
-
-
 class DenseSource:
-    """Shards of logits that exist. Never copies them whole, whatever their strides."""
+    """Shards of logits that exist. Never copies them whole, whatever their strides.
+
+    Attributes:
+        tokens: n.
+    """
 
     def __init__(self, shards: Sequence[Tensor], ranges: Sequence[VocabRange]) -> None:
         self.shards = tuple(shards)
@@ -101,6 +74,7 @@ class DenseSource:
         self._period = max(1, self.tokens) if every_flat else max(1, shards[0].shape[-2])
 
     def slices(self, rows_per_chunk: int | None) -> list[slice]:
+        """Token ranges to work on, one after another."""
         widest = max(shard.shape[-1] for shard in self.shards)
         device = self.shards[0].device
         size = _CACHED_BYTES if device.type == "cpu" else transient_bytes(device)
@@ -112,6 +86,7 @@ class DenseSource:
         ]
 
     def logits(self, shard: int, rows: slice) -> Tensor:
+        """[rows, P'] fresh logits in fp32 (fp64 for fp64): the caller may overwrite them."""
         flat = self._flat[shard]
         if flat is None:
             flat = self.shards[shard]
@@ -122,7 +97,8 @@ class DenseSource:
         valid = flat[rows, : self.valid[shard]]
         return valid.to(self._dtype, copy=True, memory_format=torch.contiguous_format)
 
-    def gradients(self, exchange: Exchange, scale: Tensor | None) -> GradientSink:
+    def gradients(self, exchange: Exchange, scale: Tensor | None) -> _DenseGradients:
+        """Where to put gradients; ``scale`` [n] asks for sums that don't depend on the sharding."""
         return _DenseGradients(self)
 
 
@@ -135,15 +111,17 @@ class _DenseGradients:
             grad[..., valid:] = 0
 
     def add(self, shard: int, rows: slice, grad: Tensor, bound: Tensor) -> None:
+        """Take ``grad`` [rows, P'] of a shard; no element of a row exceeds its ``bound`` [rows]."""
         out = self._grads[shard]
         out.view(out.shape[:-1].numel(), out.shape[-1])[rows, : grad.shape[1]] = grad
 
     def finish(self) -> tuple[Tensor | None, ...]:
+        """The gradients, in the order of the source's tensors."""
         return tuple(self._grads)
 
 
 class LazySource:
-    """Logits made from hidden states and weight shards, one chunk of tokens at a time.
+    """Logits made from hidden states and weight shards, one chunk of tokens at a time; as ``DenseSource``.
 
     With ``blocks`` all products have one shape (``layers/fixed_point.py``), so that no sharding and no batch
     changes an element. Shards must then start at multiples of BLOCK (``realign.py``).
@@ -175,7 +153,7 @@ class LazySource:
             out[:, columns] = part[:, : columns.stop - columns.start]
         return out
 
-    def gradients(self, exchange: Exchange, scale: Tensor | None) -> GradientSink:
+    def gradients(self, exchange: Exchange, scale: Tensor | None) -> _LazyGradients:
         return _LazyGradients(self, exchange, scale)
 
 
@@ -220,6 +198,9 @@ class _LazyGradients:
             dx.to(source.x.dtype).view(source.hidden.shape),
             *(dw.to(weight.dtype) for dw, weight in zip(self._dw, source.shards, strict=True)),
         )
+
+
+Source = DenseSource | LazySource
 
 
 def narrowed(grad: Tensor, dtype: torch.dtype, bound: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -34,7 +34,7 @@ from megatron_vocabpar.layers.exponents import log_of_power, power_of_two
 from megatron_vocabpar.layers.gemm import exact
 from megatron_vocabpar.layers.kernels.dispatch import exponentials
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.layers.softmax_stats import STATS_WIDTH, MergedStats, merge_stats, pack_stats
+from megatron_vocabpar.layers.softmax_stats import STATS_WIDTH, MergedStats, merge_stats
 from megatron_vocabpar.layers.targets import target_rows
 from megatron_vocabpar.losses.exchange import Exchange
 from megatron_vocabpar.losses.sources import DenseSource, LazySource, Source
@@ -91,36 +91,35 @@ class SoftmaxSummary(torch.autograd.Function):
     @exact()
     def forward(ctx: Any, call: Call, targets: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         source = call.source(tensors)
-        state = _forward(call, source, targets)
+        merged, summary = _forward(call, source, targets)
         if call.keep:
-            merged = state.merged
             ctx.call = call
-            ctx.save_for_backward(
-                targets, merged.offset, merged.total, merged.target_deficit, merged.loss, merged.valid,
-                state.summary.entropy, *tensors,
-            )  # fmt: skip
-        return tuple(state.summary)
+            kept = merged.loss, merged.offset, merged.total, merged.target_deficit, merged.valid
+            ctx.save_for_backward(targets, summary.entropy, *kept, *tensors)
+        return tuple(summary)
 
     @staticmethod
     @once_differentiable
     @exact()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        targets, offset, total, deficit, loss, valid, entropy, *tensors = ctx.saved_tensors
+        targets, entropy, loss, offset, total, deficit, valid, *tensors = ctx.saved_tensors
         merged = MergedStats(loss, offset, total, deficit, valid)
         found = _backward(ctx.call, ctx.call.source(tensors), targets, merged, entropy, grads)
         return (None, None, *found)
 
 
-class _State(NamedTuple):
-    merged: MergedStats
-    summary: Summary
+class Softmax(NamedTuple):
+    """The normaliser of each token, [n]: ``sum_j exp(Y_j) = total * 2^offset``."""
+
+    offset: Tensor
+    total: Tensor
 
 
-def softmax_of(call: Call, source: Source) -> tuple[Tensor, Tensor]:
-    """The normaliser of each token, ``(offset, total)``: sum_j exp(Y_j) = total * 2^offset."""
+def softmax_of(call: Call, source: Source) -> Softmax:
+    """The normalisers over all shards."""
     nowhere = source.logits(0, slice(0, 0)).new_full((source.tokens,), -1, dtype=torch.int64)
-    merged = _forward(call, source, nowhere).merged
-    return merged.offset, merged.total
+    merged, _ = _forward(call, source, nowhere)
+    return Softmax(merged.offset, merged.total)
 
 
 def scaled_logits(source: Source, shard: int, rows: slice, temperature: float) -> Tensor:
@@ -143,7 +142,7 @@ def of_chunks(
     ]
 
 
-def _forward(call: Call, source: Source, targets: Tensor) -> _State:
+def _forward(call: Call, source: Source, targets: Tensor) -> tuple[MergedStats, Summary]:
     def numbers(y: Tensor, shard: VocabRange, rows: slice) -> Tensor:
         return _chunk_stats(call, y, target_rows(targets[rows], shard))
 
@@ -151,7 +150,7 @@ def _forward(call: Call, source: Source, targets: Tensor) -> _State:
     if call.invariant:
         gathered = _join(call, gathered, source.logits(0, slice(0, 0)).dtype)
     merged = merge_stats(gathered[..., :STATS_WIDTH])
-    return _State(merged, _summarise(call, gathered, merged))
+    return merged, _summarise(call, gathered, merged)
 
 
 def _chunk_stats(call: Call, y: Tensor, row: Tensor) -> Tensor:
@@ -178,7 +177,7 @@ def _chunk_stats(call: Call, y: Tensor, row: Tensor) -> Tensor:
         extra.append(finite_log(stored).mul_(stored).sum(dim=1, keepdim=True))
     if logits is not None:
         extra.append(logits.sum(dim=1, keepdim=True))
-    return torch.cat((pack_stats(part.k, part.s_rest, part.target_logit, row >= 0), *extra), dim=1)
+    return torch.cat((part.stats, *extra), dim=1)
 
 
 def _join(call: Call, gathered: Tensor, dtype: torch.dtype) -> Tensor:

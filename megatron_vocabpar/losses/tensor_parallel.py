@@ -7,9 +7,8 @@ The differentiable all-reduce has two adjoints, and a model needs both:
 
 ``nll_per_token`` (one all-reduce of [n] for the targets' logits) and ``nll_mean`` (one scalar) select the
 target's logit and mask it before anything is subtracted. Masking finished log-probabilities instead cuts
-every non-owner off from the gradient; a test keeps that version to show it.
-Source: the article on fusing a tensor-parallel output layer with its loss, cases A, B and C. For memory and
-speed use ``functions.py``, which computes the gradient itself.
+every non-owner off from the gradient; a test keeps that version to show it. For memory and speed use
+``functions.py``, which computes the gradient itself.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def copy_to_shards(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The tensor itself; its gradient is summed over the group. None: one rank.
 
-    Source: the function f of the Megatron-LM paper, section 3.
+    Source: the function f of the Megatron-LM paper (arXiv 1909.08053), section 3.
     """
     return _CopyToShards.apply(x, group)
 
@@ -79,8 +78,6 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Its gradient is this rank's part of the whole one, which must be the same on every rank: that of
     ``LazyLogits`` over the same group is.
-
-    Source: NeMo-RL's log-probabilities from hidden states.
     """
     return _GatherSequence.apply(x, group)
 
@@ -102,7 +99,7 @@ def _lse_and_target(
 def nll_per_token(
     logits: Tensor, targets: Tensor, shard: VocabRange, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Case B: [...] negative log-likelihoods, by an all-reduce of one number per token.
+    """[...] negative log-likelihoods, by an all-reduce of one number per token.
 
     Args:
         logits: [..., P] with at least one true id; fp32 statistics (fp64 for fp64).
@@ -117,6 +114,6 @@ def nll_per_token(
 def nll_mean(
     logits: Tensor, targets: Tensor, shard: VocabRange, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Case C: the mean of ``nll_per_token``, by an all-reduce of one scalar for the targets' logits."""
+    """The mean of ``nll_per_token``, by an all-reduce of one scalar for the targets' logits."""
     lse, picked = _lse_and_target(logits, targets, shard, group)
     return lse.mean() - all_reduce(picked.mean(), group)

@@ -6,8 +6,9 @@ backward is ``zigzag_split``, which takes this rank's two chunks of the gradient
 that assumes that every rank computes the same loss from the gathered sequence; ``sum_gradients=True`` adds
 the ranks' gradients instead, for losses that differ. ``zigzag_split(zigzag_gather(x)) == x``.
 
-Packed sequences are cut one by one, at ``cu_seqlens``. Source: ROLL's note on context-parallel
-communication. Next: ``functions.py``.
+Packed sequences are cut one by one, at ``cu_seqlens``. Next: ``functions.py``.
+Source of the order, of the gather and of its gradient: github.com/alibaba/ROLL,
+``mcore_adapter/src/mcore_adapter/parallel_functions/context_parallel.py``.
 """
 
 from __future__ import annotations
@@ -29,8 +30,6 @@ from megatron_vocabpar.losses.sources import Logits
 
 def zigzag_order(length: int, size: int, cu_seqlens: Sequence[int] | None = None) -> Tensor:
     """[C, length / C] int64: the positions that each rank holds, in its own order.
-
-    Source: ROLL's note on context-parallel communication.
 
     Args:
         length: tokens of the dimension that is cut.
@@ -62,8 +61,6 @@ def zigzag_split(
 ) -> Tensor:
     """This rank's tokens of a whole sequence: [..., S, ...] to [..., S / C, ...]; differentiable, local.
 
-    Source: ROLL's note on context-parallel communication.
-
     Raises:
         ValueError: as ``zigzag_order``, or for a rank outside [0, C).
     """
@@ -82,8 +79,6 @@ def zigzag_gather(
     sum_gradients: bool = False,
 ) -> Tensor:
     """The whole sequence in its original order: [..., S / C, ...] to [..., S, ...].
-
-    Source: ROLL's note on context-parallel communication.
 
     Args:
         x: this rank's tokens; or, without a group, every rank's, in rank order.
@@ -140,8 +135,6 @@ def context_parallel_logprobs(
     **layout: Unpack[Layout],
 ) -> Tensor:
     """Log-probabilities of a whole sequence, from this rank's zigzag part of the logits.
-
-    Source: ROLL's note on context-parallel communication.
 
     Args:
         logits: [..., S / C, P], as in ``vocab_logprobs``, of this rank's positions.

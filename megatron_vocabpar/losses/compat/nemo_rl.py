@@ -29,8 +29,6 @@ def from_parallel_logits_to_logprobs(
 ) -> Tensor:
     """[b, s/C, P] logits and [b, s] unshifted ids to [b, s-1] log-probabilities of the next ids.
 
-    Source: NeMo-RL, ``distributed/model_utils.py``.
-
     Raises:
         ValueError: if ``sampling_params`` asks for top-k or top-p.
     """
@@ -62,18 +60,12 @@ def from_parallel_logits_to_logprobs(
 
 
 def vocab_parallel_argmax(logits: Tensor, *, tp_group: dist.ProcessGroup | None = None) -> Tensor:
-    """[..., P] to [...] global ids.
-
-    Source: NeMo-RL, ``distributed/model_utils.py``.
-    """
+    """[..., P] to [...] global ids."""
     return functions.vocab_argmax(logits, group=tp_group)
 
 
 def allgather_cp_sharded_tensor(tensor: Tensor, cp_group: dist.ProcessGroup, seq_dim: int = 1) -> Tensor:
-    """[..., s/C, ...] zigzag parts to [..., s, ...]; the backward pass sums the ranks' gradients.
-
-    Source: NeMo-RL, ``distributed/model_utils.py``.
-    """
+    """[..., s/C, ...] zigzag parts to [..., s, ...]; the backward pass sums the ranks' gradients."""
     return zigzag_gather(tensor, cp_group, seq_dim, sum_gradients=True)
 
 
@@ -93,8 +85,6 @@ def from_parallel_hidden_states_to_logprobs(
 
     ``runtime_gather_output`` has no effect. The logits exist for ``chunk_size`` tokens (of all sequences) at
     a time.
-
-    Source: NeMo-RL, ``distributed/model_utils.py``.
 
     Raises:
         ValueError: if ``cp_group`` has several ranks.

@@ -22,8 +22,6 @@ def calculate_log_probs_and_entropy(
     """[n, P] logits and [n] ids to log-probabilities [n, 1], and entropy [n] or None; of no tokens, [0] each.
 
     ``log_prob_keep_mask`` [n, P] leaves ids, but never the target, out of the log-probability alone.
-
-    Source: slime, ``utils/ppo_utils.py``.
     """
     if len(logits) == 0:
         return logits.new_zeros(0), logits.new_zeros(0) if with_entropy else None

@@ -15,19 +15,14 @@ from megatron_vocabpar.losses.sources import LazyLogits
 
 
 def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
-    """[n, P] to [n] fp32.
-
-    Source: verl, ``megatron/tensor_parallel.py``.
-    """
-    group = parallel_state.get_tensor_model_parallel_group()
-    return functions.vocab_entropy(vocab_parallel_logits, group=group)
+    """[n, P] to [n] fp32."""
+    return functions.vocab_entropy(
+        vocab_parallel_logits, group=parallel_state.get_tensor_model_parallel_group()
+    )
 
 
 def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
-    """[..., P] and [...] to [...] fp32.
-
-    Source: verl, ``megatron/tensor_parallel.py``.
-    """
+    """[..., P] and [...] to [...] fp32."""
     return functions.vocab_logprobs(logits, labels, group=parallel_state.get_tensor_model_parallel_group())
 
 
@@ -39,10 +34,7 @@ def linear_cross_entropy(
     reduction: str | None = "none",
     dist_process_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(log-probabilities, entropy)`` of hidden states [..., H] and a shard [P, H]; [n] for ``none``.
-
-    Source: verl, ``kernel/linear_cross_entropy.py``.
-    """
+    """``(log-probabilities, entropy)`` of hidden states [..., H] and a shard [P, H]; [n] for ``none``."""
     logits = LazyLogits(hidden.reshape(-1, hidden.shape[-1]), weight)
     logprobs, entropy = functions.vocab_logprobs_and_entropy(
         logits, labels.reshape(-1), temperature=temperature or 1.0, group=dist_process_group
