@@ -17,16 +17,15 @@ Source: the digits are those of reproducible summation (Demmel and Nguyen, 2015)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.exponents import NOTHING, power_of_two
 from megatron_vocabpar.layers.gemm import product, result_dtype, row_chunks
-from megatron_vocabpar.layers.kernels import reference
-from megatron_vocabpar.layers.kernels.dispatch import CPU, row_kernels
+from megatron_vocabpar.layers.kernels.dispatch import CPU, REFERENCE, row_kernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials
-from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
 BLOCK = 256
 """Ids, and tokens, that are always computed together."""
@@ -47,32 +46,13 @@ One more, of zeros, says that the operands are fp64: no value need be read on th
 """
 
 
-def exponentials(
-    logits: Tensor,
-    target_row: Tensor,
-    valid_rows: int,
-    offset: Tensor | None = None,
-    *,
-    dtype: torch.dtype,
-    out: Tensor | None,
-    terms: LossTerms = PLAIN,
-) -> Exponentials:
-    """The row kernel, by an implementation whose elements don't depend on their place.
+def exponentials(logits: Tensor, *args: Any, **options: Any) -> Exponentials:
+    """The row kernel, by an implementation whose elements don't depend on their place; its arguments.
 
     The CPU's own does not serve: its exp2 rounds the last few elements of a tensor otherwise than the others.
     """
     kernels = row_kernels(logits.device, logits.dtype)
-    kernel = reference.exponentials if kernels is CPU else kernels.exponentials
-    return kernel(
-        logits,
-        target_row,
-        valid_rows,
-        offset,
-        dtype=dtype,
-        out=out,
-        logit_scale=terms.logit_scale,
-        softcap=terms.softcap,
-    )
+    return (REFERENCE if kernels is CPU else kernels).exponentials(logits, *args, **options)
 
 
 def digits(values: Tensor, k: Tensor) -> Tensor:
@@ -155,7 +135,7 @@ def join_whole(gathered: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, li
         dtype: of the result, fp32 or fp64.
 
     Returns:
-        ``(stats, weight_peak, others)``: [1, n, 4] as of ``pack_stats``, the same bits for every sharding;
+        ``(stats, weight_peak, others)``: [1, n, 4] as in ``softmax_stats.py``, the same for every sharding;
         the largest |weight| of all shards, one double; the other sums as of ``total``.
     """
     bits, owner, peak = gathered[..., :3].unbind(2)

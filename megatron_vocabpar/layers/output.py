@@ -28,13 +28,12 @@ Next: ``../runtime/executor.py``, which runs these passes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.exponents import split_exponent
 from megatron_vocabpar.layers.gemm import (
     add_product_,
     exact,
@@ -44,13 +43,7 @@ from megatron_vocabpar.layers.gemm import (
     transient_bytes,
 )
 from megatron_vocabpar.layers.kernels.dispatch import exponentials, factors, scale_rows, scatter_add_rows_
-from megatron_vocabpar.layers.kernels.reference import (
-    lift,
-    row_offset,
-    take_target_,
-    transform_logits_,
-)
-from megatron_vocabpar.layers.kernels.reference_stats import Factors
+from megatron_vocabpar.layers.kernels.reference import Exponentials, lift
 from megatron_vocabpar.layers.merged import STATS_WIDTH, MergedStats
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.targets import OwnedTargets, local_targets, owned_targets, target_rows
@@ -58,59 +51,96 @@ from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
 
 @dataclass(frozen=True, slots=True)
+class Tokens:
+    """One microbatch before one shard of the output layer.
+
+    Attributes:
+        x: [n, H] operand dtype, as received.
+        shard: the rows of the weight. Products stop at the true ids, so that nothing in the padding can
+            reach a gradient.
+        target_row: [n] int64 local row of the target; outside [0, valid rows) where it is not owned.
+        owned: the tokens with a target here; None in an evaluation.
+        terms: what the loss consists of.
+        rows_per_chunk: tokens worked on at one time; None chooses by size.
+    """
+
+    x: Tensor
+    shard: VocabRange
+    target_row: Tensor
+    owned: OwnedTargets | None
+    terms: LossTerms
+    rows_per_chunk: int | None
+
+    def exponentials(
+        self,
+        logits_of: Callable[[slice], Tensor],
+        *,
+        e: Tensor | None = None,
+        transient: bool = False,
+        offset: Tensor | None = None,
+        stats: Tensor | None = None,
+    ) -> Iterator[tuple[slice, Exponentials]]:
+        """The row kernel on the logits of a chunk of tokens at a time, which it overwrites.
+
+        Exponentials go to ``e``. Without it, a chunk's exist if ``transient``: wide ones as their logits.
+        """
+        x, rows_per_chunk = self.x, self.rows_per_chunk
+        transient_size = transient_bytes(x.device)
+        for rows in row_chunks(len(x), self.shard.rows, rows_per_chunk, transient_bytes=transient_size):
+            logits = logits_of(rows)
+            out = None if e is None else e[rows]
+            if out is None and transient:
+                out = logits if logits.dtype == x.dtype else torch.empty_like(logits, dtype=x.dtype)
+            yield (
+                rows,
+                exponentials(
+                    logits,
+                    self.target_row[rows],
+                    self.shard.valid_rows,
+                    None if offset is None else offset[rows],
+                    dtype=x.dtype,
+                    out=out,
+                    stats=None if stats is None else stats[rows],
+                    terms=self.terms,
+                ),
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class OutputState:
     """What S leaves on one rank for one microbatch, until T. Nothing writes into it.
 
     Attributes:
-        x: [n, H] operand dtype, as received.
+        tokens: what S was given.
+        k: [n] whole offsets, fp32 (fp64 for fp64): a column of the statistics.
         e: [n, P] operand dtype; exponentials with the target's entry and padding zero. None where they
             are to be recomputed.
         weight: [P, H] as in S, for recomputation: no copy, so T must run before it changes. Else None.
-        shard: the rows of the weight. Products stop at the true ids, so that nothing in the padding can
-            reach a gradient.
-        k: [n] whole offsets, fp32 (fp64 for fp64): a column of the statistics.
-        target_row: [n] int64 local row of the target; outside [0, valid rows) where it is not owned.
-        owned: the tokens with a target here.
         a: [n, H] fp32 (fp64 for fp64) E W, where S was asked for it (vocab-2); else None.
         target_slope: [n] slope of the softcap at the target's logit, where there is a softcap; else None.
         weight_sum: [H] sum of the weight's true rows, where labels are smoothed; else None.
-        terms: what the loss consists of.
-        rows_per_chunk: as in S, for recomputation.
     """
 
-    x: Tensor
-    e: Tensor | None
-    weight: Tensor | None
-    shard: VocabRange
+    tokens: Tokens
     k: Tensor
-    target_row: Tensor
-    owned: OwnedTargets
+    e: Tensor | None
+    weight: Tensor | None = None
     a: Tensor | None = None
     target_slope: Tensor | None = None
     weight_sum: Tensor | None = None
-    terms: LossTerms = PLAIN
-    rows_per_chunk: int | None = None
+
+    @property
+    def x(self) -> Tensor:
+        """[n, H] operand dtype, as received."""
+        return self.tokens.x
 
 
 @dataclass(frozen=True, slots=True)
 class NaiveState:
-    """What naive's S leaves for its S2: the logits themselves.
+    """What naive's S leaves for its S2: the logits themselves, [n, P] fp32 (fp64 for fp64)."""
 
-    Attributes:
-        x: [n, H] operand dtype, as received.
-        logits: [n, P] fp32 (fp64 for fp64).
-        target_row: [n] int64 local row of the target; outside [0, valid rows) where it is not owned.
-        shard: the rows of the weight.
-        terms: what the loss consists of.
-        owned: the tokens with a target here, where the caller knew them.
-    """
-
-    x: Tensor
+    tokens: Tokens
     logits: Tensor
-    target_row: Tensor
-    shard: VocabRange
-    terms: LossTerms = PLAIN
-    owned: OwnedTargets | None = None
 
 
 @exact()
@@ -153,58 +183,32 @@ def output_forward(
     Raises:
         ValueError: if shapes or dtypes do not fit one another.
     """
-    check_arguments(x, weight, targets, shard)
-    target_row = local_targets(targets, shard)
+    tokens = _tokens(x, weight, targets, shard, terms, owned, rows_per_chunk, training=keep_state)
     dtype, valid = result_dtype(x.dtype), shard.valid_rows
-    keep_e, keep_a = keep_state and not recompute, keep_state and with_input_gradient
-    e = _place(e, x, shard) if keep_e else None
-    a = x.new_empty(x.shape, dtype=dtype) if keep_a else None
-    if owned is None and keep_state:
-        owned = owned_targets(target_rows(targets, shard))
+    e = _place(e, x, shard) if keep_state and not recompute else None
+    a = x.new_empty(x.shape, dtype=dtype) if keep_state and with_input_gradient else None
     stats = x.new_empty((len(x), STATS_WIDTH + bool(terms.label_smoothing)), dtype=dtype)
+    # Wide exponentials take the place of their logits; 16-bit ones need a transient.
+    wide = e if x.dtype == dtype else None
     slopes = []
-    for rows in _chunks(x, shard, rows_per_chunk):
-        # Wide exponentials take the place of their logits; 16-bit ones need a transient.
-        place = e[rows] if e is not None and e.dtype == dtype else None
-        logits = product(x[rows], weight.t(), out=place)  # [rows, P]
-        out = None if e is None else e[rows]
-        if out is None and a is not None:
-            out = torch.empty_like(logits, dtype=x.dtype)
-        part = exponentials(
-            logits,
-            target_row[rows],
-            valid,
-            dtype=x.dtype,
-            out=out,
-            stats=stats[rows],
-            logit_scale=terms.logit_scale,
-            softcap=terms.softcap,
-        )
+    for rows, part in tokens.exponentials(
+        lambda rows: product(x[rows], weight.t(), out=None if wide is None else wide[rows]),
+        e=e,
+        transient=a is not None,
+        stats=stats,
+    ):
+        slopes.append(part.target_slope)
         if a is not None and e is None and part.e is not None:
             product(part.e[:, :valid], weight[:valid], out=a[rows])
-        slopes.append(part.target_slope)
     if a is not None and e is not None:
         product(e[:, :valid], weight[:valid], out=a)  # one product: a chunk's has too few tiles for a GPU
-    weight_sum = None
-    if terms.label_smoothing:
-        weight_sum = weight[:valid].sum(0, dtype=dtype)
+    weight_sum = weight[:valid].sum(0, dtype=dtype) if terms.label_smoothing else None
+    if weight_sum is not None:
         stats[:, STATS_WIDTH] = (x.to(dtype) @ weight_sum).mul_(terms.logit_scale / shard.vocab_size)
-    if owned is None or not keep_state:
+    if not keep_state:
         return None, stats
-    return OutputState(
-        x=x,
-        e=e,
-        weight=weight if recompute else None,
-        shard=shard,
-        k=stats[:, 0],
-        target_row=target_row,
-        owned=owned,
-        a=a,
-        target_slope=_joined_slopes(slopes, terms),
-        weight_sum=weight_sum,
-        terms=terms,
-        rows_per_chunk=rows_per_chunk,
-    ), stats
+    kept = weight if recompute else None
+    return OutputState(tokens, stats[:, 0], e, kept, a, _joined(slopes), weight_sum), stats
 
 
 @exact()
@@ -228,16 +232,12 @@ def naive_maximum(
     """
     if terms.label_smoothing:
         raise ValueError(f"label smoothing {terms.label_smoothing}: naive has none; use vocab-1 or vocab-2")
-    check_arguments(x, weight, targets, shard)
-    target_row = local_targets(targets, shard)
+    tokens = _tokens(x, weight, targets, shard, terms, owned, rows_per_chunk, training=True)
     logits = product(x, weight.t())
-    k = logits.new_empty(x.shape[0])
-    for rows in _chunks(x, shard, rows_per_chunk):
-        masked = logits[rows].clone()
-        transform_logits_(masked, terms.logit_scale, terms.softcap)
-        take_target_(masked, target_row[rows], shard.valid_rows)
-        k[rows] = row_offset(split_exponent(masked)[0], x.dtype)
-    return NaiveState(x, logits, target_row, shard, terms, owned), k
+    k = logits.new_empty(len(x))
+    for rows, part in tokens.exponentials(lambda rows: logits[rows].clone()):
+        k[rows] = part.k
+    return NaiveState(tokens, logits), k
 
 
 @exact()
@@ -255,35 +255,14 @@ def naive_sum(
     Returns:
         As ``output_forward`` without A; T is then the same.
     """
-    x, target_row, shard, terms = state.x, state.target_row, state.shard, state.terms
-    e = x.new_empty(state.logits.shape) if keep_state else None
-    stats, slopes = state.logits.new_empty((len(x), STATS_WIDTH)), []
-    for rows in _chunks(x, shard, rows_per_chunk):
-        part = exponentials(
-            state.logits[rows].clone(),
-            target_row[rows],
-            shard.valid_rows,
-            global_k[rows],
-            dtype=x.dtype,
-            out=None if e is None else e[rows],
-            stats=stats[rows],
-            logit_scale=terms.logit_scale,
-            softcap=terms.softcap,
-        )
-        slopes.append(part.target_slope)
+    tokens, logits = replace(state.tokens, rows_per_chunk=rows_per_chunk), state.logits
+    e = tokens.x.new_empty(logits.shape) if keep_state else None
+    stats = logits.new_empty((len(logits), STATS_WIDTH))
+    parts = tokens.exponentials(lambda rows: logits[rows].clone(), e=e, offset=global_k, stats=stats)
+    slopes = [part.target_slope for _, part in parts]
     if e is None:
         return None, stats
-    return OutputState(
-        x=x,
-        e=e,
-        weight=None,
-        shard=shard,
-        k=stats[:, 0],
-        target_row=target_row,
-        owned=_owned_rows(target_row, shard) if state.owned is None else state.owned,
-        target_slope=_joined_slopes(slopes, terms),
-        terms=terms,
-    ), stats
+    return OutputState(tokens, stats[:, 0], e, target_slope=_joined(slopes)), stats
 
 
 @exact()
@@ -311,14 +290,8 @@ def input_gradient(
         ValueError: if ``out`` has another shape or dtype.
     """
     check_gradient_place(out, state.x, merged)
-    scales = _factors(state, merged, grad_loss)
-    if state.a is not None:
-        grad = scale_rows(state.a, scales.row, out)
-    else:
-        grad = scales.row.new_empty(state.x.shape) if out is None else out
-        for rows, e in _exponentials(state):
-            _input_product(state, rows, e, weight, scales, grad)
-    _add_input_terms(state, scales, weight, grad)
+    grad = merged.total.new_empty(state.x.shape) if out is None else out
+    _add_gradients(state, merged, grad_loss, weight, grad, None)
     return grad
 
 
@@ -335,12 +308,8 @@ def weight_gradient(state: OutputState, merged: MergedStats, grad_loss: Tensor, 
     Raises:
         ValueError: if ``main_grad`` has another shape, or a dtype that the operands can't add to.
     """
-    check_main_grad(state.x, state.shard, main_grad)
-    scales = _factors(state, merged, grad_loss)
-    scaled, lifted = _scaled_input(state, scales)
-    for rows, e in _exponentials(state):
-        _weight_product(state, e, scaled[rows], lifted, main_grad)
-    _add_weight_terms(state, scales, main_grad)
+    check_main_grad(state.x, state.tokens.shard, main_grad)
+    _add_gradients(state, merged, grad_loss, None, None, main_grad)
 
 
 @exact()
@@ -354,67 +323,85 @@ def output_backward(
     Returns:
         [n, H] fp32 (fp64 for fp64) this shard's part of dX.
     """
-    check_main_grad(state.x, state.shard, main_grad)
-    scales = _factors(state, merged, grad_loss)
-    grad = scales.row.new_empty(state.x.shape) if state.a is None else scale_rows(state.a, scales.row)
-    scaled, lifted = _scaled_input(state, scales)
-    for rows, e in _exponentials(state):
-        if state.a is None:
-            _input_product(state, rows, e, weight, scales, grad)
-        _weight_product(state, e, scaled[rows], lifted, main_grad)
-    _add_input_terms(state, scales, weight, grad)
-    _add_weight_terms(state, scales, main_grad)
+    check_main_grad(state.x, state.tokens.shard, main_grad)
+    grad = merged.total.new_empty(state.x.shape)
+    _add_gradients(state, merged, grad_loss, weight, grad, main_grad)
     return grad
 
 
-def _factors(state: OutputState, merged: MergedStats, grad_loss: Tensor) -> Factors:
-    return factors(
-        merged,
-        state.k,
-        grad_loss,
-        state.owned.tokens,
-        state.target_slope,
-        vocab_size=state.shard.vocab_size,
-    )
+def _add_gradients(
+    state: OutputState,
+    merged: MergedStats,
+    grad_loss: Tensor,
+    weight: Tensor | None,
+    grad: Tensor | None,
+    main_grad: Tensor | None,
+) -> None:
+    """Write dX to ``grad``, where it is given with the weight; add dW to ``main_grad``, where it is given."""
+    x, shard, owned = state.x, state.tokens.shard, state.tokens.owned
+    assert owned is not None
+    valid, slope = shard.valid_rows, state.target_slope
+    scales = factors(merged, state.k, grad_loss, owned.tokens, slope, vocab_size=shard.vocab_size)
+    if grad is not None and state.a is not None:
+        scale_rows(state.a, scales.row, grad)
+    lifted = scaled = None
+    if main_grad is not None:
+        lifted = lift(x, scales.row)
+        scaled = scale_rows(x, scales.row if lifted is None else scales.row * lifted)
+    for rows, e in _exponentials(state) if scaled is not None or state.a is None else ():
+        if grad is not None and weight is not None and state.a is None:
+            product(e[:, :valid], weight[:valid], out=grad[rows])
+            grad[rows].mul_(scales.row[rows].unsqueeze(1))
+        if main_grad is not None and scaled is not None:
+            undo = None if lifted is None else 1 / lifted
+            add_product_(main_grad[:valid], e[:, :valid].t(), scaled[rows], undo)
+    # What is not in the exponentials: the targets' terms, and the smoothed labels.
+    if grad is not None and weight is not None:
+        scatter_add_rows_(grad, owned.tokens, weight, scales.target, source=owned.rows, order=owned.by_token)
+        if scales.uniform is not None and state.weight_sum is not None:
+            grad.addr_(scales.uniform, state.weight_sum)
+    if main_grad is not None:
+        scatter_add_rows_(main_grad, owned.rows, x, scales.target, source=owned.tokens, order=owned.by_row)
+        if scales.uniform is not None:
+            main_grad[:valid].add_(scales.uniform @ x.to(scales.uniform.dtype))
 
 
 def _exponentials(state: OutputState) -> Iterator[tuple[slice, Tensor]]:
     """The stored exponentials in one piece, or recomputed ones a chunk of tokens at a time."""
+    x, weight = state.x, state.weight
     if state.e is not None:
-        yield slice(0, state.x.shape[0]), state.e
+        yield slice(0, len(x)), state.e
         return
-    assert state.weight is not None
-    for rows in _chunks(state.x, state.shard, state.rows_per_chunk):
-        logits = product(state.x[rows], state.weight.t())
-        part = exponentials(
-            logits,
-            state.target_row[rows],
-            state.shard.valid_rows,
-            state.k[rows],
-            dtype=state.x.dtype,
-            # Wide exponentials take the place of their logits.
-            out=logits if logits.dtype == state.x.dtype else torch.empty_like(logits, dtype=state.x.dtype),
-            logit_scale=state.terms.logit_scale,
-            softcap=state.terms.softcap,
-        )
+    assert weight is not None
+    parts = state.tokens.exponentials(
+        lambda rows: product(x[rows], weight.t()), transient=True, offset=state.k
+    )
+    for rows, part in parts:
         assert part.e is not None
         yield rows, part.e
 
 
-def _input_product(
-    state: OutputState, rows: slice, e: Tensor, weight: Tensor, scales: Factors, grad: Tensor
-) -> None:
-    valid = state.shard.valid_rows
-    product(e[:, :valid], weight[:valid], out=grad[rows])
-    grad[rows].mul_(scales.row[rows].unsqueeze(1))
+def _tokens(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    shard: VocabRange,
+    terms: LossTerms,
+    owned: OwnedTargets | None,
+    rows_per_chunk: int | None,
+    *,
+    training: bool,
+) -> Tokens:
+    check_arguments(x, weight, targets, shard)
+    if owned is None and training:
+        owned = owned_targets(target_rows(targets, shard))
+    return Tokens(x, shard, local_targets(targets, shard), owned, terms, rows_per_chunk)
 
 
-def _add_input_terms(state: OutputState, scales: Factors, weight: Tensor, grad: Tensor) -> None:
-    """What is not in the exponentials: the targets' rows, and the smoothed labels."""
-    owned = state.owned
-    scatter_add_rows_(grad, owned.tokens, weight, scales.target, source=owned.rows, order=owned.by_token)
-    if scales.uniform is not None and state.weight_sum is not None:
-        grad.addr_(scales.uniform, state.weight_sum)
+def _joined(slopes: list[Tensor | None]) -> Tensor | None:
+    """The chunks' slopes at the target; None without a softcap."""
+    found = [slope for slope in slopes if slope is not None]
+    return torch.cat(found) if found else None
 
 
 def check_gradient_place(out: Tensor | None, x: Tensor, merged: MergedStats) -> None:
@@ -444,39 +431,6 @@ def check_main_grad(x: Tensor, shard: VocabRange, main_grad: Tensor) -> None:
         raise ValueError(
             f"main_grad in {main_grad.dtype}: use {result_dtype(x.dtype)}, or {x.dtype} like the weight"
         )
-
-
-def _scaled_input(state: OutputState, scales: Factors) -> tuple[Tensor, Tensor | None]:
-    """[n, H] X with the rows' factors, and the power of two by which fp16 was lifted."""
-    lifted = lift(state.x, scales.row)
-    return scale_rows(state.x, scales.row if lifted is None else scales.row * lifted), lifted
-
-
-def _weight_product(
-    state: OutputState, e: Tensor, scaled: Tensor, lifted: Tensor | None, main_grad: Tensor
-) -> None:
-    valid = state.shard.valid_rows
-    add_product_(main_grad[:valid], e[:, :valid].t(), scaled, None if lifted is None else 1 / lifted)
-
-
-def _add_weight_terms(state: OutputState, scales: Factors, main_grad: Tensor) -> None:
-    """What is not in the exponentials: the targets' tokens, and the smoothed labels."""
-    x, owned = state.x, state.owned
-    scatter_add_rows_(main_grad, owned.rows, x, scales.target, source=owned.tokens, order=owned.by_row)
-    if scales.uniform is not None:
-        main_grad[: state.shard.valid_rows].add_(scales.uniform @ x.to(scales.uniform.dtype))
-
-
-def _joined_slopes(slopes: list[Tensor | None], terms: LossTerms) -> Tensor | None:
-    return None if terms.softcap is None else torch.cat([slope for slope in slopes if slope is not None])
-
-
-def _owned_rows(target_row: Tensor, shard: VocabRange) -> OwnedTargets:
-    return owned_targets(torch.where(target_row < shard.valid_rows, target_row, -1))
-
-
-def _chunks(x: Tensor, shard: VocabRange, rows_per_chunk: int | None) -> list[slice]:
-    return row_chunks(x.shape[0], shard.rows, rows_per_chunk, transient_bytes=transient_bytes(x.device))
 
 
 def _place(given: Tensor | None, x: Tensor, shard: VocabRange) -> Tensor:

@@ -33,23 +33,7 @@ from megatron_vocabpar.layers.kernels.dispatch import merge
 from megatron_vocabpar.layers.merged import STATS_WIDTH, MergedStats, empty_merged
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
-__all__ = ["STATS_WIDTH", "MergedStats", "merge_stats", "merged_place", "pack_stats"]
-
-
-def pack_stats(
-    k: Tensor, s_rest: Tensor, target_logit: Tensor, owner: Tensor, mean_logit: Tensor | None = None
-) -> Tensor:
-    """Pack one shard's statistics for the collective: [n] tensors to [n, 4], or [n, 5].
-
-    Args:
-        k: whole offsets.
-        s_rest: sums of the exponentials but the target's.
-        target_logit: the target's logit.
-        owner: boolean.
-        mean_logit: for label smoothing, the sum of the shard's logits over all V ids' number.
-    """
-    columns = (k, s_rest, target_logit, owner.to(k.dtype))
-    return torch.stack(columns if mean_logit is None else (*columns, mean_logit), dim=1)
+__all__ = ["STATS_WIDTH", "MergedStats", "merge_stats", "merged_place"]
 
 
 def merged_place(stats: Tensor) -> MergedStats:
@@ -82,15 +66,18 @@ def merge_stats(gathered: Tensor, terms: LossTerms = PLAIN, *, out: MergedStats 
     Raises:
         ValueError: if the shape or the dtype is another.
     """
-    weight_peak = None
-    if gathered.dtype == torch.int64:
-        gathered, weight_peak = _join(gathered)
-    width = STATS_WIDTH + bool(terms.label_smoothing)
-    if gathered.dim() != 3 or gathered.shape[0] < 1 or gathered.shape[2] != width:
+    whole = gathered.dtype == torch.int64
+    width = WHOLE_WIDTH if whole else STATS_WIDTH + bool(terms.label_smoothing)
+    widths = (WHOLE_WIDTH, WHOLE_WIDTH + 1) if whole else (width,)
+    if gathered.dim() != 3 or gathered.shape[0] < 1 or gathered.shape[2] not in widths:
         raise ValueError(
             f"gathered statistics of shape {tuple(gathered.shape)}: "
             f"stack the [n, {width}] statistics of every rank to [ranks, n, {width}]"
         )
+    weight_peak = None
+    if whole:
+        dtype = torch.float32 if gathered.shape[2] == WHOLE_WIDTH else torch.float64
+        gathered, weight_peak, _ = join_whole(gathered[..., :WHOLE_WIDTH], dtype)
     if gathered.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"statistics in {gathered.dtype}: exchange them as float32 (float64 for float64)")
     if out is not None and (out.loss.shape != gathered.shape[1:2] or out.loss.dtype != gathered.dtype):
@@ -101,19 +88,3 @@ def merge_stats(gathered: Tensor, terms: LossTerms = PLAIN, *, out: MergedStats 
     if weight_peak is not None and out is not None and out.weight_peak is not None:
         weight_peak = out.weight_peak.copy_(weight_peak)
     return replace(merge(gathered, terms, out), weight_peak=weight_peak)
-
-
-def _join(gathered: Tensor) -> tuple[Tensor, Tensor]:
-    """Statistics of whole numbers as those of one shard, and the largest |weight|."""
-    if (
-        gathered.dim() != 3
-        or gathered.shape[0] < 1
-        or gathered.shape[2] not in (WHOLE_WIDTH, WHOLE_WIDTH + 1)
-    ):
-        raise ValueError(
-            f"gathered statistics of shape {tuple(gathered.shape)}: stack the [n, {WHOLE_WIDTH}] statistics "
-            f"of every rank to [ranks, n, {WHOLE_WIDTH}]"
-        )
-    dtype = torch.float32 if gathered.shape[2] == WHOLE_WIDTH else torch.float64
-    stats, weight_peak, _ = join_whole(gathered[..., :WHOLE_WIDTH], dtype)
-    return stats, weight_peak

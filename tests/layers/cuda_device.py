@@ -51,7 +51,7 @@ def _kernels(launched: Callable[[str], None]) -> RowKernels:
     ) -> Exponentials:
         launched("exponentials")
         stats = logits.new_empty((len(logits), STATS_WIDTH)) if stats is None else stats
-        return Exponentials(out, stats, logits.new_empty(len(logits)) if options["softcap"] else None)
+        return Exponentials(out, stats, logits.new_empty(len(logits)) if options["terms"].softcap else None)
 
     def scale_rows(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
         launched("scale_rows")

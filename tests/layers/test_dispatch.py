@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_vocabpar.layers.kernels import dispatch
+from megatron_vocabpar.layers.terms import PLAIN
 
 
 def test_the_cpu_has_its_own_and_tests_can_choose() -> None:
@@ -28,3 +29,27 @@ def test_where_triton_cannot_serve_the_log_says_why_once(caplog: pytest.LogCaptu
         "tensors are on meta, and the Triton kernels are for CUDA devices",
         "the logits are torch.float64, and the Triton kernels compute in float32",
     ]
+
+
+def test_each_function_is_served_in_the_dtype_that_it_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.dtype] = []
+
+    def chosen(device: torch.device, dtype: torch.dtype) -> dispatch.RowKernels:
+        asked.append(dtype)
+        return dispatch.REFERENCE
+
+    monkeypatch.setattr(dispatch, "row_kernels", chosen)
+    half, first = torch.zeros(2, 3, dtype=torch.float16), torch.tensor([0])
+    dispatch.scale_rows(half, torch.ones(2))
+    dispatch.scatter_add_rows_(half, first, half[:1])
+    narrow = dispatch.merge(torch.zeros(1, 2, 4), PLAIN)
+    dispatch.factors(narrow, torch.zeros(2), torch.ones(2).double(), first, vocab_size=3)
+    assert asked == [torch.float32] * 4
+    asked.clear()
+    dispatch.exponentials(half.double(), first.repeat(2), 3)
+    dispatch.scale_rows(half.double(), torch.ones(2).double())
+    dispatch.scatter_add_rows_(half, first, half[:1].double())
+    dispatch.scatter_add_rows_(half.double(), first, half[:1])
+    wide = dispatch.merge(torch.zeros(1, 2, 4).double(), PLAIN)
+    dispatch.factors(wide, torch.zeros(2).double(), torch.ones(2), first, vocab_size=3)
+    assert asked == [torch.float64] * 6

@@ -16,6 +16,7 @@ from megatron_vocabpar.layers.kernels.reference import (
     scale_rows,
     scatter_add_rows_,
 )
+from megatron_vocabpar.layers.terms import LossTerms
 
 STORED = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 
@@ -91,7 +92,9 @@ def test_the_short_way_for_wide_storage_equals_the_reference(
         work = logits.clone()
         place = work if implementation is cpu.exponentials else torch.full_like(work, torch.nan)
         valid = max(0, columns - 3)
-        parts.append(implementation(work, target_row, valid, offset, out=place, logit_scale=scale))
+        parts.append(
+            implementation(work, target_row, valid, offset, out=place, terms=LossTerms(logit_scale=scale))
+        )
     expected, got = parts
     assert got.e is not None
     assert expected.e is not None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_vocabpar.layers.kernels.reference import exponentials
-from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats, merged_place, pack_stats
+from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats, merged_place
 
 
 def merge(logits: Tensor, target: int, cuts: list[int]) -> MergedStats:
@@ -22,7 +22,7 @@ def merge(logits: Tensor, target: int, cuts: list[int]) -> MergedStats:
     for start, stop in pairwise(edges):
         row = target - start if start <= target < stop else -1
         part = exponentials(logits[start:stop].clone().unsqueeze(0), torch.tensor([row]), stop - start)
-        stats.append(pack_stats(part.k, part.s_rest, part.target_logit, torch.tensor([row >= 0])))
+        stats.append(part.stats)
     return merge_stats(torch.stack(stats))
 
 

@@ -163,7 +163,7 @@ def test_undefined_logits_are_not_hidden(special: float) -> None:
 def test_scale_and_softcap(scale: float, softcap: float | None) -> None:
     logits, target = rows(5, 300, 4.0)
     logits[0, :7], logits[1, 0], logits[1, 1] = 0.0, 1e4, -1e4
-    expected, got = both(logits, target, 290, logit_scale=scale, softcap=softcap)
+    expected, got = both(logits, target, 290, terms=LossTerms(logit_scale=scale, softcap=softcap))
     torch.testing.assert_close(got.k, expected.k)
     assert got.e is not None
     torch.testing.assert_close(got.e, expected.e, rtol=1e-5, atol=1e-30)

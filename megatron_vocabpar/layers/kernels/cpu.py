@@ -19,6 +19,7 @@ from megatron_vocabpar.layers.kernels.reference import (
     transform_logits_,
 )
 from megatron_vocabpar.layers.merged import STATS_WIDTH
+from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
 _BLOCK_BYTES = 2**23
 
@@ -35,19 +36,18 @@ def exponentials(
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     stats: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
+    terms: LossTerms = PLAIN,
 ) -> Exponentials:
     """As ``reference.exponentials``: bit for bit in 16 bits and with a softcap, else to rounding."""
     block = max(1, _BLOCK_BYTES // (logits.element_size() * max(1, logits.shape[1])))
-    wide = dtype in (None, logits.dtype) and softcap is None and valid_rows > 0
+    wide = dtype in (None, logits.dtype) and terms.softcap is None and valid_rows > 0
     stats = logits.new_empty((len(logits), STATS_WIDTH)) if stats is None else stats
-    slope = None if softcap is None else logits.new_empty(len(logits))
+    slope = None if terms.softcap is None else logits.new_empty(len(logits))
     for rows in row_chunks(logits.shape[0], logits.shape[1], block):
         here = None if offset is None else offset[rows]
         e = None if out is None else out[rows]
         if wide:
-            transform_logits_(logits[rows], logit_scale, None)
+            transform_logits_(logits[rows], terms)
             _direct(logits[rows], target_row[rows], valid_rows, here, e, stats[rows])
             continue
         part = reference.exponentials(
@@ -58,8 +58,7 @@ def exponentials(
             dtype=dtype,
             out=e,
             stats=stats[rows],
-            logit_scale=logit_scale,
-            softcap=softcap,
+            terms=terms,
         )
         if slope is not None and part.target_slope is not None:
             slope[rows] = part.target_slope

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,9 @@ from megatron_vocabpar.layers.kernels import cpu, reference, reference_stats
 from megatron_vocabpar.layers.kernels.reference import Exponentials
 from megatron_vocabpar.layers.kernels.reference_stats import Factors
 from megatron_vocabpar.layers.merged import MergedStats
-from megatron_vocabpar.layers.terms import LossTerms
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -114,67 +117,23 @@ def _warn_once(reason: str) -> None:
     _log.warning("vocabulary layers: slower PyTorch row kernels in use, because %s", reason)
 
 
-def exponentials(
-    logits: Tensor,
-    target_row: Tensor,
-    valid_rows: int,
-    offset: Tensor | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    stats: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-) -> Exponentials:
-    """``reference.exponentials`` by the kernel for these logits."""
-    kernels = row_kernels(logits.device, logits.dtype)
-    return kernels.exponentials(
-        logits,
-        target_row,
-        valid_rows,
-        offset,
-        dtype=dtype,
-        out=out,
-        stats=stats,
-        logit_scale=logit_scale,
-        softcap=softcap,
-    )
+def _served(specification: Callable[P, T], *decisive: int) -> Callable[P, T]:
+    """``specification`` by the implementation for its tensors at the places ``decisive``."""
+    name = specification.__name__
+
+    @wraps(specification)
+    def serve(*args: P.args, **options: P.kwargs) -> T:
+        tensors: list[Any] = [args[place] for place in decisive]
+        wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+        kernels = row_kernels(tensors[0].device, torch.float64 if wide else torch.float32)
+        found: T = getattr(kernels, name)(*args, **options)
+        return found
+
+    return serve
 
 
-def scale_rows(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
-    """``reference.scale_rows`` by the kernel for these factors."""
-    return row_kernels(x.device, scale.dtype).scale_rows(x, scale, out)
-
-
-def merge(gathered: Tensor, terms: LossTerms, out: MergedStats | None = None) -> MergedStats:
-    """``reference_stats.merge`` by the kernel for these statistics."""
-    return row_kernels(gathered.device, gathered.dtype).merge(gathered, terms, out)
-
-
-def factors(
-    merged: MergedStats,
-    k: Tensor,
-    grad_loss: Tensor,
-    tokens: Tensor,
-    target_slope: Tensor | None = None,
-    *,
-    vocab_size: int,
-) -> Factors:
-    """``reference_stats.factors`` by the kernel for these statistics."""
-    kernels = row_kernels(k.device, k.dtype)
-    return kernels.factors(merged, k, grad_loss, tokens, target_slope, vocab_size=vocab_size)
-
-
-def scatter_add_rows_(
-    out: Tensor,
-    rows: Tensor,
-    values: Tensor,
-    scale: Tensor | None = None,
-    *,
-    source: Tensor | None = None,
-    order: Tensor | None = None,
-) -> None:
-    """``reference.scatter_add_rows_`` by the kernel for this output."""
-    wide = torch.float64 in (out.dtype, values.dtype)
-    kernels = row_kernels(out.device, torch.float64 if wide else torch.float32)
-    kernels.scatter_add_rows_(out, rows, values, scale, source=source, order=order)
+exponentials = _served(reference.exponentials, 0)
+scale_rows = _served(reference.scale_rows, 1)
+scatter_add_rows_ = _served(reference.scatter_add_rows_, 0, 2)
+merge = _served(reference_stats.merge, 0)
+factors = _served(reference_stats.factors, 1)

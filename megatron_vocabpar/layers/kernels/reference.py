@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_vocabpar.layers.exponents import NOTHING, fraction_power, power_of_two, split_exponent
 from megatron_vocabpar.layers.gemm import result_dtype
 from megatron_vocabpar.layers.merged import STATS_WIDTH
+from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
 HEADROOM = {torch.float16: 14}
 """Exponents by which stored values may exceed 1, where the storage has few below 1.
@@ -56,23 +57,22 @@ class Exponentials(NamedTuple):
         return self.stats[:, 2]
 
 
-def transform_logits_(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor | None:
+def transform_logits_(logits: Tensor, terms: LossTerms) -> Tensor | None:
     """Scale and cap logits in place: ``softcap * tanh(logit_scale * y / softcap)``.
 
     Args:
         logits: any shape, fp32 or fp64, overwritten.
-        logit_scale: positive factor.
-        softcap: positive bound, or None for no cap.
+        terms: whose logit scale and softcap are meant.
 
     Returns:
         The slope of the cap, 1 - tanh^2, accurate also where tanh rounds to 1; None without a cap.
     """
-    if logit_scale != 1:
-        logits.mul_(logit_scale)
-    if softcap is None:
+    if terms.logit_scale != 1:
+        logits.mul_(terms.logit_scale)
+    if terms.softcap is None:
         return None
-    decay = logits.abs().mul_(-2 / softcap).exp_()
-    logits.div_(softcap).tanh_().mul_(softcap)
+    decay = logits.abs().mul_(-2 / terms.softcap).exp_()
+    logits.div_(terms.softcap).tanh_().mul_(terms.softcap)
     return 4 * decay / (1 + decay).square_()
 
 
@@ -127,8 +127,7 @@ def exponentials(
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     stats: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
+    terms: LossTerms = PLAIN,
 ) -> Exponentials:
     """The S pass between its matrix products: one read of the logits, one write of E.
 
@@ -141,9 +140,8 @@ def exponentials(
         dtype: storage dtype of E, which decides the headroom; None is the dtype of the logits.
         out: [n, P], where to store E, of that dtype or a wider one; None where E is not needed.
         stats: [n, 4 or more] like the logits, whose first four columns are written; None allocates.
-        logit_scale: positive factor of the logits.
-        softcap: bound of the logits (see ``LossTerms``); E is then multiplied by the cap's slope, which
-            its every use in a gradient needs; the sums are not.
+        terms: whose scale and softcap the logits get. With a softcap E is multiplied by the cap's slope,
+            which its every use in a gradient needs; the sums are not.
 
     Returns:
         The exponentials and statistics, in the dtype of the logits but for ``e``, which is ``out``; ``stats``
@@ -151,7 +149,7 @@ def exponentials(
     """
     dtype = logits.dtype if dtype is None else dtype
     # 1. the target leaves the row; padding is masked
-    slope = transform_logits_(logits, logit_scale, softcap)
+    slope = transform_logits_(logits, terms)
     target_slope = None
     if slope is not None:
         target_slope = take_target_(slope, target_row, valid_rows)

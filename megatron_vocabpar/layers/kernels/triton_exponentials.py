@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_vocabpar.layers import exponents
 from megatron_vocabpar.layers.kernels.reference import HEADROOM, Exponentials
 from megatron_vocabpar.layers.merged import STATS_WIDTH
+from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
 _LIMIT = tl.constexpr(exponents.EXPONENT_LIMIT)
 _LOG2_E = tl.constexpr(exponents.LOG2_E)
@@ -155,8 +156,7 @@ def exponentials(
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     stats: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
+    terms: LossTerms = PLAIN,
 ) -> Exponentials:
     """As ``reference.exponentials``, for fp32 logits whose rows are contiguous; they are left as they are."""
     assert logits.dtype == torch.float32, logits.dtype
@@ -164,6 +164,7 @@ def exponentials(
     assert out is None or out.stride(1) == 1 or out.shape[1] <= 1
     n, columns = logits.shape
     stats = logits.new_empty((n, STATS_WIDTH)) if stats is None else stats
+    softcap = terms.softcap
     slope = None if softcap is None else logits.new_empty(n)
     if n:
         longest = _MAX_BLOCK if softcap is None else _MAX_BLOCK_CAPPED
@@ -181,7 +182,7 @@ def exponentials(
             logits if slope is None else slope,
             columns,
             valid_rows,
-            float(logit_scale),
+            float(terms.logit_scale),
             1.0 if softcap is None else float(softcap),
             HEADROOM=HEADROOM.get(logits.dtype if dtype is None else dtype, 0),
             HAS_OFFSET=offset is not None,
