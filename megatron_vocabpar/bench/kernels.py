@@ -3,7 +3,7 @@
 One process, one shard, no communication, as in Table 3 of the paper. On the CPU one thread's processor time
 is measured. Contenders take turns on inputs that rotate, and ratios are medians over the rounds. Every
 result of ours is first checked against float64; a method that fails is refused. The table is in
-``kernels_table.py``, the command in ``cli/bench.py``.
+``tables.py``, the command in ``cli/bench.py``.
 
 Source of the shapes: Table 1 of the paper. Next: ``kernels_layer.py``, ``kernels_published.py``,
 ``kernels_others.py``.

@@ -42,28 +42,18 @@ def _liger() -> Loss:
     return lambda x, weight, targets: function(weight, x, targets)
 
 
-def _cut_cross_entropy() -> Loss:
-    function: Any = importlib.import_module("cut_cross_entropy").linear_cross_entropy
-    return lambda x, weight, targets: function(x, weight, targets)
-
-
-def _quack() -> Loss:
-    function: Any = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
-    return lambda x, weight, targets: function(x, weight, targets)
-
-
-def _megatron() -> Loss:
-    function: Any = importlib.import_module("megatron.core.fusions.fused_linear_cross_entropy")
-    return lambda x, weight, targets: function.linear_cross_entropy(x, weight, targets)
+def _imported(module: str, name: str) -> Callable[[], Loss]:
+    """A function that takes (x, weight, targets)."""
+    return lambda: getattr(importlib.import_module(module), name)
 
 
 OTHERS: dict[str, Callable[[], Loss]] = {
     "pytorch": _pytorch,
     "pytorch-chunked": _pytorch_chunked,
     "liger": _liger,
-    "cce": _cut_cross_entropy,
-    "quack": _quack,
-    "megatron": _megatron,
+    "cce": _imported("cut_cross_entropy", "linear_cross_entropy"),
+    "quack": _imported("quack.linear_cross_entropy", "chunked_linear_cross_entropy"),
+    "megatron": _imported("megatron.core.fusions.fused_linear_cross_entropy", "linear_cross_entropy"),
 }
 """How each is loaded; raises ImportError where it is not installed."""
 

@@ -3,7 +3,7 @@
 Every rank of a small gloo (nccl) group loads the other framework's module from a checkout, gives both
 functions copies of the same shard, and compares results and gradients. Forward and backward are timed in
 turns; on the CPU it is processor time of rank 0's process, so that other work on the machine counts little.
-Memory is the peak above the inputs, gradients included. Next: ``losses_theirs.py``, ``losses_table.py``.
+Memory is the peak above the inputs, gradients included. Next: ``losses_theirs.py``, ``tables.py``.
 """
 
 from __future__ import annotations
@@ -24,16 +24,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from megatron_vocabpar.bench.losses_theirs import (
-    Case,
-    Data,
-    Function,
-    cases,
-    check,
-    load,
-    pretend_cuda,
-)
+from megatron_vocabpar.bench.losses_theirs import CASES, OURS, Case, Data, Function, check, load, pretend_cuda
 from megatron_vocabpar.bench.memory import peak_mib
+from megatron_vocabpar.bench.timing import ratio
 
 
 @dataclass(frozen=True)
@@ -136,9 +129,11 @@ def _rank(rank: int, setting: Setting, folder: str, results: Any) -> None:
         parallel_state.initialize_model_parallel(**sizes)
         data = _data(rank, setting, device)
         for framework, checkout in setting.checkouts.items():
-            modules: Mapping[str, ModuleType] = load(framework, checkout)
+            modules = load(framework, checkout)
             rows += [
-                _compare(case, data, setting) for case in cases(framework, modules, data) if case.ring == ring
+                _compare(case, modules[case.module], data, setting)
+                for case in CASES
+                if case.framework == framework and case.ring == ring
             ]
         parallel_state.destroy_model_parallel()
     if rank == 0:
@@ -177,14 +172,13 @@ def _leaves(case: Case, data: Data) -> tuple[Tensor, ...]:
     return found if case.without_gradient else tuple(x.requires_grad_() for x in found)
 
 
-def _run(case: Case, function: Function, leaves: tuple[Tensor, ...]) -> list[Tensor]:
+def _run(case: Case, function: Function, data: Data, leaves: tuple[Tensor, ...]) -> list[Tensor]:
     """Results, then gradients of a fixed weighted sum of them."""
-    values = function(*leaves)
+    found = case.call(function, data, *leaves)
+    values = [found] if isinstance(found, Tensor) else [value for value in found if value is not None]
     if case.without_gradient:
-        return list(values)
-    total = sum((value * _ramp(value)).sum() for value in values)
-    assert isinstance(total, Tensor)
-    total.backward()
+        return values
+    torch.stack([(value * _ramp(value)).sum() for value in values]).sum().backward()
     return [*(value.detach() for value in values), *(x.grad for x in leaves if x.grad is not None)]
 
 
@@ -192,12 +186,15 @@ def _ramp(value: Tensor) -> Tensor:
     return torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype, device=value.device).view_as(value)
 
 
-def _compare(case: Case, data: Data, setting: Setting) -> Row:
-    contenders = {"ours": case.ours, "theirs": case.theirs}
-    found, writes = {}, {}
+def _compare(case: Case, theirs: ModuleType, data: Data, setting: Setting) -> Row:
+    contenders: dict[str, Function] = {
+        "ours": getattr(OURS[case.framework], case.function),
+        "theirs": getattr(theirs, case.function),
+    }
+    found, writes, memory = {}, {}, {}
     for name, function in contenders.items():
         leaves = _leaves(case, data)
-        found[name] = _run(case, function, leaves)
+        found[name] = _run(case, function, data, leaves)
         writes[name] = any(
             not torch.equal(x, getattr(data, y)) for x, y in zip(leaves, case.inputs, strict=True)
         )
@@ -208,16 +205,15 @@ def _compare(case: Case, data: Data, setting: Setting) -> Row:
             leaves = _leaves(case, data)
             dist.barrier()
             start = _now_ms(data.logits.device)
-            _run(case, function, leaves)
+            _run(case, function, data, leaves)
             elapsed = _now_ms(data.logits.device) - start
             if r >= 0:
                 times[name].append(elapsed)
-    memory = {}
     for name, function in contenders.items():
         leaves = _leaves(case, data)
 
         def once(f: Function = function, x: tuple[Tensor, ...] = leaves) -> object:
-            found = _run(case, f, x)
+            found = _run(case, f, data, x)
             for leaf in x:
                 leaf.grad = None
             return found
@@ -225,7 +221,7 @@ def _compare(case: Case, data: Data, setting: Setting) -> Row:
         memory[name] = peak_mib(once, data.logits.device)
     return Row(
         framework=case.framework,
-        function=case.function,
+        function=case.name,
         dtype=setting.dtype,
         value_difference=_difference(found["ours"][:count], found["theirs"][:count]),
         gradient_difference=None
@@ -234,7 +230,7 @@ def _compare(case: Case, data: Data, setting: Setting) -> Row:
         shapes_equal=[x.shape for x in found["ours"]] == [x.shape for x in found["theirs"]],
         ours_ms=statistics.median(times["ours"]),
         theirs_ms=statistics.median(times["theirs"]),
-        ratio=statistics.median(b / a for a, b in zip(times["ours"], times["theirs"], strict=True)),
+        ratio=ratio(times["theirs"], times["ours"]),
         ours_mib=memory["ours"],
         theirs_mib=memory["theirs"],
         ours_writes_input=writes["ours"],

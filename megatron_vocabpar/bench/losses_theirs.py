@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import floordiv
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,13 +35,12 @@ MODULES = {
 }
 """Framework -> the files in its repository that hold the functions."""
 
-
-def _divide(numerator: int, denominator: int) -> int:
-    return numerator // denominator
+OURS = {"ROLL": roll, "verl": verl, "NeMo-RL": nemo_rl, "slime": slime}
+"""Framework -> our functions of the same names."""
 
 
 STAND_INS: Mapping[str, Mapping[str, object]] = {
-    "mcore_adapter.utils": {"divide": _divide, "get_logger": logging.getLogger},
+    "mcore_adapter.utils": {"divide": floordiv, "get_logger": logging.getLogger},
     "roll.utils.logging": {"get_logger": lambda: logging.getLogger("roll")},
 }
 """Modules of theirs that are not read, and the names that take their place."""
@@ -85,28 +85,35 @@ def _bare_package(name: str, folder: Path) -> None:
             sys.modules[stand_in] = module
 
 
-Function = Callable[..., tuple[Tensor, ...]]
+Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One function of theirs beside ours.
+    """One function of theirs beside ours of the same name, both called alike.
 
     Attributes:
-        framework, function: whose, and its name.
-        inputs: which of ``Data``'s tensors the functions take; those that are floating require gradients.
-        theirs, ours: functions of those inputs to what is compared.
+        framework, module, function: where theirs is; ``module`` is a key of ``MODULES``.
+        inputs: which of ``Data``'s tensors it takes; those that are floating require gradients.
+        call: calls a function with this rank's data and those inputs.
+        variant: what is added to the function's name where several cases have it.
         ring: ``tensor`` if the ranks share the vocabulary, ``context`` if they share the sequence.
         without_gradient: the results are indices.
     """
 
     framework: str
+    module: str
     function: str
     inputs: tuple[str, ...]
-    theirs: Function
-    ours: Function
+    call: Callable[..., Tensor | tuple[Tensor | None, ...]]
+    variant: str = ""
     ring: str = "tensor"
     without_gradient: bool = False
+
+    @property
+    def name(self) -> str:
+        """The function, and which of its cases."""
+        return f"{self.function}, {self.variant}" if self.variant else self.function
 
 
 @dataclass(frozen=True)
@@ -135,158 +142,78 @@ class Data:
     part: Tensor
 
 
-def cases(framework: str, modules: Mapping[str, ModuleType], data: Data) -> list[Case]:
-    """What is compared of one framework."""
-    return _CASES[framework](modules, data)
+_LOGITS = ("logits",)
 
 
-def _roll(modules: Mapping[str, Any], data: Data) -> list[Case]:
-    vocab, entropy, context = modules["vocab"], modules["entropy"], modules["context"]
-    targets = data.targets
-    return [
-        Case(
-            "ROLL",
-            "vocab_parallel_logprobs",
-            ("logits",),
-            lambda y: (vocab.vocab_parallel_logprobs(y, targets, False),),
-            lambda y: (roll.vocab_parallel_logprobs(y, targets, False),),
-        ),
-        Case(
-            "ROLL",
-            "vocab_parallel_entropy",
-            ("logits",),
-            lambda y: (entropy.vocab_parallel_entropy(y.squeeze(0), True, False),),
-            lambda y: (roll.vocab_parallel_entropy(y.squeeze(0), True, False),),
-        ),
-        Case(
-            "ROLL",
-            "vocab_parallel_target_rank",
-            ("logits",),
-            lambda y: (vocab.vocab_parallel_target_rank(y, targets),),
-            lambda y: (roll.vocab_parallel_target_rank(y, targets),),
-            without_gradient=True,
-        ),
-        Case(
-            "ROLL",
-            "context_parallel_gather",
-            ("part",),
-            lambda x: (context.context_parallel_gather(x, 1),),
-            lambda x: (roll.context_parallel_gather(x, 1),),
-            ring="context",
-        ),
-    ]
-
-
-def _verl(modules: Mapping[str, Any], data: Data) -> list[Case]:
-    vocab = modules["vocab"]
-    return [
-        Case(
-            "verl",
-            "vocab_parallel_entropy",
-            ("logits",),
-            lambda y: (vocab.vocab_parallel_entropy(y.squeeze(0)),),
-            lambda y: (verl.vocab_parallel_entropy(y.squeeze(0)),),
-        ),
-        Case(
-            "verl",
-            "vocab_parallel_log_probs_from_logits",
-            ("logits",),
-            lambda y: (vocab.vocab_parallel_log_probs_from_logits(y, data.targets),),
-            lambda y: (verl.vocab_parallel_log_probs_from_logits(y, data.targets),),
-        ),
-    ]
-
-
-def _nemo_rl(modules: Mapping[str, Any], data: Data) -> list[Case]:
-    utils = modules["model_utils"]
+def _from_hidden(function: Function, data: Data, x: Tensor, weight: Tensor) -> Tensor:
+    """NeMo-RL takes this rank's part of the sequence."""
+    part = x.chunk(dist.get_world_size(data.group))[dist.get_rank(data.group)].contiguous()
     shard = (data.start, data.stop, data.group)
-
-    def hidden_part(x: Tensor) -> Tensor:
-        return x.chunk(dist.get_world_size(data.group))[dist.get_rank(data.group)].contiguous()
-
-    found = [
-        Case(
-            "NeMo-RL",
-            f"from_parallel_logits_to_logprobs, {name}",
-            ("logits",),
-            lambda y, size=size: (
-                utils.from_parallel_logits_to_logprobs(y, data.targets, *shard, chunk_size=size),
-            ),
-            lambda y, size=size: (
-                nemo_rl.from_parallel_logits_to_logprobs(y, data.targets, *shard, chunk_size=size),
-            ),
-        )
-        for name, size in (("whole", None), ("chunks of 128", 128))
-    ]
-    found.append(
-        Case(
-            "NeMo-RL",
-            "from_parallel_hidden_states_to_logprobs",
-            ("hidden", "weight"),
-            lambda x, w: (
-                utils.from_parallel_hidden_states_to_logprobs(
-                    hidden_part(x), w, True, data.targets, *shard, chunk_size=128
-                ),
-            ),
-            lambda x, w: (
-                nemo_rl.from_parallel_hidden_states_to_logprobs(
-                    hidden_part(x), w, True, data.targets, *shard, chunk_size=128
-                ),
-            ),
-        )
-    )
-    found.append(
-        Case(
-            "NeMo-RL",
-            "vocab_parallel_argmax",
-            ("logits",),
-            lambda y: (utils.vocab_parallel_argmax(y, tp_group=data.group),),
-            lambda y: (nemo_rl.vocab_parallel_argmax(y, tp_group=data.group),),
-            without_gradient=True,
-        )
-    )
-    found.append(
-        Case(
-            "NeMo-RL",
-            "allgather_cp_sharded_tensor",
-            ("part",),
-            lambda x: (utils.allgather_cp_sharded_tensor(x, data.group, seq_dim=1),),
-            lambda x: (nemo_rl.allgather_cp_sharded_tensor(x, data.group, 1),),
-            ring="context",
-        )
-    )
+    found: Tensor = function(part, weight, True, data.targets, *shard, chunk_size=128)
     return found
 
 
-def _slime(modules: Mapping[str, Any], data: Data) -> list[Case]:
-    theirs, ours = modules["ppo"].calculate_log_probs_and_entropy, slime.calculate_log_probs_and_entropy
-    flat = data.targets[0]
-
-    def call(function: Callable[..., Any], *options: object) -> Function:
-        def run(y: Tensor) -> tuple[Tensor, ...]:
-            return tuple(x for x in function(y.squeeze(0), flat, data.group, *options) if x is not None)
-
-        return run
-
-    options = {
-        "log-probabilities": (False,),
-        "with entropy": (True,),
-        "with entropy, chunks of 128": (True, 128),
-        "with entropy, keep mask": (True, -1, data.keep),
-    }
-    return [
+CASES = (
+    Case(
+        "ROLL", "vocab", "vocab_parallel_logprobs", _LOGITS,
+        lambda f, data, y: f(y, data.targets, False),
+    ),
+    Case(
+        "ROLL", "entropy", "vocab_parallel_entropy", _LOGITS,
+        lambda f, data, y: f(y.squeeze(0), True, False),
+    ),
+    Case(
+        "ROLL", "vocab", "vocab_parallel_target_rank", _LOGITS,
+        lambda f, data, y: f(y, data.targets), without_gradient=True,
+    ),
+    Case(
+        "ROLL", "context", "context_parallel_gather", ("part",),
+        lambda f, data, x: f(x, 1), ring="context",
+    ),
+    Case(
+        "verl", "vocab", "vocab_parallel_entropy", _LOGITS,
+        lambda f, data, y: f(y.squeeze(0)),
+    ),
+    Case(
+        "verl", "vocab", "vocab_parallel_log_probs_from_logits", _LOGITS,
+        lambda f, data, y: f(y, data.targets),
+    ),
+    *(
         Case(
-            "slime",
-            f"calculate_log_probs_and_entropy, {name}",
-            ("logits",),
-            call(theirs, *chosen),
-            call(ours, *chosen),
+            "NeMo-RL", "model_utils", "from_parallel_logits_to_logprobs", _LOGITS,
+            lambda f, data, y, size=size: f(
+                y, data.targets, data.start, data.stop, data.group, chunk_size=size
+            ),
+            variant,
         )
-        for name, chosen in options.items()
-    ]
-
-
-_CASES = {"ROLL": _roll, "verl": _verl, "NeMo-RL": _nemo_rl, "slime": _slime}
+        for variant, size in (("whole", None), ("chunks of 128", 128))
+    ),
+    Case(
+        "NeMo-RL", "model_utils", "from_parallel_hidden_states_to_logprobs", ("hidden", "weight"),
+        _from_hidden,
+    ),
+    Case(
+        "NeMo-RL", "model_utils", "vocab_parallel_argmax", _LOGITS,
+        lambda f, data, y: f(y, tp_group=data.group), without_gradient=True,
+    ),
+    Case(
+        "NeMo-RL", "model_utils", "allgather_cp_sharded_tensor", ("part",),
+        lambda f, data, x: f(x, data.group, seq_dim=1), ring="context",
+    ),
+    *(
+        Case(
+            "slime", "ppo", "calculate_log_probs_and_entropy", _LOGITS,
+            lambda f, data, y, options=options: f(y.squeeze(0), data.targets[0], data.group, *options(data)),
+            variant,
+        )
+        for variant, options in (
+            ("log-probabilities", lambda data: (False,)),
+            ("with entropy", lambda data: (True,)),
+            ("with entropy, chunks of 128", lambda data: (True, 128)),
+            ("with entropy, keep mask", lambda data: (True, -1, data.keep)),
+        )
+    ),
+)  # fmt: skip
 
 
 def pretend_cuda() -> None:

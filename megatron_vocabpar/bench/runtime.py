@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,15 +46,11 @@ def measure_runtime(config: TrainConfig) -> RuntimeResult:
     """
     with tempfile.TemporaryDirectory(prefix="vocabpar-bench-") as folder:
         path = Path(folder) / "config.json"
-        path.write_text(TrainConfig.from_json(_with(config, method="baseline", output=folder)).to_json())
+        path.write_text(replace(config, method="baseline", output=folder).to_json())
         launch(path, config.world_size, Path(folder), worker_module="megatron_vocabpar.bench.runtime")
         return RuntimeResult(
             **{k: tuple(v) for k, v in json.loads((Path(folder) / RESULT_FILE).read_text()).items()}
         )
-
-
-def _with(config: TrainConfig, **changes: Any) -> str:
-    return json.dumps({**json.loads(config.to_json()), **changes})
 
 
 def _run_rank(config: TrainConfig) -> None:

@@ -74,7 +74,7 @@ def kernels_command(
 
     from megatron_vocabpar.bench.environment import environment, file_name
     from megatron_vocabpar.bench.kernels import measure_input, measure_output, shapes
-    from megatron_vocabpar.bench.kernels_table import print_table
+    from megatron_vocabpar.bench.tables import print_kernels
 
     if rounds < 1:
         raise click.BadParameter(f"{rounds} rounds: give at least 1")
@@ -100,7 +100,7 @@ def kernels_command(
         save.mkdir(parents=True, exist_ok=True)
         (save / file_name(found)).write_text(record + "\n")
         click.echo(f"written: {save / file_name(found)}", err=True)
-    click.echo(record) if output_format == "json" else print_table(rows, found)
+    click.echo(record) if output_format == "json" else print_kernels(rows, found)
     if any(row.refused for row in rows):
         raise click.ClickException("results were refused: they are wrong, see the column or field 'refused'")
 
@@ -126,7 +126,7 @@ def losses_command(output_format: str, **options: Any) -> None:
 
     from megatron_vocabpar.bench.environment import environment
     from megatron_vocabpar.bench.losses import Setting, commit_of, measure_losses
-    from megatron_vocabpar.bench.losses_table import print_table
+    from megatron_vocabpar.bench.tables import print_losses
 
     given = {
         name: options.pop(name.lower().replace("-", "_")) for name in ("ROLL", "verl", "NeMo-RL", "slime")
@@ -143,4 +143,4 @@ def losses_command(output_format: str, **options: Any) -> None:
         "vocabulary": str(setting.vocab_size),
         "ranks": str(setting.ranks),
     }
-    click.echo(_record(where, rows)) if output_format == "json" else print_table(rows, where)
+    click.echo(_record(where, rows)) if output_format == "json" else print_losses(rows, where)
