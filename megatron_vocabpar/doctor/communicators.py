@@ -113,7 +113,7 @@ def _all_reduce_ms(rank: Rank, elements: int) -> float:
         dist.barrier()
         start = mark()
         all_reduce(rank.groups, rank.groups.output, tensor)
-        elapsed = mark().seconds() - start.seconds()
+        elapsed = mark()() - start()
         if r >= 0:
             times.append(1e3 * elapsed)
     return statistics.median(times)

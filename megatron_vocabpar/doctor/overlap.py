@@ -80,7 +80,7 @@ def measure(device: torch.device, work: Callable[[], object], size: int) -> Time
         for r in range(-2, ROUNDS):
             start = mark()
             run()
-            elapsed = mark().seconds() - start.seconds()
+            elapsed = mark()() - start()
             if r >= 0:
                 found.append(1e3 * elapsed)
         return statistics.median(found)

@@ -70,7 +70,7 @@ class Timeline:
     def stop(self) -> list[Span]:
         """Stop recording; the spans so far."""
         self._recording = False
-        return [Span(n, kind, lane, a.seconds(), b.seconds()) for n, kind, lane, a, b in self._spans]
+        return [Span(n, kind, lane, a(), b()) for n, kind, lane, a, b in self._spans]
 
     @contextmanager
     def observe(self, instruction: Instruction) -> Iterator[None]:

@@ -143,48 +143,44 @@ def side_stream(device: torch.device, name: str) -> Stream:
     return CudaStream() if device.type == "cuda" else ThreadStream(name)
 
 
-class Mark(Protocol):
-    """A point in time of the stream on which it was made."""
-
-    def seconds(self) -> float:
-        """Seconds since an arbitrary origin that all processes of this machine share."""
-
-
-class _HostMark:
-    def __init__(self) -> None:
-        self._seconds = time.monotonic()
-
-    def seconds(self) -> float:
-        return self._seconds
-
-
-class _CudaMark:
-    def __init__(self, origin: CudaOrigin) -> None:
-        self._origin = origin
-        self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record()
-
-    def seconds(self) -> float:
-        self._event.synchronize()
-        return self._origin.host_seconds + self._origin.event.elapsed_time(self._event) / 1e3
-
-
-class CudaOrigin:
-    """Ties the clock of CUDA events to the host's clock."""
-
-    def __init__(self) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
-        self.event.record()
-        self.event.synchronize()
-        self.host_seconds = time.monotonic()
+Mark = Callable[[], float]
+"""A point in time of the stream on which it was made: its seconds, on the host's monotonic clock."""
 
 
 def clock(device: torch.device) -> Callable[[], Mark]:
     """A function that marks the present moment on the current stream of ``device``."""
     if device.type == "cuda":
-        origin = CudaOrigin()
-        return lambda: _CudaMark(origin)
-    return _HostMark
+        return _cuda_clock()
+
+    def mark() -> Mark:
+        now = time.monotonic()
+        return lambda: now
+
+    return mark
+
+
+def _cuda_clock() -> Callable[[], Mark]:
+    """Marks are CUDA events; one that both have seen ties their clock to the host's."""
+    origin = _recorded_event()
+    origin.synchronize()
+    origin_s = time.monotonic()
+
+    def mark() -> Mark:
+        event = _recorded_event()
+
+        def seconds() -> float:
+            event.synchronize()
+            return origin_s + origin.elapsed_time(event) / 1e3
+
+        return seconds
+
+    return mark
+
+
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def named_range(device: torch.device, name: str) -> AbstractContextManager[Any]:
