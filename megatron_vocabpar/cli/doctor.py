@@ -86,11 +86,9 @@ def _look_at(megatron: Path, allow_unknown: bool) -> None:
 
 def _lines(checkout: Path, binding: Binding) -> list[str]:
     modules = [module for module in binding.copies if takes_by_value(checkout, module, binding.name)]
-    lines = [f"  {binding.module}.{binding.name}", f"      {binding.reason}"]
+    lines = [f"  {binding.module}.{binding.name}", f"      {binding.reason}", f"      with {binding.when}"]
     if modules:
         lines.append(f"      copies: {', '.join(modules)}")
-    if not binding.partitioned_only:
-        lines.append("      also with --enable-layer-redistribution alone")
     return lines
 
 

@@ -25,8 +25,7 @@ def table() -> Iterator[str]:
     yield "| --- | --- | --- | --- |"
     for binding in BINDINGS:
         copies = ", ".join(f"`{module}`" for module in binding.copies)
-        when = "vocabulary layers are partitioned" if binding.partitioned_only else "any of our options"
-        yield f"| `{binding.module}.{binding.name}` | {copies} | {binding.reason} | {when} |"
+        yield f"| `{binding.module}.{binding.name}` | {copies} | {binding.reason} | {binding.when} |"
     yield ""
     yield "Versions are told apart by the parameters of these functions:"
     yield ""

@@ -2,13 +2,15 @@
 
 megatron-core counts the layers of a chunk from its pipeline rank and its ``vp_stage``, in the standard
 placement. In a V-shaped placement odd chunks run backwards; such a chunk is built as the one that the
-standard placement has at the same stage, by showing the mirrored pipeline rank.
+standard placement has at the same stage, by showing the mirrored pipeline rank. Beside the arguments, code
+of megatron-core asks its global state for that rank, so this is shown, too, while such code runs.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +41,12 @@ class ChunkPosition:
 
     Attributes:
         stage: its virtual stage.
+        shown_rank: the pipeline rank that has this stage in the standard placement.
         options: ``pre_process``, ``post_process``, ``vp_stage`` and the process groups for GPTModel.
     """
 
     stage: int
+    shown_rank: int
     options: dict[str, Any]
 
 
@@ -72,15 +76,34 @@ def chunk_positions(placement: Placement, rank: int, pg_collection: Any) -> Iter
         chunks = placement.chunks if placement.chunks > 1 else None
         parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks)
     for chunk in range(placement.chunks):
-        stage = placement.stage_of(rank, chunk)
-        groups = copy.copy(pg_collection)
-        groups.pp = _AtRank(pg_collection.pp, stage % placement.p)
-        yield ChunkPosition(
-            stage,
-            {
-                "pre_process": stage == 0,
-                "post_process": stage == placement.last_stage,
-                "vp_stage": chunk if placement.chunks > 1 else None,
-                compat.GROUPS_ARGUMENT: groups,
-            },
-        )
+        yield chunk_position(placement, rank, chunk, pg_collection)
+
+
+def chunk_position(placement: Placement, rank: int, chunk: int, pg_collection: Any) -> ChunkPosition:
+    """Where one chunk of pipeline rank ``rank`` stands."""
+    stage = placement.stage_of(rank, chunk)
+    shown_rank = stage % placement.p
+    groups = copy.copy(pg_collection)
+    if shown_rank != rank:
+        groups.pp = _AtRank(pg_collection.pp, shown_rank)
+    return ChunkPosition(
+        stage,
+        shown_rank,
+        {
+            "pre_process": stage == 0,
+            "post_process": stage == placement.last_stage,
+            "vp_stage": chunk if placement.chunks > 1 else None,
+            compat.GROUPS_ARGUMENT: groups,
+        },
+    )
+
+
+@contextmanager
+def shown_as_rank(rank: int) -> Iterator[None]:
+    """Let megatron-core's global state name ``rank`` as this process's pipeline rank."""
+    before = parallel_state._MPU_PIPELINE_MODEL_PARALLEL_RANK
+    parallel_state.set_pipeline_model_parallel_rank(rank)
+    try:
+        yield
+    finally:
+        parallel_state.set_pipeline_model_parallel_rank(before)

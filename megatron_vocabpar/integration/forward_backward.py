@@ -23,7 +23,7 @@ from megatron_vocabpar.integration.handlers import handlers_of
 from megatron_vocabpar.integration.iteration import Call, OutputOptions, Rank
 from megatron_vocabpar.integration.preparation import chunk_with_shards, prepare
 from megatron_vocabpar.integration.weight_gradients import split_weight_gradients
-from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, broadcast, create_groups, warm_up
+from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_groups, warm_up
 from megatron_vocabpar.runtime.executor import Observer, execute
 from megatron_vocabpar.runtime.profile import INPUT, OUTPUT, Timeline
 from megatron_vocabpar.runtime.streams import side_stream
@@ -144,7 +144,7 @@ class ForwardBackward:
         """Run one iteration; the arguments are megatron-core's.
 
         Returns:
-            What the loss function reported for each microbatch, on the last stage; else an empty list.
+            What the loss function reported for each microbatch, on the last rank; else an empty list.
 
         Raises:
             ValueError: for a setting that this executor does not support, naming it and the remedy.
@@ -198,7 +198,7 @@ class ForwardBackward:
         if config.finalize_model_grads_func is not None and not forward_only:
             tokens = None
             if config.calculate_per_token_loss:
-                tokens = self._token_total(iteration.num_tokens, schedule.placement)
+                tokens = torch.as_tensor(iteration.num_tokens, dtype=torch.int, device=self.device)
             compat.finalize_gradients(config, chunks, tokens, pg_collection, force_all_reduce)
         if config.timers is not None:
             config.timers("forward-backward").stop()
@@ -216,17 +216,6 @@ class ForwardBackward:
             waiting=self._timeline.waiting if self._timeline else contextlib.nullcontext,
             output_options=self.output_options,
         )
-
-    def _token_total(self, num_tokens: torch.Tensor | int, placement: Placement) -> torch.Tensor:
-        """Tokens of the loss, on the last pipeline rank, where Megatron's ``finalize_model_grads`` looks.
-
-        In a V-shaped placement the last stage, which counts them, is on the first rank.
-        """
-        total = torch.as_tensor(num_tokens, dtype=torch.int, device=self.device)
-        if placement.last_rank != placement.p - 1:
-            counter = self.groups.members_of(placement.last_rank)[0]
-            broadcast(self.groups, self.groups.output, [total], [counter])
-        return total
 
 
 def _check_options(method: Method, options: OutputOptions) -> None:

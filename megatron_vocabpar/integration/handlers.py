@@ -10,10 +10,12 @@ they consume. They never decide an order: that is the schedule's (``schedule/dep
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from megatron_vocabpar.integration.input_layer import InputLayer
 from megatron_vocabpar.integration.iteration import Iteration
+from megatron_vocabpar.integration.loss_reports import DistantLoss
 from megatron_vocabpar.integration.model import VocabParallelGPTModel
 from megatron_vocabpar.integration.output_layer import OutputLayer
 from megatron_vocabpar.integration.stages import Stages
@@ -87,13 +89,16 @@ def handlers_of(
         weight_gradients: of each chunk, where the schedule splits them from B.
     """
     if model is None:
-        return stage_table(Stages(iteration, weight_gradients)), iteration.finish
+        distant_loss = DistantLoss(iteration) if iteration.microbatches.shapes else None
+        stages = Stages(iteration, weight_gradients, distant_loss=distant_loss)
+        return stage_table(stages), partial(_finish, distant_loss, iteration)
     inputs, output = InputLayer(iteration, model), OutputLayer(iteration, model)
     stages = Stages(iteration, weight_gradients, inputs.embedded_rows, output.hidden_gradient)
+    table = stage_table(stages) | vocabulary_table(iteration.rank.method, inputs, output)
+    return table, partial(_finish, output, inputs, iteration)
 
-    def finish() -> None:
-        output.finish()
-        inputs.finish()
-        iteration.finish()
 
-    return stage_table(stages) | vocabulary_table(iteration.rank.method, inputs, output), finish
+def _finish(*parts: OutputLayer | InputLayer | DistantLoss | Iteration | None) -> None:
+    for part in parts:
+        if part is not None:
+            part.finish()

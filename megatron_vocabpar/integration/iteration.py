@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_vocabpar.integration.gradients import GradientSync
-from megatron_vocabpar.integration.microbatches import ForwardStep, Microbatch, ModelCall
+from megatron_vocabpar.integration.microbatches import ForwardStep, Microbatches, ModelCall, no_microbatches
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.runtime.buffers import Buffers
 from megatron_vocabpar.runtime.comm import PointToPoint, Receive, VocabGroups
@@ -85,6 +85,11 @@ class Rank:
     def is_last(self) -> bool:
         return self.pipeline_rank == self.placement.last_rank
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether labels and loss function are here."""
+        return self.pipeline_rank == self.placement.p - 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
@@ -110,10 +115,10 @@ class Iteration:
     """The state of one forward-backward call on one rank.
 
     Attributes:
-        microbatches: what every rank knows of each microbatch, by number; empty for baseline and redis.
-        shapes: ``(b, s)`` of each microbatch; likewise.
-        recorded_first, recorded_last: by microbatch, the calls that ``forward_step`` makes on the first and
-            on the last stage; empty on other ranks.
+        microbatches: what every rank knows of each microbatch, by number; none where Megatron's own way does,
+            for baseline and redis with the loss in the last stage.
+        recorded: by stage and microbatch, the calls that ``forward_step`` makes on this rank, on the first
+            stage and on that of the loss (``Placement.loss_stage``).
         buffers: tensors and events between instructions.
         reported: what the loss function reported, in order (Megatron's forward_data_store).
         num_tokens: tokens of the loss, where the loss is computed.
@@ -122,10 +127,8 @@ class Iteration:
     rank: Rank
     call: Call
     gradients: GradientSync
-    microbatches: Mapping[int, Microbatch] = field(default_factory=dict)
-    shapes: Sequence[tuple[int, int]] = ()
-    recorded_first: Sequence[ModelCall] = ()
-    recorded_last: Sequence[ModelCall] = ()
+    microbatches: Microbatches = field(default_factory=no_microbatches)
+    recorded: Mapping[int, Sequence[ModelCall]] = field(default_factory=dict)
     buffers: Buffers = field(default_factory=Buffers)
     reported: list[Any] = field(default_factory=list)
     num_tokens: torch.Tensor | int = 0
@@ -160,9 +163,9 @@ class Iteration:
 
     def hidden_shape(self, i: int) -> tuple[int, int, int]:
         """Shape ``[s, b, H]`` of microbatch ``i`` between stages, on this rank."""
-        if not self.shapes:
+        if not self.microbatches.shapes:
             return self.call.fixed_shape
-        b, s = self.shapes[i]
+        b, s = self.microbatches.shapes[i]
         return (s // self.sequence_shards, b, self.call.config.hidden_size)
 
 

@@ -1,8 +1,9 @@
 """What an unchanged Megatron ``forward_step`` would have fed to the model, known on every rank.
 
-Megatron gives a batch to the first and the last stage only. Before an iteration starts, the two run
-``forward_step`` once per microbatch with a stand-in for the model that records its arguments; tokens then
-go from the first stage to all ranks, labels and the gradient of every token's loss from the last.
+Megatron gives a batch to the first chunk of the first rank and to the last chunk of the last rank only,
+whichever stages they are. Before an iteration starts, the two run ``forward_step`` once per microbatch with
+a stand-in for the model that records its arguments; tokens then go from the first to all ranks, labels and
+the gradient of every token's loss from the last.
 
 The gradient is known before the loss because Megatron's loss functions are linear in the per-token losses
 (a masked sum); that is checked against the true losses when they arrive.
@@ -43,11 +44,12 @@ class ModelCall:
         """Target ids ``[b, s]``."""
         return _argument(self.args, self.kwargs, "labels")
 
-    def replace_input_ids(self, rows: torch.Tensor) -> ModelCall:
-        """The same call with embedded rows ``[b, s, H]`` in place of token ids ``[b, s]``."""
-        if self.args:
-            return ModelCall((rows, *self.args[1:]), self.kwargs, self.loss_func)
-        return ModelCall((), {**self.kwargs, "input_ids": rows}, self.loss_func)
+    def replace(self, name: str, value: torch.Tensor) -> ModelCall:
+        """The same call with another ``input_ids``, such as embedded rows ``[b, s, H]``, or ``labels``."""
+        position = _POSITIONS[name]
+        if len(self.args) <= position:
+            return replace(self, kwargs={**self.kwargs, name: value})
+        return replace(self, args=(*self.args[:position], value, *self.args[position + 1 :]))
 
 
 # Where GPTModel.forward takes the arguments that callers pass by position or by name.
@@ -132,10 +134,10 @@ class Microbatches(dict[int, Microbatch]):
 
     Args:
         shapes: ``(b, s)`` of each.
-        ids: int64 on the host: the tokens of all microbatches, then their labels, batch-major.
+        ids: ``[2, total]`` int64 on the host: the tokens of all microbatches, and their labels, batch-major.
         labels: the labels once more, on the device.
         grad_losses: likewise the gradients of the tokens' losses, float32; None in evaluation.
-        ranges: rows of every member of the vocabulary group.
+        ranges: rows of every member of the vocabulary group; empty where it is not partitioned.
         member: this rank's place among them.
     """
 
@@ -152,12 +154,21 @@ class Microbatches(dict[int, Microbatch]):
         super().__init__()
         self.shapes = tuple(shapes)
         sizes = [b * s for b, s in shapes]
-        tokens, host_labels = ids.chunk(2)
+        tokens, host_labels = ids
         self._tokens, self._host_labels = tokens.split(sizes), host_labels.split(sizes)
         self._labels = labels.split(sizes)
         self._grad_losses = None if grad_losses is None else grad_losses.split(sizes)
         self._ranges = ranges
         self._member = member
+
+    def labels(self, i: int) -> torch.Tensor:
+        """Target ids ``[b, s]`` of a microbatch, on the device."""
+        return self._labels[i].view(self.shapes[i])
+
+    def gradient(self, i: int) -> torch.Tensor:
+        """The gradient ``[b, s]`` of every token's loss in a microbatch, in training."""
+        assert self._grad_losses is not None
+        return self._grad_losses[i].view(self.shapes[i])
 
     def __missing__(self, i: int) -> Microbatch:
         self[i] = planned = self._plan(i)
@@ -187,6 +198,12 @@ class Microbatches(dict[int, Microbatch]):
 
 def _sequence_major(flat: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     return flat.view(shape).t().reshape(-1)
+
+
+def no_microbatches() -> Microbatches:
+    """What there is where nothing is shared."""
+    nothing = torch.empty(2, 0, dtype=torch.int64)
+    return Microbatches(shapes=(), ids=nothing, labels=nothing[1], grad_losses=None, ranges=(), member=0)
 
 
 def share_microbatches(
@@ -234,10 +251,11 @@ def share_microbatches(
         grads = share(torch.empty(total, dtype=torch.float32, device=device), grad_losses, last_member)
     # Counts of the plans are sizes of messages, so the ids come to the host, all at once.
     host_ids = to_host(ids)
-    check_ids(host_ids[0], ranges[0].vocab_size)
+    if ranges:
+        check_ids(host_ids[0], ranges[0].vocab_size)
     return Microbatches(
         shapes=shapes,
-        ids=host_ids.flatten(),
+        ids=host_ids,
         labels=ids[1],
         grad_losses=grads,
         ranges=ranges,

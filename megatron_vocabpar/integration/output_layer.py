@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.gradients import main_grad
 from megatron_vocabpar.integration.iteration import Iteration, LayerHandlers
+from megatron_vocabpar.integration.loss_reports import LossReports
 from megatron_vocabpar.integration.model import VocabParallelGPTModel
 from megatron_vocabpar.layers import invariant, output
 from megatron_vocabpar.layers.invariant import FixedPoint
@@ -38,7 +38,7 @@ class OutputLayer(LayerHandlers):
         super().__init__(iteration)
         self.model = model
         self._evaluations: deque[tuple[int, Event[MergedStats]]] = deque()
-        self._as_announced: list[torch.Tensor] = []
+        self._reports = LossReports(iteration)
         self._spare: list[torch.Tensor] = []
         self._passes: Any = invariant if iteration.rank.output_options.invariant else output
         method = iteration.rank.method
@@ -49,15 +49,10 @@ class OutputLayer(LayerHandlers):
         """In evaluation: report the losses that are still on their way. In training: check the gradients.
 
         Raises:
-            ValueError: if the loss function's gradient was not what had been announced. It is checked here,
-                and not in each microbatch, so that the host need not wait for the device.
+            ValueError: if the loss function's gradient was not what had been announced.
         """
         self._report_evaluations(keep=0)
-        if self._as_announced and not torch.stack(self._as_announced).all():
-            raise ValueError(
-                "the loss function is not linear in the per-token losses: its gradient depends on their "
-                "values. Vocabulary parallelism sends the gradient ahead; use a (masked) sum or mean"
-            )
+        self._reports.finish()
 
     def broadcast_hidden(self, instruction: Comm) -> None:
         """C0: the last stage's hidden states ``[n, H]`` to every rank.
@@ -183,7 +178,7 @@ class OutputLayer(LayerHandlers):
     def _put_statistics(self, instruction: Comm, event: Event[MergedStats]) -> None:
         if not self.call.forward_only:
             self.buffers.put(instruction, "event", event)
-        elif not self.rank.is_last:
+        elif not self.rank.has_loss:
             self.iteration.unclaim(event)
         else:
             # In evaluation no pass consumes the statistics: report with a lag that hides the collective.
@@ -234,8 +229,8 @@ class OutputLayer(LayerHandlers):
             merged = self.wait(event)
             part = self._passes.output_backward(state, merged, grad_loss, weight.detach(), main_grad(weight))
             self.buffers.put(instruction, "hidden_grad", part)
-            if self.rank.is_last:
-                self._report_loss(i, merged)
+        if self.rank.has_loss:
+            self._report_loss(i, merged)
         if isinstance(state, OutputState) and state.e is not None:
             self._spare.append(state.e)
         self.gradients.wrote(PassType.T)
@@ -270,7 +265,7 @@ class OutputLayer(LayerHandlers):
         training = not self.call.forward_only
         state, statistics = self._softmax(i, x, with_input_gradient=True)
         merged = self.wait(self._merge(statistics))
-        if rank.is_last:
+        if rank.has_loss:
             self._report_loss(i, merged)
         if not training:
             return
@@ -283,7 +278,7 @@ class OutputLayer(LayerHandlers):
         self.gradients.wrote(PassType.S)
 
     def hidden_gradient(self, i: int) -> torch.Tensor:
-        """The gradient of the last stage's output ``[s, b, H]``; reports the loss if nobody has yet."""
+        """The gradient of the last stage's output ``[s, b, H]``."""
         rank = self.rank.pipeline_rank
         source = self.rank.method.waits_for[PassType.B]
         if isinstance(source, PassType):
@@ -291,29 +286,11 @@ class OutputLayer(LayerHandlers):
         else:
             grad = self.wait(self.buffers.take(Comm(source, rank, i), "event"))
             if self._early_gradient:
-                merged, grad = grad
-                self._report_loss(i, merged)
+                _, grad = grad
         parts = self.iteration.sequence_shards
         part = grad.chunk(parts)[self.groups.tensor_rank % parts]
         return part.view(self.iteration.hidden_shape(i))
 
     def _report_loss(self, i: int, merged: MergedStats) -> None:
-        """Megatron's loss function on the true token losses; its gradient must be what was announced."""
-        call, microbatch = self.call, self.microbatches[i]
-        b, s = microbatch.shape
-        reported, num_tokens, grad = compat.loss_and_gradient(
-            model=call.chunks[-1],
-            token_losses=merged.loss.float().view(s, b).t().contiguous(),
-            loss_func=self.iteration.recorded_last[i].loss_func,
-            config=call.config,
-            num_microbatches=call.num_microbatches,
-            cp_group_size=call.cp_group_size,
-            collect_non_loss_data=call.collect_non_loss_data,
-            with_gradient=not call.forward_only,
-        )
-        self.iteration.reported.extend(reported)
-        self.iteration.num_tokens = self.iteration.num_tokens + num_tokens
-        if grad is not None:
-            true, announced = grad.t().reshape(-1), microbatch.gradient
-            close = torch.isclose(true, announced, rtol=1e-4, atol=0.0, equal_nan=True)
-            self._as_announced.append(close.all())
+        b, s = self.microbatches[i].shape
+        self._reports.report(i, merged.loss.float().view(s, b).t().contiguous())

@@ -48,54 +48,57 @@ def prepare(
     written: dict[PassType, list[torch.nn.Parameter]] = {}
     if weight_gradients:
         written[PassType.W] = [p for gradients in weight_gradients for p in gradients.parameters()]
-    if model is None:
+    placement = rank.placement
+    if model is None and placement.loss_stage == placement.last_stage:
         return Iteration(rank, call, _gradient_sync(rank, call, schedule, written))
-    first, last = _record_first_and_last(rank, call)
+    recorded = _record(rank, call, [placement.last_stage] * (model is None and rank.is_last))
+    first, last = recorded.get(0), recorded.get(placement.loss_stage)
     grad_losses = None
-    if rank.is_last and not call.forward_only:
+    if last is not None and not call.forward_only:
         grad_losses = [_announced_gradient(recorded, call) for recorded in last]
     microbatches = share_microbatches(
         groups=rank.groups,
-        ranges=model.shard.ranges,
-        first_member=rank.groups.members_of(rank.placement.first_rank)[0],
-        last_member=rank.groups.members_of(rank.placement.last_rank)[0],
-        tokens=[_required(recorded.input_ids, "input_ids") for recorded in first] if rank.is_first else None,
-        labels=[_required(recorded.labels, "labels") for recorded in last] if rank.is_last else None,
+        ranges=model.shard.ranges if model else (),
+        first_member=rank.groups.members_of(placement.first_rank)[0],
+        last_member=rank.groups.members_of(placement.p - 1)[0],
+        tokens=None if first is None else [_required(call.input_ids, "input_ids") for call in first],
+        labels=None if last is None else [_required(call.labels, "labels") for call in last],
         grad_losses=grad_losses,
         num_microbatches=call.num_microbatches,
         device=rank.device,
         forward_only=call.forward_only,
     )
-    output_pass = rank.method.passes[-1]  # the one that writes the weight's gradient
-    written |= {PassType.IB: [model.word_embeddings.weight], output_pass: [model.output_weight]}
+    if model is None:
+        # The last stage is not that of the loss: it gets the labels from there.
+        for i, recorded_call in enumerate(recorded.get(placement.last_stage, ())):
+            recorded[placement.last_stage][i] = recorded_call.replace("labels", microbatches.labels(i))
+    else:
+        output_pass = rank.method.passes[-1]  # the one that writes the weight's gradient
+        written |= {PassType.IB: [model.word_embeddings.weight], output_pass: [model.output_weight]}
     return Iteration(
         rank,
         call,
         _gradient_sync(rank, call, schedule, written),
         microbatches=microbatches,
-        shapes=microbatches.shapes,
-        recorded_first=first,
-        recorded_last=last,
+        recorded=recorded,
     )
 
 
-def _record_first_and_last(rank: Rank, call: Call) -> tuple[list[ModelCall], list[ModelCall]]:
-    """The calls that ``forward_step`` makes on the first and on the last stage, where this rank has them.
+def _record(rank: Rank, call: Call, besides: list[int]) -> dict[int, list[ModelCall]]:
+    """The calls that ``forward_step`` makes on the first stage and on that of the loss, where they are here.
 
-    Other stages get no batch. Each chunk has a data iterator of its own, as in Megatron.
+    Other stages get no batch; they are recorded where they are named in ``besides``. Each chunk has a data
+    iterator of its own, as in Megatron.
     """
-
-    def record(stage: int) -> list[ModelCall]:
-        chunk = rank.placement.chunk_of(stage)
-        return [
+    placement = rank.placement
+    ends = [0] * rank.is_first + [placement.loss_stage] * rank.has_loss + besides
+    return {
+        stage: [
             record_call(call.forward_step_func, call.data_iterators[chunk], call.chunks[chunk])
             for _ in range(call.num_microbatches)
         ]
-
-    first = record(0) if rank.is_first else []
-    if rank.placement.last_stage == 0:
-        return first, first
-    return first, record(rank.placement.last_stage) if rank.is_last else []
+        for stage, chunk in ((stage, placement.chunk_of(stage)) for stage in dict.fromkeys(ends))
+    }
 
 
 def _required(tensor: torch.Tensor | None, name: str) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.iteration import Iteration, LayerHandlers
+from megatron_vocabpar.integration.loss_reports import DistantLoss
 from megatron_vocabpar.integration.microbatches import ModelCall
 from megatron_vocabpar.integration.weight_gradients import WeightGradients
 from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, PassType
@@ -23,6 +24,7 @@ class Stages(LayerHandlers):
         embedded_rows: on the first stage, the embedded tokens ``[b, s, H]`` of a microbatch; None where the
             input layer is not partitioned but part of the first stage's F.
         hidden_gradient: the gradient ``[s, b, H]`` of the last stage's output; None likewise.
+        distant_loss: instead of the two, where the loss function is not on the last stage's rank.
     """
 
     def __init__(
@@ -31,11 +33,13 @@ class Stages(LayerHandlers):
         weight_gradients: Sequence[WeightGradients] = (),
         embedded_rows: Callable[[int], torch.Tensor] | None = None,
         hidden_gradient: Callable[[int], torch.Tensor] | None = None,
+        distant_loss: DistantLoss | None = None,
     ) -> None:
         super().__init__(iteration)
         self.weight_gradients = weight_gradients
         self.embedded_rows = embedded_rows
-        self.hidden_gradient = hidden_gradient
+        self.hidden_gradient = iteration.microbatches.gradient if distant_loss else hidden_gradient
+        self.distant_loss = distant_loss
 
     def forward(self, instruction: Pass) -> None:
         """F: one stage's transformer layers, and what Megatron computes around them."""
@@ -44,17 +48,13 @@ class Stages(LayerHandlers):
         chunk = placement.chunk_of(stage)
         is_last_stage = stage == placement.last_stage
         partitioned = self.embedded_rows is not None
-        call_model: Callable[..., Any] = call.forward_step_func
         stage_input: torch.Tensor | None = None
         if stage > 0:
             stage_input = self._stage_input(stage, i)
-            if is_last_stage and partitioned:
-                call_model = _replay(self.iteration.recorded_last[i])
         elif self.embedded_rows is not None:
             stage_input = self.embedded_rows(i)
-            call_model = _replay(self.iteration.recorded_first[i].replace_input_ids(stage_input))
         output, num_tokens = compat.forward_step(
-            call_model=call_model,
+            call_model=self._forward_step(stage, i, stage_input),
             data_iterator=call.data_iterators[chunk],
             model=call.chunks[chunk],
             num_microbatches=call.num_microbatches,
@@ -65,7 +65,7 @@ class Stages(LayerHandlers):
             collect_non_loss_data=call.collect_non_loss_data,
             is_first_microbatch=call.first_microbatch_flag and i == 0,
             current_microbatch=i,
-            computes_loss=is_last_stage and not partitioned,
+            computes_loss=is_last_stage and not partitioned and self.distant_loss is None,
             vp_stage=getattr(call.chunks[chunk], "vp_stage", None),
         )
         self.iteration.num_tokens = self.iteration.num_tokens + num_tokens
@@ -75,9 +75,20 @@ class Stages(LayerHandlers):
             # Megatron's half-precision wrapper turns the last stage's output into float32: exact either way.
             hidden = output.detach().to(call.config.params_dtype)
             self.buffers.put(instruction, "hidden", hidden.flatten(0, 1))
+        elif self.distant_loss is not None:
+            self.distant_loss.keep(i, output.detach())
         if not call.forward_only:
             compat.release_output(output, call.config)
             self.buffers.put(instruction, "graph", (stage_input, output))
+
+    def _forward_step(self, stage: int, i: int, stage_input: torch.Tensor | None) -> Callable[..., Any]:
+        """The training script's own, or the call that it made when it was recorded."""
+        if stage not in self.iteration.recorded:
+            return self.call.forward_step_func
+        recorded = self.iteration.recorded[stage][i]
+        if stage == 0 and stage_input is not None:
+            recorded = recorded.replace("input_ids", stage_input)
+        return _replay(recorded)
 
     def _stage_input(self, stage: int, i: int) -> torch.Tensor:
         before = Pass(PassType.F, stage - 1, i)

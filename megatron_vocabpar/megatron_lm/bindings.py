@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
+
+from megatron_vocabpar.megatron_lm.flags import FlagConfig
 
 VERSIONS = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19", "main")
 """Versions of megatron-core, oldest first; ``main`` is the development branch after 0.19.
@@ -27,23 +30,31 @@ class Binding:
         module, name: where it is defined.
         copies: modules that take it by value when they are imported (``from ... import``).
         reason: why it is replaced.
-        partitioned_only: replaced only where the vocabulary layers are partitioned.
+        when: what asks for it.
     """
 
     module: str
     name: str
     copies: tuple[str, ...]
     reason: str
-    partitioned_only: bool = True
+    when: Literal["any of our options", "a schedule of ours", "a V placement"] = "a schedule of ours"
 
     @property
     def places(self) -> tuple[str, ...]:
         """All modules that hold the name."""
         return (self.module, *self.copies)
 
+    def is_needed(self, config: FlagConfig) -> bool:
+        """Whether it is replaced for what the flags ask for."""
+        if self.when == "a V placement":
+            return config.is_placed
+        return self.when == "any of our options" or config.runs_our_schedule
+
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _GPT_MODEL = "megatron.core.models.gpt.gpt_model"
+_LAYER_SPECS = "megatron.core.models.gpt.gpt_layer_specs"
+_PARALLEL_STATE = "megatron.core.parallel_state"
 _ARGUMENTS = "megatron.training.arguments"
 
 BINDINGS = (
@@ -70,21 +81,29 @@ BINDINGS = (
             "model_provider",
             "__main__",
         ),
-        "a subclass whose stages hold their rows of both vocabulary layers",
+        "a subclass whose stages hold their rows of both vocabulary layers, and stand where the schedule "
+        "places them",
+    ),
+    Binding(
+        _LAYER_SPECS,
+        "get_gpt_decoder_block_spec",
+        ("megatron.training.models.gpt", "gpt_builders", "__main__"),
+        "asks megatron-core's global state for the pipeline rank, to know which layers have experts",
+        when="a V placement",
     ),
     Binding(
         _ARGUMENTS,
         "parse_args",
         ("megatron.training.initialize",),
         "adds our options after the script's own extra_args_provider",
-        partitioned_only=False,
+        when="any of our options",
     ),
     Binding(
         _ARGUMENTS,
         "validate_args",
         ("megatron.training.initialize",),
         "checks all flags together before process groups start, and places redistributed layers",
-        partitioned_only=False,
+        when="any of our options",
     ),
 )
 
@@ -150,6 +169,13 @@ SIGNATURES: Mapping[tuple[str, str], Mapping[Parameters, tuple[str, ...]]] = {
             "0.18 0.19 main"
         ),
     },
+    (_LAYER_SPECS, "get_gpt_decoder_block_spec"): {
+        _names("config use_transformer_engine normalization qk_l2_norm vp_stage"): ("0.14",),
+        _names("config use_transformer_engine normalization qk_l2_norm vp_stage pp_rank"): _names(
+            "0.15 0.16 0.17 0.18 0.19 main"
+        ),
+    },
+    (_PARALLEL_STATE, "set_pipeline_model_parallel_rank"): {("rank",): _ALL},
     (_ARGUMENTS, "parse_args"): {_names("extra_args_provider ignore_unknown_args"): _ALL},
     (_ARGUMENTS, "validate_args"): {_names("args defaults"): _ALL},
 }

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
-from megatron_vocabpar.schedule.families import SEARCH, families
+from megatron_vocabpar.schedule.families import SEARCH, Family, families, family_named
 from megatron_vocabpar.schedule.methods import METHODS, method_named
+from megatron_vocabpar.schedule.placement import Placement
 
-SCHEDULES = ("1f1b", "interleaved", "zb-h1")
-"""Schedule families that run inside Megatron's training loop, which places model chunks in standard order."""
+SCHEDULES = (*families(), SEARCH)
+"""Schedule families, and the fastest of those that fit the number of model chunks."""
 
-_METHODS = tuple(name for name in METHODS if name != "baseline")
 _HELP = ("-h", "--help")
 
 
@@ -70,7 +70,7 @@ OPTIONS = (
     ),
     Option(
         "--vocab-parallel-method",
-        {"choices": _METHODS, "default": None, "help": "How they are computed; vocab-2 by default."},
+        {"choices": tuple(METHODS), "default": None, "help": "How they are computed; vocab-2 by default."},
     ),
     Option(
         "--vocab-parallel-schedule",
@@ -149,9 +149,9 @@ class FlagConfig:
     """What the flags ask for.
 
     Attributes:
-        enabled: whether the vocabulary layers or the transformer layers are to be moved at all.
+        enabled: whether layers are to be moved or scheduled otherwise at all.
         method: a name of ``schedule.methods``; ``baseline`` where no option changes anything.
-        schedule: one of ``SCHEDULES``.
+        schedule: one of ``SCHEDULES``; ``baseline`` and ``redis`` on 1f1b run Megatron's own.
         redistribute: whether transformer layers move away from the last stage.
         final_stage_layers: how many stay there; None: as the operation counts say.
         allow_unknown: run on an unknown Megatron version if its signatures allow it.
@@ -176,6 +176,30 @@ class FlagConfig:
     def partitions_vocabulary(self) -> bool:
         """Whether the vocabulary layers are partitioned."""
         return method_named(self.method).vocabulary_parallel
+
+    @property
+    def runs_our_schedule(self) -> bool:
+        """Whether Megatron's own schedule is replaced."""
+        return self.partitions_vocabulary or self.schedule != "1f1b"
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether model chunks may be placed otherwise than Megatron places them."""
+        return any(family.shape != "standard" for family in self.families(2))
+
+    def families(self, chunks: int) -> tuple[Family, ...]:
+        """The families that the schedule may be of, on ranks with this many model chunks.
+
+        A search keeps to one placement, since the model is built before: the V shape for two chunks.
+        """
+        if self.schedule != SEARCH:
+            return (family_named(self.schedule),)
+        shape = "vshape" if chunks == 2 else "standard"
+        return tuple(f for f in families().values() if f.shape == shape and f.allows(chunks))
+
+    def placement(self, p: int, chunks: int) -> Placement:
+        """Which stage each of the chunks of ``p`` ranks is."""
+        return Placement(p, chunks, self.families(chunks)[0].shape)
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -238,9 +262,9 @@ def config_from(args: Any) -> FlagConfig:
             raise ValueError(f"{' and '.join(methods)} ask for different methods; keep one of them")
         method = next(iter(methods.values()), "vocab-2")
     _check_output_options(args, method)
-    _check_schedule(args.vocab_parallel_schedule, method)
+    _check_schedule(args)
     return FlagConfig(
-        enabled=method != "baseline",
+        enabled=method != "baseline" or args.vocab_parallel_schedule != "1f1b",
         method=method,
         schedule=args.vocab_parallel_schedule,
         redistribute=redistribute,
@@ -253,20 +277,16 @@ def config_from(args: Any) -> FlagConfig:
     )
 
 
-def _check_schedule(schedule: str, method: str) -> None:
+def _check_schedule(args: Any) -> None:
+    schedule = args.vocab_parallel_schedule
     if schedule not in SCHEDULES:
-        known = schedule in (*families(), SEARCH)
-        why = (
-            "Megatron's training loop places model chunks in standard order" if known else "unknown schedule"
-        )
-        elsewhere = f", or vocabpar train --family {schedule}" if known else ""
         raise ValueError(
-            f"--vocab-parallel-schedule {schedule}: {why}; use one of {', '.join(SCHEDULES)}{elsewhere}"
+            f"--vocab-parallel-schedule {schedule}: unknown schedule; use one of {', '.join(SCHEDULES)}"
         )
-    if schedule != "1f1b" and not method_named(method).vocabulary_parallel:
+    if schedule != "1f1b" and not args.enable_vocab_parallel:
         raise ValueError(
-            f"--vocab-parallel-schedule {schedule}: method {method} runs Megatron's own schedule; use "
-            "--enable-vocab-parallel with another method"
+            f"--vocab-parallel-schedule {schedule}: needs --enable-vocab-parallel; add it, with "
+            "--vocab-parallel-method baseline to leave the vocabulary layers whole"
         )
 
 

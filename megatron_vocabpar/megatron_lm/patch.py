@@ -82,7 +82,7 @@ def apply(config: FlagConfig) -> Patch:
     patch = Patch(config, version)
     try:
         for binding in BINDINGS:
-            if config.partitions_vocabulary or not binding.partitioned_only:
+            if binding.is_needed(config):
                 original = getattr(importlib.import_module(binding.module), binding.name)
                 patch.replace(binding, replacement_for(binding, original, config))
     except BaseException:

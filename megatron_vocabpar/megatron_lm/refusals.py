@@ -213,8 +213,8 @@ def check(args: Any, config: FlagConfig) -> None:
     Raises:
         ValueError: naming every refused flag with its remedy.
     """
-    rows = REFUSALS if config.partitions_vocabulary else ()
-    allowed = (_CHUNKS,) if config.schedule == "interleaved" else ()
+    rows = REFUSALS if config.runs_our_schedule else ()
+    allowed = () if config.schedule in ("1f1b", "zb-h1") else (_CHUNKS,)
     problems = [f"{row.flag}: {row.remedy}" for row in rows if row not in allowed and row.is_asked(args)]
     problems += _schedule_problems(args, config)
     problems += _redistribution_problems(args, config)

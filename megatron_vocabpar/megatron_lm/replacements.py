@@ -9,8 +9,10 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 
 from megatron_vocabpar.integration import compat
+from megatron_vocabpar.integration.chunks import ChunkPosition, chunk_position, shown_as_rank
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
 from megatron_vocabpar.integration.iteration import OutputOptions
 from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
@@ -25,6 +27,7 @@ def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
     makers: dict[str, Callable[[Any, FlagConfig], Any]] = {
         "get_forward_backward_func": _provide_schedule,
         "GPTModel": _model_class,
+        "get_gpt_decoder_block_spec": _layers_of_the_stage,
         "parse_args": _parse_with_our_options,
         "validate_args": _check_first,
     }
@@ -82,7 +85,12 @@ class ScheduleRunner:
     def _build(self, device: torch.device, chunks: int) -> ForwardBackward:
         groups = vocab_groups(_timeout())
         plan_for = partial(
-            make_plan, self._config.method, groups.pipeline, family=self._config.schedule, chunks=chunks
+            make_plan,
+            self._config.method,
+            groups.pipeline,
+            family=self._config.schedule,
+            chunks=chunks,
+            among=self._config.families(chunks),
         )
         return ForwardBackward(
             self._config.method,
@@ -116,10 +124,11 @@ def _provide_schedule(original: Callable[..., Any], config: FlagConfig) -> Calla
 
 
 def _model_class(original: type, flags: FlagConfig) -> type:
-    assert issubclass(VocabParallelGPTModel, original)
+    base: Any = VocabParallelGPTModel if flags.partitions_vocabulary else original
+    assert issubclass(base, original)
 
-    class GPTModel(VocabParallelGPTModel):
-        """megatron-core's GPTModel as the training script builds it, with partitioned vocabulary layers."""
+    class GPTModel(base):
+        """megatron-core's GPTModel as the training script builds it, at the stage that the schedule gives it."""
 
         def __init__(
             self,
@@ -127,21 +136,48 @@ def _model_class(original: type, flags: FlagConfig) -> type:
             transformer_layer_spec: Any,
             vocab_size: int,
             max_sequence_length: int,
+            vp_stage: int | None = None,
             **kwargs: Any,
         ) -> None:
-            true_size, divisible_by = vocabulary(vocab_size)
-            super().__init__(
-                config,
-                transformer_layer_spec,
-                true_size,
-                max_sequence_length,
-                shard=vocab_shard(true_size, divisible_by, invariant=flags.invariant),
-                holds_shard=not kwargs.get("vp_stage"),
-                **kwargs,
-            )
+            options = kwargs | {"vp_stage": vp_stage}
+            if flags.partitions_vocabulary:
+                vocab_size, divisible_by = vocabulary(vocab_size)
+                shard = vocab_shard(vocab_size, divisible_by, invariant=flags.invariant)
+                options |= {"shard": shard, "holds_shard": not vp_stage}
+            position = _position(flags, vp_stage, kwargs.get(compat.GROUPS_ARGUMENT))
+            self.shown_rank: int = position.shown_rank
+            with shown_as_rank(self.shown_rank):
+                super().__init__(
+                    config,
+                    transformer_layer_spec,
+                    vocab_size,
+                    max_sequence_length,
+                    **options | position.options,
+                )
+
+        def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            with shown_as_rank(self.shown_rank):
+                return super().sharded_state_dict(*args, **kwargs)
 
     GPTModel.__qualname__ = original.__qualname__
     return GPTModel
+
+
+def _position(flags: FlagConfig, vp_stage: int | None, groups: Any = None) -> ChunkPosition:
+    """Where the chunk stands that the training script is about to build."""
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    placement = flags.placement(parallel_state.get_pipeline_model_parallel_world_size(), chunks)
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    return chunk_position(placement, rank, vp_stage or 0, groups or compat.model_groups())
+
+
+def _layers_of_the_stage(original: Callable[..., Any], flags: FlagConfig) -> Callable[..., Any]:
+    @wraps(original)
+    def get_gpt_decoder_block_spec(*args: Any, vp_stage: int | None = None, **kwargs: Any) -> Any:
+        with shown_as_rank(_position(flags, vp_stage).shown_rank):
+            return original(*args, vp_stage=vp_stage, **kwargs)
+
+    return get_gpt_decoder_block_spec
 
 
 def vocabulary(padded_size: int) -> tuple[int, int]:

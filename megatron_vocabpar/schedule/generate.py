@@ -9,6 +9,8 @@ Next: ``problem.py``, then ``lower.py``, which adds the communication, and ``pla
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .costs import PassCosts
 from .families import SEARCH, Family, family_named
 from .methods import Method
@@ -29,6 +31,7 @@ def generate(
     chunks: int | None = None,
     costs: PassCosts | None = None,
     max_activations: float | None = None,
+    among: Sequence[Family] | None = None,
 ) -> Schedule:
     """A valid schedule, as fast as the family's blocks allow.
 
@@ -43,12 +46,13 @@ def generate(
             given the same.
         max_activations: the most microbatches whose activations a rank may hold, at least 1; by default
             what is claimed for the method in this family (``peaks.claimed_peak``), in a search in 1F1B.
+        among: the families to search; by default all.
 
     Raises:
         ValueError: naming the argument that is wrong, and what to give instead.
     """
     if family == SEARCH:
-        return search(method, p, m, chunks=chunks, costs=costs, max_activations=max_activations)
+        return search(method, p, m, among=among, chunks=chunks, costs=costs, max_activations=max_activations)
     kind = family_named(family) if isinstance(family, str) else family
     problem = Problem.of(method, p, m, kind, chunks=chunks, costs=costs, max_activations=max_activations)
     return problem.schedule(problem.best(_TRIAL_PASSES))
@@ -63,9 +67,17 @@ def make_plan(
     chunks: int | None = None,
     costs: PassCosts | None = None,
     max_activations: float | None = None,
+    among: Sequence[Family] | None = None,
 ) -> Plan:
     """A generated schedule with its program; arguments and errors are those of ``generate``."""
     schedule = generate(
-        method, p, m, family=family, chunks=chunks, costs=costs, max_activations=max_activations
+        method,
+        p,
+        m,
+        family=family,
+        chunks=chunks,
+        costs=costs,
+        max_activations=max_activations,
+        among=among,
     )
     return Plan.of(schedule, costs)

@@ -58,6 +58,14 @@ class Placement:
     def last_rank(self) -> int:
         return self.rank_of(self.last_stage)
 
+    @property
+    def loss_stage(self) -> int:
+        """The stage of the last rank's last chunk: where Megatron's training loops keep labels and loss.
+
+        In a V-shaped placement it is not the last stage.
+        """
+        return self.stage_of(self.p - 1, self.chunks - 1)
+
     def chunk_of(self, stage: int) -> int:
         """The chunk that ``stage`` is on its rank."""
         return stage // self.p

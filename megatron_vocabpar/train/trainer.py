@@ -161,10 +161,10 @@ class _Trainer:
         self.forward_backward.close()
 
     def _batches(self, dataset: Any, step: int) -> list[Iterator[Any] | None]:
-        """The data of each chunk: the first and the last stage have some, the others load nothing."""
+        """The data of each chunk: the first stage and that of the loss have some, the others load nothing."""
         rank = parallel_state.get_pipeline_model_parallel_rank()
         replica = parallel_state.get_data_parallel_rank()
-        ends = (0, self.placement.last_stage)
+        ends = (0, self.placement.loss_stage)
         return [
             microbatches(dataset, self.config, step, replica)
             if self.placement.stage_of(rank, chunk) in ends
@@ -213,7 +213,7 @@ class _Trainer:
         )
 
     def _mean_loss(self, reported: list[Any]) -> float:
-        """Loss per token over all replicas; one tensor-parallel rank of each last stage counts."""
+        """Loss per token over all replicas; one tensor-parallel rank of each last rank counts."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         if reported and parallel_state.get_tensor_model_parallel_rank() == 0:
             sums += torch.stack([report["lm loss"] for report in reported]).double().sum(0)

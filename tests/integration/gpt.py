@@ -262,7 +262,7 @@ def train(
         optimizer = MainGradAdam([p for module in modules for p in module.parameters()])
         replica = parallel_state.get_data_parallel_rank()
         rank = parallel_state.get_pipeline_model_parallel_rank()
-        ends = (0, case.placement.last_stage)
+        ends = (0, case.placement.loss_stage)
         has_batch = [case.placement.stage_of(rank, chunk) in ends for chunk in range(case.chunks)]
         losses: list[float] = []
         evaluation: list[float] = []
@@ -288,7 +288,7 @@ def train(
         if reference is not None:
             first = _differences(modules, first, reference.first_gradients)
             weights = _differences(modules, weights, reference.weights)
-        return Result(losses, evaluation, first, weights, rank == case.placement.last_rank)
+        return Result(losses, evaluation, first, weights, rank == case.pp - 1)
 
 
 def _differences(

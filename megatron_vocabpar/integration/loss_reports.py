@@ -1,0 +1,86 @@
+"""The loss where Megatron's training loop looks for it: on the last rank, whichever rank has the last stage.
+
+Its loss function runs on the token losses that arrive there; its gradient was sent ahead
+(``microbatches.py``).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_vocabpar.integration import compat
+from megatron_vocabpar.integration.iteration import Iteration
+from megatron_vocabpar.runtime.comm import broadcast
+
+
+class LossReports:
+    """Calls the loss function of the training script, microbatch by microbatch, and checks its gradients."""
+
+    def __init__(self, iteration: Iteration) -> None:
+        self.iteration = iteration
+        self._as_announced: list[torch.Tensor] = []
+
+    def report(self, i: int, token_losses: torch.Tensor) -> None:
+        """Megatron's loss function on the token losses ``[b, s]`` float32 of microbatch ``i``."""
+        iteration, call = self.iteration, self.iteration.call
+        reported, num_tokens, grad = compat.loss_and_gradient(
+            model=call.chunks[-1],
+            token_losses=token_losses,
+            loss_func=iteration.recorded[iteration.rank.placement.loss_stage][i].loss_func,
+            config=call.config,
+            num_microbatches=call.num_microbatches,
+            cp_group_size=call.cp_group_size,
+            collect_non_loss_data=call.collect_non_loss_data,
+            with_gradient=not call.forward_only,
+        )
+        iteration.reported.extend(reported)
+        iteration.num_tokens = iteration.num_tokens + num_tokens
+        if grad is not None:
+            announced = iteration.microbatches.gradient(i)
+            close = torch.isclose(grad, announced, rtol=1e-4, atol=0.0, equal_nan=True)
+            self._as_announced.append(close.all())
+
+    def finish(self) -> None:
+        """Check the gradients; not in each microbatch, so that the host need not wait for the device.
+
+        Raises:
+            ValueError: if the loss function's gradient was not what had been announced.
+        """
+        if self._as_announced and not torch.stack(self._as_announced).all():
+            raise ValueError(
+                "the loss function is not linear in the per-token losses: its gradient depends on their "
+                "values. Vocabulary parallelism sends the gradient ahead; use a (masked) sum or mean"
+            )
+
+
+class DistantLoss:
+    """The loss of a whole output layer whose rank is not that of the loss function."""
+
+    def __init__(self, iteration: Iteration) -> None:
+        self.iteration = iteration
+        self._token_losses: dict[int, torch.Tensor] = {}
+
+    def keep(self, i: int, token_losses: torch.Tensor) -> None:
+        """What the last stage computed for microbatch ``i``: ``[b, s]``."""
+        self._token_losses[i] = token_losses
+
+    def finish(self) -> None:
+        """Send the token losses of all microbatches, and report them.
+
+        Raises:
+            ValueError: if the loss function is not linear in them.
+        """
+        rank, shapes = self.iteration.rank, self.iteration.microbatches.shapes
+        sizes = [b * s for b, s in shapes]
+        if rank.is_last:
+            flat = torch.cat([self._token_losses[i].flatten() for i in range(len(shapes))]).float()
+        else:
+            flat = torch.empty(sum(sizes), device=rank.device)
+        broadcast(
+            rank.groups, rank.groups.output, [flat], [rank.groups.members_of(rank.placement.last_rank)[0]]
+        )
+        if rank.has_loss:
+            reports = LossReports(self.iteration)
+            for i, losses in enumerate(flat.split(sizes)):
+                reports.report(i, losses.view(shapes[i]))
+            reports.finish()
