@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -95,6 +96,14 @@ def chunk_position(placement: Placement, rank: int, chunk: int, pg_collection: A
             "vp_stage": chunk if placement.chunks > 1 else None,
             compat.GROUPS_ARGUMENT: groups,
         },
+    )
+
+
+def tie_output(output_layer: Any, weight: torch.nn.Parameter) -> None:
+    """Let the output layer of one chunk use ``weight [V, H]`` of another chunk of this rank, its own no more."""
+    output_layer.weight = None
+    output_layer.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, {**kwargs, "weight": weight}), with_kwargs=True
     )
 
 

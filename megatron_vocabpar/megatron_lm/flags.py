@@ -187,6 +187,11 @@ class FlagConfig:
         """Whether model chunks may be placed otherwise than Megatron places them."""
         return any(family.shape != "standard" for family in self.families(2))
 
+    @property
+    def splits_w(self) -> bool:
+        """Whether weight gradients may be passes of their own."""
+        return any(family.splits_w for family in self.families(2))
+
     def families(self, chunks: int) -> tuple[Family, ...]:
         """The families that the schedule may be of, on ranks with this many model chunks.
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from megatron_vocabpar.megatron_lm.flags import FlagConfig
+from megatron_vocabpar.schedule.families import SEARCH, families, family_named
 from megatron_vocabpar.schedule.redistribution import redistribute_by_flops, with_final_stage
 
 
@@ -44,14 +46,21 @@ def _other_than(attribute: str, *allowed: Any) -> Callable[[Any], bool]:
     return is_asked
 
 
-def _several_chunks(args: Any) -> bool:
+def _chunks(args: Any) -> Fraction:
+    """Model chunks on each rank that Megatron's flags ask for; no whole number where layers don't divide."""
+    p = args.pipeline_model_parallel_size
     layout = getattr(args, "pipeline_model_parallel_layout", None)
-    stages = 0 if layout is None else _stages_of(layout)
-    return (
-        bool(getattr(args, "num_layers_per_virtual_pipeline_stage", None))
-        or (getattr(args, "num_virtual_stages_per_pipeline_rank", None) or 1) > 1
-        or stages > args.pipeline_model_parallel_size
-    )
+    if layout is not None:
+        return Fraction(_stages_of(layout), p)
+    layers = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
+    if layers:
+        return Fraction(_layers_to_divide(args), p * layers)
+    return Fraction(getattr(args, "num_virtual_stages_per_pipeline_rank", None) or 1)
+
+
+def _layers_to_divide(args: Any) -> int:
+    ends = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    return (getattr(args, "num_layers", None) or 0) + sum(bool(getattr(args, end, None)) for end in ends)
 
 
 def _stages_of(layout: str) -> int:
@@ -67,16 +76,12 @@ def _stage_local_checkpoint(args: Any) -> bool:
     return legacy and bool(getattr(args, "save", None) or getattr(args, "load", None))
 
 
-_CHUNKS = Refusal(
-    "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank, "
-    "--pipeline-model-parallel-layout with several chunks per rank",
-    _several_chunks,
-    "they need --vocab-parallel-schedule interleaved; add it, or leave them out",
-    {"num_virtual_stages_per_pipeline_rank": 2},
+_CHUNK_FLAGS = (
+    "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank or "
+    "--pipeline-model-parallel-layout"
 )
 
 REFUSALS = (
-    _CHUNKS,
     Refusal(
         "--mtp-num-layers",
         _set("mtp_num_layers"),
@@ -213,28 +218,70 @@ def check(args: Any, config: FlagConfig) -> None:
     Raises:
         ValueError: naming every refused flag with its remedy.
     """
-    rows = REFUSALS if config.runs_our_schedule else ()
-    allowed = () if config.schedule in ("1f1b", "zb-h1") else (_CHUNKS,)
-    problems = [f"{row.flag}: {row.remedy}" for row in rows if row not in allowed and row.is_asked(args)]
-    problems += _schedule_problems(args, config)
-    problems += _redistribution_problems(args, config)
+    problems = _redistribution_problems(args, config)
+    if config.runs_our_schedule:
+        problems += [f"{row.flag}: {row.remedy}" for row in REFUSALS if row.is_asked(args)]
+        problems += _chunk_problems(args, config)
+        problems += _weight_gradient_problems(args, config)
     if problems:
         raise ValueError("--enable-vocab-parallel refuses these flags:\n  " + "\n  ".join(problems))
 
 
-def _schedule_problems(args: Any, config: FlagConfig) -> list[str]:
-    problems = []
-    if config.schedule == "interleaved" and not _several_chunks(args):
-        problems.append(
-            "--vocab-parallel-schedule interleaved: needs several model chunks per rank; give "
-            "--num-virtual-stages-per-pipeline-rank 2 or more"
-        )
-    if config.schedule == "zb-h1" and getattr(args, "transformer_impl", None) != "local":
-        problems.append(
-            "--vocab-parallel-schedule zb-h1: splits weight gradients off megatron-core's own linear layers; "
-            "give --transformer-impl local, or use 1f1b or interleaved"
-        )
-    return problems
+def _chunk_problems(args: Any, config: FlagConfig) -> list[str]:
+    p, chunks = args.pipeline_model_parallel_size, _chunks(args)
+    flag = f"--vocab-parallel-schedule {config.schedule}"
+    if chunks.denominator != 1:
+        return [f"{_CHUNK_FLAGS}: they give {chunks} model chunks on each of {p} ranks; choose what divides"]
+    fitting = [name for name, family in families().items() if family.allows(chunks.numerator)]
+    if config.schedule not in (*fitting, SEARCH):
+        needed = family_named(config.schedule).chunks
+        return [
+            f"{flag}: needs {needed} model chunks per rank, not {chunks}; give "
+            f"--num-virtual-stages-per-pipeline-rank {needed}, or use one of {', '.join(fitting)}"
+        ]
+    if chunks > 1 and p == 1:
+        return [f"{flag}: needs --pipeline-model-parallel-size of at least 2"]
+    if chunks > 1 and p == 2 and not getattr(args, "overlap_p2p_comm", True):
+        return [
+            "--no-overlap-p2p-communication: Megatron refuses it with model chunks on two ranks; leave it out"
+        ]
+    if config.is_placed and getattr(args, "experimental_attention_variant", None):
+        return [f"--experimental-attention-variant: {flag} does not place its layers; use interleaved"]
+    return [] if config.redistribute else _layer_problems(args, chunks.numerator)
+
+
+def _layer_problems(args: Any, chunks: int) -> list[str]:
+    layers = _layers_to_divide(args)
+    if getattr(args, "pipeline_model_parallel_layout", None) is not None or not layers:
+        return []
+    names = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    fixed = [count for count in (getattr(args, name, None) for name in names) if count is not None]
+    rest, ranks = layers - sum(fixed), args.pipeline_model_parallel_size - len(fixed)
+    even = rest % ranks == 0 if ranks > 0 else rest == ranks == 0
+    if even and all(count % chunks == 0 for count in (*fixed, rest // max(ranks, 1))):
+        return []
+    return [
+        f"--num-layers {args.num_layers}: {rest} layers do not divide into {chunks} model chunks on each of "
+        f"{ranks} ranks; choose another number, or place them with --pipeline-model-parallel-layout"
+    ]
+
+
+def _weight_gradient_problems(args: Any, config: FlagConfig) -> list[str]:
+    flag = f"--vocab-parallel-schedule {config.schedule}"
+    implementation = getattr(args, "transformer_impl", None)
+    if not config.splits_w or implementation == "local":
+        return []
+    if implementation != "transformer_engine":
+        return [
+            f"{flag}: splits weight gradients off layers of megatron-core and Transformer Engine; give "
+            "--transformer-impl local or transformer_engine, or use 1f1b or interleaved"
+        ]
+    if getattr(args, "overlap_grad_reduce", False):
+        return [
+            f"{flag}: Transformer Engine's weight gradients come after --overlap-grad-reduce would reduce "
+            "them; leave that out, or use 1f1b or interleaved"
+        ]
+    return []
 
 
 def _redistribution_problems(args: Any, config: FlagConfig) -> list[str]:
@@ -254,11 +301,11 @@ def _redistribution_problems(args: Any, config: FlagConfig) -> list[str]:
         )
         if getattr(args, name, None)
     ]
-    if fixed or _several_chunks(args):
+    if fixed or (_chunks(args) != 1 and not config.runs_our_schedule):
         problems.append(
             f"--enable-layer-redistribution: places the layers itself; leave out {', '.join(fixed)}"
             if fixed
-            else "--enable-layer-redistribution: needs one model chunk per rank"
+            else "--enable-layer-redistribution: needs one model chunk per rank on 1f1b"
         )
     if config.final_stage_layers is None and not _known_vocab_size(args):
         problems.append(
@@ -277,13 +324,14 @@ def place_layers(args: Any, config: FlagConfig) -> None:
     Raises:
         ValueError: if the layers do not fill the stages.
     """
-    p = args.pipeline_model_parallel_size
+    stages = args.pipeline_model_parallel_size * _chunks(args).numerator
     if config.final_stage_layers is not None:
-        counts = with_final_stage(args.num_layers, p, config.final_stage_layers)
+        counts = with_final_stage(args.num_layers, stages, config.final_stage_layers)
     else:
         vocab_size = _known_vocab_size(args)
         assert vocab_size is not None
-        counts = redistribute_by_flops(args.num_layers, p, args.hidden_size, args.seq_length, vocab_size)
+        counts = redistribute_by_flops(args.num_layers, stages, args.hidden_size, args.seq_length, vocab_size)
+    args.num_virtual_stages_per_pipeline_rank = args.num_layers_per_virtual_pipeline_stage = None
     args.pipeline_model_parallel_layout = layout(counts)
 
 

@@ -128,7 +128,7 @@ def _model_class(original: type, flags: FlagConfig) -> type:
     assert issubclass(base, original)
 
     class GPTModel(base):
-        """megatron-core's GPTModel as the training script builds it, at the stage that the schedule gives it."""
+        """megatron-core's GPTModel as the training script builds it, where the schedule has it."""
 
         def __init__(
             self,
@@ -140,6 +140,8 @@ def _model_class(original: type, flags: FlagConfig) -> type:
             **kwargs: Any,
         ) -> None:
             options = kwargs | {"vp_stage": vp_stage}
+            if flags.splits_w:
+                config.delay_wgrad_compute = True  # layers of Transformer Engine ask for it
             if flags.partitions_vocabulary:
                 vocab_size, divisible_by = vocabulary(vocab_size)
                 shard = vocab_shard(vocab_size, divisible_by, invariant=flags.invariant)

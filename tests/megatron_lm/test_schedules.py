@@ -72,21 +72,35 @@ def test_interleaved_saves_and_resumes_with_overlapped_reduction(weights: Path, 
     np.testing.assert_array_equal(again.norms, straight.norms[3:])
 
 
+TWO = {"num_virtual_stages_per_pipeline_rank": 2, "transformer_impl": "local"}
+TE = {"transformer_impl": "transformer_engine"}
+
+
 @pytest.mark.parametrize(
     ("schedule", "changes", "message"),
     [
-        ("interleaved", {}, "interleaved: needs several model chunks per rank; give --num-virtual-stages"),
-        ("zb-h1", {"transformer_impl": "transformer_engine"}, "zb-h1: splits weight gradients .* local"),
+        ("interleaved", {}, "interleaved: needs 2 model chunks per rank, not 1; give --num-virtual-stages"),
+        ("v-half", {"num_virtual_stages_per_pipeline_rank": 3}, r"needs 2 .* not 3; .* one of interleaved\n"),
+        ("1f1b", TWO, "1f1b: needs 1 model chunks per rank, not 2; .* interleaved, v-half, v-min, v-zb"),
+        ("zb-h1", TWO, "zb-h1: needs 1 model chunks per rank, not 2"),
+        ("search", TWO | {"pipeline_model_parallel_size": 1}, "pipeline-model-parallel-size of at least 2"),
+        ("interleaved", TWO | {"pipeline_model_parallel_size": 1}, "model-parallel-size of at least 2"),
+        ("interleaved", {"pipeline_model_parallel_layout": "Et|t|tL"}, "they give 3/4 model chunks on each"),
         (
             "1f1b",
-            {"num_virtual_stages_per_pipeline_rank": 2},
-            "they need --vocab-parallel-schedule interleaved",
+            {"num_layers": 6},
+            "--num-layers 6: 6 layers do not divide into 1 model chunks on each of 4",
         ),
+        ("v-zb", TWO | {"num_layers": 12}, "12 layers do not divide into 2 model chunks on each of 4 ranks"),
+        ("v-zb", TWO | {"num_layers": 8, "decoder_first_pipeline_num_layers": 1}, "7 layers do not divide"),
         (
-            "zb-h1",
-            {"num_virtual_stages_per_pipeline_rank": 2, "transformer_impl": "local"},
-            "they need --vocab-parallel-schedule interleaved",
+            "v-min",
+            TWO | {"pipeline_model_parallel_size": 2, "overlap_p2p_comm": False},
+            "--no-overlap-p2p-communication: Megatron refuses it",
         ),
+        ("v-half", TWO | {"experimental_attention_variant": "dsa"}, "does not place its layers"),
+        ("zb-h1", {"transformer_impl": "inference_optimized"}, "zb-h1: splits weight gradients .* local"),
+        ("zb-h1", TE | {"overlap_grad_reduce": True}, "after --overlap-grad-reduce would reduce"),
     ],
 )
 def test_flags_that_do_not_fit_the_schedule(schedule: str, changes: dict[str, object], message: str) -> None:
@@ -99,9 +113,13 @@ def test_flags_that_do_not_fit_the_schedule(schedule: str, changes: dict[str, ob
     ("schedule", "changes"),
     [
         ("interleaved", {"num_virtual_stages_per_pipeline_rank": 2}),
-        ("interleaved", {"num_layers_per_virtual_pipeline_stage": 1}),
+        ("interleaved", {"num_layers_per_virtual_pipeline_stage": 1, "num_layers": 8}),
         ("interleaved", {"pipeline_model_parallel_layout": "Et|t|t|t|t|t|t|tL"}),
+        ("1f1b", {"num_layers": 7, "decoder_first_pipeline_num_layers": 1}),
         ("zb-h1", {"transformer_impl": "local"}),
+        ("zb-h1", TE),
+        ("v-half", TWO | {"num_layers": 16}),
+        ("search", TWO),
     ],
 )
 def test_flags_that_fit_the_schedule(schedule: str, changes: dict[str, object]) -> None:
