@@ -100,7 +100,7 @@ def chunk_position(placement: Placement, rank: int, chunk: int, pg_collection: A
 
 
 def tie_output(output_layer: Any, weight: torch.nn.Parameter) -> None:
-    """Let the output layer of one chunk use ``weight [V, H]`` of another chunk of this rank, its own no more."""
+    """Let the output layer of one chunk use ``weight [V, H]`` of another chunk of this rank."""
     output_layer.weight = None
     output_layer.register_forward_pre_hook(
         lambda _, args, kwargs: (args, {**kwargs, "weight": weight}), with_kwargs=True

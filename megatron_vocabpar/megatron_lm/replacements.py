@@ -12,7 +12,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_vocabpar.integration import compat
-from megatron_vocabpar.integration.chunks import ChunkPosition, chunk_position, shown_as_rank
+from megatron_vocabpar.integration.chunks import ChunkPosition, chunk_position, shown_as_rank, tie_output
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
 from megatron_vocabpar.integration.iteration import OutputOptions
 from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
@@ -20,6 +20,8 @@ from megatron_vocabpar.megatron_lm.bindings import Binding
 from megatron_vocabpar.megatron_lm.flags import FlagConfig, chain
 from megatron_vocabpar.megatron_lm.refusals import check, place_layers
 from megatron_vocabpar.schedule.generate import make_plan
+
+_TIED = "share_embeddings_and_output_weights"
 
 
 def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
@@ -126,6 +128,7 @@ def _provide_schedule(original: Callable[..., Any], config: FlagConfig) -> Calla
 def _model_class(original: type, flags: FlagConfig) -> type:
     base: Any = VocabParallelGPTModel if flags.partitions_vocabulary else original
     assert issubclass(base, original)
+    first_chunk: list[Any] = []
 
     class GPTModel(base):
         """megatron-core's GPTModel as the training script builds it, where the schedule has it."""
@@ -147,15 +150,18 @@ def _model_class(original: type, flags: FlagConfig) -> type:
                 shard = vocab_shard(vocab_size, divisible_by, invariant=flags.invariant)
                 options |= {"shard": shard, "holds_shard": not vp_stage}
             position = _position(flags, vp_stage, kwargs.get(compat.GROUPS_ARGUMENT))
+            options |= position.options
+            # Both whole layers are on one rank, so that Megatron's all-reduce has nothing to do.
+            tied_here = flags.is_placed and not flags.partitions_vocabulary and options.get(_TIED, False)
+            if tied_here:
+                options[_TIED] = False
             self.shown_rank: int = position.shown_rank
             with shown_as_rank(self.shown_rank):
-                super().__init__(
-                    config,
-                    transformer_layer_spec,
-                    vocab_size,
-                    max_sequence_length,
-                    **options | position.options,
-                )
+                super().__init__(config, transformer_layer_spec, vocab_size, max_sequence_length, **options)
+            if tied_here and self.pre_process:
+                first_chunk[:] = [self]
+            if tied_here and self.post_process:
+                tie_output(self.output_layer, first_chunk[0].embedding.word_embeddings.weight)
 
         def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
             with shown_as_rank(self.shown_rank):
