@@ -33,6 +33,7 @@ from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from megatron_vocabpar.train.weights import global_parameters, initialise_weights, local_part
+from tests.integration.delayed import delayed_spec
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,13 @@ class Case:
     init_std: float = 0.3
     output_scale: float = 1.0
     output_options: OutputOptions = field(default_factory=OutputOptions)
+    delayed: bool = False
 
     def unsharded(self) -> Case:
         """The same training on one process, without any of our code."""
         changes = {"method": "stock", "pp": 1, "tp": 1, "dp": 1, "m": self.m * self.dp}
-        return replace(
-            self, **changes, schedule="1f1b", chunks=1, shape="standard", output_options=OutputOptions()
-        )
+        options = {"output_options": OutputOptions(), "delayed": False}
+        return replace(self, **changes, schedule="1f1b", chunks=1, shape="standard", **options)
 
     @property
     def placement(self) -> Placement:
@@ -129,9 +130,11 @@ def build_chunks(case: Case) -> list[GPTModel]:
 
 
 def build_model(case: Case, position: dict[str, Any] | None = None, holds_shard: bool = True) -> GPTModel:
+    config = transformer_config(case)
+    config.delay_wgrad_compute = case.delayed
     options: dict[str, Any] = {
-        "config": transformer_config(case),
-        "transformer_layer_spec": get_gpt_layer_local_spec(),
+        "config": config,
+        "transformer_layer_spec": delayed_spec() if case.delayed else get_gpt_layer_local_spec(),
         "vocab_size": case.vocab_size,
         "max_sequence_length": case.seq_length,
         **(position or {"pre_process": True, "post_process": True}),

@@ -1,44 +1,22 @@
 """W for layers that delay their weight gradients by themselves, with stand-ins for Transformer Engine's.
 
-Their interface, as megatron-core uses it: ``wgrad_store.delay_wgrad_compute()``, and ``backward_dw``, which
-computes the oldest weight gradient that B has left: into ``main_grad`` with gradient accumulation fusion,
-else into ``grad``. Chunks of megatron-core's local layers are tested in ``test_chunks.py``.
+Chunks of megatron-core's local layers are tested in ``test_chunks.py``.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from megatron_vocabpar.integration.weight_gradients import WeightGradients
+from megatron_vocabpar.schedule.generate import generate
+from tests.integration.delayed import Product, Store
+from tests.integration.gpt import case_of
+from tests.integration.test_equality import check
 
 N, SIZE = 3, 5
-
-
-class _Store:
-    def __init__(self, delays: bool) -> None:
-        self.delays = delays
-        self.queue: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
-
-    def delay_wgrad_compute(self) -> bool:
-        return self.delays
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: tuple[_Delayed]) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.layer = layer[0]
-        return x @ layer[0].weight.t() + layer[0].bias
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        ctx.layer.wgrad_store.queue.append((ctx.saved_tensors[0], grad))
-        return grad @ ctx.layer.weight, None
 
 
 class _Delayed(torch.nn.Module):
@@ -50,12 +28,12 @@ class _Delayed(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.randn(SIZE, SIZE))
         self.bias = torch.nn.Parameter(torch.randn(SIZE))
         self.fused = fused
-        self.wgrad_store = _Store(delays)
+        self.wgrad_store = Store(delays)
         for parameter in self.parameters():
             parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Product.apply(x * self.layer_norm_weight, (self,))
+        return Product.apply(x * self.layer_norm_weight, (self,), True)
 
     def backward_dw(self) -> None:
         x, grad = self.wgrad_store.queue.popleft()
@@ -108,6 +86,12 @@ def test_delayed_layers_add_every_microbatch_once(order: str, fused: bool) -> No
     written = {id(parameter) for parameter in gradients.parameters()}
     for name, parameter in chunk.named_parameters():
         assert (id(parameter) in written) == ("layer_norm" not in name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["zb-h1", "v-half", "v-zb"])
+def test_a_pipeline_of_delayed_layers_trains_as_stock(family: str) -> None:
+    check(case_of(generate("vocab-2", 2, 5, family=family), delayed=True))
 
 
 def test_another_order_than_that_of_b_is_refused() -> None:

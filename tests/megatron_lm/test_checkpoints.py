@@ -14,18 +14,22 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from tests.megatron_lm.training import Log, checkout, pretrain
+from tests.megatron_lm.training import Log, checkout, pretrain, words
 
 VOCAB_SIZE = 4603
 SAVED, LAST = 3, 5
 OURS = ("--enable-vocab-parallel",)
+V_HALF = (*OURS, *words("--vocab-parallel-schedule v-half --num-virtual-stages-per-pipeline-rank 2"))
 LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
     "stock pp1": ((), {"pp": 1}),
     "stock pp2": ((), {"pp": 2}),
-    "ours pp2": (OURS, {"pp": 2}),
     "ours pp4": (OURS, {"pp": 4}),
+    "v-half pp2": (V_HALF, {"pp": 2}),
+    "v-half pp4": (V_HALF, {"pp": 4}),
     "ours pp2 tp2": (OURS, {"pp": 2, "tp": 2}),
+    "v-half whole": ((*V_HALF, "--vocab-parallel-method", "baseline"), {"pp": 2}),
 }
+FIVE = tuple(LAYOUTS)[:5]
 EMBEDDINGS = {"untied": ("--untie-embeddings-and-output-weights",), "tied": ()}
 # The learning rate is zero from here on, so that weights can be compared bitwise after an iteration.
 STANDING_STILL = ("--override-opt_param-scheduler", "--lr-decay-iters", str(SAVED))
@@ -37,7 +41,7 @@ def run(layout: str, *options: str, until: int) -> Log:
     flags, sizes = LAYOUTS[layout]
     return pretrain(
         *flags,
-        *("--make-vocab-size-divisible-by", "1", "--eval-iters", "0", "--min-lr", "0"),
+        *("--num-layers", "8", "--make-vocab-size-divisible-by", "1", "--eval-iters", "0", "--min-lr", "0"),
         *("--exit-interval", str(until)),
         *options,
         vocab_size=VOCAB_SIZE,
@@ -116,7 +120,8 @@ def check(folder: Path, writer: str, reader: str, tied: str) -> None:
     [
         ("stock pp2", "ours pp2 tp2", "untied"),
         ("ours pp2 tp2", "ours pp4", "untied"),
-        ("ours pp4", "stock pp1", "tied"),
+        ("ours pp4", "v-half pp2", "tied"),
+        ("v-half pp2", "stock pp1", "tied"),
     ],
 )
 def test_goes_on_from_another_layout(folder: Path, writer: str, reader: str, tied: str) -> None:
@@ -124,14 +129,21 @@ def test_goes_on_from_another_layout(folder: Path, writer: str, reader: str, tie
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tied", EMBEDDINGS)
-@pytest.mark.parametrize("reader", LAYOUTS)
-@pytest.mark.parametrize("writer", LAYOUTS)
+@pytest.mark.parametrize(
+    ("writer", "reader", "tied"),
+    [
+        *((writer, reader, "untied") for writer in FIVE for reader in FIVE),
+        *(("stock pp2", reader, "tied") for reader in ("ours pp2 tp2", "v-half pp4", "v-half whole")),
+        *((writer, "stock pp1", "tied") for writer in ("ours pp4", "v-half pp4", "v-half whole")),
+    ],
+)
 def test_goes_on_from_every_layout(folder: Path, writer: str, reader: str, tied: str) -> None:
     check(folder, writer, reader, tied)
 
 
-@pytest.mark.parametrize("layout", ["ours pp2 tp2", pytest.param("ours pp4", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "layout", ["ours pp2 tp2", *(pytest.param(layout, marks=pytest.mark.long) for layout in FIVE[2:])]
+)
 def test_resumes_bitwise(folder: Path, layout: str) -> None:
     untied = EMBEDDINGS["untied"]
     whole = run(layout, *untied, "--load", str(start(folder, "untied")), until=LAST)

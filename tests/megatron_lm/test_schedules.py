@@ -5,6 +5,11 @@ Stock's own interleaved schedule gives NaN over gloo, so stock's 1F1B is what al
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,57 +22,129 @@ from tests.megatron_lm.test_doors import PLAIN
 from tests.megatron_lm.test_training import FROM_WEIGHTS
 from tests.megatron_lm.training import Log, pretrain, words
 
-UNTIED = "--untie-embeddings-and-output-weights"
-ITERATIONS = 6
+UNTIED = words("--untie-embeddings-and-output-weights")
+EIGHT_LAYERS = words("--num-layers 8")
+CHUNKS = words("--num-virtual-stages-per-pipeline-rank 2")
+EXPERTS = words(
+    "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --disable-bias-linear "
+    "--moe-token-dispatcher-type alltoall --moe-layer-freq [0,1,1,0,1,0,0,1]"
+)
+SETTINGS = {
+    "plain": UNTIED,
+    "tied": (),
+    "experts": (*UNTIED, *EXPERTS),
+    "few microbatches, per-token loss": (*UNTIED, "--global-batch-size", "4", "--calculate-per-token-loss"),
+    "batch ramp-up": (*UNTIED, *words("--rampup-batch-size 4 4 64 --train-samples 96")),
+}
+"""Options of stock and of ours; stock runs once for each, on one process."""
+ITERATIONS = 12
+OVERLAP = words("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@dataclass(frozen=True)
+class Case:
+    """One training with our flags.
+
+    Attributes:
+        schedule, method: ours.
+        pp, tp, dp: sizes.
+        setting: a key of ``SETTINGS``.
+        options: further ones, that do not change what stock computes.
+        chunks: how Megatron is asked for model chunks.
+    """
+
+    schedule: str
+    method: str = "vocab-2"
+    pp: int = 2
+    tp: int = 1
+    dp: int = 1
+    setting: str = "plain"
+    options: str = ""
+    chunks: tuple[str, ...] = CHUNKS
+
+    def __str__(self) -> str:
+        sizes = f"pp{self.pp}-tp{self.tp}-dp{self.dp}"
+        return "-".join([self.schedule, self.method, sizes, self.setting, *words(self.options)])
+
+
+CASES = (
+    *(
+        Case(schedule, method, pp)
+        for schedule in ("v-half", "v-zb")
+        for method in ("vocab-1", "vocab-2")
+        for pp in (2, 4)
+    ),
+    Case("v-min", "vocab-1", pp=4),
+    Case("search", pp=4),
+    Case("search", chunks=()),
+    Case("interleaved"),
+    Case("interleaved", "vocab-1", chunks=words("--num-layers-per-virtual-pipeline-stage 1")),
+    Case("interleaved", "baseline"),
+    Case("zb-h1", "vocab-1", chunks=()),
+    Case("zb-h1", chunks=()),
+    Case("v-half", "naive"),
+    Case("v-min", "interlaced"),
+    Case("v-half", "baseline", pp=4),
+    Case("v-zb", "redis", options="--final-stage-num-layers 1"),
+    Case("v-half", setting="tied"),
+    Case("v-zb", "baseline", setting="tied"),
+    Case("v-half", "vocab-1", tp=2),
+    Case("v-zb", dp=2, options=" ".join(OVERLAP)),
+    Case("v-half", "baseline", tp=2, dp=2, setting="tied", options=" ".join(OVERLAP)),
+    Case("v-half", "vocab-1", setting="experts"),
+    Case("v-zb", pp=4, setting="few microbatches, per-token loss"),
+    Case("v-min", "baseline", pp=4, setting="few microbatches, per-token loss"),
+    Case("v-half", setting="batch ramp-up", options="--decoder-first-pipeline-num-layers 2"),
+    Case("v-half", chunks=words("--pipeline-model-parallel-layout Ett|t|ttt|ttL")),
+)
+
+
+@cache
+def weights(setting: str) -> Path:
     """A stock checkpoint after three iterations on one process."""
-    folder = tmp_path_factory.mktemp("weights")
-    pretrain("--save", str(folder), UNTIED, iterations=3)
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    tied = () if setting == "tied" else UNTIED
+    experts = EXPERTS if setting == "experts" else ()
+    pretrain("--save", str(folder), *EIGHT_LAYERS, *tied, *experts, iterations=3)
     return folder
 
 
-@pytest.fixture(scope="module")
-def stock(weights: Path) -> Log:
-    """Stock's 1F1B from there on."""
-    return pretrain("--load", str(weights), *FROM_WEIGHTS, UNTIED, iterations=ITERATIONS, pp=2)
+def train(setting: str, *options: str, **sizes: int) -> Log:
+    known = setting if setting in ("tied", "experts") else "plain"
+    load = ("--load", str(weights(known)), *FROM_WEIGHTS)
+    return pretrain(*load, *EIGHT_LAYERS, *SETTINGS[setting], *options, iterations=ITERATIONS, **sizes)
+
+
+stock = cache(train)
+
+
+def vocab_flags(case: Case) -> tuple[str, ...]:
+    flags = ("--vocab-parallel-schedule", case.schedule, "--vocab-parallel-method", case.method)
+    return ("--enable-vocab-parallel", *flags, *case.chunks, *words(case.options))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("schedule", "options", "method"),
-    [
-        ("interleaved", "--num-virtual-stages-per-pipeline-rank 2", "vocab-2"),
-        ("interleaved", "--num-layers-per-virtual-pipeline-stage 1", "vocab-1"),
-        ("interleaved", "--pipeline-model-parallel-layout Et|t|t|tL", "vocab-2"),
-        ("zb-h1", "", "vocab-2"),
-        ("zb-h1", "", "vocab-1"),
-    ],
-)
-def test_trains_as_stock(weights: Path, stock: Log, schedule: str, options: str, method: str) -> None:
-    flags = ("--enable-vocab-parallel", "--vocab-parallel-schedule", schedule, *words(options))
-    load = ("--load", str(weights), *FROM_WEIGHTS, UNTIED)
-    ours = pretrain(*load, *flags, "--vocab-parallel-method", method, iterations=ITERATIONS, pp=2)
-    assert f"vocabulary parallelism: method {method}, schedule {schedule}" in ours.text
-    assert len(ours.losses) == len(ours.norms) == ITERATIONS
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_trains_as_stock(case: Case) -> None:
+    expected = stock(case.setting)
+    ours = train(case.setting, *vocab_flags(case), pp=case.pp, tp=case.tp, dp=case.dp)
+    assert f"method {case.method}, schedule {case.schedule}" in ours.text
+    assert len(ours.losses) == len(ours.norms) == len(expected.losses) >= 7
+    assert len(ours.evaluations) > 0
     for name in ("losses", "norms", "evaluations"):
-        np.testing.assert_allclose(getattr(ours, name), getattr(stock, name), rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(getattr(ours, name), getattr(expected, name), rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.long
-def test_interleaved_saves_and_resumes_with_overlapped_reduction(weights: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["interleaved", "v-half"])
+def test_saves_and_resumes_with_overlapped_reduction(schedule: str, tmp_path: Path) -> None:
     """Twice three iterations are six, bit for bit."""
-    flags = words(
-        f"--enable-vocab-parallel --vocab-parallel-schedule interleaved {UNTIED} "
-        "--num-virtual-stages-per-pipeline-rank 2 --overlap-grad-reduce"
-    )
-    sizes = {"pp": 2, "dp": 2, "iterations": ITERATIONS}
-    first = ("--load", str(weights), *FROM_WEIGHTS, *flags, "--eval-iters", "0")
-    straight = pretrain(*first, "--save", str(tmp_path), "--save-interval", "3", **sizes)
-    again = pretrain("--load", str(tmp_path), "--ckpt-step", "3", *flags, "--eval-iters", "0", **sizes)
-    assert len(again.losses) == ITERATIONS - 3
+    case = Case(schedule, options="--overlap-grad-reduce --eval-iters 0")
+    options, sizes = (*UNTIED, *vocab_flags(case)), {"pp": 2, "dp": 2, "iterations": 6}
+    straight = pretrain(*options, "--save", str(tmp_path), "--save-interval", "3", **sizes)
+    again = pretrain(*options, "--load", str(tmp_path), "--ckpt-step", "3", **sizes)
+    assert len(again.losses) == 3
     np.testing.assert_array_equal(again.losses, straight.losses[3:])
     np.testing.assert_array_equal(again.norms, straight.norms[3:])
 
