@@ -3,6 +3,7 @@
 #   make test        install, then run the tests: one case of everything
 #   make test-ci     further cases too: what finishes within 40 minutes on two cores (make test-long: all of them)
 #   make test-megatron-matrix   install every supported megatron-core wheel by itself, and run the integration tests on it
+#   make test-megatron  with MEGATRON_LM_PATH=/path/to/Megatron-LM: its own pretrain_gpt.py on CPU processes, beside stock
 #   make test-kernels   compile the Triton kernels for sm_80, sm_90 and sm_100 and interpret them, on every Triton in TRITONS
 #   make lint        ruff and mypy
 #   make bench       the runtime against stock Megatron
@@ -24,7 +25,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.vocabpar-installed
 
-.PHONY: install train test test-ci test-long test-megatron-matrix test-kernels lint format bench gpu clean
+.PHONY: install train test test-ci test-long test-megatron test-megatron-matrix test-kernels lint format bench gpu clean
 
 install: $(INSTALLED)-test $(INSTALLED)-lint
 
@@ -48,6 +49,9 @@ test-ci: $(INSTALLED)-test
 
 test-long: $(INSTALLED)-test
 	$(BIN)/python -m pytest --hypothesis-profile long $(PYTEST_ARGS)
+
+test-megatron: $(INSTALLED)-test
+	MEGATRON_LM_PATH="$(MEGATRON_LM_PATH)" $(BIN)/python -m pytest $(TWO) tests/megatron_lm $(PYTEST_ARGS)
 
 # Equality for p = 2 and 4, tied and untied; several chunks per rank; resumed training.
 ON_EVERY_MEGATRON := tests/integration/test_equality.py tests/integration/test_chunks.py \
