@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -42,11 +41,13 @@ class ChunkPosition:
 
     Attributes:
         stage: its virtual stage.
+        is_v: whether the placement is V-shaped.
         shown_rank: the pipeline rank that has this stage in the standard placement.
         options: ``pre_process``, ``post_process``, ``vp_stage`` and the process groups for GPTModel.
     """
 
     stage: int
+    is_v: bool
     shown_rank: int
     options: dict[str, Any]
 
@@ -89,6 +90,7 @@ def chunk_position(placement: Placement, rank: int, chunk: int, pg_collection: A
         groups.pp = _AtRank(pg_collection.pp, shown_rank)
     return ChunkPosition(
         stage,
+        placement.first_rank == placement.last_rank and placement.p > 1,
         shown_rank,
         {
             "pre_process": stage == 0,
@@ -99,11 +101,11 @@ def chunk_position(placement: Placement, rank: int, chunk: int, pg_collection: A
     )
 
 
-def tie_output(output_layer: Any, weight: torch.nn.Parameter) -> None:
-    """Let the output layer of one chunk use ``weight [V, H]`` of another chunk of this rank."""
+def tie_output(output_layer: Any, word_embeddings: Any) -> None:
+    """Let the output layer of one chunk use the weight ``[V, H]`` of the input layer of another one here."""
     output_layer.weight = None
     output_layer.register_forward_pre_hook(
-        lambda _, args, kwargs: (args, {**kwargs, "weight": weight}), with_kwargs=True
+        lambda _, args, kwargs: (args, {**kwargs, "weight": word_embeddings.weight}), with_kwargs=True
     )
 
 

@@ -128,7 +128,7 @@ def _provide_schedule(original: Callable[..., Any], config: FlagConfig) -> Calla
 def _model_class(original: type, flags: FlagConfig) -> type:
     base: Any = VocabParallelGPTModel if flags.partitions_vocabulary else original
     assert issubclass(base, original)
-    first_chunk: list[Any] = []
+    embeddings: list[Any] = []  # of first stages whose last stage is still to be built
 
     class GPTModel(base):
         """megatron-core's GPTModel as the training script builds it, where the schedule has it."""
@@ -151,17 +151,17 @@ def _model_class(original: type, flags: FlagConfig) -> type:
                 options |= {"shard": shard, "holds_shard": not vp_stage}
             position = _position(flags, vp_stage, kwargs.get(compat.GROUPS_ARGUMENT))
             options |= position.options
-            # Both whole layers are on one rank, so that Megatron's all-reduce has nothing to do.
-            tied_here = flags.is_placed and not flags.partitions_vocabulary and options.get(_TIED, False)
+            # In a V placement both whole layers are on one rank: Megatron's all-reduce has nothing to do.
+            tied_here = not flags.partitions_vocabulary and position.is_v and options.get(_TIED, False)
             if tied_here:
                 options[_TIED] = False
             self.shown_rank: int = position.shown_rank
             with shown_as_rank(self.shown_rank):
                 super().__init__(config, transformer_layer_spec, vocab_size, max_sequence_length, **options)
             if tied_here and self.pre_process:
-                first_chunk[:] = [self]
+                embeddings.append(self.embedding.word_embeddings)
             if tied_here and self.post_process:
-                tie_output(self.output_layer, first_chunk[0].embedding.word_embeddings.weight)
+                tie_output(self.output_layer, embeddings.pop())
 
         def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
             with shown_as_rank(self.shown_rank):

@@ -88,6 +88,7 @@ CASES = (
     Case("v-zb", "redis", options="--final-stage-num-layers 1"),
     Case("v-half", setting="tied"),
     Case("v-zb", "baseline", setting="tied"),
+    Case("search", "baseline", setting="tied", chunks=()),
     Case("v-half", "vocab-1", tp=2),
     Case("v-zb", dp=2, options=" ".join(OVERLAP)),
     Case("v-half", "baseline", tp=2, dp=2, setting="tied", options=" ".join(OVERLAP)),
