@@ -147,10 +147,11 @@ def place(
         W, IB), are only given room; ``list_scheduling.arrange`` places them.
     """
     work = [0.0] * frame.p
-    for node in range(len(graph.names)):
-        work[graph.rank[node]] += graph.duration[node]
+    for node, duration in graph.duration.items():
+        work[graph.rank[node]] += duration
     interval = max(work) * stretch or 1.0
-    planned = [n for n in range(len(graph.names)) if graph.names[n][0] not in (PassType.IF, PassType.IB)]
+    placed = (nodes for type_, nodes in graph.nodes.items() if type_ not in (PassType.IF, PassType.IB))
+    planned = [node for nodes in placed for node in nodes]
     rings = [
         _Ring(interval, [graph.duration[n] for n in planned if graph.rank[n] == rank])
         for rank in range(frame.p)
@@ -172,34 +173,29 @@ def place(
         )
         if node in graph.arrival:
             start = ready + (-ready) % interval  # the common slot begins every interval, at phase 0
-        elif node < len(graph.names):
+        elif node in graph.passes:
             ready = max(ready, _hopped(graph, node, offsets, hop))
             start = rings[graph.rank[node]].place(ready, graph.duration[node]) if packed else ready
         else:
             start = ready
         offsets[node] = start
         finish[node] = start + graph.duration[node]
-    return BuildingBlock(
-        interval, {node: offset for node, offset in offsets.items() if node < len(graph.names)}
-    )
+    return BuildingBlock(interval, {node: offset for node, offset in offsets.items() if node in graph.passes})
 
 
 def _hopped(graph: PassGraph, node: int, offsets: Mapping[int, float], hop: Mapping[Name, float]) -> float:
     """The start of the neighbouring stage's pass plus the hop; 0 for passes that do not hop."""
-    type_, stage = graph.names[node]
-    neighbour = graph.index.get((type_, stage + (-1 if type_ is PassType.F else 1)))
-    if (type_, stage) not in hop or neighbour is None:
+    type_, stage = graph.type_of(node), graph.stage_of(node)
+    neighbour = node + (-1 if type_ is PassType.F else 1)
+    if (type_, stage) not in hop or neighbour not in graph.of_type(type_):
         return 0.0
     return offsets[neighbour] + hop[type_, stage]
 
 
 def _finished(node: int, graph: PassGraph, finish: Mapping[int, float]) -> float:
     """End of a pass or, for a collective, of its last producer; passes outside the chain do not count."""
-    if graph.producers[node]:
-        return max(
-            (finish.get(part, 0.0) for part, groups in enumerate(graph.feeds) if node in groups),
-            default=0.0,
-        )
+    if node in graph.producers:
+        return max(finish.get(part, 0.0) for part, groups in graph.feeds.items() if node in groups)
     return finish.get(node, 0.0)
 
 
@@ -208,7 +204,7 @@ def _chain(graph: PassGraph) -> Iterator[int]:
     sinks = graph.sinks
     output = (PassType.S, PassType.S2, PassType.T)
     for wanted in (PassType.F, *output, PassType.B):
-        nodes = [node for node, (type_, _) in enumerate(graph.names) if type_ is wanted and node not in sinks]
+        nodes = [node for node in graph.of_type(wanted) if node not in sinks]
         yield from (graph.arrival[node] for node in nodes if node in graph.arrival)
         yield from reversed(nodes) if wanted is PassType.B else nodes
 
@@ -216,9 +212,7 @@ def _chain(graph: PassGraph) -> Iterator[int]:
 def lifespans(block: BuildingBlock, graph: PassGraph) -> dict[int, float]:
     """For each F node, the intervals from the start of its F to the end of its B."""
     spans = {}
-    for (type_, stage), node in graph.index.items():
-        if type_ is PassType.F:
-            backward = graph.index[PassType.B, stage]
-            end = block.offsets[backward] + graph.duration[backward]
-            spans[node] = (end - block.offsets[node]) / block.interval
+    for forward, backward in zip(graph.of_type(PassType.F), graph.of_type(PassType.B), strict=True):
+        end = block.offsets[backward] + graph.duration[backward]
+        spans[forward] = (end - block.offsets[forward]) / block.interval
     return spans

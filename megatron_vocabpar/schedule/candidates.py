@@ -108,7 +108,7 @@ def candidates(
         key = hops, recipe.comm, recipe.stretch, packed
         if key not in blocks:
             block_times = PassTimes.benign(shape) if recipe.comm is None else times.scaled(recipe.comm)
-            plan = build_graph(shape, block_times, splits_w=family.splits_w)
+            plan = build_graph(graph.numbering, block_times, splits_w=family.splits_w)
             blocks[key] = place(shape, plan, hops=hops, stretch=recipe.stretch, packed=packed)
         yield Candidate(blocks[key], rules(shape, graph, blocks[key], recipe, cap))
 
@@ -161,19 +161,18 @@ def _random_recipe(random: Random) -> _Recipe:
 def rules(shape: Schedule, graph: PassGraph, block: BuildingBlock, recipe: _Recipe, cap: float) -> Rules:
     """IF is eager; what nothing waits for is lazy; activations are counted from F to B, or W if split."""
     chunk = 1.0 / shape.chunks
-    forward, backward, weight = (list(_nodes(graph, t)) for t in (PassType.F, PassType.B, PassType.W))
+    forward, backward, weight = (graph.of_type(type_) for type_ in (PassType.F, PassType.B, PassType.W))
     limits = {PassType.T: SOFTMAX_SHARDS, PassType.IB: INPUT_GRADIENTS, PassType.W: shape.chunks * shape.m}
     lazy = sorted(graph.sinks)
-    later_chunks = {n: shape.chunks - 1 - shape.placement.chunk_of(graph.names[n][1]) for n in forward}
+    later_chunks = {n: shape.chunks - 1 - shape.placement.chunk_of(graph.stage_of(n)) for n in forward}
     in_flight = {}
     if recipe.spare is not None:
-        for node, lifespan in lifespans(block, graph).items():
-            partner = graph.index[PassType.B, graph.names[node][1]]
+        for (node, lifespan), partner in zip(lifespans(block, graph).items(), backward, strict=True):
             in_flight[node] = partner, int(lifespan) + 1 + recipe.spare
     return Rules(
-        eager=tuple(_nodes(graph, PassType.IF)),
+        eager=graph.of_type(PassType.IF),
         lazy={node: _holder(node, graph) for node in lazy},
-        pending={node: limits[graph.names[node][0]] for node in lazy},
+        pending={node: limits[graph.type_of(node)] for node in lazy},
         overlap=recipe.overlap,
         ahead=recipe.ahead,
         hold=dict.fromkeys(forward, chunk) | dict.fromkeys(weight or backward, -chunk),
@@ -183,12 +182,8 @@ def rules(shape: Schedule, graph: PassGraph, block: BuildingBlock, recipe: _Reci
     )
 
 
-def _nodes(graph: PassGraph, wanted: PassType) -> Iterator[int]:
-    return (node for node, (type_, _) in enumerate(graph.names) if type_ is wanted)
-
-
 def _holder(node: int, graph: PassGraph) -> int:
     """What makes the buffer that a lazy pass frees: a pass on its rank (S for T), or a collective."""
     needed = graph.needs[node][-1].node
-    parts = [part for part, groups in enumerate(graph.feeds) if needed in groups]
+    parts = [part for part, groups in graph.feeds.items() if needed in groups]
     return next((part for part in parts if graph.rank[part] == graph.rank[node]), needed)

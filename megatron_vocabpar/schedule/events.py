@@ -1,4 +1,4 @@
-"""The event loop of the simulator: a program's instructions, as numbers, played with queues.
+"""The event loop of the simulator: instructions, as numbers, played in each rank's order, with queues.
 
 Every rank runs its instructions in order. A pass starts when its rank is free and all that it waits for has
 ended. Everything else runs beside the passes, and takes its turn in a queue:
@@ -9,6 +9,9 @@ ended. Everything else runs beside the passes, and takes its turn in a queue:
   all ranks have launched it and the one before has ended; the order is that of rank 0's launches.
 
 Sends, receives and launches take no time of their rank: they are issued when the pass before them ends.
+
+``run_passes`` plays passes alone, where nothing waits but for what it needs: a transfer or a collective starts
+when all that it carries has been produced. From this ``lower.py`` makes a program.
 
 For each pass and transfer the loop notes its *cause*: what ended last of all that it waited for. It starts at
 the very moment at which its cause ends, so that ``critical_path.py`` can follow causes without a gap.
@@ -23,8 +26,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from .costs import PassTimes
-from .numbering import TYPES, Numbering
-from .passes import INPUT_COLLECTIVES, OUTPUT_COLLECTIVES, RECEIVE_OF, Comm, CommType, PassType
+from .dependencies import collectives
+from .numbering import TYPES, Numbering, in_numbers
+from .passes import (
+    INPUT_COLLECTIVES,
+    OUTPUT_COLLECTIVES,
+    POINT_TO_POINT,
+    RECEIVE_OF,
+    Comm,
+    CommType,
+    Instruction,
+    PassType,
+)
 from .schedule import Deadlock, Program, Schedule
 
 NEVER = -1.0
@@ -58,6 +71,18 @@ def run_events(schedule: Schedule, times: PassTimes, program: Program) -> Events
     return _Loop(schedule, times, program).run()
 
 
+def run_passes(schedule: Schedule, times: PassTimes) -> Events:
+    """Play the passes of ``schedule``, each as soon as it can run, with communication that never queues.
+
+    Returns:
+        of transfers and collectives, ``starts`` is when their last producer ends.
+
+    Raises:
+        Deadlock: naming for the first stuck rank the pass and what it waits for.
+    """
+    return _Loop(schedule, times, schedule.ranks, alone=True).run()
+
+
 @dataclass
 class _Queue:
     """Work that is served one after the other: what waits, and when and with what the last one ended."""
@@ -68,12 +93,16 @@ class _Queue:
 
 
 class _Loop:
-    def __init__(self, schedule: Schedule, times: PassTimes, program: Program) -> None:
-        self.schedule, self.times, self.program = schedule, times, program
+    def __init__(
+        self, schedule: Schedule, times: PassTimes, program: Program, *, alone: bool = False
+    ) -> None:
+        self.schedule, self.program, self.alone = schedule, program, alone
         self.numbering = numbering = Numbering(schedule)
         self.m, self.p = schedule.m, schedule.p
         self.rows = [[numbering.number(item) for item in row] for row in program]
-        self.needs, self.durations = numbering.needs, _durations(numbering, times)
+        self.needs = [in_numbers(needs, schedule.m) for needs in numbering.needs]
+        self.carried = _carried(numbering) if alone else [[] for _ in numbering.needs]
+        self.durations = _durations(numbering, times)
         self.starts, self.ends = [NEVER] * numbering.size, [NEVER] * numbering.size
         self.causes = [NOTHING] * numbering.size
         self.position, self.free = [0] * self.p, [0.0] * self.p
@@ -98,8 +127,15 @@ class _Loop:
         stopped = {rank: row[position] for rank, (row, position) in places if position < len(row)}
         if stopped:
             blocker = next(number for number, ranks in self.sleepers.items() if min(stopped) in ranks)
-            raise Deadlock(stopped, self.numbering.item(blocker))
+            raise Deadlock(stopped, self._named(blocker))
         return Events(self.numbering, self.starts, self.ends, self.causes)
+
+    def _named(self, number: int) -> Instruction:
+        """What a rank waits for; of a transfer that has no instructions, the pass that sends."""
+        node, mb = divmod(number, self.m)
+        if self.alone and self.numbering.type_of(node) in POINT_TO_POINT:
+            (node,) = self.numbering.producers(node)
+        return self.numbering.item_of(node, mb)
 
     def _launches(self, group: frozenset[CommType]) -> Iterable[int]:
         row = self.program[0] if self.program else ()
@@ -130,13 +166,13 @@ class _Loop:
         """When a pass can start and after what; or ``NEVER`` and what it waits for."""
         start, cause = self.free[rank], self.last[rank]
         node, mb = divmod(number, self.m)
-        for offset, back in self.needs[node]:
+        for first, back in self.needs[node]:
             if mb >= back:
-                end = self.ends[number + offset]
+                end = self.ends[first + mb]
                 if end < 0.0:
-                    return NEVER, number + offset
+                    return NEVER, first + mb
                 if end > start:
-                    start, cause = end, number + offset
+                    start, cause = end, first + mb
         return start, cause
 
     def _pass(self, rank: int, number: int) -> int:
@@ -166,7 +202,8 @@ class _Loop:
         type_ = TYPES[number // self.m // self.numbering.width]
         assert isinstance(type_, CommType)
         receive, step = RECEIVE_OF[type_]
-        transfer = number + (self.numbering.first[receive] - self.numbering.first[type_]) + step * self.m
+        first_node = self.numbering.first_node
+        transfer = number + (first_node[receive] - first_node[type_] + step) * self.m
         self.links[transfer // self.m].waiting.append(transfer)
         return self._post(rank, transfer)
 
@@ -209,17 +246,39 @@ class _Loop:
 
     def _finish(self, number: int, start: float, cause: int) -> float:
         """Note when something runs and wake the ranks that wait for it; returns its end."""
-        end = start + self.durations[number // self.m]
+        node = number // self.m
+        end = start + self.durations[node]
         self.starts[number], self.ends[number], self.causes[number] = start, end, cause
+        for offset, producers, parts in self.carried[node]:
+            key, ready, last = number + offset, end, number
+            if producers > 1:
+                if not self._gather(key, producers, end, number):
+                    continue
+                _, ready, last = self.gathered.pop(key)
+            for part in range(key, key + parts * self.m, self.m):
+                self._finish(part, ready, last)
         sleepers = self.sleepers.pop(number, None)
         if sleepers:
             self.awake += sleepers
         return end
 
 
+def _carried(numbering: Numbering) -> list[list[tuple[int, int, int]]]:
+    """For each pass node what carries its result: how many numbers on, its producers, and its parts."""
+    carried: list[list[tuple[int, int, int]]] = [[] for _ in numbering.needs]
+    wholes = [range(node, node + 1) for type_, _ in RECEIVE_OF.values() for node in numbering.nodes_of(type_)]
+    wholes += [numbering.nodes_of(type_) for type_ in collectives(numbering.schedule)]
+    for parts in wholes:
+        producers = [node for part in parts for node in numbering.producers(part)]
+        for node in producers:
+            offset = (parts[0] - node) * numbering.schedule.m
+            carried[node].append((offset, len(producers), len(parts)))
+    return carried
+
+
 def _durations(numbering: Numbering, times: PassTimes) -> list[float]:
     """The time of each node, in ms."""
-    durations = [0.0] * (len(TYPES) * numbering.width)
+    durations = [0.0] * numbering.nodes
     for type_, row in times.passes.items():
         first = numbering.first_node[type_]
         durations[first : first + len(row)] = row

@@ -18,7 +18,7 @@ Next: ``candidates.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -75,7 +75,7 @@ class Rules:
         in_flight: for each F node, its B node and how many microbatches may be between the two.
     """
 
-    eager: tuple[int, ...] = ()
+    eager: Sequence[int] = ()
     lazy: Mapping[int, int] = field(default_factory=dict)
     pending: Mapping[int, int] = field(default_factory=dict)
     overlap: float = 0.5
@@ -104,30 +104,34 @@ def arrange(graph: PassGraph, m: int, block: BuildingBlock, rules: Rules) -> Tim
 
 class _Arranger:
     def __init__(self, graph: PassGraph, m: int, block: BuildingBlock, rules: Rules) -> None:
-        ranks, nodes, passes = max(graph.rank) + 1, len(graph.producers), len(graph.rank)
+        ranks, nodes = max(graph.rank.values()) + 1, range(graph.size)
         self.m, self.rules, self.interval = m, rules, block.interval
-        self.rank, self.duration, self.feeds = graph.rank, graph.duration, graph.feeds
-        self.needs = [[(n * m - back, back, late) for n, back, late in row] for row in graph.needs]
-        self.followers: list[list[tuple[int, int]]] = [[] for _ in range(nodes)]
-        for node, row in enumerate(graph.needs):
-            for need in row:
-                self.followers[need.node].append((node, need.back))
+        self.rank = [graph.rank.get(node, 0) for node in nodes]
+        self.feeds = [graph.feeds.get(node, ()) for node in nodes]
+        self.duration = [graph.duration.get(node, 0.0) for node in nodes]
+        self.needs: list[list[tuple[int, int, float]]] = [[] for _ in nodes]
+        self.followers: list[list[tuple[int, int]]] = [[] for _ in nodes]
+        for node, row in graph.needs.items():
+            for source, back, latency in row:
+                self.needs[node].append((source * m - back, back, latency))
+                self.followers[source].append((node, back))
         self.together = {arrival: node for node, arrival in graph.arrival.items()}
         self._sort_nodes(graph, block, ranks)
 
-        self.ends = [_NEVER] * (nodes * m)  # not known yet
-        self.latest = [0.0] * (nodes * m)  # of collectives: the end of the last producer so far
-        self.missing = [count for count in graph.producers for _ in range(m)]
-        self.next = [0] * nodes  # of each node: its next microbatch
-        self.ready = [_NEVER] * passes  # when that has all that it waits for; infinite while not known
-        self.hold = [rules.hold.get(node, 0.0) for node in range(passes)]
+        self.ends = [_NEVER] * (graph.size * m)  # not known yet
+        # Of collectives: how many producers have not ended, and the end of the last that has.
+        self.missing = {node: [count] * m for node, count in graph.producers.items()}
+        self.latest = {node: [0.0] * m for node in graph.producers}
+        self.next = [0] * graph.size  # of each node: its next microbatch
+        self.ready = [_NEVER] * graph.size  # when that has all that it waits for; infinite while not known
+        self.hold = [rules.hold.get(node, 0.0) for node in nodes]
         self.need_room = [max(hold, 0.0) + rules.reserve.get(n, 0.0) for n, hold in enumerate(self.hold)]
         self.held, self.peak = [0.0] * ranks, [0.0] * ranks
         self.free, self.wake = [0.0] * ranks, [0.0] * ranks
         self.arrived = [-1] * ranks  # the pass that a rank has promised to run next
         self.order: list[list[int]] = [[] for _ in range(ranks)]
         self.heap = [(0.0, rank) for rank in range(ranks)]
-        for node in range(passes):
+        for node in graph.rank:
             self._work_out(node)
 
     def _sort_nodes(self, graph: PassGraph, block: BuildingBlock, ranks: int) -> None:
@@ -138,14 +142,14 @@ class _Arranger:
         self.lazy: list[list[int]] = [[] for _ in range(ranks)]
         self.received: list[list[int]] = [[] for _ in range(ranks)]  # lazy ones whose buffers come unasked
         self.freeing: list[list[int]] = [[] for _ in range(ranks)]  # lazy ones that free activations
-        self.forces: list[list[int]] = [[] for _ in graph.producers]  # lazy ones by what makes their buffer
-        for node, rank in enumerate(graph.rank):
+        self.forces: list[list[int]] = [[] for _ in range(graph.size)]  # lazy ones by what makes their buffer
+        for node, rank in graph.rank.items():
             if node in eager:
                 self.eager[rank].append(node)
             elif node in lazy:
                 self.lazy[rank].append(node)
                 self.forces[lazy[node]].append(node)
-                if graph.producers[lazy[node]]:
+                if lazy[node] in graph.producers:
                     self.received[rank].append(node)
                 if self.rules.hold.get(node, 0.0) < 0.0:
                     self.freeing[rank].append(node)
@@ -288,11 +292,11 @@ class _Arranger:
         self._finish(node, mb, end)
         self._work_out(node)
         for group in self.feeds[node]:
-            item = group * self.m + mb
-            self.latest[item] = max(self.latest[item], end)
-            self.missing[item] -= 1
-            if not self.missing[item]:
-                self._finish(group, mb, self.latest[item])
+            missing, latest = self.missing[group], self.latest[group]
+            latest[mb] = max(latest[mb], end)
+            missing[mb] -= 1
+            if not missing[mb]:
+                self._finish(group, mb, latest[mb])
 
     def _finish(self, node: int, mb: int, end: float) -> None:
         """Make the end of a pass or a collective known, and wake the ranks that wait for it."""

@@ -18,17 +18,15 @@ Next: ``plan.py``, then ``simulate.py``.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from .costs import PassCosts, PassTimes
-from .pass_graph import PassGraph, build_graph
-from .passes import RECEIVE_OF, Comm, CommType, Instruction, Pass, PassType
-from .replay import Stopped, replay
-from .schedule import Deadlock, Program, Schedule
+from .dependencies import collectives
+from .events import Events, run_passes
+from .passes import RECEIVE_OF, Comm, CommType, Instruction, PassType
+from .schedule import Program, Schedule
 
-_SEND = {PassType.F: CommType.SEND_F, PassType.B: CommType.SEND_B}
 _PLACE = {type_: place for place, type_ in enumerate(CommType)}
 _TRANSFERS = frozenset(_PLACE[send] for send in RECEIVE_OF)
 _LEAST_MS = 1e-5  # no pass or transfer is taken to be shorter, so that "after" is never "at the same time"
@@ -46,7 +44,18 @@ def lower(schedule: Schedule, costs: PassCosts | None = None) -> Program:
         Deadlock: if the order of the passes cannot be kept.
     """
     played = play_passes(schedule, PassTimes.of(costs or PassCosts.default(schedule.p), schedule))
-    return insert(schedule, played, sorted(communications(schedule, played)))
+    return insert(played, sorted(communications(played)))
+
+
+def play_passes(schedule: Schedule, times: PassTimes) -> Events:
+    """When passes run, and what they produce is ready, if all run as soon as they can.
+
+    Raises:
+        Deadlock: if the order of the passes cannot be kept.
+    """
+    passes = {type_: tuple(max(time, _LEAST_MS) for time in row) for type_, row in times.passes.items()}
+    comms = {type_: max(time, _LEAST_MS) for type_, time in times.comms.items()}
+    return run_passes(schedule, PassTimes(passes, comms))
 
 
 class Communication(NamedTuple):
@@ -67,42 +76,28 @@ class Communication(NamedTuple):
     parts: tuple[Comm, ...]
 
 
-def communications(schedule: Schedule, played: Played) -> Iterator[Communication]:
+def communications(played: Events) -> Iterator[Communication]:
     """Every transfer and collective that the schedule's passes need, in no order."""
-    stages = range(schedule.placement.num_stages)
-    frames = (Pass(type_, stage, 0) for type_ in _SEND for stage in stages)
-    leaving = {(pass_.type, pass_.stage) for pass_ in frames if receive_of(pass_, schedule) is not None}
-    for row, ends in zip(schedule.ranks, played.ends, strict=True):
-        for pass_, end in zip(row, ends, strict=True):
-            if (pass_.type, pass_.stage) in leaving:
-                send, mb = _SEND[pass_.type], pass_.microbatch
-                receive, step = RECEIVE_OF[send]
-                parts: tuple[Comm, ...] = Comm(send, pass_.stage, mb), Comm(receive, pass_.stage + step, mb)
-                yield Communication(end, _PLACE[send], pass_.stage, mb, parts)
-    for comm, moments in played.ready.items():
-        for mb, ready in enumerate(moments):
+    numbering, m = played.numbering, played.numbering.schedule.m
+    for send, (receive, step) in RECEIVE_OF.items():
+        for stage, node in enumerate(numbering.nodes_of(receive)):
+            for mb, ready in enumerate(played.starts[node * m : (node + 1) * m]):
+                if ready >= 0.0:
+                    parts: tuple[Comm, ...] = Comm(send, stage - step, mb), Comm(receive, stage, mb)
+                    yield Communication(ready, _PLACE[send], stage - step, mb, parts)
+    for comm in collectives(numbering.schedule):
+        node, *_ = ranks = numbering.nodes_of(comm)
+        for mb, ready in enumerate(played.starts[node * m : (node + 1) * m]):
             if ready >= 0.0:
-                parts = tuple(Comm(comm, rank, mb) for rank in range(schedule.p))
+                parts = tuple(Comm(comm, rank, mb) for rank in range(len(ranks)))
                 yield Communication(ready, _PLACE[comm], 0, mb, parts)
 
 
-def receive_of(item: Instruction, schedule: Schedule) -> Comm | None:
-    """The receive, on another rank, of what ``item`` produces; None if there is none."""
-    if not isinstance(item, Pass) or item.type not in _SEND:
-        return None
-    receive, step = RECEIVE_OF[_SEND[item.type]]
-    neighbour, placement = item.stage + step, schedule.placement
-    if not 0 <= neighbour <= placement.last_stage or placement.rank_of(neighbour) == placement.rank_of(
-        item.stage
-    ):
-        return None
-    return Comm(receive, neighbour, item.microbatch)
-
-
-def insert(schedule: Schedule, played: Played, order: Iterable[Communication]) -> Program:
+def insert(played: Events, order: Iterable[Communication]) -> Program:
     """Each rank's passes with its parts in the communications of ``order``, which are sorted."""
+    schedule = played.numbering.schedule
     ranks = [schedule.placement.rank_of(stage) for stage in range(schedule.placement.num_stages)]
-    moments = _moments(schedule, played)
+    moments = _moments(played)
     out: list[list[Instruction]] = [[] for _ in schedule.ranks]
     position = [0] * schedule.p
     for communication in order:
@@ -117,77 +112,19 @@ def insert(schedule: Schedule, played: Played, order: Iterable[Communication]) -
     return tuple((*row, *schedule.ranks[rank][position[rank] :]) for rank, row in enumerate(out))
 
 
-def _moments(schedule: Schedule, played: Played) -> list[list[float]]:
+def _moments(played: Events) -> list[list[float]]:
     """When each pass stands in the global order: at its end; if all ranks run it together, at the first."""
-    moments = [list(ends) for ends in played.ends]
-    together: dict[tuple[PassType, int], list[tuple[int, int]]] = {}
-    for rank, row in enumerate(schedule.ranks):
-        for place, pass_ in enumerate(row):
-            if pass_.type in schedule.method.in_step:
-                together.setdefault((pass_.type, pass_.microbatch), []).append((rank, place))
-    for places in together.values():
-        first = min(moments[rank][place] for rank, place in places)
-        for rank, place in places:
-            moments[rank][place] = first
-    return moments
-
-
-@dataclass(frozen=True)
-class Played:
-    """When passes end, in ms, if all run as soon as they can.
-
-    Attributes:
-        ends: for each rank, the ends of its passes, in the schedule's order.
-        ready: for each type of collective and each microbatch, the end of the last producer; negative where
-            there is none, as in a forward-only schedule.
-    """
-
-    ends: tuple[list[float], ...]
-    ready: Mapping[CommType, list[float]]
-
-
-def play_passes(schedule: Schedule, times: PassTimes) -> Played:
-    """Play a schedule's passes.
-
-    Raises:
-        Deadlock: if the order of the passes cannot be kept.
-    """
-    times = PassTimes(
-        {type_: tuple(max(time, _LEAST_MS) for time in row) for type_, row in times.passes.items()},
-        {type_: max(time, _LEAST_MS) for type_, time in times.comms.items()},
-    )
-    graph, m = build_graph(schedule, times, splits_w=schedule.splits_w), schedule.m
-    nodes: dict[PassType, dict[int, int]] = {}
-    for (type_, stage), node in graph.index.items():
-        nodes.setdefault(type_, {})[stage] = node
-    items = [
-        [nodes[pass_.type][pass_.stage] * m + pass_.microbatch for pass_ in row] for row in schedule.ranks
+    schedule, number = played.numbering.schedule, played.numbering.number
+    moments = [[played.ends[number(pass_)] for pass_ in row] for row in schedule.ranks]
+    first: dict[tuple[PassType, int], float] = {}
+    together = [
+        (rank, place, (pass_.type, pass_.microbatch))
+        for rank, row in enumerate(schedule.ranks)
+        for place, pass_ in enumerate(row)
+        if pass_.type in schedule.method.in_step
     ]
-    sequences = [list(_with_arrivals(row, graph, m)) for row in items] if graph.arrival else items
-    try:
-        ends = replay(graph, m, sequences)
-    except Stopped as stopped:
-        at = {rank: _named(item, graph, m, rank) for rank, item in stopped.items.items()}
-        raise Deadlock(at, _named(stopped.waits_for, graph, m, min(at))) from stopped
-    ready = {type_: ends[node * m : (node + 1) * m] for type_, node in graph.groups.items()}
-    return Played(tuple([ends[item] for item in row] for row in items), ready)
-
-
-def _named(item: int, graph: PassGraph, m: int, rank: int) -> Instruction:
-    """The instruction that an item of the graph stands for; of a collective, the part of ``rank``."""
-    node, mb = divmod(item, m)
-    if node < len(graph.names):
-        return Pass(*graph.names[node], mb)
-    for pass_node, arrival in graph.arrival.items():
-        if node in (arrival, *graph.feeds[arrival]):
-            type_, stage = graph.names[pass_node]
-            return Pass(type_, stage if node == arrival else rank, mb)
-    return Comm(next(type_ for type_, group in graph.groups.items() if group == node), rank, mb)
-
-
-def _with_arrivals(row: Iterable[int], graph: PassGraph, m: int) -> Iterator[int]:
-    for item in row:
-        node, mb = divmod(item, m)
-        if node in graph.arrival:
-            yield graph.arrival[node] * m + mb
-        yield item
+    for rank, place, pass_ in together:
+        first[pass_] = min(first.get(pass_, moments[rank][place]), moments[rank][place])
+    for rank, place, pass_ in together:
+        moments[rank][place] = first[pass_]
+    return moments

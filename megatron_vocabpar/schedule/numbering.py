@@ -1,10 +1,10 @@
 """Every instruction of a schedule as one number, for speed: no hashing, no objects made for a look-up.
 
-Instruction ``type`` of ``stage`` and ``microbatch`` is ``(index of type * stages + stage) * m + microbatch``;
+Instruction ``type`` of ``stage`` and ``microbatch`` is ``(place of type * stages + stage) * m + microbatch``;
 what stands before the microbatch is its *node*. The rules are the same for every microbatch, so that what a
-node waits for is worked out once, from ``dependencies.prerequisites``, as a distance between numbers.
+node waits for is worked out once, from ``dependencies.prerequisites``.
 
-Next: ``events.py`` and ``validate.py``, which use it.
+Next: ``pass_graph.py``, ``events.py`` and ``validate.py``, which use it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from .dependencies import EMBEDDED_INPUTS, collectives, prerequisites, vocabular
 from .passes import POINT_TO_POINT, Comm, CommType, Instruction, Pass, PassType
 from .schedule import Schedule
 
-TYPES: tuple[PassType | CommType, ...] = (*PassType, *CommType)
+_TRANSFORMER = (PassType.F, PassType.B, PassType.W)
+_VOCABULARY = (PassType.S, PassType.S2, PassType.T, PassType.IF, PassType.IB)
+TYPES: tuple[PassType | CommType, ...] = (*_TRANSFORMER, *_VOCABULARY, *CommType)
+_PASS_TYPES = len(PassType)
 
 
-class Distance(NamedTuple):
-    """An instruction waits for the one ``offset`` numbers on; not in its first ``back`` microbatches."""
+class Need(NamedTuple):
+    """A node of microbatch i waits for ``node`` of microbatch i - ``back``, if there is one."""
 
-    offset: int
+    node: int
     back: int
 
 
@@ -40,9 +43,14 @@ class Numbering:
         return self.schedule.placement.num_stages
 
     @cached_property
+    def nodes(self) -> int:
+        """All nodes are below this."""
+        return len(TYPES) * self.width
+
+    @cached_property
     def size(self) -> int:
         """All numbers are below this."""
-        return len(TYPES) * self.width * self.schedule.m
+        return self.nodes * self.schedule.m
 
     @cached_property
     def first_node(self) -> dict[PassType | CommType, int]:
@@ -50,44 +58,65 @@ class Numbering:
         return {type_: place * self.width for place, type_ in enumerate(TYPES)}
 
     @cached_property
-    def first(self) -> dict[PassType | CommType, int]:
-        """The number of each type's first instruction."""
+    def first_comm(self) -> int:
+        """The first node that is no pass."""
+        return _PASS_TYPES * self.width
+
+    @cached_property
+    def _first(self) -> dict[PassType | CommType, int]:
         return {type_: node * self.schedule.m for type_, node in self.first_node.items()}
 
     def number(self, item: Instruction) -> int:
         """The number of an instruction whose stage and microbatch the schedule has."""
-        return self.first[item.type] + item.stage * self.schedule.m + item.microbatch
+        return self._first[item.type] + item.stage * self.schedule.m + item.microbatch
 
     def item(self, number: int) -> Instruction:
         """The instruction with this number."""
         node, microbatch = divmod(number, self.schedule.m)
-        place, stage = divmod(node, self.width)
-        type_ = TYPES[place]
-        if isinstance(type_, PassType):
-            return Pass(type_, stage, microbatch)
-        return Comm(type_, stage, microbatch)
+        return self.item_of(node, microbatch)
+
+    def item_of(self, node: int, microbatch: int) -> Instruction:
+        """The instruction that a node is of a microbatch."""
+        type_, stage = self.type_of(node), node % self.width
+        return (
+            Pass(type_, stage, microbatch) if isinstance(type_, PassType) else Comm(type_, stage, microbatch)
+        )
+
+    def type_of(self, node: int) -> PassType | CommType:
+        """The type of a node's instructions."""
+        return TYPES[node // self.width]
 
     def node(self, item: Instruction) -> int:
         """The number of an instruction, its microbatch left out."""
         return self.first_node[item.type] + item.stage
 
+    def nodes_of(self, type_: PassType | CommType) -> range:
+        """The nodes of a type: one a stage, or one a rank for the vocabulary layers."""
+        on_stages = type_ in _TRANSFORMER or type_ in POINT_TO_POINT
+        first = self.first_node[type_]
+        return range(first, first + (self.width if on_stages else self.schedule.p))
+
     @cached_property
-    def needs(self) -> tuple[tuple[Distance, ...], ...]:
+    def needs(self) -> tuple[tuple[Need, ...], ...]:
         """What each node waits for; nothing where the schedule has no such instruction."""
-        table: list[tuple[Distance, ...]] = [()] * (len(TYPES) * self.width)
+        table: list[tuple[Need, ...]] = [()] * self.nodes
         for item in self._templates():
-            table[self.node(item)] = tuple(self._distances(item))
+            needs = prerequisites(item, self.schedule)
+            table[self.node(item)] = tuple(
+                Need(self.node(need), item.microbatch - need.microbatch) for need in needs
+            )
         return tuple(table)
 
-    def _distances(self, item: Instruction) -> Iterator[Distance]:
-        for need in prerequisites(item, self.schedule):
-            back = item.microbatch - need.microbatch
-            yield Distance((self.node(need) - self.node(item)) * self.schedule.m - back, back)
+    def producers(self, node: int) -> tuple[int, ...]:
+        """The pass nodes whose result a receive, or a rank's part in a collective, carries."""
+        if node < self.first_comm:
+            return (node,)
+        return tuple(producer for need in self.needs[node] for producer in self.producers(need.node))
 
     def _templates(self) -> Iterator[Instruction]:
         """One instruction of each node that the schedule can have, of a microbatch with all its needs."""
         mb = EMBEDDED_INPUTS
-        for type_ in (PassType.F, PassType.B, PassType.W):
+        for type_ in _TRANSFORMER:
             for stage in range(self.width):
                 pass_ = Pass(type_, stage, mb)
                 yield pass_
@@ -98,3 +127,8 @@ class Numbering:
         for rank in range(self.schedule.p):
             yield from (Pass(type_, rank, mb) for type_ in vocabulary_passes(self.schedule))
             yield from (Comm(comm, rank, mb) for comm in collectives(self.schedule))
+
+
+def in_numbers(needs: tuple[Need, ...], m: int) -> list[tuple[int, int]]:
+    """Needs as (first, back): microbatch ``i`` waits for number ``first + i`` if ``i`` is at least ``back``."""
+    return [(node * m - back, back) for node, back in needs]

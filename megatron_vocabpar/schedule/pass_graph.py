@@ -1,10 +1,9 @@
-"""The ordering rules and the times of one microbatch, flattened to indices for fast simulation.
+"""The ordering rules and the times of one microbatch's passes, for fast generation.
 
-Every microbatch has the same passes, with the same times and the same dependencies, so they are worked
-out once. A *node* is a pass of some type on some stage, or a collective as a whole (all ranks' parts). A
-node of microbatch ``i`` needs nodes of the same microbatch, or of an earlier one. Passes that start
-together on all ranks (interlaced's S) get a zero-length *arrival* node before them and wait for all
-arrivals.
+The nodes are those of ``numbering.py``. Sends and receives are left out: a pass waits for the pass that sends
+to it, and the transfer's time more. A collective is one node, that of rank 0's part. Passes that start
+together on all ranks (interlaced's S) get a zero-length *arrival* node before them, and one *gate* that waits
+for all arrivals; these have numbers above all others.
 
 Everything here is derived from ``dependencies.prerequisites``; no rule is restated.
 Next: ``building_block.py`` places the nodes of one microbatch, ``list_scheduling.py`` plays those of all.
@@ -13,16 +12,17 @@ Next: ``building_block.py`` places the nodes of one microbatch, ``list_schedulin
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from .costs import PassTimes
-from .dependencies import EMBEDDED_INPUTS, collectives, prerequisites, vocabulary_passes
-from .passes import POINT_TO_POINT, Comm, CommType, Pass, PassType
-from .schedule import Schedule
+from .dependencies import collectives, vocabulary_passes
+from .numbering import Numbering
+from .passes import POINT_TO_POINT, Pass, PassType
 
 
-class Need(NamedTuple):
+class TimedNeed(NamedTuple):
     """A node waits for ``node`` of the microbatch ``back`` earlier, and ``latency`` ms more."""
 
     node: int
@@ -32,108 +32,101 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True)
 class PassGraph:
-    """Nodes by index: passes first, then arrivals, then collectives.
+    """What waits for what.
 
     Attributes:
-        names: the type and stage of each pass node; arrivals and collectives have none.
+        numbering: what the nodes mean, but for arrivals and gates.
+        nodes: the pass nodes of each type, by stage.
+        arrival: the arrival node of a pass node that has one.
+        size: all nodes are below this.
         rank: the rank of each pass node and arrival node.
         duration: in ms, of each pass node and arrival node.
         needs: what each pass node and arrival node waits for.
-        feeds: the collective nodes that each pass node and arrival node is a producer of.
-        producers: for every node, how many producers it has (0 but for collectives).
-        index: pass node by type and stage.
-        arrival: the arrival node of a pass node that has one.
-        groups: collective node by type.
+        feeds: the collectives and gates that each node is a producer of.
+        producers: how many producers a collective or a gate has.
     """
 
-    names: tuple[tuple[PassType, int], ...]
-    rank: tuple[int, ...]
-    duration: tuple[float, ...]
-    needs: tuple[tuple[Need, ...], ...]
-    feeds: tuple[tuple[int, ...], ...]
-    producers: tuple[int, ...]
-    index: dict[tuple[PassType, int], int]
+    numbering: Numbering
+    nodes: dict[PassType, range]
     arrival: dict[int, int]
-    groups: dict[CommType, int] = field(default_factory=dict)
+    size: int
+    rank: dict[int, int]
+    duration: dict[int, float]
+    needs: dict[int, tuple[TimedNeed, ...]]
+    feeds: dict[int, list[int]]
+    producers: dict[int, int]
 
-    @property
+    def type_of(self, node: int) -> PassType:
+        """The type of a pass node."""
+        type_ = self.numbering.type_of(node)
+        assert isinstance(type_, PassType)
+        return type_
+
+    def stage_of(self, node: int) -> int:
+        """The stage of a pass node, or the rank of a vocabulary pass."""
+        return node % self.numbering.width
+
+    def of_type(self, type_: PassType) -> range:
+        """The pass nodes of a type, by stage; none where the schedule has no such pass."""
+        return self.nodes.get(type_, range(0))
+
+    @cached_property
+    def passes(self) -> frozenset[int]:
+        """All pass nodes."""
+        return frozenset(node for nodes in self.nodes.values() for node in nodes)
+
+    @cached_property
     def sinks(self) -> frozenset[int]:
         """Pass nodes that nothing waits for, so that they may be delayed: T of vocab-2, W, IB."""
-        needed = {need.node for needs in self.needs for need in needs}
-        delayed = (PassType.T, PassType.W, PassType.IB)
-        return frozenset(
-            node
-            for node, (type_, _) in enumerate(self.names)
-            if type_ in delayed and node not in needed and not self.feeds[node]
-        )
+        needed = {need.node for needs in self.needs.values() for need in needs}
+        delayed = (node for type_ in (PassType.T, PassType.W, PassType.IB) for node in self.of_type(type_))
+        return frozenset(node for node in delayed if node not in needed and not self.feeds[node])
 
 
-def build_graph(schedule: Schedule, times: PassTimes, *, splits_w: bool) -> PassGraph:
-    """Flatten ``schedule``'s rules (a frame will do) and ``times``."""
-    names = tuple(_names(schedule, splits_w))
-    index = {name: node for node, name in enumerate(names)}
-    together = [node for node, (type_, _) in enumerate(names) if type_ in schedule.method.in_step]
-    arrival = {node: len(names) + k for k, node in enumerate(together)}
-    num_parts = len(names) + len(arrival)
-    gates = {
-        type_: num_parts + k for k, type_ in enumerate(dict.fromkeys(names[node][0] for node in together))
+def build_graph(numbering: Numbering, times: PassTimes, *, splits_w: bool) -> PassGraph:
+    """Flatten the rules of the numbered schedule (a frame will do) and ``times``."""
+    schedule = numbering.schedule
+    types = (PassType.F, PassType.B, *((PassType.W,) if splits_w else ()), *vocabulary_passes(schedule))
+    nodes = {type_: numbering.nodes_of(type_) for type_ in types}
+    rank = {
+        node: schedule.rank_of(Pass(type_, stage, 0))
+        for type_ in types
+        for stage, node in enumerate(nodes[type_])
     }
-    groups = {type_: num_parts + len(gates) + k for k, type_ in enumerate(collectives(schedule))}
+    duration = {
+        node: time for type_ in types for node, time in zip(nodes[type_], times.passes[type_], strict=False)
+    }
+    needs = {node: tuple(_needs(node, numbering, times)) for node in rank}
+    feeds: dict[int, list[int]] = {node: [] for node in rank}
+    producers: dict[int, int] = {}
 
-    needs: list[tuple[Need, ...]] = [tuple(_needs(name, schedule, times, index, groups)) for name in names]
-    feeds: list[list[int]] = [[] for _ in range(num_parts)]
-    producers = [0] * (num_parts + len(gates) + len(groups))
-    for node, part in arrival.items():
-        gate = gates[names[node][0]]
-        needs.append(needs[node])
-        needs[node] = (Need(gate, 0, 0.0),)
-        feeds[part].append(gate)
-        producers[gate] += 1
-    for type_, group in groups.items():
-        for rank in range(schedule.p):
-            for producer in prerequisites(Comm(type_, rank, EMBEDDED_INPUTS), schedule):
-                assert isinstance(producer, Pass)
-                feeds[index[producer.type, producer.stage]].append(group)
-                producers[group] += 1
-    ranks = [schedule.rank_of(Pass(type_, stage, 0)) for type_, stage in names]
-    durations = [times.passes[type_][stage] for type_, stage in names]
-    return PassGraph(
-        names,
-        (*ranks, *(ranks[node] for node in arrival)),
-        (*durations, *(0.0 for _ in arrival)),
-        tuple(needs),
-        tuple(map(tuple, feeds)),
-        tuple(producers),
-        index,
-        arrival,
-        groups,
-    )
+    arrival: dict[int, int] = {}
+    size = numbering.nodes
+    for type_ in schedule.method.in_step:
+        together = numbering.nodes_of(type_)
+        gate = size + len(together)
+        for node, part in zip(together, range(size, gate), strict=True):
+            arrival[node], rank[part], duration[part] = part, rank[node], 0.0
+            needs[part], needs[node] = needs[node], (TimedNeed(gate, 0, 0.0),)
+            feeds[part] = [gate]
+        producers[gate] = len(together)
+        size = gate + 1
+    for comm in collectives(schedule):
+        group, *_ = parts = numbering.nodes_of(comm)
+        producing = [node for part in parts for node in numbering.producers(part)]
+        for node in producing:
+            feeds[node].append(group)
+        producers[group] = len(producing)
+    return PassGraph(numbering, nodes, arrival, size, rank, duration, needs, feeds, producers)
 
 
-def _names(schedule: Schedule, splits_w: bool) -> Iterator[tuple[PassType, int]]:
-    for type_ in (PassType.F, PassType.B, *((PassType.W,) if splits_w else ())):
-        for stage in range(schedule.placement.num_stages):
-            yield type_, stage
-    for type_ in vocabulary_passes(schedule):
-        for rank in range(schedule.p):
-            yield type_, rank
-
-
-def _needs(
-    name: tuple[PassType, int],
-    schedule: Schedule,
-    times: PassTimes,
-    index: dict[tuple[PassType, int], int],
-    groups: dict[CommType, int],
-) -> Iterator[Need]:
-    for item in prerequisites(Pass(*name, EMBEDDED_INPUTS), schedule):
-        back = EMBEDDED_INPUTS - item.microbatch
-        if isinstance(item, Pass):
-            yield Need(index[item.type, item.stage], back, 0.0)
-        elif item.type in POINT_TO_POINT:
-            (send,) = prerequisites(item, schedule)
-            (producer,) = prerequisites(send, schedule)
-            assert isinstance(producer, Pass)
-            yield Need(index[producer.type, producer.stage], back, times.comms[item.type])
+def _needs(node: int, numbering: Numbering, times: PassTimes) -> Iterator[TimedNeed]:
+    for source, back in numbering.needs[node]:
+        type_ = numbering.type_of(source)
+        if isinstance(type_, PassType):
+            yield TimedNeed(source, back, 0.0)
+        elif type_ in POINT_TO_POINT:
+            (producer,) = numbering.producers(source)
+            yield TimedNeed(producer, back, times.comms[type_])
         else:
-            yield Need(groups[item.type], back, times.comms[item.type])
+            yield TimedNeed(numbering.first_node[type_], back, times.comms[type_])

@@ -25,7 +25,8 @@ class Plan:
     Attributes:
         schedule: the compute passes of every rank, in order.
         costs: the times that decided the order of communication.
-        program: every rank's passes with the communication between them.
+        program: every rank's passes with the communication between them; by default what the schedule is
+            lowered to.
 
     Raises:
         ScheduleError: if the schedule or the program breaks a rule; the message names the first.
@@ -33,10 +34,12 @@ class Plan:
 
     schedule: Schedule
     costs: PassCosts
-    program: Program
+    program: Program = ()
 
     def __post_init__(self) -> None:
         validate(self.schedule)
+        if not self.program:
+            object.__setattr__(self, "program", lower(self.schedule, self.costs))
         validate_program(self.schedule, self.program)
 
     @staticmethod
@@ -51,9 +54,7 @@ class Plan:
         Raises:
             ScheduleError: if the schedule breaks a rule.
         """
-        validate(schedule)
-        costs = costs or PassCosts.default(schedule.p)
-        return Plan(schedule, costs, lower(schedule, costs))
+        return Plan(schedule, costs or PassCosts.default(schedule.p))
 
     @cached_property
     def forward_only(self) -> Plan:

@@ -13,11 +13,12 @@ from .costs import PassCosts, PassTimes
 from .families import Family
 from .list_scheduling import Stuck, Timeline, arrange
 from .methods import Method, method_named
+from .numbering import Numbering
 from .pass_graph import PassGraph, build_graph
-from .passes import Pass, PassType
+from .passes import PassType
 from .peaks import claimed_peak
 from .placement import Placement
-from .schedule import Schedule
+from .schedule import Schedule, passes_of
 
 _LEAST_TRIAL = 64  # microbatches; and enough that a steady state is seen
 _PLACING = 25  # placing a block takes as long as playing so many microbatches
@@ -62,7 +63,9 @@ class Problem:
         cap = max_activations
         if cap is None:
             cap = claimed_peak(method_named(method), p, family, shape.chunks)
-        return Problem(shape, family, times, build_graph(shape, times, splits_w=family.splits_w), cap)
+        return Problem(
+            shape, family, times, build_graph(Numbering(shape), times, splits_w=family.splits_w), cap
+        )
 
     def best(self, budget: int) -> Timeline:
         """The fastest of as many candidates as may be tried.
@@ -73,7 +76,7 @@ class Problem:
         choices = candidates(self.shape, self.graph, self.times, self.family, self.cap)
         if is_textbook(self.shape, self.family):
             return arrange(self.graph, self.shape.m, *next(choices))
-        passes = len(self.graph.names)  # of one microbatch
+        passes = len(self.graph.passes)  # of one microbatch
         trial_m = min(self.shape.m, max(_LEAST_TRIAL, 2 * self.shape.p + 4))
         affordable = max(1, budget // (passes * (trial_m + _PLACING)))
         trials = []
@@ -91,12 +94,9 @@ class Problem:
 
     def schedule(self, played: Timeline) -> Schedule:
         """A schedule with the order in which the passes were played."""
-        names, m = self.graph.names, self.shape.m
-        ranks = tuple(
-            tuple(Pass(*names[item // m], item % m) for item in row if item // m < len(names))
-            for row in played.order
-        )
-        return replace(self.shape, ranks=ranks)
+        numbering = self.graph.numbering
+        rows = ([numbering.item(number) for number in row if number < numbering.size] for row in played.order)
+        return replace(self.shape, ranks=tuple(map(passes_of, rows)))
 
     def _try(self, candidate: Candidate, m: int) -> Timeline | None:
         """The candidate played, or None if its rules leave no way to go on."""
@@ -109,7 +109,7 @@ class Problem:
         """The end if all microbatches were played and the steady state went on as in the trial's middle."""
         if m < 3:
             return played.end
-        first = self.graph.index[PassType.B, 0] * m
+        first = self.graph.of_type(PassType.B)[0] * m
         early, late = m // 3, 2 * m // 3
         steady = (played.ends[first + late] - played.ends[first + early]) / (late - early)
         return played.end + steady * (self.shape.m - m)

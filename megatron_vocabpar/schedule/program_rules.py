@@ -7,9 +7,8 @@ from itertools import zip_longest
 
 from .dependencies import collectives, prerequisites
 from .hang import STRICTEST, find_hangs, runs_in_step
-from .lower import receive_of
-from .numbering import Numbering
-from .passes import COLLECTIVES, POINT_TO_POINT, RECEIVE_OF, Comm, CommType, Pass, PassType
+from .numbering import Numbering, in_numbers
+from .passes import COLLECTIVES, POINT_TO_POINT, RECEIVE_OF, Comm, CommType
 from .schedule import Program, Schedule, ScheduleError, passes_of
 from .violations import grid, missing, violation
 
@@ -19,12 +18,12 @@ def expected_communication(schedule: Schedule) -> list[set[Comm]]:
     expected: list[set[Comm]] = [set() for _ in range(schedule.p)]
     there = {pass_ for passes in schedule.ranks for pass_ in passes}
     for pass_ in there:
-        receive = receive_of(pass_, schedule)
-        if receive is not None and _consumer(receive) in there:
-            (send,) = prerequisites(receive, schedule)
-            assert isinstance(send, Comm)
-            expected[schedule.rank_of(receive)].add(receive)
-            expected[schedule.rank_of(pass_)].add(send)
+        for receive in prerequisites(pass_, schedule):
+            if isinstance(receive, Comm) and receive.type in POINT_TO_POINT:
+                (send,) = prerequisites(receive, schedule)
+                assert isinstance(send, Comm)
+                expected[schedule.rank_of(receive)].add(receive)
+                expected[schedule.rank_of(send)].add(send)
     for type_ in collectives(schedule):
         for mb in range(schedule.m):
             parts = [Comm(type_, rank, mb) for rank in range(schedule.p)]
@@ -32,11 +31,6 @@ def expected_communication(schedule: Schedule) -> list[set[Comm]]:
                 for rank, part in enumerate(parts):
                     expected[rank].add(part)
     return expected
-
-
-def _consumer(receive: Comm) -> Pass:
-    type_ = PassType.F if receive.type is CommType.RECV_F else PassType.B
-    return Pass(type_, receive.stage, receive.microbatch)
 
 
 def check_passes(schedule: Schedule, program: Program) -> None:
@@ -67,11 +61,12 @@ def check_communication(program: Program, rank: int, expected: set[Comm]) -> Non
 def check_program_order(numbering: Numbering, program: Program, rank: int) -> None:
     """Producers before launches, launches and receives before consumers."""
     m, seen = numbering.schedule.m, bytearray(numbering.size)
+    needs = [in_numbers(needs, m) for needs in numbering.needs]
     for item in program[rank]:
         number = numbering.number(item)
-        for offset, back in numbering.needs[number // m]:
-            if item.microbatch >= back and not seen[number + offset]:
-                need = numbering.item(number + offset)
+        for first, back in needs[number // m]:
+            if item.microbatch >= back and not seen[first + item.microbatch]:
+                need = numbering.item(first + item.microbatch)
                 if numbering.schedule.rank_of(need) == rank:
                     raise violation("order", program, rank, item, f"{need} must come before it")
         seen[number] = 1

@@ -6,13 +6,14 @@ Next: ``program_rules.py``, what more a program must keep.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from .costs import PassTimes
 from .dependencies import vocabulary_passes
 from .forward_only import FORWARD
 from .lower import play_passes
-from .numbering import Distance, Numbering
-from .passes import INPUT_COLLECTIVES, OUTPUT_COLLECTIVES, CommType, Pass, PassType
+from .numbering import Need, Numbering, in_numbers
+from .passes import POINT_TO_POINT, Pass, PassType
 from .peaks import peak_activations
 from .schedule import Deadlock, Schedule
 from .violations import deadlocked, missing, violation
@@ -52,44 +53,27 @@ def check_complete(schedule: Schedule, numbering: Numbering, rank: int) -> None:
 
 def check_order(schedule: Schedule, numbering: Numbering) -> None:
     """Passes of one rank that depend on each other, directly or through communication."""
-    needs = _local_needs(numbering)
+    needs = [in_numbers(local, schedule.m) for local in _local_needs(numbering)]
     seen = bytearray(numbering.size)
     for rank, passes in enumerate(schedule.ranks):
         for pass_ in passes:
             number = numbering.number(pass_)
-            for offset, back in needs[number // schedule.m]:
-                if pass_.microbatch >= back and not seen[number + offset]:
-                    reason = f"{numbering.item(number + offset)} must come before it"
+            for first, back in needs[number // schedule.m]:
+                if pass_.microbatch >= back and not seen[first + pass_.microbatch]:
+                    reason = f"{numbering.item(first + pass_.microbatch)} must come before it"
                     raise violation("order", schedule.ranks, rank, pass_, reason)
             seen[number] = 1
 
 
-def _local_needs(numbering: Numbering) -> list[list[Distance]]:
+def _local_needs(numbering: Numbering) -> Iterator[tuple[Need, ...]]:
     """For each node, the passes of its own rank that it waits for, straight or through a collective."""
-    local: list[list[Distance]] = []
-    first_comm, collective = _first_comm(numbering), _collective_nodes(numbering)
-    for node, needs in enumerate(numbering.needs):
-        local.append([])
-        for offset, back in needs:
-            source = node + (offset + back) // numbering.schedule.m
-            if source < first_comm:
-                local[-1].append(Distance(offset, back))
-            elif source in collective:
-                producers = numbering.needs[source]
-                local[-1] += [Distance(offset + more, back + earlier) for more, earlier in producers]
-    return local
-
-
-def _first_comm(numbering: Numbering) -> int:
-    return numbering.first_node[next(iter(CommType))]
-
-
-def _collective_nodes(numbering: Numbering) -> frozenset[int]:
-    return frozenset(
-        numbering.first_node[type_] + rank
-        for type_ in OUTPUT_COLLECTIVES | INPUT_COLLECTIVES
-        for rank in range(numbering.schedule.p)
-    )
+    for needs in numbering.needs:
+        yield tuple(
+            Need(producer, back)
+            for source, back in needs
+            if numbering.type_of(source) not in POINT_TO_POINT
+            for producer in numbering.producers(source)
+        )
 
 
 def check_deadlock(schedule: Schedule) -> None:

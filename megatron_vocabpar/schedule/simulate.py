@@ -56,7 +56,7 @@ class Simulation:
         """Start and end of every transfer, named by its receive, and of every rank's part in a collective."""
         events, numbering = self.events, self.events.numbering
         comms = {}
-        for k in range(numbering.first[next(iter(CommType))], numbering.size):
+        for k in range(numbering.first_comm * self.schedule.m, numbering.size):
             if events.ends[k] >= 0.0:
                 item = numbering.item(k)
                 assert isinstance(item, Comm)

@@ -10,6 +10,7 @@ from megatron_vocabpar.schedule.building_block import Hops, lifespans, place
 from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.families import family_named
 from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.numbering import Numbering
 from megatron_vocabpar.schedule.pass_graph import PassGraph, build_graph
 from megatron_vocabpar.schedule.passes import PassType
 from megatron_vocabpar.schedule.problem import frame
@@ -19,7 +20,7 @@ times = st.floats(0.5, 20.0)
 
 def network_of(method: str, p: int, costs: PassCosts) -> PassGraph:
     shape = frame(method, p, 4, family=family_named("1f1b"))
-    return build_graph(shape, PassTimes.of(costs, shape, splits_w=False), splits_w=False)
+    return build_graph(Numbering(shape), PassTimes.of(costs, shape, splits_w=False), splits_w=False)
 
 
 def round_costs(comm: float = 0.0) -> PassCosts:
@@ -67,7 +68,7 @@ def test_lifespans_are_those_of_figure_9() -> None:
     """With F = 1, B = 2 and no vocabulary, stage s of p lives for p - s intervals of three."""
     graph = network_of("baseline", 4, round_costs())
     block = place(frame("baseline", 4, 4, family=family_named("1f1b")), graph)
-    assert [lifespans(block, graph)[graph.index[PassType.F, s]] for s in range(4)] == [4, 3, 2, 1]
+    assert [lifespans(block, graph)[graph.of_type(PassType.F)[s]] for s in range(4)] == [4, 3, 2, 1]
 
 
 @pytest.mark.parametrize("hop", [0.3, 0.5])
@@ -76,14 +77,14 @@ def test_hops_are_kept_and_v_shapes_balanced(hop: float) -> None:
     p, family = 6, family_named("v-half")
     shape = frame("vocab-2", p, 4, family=family)
     costs = round_costs()
-    graph = build_graph(shape, PassTimes.of(costs, shape, splits_w=True), splits_w=True)
+    graph = build_graph(Numbering(shape), PassTimes.of(costs, shape, splits_w=True), splits_w=True)
     block = place(shape, graph, hops=Hops((hop, hop), (hop, hop)), packed=False)
-    starts = [block.offsets[graph.index[PassType.F, stage]] for stage in range(2 * p)]
+    starts = [block.offsets[graph.of_type(PassType.F)[stage]] for stage in range(2 * p)]
     for start, following in pairwise(starts):
         assert following - start == pytest.approx(hop * block.interval)
     spans = lifespans(block, graph)
     held = [0.0] * p
     for stage in range(2 * p):
-        held[shape.placement.rank_of(stage)] += spans[graph.index[PassType.F, stage]] / 2
+        held[shape.placement.rank_of(stage)] += spans[graph.of_type(PassType.F)[stage]] / 2
     assert max(held) - min(held) < 1e-9
     assert held[0] >= (2 * p - 1) * hop

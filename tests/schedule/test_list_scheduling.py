@@ -5,25 +5,27 @@ from dataclasses import replace
 import pytest
 
 from megatron_vocabpar.schedule.building_block import BuildingBlock
+from megatron_vocabpar.schedule.families import family_named
 from megatron_vocabpar.schedule.list_scheduling import Rules, Stuck, Timeline, arrange
-from megatron_vocabpar.schedule.pass_graph import Need, PassGraph
-from megatron_vocabpar.schedule.passes import PassType
-
-NAMES = {"F": PassType.F, "B": PassType.B, "T": PassType.T, "S": PassType.S}
+from megatron_vocabpar.schedule.numbering import Numbering
+from megatron_vocabpar.schedule.pass_graph import PassGraph, TimedNeed
+from megatron_vocabpar.schedule.problem import frame
 
 
 def graph(passes: list[tuple[str, int, float, list[tuple[int, float]]]]) -> PassGraph:
-    """Nodes given as (type, rank, duration, [(needed node, latency)])."""
+    """Nodes given as (type, rank, duration, [(needed node, latency)]); types are for the reader."""
     return PassGraph(
-        names=tuple((NAMES[name], rank) for name, rank, _, _ in passes),
-        rank=tuple(rank for _, rank, _, _ in passes),
-        duration=tuple(duration for _, _, duration, _ in passes),
-        needs=tuple(tuple(Need(n, 0, late) for n, late in needs) for *_, needs in passes),
-        feeds=tuple(() for _ in passes),
-        producers=tuple(0 for _ in passes),
-        index={(NAMES[name], rank): node for node, (name, rank, _, _) in enumerate(passes)},
+        numbering=Numbering(frame("baseline", 1, 1, family=family_named("1f1b"))),
+        nodes={},
         arrival={},
-        groups={},
+        size=len(passes),
+        rank={node: rank for node, (_, rank, _, _) in enumerate(passes)},
+        duration={node: duration for node, (_, _, duration, _) in enumerate(passes)},
+        needs={
+            node: tuple(TimedNeed(n, 0, late) for n, late in needs) for node, (*_, needs) in enumerate(passes)
+        },
+        feeds={},
+        producers={},
     )
 
 

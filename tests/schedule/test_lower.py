@@ -120,10 +120,10 @@ def test_what_is_ready_at_once_is_in_order_of_type_stage_and_microbatch() -> Non
     """Round times, so that many transfers are ready at once."""
     schedule, costs = generate("baseline", 4, 6), PassCosts(10.0, 10.0, 10.0, 0.0, 0.0, {}, 10.0, 10.0, 10.0)
     played = play_passes(schedule, PassTimes.of(costs, schedule))
-    order = list(communications(schedule, played))
+    order = list(communications(played))
     Random(0).shuffle(order)
     order.sort(key=lambda c: (c.ready_ms, c.place, c.stage, c.microbatch))
-    assert lower(schedule, costs) == insert(schedule, played, order)
+    assert lower(schedule, costs) == insert(played, order)
 
 
 @pytest.mark.parametrize("method", ["baseline", "naive", "vocab-1", "vocab-2", "interlaced"])
