@@ -10,7 +10,7 @@ the block: S goes where its rank has room after C0, and so on, so that a barrier
 at most about one interval.
 
 Source: section 5.2 and Figure 9; Qi et al., Pipeline Parallelism with Controllable Memory (2024).
-Next: ``list_scheduling.py`` (playing the repeated block), ``families/`` (the blocks themselves).
+Next: ``list_scheduling.py`` (playing the repeated block), ``families.py`` (the blocks themselves).
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ ended. Everything else runs beside the passes, and takes its turn in a queue:
 
 Sends, receives and launches take no time of their rank: they are issued when the pass before them ends.
 
-``run_passes`` plays passes alone, where nothing waits but for what it needs: a transfer or a collective starts
-when all that it carries has been produced. From this ``lower.py`` makes a program.
+``run_passes`` plays passes alone, where nothing waits but for what it needs: a transfer or a collective
+starts when all that it carries has been produced. From this ``lower.py`` makes a program.
 
 For each pass and transfer the loop notes its *cause*: what ended last of all that it waited for. It starts at
 the very moment at which its cause ends, so that ``critical_path.py`` can follow causes without a gap.

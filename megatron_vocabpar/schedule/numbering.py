@@ -130,5 +130,5 @@ class Numbering:
 
 
 def in_numbers(needs: tuple[Need, ...], m: int) -> list[tuple[int, int]]:
-    """Needs as (first, back): microbatch ``i`` waits for number ``first + i`` if ``i`` is at least ``back``."""
+    """Needs as (first, back): microbatch i waits for number ``first + i`` if i is at least ``back``."""
     return [(node * m - back, back) for node, back in needs]

@@ -14,8 +14,9 @@ from functools import cached_property
 from .costs import PassCosts
 from .forward_only import forward_only
 from .lower import lower
+from .program_rules import validate_program
 from .schedule import Program, Schedule
-from .validate import validate, validate_program
+from .validate import validate
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,9 @@
-"""The rules that ``validate_program`` checks of a program: the communication between a schedule's passes."""
+"""The rules of programs, checked one by one; the first that is broken is named.
+
+The schedule's passes in their order; every communication there once; launches after producers and before
+consumers; one order of the collectives of both layers on all ranks; receives in the order of sends; no buffer
+left; no hang, even where every operation holds its rank until all others have joined (``hang.py``).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,24 @@ from .numbering import Numbering, in_numbers
 from .passes import COLLECTIVES, POINT_TO_POINT, RECEIVE_OF, Comm, CommType
 from .schedule import Program, Schedule, ScheduleError, passes_of
 from .violations import grid, missing, violation
+
+
+def validate_program(schedule: Schedule, program: Program) -> None:
+    """Check a program that a valid ``schedule`` was lowered to.
+
+    Raises:
+        ScheduleError: naming the first broken rule, the rank, the instruction, and showing where it is.
+    """
+    if len(program) != schedule.p:
+        raise ScheduleError(f"missing rank: {len(program)} programs for {schedule.p} ranks")
+    check_passes(schedule, program)
+    numbering, expected = Numbering(schedule), expected_communication(schedule)
+    for rank in range(schedule.p):
+        check_communication(program, rank, expected[rank])
+        check_program_order(numbering, program, rank)
+    check_collective_order(program)
+    check_point_to_point_order(schedule, program)
+    check_hang(schedule, program)
 
 
 def expected_communication(schedule: Schedule) -> list[set[Comm]]:

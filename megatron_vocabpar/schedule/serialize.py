@@ -1,4 +1,4 @@
-"""Schedules and plans as JSON and as text, both ways.
+"""Schedules and plans as JSON, both ways, and as CSV.
 
 A schedule: ``{"method", "p", "m", "chunks", "algorithm", "placement", "input", "ranks": [[{"op", "mb",
 "chunk"}, ...]]}``, the compute passes of each rank in order. ``chunk`` is the chunk of F, B and W on their
@@ -8,7 +8,7 @@ the same.
 A plan: ``"program": [["0IF0", "0CI0", ...]]`` in place of ``"ranks"``, each rank's instructions in order,
 with communication; and ``"costs"``, as in a cost file.
 
-Text: one line a rank, passes as ``<stage><type><microbatch>``. CSV: one line an instruction of a plan.
+CSV: one line an instruction of a plan.
 """
 
 from __future__ import annotations
@@ -159,24 +159,6 @@ def _from_text(word: object, rank: int, frame: Schedule) -> Instruction:
             f"microbatches at {frame.m - 1}"
         )
     return item
-
-
-def ranks_from_text(text: str) -> tuple[tuple[Pass, ...], ...]:
-    """Read the text form (``Schedule.to_text``): one line a rank.
-
-    Raises:
-        ValueError: if a word is not a pass.
-    """
-    rows = []
-    for line in text.strip().splitlines():
-        row = []
-        for word in line.split():
-            item = parse(word)
-            if not isinstance(item, Pass):
-                raise ValueError(f"{word!r} is communication; a schedule holds compute passes only")
-            row.append(item)
-        rows.append(tuple(row))
-    return tuple(rows)
 
 
 def _to_dict(pass_: Pass, placement: Placement) -> dict[str, str | int]:

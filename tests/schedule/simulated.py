@@ -1,6 +1,9 @@
-"""A schedule, planned and simulated in one call."""
+"""A schedule, planned and simulated in one call; passes read from text."""
+
+from collections.abc import Iterable
 
 from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.passes import Pass, parse
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
@@ -11,3 +14,8 @@ def simulated(
 ) -> Simulation:
     """Planned with ``costs``, played with ``real``: by default the same."""
     return simulate(Plan.of(schedule, costs), None if real is None else PassTimes.of(real, schedule))
+
+
+def ranks_of(rows: Iterable[str]) -> tuple[tuple[Pass, ...], ...]:
+    """The passes of each rank, from text such as ``0F0 0F1``."""
+    return tuple(tuple(item for item in map(parse, row.split()) if isinstance(item, Pass)) for row in rows)

@@ -4,7 +4,8 @@ from megatron_vocabpar.schedule.forward_only import forward_only
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.lower import lower
 from megatron_vocabpar.schedule.methods import METHODS
-from megatron_vocabpar.schedule.validate import validate, validate_program
+from megatron_vocabpar.schedule.program_rules import validate_program
+from megatron_vocabpar.schedule.validate import validate
 
 
 def test_keeps_the_forward_half_in_order() -> None:

@@ -15,9 +15,10 @@ from megatron_vocabpar.schedule.families import families
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.lower import lower
 from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.program_rules import validate_program
 from megatron_vocabpar.schedule.serialize import to_json
 from megatron_vocabpar.schedule.simulate import Simulation
-from megatron_vocabpar.schedule.validate import validate, validate_program
+from megatron_vocabpar.schedule.validate import validate
 from tests.cases import covering, rest_is_slow
 
 from . import reference

@@ -20,12 +20,12 @@ from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, parse
 from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.schedule import Deadlock, Schedule
-from megatron_vocabpar.schedule.serialize import from_json, ranks_from_text, to_json
+from megatron_vocabpar.schedule.serialize import from_json, to_json
 from megatron_vocabpar.schedule.simulate import simulate
 
 from . import reference, reference_queues
 from .random_schedules import SHAPES, Shape, random_data, random_schedule
-from .simulated import simulated
+from .simulated import ranks_of, simulated
 
 COSTS = PassCosts(
     F_ms=10.0,
@@ -181,7 +181,7 @@ def test_transfers_of_one_link_follow_each_other() -> None:
     """F takes 10 and a transfer 15: the second waits for the first; its receive is posted at once."""
     schedule = generate("baseline", 2, 2, costs=PassCosts(10.0, 0.0, 0.0))
     rows = ("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
-    schedule = replace(schedule, ranks=ranks_from_text("\n".join(rows)))
+    schedule = replace(schedule, ranks=ranks_of(rows))
     program = tuple(
         tuple(map(parse, row.split()))
         for row in (
@@ -203,7 +203,7 @@ def test_transfers_of_one_link_follow_each_other() -> None:
 
 def test_buffers_by_hand() -> None:
     """One rank, two microbatches, W split off and late; IF and IB around."""
-    rows = ranks_from_text("0IF0 0IF1 0F0 0F1 0S0 0S1 0B0 0B1 0T0 0T1 0W0 0W1 0IB0 0IB1")
+    rows = ranks_of(["0IF0 0IF1 0F0 0F1 0S0 0S1 0B0 0B1 0T0 0T1 0W0 0W1 0IB0 0IB1"])
     schedule = Schedule(METHODS["vocab-2"], Placement(1), 2, rows)
     result = simulated(schedule, COSTS)
     assert result.peak_activations == (2.0,)

@@ -22,9 +22,10 @@ from megatron_vocabpar.schedule.passes import (
     parse,
 )
 from megatron_vocabpar.schedule.peaks import peak_activations
+from megatron_vocabpar.schedule.program_rules import validate_program
 from megatron_vocabpar.schedule.schedule import Schedule, ScheduleError
 from megatron_vocabpar.schedule.serialize import from_json
-from megatron_vocabpar.schedule.validate import validate, validate_program
+from megatron_vocabpar.schedule.validate import validate
 
 from . import reference
 from .random_schedules import SHAPES, Shape, accepted, random_data, random_schedule
