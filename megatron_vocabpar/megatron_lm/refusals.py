@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from megatron_vocabpar.megatron_lm.checkpoints import is_legacy, starting_checkpoint
 from megatron_vocabpar.megatron_lm.flags import FlagConfig
 from megatron_vocabpar.schedule.families import SEARCH, families, family_named
 from megatron_vocabpar.schedule.redistribution import redistribute_by_flops, with_final_stage
@@ -161,6 +162,13 @@ REFUSALS = (
         {"ckpt_format": "torch", "save": "checkpoints"},
     ),
     Refusal(
+        "--ckpt-convert-format torch",
+        _other_than("ckpt_convert_format", "torch_dist"),
+        "a legacy checkpoint would get the vocabulary rows of one rank; save as torch_dist, then convert "
+        "that without --enable-vocab-parallel",
+        {"ckpt_convert_format": "torch"},
+    ),
+    Refusal(
         "--auto-detect-ckpt-format",
         _set("auto_detect_ckpt_format"),
         "a legacy checkpoint holds the layers of single stages; convert it to torch_dist and leave this out",
@@ -223,8 +231,21 @@ def check(args: Any, config: FlagConfig) -> None:
         problems += [f"{row.flag}: {row.remedy}" for row in REFUSALS if row.is_asked(args)]
         problems += _chunk_problems(args, config)
         problems += _weight_gradient_problems(args, config)
+    problems += _checkpoint_problems(args) if config.partitions_vocabulary else []
     if problems:
         raise ValueError("--enable-vocab-parallel refuses these flags:\n  " + "\n  ".join(problems))
+
+
+def _checkpoint_problems(args: Any) -> list[str]:
+    checkpoint = starting_checkpoint(args)
+    if checkpoint is None or not is_legacy(checkpoint):
+        return []
+    return [
+        f"--load, --pretrained-checkpoint: {checkpoint} is a legacy checkpoint (mp_rank_* files), which "
+        "holds the layers of single ranks; convert it once without --enable-vocab-parallel, with the "
+        "parallel sizes that it was saved with: --ckpt-format torch --load OLD --ckpt-convert-format "
+        "torch_dist --ckpt-convert-save NEW; then --load NEW/torch_dist"
+    ]
 
 
 def _chunk_problems(args: Any, config: FlagConfig) -> list[str]:

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -172,6 +173,39 @@ def test_every_row_of_the_table_is_refused_and_documented(row: Any) -> None:
     assert f"{row.flag}: {row.remedy}" in str(error.value)
     check(SimpleNamespace(**(PLAIN | row.example)), FlagConfig())
     assert f"| `{row.flag}` | {row.remedy} |" in (ROOT / "docs" / "megatron.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments", "refused"),
+    [
+        ("iter_0000003/mp_rank_00_001/model.pt", {"load": "one"}, True),
+        ("iter_0000003/mp_rank_00/model.pt", {"pretrained_checkpoint": "one"}, True),
+        ("iter_0000003/mp_rank_00/model.pt", {"load": "empty", "pretrained_checkpoint": "one"}, True),
+        ("release/mp_rank_00/model.pt", {"load": "one"}, True),
+        ("iter_0000002/mp_rank_00/model.pt", {"load": "one", "ckpt_step": 2}, True),
+        ("iter_0000002/mp_rank_00/model.pt", {"load": "one"}, False),
+        ("iter_0000003/metadata.json", {"load": "one"}, False),
+        ("iter_0000003/mp_rank_00/model.pt", {"load": "empty"}, False),
+    ],
+)
+def test_a_legacy_checkpoint_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    written: str,
+    arguments: dict[str, Any],
+    refused: bool,
+) -> None:
+    file = tmp_path / "one" / written
+    file.parent.mkdir(parents=True)
+    file.touch()
+    tracker = "release" if written.startswith("release") else "3"
+    (tmp_path / "one" / "latest_checkpointed_iteration.txt").write_text(tracker)
+    monkeypatch.chdir(tmp_path)
+    args = SimpleNamespace(**PLAIN | arguments)
+    check(args, FlagConfig(enabled=True, method="redis"))
+    message = r"one/\w+ is a legacy checkpoint .* --ckpt-convert-format torch_dist"
+    with pytest.raises(ValueError, match=message) if refused else nullcontext():
+        check(args, FlagConfig(enabled=True, method="vocab-2"))
 
 
 @pytest.mark.parametrize(
