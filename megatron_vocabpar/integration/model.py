@@ -22,6 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 
 from megatron_vocabpar.integration import compat
+from megatron_vocabpar.integration.initial_weights import scatter_rows
 from megatron_vocabpar.layers import invariant as invariant_passes
 from megatron_vocabpar.layers.embedding import embedding_forward
 from megatron_vocabpar.layers.fixed_point import BLOCK
@@ -179,6 +180,9 @@ class VocabParallelGPTModel(GPTModel):
         vocab_size: number of true token ids ``V`` (not padded).
         shard: the partition; by default the even one over this process's PP x TP ranks.
         holds_shard: False for a rank's chunks after its first, which hold transformer layers alone.
+        stock_vocab_size: rows that stock's vocabulary layers would have, padding included: draw the weights
+            that stock draws from the same random state, for one chunk a rank. By default every rank draws
+            its own rows.
         share_embeddings_and_output_weights: tied weights; here both layers are one parameter, since the
             rows of both lie on the same rank, and nothing needs an all-reduce.
 
@@ -195,6 +199,7 @@ class VocabParallelGPTModel(GPTModel):
         *,
         shard: VocabShard | None = None,
         holds_shard: bool = True,
+        stock_vocab_size: int | None = None,
         share_embeddings_and_output_weights: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -207,34 +212,48 @@ class VocabParallelGPTModel(GPTModel):
         super().__init__(
             config,
             transformer_layer_spec,
-            _stage_rows(shard, config),
+            stock_vocab_size or _stage_rows(shard, config),
             max_sequence_length,
-            share_embeddings_and_output_weights=False,
+            # megatron-core would keep copies of a tied weight equal, which only one stage alone has not.
+            share_embeddings_and_output_weights=(
+                share_embeddings_and_output_weights and config.pipeline_model_parallel_size == 1
+            ),
             **kwargs,
         )
         self.shard: VocabShard = shard
         self.tied: bool = share_embeddings_and_output_weights
         self.holds_shard: bool = holds_shard
+        stage: Any = self
+        drawn = (
+            stage.embedding.word_embeddings.weight if self.pre_process else None,
+            stage.output_layer.weight if self.post_process else None,
+        )
         if self.post_process:
             delattr(self, "output_layer")  # so that a tied weight is named by its embedding on every stage
         if not holds_shard:
             return
         layer_options = {"tp_group": compat.tensor_parallel_group(self)}
+        no_draw = torch.nn.init.zeros_ if stock_vocab_size else None
         if not self.pre_process:
             self.embedding = torch.nn.Module()
         self.embedding.word_embeddings = VocabShardEmbedding(
-            shard, config, init_method=config.embedding_init_method, **layer_options
+            shard, config, init_method=no_draw or config.embedding_init_method, **layer_options
         )
         self.embedding.reduce_scatter_embeddings = False  # type: ignore[assignment]
         self.output_layer = VocabShardOutput(
             shard,
             config,
-            init_method=config.init_method,
+            init_method=no_draw or config.init_method,
             skip_weight_param_allocation=self.tied,
             **layer_options,
         )
         for weight in self.vocabulary_weights():
             weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
+        if stock_vocab_size and config.perform_initialization:
+            last = parallel_state.get_pipeline_model_parallel_world_size() - 1
+            # A tied weight is the first stage's.
+            for weight, rows, source in zip(self.vocabulary_weights(), drawn, (0, last), strict=False):
+                scatter_rows(rows, weight, shard.ranges, shard.member, source, stock_vocab_size)
 
     @property
     def word_embeddings(self) -> VocabShardEmbedding:

@@ -112,6 +112,14 @@ OPTIONS = (
     ),
     *LOSS_OPTIONS.values(),
     Option(
+        "--vocab-parallel-independent-init",
+        {
+            "action": "store_true",
+            "help": "Draw the initial vocabulary weights on each rank, which differ then from those of a run "
+            "without the flag, instead of whole on the first and last stage.",
+        },
+    ),
+    Option(
         "--disable-backward-fusion",
         {"action": "store_true", "help": "As published: --vocab-parallel-method vocab-1."},
         published=True,
@@ -159,6 +167,7 @@ class FlagConfig:
         tokens_per_chunk: tokens whose float32 logits exist at one time; None: as many as take 32 MiB.
         invariant: the same bits for every sharding of the vocabulary.
         terms: what the loss consists of.
+        independent_init: each rank draws its initial vocabulary rows.
     """
 
     enabled: bool = False
@@ -171,6 +180,7 @@ class FlagConfig:
     tokens_per_chunk: int | None = None
     invariant: bool = False
     terms: LossTerms = PLAIN
+    independent_init: bool = False
 
     @property
     def partitions_vocabulary(self) -> bool:
@@ -279,6 +289,7 @@ def config_from(args: Any) -> FlagConfig:
         tokens_per_chunk=args.vocab_parallel_tokens_per_chunk,
         invariant=args.vocab_parallel_invariant,
         terms=_loss_terms(args, method),
+        independent_init=args.vocab_parallel_independent_init,
     )
 
 
@@ -326,9 +337,10 @@ def _check_output_options(args: Any, method: str) -> None:
         )
         if is_asked
     ]
-    if asked and not method_named(method).vocabulary_parallel:
+    needs = [*asked, *(["--vocab-parallel-independent-init"] if args.vocab_parallel_independent_init else [])]
+    if needs and not method_named(method).vocabulary_parallel:
         raise ValueError(
-            f"{' and '.join(asked)}: method {method} does not partition the output layer; use "
+            f"{' and '.join(needs)}: method {method} does not partition the output layer; use "
             "--enable-vocab-parallel with another method"
         )
     if args.vocab_parallel_invariant and len(asked) > 1:

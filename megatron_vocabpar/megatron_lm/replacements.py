@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial, wraps
+from math import log
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_sha
 from megatron_vocabpar.megatron_lm.bindings import Binding
 from megatron_vocabpar.megatron_lm.flags import FlagConfig, chain
 from megatron_vocabpar.megatron_lm.refusals import check, place_layers
+from megatron_vocabpar.schedule.families import families
 from megatron_vocabpar.schedule.generate import make_plan
 
 _TIED = "share_embeddings_and_output_weights"
@@ -62,6 +64,12 @@ def _check_first(original: Callable[..., Any], config: FlagConfig) -> Callable[.
 
 def _announcement(args: Any, config: FlagConfig) -> str:
     text = f"> vocabulary parallelism: method {config.method}, schedule {config.schedule}"
+    family = families().get(config.schedule)
+    if config.partitions_vocabulary and (family is None or family.chunks > 1):
+        text += (
+            "\n> initial weights: with several model chunks per rank they are not those that the same seed "
+            "gives without --enable-vocab-parallel"
+        )
     if config.partitions_vocabulary and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         text += (
             "\n> CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams of a GPU into one queue, so that collectives "
@@ -146,9 +154,17 @@ def _model_class(original: type, flags: FlagConfig) -> type:
             if flags.splits_w:
                 config.delay_wgrad_compute = True  # layers of Transformer Engine ask for it
             if flags.partitions_vocabulary:
-                vocab_size, divisible_by = vocabulary(vocab_size)
-                shard = vocab_shard(vocab_size, divisible_by, invariant=flags.invariant)
-                options |= {"shard": shard, "holds_shard": not vp_stage}
+                padded_size = vocab_size
+                vocab_size, divisible_by = vocabulary(padded_size)
+                if torch.distributed.get_rank() == 0 and not vp_stage and vocab_size < padded_size:
+                    print(_padding_notice(vocab_size, padded_size), flush=True)
+                options |= {
+                    "shard": vocab_shard(vocab_size, divisible_by, invariant=flags.invariant),
+                    "holds_shard": not vp_stage,
+                    "stock_vocab_size": (
+                        None if flags.independent_init or vp_stage is not None else padded_size
+                    ),
+                }
             position = _position(flags, vp_stage, kwargs.get(compat.GROUPS_ARGUMENT))
             options |= position.options
             # In a V placement both whole layers are on one rank: Megatron's all-reduce has nothing to do.
@@ -186,6 +202,15 @@ def _layers_of_the_stage(original: Callable[..., Any], flags: FlagConfig) -> Cal
             return original(*args, vp_stage=vp_stage, **kwargs)
 
     return get_gpt_decoder_block_spec
+
+
+def _padding_notice(true_size: int, padded_size: int) -> str:
+    padding = padded_size - true_size
+    return (
+        f"> padding of the vocabulary: {padding} ids after {true_size}. Without --enable-vocab-parallel they "
+        "take part in the softmax, here they don't: the loss is lower at first, by about "
+        f"{log(padded_size / true_size):.1e}"
+    )
 
 
 def vocabulary(padded_size: int) -> tuple[int, int]:

@@ -226,6 +226,7 @@ def test_a_legacy_checkpoint_is_refused(
         ("--vocab-parallel-schedule v-half", "v-half: needs --enable-vocab-parallel; add it, with"),
         (f"{ENABLE} --vocab-parallel-schedule 2f2b", "2f2b: unknown schedule; use one of 1f1b"),
         ("--vocab-parallel-invariant", "method baseline does not partition"),
+        ("--vocab-parallel-independent-init", "init: method baseline does not partition"),
         (f"{ENABLE} --vocab-parallel-invariant --vocab-parallel-method naive", "not with naive"),
         (f"{ENABLE} --vocab-parallel-invariant --vocab-parallel-recompute-logits", "keep one of them"),
         ("--vocab-parallel-z-loss 0.1", "vocab-parallel-z-loss: method baseline does not partition"),
@@ -271,6 +272,10 @@ def test_contradicting_options(argv: str, message: str) -> None:
             FlagConfig(True, "vocab-2", allow_unknown=True),
         ),
         (f"{ENABLE} --vocab-parallel-invariant", FlagConfig(True, "vocab-2", invariant=True)),
+        (
+            f"{ENABLE} --vocab-parallel-independent-init --vocab-parallel-invariant",
+            FlagConfig(True, "vocab-2", invariant=True, independent_init=True),
+        ),
         (
             f"{ENABLE} --vocab-parallel-logit-scale 0.5 --vocab-parallel-logit-softcap 30 "
             "--vocab-parallel-z-loss 1e-4",
