@@ -46,11 +46,8 @@ def mean_loss(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return loss, {"lm loss": loss.detach()}
 
 
-def main() -> None:
-    stages, device = dist.get_world_size(), torch.device("cpu")
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
-    model_parallel_cuda_manual_seed(1)
-    config = TransformerConfig(
+def transformer_config(stages: int) -> TransformerConfig:
+    return TransformerConfig(
         num_layers=2 * stages,
         hidden_size=64,
         num_attention_heads=4,
@@ -62,6 +59,13 @@ def main() -> None:
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
     )
+
+
+def main() -> None:
+    stages, device = dist.get_world_size(), torch.device("cpu")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
+    model_parallel_cuda_manual_seed(1)
+    config = transformer_config(stages)
     first = parallel_state.is_pipeline_first_stage()
     last = parallel_state.is_pipeline_last_stage()
     # from here

@@ -1,4 +1,4 @@
-"""The example of ``ForwardBackward`` runs and learns, and README shows lines of it."""
+"""The example of ``ForwardBackward`` runs and learns, and every piece of Python in the documents runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from megatron_vocabpar.train.cpu import megatron_on_cpu
+from tests.integration.gpt import Case, parallel_groups
+from tests.spawn import run_ranks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "forward_backward.py"
@@ -24,10 +30,25 @@ def test_the_example_learns() -> None:
     assert losses[-1] < losses[0] / 1.5
 
 
-def test_readme_shows_lines_of_the_example() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    code = re.search(r"From your own megatron-core program.*?```python\n(.*?)```", readme, re.DOTALL)
-    assert code is not None
-    lines = [line.strip() for line in EXAMPLE.read_text(encoding="utf-8").splitlines()]
-    missing = [line for line in code[1].splitlines() if line.strip() not in lines]
-    assert missing == []
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+SNIPPETS = [
+    pytest.param(code, id=path.name)
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    for code in PYTHON.findall(path.read_text(encoding="utf-8"))
+]
+
+
+def _execute(rank: int, code: str) -> None:
+    """Run ``code`` as lines of a program that has initialised its groups."""
+    sys.path.insert(0, str(ROOT))
+    with megatron_on_cpu(), parallel_groups(Case(pp=2)):
+        exec(code, {})
+
+
+@pytest.mark.parametrize("code", SNIPPETS)
+def test_code_in_the_documents_runs(code: str) -> None:
+    run_ranks(2, _execute, code)
+
+
+def test_readme_has_code() -> None:
+    assert any("ForwardBackward" in snippet.values[0] for snippet in SNIPPETS)
