@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import tempfile
 from datetime import date
 from pathlib import Path
 
 import click
 
-from megatron_vocabpar.megatron_lm.bindings import BINDINGS, VERSIONS, Binding, find_version
-from megatron_vocabpar.megatron_lm.checkout import source_file, source_signatures, takes_by_value
+from megatron_vocabpar.megatron_lm.bindings import BINDINGS, VERSIONS, Binding
+from megatron_vocabpar.megatron_lm.checkout import (
+    holds_core,
+    importable,
+    source_file,
+    takes_by_value,
+    version_of,
+)
 
 PATCHED = VERSIONS[:-1]
 """Versions with a patch for each of their tags; the development branch has none."""
@@ -28,7 +35,7 @@ _LINE = "import megatron_vocabpar.adaptor"
 @click.option(
     "--megatron",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Look at a Megatron-LM checkout.",
+    help="Look at a Megatron-LM checkout; by default at the Megatron that Python imports.",
 )
 @click.option("--allow-unknown", is_flag=True, help="As --vocab-parallel-allow-unknown-megatron.")
 @click.option(
@@ -40,16 +47,20 @@ _LINE = "import megatron_vocabpar.adaptor"
     help="Of --gpu.",
 )
 def doctor_command(gpu: bool, megatron: Path | None, allow_unknown: bool, output_format: str) -> None:
-    """Check this machine's GPUs, or say what --enable-vocab-parallel would replace in a Megatron-LM checkout.
+    """Check this machine's GPUs, or say what --enable-vocab-parallel would replace in Megatron.
 
     With --gpu: exit code 0 where no check failed, 1 where one did, 2 where there is no GPU.
     """
-    if gpu == (megatron is not None):
+    found = importable(sys.path)
+    if (gpu and megatron) or not (gpu or megatron or found):
         raise click.UsageError("give --gpu to check this machine, or --megatron PATH to look at a checkout")
-    if megatron is None:
+    if gpu:
         _check_gpus(output_format)
     else:
-        _look_at(megatron, allow_unknown)
+        _look_at(megatron or found[0], allow_unknown)
+        several = list(dict.fromkeys([*([megatron.resolve()] if megatron else []), *found]))
+        if len(several) > 1:
+            click.echo(_several(several))
 
 
 def _check_gpus(output_format: str) -> None:
@@ -75,13 +86,23 @@ def _check_gpus(output_format: str) -> None:
 
 
 def _look_at(megatron: Path, allow_unknown: bool) -> None:
-    if not (megatron / "megatron" / "core").is_dir():
+    if not holds_core(megatron):
         raise ValueError(f"{megatron} holds no megatron/core; give the path of a Megatron-LM checkout")
-    version = find_version(source_signatures(megatron), allow_unknown)
+    version = version_of(megatron, allow_unknown)
     click.echo(f"{megatron}: Megatron core {version}, by its signatures")
     for binding in BINDINGS:
-        click.echo("\n".join(_lines(megatron, binding)))
+        if source_file(megatron, binding.module) is not None:
+            click.echo("\n".join(_lines(megatron, binding)))
     click.echo(_door(megatron, version))
+
+
+def _several(folders: list[Path]) -> str:
+    places = "".join(f"\n  {folder}" for folder in folders)
+    return (
+        f"There are {len(folders)} Megatrons here, and a program imports the first on its path:{places}\n"
+        "A script is started with its own folder first; for everything else keep one, for example with "
+        "pip uninstall megatron-core"
+    )
 
 
 def _lines(checkout: Path, binding: Binding) -> list[str]:
@@ -94,7 +115,10 @@ def _lines(checkout: Path, binding: Binding) -> list[str]:
 
 def _door(checkout: Path, version: str) -> str:
     if source_file(checkout, Path(_SCRIPT).stem) is None:
-        return f"There is no {_SCRIPT}: use a Megatron-LM checkout, not the megatron-core package"
+        return (
+            f"There is no {_SCRIPT}: this is the megatron-core package, for vocabpar train and programs of "
+            "your own; --enable-vocab-parallel needs a Megatron-LM checkout"
+        )
     if _LINE in (checkout / _SCRIPT).read_text(encoding="utf-8"):
         return f"{_SCRIPT} is patched: run it with --enable-vocab-parallel"
     patch = f", or apply the patch of its tag, patches/core_v{version}.*" if version in PATCHED else ""

@@ -187,12 +187,17 @@ NEEDED: Mapping[tuple[str, str], Parameters] = {
 """The parameters that all known versions share: what an unknown version must still have."""
 
 
-def find_version(signature_of: Callable[[str, str], Parameters | None], allow_unknown: bool = False) -> str:
+def find_version(
+    signature_of: Callable[[str, str], Parameters | None],
+    allow_unknown: bool = False,
+    package: str = "megatron",
+) -> str:
     """Which version of Megatron has these signatures.
 
     Args:
         signature_of: from module and name to parameter names; None if the name is missing.
         allow_unknown: accept a version that is in no row if it has every parameter in ``NEEDED``.
+        package: in which to look; the wheels of megatron-core have ``megatron.core`` alone.
 
     Returns:
         The newest version whose row all signatures match, or ``unknown``.
@@ -200,7 +205,7 @@ def find_version(signature_of: Callable[[str, str], Parameters | None], allow_un
     Raises:
         ValueError: naming every missing or changed name and what to do.
     """
-    found = {key: signature_of(*key) for key in SIGNATURES}
+    found = {key: signature_of(*key) for key in SIGNATURES if key[0].startswith(package)}
     missing = [".".join(key) for key, signature in found.items() if signature is None]
     if missing:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Signatures read from Megatron's source files, without importing them: what ``vocabpar doctor`` looks at.
+"""Megatron's source files, read without importing them: what ``vocabpar doctor`` looks at.
 
 Standard library only. Next: ``bindings.py``.
 """
@@ -6,11 +6,32 @@ Standard library only. Next: ``bindings.py``.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-from megatron_vocabpar.megatron_lm.bindings import Parameters
+from megatron_vocabpar.megatron_lm.bindings import Parameters, find_version
+
+
+def importable(path: Sequence[str]) -> list[Path]:
+    """The folders of a search path, such as ``sys.path``, that hold ``megatron.core``; the first wins."""
+    folders = [Path(entry).resolve() for entry in path]
+    return list(dict.fromkeys(folder for folder in folders if holds_core(folder)))
+
+
+def holds_core(folder: Path) -> bool:
+    """Whether it holds ``megatron.core``: a checkout, or where megatron-core is installed."""
+    return (folder / "megatron" / "core").is_dir()
+
+
+def version_of(folder: Path, allow_unknown: bool = False) -> str:
+    """The version of the Megatron in ``folder``, with or without its training loop.
+
+    Raises:
+        ValueError: as ``find_version``.
+    """
+    training = (folder / "megatron" / "training").is_dir()
+    return find_version(source_signatures(folder), allow_unknown, "megatron" if training else "megatron.core")
 
 
 def source_file(checkout: Path, module: str) -> Path | None:

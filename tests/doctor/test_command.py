@@ -69,7 +69,9 @@ def test_why_there_is_no_gpu(cuda: str | None, visible: str | None, remedy: str)
     assert remedy in why_no_gpu("2.13.0", cuda, visible)
 
 
-def test_one_of_the_two_is_asked_for(tmp_path: Path) -> None:
+def test_one_of_the_two_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a Megatron to import there is nothing to look at by default."""
+    monkeypatch.setattr("megatron_vocabpar.cli.doctor.importable", lambda _: [])
     for options in ([], ["--gpu", "--megatron", str(tmp_path)]):
         done = CliRunner().invoke(main, ["doctor", *options])
         assert done.exit_code == 2

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from megatron_vocabpar.cli.patches import table
 from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.megatron_lm import bindings
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, SIGNATURES, VERSIONS, find_version
-from megatron_vocabpar.megatron_lm.checkout import source_signatures
+from megatron_vocabpar.megatron_lm.checkout import importable, source_signatures
 from megatron_vocabpar.megatron_lm.flags import FlagConfig, config_from_argv, is_asked_for
 from megatron_vocabpar.megatron_lm.refusals import REFUSALS, check, layout
 from tests.megatron_lm.training import ROOT, checkout, words
@@ -356,6 +357,28 @@ def test_doctor_refuses_another_folder(tmp_path: Path) -> None:
     result = CliRunner().invoke(doctor_command, ["--megatron", str(tmp_path)])
     assert isinstance(result.exception, ValueError)
     assert f"{tmp_path} holds no megatron/core" in str(result.exception)
+
+
+def test_doctor_finds_the_installed_package() -> None:
+    major, minor, *_ = metadata.version("megatron-core").split(".")
+    result = CliRunner().invoke(doctor_command, [])
+    assert result.exit_code == 0, result.output
+    assert f"Megatron core {major}.{minor}, by its signatures" in result.output
+    assert "megatron.core.models.gpt.gpt_model.GPTModel" in result.output
+    assert "megatron.training.arguments.parse_args" not in result.output
+    assert "this is the megatron-core package" in result.output
+    assert "Megatrons here" not in result.output
+
+
+def test_doctor_notices_two_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (installed,) = importable(sys.path)
+    (tmp_path / "megatron").symlink_to(installed / "megatron")
+    monkeypatch.syspath_prepend(tmp_path)
+    for arguments in ([], ["--megatron", str(tmp_path)], ["--megatron", str(installed)]):
+        result = CliRunner().invoke(doctor_command, arguments)
+        assert "There are 2 Megatrons here" in result.output
+        assert f"  {tmp_path}\n" in result.output
+        assert f"  {installed}\n" in result.output
 
 
 def test_doctor_names_version_and_every_replaced_name() -> None:
