@@ -122,10 +122,12 @@ class OutputLayer(LayerHandlers):
         )
 
     def _spare_exponentials(self, tokens: int) -> torch.Tensor | None:
-        """A tensor for E that an earlier microbatch of the same size no longer needs."""
+        """A tensor for E of this size that nobody needs any more; if none fits, the oldest is freed."""
+        if not self._spare:
+            return None
         fitting = (k for k, e in enumerate(self._spare) if len(e) == tokens)
-        found = next(fitting, None)
-        return None if found is None else self._spare.pop(found)
+        e = self._spare.pop(next(fitting, 0))
+        return e if len(e) == tokens else None
 
     def _put_state(self, producer: Pass, state: Any, statistics: torch.Tensor) -> None:
         if state is not None:

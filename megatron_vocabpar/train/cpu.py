@@ -23,7 +23,7 @@ _CPU = torch.device("cpu")
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """``device="cuda"`` in a factory call and ``tensor.cuda()`` mean the CPU.
+    """``device="cuda"`` in a factory call and ``tensor.cuda()`` mean the CPU, whose memory is not pinned.
 
     ``tensor.type()`` names CPU tensors as CUDA tensors: megatron-core's optimizers sort parameters by it.
     """
@@ -33,7 +33,7 @@ class _CudaMeansCpu(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
-        kwargs = kwargs or {}
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
         device = kwargs.get("device")
         if isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda":
             kwargs = {**kwargs, "device": _CPU}

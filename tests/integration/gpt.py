@@ -16,10 +16,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.chunks import chunk_positions
@@ -33,12 +35,16 @@ from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from megatron_vocabpar.train.weights import global_parameters, initialise_weights, local_part
+from tests.gathered_attention import GatheredAttention, positions
 from tests.integration.delayed import delayed_spec
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training run."""
+    """One training run.
+
+    ``lengths`` are those of each microbatch's sequences in turn; several are packed into one row.
+    """
 
     method: str = "vocab-2"
     pp: int = 1
@@ -52,6 +58,7 @@ class Case:
     layers: int = 4
     hidden: int = 16
     seq_length: int = 8
+    lengths: tuple[tuple[int, ...], ...] = ()
     micro_batch_size: int = 2
     steps: int = 2
     dtype: torch.dtype = torch.float32
@@ -71,9 +78,13 @@ class Case:
 
     def unsharded(self) -> Case:
         """The same training on one process, without any of our code."""
-        changes = {"method": "stock", "pp": 1, "tp": 1, "dp": 1, "m": self.m * self.dp}
+        changes = {"method": "stock", "pp": 1, "tp": 1, "dp": 1, "cp": 1, "m": self.m * self.dp}
         options = {"output_options": OutputOptions(), "delayed": False}
         return replace(self, **changes, schedule="1f1b", chunks=1, shape="standard", **options)
+
+    @property
+    def packed(self) -> bool:
+        return any(len(lengths) > 1 for lengths in self.lengths)
 
     @property
     def placement(self) -> Placement:
@@ -119,7 +130,17 @@ def transformer_config(case: Case) -> TransformerConfig:
         calculate_per_token_loss=case.calculate_per_token_loss,
         deallocate_pipeline_outputs=case.deallocate,
         batch_p2p_sync=False,
+        variable_seq_lengths=bool(case.lengths),
+        moe_token_dispatcher_type="alltoall",  # asked for with variable lengths, experts or not
     )
+
+
+def layer_spec(case: Case) -> ModuleSpec:
+    """The local layers; their own attention takes whole sequences only."""
+    spec = delayed_spec() if case.delayed else get_gpt_layer_local_spec()
+    if case.cp > 1 or case.packed:
+        spec.submodules.self_attention.submodules.core_attention = GatheredAttention
+    return spec
 
 
 def build_chunks(case: Case) -> list[GPTModel]:
@@ -134,7 +155,7 @@ def build_model(case: Case, position: dict[str, Any] | None = None, holds_shard:
     config.delay_wgrad_compute = case.delayed
     options: dict[str, Any] = {
         "config": config,
-        "transformer_layer_spec": delayed_spec() if case.delayed else get_gpt_layer_local_spec(),
+        "transformer_layer_spec": layer_spec(case),
         "vocab_size": case.vocab_size,
         "max_sequence_length": case.seq_length,
         **(position or {"pre_process": True, "post_process": True}),
@@ -153,10 +174,12 @@ def build_model(case: Case, position: dict[str, Any] | None = None, holds_shard:
     return model
 
 
-def batch(case: Case, step: int, replica: int, i: int) -> dict[str, torch.Tensor]:
+def batch(case: Case, step: int, replica: int, i: int) -> dict[str, Any]:
     """Microbatch ``i`` of a data-parallel replica; the global order is replica-major."""
     generator = torch.Generator().manual_seed(1000 * step + replica * case.m + i)
-    shape = (case.micro_batch_size, case.seq_length)
+    lengths = case.lengths[i % len(case.lengths)] if case.lengths else (case.seq_length,)
+    s = sum(lengths)
+    shape = (case.micro_batch_size, s)
     tokens = torch.randint(0, case.vocab_size, shape, generator=generator)
     labels = torch.randint(0, case.vocab_size, shape, generator=generator)
     mask = (torch.rand(shape, generator=generator) > 0.2).float()
@@ -167,14 +190,19 @@ def batch(case: Case, step: int, replica: int, i: int) -> dict[str, torch.Tensor
     if case.labels == "ignored" and case.method != "stock":
         # Stock has no such label: there, a masked token's label is any id.
         labels = labels.masked_fill(mask == 0, -100)
-    s = case.seq_length
-    return {
+    row = {
         "tokens": tokens,
         "labels": labels,
         "loss_mask": mask,
-        "position_ids": torch.arange(s).expand(shape).contiguous(),
-        "attention_mask": torch.triu(torch.ones(s, s, dtype=torch.bool), 1)[None, None],
+        "position_ids": torch.cat([torch.arange(length) for length in lengths]).expand(shape),
     }
+    mine = positions(lengths, parallel_state.get_context_parallel_rank(), case.cp)
+    fields: dict[str, Any] = {name: value[:, mine].contiguous() for name, value in row.items()}
+    if case.packed:
+        ends = torch.tensor([0, *lengths]).cumsum(0).int()
+        packed = PackedSeqParams("thd", ends, ends, None, None, max(lengths), max(lengths))
+        return fields | {"packed_seq_params": packed, "attention_mask": None}
+    return fields | {"attention_mask": torch.triu(torch.ones(s, s, dtype=torch.bool), 1)[None, None]}
 
 
 def _loss(mask: torch.Tensor, output: torch.Tensor, kind: str, **_: Any) -> tuple[Any, ...]:
@@ -198,6 +226,7 @@ def forward_step(data_iterator: Iterator[Any] | None, model: Any, kind: str) -> 
         fields.get("position_ids"),
         fields.get("attention_mask"),
         labels=fields.get("labels"),
+        packed_seq_params=fields.get("packed_seq_params"),
     )
     return output, partial(_loss, fields.get("loss_mask"), kind=kind)
 

@@ -29,7 +29,7 @@ def reference(case: Case) -> Result:
 def check(case: Case, tolerance: float = 1e-5) -> None:
     """Losses, evaluation losses, first gradients and final weights of all ranks equal the reference's."""
     expected = reference(case)
-    results = run_ranks(case.pp * case.tp * case.dp, train, case, expected)
+    results = run_ranks(case.pp * case.tp * case.cp * case.dp, train, case, expected)
     reporting = [result for result in results if result.reports_loss]
     combine = np.mean if case.loss == "per-microbatch" else np.sum
     losses = combine([result.losses for result in reporting], axis=0) / (1 if combine is np.mean else case.tp)

@@ -1,0 +1,73 @@
+"""Context-parallel slices, packed sequences and microbatches of different lengths train as whole rows do.
+
+Stock has whole rows on one rank, and the same sequences; nothing of it depends on their lengths there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from megatron_vocabpar.integration.forward_backward import check_config
+from megatron_vocabpar.integration.output_layer import OutputLayer
+from megatron_vocabpar.schedule.generate import generate
+from tests.cases import rest_is_slow
+from tests.integration.gpt import Case, case_of, train, transformer_config
+from tests.integration.test_equality import check
+from tests.spawn import run_ranks
+
+TOKENS: dict[str, Any] = {"loss": "tokens", "calculate_per_token_loss": True}
+VARIABLE = ((8,), (3,), (6,), (4,), (7,))
+PACKED = ((4, 8), (8,), (4, 4, 8))
+
+
+@pytest.mark.parametrize("method", rest_is_slow(["vocab-1", "vocab-2", "naive", "interlaced"], "vocab-2"))
+def test_context_parallel(method: str) -> None:
+    check(Case(method, pp=2, cp=2, m=3, position="rope", **TOKENS))
+
+
+@pytest.mark.parametrize("method", rest_is_slow(["vocab-1", "vocab-2", "naive", "interlaced"], "vocab-1"))
+def test_variable_lengths(method: str) -> None:
+    check(Case(method, pp=2, m=5, lengths=VARIABLE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["interleaved", "v-half", "zb-h1"])
+def test_variable_lengths_in_every_family(family: str) -> None:
+    check(case_of(generate("vocab-2", 2, 5, family=family), lengths=VARIABLE))
+
+
+@pytest.mark.parametrize("sizes", [{"cp": 2}, *rest_is_slow([{}, {"tp": 2}])])
+@pytest.mark.parametrize("method", rest_is_slow(["vocab-1", "vocab-2"], "vocab-1"))
+def test_packed_sequences(method: str, sizes: dict[str, int]) -> None:
+    options = {"micro_batch_size": 1, "position": "rope", **TOKENS}
+    check(Case(method, pp=2, m=3, lengths=PACKED, **options, **sizes))
+
+
+def _exponentials(rank: int, case: Case) -> int:
+    """How many tensors of the size tokens x vocabulary an iteration keeps to its end."""
+    kept: list[int] = []
+    finish = OutputLayer.finish
+
+    def counted(layer: OutputLayer) -> None:
+        kept.append(len(layer._spare))
+        finish(layer)
+
+    with patch.object(OutputLayer, "finish", counted):
+        train(rank, case)
+    return max(kept)
+
+
+def test_variable_lengths_keep_no_more_exponentials() -> None:
+    case = Case(pp=2, m=5)
+    fixed = run_ranks(2, _exponentials, case)
+    assert run_ranks(2, _exponentials, replace(case, lengths=VARIABLE)) == fixed
+
+
+def test_methods_without_shared_shapes_refuse_variable_lengths() -> None:
+    config = transformer_config(Case(lengths=VARIABLE))
+    with pytest.raises(ValueError, match="variable_seq_lengths is not supported"):
+        check_config(config, None, vocabulary_parallel=False)
