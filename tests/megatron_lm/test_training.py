@@ -81,10 +81,10 @@ def test_patched_script_trains(tmp_path: Path) -> None:
     shutil.copy(checkout() / "pretrain_gpt.py", tmp_path)
     subprocess.run(["git", "apply", str(patches[-1])], cwd=tmp_path, check=True)
     script = tmp_path / "pretrain_gpt.py"
-    log = pretrain("--enable-vocab-parallel", pp=2, iterations=3, script=script)
+    log = pretrain("--enable-vocab-parallel", pp=2, iterations=3, script=script, fresh=True)
     assert "vocabulary parallelism: method vocab-2" in log.text
     assert len(log.losses) == 3
-    assert "vocabulary parallelism" not in pretrain(iterations=3, script=script).text
+    assert "vocabulary parallelism" not in pretrain(iterations=3, script=script, fresh=True).text
 
 
 def test_refuses_before_process_groups_start() -> None:

@@ -120,17 +120,20 @@ def pretrain(
     pp: int = 1,
     tp: int = 1,
     dp: int = 1,
+    cp: int = 1,
     vocab_size: int = 4608,
     iterations: int = 20,
     script: Path | None = None,
+    fresh: bool = False,
     fails: bool = False,
 ) -> Log:
-    """Run ``pretrain_gpt.py`` on ``pp * tp * dp`` processes.
+    """Run ``pretrain_gpt.py`` on ``pp * tp * dp * cp`` processes.
 
     Args:
         arguments: of Megatron and ours.
         vocab_size: number of token ids, the end-of-document token included; 0.14 makes up ids to 4096.
-        script: to run instead of the checkout's own, through torchrun.
+        script: to run instead of the checkout's own.
+        fresh: start the processes as a user does, through torchrun.
         fails: whether the run is to fail rather than to succeed.
     """
     megatron = checkout()
@@ -138,6 +141,7 @@ def pretrain(
         command = [
             *(str(script or megatron / "pretrain_gpt.py"), *MODEL, *TRAINING),
             *("--pipeline-model-parallel-size", str(pp), "--tensor-model-parallel-size", str(tp)),
+            *(["--context-parallel-size", str(cp)] if cp > 1 else []),
             *("--vocab-size", str(vocab_size - _added_ids(megatron))),
             *([] if _SAMPLES in arguments else ["--train-iters", str(iterations), "--lr-warmup-iters", "2"]),
             *([] if "--eval-iters" in arguments else ["--eval-iters", "1"]),
@@ -146,8 +150,8 @@ def pretrain(
             *("--tensorboard-dir", folder, "--tensorboard-log-interval", "1"),
             *arguments,
         ]
-        run = _forked if script is None else _torchrun
-        succeeded, text = run(megatron, pp * tp * dp, command)
+        run = _torchrun if fresh else _forked
+        succeeded, text = run(megatron, pp * tp * dp * cp, command)
         log = Log(text, _scalars(folder))
     assert succeeded != fails, log.text[-6000:]
     return log

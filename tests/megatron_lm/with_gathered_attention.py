@@ -1,0 +1,57 @@
+"""The checkout's ``pretrain_gpt.py`` with an attention that takes what the local one refuses, and its data.
+
+``--sft`` trains on packed sequences, as it does with a file of conversations; ``--lengths vary`` on
+microbatches of different lengths, for which no version of Megatron-LM has a flag.
+"""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import sys
+
+import torch
+from megatron.core.datasets import gpt_dataset
+from megatron.core.models import backends
+
+from tests.gathered_attention import GatheredAttention
+
+
+class MaskedDataset(gpt_dataset.MockGPTDataset):
+    """Rows of which more or fewer tokens count."""
+
+    def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
+        row = super().__getitem__(index)
+        counts = torch.arange(self.config.sequence_length) >= (index or 0) % 7
+        return row | {"loss_mask": row["loss_mask"] * counts}
+
+
+class PackedDataset(MaskedDataset):
+    """Rows of three sequences, as ``SFTDataset`` has them."""
+
+    def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
+        row, s = super().__getitem__(index), self.config.sequence_length
+        ends = torch.tensor([0, s // 4, s // 2 + 4 * ((index or 0) % 3), s], dtype=torch.int32)
+        lengths = ends.diff()
+        row["position_ids"] = torch.cat([torch.arange(length) for length in lengths.tolist()])
+        return row | {"cu_seqlens": ends, "max_seqlen": lengths.max()}
+
+
+class VariableDataset(MaskedDataset):
+    """Rows of four lengths in turn."""
+
+    def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
+        length = self.config.sequence_length * (1 + (index or 0) % 4) // 4
+        return {name: value[:length] for name, value in super().__getitem__(index).items()}
+
+
+if __name__ == "__main__":
+    gpt_dataset.MockGPTDataset = MaskedDataset
+    backends.DotProductAttention = GatheredAttention
+    if "--sft" in sys.argv:
+        importlib.import_module("megatron.training.datasets.sft_dataset").SFTDataset = PackedDataset
+    if "--lengths" in sys.argv:
+        at = sys.argv.index("--lengths")
+        del sys.argv[at : at + 2]
+        gpt_dataset.MockGPTDataset = VariableDataset
+    runpy.run_module("pretrain_gpt", run_name="__main__")
