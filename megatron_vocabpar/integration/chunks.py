@@ -101,14 +101,6 @@ def chunk_position(placement: Placement, rank: int, chunk: int, pg_collection: A
     )
 
 
-def tie_output(output_layer: Any, word_embeddings: Any) -> None:
-    """Let the output layer of one chunk use the weight ``[V, H]`` of the input layer of another one here."""
-    output_layer.weight = None
-    output_layer.register_forward_pre_hook(
-        lambda _, args, kwargs: (args, {**kwargs, "weight": word_embeddings.weight}), with_kwargs=True
-    )
-
-
 @contextmanager
 def shown_as_rank(rank: int) -> Iterator[None]:
     """Let megatron-core's global state name ``rank`` as this process's pipeline rank."""

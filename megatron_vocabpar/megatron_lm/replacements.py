@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_vocabpar.integration import compat
-from megatron_vocabpar.integration.chunks import ChunkPosition, chunk_position, shown_as_rank, tie_output
+from megatron_vocabpar.integration.chunks import ChunkPosition, chunk_position, shown_as_rank
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
 from megatron_vocabpar.integration.iteration import OutputOptions
 from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
@@ -174,10 +174,21 @@ def _model_class(original: type, flags: FlagConfig) -> type:
             self.shown_rank: int = position.shown_rank
             with shown_as_rank(self.shown_rank):
                 super().__init__(config, transformer_layer_spec, vocab_size, max_sequence_length, **options)
+            # The input layer of the first chunk, out of sight of torch.nn.Module.
+            self.tied_to: tuple[Any, ...] = ()
             if tied_here and self.pre_process:
                 embeddings.append(self.embedding.word_embeddings)
-            if tied_here and self.post_process:
-                tie_output(self.output_layer, embeddings.pop())
+            elif tied_here and self.post_process:
+                self.tied_to = (embeddings.pop(),)
+                self.share_embeddings_and_output_weights = True
+                self.output_layer.weight = None
+
+        def shared_embedding_or_output_weight(self) -> Any:
+            return self.tied_to[0].weight if self.tied_to else super().shared_embedding_or_output_weight()
+
+        def tie_embeddings_and_output_weights_state_dict(self, *args: Any, **kwargs: Any) -> None:
+            if not self.tied_to:  # else the checkpoint has it by the first chunk
+                super().tie_embeddings_and_output_weights_state_dict(*args, **kwargs)
 
         def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
             with shown_as_rank(self.shown_rank):

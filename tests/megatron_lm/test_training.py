@@ -13,7 +13,7 @@ import pytest
 
 from megatron_vocabpar.megatron_lm.bindings import find_version
 from megatron_vocabpar.megatron_lm.checkout import source_signatures
-from tests.megatron_lm.training import ROOT, Log, checkout, pretrain
+from tests.megatron_lm.training import ROOT, Log, checkout, pretrain, words
 
 FROM_WEIGHTS = ("--finetune", "--no-load-optim", "--no-load-rng")
 LAYOUTS = {
@@ -81,8 +81,9 @@ def test_patched_script_trains(tmp_path: Path) -> None:
     shutil.copy(checkout() / "pretrain_gpt.py", tmp_path)
     subprocess.run(["git", "apply", str(patches[-1])], cwd=tmp_path, check=True)
     script = tmp_path / "pretrain_gpt.py"
-    log = pretrain("--enable-vocab-parallel", pp=2, iterations=3, script=script, fresh=True)
-    assert "vocabulary parallelism: method vocab-2" in log.text
+    v_half = words("--vocab-parallel-schedule v-half --num-virtual-stages-per-pipeline-rank 2")
+    log = pretrain("--enable-vocab-parallel", *v_half, pp=2, iterations=3, script=script, fresh=True)
+    assert "vocabulary parallelism: method vocab-2, schedule v-half" in log.text
     assert len(log.losses) == 3
     assert "vocabulary parallelism" not in pretrain(iterations=3, script=script, fresh=True).text
 
