@@ -64,7 +64,8 @@ class Case:
 
     def __str__(self) -> str:
         sizes = f"pp{self.pp}-tp{self.tp}-dp{self.dp}"
-        return "-".join([self.schedule, self.method, sizes, self.setting, *words(self.options)])
+        options = (*words(self.options), *(() if self.chunks == CHUNKS else self.chunks))
+        return "-".join([self.schedule, self.method, sizes, self.setting, *options])
 
 
 CASES = (
