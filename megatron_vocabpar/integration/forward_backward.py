@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -26,9 +27,10 @@ from megatron_vocabpar.integration.weight_gradients import split_weight_gradient
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_groups, warm_up
 from megatron_vocabpar.runtime.executor import Observer, execute
 from megatron_vocabpar.runtime.profile import INPUT, OUTPUT, Timeline
-from megatron_vocabpar.runtime.streams import side_stream
+from megatron_vocabpar.runtime.streams import named_range, side_stream
 from megatron_vocabpar.schedule.generate import make_plan as generate_plan
 from megatron_vocabpar.schedule.methods import Method, method_named
+from megatron_vocabpar.schedule.passes import Instruction
 from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.schedule import Schedule
@@ -61,7 +63,7 @@ class ForwardBackward:
         device: where the model lives.
         make_plan: from a number of microbatches to a plan of this method for this many stages, the same on
             every rank; by default 1F1B with the paper's proportions of pass times.
-        observers: context managers to hold around every instruction (progress, profiler ranges).
+        observers: context managers to hold around every instruction, beside a profiler's range.
         timeline: records what runs when, while it is started.
         output_options: how the output layer is computed, where it is partitioned; by default as they are.
 
@@ -87,7 +89,8 @@ class ForwardBackward:
         self.device = device
         self._make_plan = make_plan or partial(generate_plan, method, groups.pipeline)
         self._timeline = timeline
-        self._observers = (*observers, *([timeline.observe] if timeline else []))
+        named: Observer = partial(_profiler_range, device)
+        self._observers = (*observers, named, *([timeline.observe] if timeline else []))
         self._output_stream = side_stream(device, "output-collectives")
         self._input_stream = side_stream(device, "input-collectives")
         if timeline is not None:
@@ -109,6 +112,15 @@ class ForwardBackward:
             self._plans[num_microbatches] = plan
         plan = self._plans[num_microbatches]
         return plan.forward_only if forward_only else plan
+
+    def use(self, plan: Plan) -> None:
+        """Run ``plan`` from the next call with its number of microbatches on; every rank is given the same.
+
+        Raises:
+            ValueError: if it is of another method, or for another number of stages.
+        """
+        self._check_plan(plan.schedule, plan.schedule.m)
+        self._plans[plan.schedule.m] = plan
 
     def _check_plan(self, schedule: Schedule, num_microbatches: int) -> None:
         planned = schedule.method.name, schedule.p, schedule.m
@@ -216,6 +228,10 @@ class ForwardBackward:
             waiting=self._timeline.waiting if self._timeline else contextlib.nullcontext,
             output_options=self.output_options,
         )
+
+
+def _profiler_range(device: torch.device, instruction: Instruction) -> AbstractContextManager[object]:
+    return named_range(device, str(instruction))
 
 
 def _check_options(method: Method, options: OutputOptions) -> None:

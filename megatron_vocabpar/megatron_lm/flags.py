@@ -17,8 +17,12 @@ from megatron_vocabpar.schedule.families import SEARCH, Family, families, family
 from megatron_vocabpar.schedule.methods import METHODS, method_named
 from megatron_vocabpar.schedule.placement import Placement
 
-SCHEDULES = (*families(), SEARCH)
-"""Schedule families, and the fastest of those that fit the number of model chunks."""
+AUTO = "auto"
+SCHEDULES = (*families(), SEARCH, AUTO)
+"""Schedule families; the fastest of those that fit the number of model chunks; that, of all methods."""
+
+PROFILE_ITERATIONS = 5
+"""Iterations that are measured by default, after the first."""
 
 _HELP = ("-h", "--help")
 
@@ -78,6 +82,38 @@ OPTIONS = (
             "metavar": f"{{{','.join(SCHEDULES)}}}",
             "default": "1f1b",
             "help": "Which pipeline schedule they are woven into.",
+        },
+    ),
+    Option(
+        "--vocab-parallel-costs",
+        {"metavar": "FILE", "default": None, "help": "Times of the passes to plan with, as JSON."},
+    ),
+    Option(
+        "--vocab-parallel-profile-iterations",
+        {
+            "type": int,
+            "metavar": "N",
+            "default": None,
+            "help": "Iterations of which the passes are timed, to plan again while training goes on; "
+            f"{PROFILE_ITERATIONS} by default, 0 with --vocab-parallel-costs; 0 leaves the plan as it is.",
+        },
+    ),
+    Option(
+        "--vocab-parallel-max-activations",
+        {
+            "type": float,
+            "metavar": "X",
+            "default": None,
+            "help": "Most microbatches whose activations a rank may hold.",
+        },
+    ),
+    Option(
+        "--vocab-parallel-timeline",
+        {
+            "type": int,
+            "metavar": "ITER",
+            "default": None,
+            "help": "Write the measured timeline of this iteration of all ranks.",
         },
     ),
     Option(
@@ -160,6 +196,11 @@ class FlagConfig:
         enabled: whether layers are to be moved or scheduled otherwise at all.
         method: a name of ``schedule.methods``; ``baseline`` where no option changes anything.
         schedule: one of ``SCHEDULES``; ``baseline`` and ``redis`` on 1f1b run Megatron's own.
+        methods: what ``auto`` chooses from.
+        costs: a cost file to plan with; None: the proportions of ``PassCosts.default``.
+        profile_iterations: how many iterations are measured to plan again; 0: none.
+        max_activations: most microbatches whose activations a rank may hold; None: as the family needs.
+        timeline: the iteration whose measured timeline is written; None: of none.
         redistribute: whether transformer layers move away from the last stage.
         final_stage_layers: how many stay there; None: as the operation counts say.
         allow_unknown: run on an unknown Megatron version if its signatures allow it.
@@ -181,6 +222,11 @@ class FlagConfig:
     invariant: bool = False
     terms: LossTerms = PLAIN
     independent_init: bool = False
+    methods: tuple[str, ...] = ()
+    costs: str | None = None
+    profile_iterations: int = PROFILE_ITERATIONS
+    max_activations: float | None = None
+    timeline: int | None = None
 
     @property
     def partitions_vocabulary(self) -> bool:
@@ -207,7 +253,7 @@ class FlagConfig:
 
         A search keeps to one placement, since the model is built before: the V shape for two chunks.
         """
-        if self.schedule != SEARCH:
+        if self.schedule not in (SEARCH, AUTO):
             return (family_named(self.schedule),)
         shape = "vshape" if chunks == 2 else "standard"
         return tuple(f for f in families().values() if f.shape == shape and f.allows(chunks))
@@ -278,6 +324,11 @@ def config_from(args: Any) -> FlagConfig:
         method = next(iter(methods.values()), "vocab-2")
     _check_output_options(args, method)
     _check_schedule(args)
+    _check_planning(args, method)
+    profile_iterations = args.vocab_parallel_profile_iterations
+    if profile_iterations is None:
+        profile_iterations = PROFILE_ITERATIONS if args.vocab_parallel_costs is None else 0
+    terms = _loss_terms(args, method)
     return FlagConfig(
         enabled=method != "baseline" or args.vocab_parallel_schedule != "1f1b",
         method=method,
@@ -288,9 +339,44 @@ def config_from(args: Any) -> FlagConfig:
         recompute_logits=args.vocab_parallel_recompute_logits,
         tokens_per_chunk=args.vocab_parallel_tokens_per_chunk,
         invariant=args.vocab_parallel_invariant,
-        terms=_loss_terms(args, method),
+        terms=terms,
+        methods=_open_methods(args, terms, methods) if args.vocab_parallel_schedule == AUTO else (),
+        costs=args.vocab_parallel_costs,
+        profile_iterations=profile_iterations,
+        max_activations=args.vocab_parallel_max_activations,
+        timeline=args.vocab_parallel_timeline,
         independent_init=args.vocab_parallel_independent_init,
     )
+
+
+def _open_methods(args: Any, terms: LossTerms, named: dict[str, str]) -> tuple[str, ...]:
+    """The methods that partition the vocabulary layers and go with the other options, or the one named."""
+    if named:
+        return tuple(set(named.values()))
+    naive = not (
+        args.vocab_parallel_recompute_logits or args.vocab_parallel_invariant or terms.label_smoothing
+    )
+    return tuple(
+        name for name, method in METHODS.items() if method.vocabulary_parallel and (naive or name != "naive")
+    )
+
+
+def _check_planning(args: Any, method: str) -> None:
+    least = {
+        "--vocab-parallel-profile-iterations": (args.vocab_parallel_profile_iterations, 0),
+        "--vocab-parallel-max-activations": (args.vocab_parallel_max_activations, 1),
+        "--vocab-parallel-timeline": (args.vocab_parallel_timeline, 1),
+    }
+    for flag, (value, lowest) in least.items():
+        if value is not None and not value >= lowest:
+            raise ValueError(f"{flag} {value:g}: give {lowest} or more")
+    given = [flag for flag, (value, _) in least.items() if value is not None]
+    given += ["--vocab-parallel-costs"] if args.vocab_parallel_costs is not None else []
+    if given and not (method_named(method).vocabulary_parallel or args.vocab_parallel_schedule != "1f1b"):
+        raise ValueError(
+            f"{' and '.join(given)}: method {method} runs Megatron's own schedule; use "
+            "--enable-vocab-parallel with another method"
+        )
 
 
 def _check_schedule(args: Any) -> None:

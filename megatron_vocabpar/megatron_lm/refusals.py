@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from megatron_vocabpar.megatron_lm.checkpoints import is_legacy, starting_checkpoint
-from megatron_vocabpar.megatron_lm.flags import FlagConfig
+from megatron_vocabpar.megatron_lm.flags import AUTO, FlagConfig
 from megatron_vocabpar.schedule.families import SEARCH, families, family_named
 from megatron_vocabpar.schedule.redistribution import redistribute_by_flops, with_final_stage
 
@@ -254,7 +254,7 @@ def _chunk_problems(args: Any, config: FlagConfig) -> list[str]:
     if chunks.denominator != 1:
         return [f"{_CHUNK_FLAGS}: they give {chunks} model chunks on each of {p} ranks; choose what divides"]
     fitting = [name for name, family in families().items() if family.allows(chunks.numerator)]
-    if config.schedule not in (*fitting, SEARCH):
+    if config.schedule not in (*fitting, SEARCH, AUTO):
         needed = family_named(config.schedule).chunks
         return [
             f"{flag}: needs {needed} model chunks per rank, not {chunks}; give "

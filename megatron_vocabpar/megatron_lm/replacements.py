@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from datetime import timedelta
-from functools import partial, wraps
+from functools import wraps
 from math import log
 from typing import Any
 
@@ -14,14 +13,13 @@ from megatron.core import parallel_state
 
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.chunks import ChunkPosition, chunk_position, shown_as_rank
-from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
-from megatron_vocabpar.integration.iteration import OutputOptions
 from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
+from megatron_vocabpar.integration.watched import Watched
 from megatron_vocabpar.megatron_lm.bindings import Binding
 from megatron_vocabpar.megatron_lm.flags import FlagConfig, chain
+from megatron_vocabpar.megatron_lm.planning import build, check_costs
 from megatron_vocabpar.megatron_lm.refusals import check, place_layers
 from megatron_vocabpar.schedule.families import families
-from megatron_vocabpar.schedule.generate import make_plan
 
 _TIED = "share_embeddings_and_output_weights"
 
@@ -53,6 +51,7 @@ def _check_first(original: Callable[..., Any], config: FlagConfig) -> Callable[.
     @wraps(original)
     def validate_args(args: Any, *rest: Any, **named: Any) -> Any:
         check(args, config)
+        check_costs(args, config)
         if config.redistribute:
             place_layers(args, config)
         if args.rank == 0 and config.enabled:
@@ -83,44 +82,14 @@ class ScheduleRunner:
 
     def __init__(self, config: FlagConfig) -> None:
         self._config = config
-        self._run: ForwardBackward | None = None
+        self._run: Watched | None = None
 
     def __call__(self, **arguments: Any) -> list[Any]:
         if self._run is None:
-            model = arguments["model"]
-            chunks = model if isinstance(model, list) else [model]
-            self._run = self._build(next(chunks[0].parameters()).device, len(chunks))
+            from megatron.training import get_args
+
+            self._run = build(self._config, get_args(), arguments)
         return self._run(**compat.call_arguments(arguments))
-
-    def _build(self, device: torch.device, chunks: int) -> ForwardBackward:
-        groups = vocab_groups(_timeout())
-        plan_for = partial(
-            make_plan,
-            self._config.method,
-            groups.pipeline,
-            family=self._config.schedule,
-            chunks=chunks,
-            among=self._config.families(chunks),
-        )
-        return ForwardBackward(
-            self._config.method,
-            groups,
-            device,
-            make_plan=plan_for,
-            output_options=OutputOptions(
-                recompute=self._config.recompute_logits,
-                rows_per_chunk=self._config.tokens_per_chunk,
-                invariant=self._config.invariant,
-                terms=self._config.terms,
-            ),
-        )
-
-
-def _timeout() -> timedelta:
-    """``--distributed-timeout-minutes`` of the running training, as Megatron's own groups have it."""
-    from megatron.training import get_args
-
-    return timedelta(minutes=get_args().distributed_timeout_minutes)
 
 
 def _provide_schedule(original: Callable[..., Any], config: FlagConfig) -> Callable[..., Any]:

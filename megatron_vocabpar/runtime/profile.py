@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from megatron_vocabpar.runtime.streams import Event, Mark, Stream, clock
 from megatron_vocabpar.schedule.passes import Instruction, Pass
@@ -21,6 +22,7 @@ from megatron_vocabpar.schedule.passes import Instruction, Pass
 T = TypeVar("T")
 
 COMPUTE, OUTPUT, INPUT = "compute", "output collectives", "input collectives"
+WAIT = "wait"
 _LANES = (COMPUTE, OUTPUT, INPUT)
 _COLOURS = {
     "F": "thread_state_running",
@@ -61,6 +63,7 @@ class Timeline:
         self._recording = False
         self._current: Instruction | None = None
         self._computing_since: Mark | None = None
+        self._part: Mark | None = None  # since when, once an instruction has waited
 
     def start(self) -> None:
         """Forget the past and record from now on."""
@@ -83,6 +86,7 @@ class Timeline:
         yield
         if isinstance(instruction, Pass):
             self._add(instruction, instruction.type.value, COMPUTE, self._computing_since)
+        self._part = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -90,10 +94,12 @@ class Timeline:
         if not self._recording or self._current is None:
             yield
             return
+        if self._part is not None:
+            self._add(self._current, self._current.type.value, COMPUTE, self._part)
         begin = self._mark()
         yield
-        self._add(self._current, "wait", COMPUTE, begin)
-        self._computing_since = self._mark()
+        self._add(self._current, WAIT, COMPUTE, begin)
+        self._computing_since = self._part = self._mark()
 
     def watch(self, stream: Stream, lane: str) -> Stream:
         """The same stream, whose work is recorded under the instruction that submitted it."""
@@ -130,6 +136,13 @@ class _WatchedStream:
         self._stream.close()
 
 
+def gather_trace(spans: list[Span]) -> dict[str, Any] | None:
+    """The trace of all ranks, on rank 0; every rank calls this with its own spans."""
+    everyone: list[list[Span]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, spans)
+    return trace_events(everyone) if dist.get_rank() == 0 else None
+
+
 def trace_events(spans_by_rank: Sequence[Sequence[Span]]) -> dict[str, Any]:
     """A Chrome trace: a row for each rank's passes, and below it its collectives; times in microseconds."""
     origin = min((span.start_s for spans in spans_by_rank for span in spans), default=0.0)
@@ -147,7 +160,7 @@ def trace_events(spans_by_rank: Sequence[Sequence[Span]]) -> dict[str, Any]:
                 "ph": "X",
                 "pid": 0,
                 "tid": rank * len(_LANES) + _LANES.index(span.lane),
-                "name": f"wait for {span.name}" if span.kind == "wait" else span.name,
+                "name": f"wait for {span.name}" if span.kind == WAIT else span.name,
                 "cat": span.kind,
                 "cname": _COLOURS.get(span.kind, "grey"),
                 "ts": round((span.start_s - origin) * 1e6, 1),

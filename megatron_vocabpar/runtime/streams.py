@@ -17,6 +17,8 @@ Next: ``comm.py`` (what is submitted), then ``executor.py`` (who submits).
 
 from __future__ import annotations
 
+import os
+import platform
 import re
 import resource
 import sys
@@ -199,6 +201,13 @@ def peak_memory_mib(device: torch.device) -> float:
         # Linux: getrusage would count what the parent held when it forked this process.
         return float(re.search(r"VmHWM:\s*(\d+) kB", status.read_text())[1]) / 2**10  # type: ignore[index]
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def machine(device: torch.device) -> str:
+    """The kind of processor that computes on ``device``; on the CPU with the number of its cores."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()}, {os.cpu_count()} cores"
 
 
 def default_device(name: str, local_rank: int) -> torch.device:

@@ -24,11 +24,7 @@ DATA_FILE = "data.json"
 CHECKPOINT_FOLDER = "checkpoint"
 LOG_FOLDER = "logs"
 METRICS_FILE = "metrics.jsonl"
-SCHEDULE_FILE = "schedule.svg"
 SCHEDULE_DATA_FILE = "schedule.json"
-TIMELINE_FILE = "timeline.json"
-TIMELINE_PICTURE_FILE = "timeline.svg"
-TIMELINE_PAGE_FILE = "timeline.html"
 REPORT_FILES = ("index.html", "loss.png", "comparison.json", "summary.json")
 
 # A checkpoint of a model with another value in one of these fields is another model, or reads other tokens.

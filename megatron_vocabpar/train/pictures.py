@@ -1,22 +1,13 @@
-"""The pictures of a results folder: loss curves over each other, a schedule and what was measured of it.
-
-Drawn straight into files, without a window.
-"""
+"""The picture of a results folder: loss curves over each other, drawn straight into a file."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_vocabpar.schedule import draw
-from megatron_vocabpar.schedule.plan import Plan
-from megatron_vocabpar.schedule.simulate import simulate
-from megatron_vocabpar.train import output
 from megatron_vocabpar.train.compare import Curve
 
-_PAGE_WIDTH = 950.0  # pixels of time: a page shows pictures no wider than itself
 # Colours that colour-blind readers can tell apart (Okabe and Ito), by method; dashes let a curve below show.
 _COLOURS = {
     "baseline": "#000000",
@@ -28,30 +19,6 @@ _COLOURS = {
 }
 _DASHES = {"redis": (0, (6, 2)), "naive": (0, (1, 1)), "vocab-1": (0, (4, 4)), "vocab-2": (3, (2, 4))}
 _REFERENCE_WIDTH, _WIDTH = 3.5, 1.6
-
-
-def write_pictures(folder: Path, plan: Plan, trace: Mapping[str, Any]) -> None:
-    """Write the schedule, the measured timeline, and the two below each other.
-
-    The plan is drawn with the times that were measured: what differs below is waiting, communication and
-    the work between passes.
-
-    Args:
-        folder: of one method.
-        plan: what ran.
-        trace: of the last step, as ``runtime.profile.trace_events`` makes it.
-    """
-    schedule, name = plan.schedule, plan.schedule.method.name
-    measured = draw.measured_chart(trace, schedule, f"{name}, measured")
-    simulation = simulate(plan, draw.measured_times(measured, schedule))
-    charts = [draw.planned_chart(simulation, title=f"{name}, planned"), measured]
-    for file, content in (
-        (output.SCHEDULE_FILE, draw.draw_svg(simulate(plan))),
-        (output.TIMELINE_FILE, json.dumps(trace)),
-        (output.TIMELINE_PICTURE_FILE, draw.svg_of(charts, _PAGE_WIDTH)),
-        (output.TIMELINE_PAGE_FILE, draw.draw_html(charts)),
-    ):
-        (folder / file).write_text(content, encoding="utf-8")
 
 
 def plot_losses(

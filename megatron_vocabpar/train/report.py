@@ -1,7 +1,7 @@
 """What a job leaves for its reader: tables (also as JSON), ``loss.png`` and ``index.html``.
 
 Made from the files that the methods left in the results folder, so it can be made again at any time.
-Next: ``page.html.j2`` (the page), ``pictures.py`` (the pictures), ``compare.py`` (the differences).
+Next: ``page.html.j2`` (the page), ``pictures.py`` (the picture), ``compare.py`` (the differences).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Console
 from rich.table import Table
 
+from megatron_vocabpar.schedule.draw import pictures
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.serialize import from_json
 from megatron_vocabpar.train import output
@@ -32,10 +33,10 @@ from megatron_vocabpar.train.schedules import describe
 _WIDTH = 110
 _FILES = (
     (output.METRICS_FILE, "loss, gradient norm, speed and memory of every step, one line of JSON each"),
-    (output.TIMELINE_PAGE_FILE, "plan and measurement to zoom into; hover over a pass to see what it is"),
-    (output.SCHEDULE_FILE, "the schedule as a picture"),
+    (pictures.TIMELINE_PAGE_FILE, "plan and measurement to zoom into; hover over a pass to see what it is"),
+    (pictures.SCHEDULE_FILE, "the schedule as a picture"),
     (output.SCHEDULE_DATA_FILE, "the schedule as data, for <code>vocabpar simulate</code>"),
-    (output.TIMELINE_FILE, "what each rank did in the last step, measured, for a trace viewer"),
+    (pictures.TIMELINE_FILE, "what each rank did in the last step, measured, for a trace viewer"),
     (output.CHECKPOINT_FOLDER, "the trained model"),
     (output.LOG_FOLDER, "the output of the ranks other than 0"),
 )

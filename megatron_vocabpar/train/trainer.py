@@ -22,8 +22,9 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
-from megatron_vocabpar.runtime.profile import Span, Timeline, trace_events
-from megatron_vocabpar.runtime.streams import backend, default_device, named_range, peak_memory_mib
+from megatron_vocabpar.runtime.profile import Timeline, gather_trace
+from megatron_vocabpar.runtime.streams import backend, default_device, peak_memory_mib
+from megatron_vocabpar.schedule.draw.pictures import write_pictures
 from megatron_vocabpar.schedule.passes import Instruction
 from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.schedule.redistribution import redistribute_by_flops, with_final_stage
@@ -42,7 +43,6 @@ from megatron_vocabpar.train.output import (
     checkpoint_folder,
     steps_done,
 )  # fmt: skip
-from megatron_vocabpar.train.pictures import write_pictures
 from megatron_vocabpar.train.prepare import DataFiles
 
 
@@ -130,8 +130,7 @@ class _Trainer:
     @contextmanager
     def _observe(self, instruction: Instruction) -> Iterator[None]:
         self.record.write(str(instruction))
-        with named_range(self.device, str(instruction)):
-            yield
+        yield
 
     def train(self) -> None:
         """Train to the last step and leave the results."""
@@ -157,7 +156,9 @@ class _Trainer:
                     folder = checkpoint_folder(self.folder, step + 1)
                     save_checkpoint(folder, self.chunks, self.optimizer, self.scheduler, step + 1)
                 if last:
-                    self._write_pictures(spans)
+                    trace = gather_trace(spans)
+                    if trace is not None:
+                        write_pictures(self.folder, self.plan, trace)
         self.forward_backward.close()
 
     def _batches(self, dataset: Any, step: int) -> list[Iterator[Any] | None]:
@@ -227,10 +228,3 @@ class _Trainer:
         peaks[parallel_state.get_pipeline_model_parallel_rank()] = peak_memory_mib(self.device)
         dist.all_reduce(peaks, dist.ReduceOp.MAX)
         return [round(peak, 1) for peak in peaks.tolist()]
-
-    def _write_pictures(self, spans: list[Span]) -> None:
-        """The planned schedule, and the measured timeline of the last step."""
-        everyone: list[list[Span]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, spans)
-        if dist.get_rank() == 0 and any(everyone):
-            write_pictures(self.folder, self.plan, trace_events(everyone))

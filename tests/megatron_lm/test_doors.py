@@ -225,6 +225,10 @@ def test_a_legacy_checkpoint_is_refused(
         ),
         (f"{ENABLE} --vocab-parallel-tokens-per-chunk 0", "give 1 or more"),
         ("--vocab-parallel-schedule v-half", "v-half: needs --enable-vocab-parallel; add it, with"),
+        (f"{ENABLE} --vocab-parallel-profile-iterations -1", "profile-iterations -1: give 0 or more"),
+        (f"{ENABLE} --vocab-parallel-max-activations 0.5", "max-activations 0.5: give 1 or more"),
+        (f"{ENABLE} --vocab-parallel-timeline 0", "timeline 0: give 1 or more"),
+        ("--vocab-parallel-costs costs.json", "vocab-parallel-costs: method baseline runs Megatron's own"),
         (f"{ENABLE} --vocab-parallel-schedule 2f2b", "2f2b: unknown schedule; use one of 1f1b"),
         ("--vocab-parallel-invariant", "method baseline does not partition"),
         ("--vocab-parallel-independent-init", "init: method baseline does not partition"),
@@ -263,6 +267,37 @@ def test_contradicting_options(argv: str, message: str) -> None:
         (
             f"{ENABLE} --vocab-parallel-method baseline --vocab-parallel-schedule search",
             FlagConfig(True, "baseline", "search"),
+        ),
+        (
+            f"{ENABLE} --vocab-parallel-schedule auto --vocab-parallel-max-activations 4.5",
+            FlagConfig(
+                True,
+                "vocab-2",
+                "auto",
+                methods=("naive", "vocab-1", "vocab-2", "interlaced"),
+                max_activations=4.5,
+            ),
+        ),
+        (
+            f"{ENABLE} --vocab-parallel-schedule auto --disable-backward-fusion --vocab-parallel-timeline 7",
+            FlagConfig(True, "vocab-1", "auto", methods=("vocab-1",), timeline=7),
+        ),
+        (
+            f"{ENABLE} --vocab-parallel-schedule auto --vocab-parallel-recompute-logits "
+            "--vocab-parallel-costs costs.json",
+            FlagConfig(
+                True,
+                "vocab-2",
+                "auto",
+                recompute_logits=True,
+                methods=("vocab-1", "vocab-2", "interlaced"),
+                costs="costs.json",
+                profile_iterations=0,
+            ),
+        ),
+        (
+            f"{ENABLE} --vocab-parallel-costs costs.json --vocab-parallel-profile-iterations 2",
+            FlagConfig(True, "vocab-2", costs="costs.json", profile_iterations=2),
         ),
         (
             f"{ENABLE} --vocab-parallel-recompute-logits --vocab-parallel-tokens-per-chunk 64",

@@ -86,7 +86,8 @@ class Log:
         return [float(value) for value in re.findall(r"lm loss value: +([-+.\dEe]+)", self.text)]
 
 
-def _scalars(folder: str) -> dict[str, list[float]]:
+def scalars(folder: str | Path) -> dict[str, list[float]]:
+    """By tensorboard tag, the values in order."""
     values: dict[str, list[float]] = {}
     path = Path(folder) / "scalars.jsonl"
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -152,7 +153,7 @@ def pretrain(
         ]
         run = _torchrun if fresh else _forked
         succeeded, text = run(megatron, pp * tp * dp * cp, command)
-        log = Log(text, _scalars(folder))
+        log = Log(text, scalars(folder))
     assert succeeded != fails, log.text[-6000:]
     return log
 

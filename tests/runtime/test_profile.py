@@ -27,6 +27,21 @@ def test_waiting_is_not_computing() -> None:
     assert 0.01 <= compute.end_s - compute.start_s < 0.05
 
 
+def test_a_pass_that_waits_twice_computes_in_two_parts() -> None:
+    timeline = Timeline(CPU)
+    timeline.start()
+    with timeline.observe(parse("1S3")):
+        for _ in range(2):
+            with timeline.waiting():
+                time.sleep(0.02)
+            time.sleep(0.01)
+    with timeline.waiting():  # after the last pass: no part of it
+        pass
+    spans = timeline.stop()
+    assert [span.kind for span in spans] == ["wait", "S", "wait", "S", "wait"]
+    assert all(0.01 <= span.end_s - span.start_s < 0.02 for span in spans if span.kind == "S")
+
+
 def test_side_streams_are_recorded_under_the_instruction_that_submitted() -> None:
     timeline = Timeline(CPU)
     stream = timeline.watch(side_stream(CPU, "test"), OUTPUT)

@@ -7,9 +7,10 @@ import random
 from pathlib import Path
 from typing import Any
 
+from megatron_vocabpar.schedule.draw.pictures import SCHEDULE_FILE, TIMELINE_FILE
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.metrics import Metrics
-from megatron_vocabpar.train.output import CHECKPOINT_FOLDER, METRICS_FILE, SCHEDULE_FILE, TIMELINE_FILE
+from megatron_vocabpar.train.output import CHECKPOINT_FOLDER, METRICS_FILE
 
 PICTURE = (
     '<svg xmlns="http://www.w3.org/2000/svg" width="300" height="40">'

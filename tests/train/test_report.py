@@ -10,13 +10,13 @@ import pytest
 from PIL import Image
 
 from megatron_vocabpar.schedule.draw import draw_trace
+from megatron_vocabpar.schedule.draw.pictures import write_pictures
 from megatron_vocabpar.schedule.generate import make_plan
 from megatron_vocabpar.schedule.serialize import plan_to_json
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.train.compare import differences, loss_curve, reference_method
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.output import method_config, open_method, open_output
-from megatron_vocabpar.train.pictures import write_pictures
 from megatron_vocabpar.train.report import as_text, difference_table, summarize, summary_table, write_report
 from tests.train.fake_results import records, write_results
 

@@ -1,0 +1,59 @@
+"""The plan that an earlier run of the same training has made from measured times, in its checkpoint folder.
+
+``digest`` names what the times depend on. A file with another digest, or one that cannot be read, is as if
+there were none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.serialize import plan_from_json, plan_to_json
+
+PLAN_FILE = "vocab_parallel_plan.json"
+
+
+def digest(config: Any, **facts: object) -> str:
+    """A name for a training whose passes take the same time.
+
+    Args:
+        config: megatron-core's; its numbers, words and dtypes count.
+        facts: sizes, versions and machine; by their text.
+    """
+    plain = (bool, int, float, str, torch.dtype, type(None))
+    known = {field.name: getattr(config, field.name) for field in fields(config)}
+    model = {name: str(value) for name, value in known.items() if isinstance(value, plain)}
+    text = json.dumps([model, {name: str(value) for name, value in facts.items()}], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def keep_plan(folder: Path, name: str, plan: Plan, **times_ms: float) -> None:
+    """Write the plan of the training ``name`` (a digest), with what was measured and predicted.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{PLAN_FILE}.partial"
+    partial.write_text(json.dumps({"digest": name, **times_ms, "plan": json.loads(plan_to_json(plan))}))
+    partial.replace(folder / PLAN_FILE)
+
+
+def kept_plan(folder: Path, name: str) -> str | None:
+    """The JSON form of the plan of the training ``name``, checked; None if there is none."""
+    try:
+        data = json.loads((folder / PLAN_FILE).read_text())
+        if data["digest"] != name:
+            return None
+        text = json.dumps(data["plan"])
+        plan_from_json(text)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return text

@@ -1,0 +1,194 @@
+"""The forward-backward function of a running training, with its plans: chosen, measured, kept and announced.
+
+Next: ``watchers.py``, what is told of single iterations; ``integration/measured_plan.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import __version__ as megatron_version
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+
+from megatron_vocabpar import __version__
+from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
+from megatron_vocabpar.integration.iteration import OutputOptions
+from megatron_vocabpar.integration.kept_plan import PLAN_FILE, digest, keep_plan, kept_plan
+from megatron_vocabpar.integration.measured_plan import MeasuredPlan, Plans, WriteOrder
+from megatron_vocabpar.integration.watched import Watched, Watcher
+from megatron_vocabpar.megatron_lm.flags import AUTO, FlagConfig
+from megatron_vocabpar.megatron_lm.watchers import IdleTime, TimelineFile
+from megatron_vocabpar.runtime.background_plan import PlanKind
+from megatron_vocabpar.runtime.pass_times import transfer_ms
+from megatron_vocabpar.runtime.profile import Timeline
+from megatron_vocabpar.runtime.streams import machine
+from megatron_vocabpar.schedule.costs import PassCosts
+from megatron_vocabpar.schedule.families import SEARCH, family_named
+from megatron_vocabpar.schedule.generate import make_plan
+from megatron_vocabpar.schedule.methods import method_named
+from megatron_vocabpar.schedule.peaks import claimed_peak
+from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.serialize import plan_from_json
+from megatron_vocabpar.schedule.simulate import simulate
+
+
+def say(line: str) -> None:
+    """Print a line of ours, on rank 0."""
+    if dist.get_rank() == 0:
+        print(f"> vocabulary parallelism: {line}", flush=True)
+
+
+def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
+    """The forward-backward function of the training that is running; all ranks call this.
+
+    Args:
+        config: what our flags ask for.
+        args: Megatron's arguments.
+        call: those of the first call.
+    """
+    model, m = call["model"], call["num_microbatches"]
+    chunks: Sequence[Any] = model if isinstance(model, list) else [model]
+    device = next(chunks[0].parameters()).device
+    groups = vocab_groups(timedelta(minutes=args.distributed_timeout_minutes))
+    costs, name, kept = _from_rank_0(config, args, chunks[0], device)
+    kind, why = plan_kind(config, groups.pipeline, m, len(chunks), costs)
+    if why:
+        say(why)
+    plans = Plans(kind, costs, WriteOrder.of(chunks))
+    timeline = Timeline(device)
+    run = ForwardBackward(
+        kind.method,
+        groups,
+        device,
+        make_plan=plans,
+        timeline=timeline,
+        output_options=OutputOptions(
+            recompute=config.recompute_logits,
+            rows_per_chunk=config.tokens_per_chunk,
+            invariant=config.invariant,
+            terms=config.terms,
+        ),
+    )
+    watchers: list[Watcher] = []
+    if kept is not None:
+        plan = plan_from_json(kept)
+        plans.measured = plan.costs
+        run.use(plan)
+        say(f"the plan from measured times in {PLAN_FILE} is used again")
+    elif config.profile_iterations:
+        switched = partial(_keep, args.save, name)
+        transfer = partial(transfer_ms, groups, partial(_stage_output, chunks[0], call, device))
+        watchers.append(MeasuredPlan(run, plans, config.profile_iterations, transfer, say, switched))
+    if config.timeline is not None:
+        folder = Path(args.tensorboard_dir or args.save or ".")
+        watchers.append(TimelineFile(run, config.timeline, folder))
+    if args.log_throughput:
+        watchers.append(IdleTime(args.log_interval))
+    if dist.get_rank() == 0:
+        say(planned(kind.family, run.plan(m)))
+    return Watched(run, timeline, watchers)
+
+
+def _from_rank_0(
+    config: FlagConfig, args: Any, model: Any, device: torch.device
+) -> tuple[PassCosts | None, str, str | None]:
+    """What rank 0 reads: the costs of the first plans, the name of the training, and its kept plan."""
+    read: list[Any] = [None]
+    if dist.get_rank() == 0:
+        costs = None if config.costs is None else PassCosts.load(config.costs)
+        name = digest(
+            get_model_config(model),
+            flags=replace(config, costs=None, profile_iterations=0, timeline=None),
+            costs=costs,
+            sizes=(dist.get_world_size(), args.seq_length, args.micro_batch_size, args.padded_vocab_size),
+            versions=(__version__, torch.__version__, megatron_version),
+            machine=machine(device),
+        )
+        folders = [Path(folder) for folder in (args.save, args.load) if folder]
+        plans = (kept_plan(folder, name) for folder in folders if config.profile_iterations)
+        read = [(costs, name, next(filter(None, plans), None))]
+    dist.broadcast_object_list(read, device=device)
+    return read[0]
+
+
+def _stage_output(model: Any, call: dict[str, Any], device: torch.device) -> torch.Tensor:
+    """A tensor like those that stages send to each other."""
+    config = get_model_config(model)
+    parts = parallel_state.get_context_parallel_world_size()
+    if config.sequence_parallel:
+        parts *= parallel_state.get_tensor_model_parallel_world_size()
+    shape = call["seq_length"] // parts, call["micro_batch_size"], config.hidden_size
+    return torch.zeros(shape, dtype=config.pipeline_dtype or config.params_dtype, device=device)
+
+
+def _keep(folder: str | None, name: str, plan: Plan, before_ms: float, predicted_ms: float) -> None:
+    if folder and dist.get_rank() == 0:
+        try:
+            keep_plan(Path(folder), name, plan, before_ms=before_ms, predicted_ms=predicted_ms)
+        except OSError as error:
+            say(f"the plan is not kept: {error}")
+
+
+def plan_kind(
+    config: FlagConfig, p: int, m: int, chunks: int, costs: PassCosts | None
+) -> tuple[PlanKind, str]:
+    """Method, family and memory cap of all plans, as asked; or the fastest for ``m`` microbatches, and why.
+
+    With ``--vocab-parallel-schedule auto`` all are held to one cap: the one that is given, or what 1F1B
+    needs with vocab-2.
+    """
+    cap, fitting = config.max_activations, [family.name for family in config.families(chunks)]
+    if config.schedule != AUTO:
+        among = fitting if config.schedule == SEARCH else ()
+        return PlanKind(config.method, config.schedule, p, chunks, cap, among), ""
+    if cap is None:
+        cap = claimed_peak(method_named("vocab-2"), p, family_named("1f1b"), 1)
+    known = [name for name in config.methods if costs is None or name in costs.methods]
+    kinds = [PlanKind(name, family, p, chunks, cap) for family in fitting for name in known or config.methods]
+    times = [(simulate(kind.plan(m, costs)).iteration_ms, kind) for kind in kinds]
+    best_ms, best = min(times, key=lambda each: each[0])
+    others = ", ".join(f"{k.method} in {k.family} {ms / best_ms - 1:+.1%}" for ms, k in times if k != best)
+    return best, (
+        f"auto takes {best.method} in {best.family}, the fastest within {cap:g} microbatches of activations; "
+        f"others: {others or 'none'}"
+    )
+
+
+def planned(family: str, plan: Plan) -> str:
+    """A plan in a line, beside stock Megatron's 1F1B with the same times."""
+    schedule = plan.schedule
+    stock = make_plan("baseline", schedule.p, schedule.m, costs=plan.costs)
+    return (
+        f"{schedule.method.name} in {family}, {schedule.m} microbatches: planned {_idle_and_peak(plan)}; "
+        f"stock's 1F1B with the same times: {_idle_and_peak(stock)}"
+    )
+
+
+def _idle_and_peak(plan: Plan) -> str:
+    simulation = simulate(plan)
+    idle = sum(simulation.bubble) / plan.schedule.p
+    return f"idle time {idle:.1%}, activations of {max(simulation.peak_activations):g} microbatches"
+
+
+def check_costs(args: Any, config: FlagConfig) -> None:
+    """Whether the file of ``--vocab-parallel-costs`` is one for this training.
+
+    Raises:
+        ValueError: naming the file and what is wrong.
+    """
+    if config.costs is not None:
+        costs = PassCosts.load(config.costs)
+        for method in config.methods if config.schedule == AUTO else (config.method,):
+            if config.schedule != AUTO or method in costs.methods:
+                try:
+                    make_plan(method, args.pipeline_model_parallel_size, 1, costs=costs)
+                except ValueError as error:
+                    raise ValueError(f"--vocab-parallel-costs {config.costs}: {error}") from error

@@ -1,0 +1,181 @@
+"""From measured iterations to the times that a plan is made with.
+
+Each rank keeps the medians of what it has measured itself; those of all ranks give one cost table. Medians,
+so that single passes that took long (a page fault, another process) do not count.
+
+Next: ``integration/measured_plan.py``, which collects them while training goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+
+import torch
+
+from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, links
+from megatron_vocabpar.runtime.profile import COMPUTE, WAIT, Span
+from megatron_vocabpar.runtime.streams import clock
+from megatron_vocabpar.schedule.costs import PassCosts
+from megatron_vocabpar.schedule.methods import Method
+from megatron_vocabpar.schedule.passes import CommType, PassType, parse
+
+_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Medians of one rank, in ms.
+
+    Attributes:
+        passes: by type, what a microbatch takes: of several chunks, their sum.
+        collectives: by type, waiting for the other ranks included; those inside of a pass by its type.
+        iteration_ms: from the start of the first pass to the end of the last.
+        busy_ms: the time of all its passes.
+        transfer_ms: a send to the next stage; None on the last rank.
+    """
+
+    passes: Mapping[str, float]
+    collectives: Mapping[str, float]
+    iteration_ms: float
+    busy_ms: float
+    transfer_ms: float | None = None
+
+    @staticmethod
+    def of(iterations: Sequence[Sequence[Span]], transfer_ms: float | None = None) -> RankTimes:
+        """The medians of iterations that one rank has measured; at least one, none of them empty."""
+        seen: dict[tuple[bool, str, int], list[float]] = {}
+        for spans in iterations:
+            for (computes, name), took in _by_name(spans).items():
+                item = parse(name)
+                seen.setdefault((computes, item.type.value, item.stage), []).append(took)
+        times: dict[bool, dict[str, float]] = {True: {}, False: {}}
+        for (computes, kind, _), took_each in seen.items():
+            times[computes][kind] = times[computes].get(kind, 0.0) + median(took_each)
+        return RankTimes(
+            times[True],
+            times[False],
+            median(map(_length_ms, iterations)),
+            median(map(_busy_ms, iterations)),
+            transfer_ms,
+        )
+
+
+def _by_name(spans: Iterable[Span]) -> dict[tuple[bool, str], float]:
+    """The ms of every instruction of an iteration, whether it computes, without its waits."""
+    total: dict[tuple[bool, str], float] = {}
+    for span in spans:
+        if span.kind != WAIT:
+            key = span.lane == COMPUTE, span.name
+            total[key] = total.get(key, 0.0) + _ms(span)
+    return total
+
+
+def _ms(span: Span) -> float:
+    return 1e3 * (span.end_s - span.start_s)
+
+
+def _length_ms(spans: Sequence[Span]) -> float:
+    return 1e3 * (max(span.end_s for span in spans) - min(span.start_s for span in spans))
+
+
+def _busy_ms(spans: Sequence[Span]) -> float:
+    return sum(_ms(span) for span in spans if span.lane == COMPUTE and span.kind != WAIT)
+
+
+@dataclass(frozen=True)
+class IterationTimes:
+    """An iteration over all ranks.
+
+    Attributes:
+        iteration_ms: of the slowest rank.
+        idle: the share of it that the ranks idle, on average.
+        imbalance: how much longer than the average the busiest rank's passes take, as a share of it.
+    """
+
+    iteration_ms: float
+    idle: float
+    imbalance: float
+
+    @staticmethod
+    def of(ranks: Sequence[RankTimes]) -> IterationTimes:
+        length, average = max(times.iteration_ms for times in ranks), mean(times.busy_ms for times in ranks)
+        most = max(times.busy_ms for times in ranks)
+        return IterationTimes(length, 1.0 - average / length, most / average - 1.0)
+
+
+def pass_costs(stages: Sequence[Sequence[RankTimes]], method: Method, splits_w: bool) -> PassCosts:
+    """One cost table of what all ranks have measured.
+
+    A pass of a pipeline rank takes the median over the ranks that share it (tensor and data parallel). A
+    collective's time on a rank holds its waiting for the others, hence the shortest of all ranks. What was
+    not seen is estimated: where W is not split off, B is divided as in ``PassCosts.default``; where the
+    output layer is not partitioned, its F, B and W take a third each of all ranks' passes.
+
+    Args:
+        stages: by pipeline rank, the times of all ranks that hold it.
+        method: what ran; the table has times of no other.
+        splits_w: whether W was a pass of its own.
+    """
+    everyone = [times for replicas in stages for times in replicas]
+
+    def per_rank(type_: PassType) -> tuple[float, ...]:
+        return tuple(median(t.passes.get(type_.value, 0.0) for t in replicas) for replicas in stages)
+
+    def shortest(types: Iterable[CommType | PassType]) -> float:
+        """Of the longest type."""
+        seen = ([t.collectives[k.value] for t in everyone if k.value in t.collectives] for k in types)
+        return max((min(times) for times in seen if times), default=0.0)
+
+    backward, weight = per_rank(PassType.B), per_rank(PassType.W)
+    if not splits_w:
+        default = PassCosts.default(1)
+        share = float(default.W_ms) / (float(default.B_ms) + float(default.W_ms))  # type: ignore[arg-type]
+        backward, weight = tuple(b * (1 - share) for b in backward), tuple(b * share for b in backward)
+    broadcasts = {CommType.C0, CommType.CIB}
+    output = {f"{type_.value}_ms": per_rank(type_) for type_ in method.passes}
+    third = sum(map(sum, output.values())) / 3
+    times: dict[str, tuple[float, ...] | float] = {"T_ms": 0.0, **output}
+    if method.in_step:
+        times["synchronous_ms"] = shortest(method.in_step)
+    return PassCosts(
+        F_ms=per_rank(PassType.F),
+        B_ms=backward,
+        W_ms=weight,
+        IF_ms=per_rank(PassType.IF),
+        IB_ms=per_rank(PassType.IB),
+        methods={method.name: times} if method.vocabulary_parallel else {},
+        p2p_ms=median([t.transfer_ms for t in everyone if t.transfer_ms is not None] or [0.0]),
+        broadcast_ms=shortest(broadcasts),
+        all_reduce_ms=shortest(set(CommType) - broadcasts),
+        last_rank_extra={"F_ms": third, "B_ms": third, "W_ms": third},
+        first_rank_extra={"B_ms": sum(per_rank(PassType.IB))},
+    )
+
+
+def transfer_ms(groups: VocabGroups, make: Callable[[], torch.Tensor]) -> float | None:
+    """Half the shortest round trip between this rank and the next, in ms; None on the last.
+
+    All ranks call this between iterations.
+
+    Args:
+        groups: the vocabulary group of this rank.
+        make: gives a tensor like those that stages send, on the device.
+    """
+    tensor, point_to_point = make(), PointToPoint(groups)
+    mark = clock(tensor.device)
+    trips = []
+    for low, high in links(groups.pipeline):
+        for _ in range(_ROUNDS):
+            if groups.stage == low:
+                begin = mark()
+                point_to_point.send(tensor, high)
+                point_to_point.receive(tensor.shape, tensor.dtype, tensor.device, high).wait()
+                if high == low + 1:
+                    trips.append((begin, mark()))
+            elif groups.stage == high:
+                point_to_point.receive(tensor.shape, tensor.dtype, tensor.device, low).wait()
+                point_to_point.send(tensor, low)
+    point_to_point.drain()
+    return min((500.0 * (end() - begin()) for begin, end in trips), default=None)

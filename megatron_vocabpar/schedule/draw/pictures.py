@@ -1,0 +1,43 @@
+"""Files of a measured iteration: its trace, and pictures of the plan and of the measurement below it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..plan import Plan
+from ..simulate import simulate
+from .chart import planned_chart
+from .html import draw_html
+from .measured import measured_chart, measured_times
+from .svg import draw_svg, svg_of
+
+SCHEDULE_FILE = "schedule.svg"
+TIMELINE_FILE = "timeline.json"
+TIMELINE_PICTURE_FILE = "timeline.svg"
+TIMELINE_PAGE_FILE = "timeline.html"
+_PAGE_WIDTH = 950.0  # pixels of time: a page shows pictures no wider than itself
+
+
+def write_pictures(folder: Path, plan: Plan, trace: Mapping[str, Any]) -> None:
+    """Write the schedule, the measured timeline, and the two below each other.
+
+    The plan is drawn with the times that were measured: what differs below is waiting, communication and
+    the work between passes.
+
+    Args:
+        folder: is made where it is missing.
+        plan: what ran.
+        trace: of one iteration, as ``runtime.profile.trace_events`` makes it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    schedule = plan.schedule
+    (folder / SCHEDULE_FILE).write_text(draw_svg(simulate(plan)), encoding="utf-8")
+    (folder / TIMELINE_FILE).write_text(json.dumps(trace), encoding="utf-8")
+    measured = measured_chart(trace, schedule, f"{schedule.method.name}, measured")
+    simulation = simulate(plan, measured_times(measured, schedule))
+    charts = [planned_chart(simulation, title=f"{schedule.method.name}, planned"), measured]
+    (folder / TIMELINE_PICTURE_FILE).write_text(svg_of(charts, _PAGE_WIDTH), encoding="utf-8")
+    (folder / TIMELINE_PAGE_FILE).write_text(draw_html(charts), encoding="utf-8")

@@ -1,0 +1,180 @@
+"""Plans inside Megatron-LM: chosen, announced, measured while training goes on, kept, and shown."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_vocabpar.megatron_lm.flags import config_from_argv
+from megatron_vocabpar.megatron_lm.planning import check_costs, plan_kind, planned
+from megatron_vocabpar.schedule.costs import PassCosts
+from megatron_vocabpar.schedule.generate import make_plan
+from megatron_vocabpar.schedule.simulate import simulate
+from tests.megatron_lm.training import Log, checkout, pretrain, scalars
+
+UNTIED = "--untie-embeddings-and-output-weights"
+ENABLE = "--enable-vocab-parallel"
+ITERATIONS = 40
+AUTO = f"{ENABLE} --vocab-parallel-schedule auto"
+
+# Every layer sleeps, in one rank 30 % longer: to the clock, layers that compute on a device of their own.
+SLOW = """
+import json, os, time
+import megatron_vocabpar.adaptor
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+seconds = {seconds} * (1.3 if os.environ["RANK"] == "{slow}" else 1.0)
+build = TransformerLayer.__init__
+
+def sleep_after(module, args, output):
+    time.sleep(seconds)
+    if output[0].requires_grad:
+        output[0].register_hook(lambda _: time.sleep(2 * seconds))
+
+def __init__(self, *args, **kwargs):
+    build(self, *args, **kwargs)
+    self.register_forward_hook(sleep_after)
+
+TransformerLayer.__init__ = __init__
+"""
+# Once the plan has been switched, the first plan and the measured one take turns.
+PAIRED = """
+from megatron_vocabpar.integration.forward_backward import ForwardBackward
+
+use, run, plans, calls = ForwardBackward.use, ForwardBackward.__call__, [], []
+
+def use_(self, plan):
+    plans[:] = [self.plan(plan.schedule.m), plan]
+    use(self, plan)
+
+def call(self, **arguments):
+    if plans and not arguments["forward_only"]:
+        calls.append(None)
+        use(self, plans[len(calls) % 2])
+    start = time.monotonic()
+    reported = run(self, **arguments)
+    if plans and os.environ["RANK"] == "0":
+        print("paired", json.dumps([len(calls) % 2, 1e3 * (time.monotonic() - start)]), flush=True)
+    return reported
+
+ForwardBackward.use, ForwardBackward.__call__ = use_, call
+"""
+
+
+def script(folder: Path, *parts: str, seconds: float = 0.01, slow: int = 0) -> Path:
+    """The checkout's own script behind ``parts``."""
+    path = folder / "pretrain_gpt.py"
+    head = "".join(parts).replace("{seconds}", str(seconds)).replace("{slow}", str(slow))
+    path.write_text(head + (checkout() / "pretrain_gpt.py").read_text())
+    return path
+
+
+def lines(log: Log) -> list[str]:
+    """What we say of plans, and of no single iteration."""
+    ours = [line for line in log.text.splitlines() if line.startswith("> vocabulary parallelism: ")]
+    return [line for line in ours if ": iteration " not in line]
+
+
+def test_a_measured_plan_changes_no_bit_and_is_used_again(tmp_path: Path) -> None:
+    """The first plan is made with wrong times, so that the measured one is the faster."""
+    wrong = {"F_ms": 1, "B_ms": 1, "W_ms": 1, "methods": {"vocab-2": {"S_ms": 60, "T_ms": 60}}}
+    (tmp_path / "costs.json").write_text(json.dumps(wrong))
+    flags = (UNTIED, ENABLE, "--vocab-parallel-costs", str(tmp_path / "costs.json"), "--eval-iters", "0")
+    shown = (
+        "--log-throughput",
+        "--vocab-parallel-timeline",
+        "3",
+        "--tensorboard-dir",
+        str(tmp_path / "logs"),
+    )
+    measured = ("--save", str(tmp_path / "plans"), "--vocab-parallel-profile-iterations", "2")
+    first = pretrain(*flags, *measured, *shown, pp=2, iterations=ITERATIONS)
+    plain = pretrain(*flags, pp=2, iterations=ITERATIONS)
+    again = pretrain(*flags, *measured, pp=2, iterations=ITERATIONS)
+    (switched,) = [line for line in lines(first) if "switched" in line]
+    assert "measured 2 iterations of " in switched
+    assert sum("ms an iteration with the plan from measured times" in line for line in lines(first)) == 1
+    assert not any("measured" in line for line in lines(plain))
+    assert any("vocab_parallel_plan.json is used again" in line for line in lines(again))
+    losses, norms = (scalars(tmp_path / "logs")[tag] for tag in ("lm loss", "grad-norm"))
+    for other, of_losses, of_norms in (("first", losses, norms), ("again", again.losses, again.norms)):
+        np.testing.assert_array_equal(of_losses, plain.losses, other)
+        np.testing.assert_array_equal(of_norms, plain.norms, other)
+    seen = scalars(tmp_path / "logs")
+    assert all(0.0 < share < 1.0 for share in seen["vocab-parallel-idle-time"])
+    assert len(seen["vocab-parallel-idle-time"]) == len(seen["vocab-parallel-imbalance"]) == ITERATIONS
+    assert (
+        sum("> vocabulary parallelism: iteration " in line for line in first.text.splitlines()) == ITERATIONS
+    )
+    assert "planned idle time" in lines(plain)[1]
+    trace = json.loads((tmp_path / "logs" / "vocab_parallel_timeline_0000003" / "timeline.json").read_text())
+    rows = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"]
+    assert {"rank 0", "rank 1 output collectives"} <= set(rows)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pp", [2, 4])
+def test_a_measured_plan_is_faster_where_a_rank_is_slower(tmp_path: Path, pp: int) -> None:
+    """In one run, the two plans in turns: the median of the differences of neighbours."""
+    paired = script(tmp_path, SLOW, PAIRED, seconds=0.05)
+    log = pretrain(UNTIED, ENABLE, "--eval-iters", "0", pp=pp, iterations=40, script=paired, fresh=True)
+    text = [line.removeprefix("paired ") for line in log.text.splitlines() if line.startswith("paired ")]
+    times = [json.loads(line) for line in text]
+    default = [ms for new, ms in times if not new]
+    measured = [ms for new, ms in times if new]
+    pairs = [new / old - 1 for old, new in zip(default, measured, strict=False)]
+    seen = f"{len(pairs)} pairs, ms: {statistics.median(default):.1f}, {statistics.median(measured):.1f}"
+    print(f"{seen}; median difference {statistics.median(pairs):.1%}")
+    assert len(pairs) >= 10
+    assert statistics.median(pairs) < 0.0
+
+
+def test_auto_takes_the_fastest_within_the_memory_and_says_why() -> None:
+    config = config_from_argv(AUTO.split())
+    kind, why = plan_kind(config, 2, 4, 1, None)
+    assert (kind.method, kind.family, kind.max_activations) == ("vocab-2", "zb-h1", 3)
+    assert why.startswith(
+        "auto takes vocab-2 in zb-h1, the fastest within 3 microbatches of activations; others"
+    )
+    assert "vocab-1 in 1f1b +" in why
+    costs = PassCosts(10.0, 11.0, 9.0, methods={"vocab-1": {"S_ms": 1.0, "T_ms": 1.0}})
+    kind, why = plan_kind(config, 2, 4, 2, costs)
+    assert kind.method == "vocab-1"
+    assert kind.family in ("v-half", "v-min", "v-zb")
+
+
+def test_a_search_keeps_to_the_families_of_the_placement() -> None:
+    config = config_from_argv(f"{ENABLE} --vocab-parallel-schedule search".split())
+    assert plan_kind(config, 2, 4, 2, None)[0].among == ["v-half", "v-min", "v-zb"]
+
+
+def test_a_cost_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    argv = [ENABLE, "--vocab-parallel-costs", str(file)]
+    args = SimpleNamespace(pipeline_model_parallel_size=2)
+    costs = {"F_ms": [1, 2, 3], "B_ms": 1, "W_ms": 1, "methods": {"vocab-2": {"S_ms": 1, "T_ms": 1}}}
+    for data, message in (
+        (costs, "F_ms lists 3 ranks, but the pipeline has 2"),
+        ({**costs, "F_ms": 1, "methods": {}}, "no times for 'vocab-2'"),
+        ([], "must hold one JSON object"),
+    ):
+        file.write_text(json.dumps(data))
+        with pytest.raises(ValueError, match=message):
+            check_costs(args, config_from_argv(argv))
+    file.write_text(json.dumps({**costs, "F_ms": 1}))
+    check_costs(args, config_from_argv(argv))
+
+
+def test_the_line_at_the_start_has_the_plan_beside_stock() -> None:
+    costs = PassCosts(10.0, 11.0, 9.0, methods={"vocab-2": {"S_ms": 1.0, "T_ms": 1.0}})
+    plan, stock = (make_plan(method, 2, 4, costs=costs) for method in ("vocab-2", "baseline"))
+    idle, idle_of_stock = (sum(simulate(each).bubble) / 2 for each in (plan, stock))
+    assert planned("1f1b", plan) == (
+        f"vocab-2 in 1f1b, 4 microbatches: planned idle time {idle:.1%}, activations of 3 microbatches; "
+        f"stock's 1F1B with the same times: idle time {idle_of_stock:.1%}, activations of 2 microbatches"
+    )
