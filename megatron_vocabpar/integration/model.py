@@ -106,7 +106,11 @@ class VocabShardEmbedding(_VocabRows, VocabParallelEmbedding):
     """This rank's rows of the input embedding.
 
     Called with token ids ``[k]`` that this rank owns it returns their rows ``[k, H]`` (pass IF); called
-    with embedded rows ``[b, s, H]``, as the first stage's F does, it hands them on.
+    with embedded rows ``[b, s, H]``, as the first stage's F does, it hands them on. Token ids ``[b, s]`` come
+    from outside the schedule; it looks them up as in stock Megatron.
+
+    Raises:
+        ValueError: for these, if other stages hold rows.
     """
 
     def __init__(self, shard: VocabShard, config: Any, **kwargs: Any) -> None:
@@ -116,26 +120,49 @@ class VocabShardEmbedding(_VocabRows, VocabParallelEmbedding):
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         if input_.is_floating_point():
             return input_
+        if input_.dim() == 2:
+            if self.num_embeddings != self.shard.ranges[-1].stop:
+                raise ValueError(
+                    "the model was called outside a forward-backward function, and other stages hold rows of "
+                    "its vocabulary layers; load its checkpoint without vocabulary parallelism (in "
+                    "Megatron-LM without --enable-vocab-parallel), or with a pipeline size of 1"
+                )
+            return super().forward(input_)
         return embedding_forward(input_, self.weight.detach(), self.shard.range)
 
 
 class VocabShardOutput(_VocabRows, ColumnParallelLinear):
-    """This rank's rows of the output weight, or nothing where they are tied; a call is pass S.
+    """This rank's rows of the output weight, or nothing where they are tied; a call with targets is pass S.
 
     ``forward(x [n, H], targets [n], weight [P, H], ...)`` returns the state that T needs and the packed
     statistics; with ``maximum_only`` (naive's S) the state that S2 needs and the local offsets. ``owned`` and
     ``e`` and ``terms`` are ``output_forward``'s; ``invariant`` computes what no sharding changes.
+
+    Without targets a call comes from outside the schedule and is stock Megatron's, with ``outside_terms`` of
+    the logits: ``[s, b, P]``, or gathered ``[s, b, V_pad]``; -inf where ids are padding.
     """
 
-    def __init__(self, shard: VocabShard, config: Any, **kwargs: Any) -> None:
+    def __init__(self, shard: VocabShard, config: Any, outside_terms: LossTerms, **kwargs: Any) -> None:
         super().__init__(config.hidden_size, _stage_rows(shard, config), config=config, bias=False, **kwargs)
         self.shard = shard
+        self.outside_terms = outside_terms
+
+    def _logits(
+        self, x: torch.Tensor, weight: torch.Tensor | None, runtime_gather_output: bool | None
+    ) -> tuple[torch.Tensor, None]:
+        logits, _ = super().forward(x, weight, runtime_gather_output)
+        logits = self.outside_terms.transform(logits)
+        shard = self.shard.range
+        true_ids = shard.valid_rows if logits.shape[-1] == shard.rows else shard.vocab_size
+        logits[..., true_ids:] = -torch.inf
+        return logits, None
 
     def forward(
         self,
         x: torch.Tensor,
-        targets: torch.Tensor,
-        weight: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
         *,
         with_input_gradient: bool = False,
         keep_state: bool = True,
@@ -146,7 +173,10 @@ class VocabShardOutput(_VocabRows, ColumnParallelLinear):
         e: torch.Tensor | None = None,
         invariant: bool = False,
         terms: LossTerms = PLAIN,
-    ) -> tuple[OutputState | NaiveState | BlockState | None, torch.Tensor]:
+    ) -> tuple[OutputState | NaiveState | BlockState | torch.Tensor | None, torch.Tensor | None]:
+        if targets is None:
+            return self._logits(x, weight, runtime_gather_output)
+        assert weight is not None
         weight = weight.detach()
         if invariant:
             return invariant_passes.output_forward(
@@ -183,6 +213,7 @@ class VocabParallelGPTModel(GPTModel):
         stock_vocab_size: rows that stock's vocabulary layers would have, padding included: draw the weights
             that stock draws from the same random state, for one chunk a rank. By default every rank draws
             its own rows.
+        terms: what the logits of a call outside the schedule go through.
         share_embeddings_and_output_weights: tied weights; here both layers are one parameter, since the
             rows of both lie on the same rank, and nothing needs an all-reduce.
 
@@ -200,6 +231,7 @@ class VocabParallelGPTModel(GPTModel):
         shard: VocabShard | None = None,
         holds_shard: bool = True,
         stock_vocab_size: int | None = None,
+        terms: LossTerms = PLAIN,
         share_embeddings_and_output_weights: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -243,6 +275,7 @@ class VocabParallelGPTModel(GPTModel):
         self.output_layer = VocabShardOutput(
             shard,
             config,
+            terms,
             init_method=no_draw or config.init_method,
             skip_weight_param_allocation=self.tied,
             **layer_options,
@@ -275,8 +308,14 @@ class VocabParallelGPTModel(GPTModel):
         embedding = self.word_embeddings.weight
         return (embedding,) if self.tied else (embedding, self.output_weight)
 
-    def _postprocess(self, hidden_states: torch.Tensor, **unused: Any) -> torch.Tensor:
-        return hidden_states
+    def _postprocess(
+        self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None, **options: Any
+    ) -> torch.Tensor:
+        """Hidden states for the schedule, which calls with embedded rows; outside of it as in stock."""
+        inside = input_ids is not None and input_ids.is_floating_point()
+        if inside or not (self.pre_process and self.post_process):
+            return hidden_states
+        return super()._postprocess(hidden_states, input_ids=input_ids, **options)
 
     def sharded_state_dict(
         self,

@@ -55,6 +55,12 @@ class LossTerms:
                 "the smoothed part then differs in every logit; use one of the two"
             )
 
+    def transform(self, logits: Tensor) -> Tensor:
+        """y' [...] of the logits y."""
+        if self.logit_scale != 1:
+            logits = logits * self.logit_scale
+        return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
+
     def loss(self, nll: Tensor, logsumexp: Tensor, mean_logit: Tensor) -> Tensor:
         """The loss [...] from the cross-entropy, lse and mean_j y'_j (read for smoothed labels alone)."""
         loss = nll

@@ -133,6 +133,7 @@ def _model_class(original: type, flags: FlagConfig) -> type:
                     "stock_vocab_size": (
                         None if flags.independent_init or vp_stage is not None else padded_size
                     ),
+                    "terms": flags.terms,
                 }
             position = _position(flags, vp_stage, kwargs.get(compat.GROUPS_ARGUMENT))
             options |= position.options
