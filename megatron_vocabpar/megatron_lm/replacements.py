@@ -16,6 +16,7 @@ from megatron_vocabpar.integration.chunks import ChunkPosition, chunk_position, 
 from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
 from megatron_vocabpar.integration.watched import Watched
 from megatron_vocabpar.megatron_lm.bindings import Binding
+from megatron_vocabpar.megatron_lm.checkpoints import starting_checkpoint
 from megatron_vocabpar.megatron_lm.flags import FlagConfig, chain
 from megatron_vocabpar.megatron_lm.planning import build, check_costs
 from megatron_vocabpar.megatron_lm.refusals import check, place_layers
@@ -64,7 +65,8 @@ def _check_first(original: Callable[..., Any], config: FlagConfig) -> Callable[.
 def _announcement(args: Any, config: FlagConfig) -> str:
     text = f"> vocabulary parallelism: method {config.method}, schedule {config.schedule}"
     family = families().get(config.schedule)
-    if config.partitions_vocabulary and (family is None or family.chunks > 1):
+    several_chunks = family is None or family.chunks > 1
+    if config.partitions_vocabulary and several_chunks and starting_checkpoint(args) is None:
         text += (
             "\n> initial weights: with several model chunks per rank they are not those that the same seed "
             "gives without --enable-vocab-parallel"
