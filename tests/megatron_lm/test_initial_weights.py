@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_vocabpar.megatron_lm.flags import FlagConfig
+from megatron_vocabpar.megatron_lm.replacements import _announcement
 from tests.megatron_lm.test_doors import ENABLE
 from tests.megatron_lm.test_training import EMBEDDINGS
 from tests.megatron_lm.training import Log, pretrain, words
@@ -55,9 +58,14 @@ def test_says_by_how_many_padding_ids_the_losses_differ() -> None:
     assert "> padding of the vocabulary" not in stock.text
 
 
+@pytest.mark.parametrize(("schedule", "differ"), [("interleaved", True), ("zb-h1", False), ("1f1b", False)])
+def test_says_where_weights_differ(schedule: str, differ: bool) -> None:
+    config = FlagConfig(enabled=True, method="vocab-2", schedule=schedule)
+    assert (DIFFERENT in _announcement(SimpleNamespace(load=None), config)) == differ
+    assert DIFFERENT not in _announcement(SimpleNamespace(load=None), FlagConfig(True, "redis"))
+
+
 @pytest.mark.long
-def test_says_where_weights_differ() -> None:
-    flags = words("--vocab-parallel-schedule interleaved --num-virtual-stages-per-pipeline-rank 2")
-    assert DIFFERENT in start(ENABLE, *flags, pp=2).text
+def test_independent_draws_differ() -> None:
     independent = start(ENABLE, "--vocab-parallel-independent-init", pp=2)
     assert abs(independent.losses[0] - start(pp=2).losses[0]) > 1e-4
