@@ -27,9 +27,10 @@ from megatron_vocabpar.runtime.profile import Timeline
 from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.families import families
 from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.passes import Pass, parse
 from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.schedule.schedule import Schedule
-from megatron_vocabpar.schedule.serialize import plan_from_json, ranks_from_text
+from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from tests.integration.gpt import (
     Case,
@@ -201,7 +202,8 @@ def test_another_order_of_what_adds_to_one_weight_is_seen() -> None:
 
 
 def schedule_of(text: str) -> Schedule:
-    return Schedule(METHODS["vocab-2"], Placement(1, 2), 2, ranks_from_text(text))
+    passes = tuple(item for item in map(parse, text.split()) if isinstance(item, Pass))
+    return Schedule(METHODS["vocab-2"], Placement(1, 2), 2, (passes,))
 
 
 def test_later_sizes_are_planned_with_measured_costs_where_no_bit_changes() -> None:
