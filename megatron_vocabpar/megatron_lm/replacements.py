@@ -112,6 +112,9 @@ def _model_class(original: type, flags: FlagConfig) -> type:
     class GPTModel(base):
         """megatron-core's GPTModel as the training script builds it, where the schedule has it."""
 
+        # The input layer of the first chunk that the output layer is tied to, out of sight of torch.nn.Module.
+        tied_to: tuple[Any, ...] = ()
+
         def __init__(
             self,
             config: Any,
@@ -146,8 +149,6 @@ def _model_class(original: type, flags: FlagConfig) -> type:
             self.shown_rank: int = position.shown_rank
             with shown_as_rank(self.shown_rank):
                 super().__init__(config, transformer_layer_spec, vocab_size, max_sequence_length, **options)
-            # The input layer of the first chunk, out of sight of torch.nn.Module.
-            self.tied_to: tuple[Any, ...] = ()
             if tied_here and self.pre_process:
                 embeddings.append(self.embedding.word_embeddings)
             elif tied_here and self.post_process:

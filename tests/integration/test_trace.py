@@ -205,13 +205,14 @@ _plan = Microbatches._plan
 
 def _share(groups: VocabGroups, ranges: Any, **_: Any) -> Microbatches:
     """Random microbatches, on the host, in place of what the first and the last stage would send."""
+    grad_losses = _on_device(torch.ones(M * N))
     with unset_fake_temporarily():
         ids = torch.randint(0, V, (2, M * N), generator=torch.Generator().manual_seed(1))
         return Microbatches(
             shapes=[(1, N)] * M,
             ids=ids,
             labels=ids[1],
-            grad_losses=_on_device(torch.ones(M * N)),
+            grad_losses=grad_losses,
             ranges=ranges,
             member=groups.member,
         )
