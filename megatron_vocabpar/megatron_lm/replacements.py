@@ -112,7 +112,7 @@ def _model_class(original: type, flags: FlagConfig) -> type:
     class GPTModel(base):
         """megatron-core's GPTModel as the training script builds it, where the schedule has it."""
 
-        # The input layer of the first chunk that the output layer is tied to, out of sight of torch.nn.Module.
+        # The first chunk's input layer, if the output layer is tied to it; out of sight of torch.nn.Module.
         tied_to: tuple[Any, ...] = ()
 
         def __init__(
