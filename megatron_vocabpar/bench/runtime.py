@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.output import open_method
 from megatron_vocabpar.train.ranks import launch
 
 RESULT_FILE = "runtime.json"
@@ -45,9 +46,9 @@ def measure_runtime(config: TrainConfig) -> RuntimeResult:
         config: model, processes and microbatches; method and data are not used.
     """
     with tempfile.TemporaryDirectory(prefix="vocabpar-bench-") as folder:
-        path = Path(folder) / "config.json"
-        path.write_text(replace(config, method="baseline", output=folder).to_json())
-        launch(path, config.world_size, Path(folder), worker_module="megatron_vocabpar.bench.runtime")
+        told = replace(config, method="baseline", output=folder)
+        open_method(told)
+        launch(told, "megatron_vocabpar.bench.runtime")
         return RuntimeResult(
             **{k: tuple(v) for k, v in json.loads((Path(folder) / RESULT_FILE).read_text()).items()}
         )
@@ -66,7 +67,7 @@ def _run_rank(config: TrainConfig) -> None:
     from megatron_vocabpar.schedule.placement import Placement
     from megatron_vocabpar.train.build import build_chunks
     from megatron_vocabpar.train.cpu import megatron_on_cpu
-    from megatron_vocabpar.train.trainer import forward_step, layers_per_stage
+    from megatron_vocabpar.train.trainer import forward_step
 
     device = default_device(config.device, int(os.environ["LOCAL_RANK"]))
     with ExitStack() as stack:
@@ -76,8 +77,7 @@ def _run_rank(config: TrainConfig) -> None:
         dist.init_process_group(backend(device))
         parallel_state.initialize_model_parallel(config.tp, config.pp)
         model_parallel_cuda_manual_seed(config.seed)
-        placement = Placement(config.pp)
-        chunks = build_chunks(config, layers_per_stage(config, placement), placement)
+        chunks = build_chunks(config, Placement(config.pp))
         chunks[0].config.batch_p2p_sync = False
         ours = ForwardBackward("baseline", vocab_groups(), device)
         has_batch = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()

@@ -48,9 +48,9 @@ def checks(machine: Machine) -> list[Check]:
     for kernel in ("exponentials", "scale_rows", "scatter_add_rows"):
         for dtype in DTYPES:
             add(f"kernel {kernel}, {dtype}", f"kernels:{kernel}", 180, dtype=dtype)
-    add("kernels of the statistics, float32", "kernels:statistics", 180)
+    add("kernels of the statistics, float32", "kernels:statistics", 180, dtype="float32")
     for kernel in ("large_exponentials", "large_rows"):
-        add(f"kernel {kernel}, beyond 2^31 elements", f"kernels:{kernel}", 300)
+        add(f"kernel {kernel}, beyond 2^31 elements", f"kernels:{kernel}", 300, dtype="bfloat16")
     for dtype in DTYPES:
         for padding in (0, 37):
             shard = "a padded shard" if padding else "a shard"

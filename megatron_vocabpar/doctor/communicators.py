@@ -5,13 +5,11 @@ Read ``runtime/comm.py`` first.
 
 from __future__ import annotations
 
-import statistics
-import sys
-
 import torch
 import torch.distributed as dist
 
-from megatron_vocabpar.doctor.processes import Rank, rank_main, run_processes
+from megatron_vocabpar.doctor.overlap import median_ms
+from megatron_vocabpar.doctor.processes import Rank, on_processes
 from megatron_vocabpar.doctor.result import Finding
 from megatron_vocabpar.runtime.comm import (
     PointToPoint,
@@ -22,42 +20,34 @@ from megatron_vocabpar.runtime.comm import (
     exchange_rows,
     links,
 )
-from megatron_vocabpar.runtime.streams import clock
-
-_ROUNDS = 11
 
 
-def communicators(device: str, processes: int, small_kib: int = 16, large_mib: int = 64) -> Finding:
-    """Warm-up, every collective and every link of ``processes`` stages; times of two all-reduces.
+@on_processes
+def communicators(rank: Rank, small_kib: int = 16, large_mib: int = 64) -> Finding:
+    """Warm-up, every collective and every link of the processes' stages; times of two all-reduces.
 
     Args:
-        device: cpu or cuda.
-        processes: ranks, one a GPU.
+        rank: this process, one a GPU.
         small_kib: of the all-reduce whose time is latency.
         large_mib: of the one whose time is bandwidth.
     """
-    arguments = {"small_kib": small_kib, "large_mib": large_mib}
-    return run_processes("megatron_vocabpar.doctor.communicators", device, processes, arguments)
-
-
-def _body(rank: Rank) -> Finding:
-    wrong = [
-        *wrong_collectives(rank.groups, rank.device),
-        *wrong_links(rank.groups, rank.device),
-    ]
-    every: list[list[str]] = [[] for _ in rank.groups.ranks]
-    dist.all_gather_object(every, wrong)
-    figure = f"{len(rank.groups.ranks)} ranks, warm-up {rank.warm_up_s:.1f} s"
+    groups, device = rank.groups, rank.device
+    every: list[list[str]] = [[] for _ in groups.ranks]
+    dist.all_gather_object(every, wrong_collectives(groups, device) + wrong_links(groups, device))
+    figure = f"{len(groups.ranks)} ranks, warm-up {rank.warm_up_s:.1f} s"
     named = [f"rank {k}: {text}" for k, texts in enumerate(every) for text in texts]
     if named:
         return Finding("failed", figure, "; ".join(named[:3]))
-    small_ms = _all_reduce_ms(rank, rank.arguments["small_kib"] * 2**8)
-    large_ms = _all_reduce_ms(rank, rank.arguments["large_mib"] * 2**18)
-    speed = rank.arguments["large_mib"] * 2**20 / large_ms / 1e6
+
+    def all_reduce_ms(elements: int) -> float:
+        tensor = torch.zeros(elements, device=device)
+        return median_ms(device, lambda: all_reduce(groups, groups.output, tensor), ready=dist.barrier)
+
+    small_ms, large_ms = all_reduce_ms(small_kib * 2**8), all_reduce_ms(large_mib * 2**18)
     return Finding(
         "ok",
-        f"{figure}; all-reduce of {rank.arguments['small_kib']} KiB {1e3 * small_ms:.0f} µs, "
-        f"of {rank.arguments['large_mib']} MiB {speed:.1f} GB/s",
+        f"{figure}; all-reduce of {small_kib} KiB {1e3 * small_ms:.0f} µs, "
+        f"of {large_mib} MiB {large_mib * 2**20 / large_ms / 1e6:.1f} GB/s",
     )
 
 
@@ -103,21 +93,3 @@ def wrong_links(groups: VocabGroups, device: torch.device) -> list[str]:
                     wrong.append(f"the message of stage {sender} is not what it sent")
     point_to_point.drain()
     return wrong
-
-
-def _all_reduce_ms(rank: Rank, elements: int) -> float:
-    """Median milliseconds of an all-reduce of fp32 over all ranks."""
-    mark, tensor = clock(rank.device), torch.zeros(elements, device=rank.device)
-    times = []
-    for r in range(-2, _ROUNDS):
-        dist.barrier()
-        start = mark()
-        all_reduce(rank.groups, rank.groups.output, tensor)
-        elapsed = mark()() - start()
-        if r >= 0:
-            times.append(1e3 * elapsed)
-    return statistics.median(times)
-
-
-if __name__ == "__main__":
-    sys.exit(rank_main(sys.argv[1], _body))

@@ -6,7 +6,7 @@ On a GPU those are the Triton kernels; where they can't serve it, the checks say
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import wraps
 
 import psutil
 import torch
@@ -33,53 +33,32 @@ def serving(device: torch.device) -> RowKernels | str:
     return dispatch.why_not_triton(device, torch.float32) or "the reference was chosen"
 
 
-def exponentials(device: str, dtype: str, n: int = 64, columns: int = 32000) -> Finding:
-    """E, offsets, sums and target logits, stored in ``dtype``; with and without padding, and an offset."""
-    return _check(device, dtype, partial(_exponentials, n=n, columns=columns))
+def _check(bytes_of_element: int = 0) -> Callable[[Callable[..., float]], Callable[..., Finding]]:
+    """Make a check of a function that gives the largest error, where the kernels and the memory are there.
 
+    The check takes the device's and the dtype's names and the function's sizes.
 
-def scale_rows(device: str, dtype: str, n: int = 300, hidden: int = 5121) -> Finding:
-    """Rows of ``dtype`` times fp32 factors."""
-    return _check(device, dtype, partial(_scale_rows, n=n, hidden=hidden))
+    Args:
+        bytes_of_element: memory that it takes for each of its ``elements``.
+    """
 
+    def decorate(largest_error: Callable[..., float]) -> Callable[..., Finding]:
+        @wraps(largest_error)
+        def check(device: str, dtype: str, **sizes: int) -> Finding:
+            where, kernels = torch.device(device), serving(torch.device(device))
+            if isinstance(kernels, str):
+                return Finding("not run", reason=kernels)
+            needed = bytes_of_element * sizes.get("elements", LARGE)
+            free = free_bytes(where) if needed else 0
+            if needed > free:
+                reason = f"it needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"
+                return Finding("not run", reason=reason)
+            found = largest_error(kernels, where, getattr(torch, dtype), **sizes)
+            return within(found, 1.0, f"{kernels.name}: largest error {found:.2f} of what rounding allows")
 
-def scatter_add_rows(device: str, dtype: str, n: int = 700, hidden: int = 1100) -> Finding:
-    """Rows of ``dtype`` into fp32 rows and into their own dtype, with repeats; twice with the same bits."""
-    return _check(device, dtype, partial(_scatter_add_rows, n=n, hidden=hidden))
+        return check
 
-
-def statistics(device: str, n: int = 700) -> Finding:
-    """The merge of four shards' statistics and T's factors, of cross-entropy and of other terms, in fp32."""
-    return _check(device, "float32", partial(_statistics, n=n))
-
-
-def large_exponentials(device: str, elements: int = LARGE) -> Finding:
-    """Logits of more than 2^31 elements, E in bf16: the first and the last rows."""
-    return _check(device, "bfloat16", partial(_large_exponentials, elements=elements), 7 * elements)
-
-
-def large_rows(device: str, elements: int = LARGE) -> Finding:
-    """Scaled rows, and scattered rows from and into tensors of more than 2^31 elements."""
-    return _check(device, "bfloat16", partial(_large_rows, elements=elements), 5 * elements)
-
-
-def _check(
-    device: str,
-    dtype: str,
-    error: Callable[[RowKernels, torch.device, torch.dtype], float],
-    needed_bytes: int = 0,
-) -> Finding:
-    """The finding for the largest error, where the kernels and the memory for it are there."""
-    where, storage = torch.device(device), getattr(torch, dtype)
-    kernels = serving(where)
-    if isinstance(kernels, str):
-        return Finding("not run", reason=kernels)
-    free = free_bytes(where) if needed_bytes else 0
-    if needed_bytes > free:
-        reason = f"it needs {needed_bytes / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"
-        return Finding("not run", reason=reason)
-    found = error(kernels, where, storage)
-    return within(found, 1.0, f"{kernels.name}: largest error {found:.2f} of what rounding allows")
+    return decorate
 
 
 def free_bytes(device: torch.device) -> int:
@@ -118,9 +97,11 @@ def _logits(n: int, columns: int) -> tuple[Tensor, Tensor]:
     return logits, target
 
 
-def _exponentials(
-    kernels: RowKernels, device: torch.device, storage: torch.dtype, n: int, columns: int
+@_check()
+def exponentials(
+    kernels: RowKernels, device: torch.device, storage: torch.dtype, n: int = 64, columns: int = 32000
 ) -> float:
+    """E, offsets, sums and target logits, stored in ``storage``; with and without padding, and an offset."""
     errors = []
     for valid in (columns, columns - 37):
         logits, target = _logits(n, columns)
@@ -160,16 +141,22 @@ def _exponentials_error(got: Exponentials, expected: Exponentials, storage: torc
     )
 
 
-def _scale_rows(kernels: RowKernels, device: torch.device, dtype: torch.dtype, n: int, hidden: int) -> float:
+@_check()
+def scale_rows(
+    kernels: RowKernels, device: torch.device, dtype: torch.dtype, n: int = 300, hidden: int = 5121
+) -> float:
+    """Rows of ``dtype`` times fp32 factors."""
     generator = torch.Generator().manual_seed(0)
     x, scale = torch.randn(n, hidden, generator=generator).to(dtype), torch.rand(n, generator=generator)
     got = kernels.scale_rows(x.to(device), scale.to(device))
     return _error(got, reference.scale_rows(x, scale), _SMALLEST[dtype], dtype)
 
 
-def _scatter_add_rows(
-    kernels: RowKernels, device: torch.device, dtype: torch.dtype, n: int, hidden: int
+@_check()
+def scatter_add_rows(
+    kernels: RowKernels, device: torch.device, dtype: torch.dtype, n: int = 700, hidden: int = 1100
 ) -> float:
+    """Rows of ``dtype`` into fp32 rows and into their own dtype, with repeats; twice with the same bits."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, n // 8, (n,), generator=generator)
     values, scale = torch.rand(n, hidden, generator=generator).to(dtype), torch.rand(n, generator=generator)
@@ -186,7 +173,9 @@ def _scatter_add_rows(
     return _largest(errors)
 
 
-def _statistics(kernels: RowKernels, device: torch.device, dtype: torch.dtype, n: int) -> float:
+@_check()
+def statistics(kernels: RowKernels, device: torch.device, dtype: torch.dtype, n: int = 700) -> float:
+    """The merge of four shards' statistics and T's factors, of cross-entropy and of other terms, in fp32."""
     columns, shards = 250, 4
     logits, target = _logits(n, columns * shards)
     gathered = torch.stack(
@@ -217,9 +206,11 @@ def _statistics(kernels: RowKernels, device: torch.device, dtype: torch.dtype, n
     return _largest(errors)
 
 
-def _large_exponentials(
-    kernels: RowKernels, device: torch.device, storage: torch.dtype, elements: int
+@_check(bytes_of_element=7)
+def large_exponentials(
+    kernels: RowKernels, device: torch.device, storage: torch.dtype, elements: int = LARGE
 ) -> float:
+    """Logits of more than 2^31 elements, E in 16 bits: the first and the last rows."""
     columns = min(131111, elements // 8)  # odd: no row starts where a power of two does
     n = -(-elements // columns)
     generator = torch.Generator(device=device).manual_seed(0)
@@ -241,7 +232,9 @@ def _large_exponentials(
     )
 
 
-def _large_rows(kernels: RowKernels, device: torch.device, dtype: torch.dtype, elements: int) -> float:
+@_check(bytes_of_element=5)
+def large_rows(kernels: RowKernels, device: torch.device, dtype: torch.dtype, elements: int = LARGE) -> float:
+    """Scaled rows, and scattered rows from and into tensors of more than 2^31 elements."""
     hidden = min(8191, elements // 8)
     n = -(-elements // hidden)
     x = torch.zeros(n, hidden, dtype=dtype, device=device)

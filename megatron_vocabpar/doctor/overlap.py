@@ -7,15 +7,15 @@ Vocabulary parallelism hides its collectives behind the transformer passes (sect
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 
 import torch
 import torch.distributed as dist
 
-from megatron_vocabpar.doctor.processes import Rank, rank_main, run_processes
+from megatron_vocabpar.doctor.processes import Rank, on_processes
 from megatron_vocabpar.doctor.result import Finding
 from megatron_vocabpar.runtime.comm import all_reduce
 from megatron_vocabpar.runtime.streams import clock, default_device, side_stream
@@ -53,6 +53,22 @@ def judge(times: Times, what: str) -> Finding:
     )
 
 
+def median_ms(
+    device: torch.device, run: Callable[[], object], ready: Callable[[], object] = lambda: None
+) -> float:
+    """Median milliseconds of ``run`` on the current device, after two rounds of warm-up.
+
+    ``ready`` goes before each, untimed.
+    """
+    mark, found = clock(device), []
+    for _ in range(2 + ROUNDS):
+        ready()
+        start = mark()
+        run()
+        found.append(1e3 * (mark()() - start()))
+    return statistics.median(found[2:])
+
+
 def measure(device: torch.device, work: Callable[[], object], size: int) -> Times:
     """Times of ``work`` on a side stream, and of about as many products [size, size] as take as long.
 
@@ -61,7 +77,7 @@ def measure(device: torch.device, work: Callable[[], object], size: int) -> Time
         work: what the side stream does; on a GPU it returns before it is done.
         size: rows and columns of the products' operands.
     """
-    mark, stream = clock(device), side_stream(device, "doctor")
+    stream = side_stream(device, "doctor")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a = torch.randn(size, size, device=device, dtype=dtype)
     out = torch.empty_like(a)
@@ -75,21 +91,11 @@ def measure(device: torch.device, work: Callable[[], object], size: int) -> Time
         products(count)
         event.wait()
 
-    def median_ms(run: Callable[[], object]) -> float:
-        found = []
-        for r in range(-2, ROUNDS):
-            start = mark()
-            run()
-            elapsed = mark()() - start()
-            if r >= 0:
-                found.append(1e3 * elapsed)
-        return statistics.median(found)
-
-    side_ms = median_ms(lambda: stream.submit(work).wait())
-    count = max(1, ceil(_agreed(side_ms / median_ms(lambda: products(1)), device)))
-    times = Times(median_ms(lambda: products(count)), side_ms, median_ms(lambda: together(count)))
+    side_ms = median_ms(device, lambda: stream.submit(work).wait())
+    count = max(1, ceil(_agreed(side_ms / median_ms(device, lambda: products(1)), device)))
+    products_ms, together_ms = (median_ms(device, partial(run, count)) for run in (products, together))
     stream.close()
-    return times
+    return Times(products_ms, side_ms, together_ms)
 
 
 def _agreed(value: float, device: torch.device) -> float:
@@ -113,20 +119,12 @@ def copy_beside_products(device: str, mib: int = 256, size: int = 4096) -> Findi
     return judge(measure(where, copy, size), "copy")
 
 
-def all_reduce_beside_products(device: str, processes: int, mib: int = 256, size: int = 4096) -> Finding:
+@on_processes
+def all_reduce_beside_products(rank: Rank, mib: int = 256, size: int = 4096) -> Finding:
     """An all-reduce of ``mib`` MiB over all processes on a side stream, beside products; rank 0's times."""
-    arguments = {"mib": mib, "size": size}
-    return run_processes("megatron_vocabpar.doctor.overlap", device, processes, arguments)
-
-
-def _body(rank: Rank) -> Finding:
-    tensor = torch.zeros(rank.arguments["mib"] * 2**18, device=rank.device)
+    tensor = torch.zeros(mib * 2**18, device=rank.device)
 
     def reduce() -> None:
         all_reduce(rank.groups, rank.groups.output, tensor)
 
-    return judge(measure(rank.device, reduce, rank.arguments["size"]), "all-reduce")
-
-
-if __name__ == "__main__":
-    sys.exit(rank_main(sys.argv[1], _body))
+    return judge(measure(rank.device, reduce, size), "all-reduce")

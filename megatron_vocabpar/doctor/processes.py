@@ -6,15 +6,16 @@ Rank 0 leaves the finding in a file. An error or a crash of any rank is the chec
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import wraps
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,11 @@ from megatron_vocabpar.doctor.result import Finding
 from megatron_vocabpar.runtime.comm import VocabGroups, create_groups, warm_up
 from megatron_vocabpar.runtime.streams import backend, default_device
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.output import LOG_FOLDER
+from megatron_vocabpar.train.output import open_method
 from megatron_vocabpar.train.ranks import launch
 from megatron_vocabpar.train.worker import run_worker
 
-_ARGUMENTS, _FINDING = "arguments.json", "finding.json"
+_CHECK_FILE, _FINDING_FILE = "check.json", "finding.json"
 
 
 @dataclass(frozen=True)
@@ -37,41 +38,38 @@ class Rank:
     Attributes:
         groups: as a pipeline of as many stages, every communicator warm.
         device: of this process.
-        arguments: the check's.
         warm_up_s: seconds that making the communicators took.
     """
 
     groups: VocabGroups
     device: torch.device
-    arguments: Mapping[str, Any]
     warm_up_s: float
 
 
-def run_processes(module: str, device: str, processes: int, arguments: Mapping[str, Any]) -> Finding:
-    """Run ``python -m module`` on ``processes`` ranks, at least two; the module ends in ``rank_main``.
+def on_processes(body: Callable[..., Finding]) -> Callable[..., Finding]:
+    """Make a check of ``body``, which every process calls with its ``Rank``; rank 0's finding counts.
 
-    Raises:
-        TrainingFailed: if a rank raises or is killed.
+    The check takes the device's name, the number of processes, at least two, and the sizes of ``body``. It
+    raises ``TrainingFailed`` if a rank raises or is killed.
     """
-    if processes < 2:
-        return Finding("not run", reason="it needs two GPUs, and there is one")
-    with tempfile.TemporaryDirectory(prefix="vocabpar-doctor-") as name:
-        folder = Path(name)
-        config = dataclasses.replace(
-            TrainConfig(), pp=processes, layers=processes, device=device, output=name
-        )
-        (folder / "config.json").write_text(config.to_json())
-        (folder / _ARGUMENTS).write_text(json.dumps(dict(arguments)))
-        launch(folder / "config.json", processes, folder / LOG_FOLDER, module)
-        return Finding(**json.loads((folder / _FINDING).read_text()))
+
+    @wraps(body)
+    def check(device: str, processes: int, **sizes: int) -> Finding:
+        if processes < 2:
+            return Finding("not run", reason="it needs two GPUs, and there is one")
+        with tempfile.TemporaryDirectory(prefix="vocabpar-doctor-") as name:
+            folder = Path(name)
+            config = TrainConfig(pp=processes, layers=processes, device=device, output=name)
+            open_method(config)
+            (folder / _CHECK_FILE).write_text(json.dumps([body.__module__, body.__name__, sizes]))
+            launch(config, __name__)
+            return Finding(**json.loads((folder / _FINDING_FILE).read_text()))
+
+    return check
 
 
-def rank_main(config_path: str, body: Callable[[Rank], Finding]) -> int:
-    """One rank: make and warm the communicators, run the body, leave rank 0's finding; the exit code."""
-    return run_worker(config_path, partial(_run_rank, body))
-
-
-def _run_rank(body: Callable[[Rank], Finding], config: TrainConfig) -> None:
+def _run_rank(config: TrainConfig) -> None:
+    """One rank: make and warm the communicators, run the body, leave rank 0's finding."""
     device = default_device(config.device, int(os.environ["LOCAL_RANK"]))
     folder = Path(config.output)
     dist.init_process_group(backend(device))
@@ -80,9 +78,14 @@ def _run_rank(body: Callable[[Rank], Finding], config: TrainConfig) -> None:
     warm_up(groups, device)
     dist.barrier()
     warm_up_s = time.perf_counter() - start
-    arguments = json.loads((folder / _ARGUMENTS).read_text())
-    finding = body(Rank(groups, device, arguments, warm_up_s))
+    module, name, sizes = json.loads((folder / _CHECK_FILE).read_text())
+    body = getattr(importlib.import_module(module), name).__wrapped__
+    finding = body(Rank(groups, device, warm_up_s), **sizes)
     if dist.get_rank() == 0:
-        (folder / _FINDING).write_text(json.dumps(dataclasses.asdict(finding)))
+        (folder / _FINDING_FILE).write_text(json.dumps(dataclasses.asdict(finding)))
     dist.barrier()
     dist.destroy_process_group()  # not after an error: it would wait for peers
+
+
+if __name__ == "__main__":
+    sys.exit(run_worker(sys.argv[1], _run_rank))

@@ -6,7 +6,6 @@ computes the same, so its losses differ by rounding.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from megatron_vocabpar.doctor.result import Finding, within
 from megatron_vocabpar.train.compare import differences, loss_curve
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.job import run_job
+from megatron_vocabpar.train.metrics import read_metrics
 from megatron_vocabpar.train.output import METRICS_FILE
 
 BASELINE = "baseline"
@@ -42,6 +42,9 @@ def train(device: str, method: str, dtype: str, pp: int, folder: str, vocab_size
     def output(name: str) -> Path:
         return Path(folder) / f"{name}-{dtype}"
 
+    def losses(name: str) -> dict[int, float]:
+        return loss_curve(read_metrics(output(name) / name / METRICS_FILE))
+
     text = Path(folder) / "text.txt"
     text.write_text("".join(f"line {number} of a text, {number * number}\n" for number in range(3000)))
     config = TrainConfig(
@@ -63,17 +66,12 @@ def train(device: str, method: str, dtype: str, pp: int, folder: str, vocab_size
         save=False,
     )
     run_job(config, print)
-    curve = losses(output(method) / method)
+    curve = losses(method)
     finite = [step for step, loss in curve.items() if math.isfinite(loss)]
     if finite != list(range(1, _STEPS + 1)):
         return Finding("failed", reason=f"the steps {finite} of {_STEPS} have a finite loss")
     if method == BASELINE:
         return Finding("ok", f"{pp} stages, {dtype}: loss {curve[1]:.4f} to {curve[_STEPS]:.4f}")
-    (found,) = differences({method: curve, BASELINE: losses(output(BASELINE) / BASELINE)}, BASELINE)
+    (found,) = differences({method: curve, BASELINE: losses(BASELINE)}, BASELINE)
     figure = f"{pp} stages, {dtype}: losses differ by {found.relative:.1e}, relative"
     return within(found.relative, LIMITS[dtype], figure)
-
-
-def losses(folder: Path) -> dict[int, float]:
-    """Loss by step, of one method's folder."""
-    return loss_curve([json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()])

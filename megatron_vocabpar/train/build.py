@@ -1,7 +1,8 @@
-"""From a ``TrainConfig`` to megatron-core's objects: model chunk, DDP, optimizer, learning rate."""
+"""From a ``TrainConfig`` to megatron-core's objects: model chunks, DDP, optimizer, learning rate."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megatron_vocabpar.integration.chunks import chunk_positions
 from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
 from megatron_vocabpar.schedule.methods import method_named
 from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.redistribution import redistribute_by_flops, with_final_stage
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.weights import initialise_weights
 
@@ -27,16 +29,36 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _POSITIONS = {"learned": "learned_absolute", "rope": "rope"}
 
 
-def transformer_config(
-    config: TrainConfig, layers_per_stage: tuple[int, ...], chunks: int
-) -> TransformerConfig:
-    """megatron-core's configuration of the transformer layers.
+@dataclass(frozen=True)
+class TrainState:
+    """What one rank trains: model chunks, each inside Megatron's DDP, their optimizer, its learning rate."""
 
-    Args:
-        layers_per_stage: transformer layers of each virtual stage; they sum to ``config.layers``.
-        chunks: model chunks on each rank.
-    """
-    dtype = _DTYPES[config.dtype]
+    chunks: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+
+def build(config: TrainConfig, placement: Placement) -> TrainState:
+    """The state before the first step."""
+    chunks = build_chunks(config, placement)
+    return TrainState(chunks, *_optimizer(config, chunks))
+
+
+def layers_per_stage(config: TrainConfig, placement: Placement) -> tuple[int, ...]:
+    """Transformer layers of each virtual stage: even, but for ``redis``."""
+    stages = placement.num_stages
+    if config.method != "redis" or config.pp == 1:
+        return (config.layers // stages,) * stages
+    if config.final_stage_layers is not None:
+        return with_final_stage(config.layers, config.pp, config.final_stage_layers)
+    return redistribute_by_flops(
+        config.layers, config.pp, config.hidden, config.seq_length, config.vocab_size
+    )
+
+
+def transformer_config(config: TrainConfig, placement: Placement) -> TransformerConfig:
+    """megatron-core's configuration of the transformer layers."""
+    dtype, chunks = _DTYPES[config.dtype], placement.chunks
     return TransformerConfig(
         num_layers=config.layers,
         hidden_size=config.hidden,
@@ -45,35 +67,30 @@ def transformer_config(
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        pipeline_model_parallel_layout=_layout(layers_per_stage),
+        pipeline_model_parallel_layout=_layout(layers_per_stage(config, placement)),
         sequence_parallel=config.use_sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
         deallocate_pipeline_outputs=True,
     )
 
 
-def _layout(layers_per_stage: tuple[int, ...]) -> list[list[str]] | None:
-    """Megatron's layout of uneven stages; None where the stages are even."""
-    if len(set(layers_per_stage)) == 1:
+def _layout(layers: tuple[int, ...]) -> list[list[str]] | None:
+    """Megatron's layout of stages with so many layers; None where all have as many."""
+    if len(set(layers)) == 1:
         return None
-    layout = [["decoder"] * layers for layers in layers_per_stage]
+    layout = [["decoder"] * count for count in layers]
     layout[0].insert(0, "embedding")
     layout[-1].append("loss")
     return layout
 
 
-def build_chunks(
-    config: TrainConfig, layers_per_stage: tuple[int, ...], placement: Placement
-) -> list[DistributedDataParallel]:
+def build_chunks(config: TrainConfig, placement: Placement) -> list[DistributedDataParallel]:
     """This rank's chunks with the weights that ``config.seed`` gives, each inside Megatron's DDP."""
-    transformer = transformer_config(config, layers_per_stage, placement.chunks)
+    transformer = transformer_config(config, placement)
     transformer.finalize_model_grads_func = finalize_model_grads
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -106,7 +123,7 @@ def build_chunks(
     return chunks
 
 
-def build_optimizer(
+def _optimizer(
     config: TrainConfig, chunks: list[DistributedDataParallel]
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Megatron's Adam with fp32 main parameters, and linear warm-up with cosine decay."""

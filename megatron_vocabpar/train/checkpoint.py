@@ -7,38 +7,30 @@ method, pipeline and tensor-parallel size can load what another one saved.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
+from megatron_vocabpar.train.build import TrainState
 
-def _state(
-    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, is_loading: bool
-) -> dict[str, Any]:
+
+def _sharded(state: TrainState, is_loading: bool) -> dict[str, Any]:
     metadata = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "distrib_optim_sharding_type": "fully_sharded_model_space",
     }
-    states = [unwrap_model(chunk).sharded_state_dict(metadata=metadata) for chunk in chunks]
-    state = {f"model{i}": chunk_state for i, chunk_state in enumerate(states)}
-    optimizer_state = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
-    return {**state, "optimizer": optimizer_state}
+    model = {
+        f"model{i}": unwrap_model(chunk).sharded_state_dict(metadata=metadata)
+        for i, chunk in enumerate(state.chunks)
+    }
+    optimizer = state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    return {**model, "optimizer": optimizer}
 
 
-def save_checkpoint(
-    folder: Path,
-    chunks: Sequence[torch.nn.Module],
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
-    step: int,
-) -> None:
+def save_checkpoint(folder: Path, state: TrainState, step: int) -> None:
     """Write weights, optimizer state and the number of steps done; all ranks call it.
 
     The checkpoint is complete when ``folder`` has its final name: it is written beside it first.
@@ -48,29 +40,24 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    state = _state(chunks, optimizer, is_loading=False)
-    state |= {"scheduler": scheduler.state_dict(), "step": step}
-    dist_checkpointing.save(state, str(partial))
+    saved = _sharded(state, is_loading=False)
+    saved |= {"scheduler": state.scheduler.state_dict(), "step": step}
+    dist_checkpointing.save(saved, str(partial))
     dist.barrier()
     if dist.get_rank() == 0:
         partial.rename(folder)
     dist.barrier()
 
 
-def load_checkpoint(
-    folder: Path,
-    chunks: Sequence[torch.nn.Module],
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
-) -> int:
+def load_checkpoint(folder: Path, state: TrainState) -> int:
     """Load what ``save_checkpoint`` wrote, on any partition; all ranks call it.
 
     Returns:
         The number of steps done.
     """
-    loaded = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(folder))
-    for i, chunk in enumerate(chunks):
+    loaded = dist_checkpointing.load(_sharded(state, is_loading=True), str(folder))
+    for i, chunk in enumerate(state.chunks):
         unwrap_model(chunk).load_state_dict(loaded[f"model{i}"], strict=True)
-    optimizer.load_state_dict(loaded["optimizer"])
-    scheduler.load_state_dict(loaded["scheduler"])
+    state.optimizer.load_state_dict(loaded["optimizer"])
+    state.scheduler.load_state_dict(loaded["scheduler"])
     return int(loaded["step"])

@@ -1,7 +1,8 @@
 """What a rank was doing when it failed, and what went wrong: one message with rank, error, step and pass.
 
-Each rank notes its step and instruction in a tiny file that is mapped into memory. Writing is a memory copy,
-so the executor can call it before every instruction, and the file outlives a process that is killed.
+Each rank has a record, a small file beside its log. Its step and instruction are mapped into memory: to note
+them is a memory copy, so the executor can do it before every instruction, and the file outlives a process
+that is killed. Behind them goes the exception that ends the rank.
 
 When a rank fails, its peers fail too, because their connections close. A rank that was killed from outside
 is the cause; otherwise it is the rank whose error came first.
@@ -17,33 +18,28 @@ import signal
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vocabpar.schedule.passes import Pass, parse
 
-RECORDS_VARIABLE = "VOCABPAR_RECORDS"
 _STEP_BYTES, _TEXT_BYTES = 16, 48
-_RECORD_BYTES = _STEP_BYTES + _TEXT_BYTES
+_PROGRESS_BYTES = _STEP_BYTES + _TEXT_BYTES
 _TRACEBACK_LINES = 12
+_SIGNALS = {number.value: f", {number.name}" for number in signal.Signals}
+
+
+class TrainingFailed(Exception):
+    """The workers ended before the job did; the text is what the user reads."""
 
 
 class ProgressRecord:
-    """Where one rank writes its step and instruction; not a file if ``path`` is None."""
+    """Where one rank notes its step and instruction; its record in the folder ``logs`` is begun anew."""
 
-    def __init__(self, path: Path | None) -> None:
-        if path is None:
-            self._map = mmap.mmap(-1, _RECORD_BYTES)
-            return
-        with open(path, "w+b") as file:
-            file.truncate(_RECORD_BYTES)
-            self._map = mmap.mmap(file.fileno(), _RECORD_BYTES)
-
-    @classmethod
-    def of_this_rank(cls, environment: Mapping[str, str] = os.environ) -> ProgressRecord:
-        """The record that the launcher will read, or one that nobody reads where there is no launcher."""
-        folder = environment.get(RECORDS_VARIABLE)
-        return cls(None if folder is None else record_path(Path(folder), int(environment["RANK"])))
+    def __init__(self, logs: Path, rank: int) -> None:
+        with open(record_path(logs, rank), "w+b") as file:
+            file.truncate(_PROGRESS_BYTES)
+            self._map = mmap.mmap(file.fileno(), _PROGRESS_BYTES)
 
     def write(self, instruction: str) -> None:
         """Note the instruction that is about to run; at most 48 bytes are kept."""
@@ -51,102 +47,93 @@ class ProgressRecord:
 
     def write_step(self, step: int) -> None:
         """Note the step that is about to run, and that none of its instructions has begun."""
-        self._map[:] = str(step).encode().ljust(_RECORD_BYTES, b"\0")
+        self._map[:] = str(step).encode().ljust(_PROGRESS_BYTES, b"\0")
 
 
-def record_path(folder: Path, rank: int) -> Path:
-    """The file of a rank's record."""
-    return folder / f"rank{rank}.progress"
+def record_path(logs: Path, rank: int) -> Path:
+    """The file of a rank's record; its folder is created."""
+    logs.mkdir(parents=True, exist_ok=True)
+    return logs / f"rank{rank}.record"
 
 
-def read_record(folder: Path, rank: int) -> tuple[int | None, str]:
-    """What this rank last wrote: its step (None before the first) and its instruction, such as 2S5."""
-    path = record_path(folder, rank)
-    raw = path.read_bytes() if path.exists() else b""
-    step, text = raw[:_STEP_BYTES].rstrip(b"\0").decode(), raw[_STEP_BYTES:].rstrip(b"\0")
-    return int(step) if step else None, text.decode(errors="replace")
+def write_error(logs: Path, rank: int, error: BaseException) -> None:
+    """Leave an exception for the launcher; call it as soon as the exception is caught."""
+    trace = "".join(traceback.format_exception(error))
+    found = {"time_s": time.time(), "error": f"{type(error).__name__}: {error}", "traceback": trace}
+    file = os.open(record_path(logs, rank), os.O_CREAT | os.O_WRONLY)
+    os.pwrite(file, json.dumps(found).encode(), _PROGRESS_BYTES)
+    os.close(file)
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerError:
-    """An exception that a worker raised: when (seconds since the epoch), its type, text and traceback."""
+class Record:
+    """What one rank has left.
 
-    time_s: float
-    type: str
-    message: str
-    traceback: str
+    Attributes:
+        step: that it had begun; None before the first.
+        instruction: that it had begun, such as 2S5; empty outside the schedule.
+        time_s: when it raised, in seconds since the epoch.
+        error: what it raised, as ``Type: text``; empty if it raised nothing.
+        traceback: of that.
+    """
+
+    step: int | None = None
+    instruction: str = ""
+    time_s: float = 0.0
+    error: str = ""
+    traceback: str = ""
+
+    @classmethod
+    def read(cls, logs: Path, rank: int) -> Record:
+        """What a rank has left in the folder ``logs``."""
+        path = record_path(logs, rank)
+        raw = path.read_bytes() if path.exists() else b""
+        step, text = raw[:_STEP_BYTES].rstrip(b"\0"), raw[_STEP_BYTES:_PROGRESS_BYTES].rstrip(b"\0")
+        error = json.loads(raw[_PROGRESS_BYTES:] or b"{}")
+        return cls(int(step) if step else None, text.decode(errors="replace"), **error)
+
+    @property
+    def place(self) -> str:
+        """Where the rank was, in words: step, pass and microbatch."""
+        if self.step is None:
+            return "before its first step"
+        if not self.instruction:
+            return f"at step {self.step}, outside the schedule"
+        try:
+            instruction = parse(self.instruction)
+        except ValueError:
+            return f"at step {self.step}, in {self.instruction}"
+        kind = "pass" if isinstance(instruction, Pass) else "communication"
+        return (
+            f"at step {self.step}, in {kind} {instruction}: "
+            f"{instruction.type.value} of microbatch {instruction.microbatch} on stage {instruction.stage}"
+        )
 
 
-class TrainingFailed(Exception):
-    """The workers ended before the job did; the text is what the user reads."""
-
-
-def write_error(folder: Path, rank: int, error: BaseException) -> None:
-    """Leave an exception for the launcher; call it as soon as the exception is caught."""
-    text = "".join(traceback.format_exception(error))
-    record = WorkerError(time.time(), type(error).__name__, str(error), text)
-    (folder / f"rank{rank}.error.json").write_text(json.dumps(asdict(record)))
-
-
-def read_errors(folder: Path, world_size: int) -> dict[int, WorkerError]:
-    """The exceptions that workers left, by rank."""
-    paths = {rank: folder / f"rank{rank}.error.json" for rank in range(world_size)}
-    return {rank: WorkerError(**json.loads(p.read_text())) for rank, p in paths.items() if p.exists()}
-
-
-def explain(records: Path, world_size: int, exit_codes: Mapping[int, int], logs: Path | None = None) -> str:
+def explain(logs: Path, world_size: int, exit_codes: Mapping[int, int]) -> str:
     """The message for a job whose workers failed.
 
     Args:
-        records: folder of the progress and error records.
+        logs: folder of the ranks' logs and records.
         world_size: number of ranks.
         exit_codes: by rank, of those that did not end well; −N for signal N.
-        logs: folder of the ranks' log files.
     """
-    errors = read_errors(records, world_size)
-    by_signal = [rank for rank, code in sorted(exit_codes.items()) if code < 0 and rank not in errors]
-    # The launcher ends the ranks that are left by SIGTERM, so it is the cause only where there is no other.
-    killed = [rank for rank in by_signal if exit_codes[rank] != -signal.SIGTERM]
-    exited = [rank for rank, code in sorted(exit_codes.items()) if code > 0 and rank not in errors]
-    error = None
-    if killed:
-        rank, what = killed[0], f"was killed by {_signal_name(-exit_codes[killed[0]])}"
-    elif errors:
-        rank, error = min(errors.items(), key=lambda item: item[1].time_s)
-        what = f"raised {error.type}: {error.message}"
-    elif exited:
-        rank, what = exited[0], f"ended with exit code {exit_codes[exited[0]]}"
-    elif by_signal:
-        rank, what = by_signal[0], f"was ended by {_signal_name(-exit_codes[by_signal[0]])}"
-    else:
+    records = [Record.read(logs, rank) for rank in range(world_size)]
+    causes = []  # the first in this order is to blame; the launcher itself ends by SIGTERM the ranks left
+    for rank, record in enumerate(records):
+        code = exit_codes.get(rank, 0)
+        by_signal = f"by signal {-code}{_SIGNALS.get(-code, '')}"
+        if record.error:
+            causes.append((1, record.time_s, rank, f"raised {record.error}"))
+        elif code == -signal.SIGTERM:
+            causes.append((3, 0.0, rank, f"was ended {by_signal}"))
+        elif code < 0:
+            causes.append((0, 0.0, rank, f"was killed {by_signal}"))
+        elif code > 0:
+            causes.append((2, 0.0, rank, f"ended with exit code {code}"))
+    if not causes:
         return "the workers ended, and none of them left a reason"
-    lines = [f"rank {rank} {what} ({describe(*read_record(records, rank))})"]
-    if error is not None:
-        lines += error.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]
-    if logs is not None:
-        lines.append(f"the logs of the ranks are in {logs}")
-    return "\n".join(lines)
-
-
-def describe(step: int | None, text: str) -> str:
-    """Where a rank was, in words: step, pass and microbatch."""
-    if step is None:
-        return "before its first step"
-    if not text:
-        return f"at step {step}, outside the schedule"
-    try:
-        instruction = parse(text)
-    except ValueError:
-        return f"at step {step}, in {text}"
-    kind = "pass" if isinstance(instruction, Pass) else "communication"
-    return (
-        f"at step {step}, in {kind} {instruction}: "
-        f"{instruction.type.value} of microbatch {instruction.microbatch} on stage {instruction.stage}"
-    )
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return f"signal {number}, {signal.Signals(number).name}"
-    except ValueError:
-        return f"signal {number}"
+    _, _, rank, what = min(causes)
+    trace = records[rank].traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]
+    first = f"rank {rank} {what} ({records[rank].place})"
+    return "\n".join([first, *trace, f"the logs of the ranks are in {logs}"])

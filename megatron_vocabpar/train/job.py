@@ -39,10 +39,10 @@ def run_job(config: TrainConfig, say: Say, worker_module: str = WORKER_MODULE) -
     """
     ranks = processes()
     for path in ranks.decide(lambda: open_job(config, say)):
+        told = TrainConfig.from_json(path.read_text())
         if ranks.leads:
-            device = TrainConfig.from_json(path.read_text()).device
-            say(f"training {path.parent.name} on {config.world_size} processes ({device})")
-        ranks.run(path, config.world_size, worker_module)
+            say(f"training {told.method} on {told.world_size} processes ({told.device})")
+        ranks.run(told, worker_module)
     if ranks.leads:
         say(write_report(Path(config.output)))
 

@@ -143,9 +143,14 @@ def open_output(config: TrainConfig) -> None:
 
 
 def open_method(config: TrainConfig) -> Path:
-    """Create the folder of one method (``method_config``) with its ``config.json``; returns that file."""
+    """Create the folder of one method (``method_config``) with its ``config.json``; returns that file.
+
+    The ranks' records of an earlier job are removed, their logs are kept.
+    """
     folder = Path(config.output)
     (folder / LOG_FOLDER).mkdir(parents=True, exist_ok=True)
+    for record in (folder / LOG_FOLDER).glob("*.record"):
+        record.unlink()
     path = folder / CONFIG_FILE
     path.write_text(config.to_json())
     return path

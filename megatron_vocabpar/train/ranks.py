@@ -15,15 +15,16 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from megatron_vocabpar.train.failure import RECORDS_VARIABLE, TrainingFailed, explain
-from megatron_vocabpar.train.output import LOG_FOLDER
+from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.failure import TrainingFailed, explain
+from megatron_vocabpar.train.output import CONFIG_FILE, LOG_FOLDER
 
 WORKER_MODULE = "megatron_vocabpar.train.worker"
 _MONITOR_INTERVAL_S = 0.2
@@ -32,16 +33,11 @@ _SETTLE_S = 1.0
 _DECISION = "vocabpar/decision"
 
 
+@dataclass
 class Interrupted(Exception):
-    """The job was ended from outside, by Ctrl-C or another signal.
+    """The job was ended from outside, by Ctrl-C (signal 2) or another signal."""
 
-    Attributes:
-        signal_number: 2 for Ctrl-C.
-    """
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(f"interrupted by signal {signal_number}")
-        self.signal_number = signal_number
+    signal_number: int
 
 
 class RefusedElsewhere(Exception):
@@ -65,9 +61,9 @@ class OwnProcesses:
         """
         return decide()
 
-    def run(self, config_path: Path, world_size: int, worker_module: str) -> None:
+    def run(self, config: TrainConfig, worker_module: str) -> None:
         """Train one method; errors as ``launch``."""
-        launch(config_path, world_size, config_path.parent / LOG_FOLDER, worker_module)
+        launch(config, worker_module)
 
 
 class TorchrunRank(OwnProcesses):
@@ -79,54 +75,51 @@ class TorchrunRank(OwnProcesses):
     def __init__(self) -> None:
         from torch.distributed.rendezvous import rendezvous
 
-        self._store, self._rank, self._world_size = next(rendezvous("env://"))
+        self._store, self._rank, _ = next(rendezvous("env://"))
         self.leads = self._rank == 0
-        self._records = Path()
 
     def decide(self, decide: Callable[[], list[Path]]) -> list[Path]:
         if self.leads:
             decision = None
             try:
-                decision = [tempfile.mkdtemp(prefix="vocabpar-"), *map(str, decide())]
+                decision = [str(path) for path in decide()]
             finally:
                 self._store.set(_DECISION, json.dumps(decision))
         decision = json.loads(self._read(_DECISION))
         if decision is None:
             raise RefusedElsewhere
-        self._records, *paths = map(Path, decision)
-        return paths
+        return [Path(path) for path in decision]
 
     def _read(self, key: str) -> str:
         self._store.wait([key], _PREPARATION)
         return self._store.get(key).decode()
 
-    def run(self, config_path: Path, world_size: int, worker_module: str) -> None:
+    def run(self, config: TrainConfig, worker_module: str) -> None:
         from torch.distributed.elastic.utils.distributed import get_free_port
 
-        port = f"vocabpar/port/{config_path}"  # of this method, on rank 0's machine, which is MASTER_ADDR
+        port = f"vocabpar/port/{config.method}"  # of this method, on rank 0's machine, which is MASTER_ADDR
         if self.leads:
             self._store.set(port, str(get_free_port()))
         environment = {
             **os.environ,
-            **worker_environment(os.environ, self._records),
+            **worker_environment(os.environ),
             "MASTER_PORT": self._read(port),
             "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
-        command = [sys.executable, "-m", worker_module, str(config_path)]
-        code = subprocess.run(command, env=environment).returncode
+        code = subprocess.run([sys.executable, *_worker(config, worker_module)], env=environment).returncode
         if code != 0:
-            self._fail(code, config_path.parent / LOG_FOLDER)
+            self._fail(code, config)
 
-    def _fail(self, code: int, logs: Path) -> None:
+    def _fail(self, code: int, config: TrainConfig) -> None:
         """End this rank; the first to get here waits for the others' exit codes and tells the whole story."""
         self._store.set(f"vocabpar/exit/{self._rank}", str(code))
         if self._store.add("vocabpar/failed", 1) > 1:
             time.sleep(2 * _SETTLE_S)
             raise TrainingFailed("")
         time.sleep(_SETTLE_S)
-        keys = {rank: f"vocabpar/exit/{rank}" for rank in range(self._world_size)}
+        keys = {rank: f"vocabpar/exit/{rank}" for rank in range(config.world_size)}
         codes = {rank: int(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
-        raise TrainingFailed(explain(self._records, self._world_size, codes, logs))
+        raise TrainingFailed(explain(Path(config.output) / LOG_FOLDER, config.world_size, codes))
 
 
 def processes(environment: Mapping[str, str] = os.environ) -> OwnProcesses:
@@ -134,14 +127,12 @@ def processes(environment: Mapping[str, str] = os.environ) -> OwnProcesses:
     return TorchrunRank() if "RANK" in environment and "WORLD_SIZE" in environment else OwnProcesses()
 
 
-def launch(config_path: Path, world_size: int, logs: Path, worker_module: str = WORKER_MODULE) -> None:
-    """Run ``world_size`` workers on a ``config.json`` and wait until all have ended well.
+def launch(config: TrainConfig, worker_module: str = WORKER_MODULE) -> None:
+    """Run the ``config.world_size`` workers of one method on this machine; wait until all have ended well.
 
     Args:
-        config_path: handed to every worker.
-        world_size: processes, all on this machine.
-        logs: folder of the workers' log files, named in the message of a failure.
-        worker_module: what ``python -m`` runs.
+        config: what ``open_method`` has opened the folder of.
+        worker_module: what ``python -m`` runs, with the path of ``config.json``.
 
     Raises:
         TrainingFailed: if a worker raises or is killed; the others are ended first. The text names the rank,
@@ -155,7 +146,7 @@ def launch(config_path: Path, world_size: int, logs: Path, worker_module: str = 
     launcher = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=world_size,
+        nproc_per_node=config.world_size,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
@@ -164,29 +155,34 @@ def launch(config_path: Path, world_size: int, logs: Path, worker_module: str = 
         local_addr="localhost",
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
-    with tempfile.TemporaryDirectory(prefix="vocabpar-") as records, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         # The launcher's own account of a failure stays off the terminal: ours replaces it.
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
         # It hands on this process's environment, which is put back as it was: emptied, then filled.
         stack.callback(os.environ.update, dict(os.environ))
         stack.callback(os.environ.clear)
-        os.environ.update(worker_environment(os.environ, Path(records)))
+        os.environ.update(worker_environment(os.environ))
         try:
-            elastic_launch(launcher, sys.executable)("-m", worker_module, str(config_path))
+            elastic_launch(launcher, sys.executable)(*_worker(config, worker_module))
         except SignalException as stop:
             raise Interrupted(stop.sigval) from stop
         except ChildFailedError as failed:
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
             if set(codes.values()) & {130, -signal.SIGINT}:
                 raise Interrupted(signal.SIGINT) from failed
-            raise TrainingFailed(explain(Path(records), world_size, codes, logs)) from failed
+            logs = Path(config.output) / LOG_FOLDER
+            raise TrainingFailed(explain(logs, config.world_size, codes)) from failed
 
 
-def worker_environment(environment: Mapping[str, str], records: Path) -> dict[str, str]:
+def _worker(config: TrainConfig, module: str) -> tuple[str, ...]:
+    """Python's arguments for a worker of one method."""
+    return "-m", module, str(Path(config.output) / CONFIG_FILE)
+
+
+def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """What workers get beside the launcher's own variables: one thread each, unless the user has set it."""
     return {
         "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": environment.get("TOKENIZERS_PARALLELISM", "false"),
-        RECORDS_VARIABLE: str(records),
     }

@@ -26,23 +26,15 @@ from megatron_vocabpar.runtime.profile import Timeline, gather_trace
 from megatron_vocabpar.runtime.streams import backend, default_device, peak_memory_mib
 from megatron_vocabpar.schedule.draw.pictures import write_pictures
 from megatron_vocabpar.schedule.passes import Instruction
-from megatron_vocabpar.schedule.placement import Placement
-from megatron_vocabpar.schedule.redistribution import redistribute_by_flops, with_final_stage
 from megatron_vocabpar.schedule.serialize import plan_from_json
-from megatron_vocabpar.train.build import build_chunks, build_optimizer
+from megatron_vocabpar.train import output
+from megatron_vocabpar.train.build import build
 from megatron_vocabpar.train.checkpoint import load_checkpoint, save_checkpoint
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from megatron_vocabpar.train.datasets import build_datasets, microbatches
 from megatron_vocabpar.train.failure import ProgressRecord
 from megatron_vocabpar.train.metrics import Metrics
-from megatron_vocabpar.train.output import (
-    DATA_FILE,
-    METRICS_FILE,
-    SCHEDULE_DATA_FILE,
-    checkpoint_folder,
-    steps_done,
-)  # fmt: skip
 from megatron_vocabpar.train.prepare import DataFiles
 
 
@@ -70,24 +62,11 @@ def train(config: TrainConfig, device: torch.device) -> None:
         parallel_state.destroy_model_parallel()
 
 
-def layers_per_stage(config: TrainConfig, placement: Placement) -> tuple[int, ...]:
-    """Transformer layers of each virtual stage: even, but for ``redis``."""
-    stages = placement.num_stages
-    if config.method != "redis" or config.pp == 1:
-        return (config.layers // stages,) * stages
-    if config.final_stage_layers is not None:
-        return with_final_stage(config.layers, config.pp, config.final_stage_layers)
-    return redistribute_by_flops(
-        config.layers, config.pp, config.hidden, config.seq_length, config.vocab_size
-    )
-
-
-def loss_func(loss_mask: torch.Tensor | None, output: torch.Tensor) -> tuple[Any, ...]:
+def loss_func(loss_mask: torch.Tensor | None, losses: torch.Tensor) -> tuple[Any, ...]:
     """Megatron's: sum over the tokens that count, their number, and both for the report."""
-    losses = output.float().reshape(-1)
     assert loss_mask is not None
     mask = loss_mask.reshape(-1)
-    total = (losses * mask).sum()
+    total = (losses.float().reshape(-1) * mask).sum()
     tokens = mask.sum().to(torch.int)
     return total, tokens, {"lm loss": torch.stack([total.detach().clone(), tokens.float()])}
 
@@ -98,8 +77,8 @@ def forward_step(device: torch.device, data_iterator: Iterator[Any] | None, mode
     if data_iterator is not None:
         batch = {k: v if v is None else v.to(device) for k, v in next(data_iterator).items()}
     inputs = (batch.get(name) for name in ("tokens", "position_ids", "attention_mask"))
-    output = model(*inputs, labels=batch.get("labels"))
-    return output, partial(loss_func, batch.get("loss_mask"))
+    losses = model(*inputs, labels=batch.get("labels"))
+    return losses, partial(loss_func, batch.get("loss_mask"))
 
 
 class _Trainer:
@@ -109,9 +88,9 @@ class _Trainer:
         self.config = config
         self.device = device
         self.folder = Path(config.output)
-        self.record = ProgressRecord.of_this_rank()
+        self.record = ProgressRecord(self.folder / output.LOG_FOLDER, dist.get_rank())
         self.timeline = Timeline(device)
-        self.plan = plan_from_json((self.folder / SCHEDULE_DATA_FILE).read_text())
+        self.plan = plan_from_json((self.folder / output.SCHEDULE_DATA_FILE).read_text())
         self.forward_backward = ForwardBackward(
             config.method,
             vocab_groups(),
@@ -121,11 +100,9 @@ class _Trainer:
             timeline=self.timeline,
         )
         self.placement = self.plan.schedule.placement
-        self.chunks = build_chunks(config, layers_per_stage(config, self.placement), self.placement)
-        self.optimizer, self.scheduler = build_optimizer(config, self.chunks)
-        self.train_data, self.valid_data = build_datasets(
-            config, DataFiles.from_json((self.folder / DATA_FILE).read_text())
-        )
+        self.state = build(config, self.placement)
+        files = DataFiles.from_json((self.folder / output.DATA_FILE).read_text())
+        self.train_data, self.valid_data = build_datasets(config, files)
 
     @contextmanager
     def _observe(self, instruction: Instruction) -> Iterator[None]:
@@ -136,10 +113,10 @@ class _Trainer:
         """Train to the last step and leave the results."""
         config, first_step = self.config, 0
         if config.resume:
-            latest = checkpoint_folder(self.folder, steps_done(self.folder))
-            first_step = load_checkpoint(latest, self.chunks, self.optimizer, self.scheduler)
+            latest = output.checkpoint_folder(self.folder, output.steps_done(self.folder))
+            first_step = load_checkpoint(latest, self.state)
         batches = self._batches(self.train_data, first_step)
-        with Metrics(config, self.folder / METRICS_FILE, first_step, dist.get_rank() == 0) as metrics:
+        with Metrics(config, self.folder / output.METRICS_FILE, first_step, dist.get_rank() == 0) as metrics:
             for step in range(first_step, config.steps):
                 self.record.write_step(step + 1)
                 last = step == config.steps - 1
@@ -153,8 +130,7 @@ class _Trainer:
                 self.record.write("saving results")
                 at_interval = config.save_interval and (step + 1) % config.save_interval == 0
                 if config.save and (last or at_interval):
-                    folder = checkpoint_folder(self.folder, step + 1)
-                    save_checkpoint(folder, self.chunks, self.optimizer, self.scheduler, step + 1)
+                    save_checkpoint(output.checkpoint_folder(self.folder, step + 1), self.state, step + 1)
                 if last:
                     trace = gather_trace(spans)
                     if trace is not None:
@@ -176,13 +152,14 @@ class _Trainer:
     def _step(self, batches: list[Iterator[Any] | None]) -> dict[str, Any]:
         """One optimizer step; what is measured of it, the same on all ranks."""
         start = time.perf_counter()
-        learning_rate = self.optimizer.param_groups[0]["lr"]
-        for chunk in self.chunks:
+        optimizer = self.state.optimizer
+        learning_rate = optimizer.param_groups[0]["lr"]
+        for chunk in self.state.chunks:
             chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        optimizer.zero_grad()
         reported = self._run(batches, forward_only=False)
-        _, grad_norm, _ = self.optimizer.step()
-        self.scheduler.step(increment=1)
+        _, grad_norm, _ = optimizer.step()
+        self.state.scheduler.step(increment=1)
         loss = self._mean_loss(reported)
         seconds = time.perf_counter() - start
         return {
@@ -206,7 +183,7 @@ class _Trainer:
         return self.forward_backward(
             forward_step_func=partial(forward_step, self.device),
             data_iterator=batches,
-            model=self.chunks,
+            model=self.state.chunks,
             num_microbatches=self.config.microbatches,
             seq_length=self.config.seq_length,
             micro_batch_size=self.config.micro_batch_size,

@@ -2,8 +2,8 @@
 
 Started by ``ranks.py``, once a rank, with torch's ``RANK``, ``WORLD_SIZE``, … in the environment. Rank 0
 keeps the terminal, without Megatron's warnings; the others write all they say to a log file. An exception
-is left in a file for the launcher, and the process ends at once: on a failure nothing waits for peers. It
-also ends when its launcher is gone.
+is left in the rank's record, for the launcher, and the process ends at once: on a failure nothing waits for
+peers. It also ends when its launcher is gone.
 Next: ``trainer.py``, which does the training.
 """
 
@@ -15,14 +15,13 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn
 
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.failure import RECORDS_VARIABLE, write_error
+from megatron_vocabpar.train.failure import write_error
 from megatron_vocabpar.train.output import LOG_FOLDER
 from megatron_vocabpar.train.quiet import quiet_megatron
 
@@ -39,8 +38,9 @@ def run_worker(config_path: str, run: Callable[[TrainConfig], None]) -> int:
     rank = int(os.environ["RANK"])
     config = TrainConfig.from_json(Path(config_path).read_text())
     _follow_parent()
+    logs = Path(config.output) / LOG_FOLDER
     if rank != 0:
-        _log_to(Path(config.output) / LOG_FOLDER / f"rank{rank}.log")
+        _log_to(logs / f"rank{rank}.log")
     faulthandler.enable()
     try:
         with quiet_megatron() if rank == 0 else nullcontext():
@@ -48,11 +48,7 @@ def run_worker(config_path: str, run: Callable[[TrainConfig], None]) -> int:
     except KeyboardInterrupt:
         _leave(130)
     except Exception as error:
-        records = os.environ.get(RECORDS_VARIABLE)
-        if records is None:
-            traceback.print_exc()
-        else:
-            write_error(Path(records), rank, error)
+        write_error(logs, rank, error)
         _leave(1)
     return 0
 

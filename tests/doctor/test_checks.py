@@ -40,7 +40,8 @@ def test_every_check_can_be_called_and_follows_the_one_it_needs() -> None:
     seen: set[str] = set()
     for check in by_name(8).values():
         module, _, function = check.target.partition(":")
-        inspect.signature(getattr(importlib.import_module(module), function)).bind(**check.arguments)
+        called = getattr(importlib.import_module(module), function)
+        inspect.signature(called, follow_wrapped=False).bind(**check.arguments)
         assert check.after is None or check.after in seen
         seen.add(check.name)
     assert {f"training {method}, fp32" for method in METHODS} < seen
@@ -86,10 +87,10 @@ def test_kernels_that_do_not_are_found(kernel: str) -> None:
         scatter_add_rows_=scatter_add_rows_,
     )
     large = kernel.startswith("large")
-    arguments = {"elements": 2**16} if large else {"dtype": "bfloat16", **SMALL[kernel]}
-    assert getattr(kernels, kernel)("cpu", **arguments).outcome == "ok"
+    sizes = {"elements": 2**16} if large else SMALL[kernel]
+    assert getattr(kernels, kernel)("cpu", "bfloat16", **sizes).outcome == "ok"
     with use_kernels(broken):
-        finding = getattr(kernels, kernel)("cpu", **arguments)
+        finding = getattr(kernels, kernel)("cpu", "bfloat16", **sizes)
     assert finding.outcome == "failed"
     assert finding.figure.startswith("broken: largest error")
 
@@ -101,9 +102,9 @@ def test_kernels_of_the_statistics(name: str) -> None:
         (found.loss if name == "merge" else found.target)[-1] *= 1.001
         return found
 
-    assert kernels.statistics("cpu", 40).outcome == "ok"
+    assert kernels.statistics("cpu", "float32", n=40).outcome == "ok"
     with use_kernels(dataclasses.replace(dispatch.CPU, **{name: wrong})):
-        assert kernels.statistics("cpu", 40).outcome == "failed"
+        assert kernels.statistics("cpu", "float32", n=40).outcome == "failed"
 
 
 def test_what_is_written_twice_must_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +121,7 @@ def test_what_is_written_twice_must_have_the_same_bits(monkeypatch: pytest.Monke
 
 def test_what_lacks_memory_or_triton_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "free_bytes", lambda device: 2**30)
-    finding = kernels.large_rows("cpu", 2**31)
+    finding = kernels.large_rows("cpu", "bfloat16", elements=2**31)
     assert (finding.outcome, finding.reason) == (
         "not run",
         "it needs 10.0 GiB of memory, and 1.0 GiB are free",

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.failure import Record
+from megatron_vocabpar.train.output import LOG_FOLDER
 
 SOON_S = 120
 
@@ -70,4 +72,5 @@ def test_rank_fails_while_side_streams_wait_for_peers(tmp_path: Path) -> None:
 def test_worker_does_not_join_its_threads(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(TrainConfig(output=str(tmp_path)).to_json())
-    _ends(_start(A_WORKER, str(path), RANK="0"), "FloatingPointError: planted")
+    _ends(_start(A_WORKER, str(path), RANK="0"), "")
+    assert Record.read(tmp_path / LOG_FOLDER, 0).error == "FloatingPointError: planted"

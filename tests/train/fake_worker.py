@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import ProgressRecord
+from megatron_vocabpar.train.output import LOG_FOLDER
 from megatron_vocabpar.train.worker import run_worker
 
 PATIENCE_S = 120
@@ -22,7 +23,7 @@ def pretend(config: TrainConfig) -> None:
     """Do what ``FAKE_WORKER`` says: ``train``, ``raise:RANK``, ``kill:RANK``, ``exit:RANK`` or ``wait``."""
     what, _, chosen = os.environ.get("FAKE_WORKER", "train").partition(":")
     rank = int(os.environ["RANK"])
-    record = ProgressRecord.of_this_rank()
+    record = ProgressRecord(Path(config.output) / LOG_FOLDER, rank)
     record.write_step(7)
     record.write("2S5")
     Path(config.output, f"pid{rank}").write_text(str(os.getpid()))

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
+import time
 from pathlib import Path
 
 import pytest
 
-from megatron_vocabpar.train.failure import (
-    RECORDS_VARIABLE,
-    ProgressRecord,
-    WorkerError,
-    describe,
-    explain,
-    read_errors,
-    read_record,
-    record_path,
-    write_error,
-)
+from megatron_vocabpar.train.failure import ProgressRecord, Record, explain, write_error
 
 
 @pytest.mark.parametrize(
@@ -32,39 +21,37 @@ from megatron_vocabpar.train.failure import (
     ],
 )
 def test_where_a_rank_was(progress: tuple[int | None, str], words: str) -> None:
-    assert describe(*progress) == words
+    assert Record(*progress).place == words
 
 
 def test_a_record_comes_back_and_outlives_its_writer(tmp_path: Path) -> None:
-    record = ProgressRecord.of_this_rank({RECORDS_VARIABLE: str(tmp_path), "RANK": "3"})
-    assert read_record(tmp_path, 3) == (None, "")
+    record = ProgressRecord(tmp_path / "logs", 3)
+    assert Record.read(tmp_path / "logs", 3) == Record()
     record.write_step(12345)
-    assert read_record(tmp_path, 3) == (12345, "")
+    assert Record.read(tmp_path / "logs", 3) == Record(12345)
     record.write("11RECV_B10")
     record.write("2S5")
     del record
-    assert read_record(tmp_path, 3) == (12345, "2S5")
-    assert read_record(tmp_path, 4) == (None, "")
+    assert Record.read(tmp_path / "logs", 3) == Record(12345, "2S5")
+    assert Record.read(tmp_path / "logs", 4) == Record()
 
 
 def test_a_text_that_is_too_long_is_cut(tmp_path: Path) -> None:
-    record = ProgressRecord(record_path(tmp_path, 0))
+    record = ProgressRecord(tmp_path, 0)
     record.write_step(10**15)
     record.write("x" * 100)
-    assert read_record(tmp_path, 0) == (10**15, "x" * 48)
+    assert Record.read(tmp_path, 0) == Record(10**15, "x" * 48)
 
 
-def test_without_a_launcher_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    record = ProgressRecord.of_this_rank({"RANK": "0"})
-    record.write_step(1)
-    record.write("0F0")
-    assert list(tmp_path.iterdir()) == []
-
-
-def left(folder: Path, rank: int, time_s: float, text: str) -> None:
-    error = WorkerError(time_s, "RuntimeError", text, f"Traceback …\nRuntimeError: {text}\n")
-    (folder / f"rank{rank}.error.json").write_text(json.dumps(asdict(error)))
+def test_an_error_keeps_the_place(tmp_path: Path) -> None:
+    record = ProgressRecord(tmp_path, 0)
+    record.write_step(3)
+    write_error(tmp_path, 0, RuntimeError("boom"))
+    record.write("2S5")
+    found = Record.read(tmp_path, 0)
+    assert (found.step, found.instruction, found.error) == (3, "2S5", "RuntimeError: boom")
+    ProgressRecord(tmp_path, 0)
+    assert Record.read(tmp_path, 0) == Record()
 
 
 @pytest.mark.parametrize(
@@ -83,10 +70,15 @@ def left(folder: Path, rank: int, time_s: float, text: str) -> None:
     ],
 )
 def test_who_is_to_blame(
-    tmp_path: Path, errors: dict[int, tuple[float, str]], exit_codes: dict[int, int], first_line: str
+    tmp_path: Path,
+    errors: dict[int, tuple[float, str]],
+    exit_codes: dict[int, int],
+    first_line: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for rank, (time_s, text) in errors.items():
-        left(tmp_path, rank, time_s, text)
+        monkeypatch.setattr(time, "time", lambda time_s=time_s: time_s)
+        write_error(tmp_path, rank, RuntimeError(text))
     said = explain(tmp_path, 4, exit_codes).splitlines()[0]
     assert said.removesuffix(" (before its first step)") == first_line
 
@@ -96,7 +88,6 @@ def test_the_traceback_and_the_logs_are_shown(tmp_path: Path) -> None:
         raise RuntimeError("boom")
     except RuntimeError as error:
         write_error(tmp_path, 1, error)
-    assert read_errors(tmp_path, 4)[1].message == "boom"
-    lines = explain(tmp_path, 4, {1: 1}, Path("/some/logs")).splitlines()
+    lines = explain(tmp_path, 4, {1: 1}).splitlines()
     assert 'raise RuntimeError("boom")' in "\n".join(lines)
-    assert lines[-2:] == ["RuntimeError: boom", "the logs of the ranks are in /some/logs"]
+    assert lines[-2:] == ["RuntimeError: boom", f"the logs of the ranks are in {tmp_path}"]

@@ -9,7 +9,7 @@ import pytest
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import TrainingFailed
 from megatron_vocabpar.train.job import write_inputs
-from megatron_vocabpar.train.output import LOG_FOLDER, method_config, open_method
+from megatron_vocabpar.train.output import method_config, open_method
 from megatron_vocabpar.train.prepare import prepare
 from megatron_vocabpar.train.ranks import launch
 from megatron_vocabpar.train.schedules import plan_method
@@ -55,11 +55,10 @@ def test_failing_rank_is_named(
         family=family, pp=2, layers=4, hidden=16, heads=2, seq_length=16, vocab_size=300, microbatches=4,
         steps=3, eval_interval=0, text=str(text), device="cpu", output=str(tmp_path / "out"),
     )  # fmt: skip
-    config_path = open_method(method_config(config, "vocab-2"))
-    files = prepare(config)
-    write_inputs(config_path.parent, files, plan_method(config, config.method))
+    told = method_config(config, "vocab-2")
+    write_inputs(open_method(told).parent, prepare(config), plan_method(config, config.method))
     with pytest.raises(TrainingFailed, match=message):
-        launch(config_path, 2, config_path.parent / LOG_FOLDER, "tests.train.failing_worker")
+        launch(told, "tests.train.failing_worker")
 
 
 def _nonlinear(_: int) -> None:

@@ -26,7 +26,7 @@ def config_path(tmp_path: Path) -> Path:
 
 
 def run(config_path: Path) -> None:
-    launch(config_path, RANKS, config_path.parent / LOG_FOLDER, FAKE)
+    launch(TrainConfig.from_json(config_path.read_text()), FAKE)
 
 
 def alive(config_path: Path) -> list[int]:

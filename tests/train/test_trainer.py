@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.schedule.serialize import from_json
-from megatron_vocabpar.train.build import build_chunks, build_optimizer
+from megatron_vocabpar.train.build import build
 from megatron_vocabpar.train.checkpoint import load_checkpoint
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.cpu import megatron_on_cpu
@@ -23,7 +23,7 @@ from megatron_vocabpar.train.job import write_inputs
 from megatron_vocabpar.train.output import checkpoint_folder, steps_done
 from megatron_vocabpar.train.prepare import prepare
 from megatron_vocabpar.train.schedules import plan_method
-from megatron_vocabpar.train.trainer import layers_per_stage, train
+from megatron_vocabpar.train.trainer import train
 from megatron_vocabpar.train.weights import global_parameters
 from tests.cases import rest_is_slow
 from tests.integration.gpt import unwrap
@@ -86,12 +86,10 @@ def _weights(_: int, config: TrainConfig) -> dict[str, np.ndarray]:
     with megatron_on_cpu():
         parallel_state.initialize_model_parallel(config.tp, config.pp)
         model_parallel_cuda_manual_seed(config.seed)
-        placement = Placement(config.pp)
-        chunks = build_chunks(config, layers_per_stage(config, placement), placement)
-        optimizer, scheduler = build_optimizer(config, chunks)
-        folder = Path(config.output)
-        load_checkpoint(checkpoint_folder(folder, steps_done(folder)), chunks, optimizer, scheduler)
-        return {name: p.detach().float().numpy().copy() for name, p in global_parameters(unwrap(chunks[0]))}
+        state, folder = build(config, Placement(config.pp)), Path(config.output)
+        load_checkpoint(checkpoint_folder(folder, steps_done(folder)), state)
+        model = unwrap(state.chunks[0])
+        return {name: p.detach().float().numpy().copy() for name, p in global_parameters(model)}
 
 
 def weights(config: TrainConfig, pp: int, method: str) -> dict[str, np.ndarray]:
