@@ -64,7 +64,7 @@ def doctor_command(gpu: bool, megatron: Path | None, allow_unknown: bool, output
 
 
 def _check_gpus(output_format: str) -> None:
-    from megatron_vocabpar.doctor.checks import Machine, checks
+    from megatron_vocabpar.doctor.checks import checks
     from megatron_vocabpar.doctor.guard import run_all
     from megatron_vocabpar.doctor.surroundings import count_gpus
     from megatron_vocabpar.doctor.table import print_table
@@ -72,8 +72,8 @@ def _check_gpus(output_format: str) -> None:
     gpus = count_gpus()
     results = []
     with tempfile.TemporaryDirectory(prefix="vocabpar-doctor-") as folder:
-        machine = Machine("cuda", gpus, folder)
-        for result in run_all(checks(machine), lambda name: click.echo(f"{name} ... ", nl=False, err=True)):
+        every = checks("cuda", gpus, folder)
+        for result in run_all(every, lambda name: click.echo(f"{name} ... ", nl=False, err=True)):
             click.echo(f"{result.outcome}, {result.seconds:.1f} s", err=True)
             results.append(result)
     if output_format == "json":

@@ -6,7 +6,7 @@ Functions are named by text, so that the list can be made, and its processes sta
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from megatron_vocabpar.doctor.result import Check
@@ -17,29 +17,21 @@ DTYPES = ("bfloat16", "float16", "float32")
 _ROOM = "megatron_vocabpar.doctor"
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What is checked.
+def checks(
+    device: str, gpus: int, folder: str, sizes: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+) -> list[Check]:
+    """Every check of a machine, in the order of the table.
 
-    Attributes:
+    Args:
         device: ``cuda``; ``cpu`` in tests.
         gpus: how many of them, at least 1.
         folder: for the results of trainings.
         sizes: arguments of some functions (``module:function``) in place of their own; empty but in tests.
     """
-
-    device: str
-    gpus: int
-    folder: str
-    sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-
-def checks(machine: Machine) -> list[Check]:
-    """Every check, in the order of the table."""
     found = [Check("environment variables", f"{_ROOM}.surroundings:variables", {}, 120)]
 
     def add(name: str, target: str, timeout_s: float, after: str | None = None, **arguments: Any) -> None:
-        given = {"device": machine.device, **arguments, **machine.sizes.get(target, {})}
+        given = {"device": device, **arguments, **sizes.get(target, {})}
         found.append(Check(name, f"{_ROOM}.{target}", given, timeout_s, after))
 
     add("versions", "surroundings:versions", 120)
@@ -56,7 +48,7 @@ def checks(machine: Machine) -> list[Check]:
             shard = "a padded shard" if padding else "a shard"
             name = f"output layer of {shard}, {dtype}"
             add(name, "layers:output_layer", 180, dtype=dtype, padding=padding)
-    processes, pp = min(machine.gpus, MOST_PROCESSES), min(machine.gpus, MOST_STAGES)
+    processes, pp = min(gpus, MOST_PROCESSES), min(gpus, MOST_STAGES)
     add("a copy beside products", "overlap:copy_beside_products", 180)
     warm = "communicators"
     add(warm, "communicators:communicators", 240, processes=processes)
@@ -65,6 +57,6 @@ def checks(machine: Machine) -> list[Check]:
         for method in methods:
             name, stock = (f"training {which}, {dtype}" for which in (method, "baseline"))
             after = None if method == "baseline" else stock
-            arguments = {"method": method, "dtype": dtype, "pp": pp, "folder": machine.folder}
+            arguments = {"method": method, "dtype": dtype, "pp": pp, "folder": folder}
             add(name, "training:train", 300, after, **arguments)
     return found

@@ -61,21 +61,18 @@ def wrong_collectives(groups: VocabGroups, device: torch.device) -> list[str]:
     received = torch.full_like(rows, -1)
     exchange_rows(groups, received, rows, [1] * size, [1] * size)
     everyone = [float(k) for k in range(size)]
-    got = {
-        "broadcast": torch.cat(pieces),
-        "all-gather": all_gather(groups, groups.output, own).flatten(),
-        "all-reduce, sum": all_reduce(groups, groups.output, own.clone()),
-        "all-reduce, maximum": all_reduce(groups, groups.output, own.clone(), dist.ReduceOp.MAX),
-        "all-to-all": received.flatten(),
+    results = {
+        "broadcast": (torch.cat(pieces), everyone),
+        "all-gather": (all_gather(groups, groups.output, own).flatten(), everyone),
+        "all-reduce, sum": (all_reduce(groups, groups.output, own.clone()), [sum(everyone)]),
+        "all-reduce, maximum": (
+            all_reduce(groups, groups.output, own.clone(), dist.ReduceOp.MAX),
+            [everyone[-1]],
+        ),
+        "all-to-all": (received.flatten(), [100.0 * k + me for k in range(size)]),
     }
-    expected = {
-        "broadcast": everyone,
-        "all-gather": everyone,
-        "all-reduce, sum": [sum(everyone)],
-        "all-reduce, maximum": [everyone[-1]],
-        "all-to-all": [100.0 * k + me for k in range(size)],
-    }
-    return [f"{name} gave {got[name].tolist()}" for name in got if got[name].tolist() != expected[name]]
+    found = {name: (got.tolist(), expected) for name, (got, expected) in results.items()}
+    return [f"{name} gave {got}" for name, (got, expected) in found.items() if got != expected]
 
 
 def wrong_links(groups: VocabGroups, device: torch.device) -> list[str]:

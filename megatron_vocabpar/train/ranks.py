@@ -27,6 +27,7 @@ from megatron_vocabpar.train.failure import TrainingFailed, explain
 from megatron_vocabpar.train.output import CONFIG_FILE, LOG_FOLDER
 
 WORKER_MODULE = "megatron_vocabpar.train.worker"
+_DEFAULTS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # unless the user has set them
 _MONITOR_INTERVAL_S = 0.2
 _PREPARATION = timedelta(hours=2)
 _SETTLE_S = 1.0
@@ -101,8 +102,8 @@ class TorchrunRank(OwnProcesses):
         if self.leads:
             self._store.set(port, str(get_free_port()))
         environment = {
+            **_DEFAULTS,
             **os.environ,
-            **worker_environment(os.environ),
             "MASTER_PORT": self._read(port),
             "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
@@ -162,7 +163,7 @@ def launch(config: TrainConfig, worker_module: str = WORKER_MODULE) -> None:
         # It hands on this process's environment, which is put back as it was: emptied, then filled.
         stack.callback(os.environ.update, dict(os.environ))
         stack.callback(os.environ.clear)
-        os.environ.update(worker_environment(os.environ))
+        os.environ.update(_DEFAULTS | os.environ)
         try:
             elastic_launch(launcher, sys.executable)(*_worker(config, worker_module))
         except SignalException as stop:
@@ -178,11 +179,3 @@ def launch(config: TrainConfig, worker_module: str = WORKER_MODULE) -> None:
 def _worker(config: TrainConfig, module: str) -> tuple[str, ...]:
     """Python's arguments for a worker of one method."""
     return "-m", module, str(Path(config.output) / CONFIG_FILE)
-
-
-def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What workers get beside the launcher's own variables: one thread each, unless the user has set it."""
-    return {
-        "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"),
-        "TOKENIZERS_PARALLELISM": environment.get("TOKENIZERS_PARALLELISM", "false"),
-    }

@@ -22,7 +22,7 @@ LATER = Check("a later one", f"{FAKE}:fine", {"figure": ""}, 60, after="a broken
 
 def doctor(monkeypatch: pytest.MonkeyPatch, every: list[Check], *options: str):
     monkeypatch.setattr(surroundings, "count_gpus", lambda: 2)
-    monkeypatch.setattr(checks, "checks", lambda machine: every)
+    monkeypatch.setattr(checks, "checks", lambda *_: every)
     return CliRunner().invoke(main, ["doctor", "--gpu", *options])
 
 

@@ -15,7 +15,7 @@ import torch
 
 from megatron_vocabpar.bench import kernels_layer
 from megatron_vocabpar.doctor import communicators, kernels, layers, overlap, surroundings, training
-from megatron_vocabpar.doctor.checks import DTYPES, Machine, checks
+from megatron_vocabpar.doctor.checks import DTYPES, checks
 from megatron_vocabpar.doctor.guard import run_all
 from megatron_vocabpar.doctor.overlap import Times, judge
 from megatron_vocabpar.doctor.result import Check
@@ -33,7 +33,7 @@ SMALL |= {"scatter_add_rows": {"n": 60, "hidden": 300}}
 
 
 def by_name(gpus: int) -> dict[str, Check]:
-    return {check.name: check for check in checks(Machine("cuda", gpus, "/folder"))}
+    return {check.name: check for check in checks("cuda", gpus, "/folder")}
 
 
 def test_every_check_can_be_called_and_follows_the_one_it_needs() -> None:
@@ -283,7 +283,7 @@ TINY = {
 @pytest.mark.timeout(1200)
 def test_the_whole_list_in_processes_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VOCABPAR_CACHE", str(tmp_path / "cache"))
-    every = checks(Machine("cpu", 2, str(tmp_path), TINY))
+    every = checks("cpu", 2, str(tmp_path), TINY)
     trained = ("training baseline", "training vocab-2")
     chosen = [c for c in every if not c.name.startswith("training") or c.name.startswith(trained)]
     found = {result.check: result for result in run_all(chosen, print)}
