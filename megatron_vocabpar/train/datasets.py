@@ -26,6 +26,7 @@ from megatron.core.datasets import utils as dataset_utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+from torch.utils.data import default_collate
 
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.prepare import DataFiles, locked
@@ -75,31 +76,24 @@ def compile_helpers() -> None:
     The wheels of megatron-core bring them; an installation without them is compiled here.
 
     Raises:
-        ValueError: if there is no C++ compiler or pybind11, or the compilation fails.
+        ValueError: if there is no C++ compiler, or the compilation fails.
     """
     with contextlib.suppress(ImportError):
         importlib.import_module("megatron.core.datasets.helpers_cpp")
         return
-    folder = Path(dataset_utils.__file__).parent
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
     if compiler is None:
         raise ValueError("megatron-core's dataset functions need a C++ compiler; install g++")
-    try:
-        import pybind11
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            "megatron-core's dataset functions need pybind11; run: pip install pybind11"
-        ) from error
-    target = folder / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
-    includes = [f"-I{path}" for path in (pybind11.get_include(), sysconfig.get_paths()["include"])]
-    with locked(folder):
-        command = [compiler, "-O3", "-shared", "-std=c++17", "-fPIC", *includes]
-        result = subprocess.run(
-            [*command, str(folder / "helpers.cpp"), "-o", str(target)], capture_output=True, text=True
-        )
+    source = Path(dataset_utils.__file__).with_name("helpers.cpp")
+    target = source.with_name(f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}")
+    # torch brings pybind11's headers
+    includes = [f"-I{Path(torch.__file__).parent / 'include'}", f"-I{sysconfig.get_path('include')}"]
+    command = [compiler, "-O3", "-shared", "-std=c++17", "-fPIC", *includes, str(source), "-o", str(target)]
+    with locked(source.parent):
+        result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
         last = (result.stderr.strip().splitlines() or ["no output"])[-1]
-        raise ValueError(f"{compiler} could not compile {folder / 'helpers.cpp'}: {last}")
+        raise ValueError(f"{compiler} could not compile {source}: {last}")
 
 
 def build_datasets(config: TrainConfig, files: DataFiles) -> tuple[GPTDataset, GPTDataset | None]:
@@ -149,9 +143,9 @@ def microbatch(dataset: GPTDataset, config: TrainConfig, step: int, index: int, 
     """
     size = config.micro_batch_size
     first = ((step * config.microbatches + index) * config.dp + dp_rank) * size
-    samples = [dataset[_sample(len(dataset), config.seed, place)] for place in range(first, first + size)]
-    names = ("tokens", "labels", "loss_mask", "position_ids")
-    batch = {name: torch.stack([sample[name] for sample in samples]) for name in names}
+    batch = default_collate(
+        [dataset[_sample(len(dataset), config.seed, place)] for place in range(first, first + size)]
+    )
     largest = int(torch.maximum(batch["tokens"], batch["labels"]).max())
     if largest >= config.vocab_size:
         raise ValueError(f"the data holds token id {largest}; give --vocab-size {largest + 1} or more")

@@ -37,6 +37,7 @@ class ProgressRecord:
     """Where one rank notes its step and instruction; its record in the folder ``logs`` is begun anew."""
 
     def __init__(self, logs: Path, rank: int) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
         with open(record_path(logs, rank), "w+b") as file:
             file.truncate(_PROGRESS_BYTES)
             self._map = mmap.mmap(file.fileno(), _PROGRESS_BYTES)
@@ -51,8 +52,7 @@ class ProgressRecord:
 
 
 def record_path(logs: Path, rank: int) -> Path:
-    """The file of a rank's record; its folder is created."""
-    logs.mkdir(parents=True, exist_ok=True)
+    """The file of a rank's record."""
     return logs / f"rank{rank}.record"
 
 

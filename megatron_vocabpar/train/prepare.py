@@ -20,9 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from tokenizers import Tokenizer
+
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.quiet import quiet_megatron
 from megatron_vocabpar.train.text import Corpus, is_indexed_dataset, read_corpus
+from megatron_vocabpar.train.tokenizer import encoded, end_of_text, load_tokenizer, train_tokenizer
 
 VALID_FRACTION = 0.02
 _FORMAT = "1"  # a part of every cache key; raise it when the written form changes
@@ -77,9 +80,9 @@ def prepare(config: TrainConfig, say: Callable[[str], None] = lambda line: None)
         ValueError: if the text cannot be read, cannot fill the tokenizer's vocabulary, is too short for
             ``seq_length``, or has token ids that ``vocab_size`` does not hold.
     """
-    if config.text is not None and is_indexed_dataset(config.text):
-        index_cache = cache_folder() / "indices" / hashlib.sha256(config.text.encode()).hexdigest()[:16]
-        files = _data_files(config.text, config.text, None, index_cache)
+    text = config.text
+    if text is not None and is_indexed_dataset(text):
+        files = _data_files(text, text, cache_folder() / "indices" / _hash(text.encode()))
     else:
         files = _tokenized(config, say)
     _check_sizes(config, files)
@@ -96,61 +99,52 @@ def _datasets() -> ModuleType:
 
 def _tokenized(config: TrainConfig, say: Callable[[str], None]) -> DataFiles:
     corpus = read_corpus(config.text)
-    tokenizer_path = _tokenizer_path(config, corpus, say)
-    tokenizer_key = hashlib.sha256(tokenizer_path.read_bytes()).hexdigest()
-    folder = cache_folder() / "datasets" / _key(corpus.digest, tokenizer_key)
+    path = _trained(config, corpus, say) if config.tokenizer is None else Path(config.tokenizer)
+    tokenizer = load_tokenizer(path)
+    folder = cache_folder() / "datasets" / _key(corpus.digest, hashlib.sha256(path.read_bytes()).hexdigest())
     record = folder / "data.json"
     with locked(folder):
         if not record.is_file():
-            from megatron_vocabpar.train.tokenizer import encoded, load_tokenizer
-
             say(f"tokenizing {corpus.name} ({sum(map(len, corpus.documents)) / 1e6:.1f} M characters)")
-            tokenizer, prefix = load_tokenizer(tokenizer_path), str(folder / "text")
+            prefix = str(folder / "text")
             documents = filter(None, encoded(tokenizer, corpus.documents))
             _datasets().write_dataset(prefix, documents, tokenizer.get_vocab_size())
-            files = _data_files(corpus.name, prefix, tokenizer_path, folder / "indices")
+            files = _data_files(corpus.name, prefix, folder / "indices", path, tokenizer)
             write_atomically(record, files.to_json())
     return DataFiles.from_json(record.read_text())
 
 
-def _tokenizer_path(config: TrainConfig, corpus: Corpus, say: Callable[[str], None]) -> Path:
-    """The tokenizer's file: the user's, or one that is trained now if the cache has none."""
-    if config.tokenizer is not None:
-        from megatron_vocabpar.train.tokenizer import load_tokenizer
-
-        load_tokenizer(Path(config.tokenizer))
-        return Path(config.tokenizer)
+def _trained(config: TrainConfig, corpus: Corpus, say: Callable[[str], None]) -> Path:
+    """The file of the text's own tokenizer, which is trained now if the cache has none."""
     folder = cache_folder() / "tokenizers"
     path = folder / f"{_key(corpus.digest, str(config.tokenizer_size))}.json"
     with locked(folder):
         if not path.is_file():
-            from megatron_vocabpar.train.tokenizer import train_tokenizer
-
             say(f"training a tokenizer of {config.tokenizer_size} tokens on {corpus.name}")
             write_atomically(path, train_tokenizer(corpus.documents, config.tokenizer_size).to_str())
     return path
 
 
 def _key(*parts: str) -> str:
-    return hashlib.sha256("\0".join((_FORMAT, *parts)).encode()).hexdigest()[:16]
+    return _hash("\0".join((_FORMAT, *parts)).encode())
 
 
-def _data_files(name: str, prefix: str, tokenizer_path: Path | None, index_cache: Path) -> DataFiles:
+def _hash(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()[:16]
+
+
+def _data_files(
+    name: str, prefix: str, index_cache: Path, path: Path | None = None, tokenizer: Tokenizer | None = None
+) -> DataFiles:
     lengths, largest_id = _datasets().inspect_dataset(prefix)
-    vocab_size, eod = largest_id + 1, 0
-    if tokenizer_path is not None:
-        from megatron_vocabpar.train.tokenizer import end_of_text, load_tokenizer
-
-        tokenizer = load_tokenizer(tokenizer_path)
-        vocab_size, eod = tokenizer.get_vocab_size(), end_of_text(tokenizer)
     valid = 0 if len(lengths) < 2 else max(1, round(VALID_FRACTION * len(lengths)))
     kept = sum(lengths[len(lengths) - valid :])
     return DataFiles(
         name=name,
         prefix=prefix,
-        tokenizer=None if tokenizer_path is None else str(tokenizer_path),
-        vocab_size=vocab_size,
-        eod=eod,
+        tokenizer=None if path is None else str(path),
+        vocab_size=largest_id + 1 if tokenizer is None else tokenizer.get_vocab_size(),
+        eod=0 if tokenizer is None else end_of_text(tokenizer),
         documents=len(lengths),
         valid_documents=valid,
         train_tokens=sum(lengths) - kept,

@@ -82,16 +82,16 @@ def read_corpus(text: str | None) -> Corpus:
     """
     check_source(text)
     if text is None:
-        return Corpus("the standard library's Python source", _documents(_files(_standard_library(), "*.py")))
-    if not Path(text).is_dir():
-        content = _decoded(Path(text).read_bytes())
-        if content is None:
-            raise ValueError(f"--text {text} is not text (UTF-8); give a text file")
-        return Corpus(text, _documents([content]))
-    documents = _documents(_files(Path(text), "*"))
-    if not documents:
+        name, paths = "the standard library's Python source", _files(_standard_library(), "*.py")
+    else:
+        name, paths = text, _files(Path(text), "*") if Path(text).is_dir() else [Path(text)]
+    contents = (_decoded(path.read_bytes()) for path in paths)
+    documents = _documents(content for content in contents if content is not None)
+    if not documents and Path(name).is_dir():
         raise ValueError(f"--text {text} holds no text file; give a folder of text files")
-    return Corpus(text, documents)
+    if not documents:
+        raise ValueError(f"--text {text} is not text (UTF-8); give a text file")
+    return Corpus(name, documents)
 
 
 def _standard_library() -> Path:
@@ -103,21 +103,16 @@ def _standard_library() -> Path:
     return folder
 
 
-def _files(folder: Path, pattern: str) -> Iterator[str]:
-    """The text files under ``folder``, in the order of a hash of their relative paths."""
-    paths = [
-        path
-        for path in folder.rglob(pattern)
-        if path.is_file() and not {"site-packages", "dist-packages", "__pycache__"} & set(path.parts)
-    ]
-    for path in sorted(paths, key=lambda path: _path_hash(path.relative_to(folder))):
-        content = _decoded(path.read_bytes())
-        if content is not None:
-            yield content
+def _files(folder: Path, pattern: str) -> list[Path]:
+    """The files under ``folder``, in the order of a hash of their relative paths."""
 
+    def spread(path: Path) -> bytes:
+        name = path.relative_to(folder).as_posix()
+        return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
 
-def _path_hash(path: Path) -> str:
-    return hashlib.sha256(path.as_posix().encode("utf-8", "surrogateescape")).hexdigest()
+    skipped = {"site-packages", "dist-packages", "__pycache__"}
+    found = (path for path in folder.rglob(pattern) if path.is_file() and not skipped & set(path.parts))
+    return sorted(found, key=spread)
 
 
 def _decoded(raw: bytes, cut: bool = False) -> str | None:
@@ -137,8 +132,7 @@ def _documents(contents: Iterable[str]) -> tuple[str, ...]:
         room -= len(taken[-1])
         if room <= 0:
             break
-    total = sum(map(len, taken))
-    longest = min(LONGEST_PIECE, max(SHORTEST_PIECE, total // PIECES_WANTED))
+    longest = min(LONGEST_PIECE, max(SHORTEST_PIECE, (MOST_CHARACTERS - room) // PIECES_WANTED))
     return tuple(piece for content in taken for piece in _pieces(content, longest) if piece.strip())
 
 

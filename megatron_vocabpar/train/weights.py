@@ -58,28 +58,28 @@ def initialise_weights(model: GPTModel, seed: int) -> None:
             std /= math.sqrt(2 * config.num_layers)
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-        full = torch.randn(_full_shape(model, name, parameter), generator=generator) * std
+        dim, whole, _, _ = _place(model, name, parameter)
+        shape = (*parameter.shape[:dim], whole, *parameter.shape[dim + 1 :])
+        full = torch.randn(shape, generator=generator) * std
         with torch.no_grad():
             parameter.copy_(local_part(model, name, parameter, full))
 
 
-def _full_shape(model: GPTModel, name: str, parameter: torch.nn.Parameter) -> tuple[int, ...]:
-    shape = list(parameter.shape)
+def _place(model: GPTModel, name: str, parameter: torch.nn.Parameter) -> tuple[int, int, int, int]:
+    """Where a parameter lies in its whole tensor: dimension, size of the whole, first index, true indices."""
     if isinstance(model, VocabParallelGPTModel) and name in _VOCABULARY:
-        shape[0] = model.shard.range.vocab_size
-    elif getattr(parameter, "tensor_model_parallel", False):
-        shape[parameter.partition_dim] *= get_pg_size(compat.tensor_parallel_group(model))  # type: ignore[attr-defined]
-    return tuple(shape)
+        shard = model.shard.range
+        return 0, shard.vocab_size, min(shard.start, shard.vocab_size), shard.valid_rows
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return 0, len(parameter), 0, len(parameter)
+    dim: int = parameter.partition_dim  # type: ignore[attr-defined]
+    group, size = compat.tensor_parallel_group(model), parameter.shape[dim]
+    return dim, get_pg_size(group) * size, get_pg_rank(group) * size, size
 
 
 def local_part(model: GPTModel, name: str, parameter: torch.nn.Parameter, full: torch.Tensor) -> torch.Tensor:
     """The part of a whole tensor that this rank's ``parameter`` holds; padding rows are zero."""
-    if isinstance(model, VocabParallelGPTModel) and name in _VOCABULARY:
-        shard = model.shard.range
-        part = full.new_zeros(parameter.shape)
-        part[: shard.valid_rows] = full[shard.start : shard.start + shard.valid_rows]
-        return part
-    if getattr(parameter, "tensor_model_parallel", False):
-        group = compat.tensor_parallel_group(model)
-        return full.chunk(get_pg_size(group), dim=parameter.partition_dim)[get_pg_rank(group)]  # type: ignore[attr-defined]
-    return full
+    dim, _, start, size = _place(model, name, parameter)
+    part = full.new_zeros(parameter.shape)
+    part.narrow(dim, 0, size).copy_(full.narrow(dim, start, size))
+    return part

@@ -39,6 +39,7 @@ def run_worker(config_path: str, run: Callable[[TrainConfig], None]) -> int:
     config = TrainConfig.from_json(Path(config_path).read_text())
     _follow_parent()
     logs = Path(config.output) / LOG_FOLDER
+    logs.mkdir(parents=True, exist_ok=True)
     if rank != 0:
         _log_to(logs / f"rank{rank}.log")
     faulthandler.enable()
@@ -64,7 +65,6 @@ def _leave(code: int) -> NoReturn:
 
 def _log_to(path: Path) -> None:
     """Send this process's output, and its children's, to a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab", buffering=0) as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
