@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import ProgressRecord, Record, explain, write_error
+from megatron_vocabpar.train.output import LOG_FOLDER, open_method
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,15 @@ def test_an_error_keeps_the_place(tmp_path: Path) -> None:
     assert (found.step, found.instruction, found.error) == (3, "2S5", "RuntimeError: boom")
     ProgressRecord(tmp_path, 0)
     assert Record.read(tmp_path, 0) == Record()
+
+
+def test_records_of_an_earlier_job_are_removed_and_logs_kept(tmp_path: Path) -> None:
+    told = TrainConfig(output=str(tmp_path))
+    logs = open_method(told).parent / LOG_FOLDER
+    write_error(logs, 0, RuntimeError("of the earlier job"))
+    (logs / "rank1.log").write_text("kept")
+    open_method(told)
+    assert [path.name for path in logs.iterdir()] == ["rank1.log"]
 
 
 @pytest.mark.parametrize(
