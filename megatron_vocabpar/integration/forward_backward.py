@@ -21,7 +21,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.handlers import handlers_of
-from megatron_vocabpar.integration.iteration import Call, OutputOptions, Rank
+from megatron_vocabpar.integration.iteration import Call, Iteration, OutputOptions, Rank
 from megatron_vocabpar.integration.preparation import chunk_with_shards, prepare
 from megatron_vocabpar.integration.weight_gradients import split_weight_gradients
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_groups, warm_up
@@ -166,16 +166,8 @@ class ForwardBackward:
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(chunks[0])
         check_config(config, adjust_tensor_shapes_fn, self.method.vocabulary_parallel)
-        plan = self.plan(num_microbatches, forward_only)
-        schedule, instructions = plan.schedule, plan.program[self.groups.stage]
-        if len(chunks) != schedule.chunks:
-            raise ValueError(
-                f"the model has {len(chunks)} chunks, the schedule {schedule.chunks}; build as many chunks "
-                "as the schedule has"
-            )
         if pg_collection is None:
             pg_collection = compat.process_groups()
-        rank = self._rank(schedule.placement)
         shards = self.groups.tensor if config.sequence_parallel else 1
         cp_size = pg_collection.cp.size()
         call = Call(
@@ -192,21 +184,7 @@ class ForwardBackward:
         )
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-        model_with_shards = chunk_with_shards(self.method, chunks)
-        with split_weight_gradients(chunks if schedule.splits_w else ()) as weight_gradients:
-            iteration = prepare(rank, call, schedule, model_with_shards, weight_gradients)
-            handlers, finish = handlers_of(iteration, model_with_shards, weight_gradients)
-            try:
-                with torch.set_grad_enabled(not forward_only):
-                    execute(dist.get_rank(), instructions, handlers, self._observers)
-                    finish()
-            except BaseException:
-                iteration.gradients.abandon()
-                raise
-            if forward_only:
-                iteration.gradients.abandon()
-            else:
-                iteration.gradients.finish()
+        iteration = self._run(call)
         if config.finalize_model_grads_func is not None and not forward_only:
             tokens = None
             if config.calculate_per_token_loss:
@@ -215,6 +193,33 @@ class ForwardBackward:
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return iteration.reported
+
+    def _run(self, call: Call) -> Iteration:
+        """All instructions of this rank; the gradients then lack but Megatron's last reduction."""
+        chunks, plan = call.chunks, self.plan(call.num_microbatches, call.forward_only)
+        schedule = plan.schedule
+        if len(chunks) != schedule.chunks:
+            raise ValueError(
+                f"the model has {len(chunks)} chunks, the schedule {schedule.chunks}; build as many chunks "
+                "as the schedule has"
+            )
+        model_with_shards = chunk_with_shards(self.method, chunks)
+        with split_weight_gradients(chunks if schedule.splits_w else ()) as weight_gradients:
+            rank = self._rank(schedule.placement)
+            iteration = prepare(rank, call, schedule, model_with_shards, weight_gradients)
+            handlers, finish = handlers_of(iteration, model_with_shards, weight_gradients)
+            try:
+                with torch.set_grad_enabled(not call.forward_only):
+                    execute(dist.get_rank(), plan.program[rank.pipeline_rank], handlers, self._observers)
+                    finish()
+            except BaseException:
+                iteration.gradients.abandon()
+                raise
+            if call.forward_only:
+                iteration.gradients.abandon()
+            else:
+                iteration.gradients.finish()
+        return iteration
 
     def _rank(self, placement: Placement) -> Rank:
         return Rank(
