@@ -35,7 +35,7 @@ PLAIN = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 1, "ck
 def inside(program: str, argv: tuple[str, ...] = (), world_size: int = 4) -> dict[str, Any]:
     """The result of a program of ``inside.py`` in the checkout."""
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
         "CUDA_DEVICE_MAX_CONNECTIONS": "8",
