@@ -81,4 +81,5 @@ def test_experts_over_data_parallel_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["--bf16", "--fp16 --initial-loss-scale 4096"])
 def test_half_precision(tmp_path: Path, precision: str, method: str) -> None:
     """Within what 16-bit products allow: the reductions of stock are rounded to 16 bits, ours are not."""
-    check(tmp_path, words(precision), ("--vocab-parallel-method", method), 3e-3, pp=2)
+    # Stock rounds its logits to 16 bits, 5e-3 of a log-probability; ours are float32.
+    check(tmp_path, words(precision), ("--vocab-parallel-method", method), 5e-3, pp=2)
