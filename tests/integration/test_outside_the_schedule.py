@@ -94,8 +94,8 @@ def test_logits_go_through_scale_and_softcap() -> None:
 
 
 def _first_stage(rank: int, case: Case) -> str:
-    data = batch(case, 0, 0, 0)
     with megatron_on_cpu(), parallel_groups(case):
+        data = batch(case, 0, 0, 0)
         model = _model(case, True, PLAIN)
         if not model.pre_process:
             return ""

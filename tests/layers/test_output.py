@@ -384,7 +384,7 @@ def test_known_targets_and_a_given_place_change_nothing() -> None:
     given, same = output_forward(x, w, targets, shard, with_input_gradient=False, owned=owned, e=place)
     assert torch.equal(stats, same)
     assert given.e is place
-    assert given.owned is owned
+    assert given.tokens.owned is owned
     merged = merge_stats(stats.unsqueeze(0))
     for state in (plain, given):
         state_grad = torch.zeros(shard.rows, H)

@@ -68,14 +68,3 @@ def _nonlinear(_: int) -> None:
 def test_loss_function_that_is_not_linear_is_refused() -> None:
     with pytest.raises(AssertionError, match="the loss function is not linear in the per-token losses"):
         run_ranks(1, _nonlinear)
-
-
-def _context_parallel(_: int) -> None:
-    train(0, Case(method="vocab-2", pp=2, cp=2))
-
-
-def test_context_parallelism_without_transformer_engine_is_refused() -> None:
-    with pytest.raises(
-        AssertionError, match="Context parallelism is only supported by TEDotProductAttention"
-    ):
-        run_ranks(4, _context_parallel)
