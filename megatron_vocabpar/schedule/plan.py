@@ -35,11 +35,11 @@ class Plan:
 
     schedule: Schedule
     costs: PassCosts
-    program: Program = ()
+    program: Program = None  # type: ignore[assignment]  # set below, where none is given
 
     def __post_init__(self) -> None:
         validate(self.schedule)
-        if not self.program:
+        if self.program is None:
             object.__setattr__(self, "program", lower(self.schedule, self.costs))
         validate_program(self.schedule, self.program)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -303,15 +303,8 @@ def train(
                 ddp.zero_grad_buffer()
             for forward_only, record in ((False, losses), (True, evaluation)):
                 data = given or [batch(case, step, replica, i) for i in range(case.m)]
-                reported = run(
-                    forward_step_func=partial(forward_step, kind=case.loss),
-                    data_iterator=[iter(data) if has else None for has in has_batch],
-                    model=model,
-                    num_microbatches=case.m,
-                    seq_length=case.seq_length,
-                    micro_batch_size=case.micro_batch_size,
-                    forward_only=forward_only,
-                )
+                iterators = [iter(data) if has else None for has in has_batch]
+                reported = iterate(run, case, model, iterators, forward_only=forward_only)
                 record.append(_summary(reported))
             if step == 0:
                 first = _arrays(modules, gradients=True)
@@ -321,6 +314,25 @@ def train(
             first = _differences(modules, first, reference.first_gradients)
             weights = _differences(modules, weights, reference.weights)
         return Result(losses, evaluation, first, weights, rank == case.pp - 1)
+
+
+def iterate(
+    run: Callable[..., list[Any]],
+    case: Case,
+    model: list[Any],
+    iterators: Sequence[Iterator[Any] | None],
+    forward_only: bool = False,
+) -> list[Any]:
+    """One call of a forward-backward function, as Megatron's training loop makes it."""
+    return run(
+        forward_step_func=partial(forward_step, kind=case.loss),
+        data_iterator=iterators,
+        model=model,
+        num_microbatches=case.m,
+        seq_length=case.seq_length,
+        micro_batch_size=case.micro_batch_size,
+        forward_only=forward_only,
+    )
 
 
 def _differences(

@@ -37,7 +37,7 @@ from tests.integration.gpt import (
     MainGradAdam,
     batch,
     build_chunks,
-    forward_step,
+    iterate,
     parallel_groups,
     transformer_config,
 )
@@ -93,14 +93,7 @@ def train(rank: int, case: Case, kind: PlanKind, iterations: int | None, broken:
             for chunk in model:
                 chunk.zero_grad_buffer()
             data = [batch(case, len(losses) % 4, 0, i) for i in range(case.m)]
-            reported = watched(
-                forward_step_func=partial(forward_step, kind=case.loss),
-                data_iterator=[iter(data) for _ in modules],
-                model=model,
-                num_microbatches=case.m,
-                seq_length=case.seq_length,
-                micro_batch_size=case.micro_batch_size,
-            )
+            reported = iterate(watched, case, model, [iter(data) for _ in modules])
             losses.append(float(sum(report["lm loss"] for report in reported)))
             optimizer.step()
         weights = [p.detach().numpy().copy() for module in modules for p in module.parameters()]

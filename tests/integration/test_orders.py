@@ -36,7 +36,7 @@ from tests.integration.gpt import (
     batch,
     build_chunks,
     case_of,
-    forward_step,
+    iterate,
     parallel_groups,
     plan_maker,
 )
@@ -147,14 +147,7 @@ def _record(case: Case, groups: VocabGroups, reference: Result, mutant: str | No
             run = ForwardBackward(case.method, groups, torch.device("cpu"), make_plan=plan_maker(case))
         broken = MUTANTS[mutant](stream_class) if mutant else nullcontext()
         with broken, _without_preparation(recorder):
-            reported = run(
-                forward_step_func=partial(forward_step, kind=case.loss),
-                data_iterator=[iter(data) for _ in modules],
-                model=model,
-                num_microbatches=case.m,
-                seq_length=case.seq_length,
-                micro_batch_size=case.micro_batch_size,
-            )
+            reported = iterate(run, case, model, [iter(data) for _ in modules])
         if reported:
             recorder.keep("loss", torch.stack([report["lm loss"] for report in reported]).mean())
             expected["loss"] = (torch.tensor(reference.losses[0]), reference.losses[0])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,13 +64,18 @@ def test_cuda_stream_waits_for_its_producer_and_its_consumer_for_it() -> None:
     stream.close()
 
 
-def _peaks(_: int) -> tuple[float, float]:
+def _peaks(_: int) -> tuple[float, float, float]:
     before = peak_memory_mib(CPU)
     ballast = torch.ones(64 << 18)  # 64 MiB
-    return before, peak_memory_mib(CPU) - before * (ballast[0].item())
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    resident = pages * resource.getpagesize() / 2**20 * ballast[0].item()
+    return before, resident, peak_memory_mib(CPU)
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs what the process holds now")
 def test_peak_memory_sees_what_this_process_allocated() -> None:
-    ((before, grown),) = run_ranks(1, _peaks, fresh=True)
-    assert before > 10
-    assert 60 <= grown <= 100
+    """Not less than it holds now; what it held for a moment before (imports may) can hide the ballast."""
+    ((before, resident, peak),) = run_ranks(1, _peaks, fresh=True)
+    slack = 8  # MiB: the kernel adds its counters up late
+    assert resident > 64
+    assert max(before, resident) - slack <= peak <= max(before, resident) + slack

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.lower import lower
 from megatron_vocabpar.schedule.passes import (
@@ -22,6 +23,7 @@ from megatron_vocabpar.schedule.passes import (
     parse,
 )
 from megatron_vocabpar.schedule.peaks import peak_activations
+from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.program_rules import validate_program
 from megatron_vocabpar.schedule.schedule import Schedule, ScheduleError
 from megatron_vocabpar.schedule.serialize import from_json
@@ -95,6 +97,8 @@ def test_peak_over_the_cap_names_the_pass_that_exceeds_it() -> None:
 def test_missing_rank() -> None:
     with pytest.raises(ScheduleError, match="missing rank: 2 rows of passes for 3 ranks"):
         validate(replace(SCHEDULE, ranks=SCHEDULE.ranks[:2]))
+    with pytest.raises(ScheduleError, match="missing rank: 0 programs for 3 ranks"):
+        Plan(SCHEDULE, PassCosts.default(3), ())
 
 
 def test_the_grid_marks_the_culprit() -> None:
