@@ -33,10 +33,11 @@ class _CudaMeansCpu(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
-        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        kwargs = kwargs or {}
+        kwargs.pop("pin_memory", None)
         device = kwargs.get("device")
         if isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda":
-            kwargs = {**kwargs, "device": _CPU}
+            kwargs["device"] = _CPU
         result = func(*args, **kwargs)
         if func is torch.Tensor.type and isinstance(result, str):
             return result.replace("torch.", "torch.cuda.", 1)

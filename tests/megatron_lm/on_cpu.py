@@ -119,10 +119,16 @@ def stand_in_for_cuda() -> None:
         typing.override = typing_extensions.override  # type: ignore[attr-defined]
 
 
-def skip_cuda_compilation() -> None:
-    """Versions before 0.18 compile CUDA kernels when training starts."""
+def skip_compilation() -> None:
+    """Versions before 0.18 compile CUDA kernels when training starts, all run make for the data helpers."""
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("megatron.legacy.fused_kernels").load = _answer()
+    importlib.import_module("megatron.core.datasets.utils").compile_helpers = _answer()
+
+
+def make_up_fewer_documents() -> None:
+    """Of 100,000, whose millions of samples every rank shuffles before it takes a few hundred."""
+    importlib.import_module("megatron.core.datasets.gpt_dataset").MockGPTLowLevelDataset.size = 1000
 
 
 def name_what_is_missing() -> None:
@@ -173,7 +179,8 @@ def main(argv: list[str]) -> None:
     sys.path.insert(0, str(Path(argv[0]).resolve().parent))
     from megatron_vocabpar.train.cpu import megatron_on_cpu
 
-    skip_cuda_compilation()
+    skip_compilation()
+    make_up_fewer_documents()
     name_what_is_missing()
     with megatron_on_cpu():
         from megatron_vocabpar import launch

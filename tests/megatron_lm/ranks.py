@@ -2,8 +2,9 @@
 
 Importing torch and Megatron takes longer than the short trainings of the tests, once for every rank of every
 job. ``python -m tests.megatron_lm.ranks CHECKOUT`` reads jobs from its input, one JSON object a line:
-``{"arguments": [...], "processes": n, "output": path}``; runs each as ``torchrun on_cpu.py`` would; and
-prints the exit statuses of its ranks as a JSON list. What the ranks print goes to ``output``.
+``{"arguments": [...], "processes": n, "port": of the store where they meet, "output": path}``; runs each as
+``torchrun on_cpu.py`` would; and prints the exit statuses of its ranks as a JSON list. What the ranks print
+goes to ``output``.
 
 Next: ``on_cpu.py``, what a rank does.
 """
@@ -11,11 +12,12 @@ Next: ``on_cpu.py``, what a rank does.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
+import inspect
 import json
 import os
 import signal
-import socket
 import sys
 from typing import Any
 
@@ -31,35 +33,31 @@ def serve(checkout: str) -> dict[str, Any] | None:
         for module in ("megatron.training.training", "megatron.training.checkpointing", "torch._dynamo"):
             importlib.import_module(module)
         arguments = importlib.import_module("megatron.training.arguments")
+        inspect.getsource = functools.cache(inspect.getsource)
         arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))  # reads many sources
     for line in sys.stdin:
         job = json.loads(line)
-        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
         ranks = []
         for rank in range(job["processes"]):
             pid = os.fork()
             if pid == 0:
-                _become(rank, job, address)
+                _become(rank, job)
                 return job
             ranks.append(pid)
         print(json.dumps(_wait(ranks)), flush=True)
     return None
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
-
-
-def _become(rank: int, job: dict[str, Any], address: dict[str, str]) -> None:
+def _become(rank: int, job: dict[str, Any]) -> None:
     """Make this process what torchrun would have started as ``rank``."""
     output = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output, stream.fileno())
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
     size = str(job["processes"])
-    os.environ |= address | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(job["port"])}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
 
 

@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from megatron_vocabpar.megatron_lm.bindings import find_version
 from megatron_vocabpar.megatron_lm.checkout import source_signatures
@@ -138,6 +139,7 @@ def pretrain(
         fails: whether the run is to fail rather than to succeed.
     """
     megatron = checkout()
+    build_dataset_helpers(megatron)
     with tempfile.TemporaryDirectory() as folder:
         command = [
             *(str(script or megatron / "pretrain_gpt.py"), *MODEL, *TRAINING),
@@ -192,7 +194,6 @@ def _forked(megatron: Path, processes: int, command: list[str]) -> tuple[bool, s
 @cache
 def _ranks(megatron: Path) -> Ranks:
     """One for the whole session; ends with it."""
-    build_dataset_helpers(megatron)
     return Ranks(megatron)
 
 
@@ -218,8 +219,9 @@ class Ranks:
             )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # where the ranks meet
         with tempfile.NamedTemporaryFile("r") as output:
-            job = {"processes": processes, "arguments": command, "output": output.name}
+            job = {"processes": processes, "arguments": command, "port": store.port, "output": output.name}
             self._process.stdin.write(json.dumps(job) + "\n")
             self._process.stdin.flush()
             codes = ""
