@@ -175,8 +175,6 @@ class MeasuredPlan:
         plan = self._run.plan(self._m)
         self._costs = pass_costs(times, plan.schedule.method, plan.schedule.splits_w)
         self._before_ms, self._planned_m = length, self._m
-        if dist.get_rank() == 0:
-            self._background = BackgroundPlan(self._plans.kind, self._m, self._costs)
 
     def _exchange(self, mine: RankTimes) -> list[list[RankTimes]]:
         """The times of all ranks, by pipeline rank."""
@@ -189,7 +187,7 @@ class MeasuredPlan:
 
     def _ask(self) -> None:
         """Hear from rank 0 whether there is a plan, and switch to it."""
-        answer = [self._decision() if dist.get_rank() == 0 else None]
+        answer = [self._answer() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(answer, device=self._run.device)
         if answer[0] is None:
             return
@@ -203,19 +201,20 @@ class MeasuredPlan:
             self._run.use(plan)
             self._switched(plan, self._before_ms, predicted_ms)
 
-    def _decision(self) -> tuple[str | None, str, float] | None:
+    def _answer(self) -> tuple[str | None, str, float] | None:
         """On rank 0: the plan to switch to, or None, with the line for the log and the predicted time."""
-        assert self._background is not None
         assert self._costs is not None
         heard = f"measured {self._iterations} iterations of {self._before_ms:.1f} ms"
         try:
+            if self._background is None:
+                self._background = BackgroundPlan(self._plans.kind, self._planned_m, self._costs)
             text = self._background.result()
             if text is None:
                 return None
             new, old = plan_from_json(text), self._run.plan(self._planned_m)
             times = PassTimes.of(self._costs, old.schedule)
             old_ms, new_ms = simulate(old, times).iteration_ms, simulate(new).iteration_ms
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             return None, f"{heard}; the plan stays: {error}", 0.0
         line = f"{heard}; predicted {old_ms:.1f} ms with this plan, {new_ms:.1f} ms with one from these times"
         if new_ms >= old_ms:

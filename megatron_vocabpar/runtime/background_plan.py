@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,7 +55,11 @@ class PlanKind:
 
 
 class BackgroundPlan:
-    """``kind.plan(m, costs)``, in the making."""
+    """``kind.plan(m, costs)``, in the making; the process ends with the one that holds this object.
+
+    Raises:
+        OSError: if the process cannot be started.
+    """
 
     def __init__(self, kind: PlanKind, m: int, costs: PassCosts) -> None:
         self._folder = TemporaryDirectory(prefix="vocabpar-")
@@ -66,7 +71,7 @@ class BackgroundPlan:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(folder)],
                 env=os.environ | {"PYTHONPATH": path},
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=errors,
                 stderr=errors,
             )
@@ -75,6 +80,7 @@ class BackgroundPlan:
         """The plan's JSON form once it is made; None before.
 
         Raises:
+            OSError: if it cannot be read.
             ValueError: if it could not be made, with the last line of why.
         """
         code, folder = self._process.poll(), Path(self._folder.name)
@@ -96,5 +102,12 @@ def _plan_in(folder: Path) -> None:
     (folder / _PLAN).write_text(plan_to_json(plan))
 
 
+def _end_with_parent() -> None:
+    """The parent writes nothing: its end of the pipe closes when it ends."""
+    sys.stdin.read()
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _plan_in(Path(sys.argv[1]))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -220,6 +223,25 @@ def awaited(kind: PlanKind, costs: PassCosts) -> str:
     while (text := background.result()) is None:
         time.sleep(0.05)
     return text
+
+
+_LEFT_ALONE = """
+import os
+from megatron_vocabpar.runtime.background_plan import BackgroundPlan, PlanKind
+from megatron_vocabpar.schedule.costs import PassCosts
+background = BackgroundPlan(PlanKind("vocab-2", "search", 32, 1), 512, PassCosts.default(32))
+print(background._process.pid, flush=True)
+os._exit(0)
+"""
+
+
+def test_the_background_ends_with_the_training() -> None:
+    done = subprocess.run([sys.executable, "-c", _LEFT_ALONE], check=True, capture_output=True, text=True)
+    deadline = time.monotonic() + 20  # a plan of this size takes longer
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(int(done.stdout)).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
 
 
 def test_a_kept_plan_is_used_for_the_same_training_alone(tmp_path: Path) -> None:
