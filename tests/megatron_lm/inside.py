@@ -1,16 +1,20 @@
 """Small programs that import a Megatron-LM checkout, run by the tests in processes of their own.
 
-``python inside.py CHECKOUT PROGRAM`` reads Megatron's command line as JSON from its input and prints JSON.
+``python inside.py CHECKOUT`` reads jobs from its input, a JSON object a line: ``{"program": name, "argv":
+Megatron's, "environment": {...}}``; runs each in a fork of itself; and prints what it returns as a line of
+JSON. With a second argument, forks find Megatron imported.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
+import traceback
 import typing
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from typing import Any
 
 import typing_extensions
@@ -86,9 +90,24 @@ def refused(argv: list[str]) -> dict[str, Any]:
     return {"message": ""}
 
 
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """The result of a job, or ``{"error": traceback}``."""
+    program = {f.__name__: f for f in (adaptor, adaptor_first, arguments, refused)}[job["program"]]
+    os.environ |= job["environment"]
+    sys.argv = ["pretrain_gpt.py", *job["argv"]]
+    try:
+        with redirect_stdout(sys.stderr):
+            return program(sys.argv[1:])
+    except BaseException:
+        return {"error": traceback.format_exc()}
+
+
 if __name__ == "__main__":
     sys.path.insert(0, sys.argv[1])
-    program = {f.__name__: f for f in (adaptor, adaptor_first, arguments, refused)}[sys.argv[2]]
-    sys.argv = ["pretrain_gpt.py", *json.load(sys.stdin)]
-    result = program(sys.argv[1:])
-    print("\n" + json.dumps(result))
+    if len(sys.argv) > 2:
+        list(_held())
+    for line in sys.stdin:
+        if os.fork() == 0:
+            print(json.dumps(run(json.loads(line))), flush=True)
+            os._exit(0)
+        os.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,26 +34,38 @@ ENABLE = "--enable-vocab-parallel"
 PLAIN = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 1, "ckpt_format": "torch_dist"}
 
 
-def inside(program: str, argv: tuple[str, ...] = (), world_size: int = 4) -> dict[str, Any]:
-    """The result of a program of ``inside.py`` in the checkout."""
+@cache
+def _interpreter(megatron: Path, loaded: bool) -> subprocess.Popen[str]:
+    """One that runs ``inside.py`` for the whole session; ``loaded``: it has imported Megatron."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
         "CUDA_DEVICE_MAX_CONNECTIONS": "8",
-        "WORLD_SIZE": str(world_size),
-        "RANK": "0",
     }
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("inside.py")), str(checkout()), program],
-        input=json.dumps(argv),
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("inside.py")), str(megatron), *["loaded"] * loaded],
         env=environment,
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         text=True,
-        timeout=240,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    atexit.register(process.kill)
+    return process
+
+
+def inside(program: str, argv: tuple[str, ...] = (), world_size: int = 4) -> dict[str, Any]:
+    """The result of a program of ``inside.py`` in the checkout."""
+    process = _interpreter(checkout(), program != "adaptor_first")
+    assert process.stdin is not None
+    assert process.stdout is not None
+    environment = {"WORLD_SIZE": str(world_size), "RANK": "0"}
+    process.stdin.write(json.dumps({"program": program, "argv": argv, "environment": environment}) + "\n")
+    process.stdin.flush()
+    result = json.loads(process.stdout.readline() or '{"error": "the interpreter has ended"}')
+    assert "error" not in result, result["error"]
+    return result
 
 
 @pytest.mark.parametrize("argv", [(), ("--num-layers", "4")])
@@ -62,16 +76,24 @@ def test_nothing_is_touched_without_our_flags(argv: tuple[str, ...]) -> None:
     assert not inside("adaptor_first", argv)["megatron was imported"]
 
 
+PLACED = (ENABLE, "--vocab-parallel-schedule", "v-half")  # what replaces every name of the table
+
+
 def test_replaces_every_copy_once_and_undoes_it() -> None:
-    result = inside("adaptor", (ENABLE,))
+    result = inside("adaptor", PLACED)
     assert result["replaced"] == result["places"]
     assert result["again"]
     assert result["left"] == []
 
 
 def test_later_imports_take_the_replacement() -> None:
-    late = inside("adaptor_first", (ENABLE,))["replaced"]
-    assert late == inside("adaptor", (ENABLE,))["places"]
+    assert inside("adaptor_first", PLACED)["replaced"] == inside("adaptor", PLACED)["places"]
+
+
+def test_layers_are_placed_for_a_v_alone() -> None:
+    result = inside("adaptor", (ENABLE,))
+    left = set(result["places"]) - set(result["replaced"])
+    assert {place.rpartition(".")[2] for place in left} == {"get_gpt_decoder_block_spec"}
 
 
 def test_redistribution_alone_leaves_schedule_and_model() -> None:
