@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -75,6 +76,9 @@ def resolve_device(
 
 
 def _check_values(config: TrainConfig) -> None:
+    for name, value in vars(config).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{flag(name)} is {value}; give a finite number")
     for name in _AT_LEAST_ONE:
         value = getattr(config, name)
         if value is not None and not value >= 1:

@@ -7,6 +7,7 @@ Next: ``report.py``, which shows it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,8 @@ class Difference:
     """How far one method's losses are from the reference's, over the ``steps`` steps that both have.
 
     ``absolute`` is the largest difference and ``absolute_step`` its step; ``relative`` and ``relative_step``
-    are those of the difference divided by the reference's loss.
+    are those of the difference divided by the reference's loss. Steps are compared until one of the two
+    losses is not finite, at ``not_finite_step``.
     """
 
     method: str
@@ -30,6 +32,7 @@ class Difference:
     absolute_step: int
     relative: float
     relative_step: int
+    not_finite_step: int | None = None
 
 
 def loss_curve(records: Sequence[Mapping[str, Any]], name: str = "loss") -> dict[int, float]:
@@ -46,12 +49,25 @@ def differences(curves: Mapping[str, Curve], reference: str) -> Iterator[Differe
     """Every method but the reference against it; a method that shares no step with it is left out."""
     base = curves[reference]
     for method, curve in curves.items():
-        steps = sorted(curve.keys() & base.keys())
-        if method == reference or not steps:
+        shared = sorted(curve.keys() & base.keys())
+        if method == reference or not shared:
+            continue
+        finite = [math.isfinite(curve[step]) and math.isfinite(base[step]) for step in shared]
+        steps = shared[: finite.index(False)] if False in finite else shared
+        bad = None if len(steps) == len(shared) else shared[len(steps)]
+        if not steps:
+            yield Difference(method, reference, 0, math.nan, shared[0], math.nan, shared[0], bad)
             continue
         absolute = {step: abs(curve[step] - base[step]) for step in steps}
         relative = {step: absolute[step] / abs(base[step]) if base[step] else 0.0 for step in steps}
         worst, worst_relative = max(steps, key=absolute.__getitem__), max(steps, key=relative.__getitem__)
         yield Difference(
-            method, reference, len(steps), absolute[worst], worst, relative[worst_relative], worst_relative
+            method,
+            reference,
+            len(steps),
+            absolute[worst],
+            worst,
+            relative[worst_relative],
+            worst_relative,
+            bad,
         )

@@ -87,6 +87,7 @@ class TrainConfig:
     warmup: int = _option(10, "Steps of linear warm-up (fewer than --steps).")
     weight_decay: float = _option(0.01, "Weight decay.")
     clip_grad: float = _option(1.0, "Largest gradient norm (0: do not clip).")
+    check_finite: bool = _option(True, "End the run when the loss or the gradient norm is not finite.")
     seed: int = _option(1234, "Seed of the weights and of the order of the data.")
 
     text: str | None = _option(

@@ -29,6 +29,10 @@ _TRACEBACK_LINES = 12
 _SIGNALS = {number.value: f", {number.name}" for number in signal.Signals}
 
 
+class NotFinite(ArithmeticError):
+    """A loss or a gradient norm is NaN or infinite."""
+
+
 class TrainingFailed(Exception):
     """The workers ended before the job did; the text is what the user reads."""
 
@@ -57,9 +61,14 @@ def record_path(logs: Path, rank: int) -> Path:
 
 
 def write_error(logs: Path, rank: int, error: BaseException) -> None:
-    """Leave an exception for the launcher; call it as soon as the exception is caught."""
-    trace = "".join(traceback.format_exception(error))
-    found = {"time_s": time.time(), "error": f"{type(error).__name__}: {error}", "traceback": trace}
+    """Leave an exception for the launcher; call it as soon as the exception is caught.
+
+    The text of a ``NotFinite``, the same on all ranks, says all by itself.
+    """
+    found = {"time_s": time.time(), "error": str(error), "traceback": ""}
+    if not isinstance(error, NotFinite):
+        trace = "".join(traceback.format_exception(error))
+        found |= {"error": f"{type(error).__name__}: {error}", "traceback": trace}
     file = os.open(record_path(logs, rank), os.O_CREAT | os.O_WRONLY)
     os.pwrite(file, json.dumps(found).encode(), _PROGRESS_BYTES)
     os.close(file)
@@ -74,7 +83,7 @@ class Record:
         instruction: that it had begun, such as 2S5; empty outside the schedule.
         time_s: when it raised, in seconds since the epoch.
         error: what it raised, as ``Type: text``; empty if it raised nothing.
-        traceback: of that.
+        traceback: of that; empty if the error says all by itself, for all ranks.
     """
 
     step: int | None = None
@@ -136,4 +145,6 @@ def explain(logs: Path, world_size: int, exit_codes: Mapping[int, int]) -> str:
     _, _, rank, what = min(causes)
     trace = records[rank].traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]
     first = f"rank {rank} {what} ({records[rank].place})"
+    if records[rank].error and not trace:
+        first = records[rank].error
     return "\n".join([first, *trace, f"the logs of the ranks are in {logs}"])

@@ -9,10 +9,11 @@ Next: ``report.py`` (what is made of the file).
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -59,7 +60,7 @@ class Metrics(ExitStack):
         self._live: Live | None = None
         if active:
             kept = [record for record in read_metrics(path) if record["step"] <= first_step]
-            path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            path.write_text("".join(map(_line, kept)))
             self._file = self.enter_context(open(path, "a"))  # noqa: SIM115 (the stack closes it)
             if self._console.is_terminal:
                 self._live = self.enter_context(Live(console=self._console, auto_refresh=False))
@@ -67,7 +68,7 @@ class Metrics(ExitStack):
     def add(self, record: Mapping[str, Any]) -> None:
         """Write and show one step that has ended; values that are None are left out."""
         if self._file is not None:
-            self._file.write(json.dumps({k: v for k, v in record.items() if v is not None}) + "\n")
+            self._file.write(_line({k: v for k, v in record.items() if v is not None}))
             self._file.flush()
             self._show(record)
 
@@ -90,14 +91,27 @@ class Metrics(ExitStack):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ``metrics.jsonl``; none if there is no file. A last line cut short is left out."""
+    """The lines of a ``metrics.jsonl``; none if there is no file.
+
+    Lines that are no JSON, such as a last one cut short, are left out; null, which stands for what is not
+    finite, becomes NaN.
+    """
     records = []
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+        with suppress(json.JSONDecodeError):
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                records.append({name: math.nan if v is None else v for name, v in record.items()})
     return records
+
+
+def without_nan(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record for JSON, which has no NaN and no infinity: None stands for them."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(without_nan(record), allow_nan=False) + "\n"
 
 
 def progress_text(record: Mapping[str, Any], steps: int, seconds_left: float) -> str:

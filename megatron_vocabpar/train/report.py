@@ -26,7 +26,7 @@ from megatron_vocabpar.schedule.serialize import from_json
 from megatron_vocabpar.train import output
 from megatron_vocabpar.train.compare import Difference, differences, loss_curve, reference_method
 from megatron_vocabpar.train.config import TrainConfig, command_line
-from megatron_vocabpar.train.metrics import memory_text, read_metrics
+from megatron_vocabpar.train.metrics import memory_text, read_metrics, without_nan
 from megatron_vocabpar.train.pictures import plot_losses
 from megatron_vocabpar.train.schedules import describe
 
@@ -125,7 +125,10 @@ def difference_table(differences: Sequence[Difference]) -> TextTable:
     rows = [["method", "steps compared", "absolute", "at step", "relative", "at step"]]
     for row in differences:
         absolute = [f"{row.absolute:.2e}", str(row.absolute_step)]
-        rows.append([row.method, str(row.steps), *absolute, f"{row.relative:.2e}", str(row.relative_step)])
+        steps = str(row.steps)
+        if row.not_finite_step is not None:
+            steps += f", not finite from step {row.not_finite_step}"
+        rows.append([row.method, steps, *absolute, f"{row.relative:.2e}", str(row.relative_step)])
     return f"Largest difference of the loss from {differences[0].reference}", rows
 
 
@@ -174,4 +177,4 @@ def _data_uri(path: Path) -> str:
 
 
 def _write_json(path: Path, rows: Sequence[Any]) -> None:
-    path.write_text(json.dumps([*map(asdict, rows)], indent=2) + "\n")
+    path.write_text(json.dumps([without_nan(asdict(row)) for row in rows], indent=2) + "\n")

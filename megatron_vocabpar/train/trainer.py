@@ -8,13 +8,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from megatron_vocabpar.integration.forward_backward import ForwardBackward, voca
 from megatron_vocabpar.runtime.profile import Timeline, gather_trace
 from megatron_vocabpar.runtime.streams import backend, default_device, peak_memory_mib
 from megatron_vocabpar.schedule.draw.pictures import write_pictures
-from megatron_vocabpar.schedule.passes import Instruction
+from megatron_vocabpar.schedule.passes import Instruction, Pass, PassType
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.train import output
 from megatron_vocabpar.train.build import build
@@ -34,6 +35,7 @@ from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from megatron_vocabpar.train.datasets import build_datasets, microbatches
 from megatron_vocabpar.train.failure import ProgressRecord
+from megatron_vocabpar.train.finite import Watch, check_norm, end_at
 from megatron_vocabpar.train.metrics import Metrics
 from megatron_vocabpar.train.prepare import DataFiles
 
@@ -89,6 +91,7 @@ class _Trainer:
         self.device = device
         self.folder = Path(config.output)
         self.record = ProgressRecord(self.folder / output.LOG_FOLDER, dist.get_rank())
+        self.watch = Watch()
         self.timeline = Timeline(device)
         self.plan = plan_from_json((self.folder / output.SCHEDULE_DATA_FILE).read_text())
         self.forward_backward = ForwardBackward(
@@ -107,6 +110,7 @@ class _Trainer:
     @contextmanager
     def _observe(self, instruction: Instruction) -> Iterator[None]:
         self.record.write(str(instruction))
+        self.watch.instruction = instruction
         yield
 
     def train(self) -> None:
@@ -122,7 +126,7 @@ class _Trainer:
                 last = step == config.steps - 1
                 if last:
                     self.timeline.start()
-                measured = self._step(batches)
+                measured = self._step(batches, step)
                 spans = self.timeline.stop() if last else []
                 if config.eval_interval and (step + 1) % config.eval_interval == 0:
                     measured["eval_loss"] = self._evaluate()
@@ -149,7 +153,7 @@ class _Trainer:
             for chunk in range(self.placement.chunks)
         ]
 
-    def _step(self, batches: list[Iterator[Any] | None]) -> dict[str, Any]:
+    def _step(self, batches: list[Iterator[Any] | None], step: int) -> dict[str, Any]:
         """One optimizer step; what is measured of it, the same on all ranks."""
         start = time.perf_counter()
         optimizer = self.state.optimizer
@@ -158,9 +162,13 @@ class _Trainer:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         reported = self._run(batches, forward_only=False)
-        _, grad_norm, _ = optimizer.step()
-        self.state.scheduler.step(increment=1)
         loss = self._mean_loss(reported)
+        if self.config.check_finite and not math.isfinite(loss):
+            self._end_at(step, loss, reported)
+        _, grad_norm, _ = optimizer.step()
+        if self.config.check_finite:
+            check_norm(step + 1, loss, float(grad_norm))
+        self.state.scheduler.step(increment=1)
         seconds = time.perf_counter() - start
         return {
             "loss": loss,
@@ -170,6 +178,16 @@ class _Trainer:
             "iteration_ms": seconds * 1e3,
             "peak_memory_mib": self._peak_memory_mib(),
         }
+
+    def _end_at(self, step: int, loss: float, reported: list[Any]) -> NoReturn:
+        """Run the step's microbatches once more, to say where the loss ceased to be a number."""
+        with self.watch.layers_of(self.state.chunks):
+            self._run(self._batches(self.train_data, step), forward_only=True)
+        method, last = self.plan.schedule.method, self.placement.last_stage
+        kind = method.passes[0] if method.vocabulary_parallel else PassType.F
+        place = self.placement.p - 1 if method.vocabulary_parallel else last
+        losses = [float(report["lm loss"][0]) for report in reported]
+        end_at(step + 1, loss, losses, lambda i: Pass(kind, place, i), self.watch)
 
     def _evaluate(self) -> float | None:
         """Mean loss of the first ``eval_iters`` steps' worth of the evaluation data."""

@@ -62,6 +62,8 @@ def examine(tmp_path: Path, environment: dict[str, str] | None = None, gpus: int
         ({"microbatches": 0}, "--microbatches is 0; give at least 1"),
         ({"ffn": 0}, "--ffn is 0; give at least 1"),
         ({"lr": 0.0}, "--lr is 0.0; give a learning rate above 0"),
+        ({"lr": float("nan")}, "--lr is nan; give a finite number"),
+        ({"max_activations": float("inf")}, "--max-activations is inf; give a finite number"),
         ({"seed": -1}, "--seed is -1; give 0 or more"),
         ({"dtype": "fp16"}, "--dtype is 'fp16'; choose one of fp32, bf16"),
         ({"method": "vocab2"}, "--method: unknown method 'vocab2'; did you mean vocab-2?"),

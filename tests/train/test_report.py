@@ -36,6 +36,14 @@ def test_differences_by_hand() -> None:
 
 def test_a_reference_of_zero_and_no_common_step() -> None:
     (only,) = differences({"a": {1: 0.0}, "b": {1: 0.5}, "c": {2: 1.0}}, "a")
+    nan = float("nan")
+    curves = {"a": {1: 2.0, 2: nan, 3: 9.0}, "b": {1: 1.0, 2: 1.0, 3: 1.0}}
+    for reference in curves:
+        (found,) = differences(curves, reference)
+        assert (found.steps, found.absolute, found.not_finite_step) == (1, 1.0, 2)
+        assert "1, not finite from step 2" in as_text(*difference_table([found]))
+    (never,) = differences({"a": {1: nan}, "b": {1: 1.0}}, "a")
+    assert (never.steps, never.not_finite_step) == (0, 1)
     assert (only.method, only.absolute, only.relative) == ("b", 0.5, 0.0)
 
 

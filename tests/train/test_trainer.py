@@ -6,6 +6,8 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,11 +21,12 @@ from megatron_vocabpar.train.build import build
 from megatron_vocabpar.train.checkpoint import load_checkpoint
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.cpu import megatron_on_cpu
+from megatron_vocabpar.train.failure import NotFinite
 from megatron_vocabpar.train.job import write_inputs
 from megatron_vocabpar.train.output import checkpoint_folder, steps_done
 from megatron_vocabpar.train.prepare import prepare
 from megatron_vocabpar.train.schedules import plan_method
-from megatron_vocabpar.train.trainer import train
+from megatron_vocabpar.train.trainer import _Trainer, train
 from megatron_vocabpar.train.weights import global_parameters
 from tests.cases import rest_is_slow
 from tests.integration.gpt import unwrap
@@ -131,6 +134,37 @@ def test_resumed_training_is_bitwise_the_uninterrupted_one(
             b.get("eval_loss"),
         )
     assert straight[-1]["loss"] < straight[0]["loss"]
+
+
+def _train_spoilt(rank: int, config: TrainConfig, spoilt: str) -> str:
+    """The error of a training whose second step finds a NaN in a weight of rank 1."""
+    run_step = _Trainer._step
+
+    def step_with_nan(trainer: _Trainer, batches: list[Any], step: int) -> dict[str, Any]:
+        model = unwrap(trainer.state.chunks[0])
+        if step == 1 and rank == 1:
+            layer = {"layer": model.decoder.layers[0].mlp.linear_fc1, "output": model.output_layer}[spoilt]
+            layer.weight.data[0, 0] = torch.nan
+        return run_step(trainer, batches, step)
+
+    with patch.object(_Trainer, "_step", step_with_nan), pytest.raises(NotFinite) as error:
+        train(config, torch.device("cpu"))
+    with megatron_on_cpu():
+        parallel_state.destroy_model_parallel()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "place"), [("layer", "layer 2 in pass 1F0: F of microbatch 0"), ("output", "pass 1S0: S of")]
+)
+def test_a_loss_that_is_not_finite_ends_the_run(
+    base: TrainConfig, tmp_path: Path, spoilt: str, place: str
+) -> None:
+    job = open_job(base, tmp_path, save_interval=1, eval_interval=0)
+    for message in run_ranks(2, _train_spoilt, job, spoilt):
+        assert message.startswith(f"loss nan at step 2; first not finite in {place}")
+        assert "on stage 1, rank 1; give a smaller --lr" in message
+    assert steps_done(tmp_path) == 1  # the last good one
 
 
 @pytest.mark.parametrize(

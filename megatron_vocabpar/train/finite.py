@@ -1,0 +1,114 @@
+"""Where a loss ceased to be a number: the microbatches once more, forward only, looked at layer by layer.
+
+Next: ``trainer.py``, which asks before the optimizer takes a step that would spoil all weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import unwrap_model
+
+from megatron_vocabpar.schedule.passes import Instruction, Pass
+from megatron_vocabpar.train.failure import NotFinite
+
+_ADVICE = "give a smaller --lr or a longer --warmup, or go on all the same with --no-check-finite"
+
+
+@dataclass(order=True, frozen=True)
+class Found:
+    """A tensor that is not finite; what compares as less was computed earlier.
+
+    Attributes:
+        microbatch, stage: of the pass.
+        layer: counted from 1 over the whole model; 0 for the input of the first.
+        rank: global rank that computed it.
+        place: the pass in words.
+    """
+
+    microbatch: int
+    stage: int
+    layer: int
+    rank: int
+    place: str
+
+
+@dataclass
+class Watch:
+    """Looks at what transformer layers get and give; ``instruction`` is the one that runs."""
+
+    instruction: Instruction | None = None
+    found: list[Found] = field(default_factory=list)
+
+    @contextmanager
+    def layers_of(self, chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+        """Look at the layers of these model chunks inside the context."""
+        with ExitStack() as stack:
+            for chunk in chunks:
+                for place, layer in enumerate(unwrap_model(chunk).decoder.layers):
+                    number = layer.layer_number
+                    if place == 0:
+                        hook = layer.register_forward_pre_hook(self._before, with_kwargs=True)
+                        stack.callback(hook.remove)
+                    hook = layer.register_forward_hook(lambda _, __, out, n=number: self._look(n, out))
+                    stack.callback(hook.remove)
+            yield
+
+    def _before(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if isinstance(self.instruction, Pass) and self.instruction.stage == 0:
+            self._look(0, kwargs.get("hidden_states", args))
+
+    def _look(self, layer: int, out: Any) -> None:
+        hidden = out[0] if isinstance(out, tuple) else out
+        if isinstance(self.instruction, Pass) and not torch.isfinite(hidden).all():
+            what = f"layer {layer}" if layer else "the embedded tokens"
+            self.found.append(_found(self.instruction, layer, f"{what} in pass {self.instruction}"))
+
+
+def _found(pass_: Pass, layer: int, what: str) -> Found:
+    rank = dist.get_rank()
+    where = f"{what}: {pass_.type.value} of microbatch {pass_.microbatch} on stage {pass_.stage}, rank {rank}"
+    return Found(pass_.microbatch, pass_.stage, layer, rank, where)
+
+
+def end_at(
+    step: int,
+    loss: float,
+    reported: Sequence[float],
+    loss_pass: Callable[[int], Pass],
+    watch: Watch,
+) -> NoReturn:
+    """End the run on all ranks, with one message.
+
+    Args:
+        step: counted from 1.
+        loss: of the step, the same on all ranks.
+        reported: on the rank of the loss function, the loss of each microbatch; empty elsewhere.
+        loss_pass: of a microbatch, the pass that computes the loss.
+        watch: what was found on this rank when the microbatches ran once more.
+
+    Raises:
+        NotFinite: naming the rank, pass, microbatch and layer of the first tensor that is not finite.
+    """
+    bad = [i for i, value in enumerate(reported) if not torch.isfinite(torch.tensor(value))]
+    mine = sorted([*watch.found, *(_found(loss_pass(i), 1 << 30, f"pass {loss_pass(i)}") for i in bad)])[:1]
+    everyone: list[list[Found]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    first = min((found for each in everyone for found in each), default=None)
+    place = "in no forward pass when they ran once more" if first is None else f"in {first.place}"
+    raise NotFinite(f"loss {loss} at step {step}; first not finite {place}; {_ADVICE}")
+
+
+def check_norm(step: int, loss: float, norm: float) -> None:
+    """End the run if the gradients of a finite loss are not.
+
+    Raises:
+        NotFinite: if so; all ranks have the same norm.
+    """
+    if not torch.isfinite(torch.tensor(norm)):
+        raise NotFinite(f"gradient norm {norm} at step {step}, whose loss is {loss:.4f}; {_ADVICE}")
