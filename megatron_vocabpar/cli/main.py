@@ -18,6 +18,7 @@ VERBS = {
     "schedule": "Print or draw a schedule.",
     "simulate": "Predict time, bubble and memory.",
     "train": "Train a GPT on this machine.",
+    "report": "Make a job's report again.",
     "drift": "Compare two runs' log-probabilities.",
     "bench": "Measure against stock Megatron.",
     "doctor": "Check GPUs, or look at a checkout.",
@@ -25,7 +26,7 @@ VERBS = {
 }
 """The line of ``vocabpar --help`` for each verb."""
 
-_NEEDS_EXTRA = ("train", "drift", "bench", "doctor")  # pip install 'megatron-vocabpar[train]'
+_NEEDS_EXTRA = ("train", "report", "drift", "bench", "doctor")  # pip install 'megatron-vocabpar[train]'
 
 
 def load(verb: str) -> click.Command:
@@ -68,6 +69,8 @@ class VerbGroup(click.Group):
             return super().invoke(ctx)
         except ModuleNotFoundError as error:
             raise _missing_extra(ctx.invoked_subcommand or "", error) from error
+        except KeyboardInterrupt as stop:
+            raise click.exceptions.Exit(130) from stop
         except ValueError as error:
             if not _raised_by_us(error):
                 raise

@@ -1,14 +1,14 @@
 """``vocabpar train``: the options, generated from ``TrainConfig``, and the job's exit codes.
 
-Exit code 0: done; 1: a worker failed; 2: bad input; 130: Ctrl-C.
+Exit code 0: done; 1: a worker failed; 2: bad input; 130: Ctrl-C; 143: SIGTERM, after a checkpoint.
 Next: ``train/job.py``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import signal
 import typing
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import click
 from megatron_vocabpar.cli.main import VerbError
 from megatron_vocabpar.train.check import require_modules
 from megatron_vocabpar.train.config import TrainConfig, flag, off_flag
+from megatron_vocabpar.train.output import resumed
 
 _PATHS = ("text", "tokenizer", "costs")
 _TYPES = typing.get_type_hints(TrainConfig)
@@ -56,14 +57,19 @@ def _option(field: dataclasses.Field[Any]) -> click.Option:
     )
 
 
-def config_from_options(options: dict[str, Any]) -> TrainConfig:
-    """The configuration of the parsed options: names between commas split, paths made absolute."""
+def config_from_options(options: dict[str, Any], given: Collection[str]) -> TrainConfig:
+    """The configuration of the parsed options: names between commas split, paths made absolute.
+
+    A job that resumes takes from its folder what is not ``given``.
+    """
     compare = tuple(name.strip() for name in (options["compare"] or "").split(",") if name.strip())
     paths = {name: str(Path(options[name]).absolute()) for name in _PATHS if options[name] is not None}
-    return TrainConfig(**{**options, "compare": compare, **paths})
+    config = TrainConfig(**{**options, "compare": compare, **paths})
+    return resumed(config, given) if config.resume else config
 
 
-def _train(**options: Any) -> None:
+@click.pass_context
+def _train(context: click.Context, **options: Any) -> None:
     """Train a GPT with its vocabulary layers spread over the pipeline, and report on it.
 
     Starts its own processes on this machine; under torchrun it is one of them.
@@ -71,18 +77,23 @@ def _train(**options: Any) -> None:
     require_modules()
     from megatron_vocabpar.train.failure import TrainingFailed
     from megatron_vocabpar.train.job import run_job
-    from megatron_vocabpar.train.ranks import Interrupted, RefusedElsewhere
+    from megatron_vocabpar.train.ranks import RefusedElsewhere
+    from megatron_vocabpar.train.workers import Interrupted
 
     try:
-        run_job(config_from_options(options), click.echo)
+        by_user = click.core.ParameterSource.COMMANDLINE
+        given = {name for name in options if context.get_parameter_source(name) is by_user}
+        run_job(config_from_options(options, given), click.echo)
     except TrainingFailed as failed:
         raise _Failed("train", str(failed)) from failed
     except RefusedElsewhere as refused:
         raise click.exceptions.Exit(2) from refused
-    except (Interrupted, KeyboardInterrupt) as stop:
-        click.echo("vocabpar train: interrupted", err=True)
-        number = stop.signal_number if isinstance(stop, Interrupted) else signal.SIGINT
-        raise click.exceptions.Exit(128 + number) from stop
+    except Interrupted as stop:
+        click.echo(f"vocabpar train: interrupted; {stop.hint}", err=True)
+        raise click.exceptions.Exit(128 + stop.signal_number) from stop
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        raise VerbError("train", f"cannot use{where}: {error.strerror or error}") from error
 
 
 train_command = _SectionedCommand(

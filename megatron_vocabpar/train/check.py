@@ -30,7 +30,16 @@ _AT_LEAST_ONE = (
     "pp", "tp", "dp", "layers", "hidden", "heads", "ffn", "seq_length", "vocab_size",
     "micro_batch_size", "microbatches", "steps", "eval_iters", "log_interval", "chunks", "max_activations",
 )  # fmt: skip
-_NOT_NEGATIVE = ("warmup", "weight_decay", "clip_grad", "eval_interval", "save_interval", "seed")
+_NOT_NEGATIVE = (
+    "warmup",
+    "weight_decay",
+    "clip_grad",
+    "eval_interval",
+    "save_interval",
+    "seed",
+    "timeout",
+    "keep_checkpoints",
+)
 
 
 def count_gpus() -> int:

@@ -15,6 +15,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.train.build import TrainState
+from megatron_vocabpar.train.intact import write_digests
 
 
 def _sharded(state: TrainState, is_loading: bool) -> dict[str, Any]:
@@ -45,6 +46,8 @@ def save_checkpoint(folder: Path, state: TrainState, step: int) -> None:
     dist_checkpointing.save(saved, str(partial))
     dist.barrier()
     if dist.get_rank() == 0:
+        write_digests(partial)
+        shutil.rmtree(folder, ignore_errors=True)  # of a step that a run resumed before had reached
         partial.rename(folder)
     dist.barrier()
 

@@ -109,9 +109,11 @@ class TrainConfig:
     output: str = _option("vocabpar-out", "The results folder.", "Results", metavar="FOLDER")
     resume: bool = _option(False, "Go on from the checkpoints in the folder.")
     overwrite: bool = _option(False, "Replace the results of an earlier job in this folder.")
+    timeout: float = _option(0.0, "Seconds without progress after which the job ends (0: never).")
     log_interval: int = _option(1, "Steps between updates of the progress line.")
     save_interval: int = _option(0, "Steps between checkpoints (0: only at the end).")
     save: bool = _option(True, "Write a checkpoint at the end.")
+    keep_checkpoints: int = _option(0, "Checkpoints to keep, the newest ones (0: all).")
 
     @property
     def world_size(self) -> int:

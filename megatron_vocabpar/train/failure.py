@@ -15,6 +15,7 @@ import json
 import mmap
 import os
 import signal
+import struct
 import time
 import traceback
 from collections.abc import Mapping
@@ -23,8 +24,8 @@ from pathlib import Path
 
 from megatron_vocabpar.schedule.passes import Pass, parse
 
-_STEP_BYTES, _TEXT_BYTES = 16, 48
-_PROGRESS_BYTES = _STEP_BYTES + _TEXT_BYTES
+_STEP_BYTES, _TIME_BYTES, _TEXT_BYTES = 16, 8, 48
+_PROGRESS_BYTES = _STEP_BYTES + _TIME_BYTES + _TEXT_BYTES
 _TRACEBACK_LINES = 12
 _SIGNALS = {number.value: f", {number.name}" for number in signal.Signals}
 
@@ -48,11 +49,13 @@ class ProgressRecord:
 
     def write(self, instruction: str) -> None:
         """Note the instruction that is about to run; at most 48 bytes are kept."""
-        self._map[_STEP_BYTES:] = instruction.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        text = instruction.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        self._map[_STEP_BYTES:] = struct.pack("d", time.time()) + text
 
     def write_step(self, step: int) -> None:
         """Note the step that is about to run, and that none of its instructions has begun."""
-        self._map[:] = str(step).encode().ljust(_PROGRESS_BYTES, b"\0")
+        self._map[:_STEP_BYTES] = str(step).encode().ljust(_STEP_BYTES, b"\0")
+        self.write("")
 
 
 def record_path(logs: Path, rank: int) -> Path:
@@ -81,6 +84,7 @@ class Record:
     Attributes:
         step: that it had begun; None before the first.
         instruction: that it had begun, such as 2S5; empty outside the schedule.
+        began_s: when it began that, in seconds since the epoch.
         time_s: when it raised, in seconds since the epoch.
         error: what it raised, as ``Type: text``; empty if it raised nothing.
         traceback: of that; empty if the error says all by itself, for all ranks.
@@ -88,6 +92,7 @@ class Record:
 
     step: int | None = None
     instruction: str = ""
+    began_s: float = 0.0
     time_s: float = 0.0
     error: str = ""
     traceback: str = ""
@@ -97,9 +102,13 @@ class Record:
         """What a rank has left in the folder ``logs``."""
         path = record_path(logs, rank)
         raw = path.read_bytes() if path.exists() else b""
-        step, text = raw[:_STEP_BYTES].rstrip(b"\0"), raw[_STEP_BYTES:_PROGRESS_BYTES].rstrip(b"\0")
+        if len(raw) < _PROGRESS_BYTES:
+            return cls()
+        step, text = raw[:_STEP_BYTES].rstrip(b"\0"), raw[_STEP_BYTES + _TIME_BYTES : _PROGRESS_BYTES]
+        (began_s,) = struct.unpack_from("d", raw, _STEP_BYTES)
         error = json.loads(raw[_PROGRESS_BYTES:] or b"{}")
-        return cls(int(step) if step else None, text.decode(errors="replace"), **error)
+        instruction = text.rstrip(b"\0").decode(errors="replace")
+        return cls(int(step) if step else None, instruction, began_s, **error)
 
     @property
     def place(self) -> str:
@@ -128,7 +137,7 @@ def explain(logs: Path, world_size: int, exit_codes: Mapping[int, int]) -> str:
         exit_codes: by rank, of those that did not end well; −N for signal N.
     """
     records = [Record.read(logs, rank) for rank in range(world_size)]
-    causes = []  # the first in this order is to blame; the launcher itself ends by SIGTERM the ranks left
+    causes = []  # the first in this order is to blame; a launcher such as torchrun ends the others by SIGTERM
     for rank, record in enumerate(records):
         code = exit_codes.get(rank, 0)
         by_signal = f"by signal {-code}{_SIGNALS.get(-code, '')}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from megatron_vocabpar.schedule.families import SEARCH
@@ -16,10 +17,12 @@ from megatron_vocabpar.schedule.serialize import plan_to_json
 from megatron_vocabpar.train import output
 from megatron_vocabpar.train.check import check, resolve_device
 from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.failure import TrainingFailed
 from megatron_vocabpar.train.prepare import DataFiles, prepare
 from megatron_vocabpar.train.ranks import WORKER_MODULE, processes
 from megatron_vocabpar.train.report import write_report
 from megatron_vocabpar.train.schedules import describe, plan_method
+from megatron_vocabpar.train.workers import Interrupted
 
 Say = Callable[[str], None]
 
@@ -38,17 +41,33 @@ def run_job(config: TrainConfig, say: Say, worker_module: str = WORKER_MODULE) -
         TrainingFailed, Interrupted: see ``launch``.
     """
     ranks = processes()
-    for path in ranks.decide(lambda: open_job(config, say)):
-        told = TrainConfig.from_json(path.read_text())
+    with ExitStack() as held:
+        paths = ranks.decide(lambda: open_job(config, say, held))
+        try:
+            for path in paths:
+                told = TrainConfig.from_json(path.read_text())
+                if ranks.leads:
+                    say(f"training {told.method} on {told.world_size} processes ({told.device})")
+                ranks.run(told, worker_module)
+        except (TrainingFailed, Interrupted) as end:
+            if ranks.leads:
+                with suppress(ValueError):  # no method has left any metrics
+                    say(write_report(Path(config.output)))
+            hint = output.how_to_go_on(config)
+            if isinstance(end, Interrupted):
+                raise Interrupted(end.signal_number, hint) from end
+            raise TrainingFailed(f"{end}\n{hint}" if str(end) else "") from end
         if ranks.leads:
-            say(f"training {told.method} on {told.world_size} processes ({told.device})")
-        ranks.run(told, worker_module)
-    if ranks.leads:
-        say(write_report(Path(config.output)))
+            say(write_report(Path(config.output)))
 
 
-def open_job(config: TrainConfig, say: Say) -> list[Path]:
+def open_job(config: TrainConfig, say: Say, held: ExitStack) -> list[Path]:
     """Check a job, make its schedules, prepare its data and open the results folder.
+
+    Args:
+        config: the job.
+        say: told what is going on, a line at a time.
+        held: takes the lock of the results folder.
 
     Returns:
         ``config.json`` of each method that is still to be trained, with what its workers read beside it.
@@ -57,6 +76,10 @@ def open_job(config: TrainConfig, say: Say) -> list[Path]:
         ValueError: for a job that cannot run; only the cache has been written to.
     """
     check(config)
+    if config.resume:
+        for method in config.methods:
+            output.set_damaged_aside(Path(config.output) / method, say)
+        output.check_output(config)
     config = dataclasses.replace(config, device=resolve_device(config))
     plans: dict[str, Plan] = {}
     for method in config.methods:
@@ -69,6 +92,10 @@ def open_job(config: TrainConfig, say: Say) -> list[Path]:
         say(f"schedule of {method}: {describe(plans[method].schedule, config.family)}")
     files = prepare(config, say)
     say(f"data: {files.name}, {files.train_tokens:,} tokens ({files.valid_tokens:,} more for evaluation)")
+    held.enter_context(output.owned(Path(config.output)))
+    if config.overwrite and (Path(config.output) / output.CONFIG_FILE).is_file():
+        earlier = output.read_config(Path(config.output))
+        say(f"replacing the results of {', '.join(earlier.methods)} in {config.output}")
     output.open_output(config)
     paths = []
     for method, plan in plans.items():

@@ -13,17 +13,24 @@ Next: ``job.py``, which fills it.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import os
 import shutil
+import socket
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.train.config import TrainConfig, flag
+from megatron_vocabpar.train.intact import DIGESTS_FILE, damage
 
 CONFIG_FILE = "config.json"
 DATA_FILE = "data.json"
 CHECKPOINT_FOLDER = "checkpoint"
 LOG_FOLDER = "logs"
 METRICS_FILE = "metrics.jsonl"
+LOCK_FILE = ".lock"
 SCHEDULE_DATA_FILE = "schedule.json"
 REPORT_FILES = ("index.html", "loss.png", "comparison.json", "summary.json")
 
@@ -50,8 +57,33 @@ def method_config(config: TrainConfig, method: str) -> TrainConfig:
 
 def steps_done(folder: Path) -> int:
     """Steps of the newest complete checkpoint (``step_0000060``) in a method's folder; 0 without one."""
-    ends = [path.name.removeprefix("step_") for path in (folder / CHECKPOINT_FOLDER).glob("step_*")]
-    return max((int(end) for end in ends if end.isdigit()), default=0)
+    return max(_steps(folder), default=0)
+
+
+def _steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in a method's folder, in order."""
+    complete = (folder / CHECKPOINT_FOLDER).glob(f"step_*/{DIGESTS_FILE}")
+    ends = [path.parent.name.removeprefix("step_") for path in complete]
+    return sorted(int(end) for end in ends if end.isdigit())
+
+
+def keep_newest(folder: Path, count: int) -> None:
+    """Remove all but the newest ``count`` checkpoints of a method's folder; 0 removes none."""
+    for steps in _steps(folder)[:-count] if count else ():
+        shutil.rmtree(checkpoint_folder(folder, steps))
+
+
+def set_damaged_aside(folder: Path, say: Callable[[str], None]) -> None:
+    """Rename checkpoints of a method's folder, newest first, until one is what was written."""
+    for steps in reversed(_steps(folder)):
+        checkpoint = checkpoint_folder(folder, steps)
+        found = damage(checkpoint)
+        if found is None:
+            return
+        aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        checkpoint.rename(aside)
+        say(f"{checkpoint} is damaged: {found}; it is kept as {aside.name}, and the one before it is used")
 
 
 def checkpoint_folder(folder: Path, steps: int) -> Path:
@@ -77,9 +109,9 @@ def check_output(config: TrainConfig) -> None:
         raise ValueError(f"--output {folder} is a file; give a folder")
     if config.resume:
         _check_resume(config, folder)
-    elif folder.exists() and any(folder.iterdir()):
+    elif folder.exists() and any(path.name != LOCK_FILE for path in folder.iterdir()):
         try:
-            _read_config(folder)
+            read_config(folder)
         except ValueError as error:
             raise ValueError(
                 f"--output {folder} is not empty and holds no results of an earlier job; give another folder"
@@ -91,6 +123,27 @@ def check_output(config: TrainConfig) -> None:
             )
 
 
+def resumed(config: TrainConfig, given: Collection[str]) -> TrainConfig:
+    """The job of the folder that ``config`` resumes, with what the user gives anew.
+
+    Args:
+        config: with ``resume``.
+        given: names of the fields that the user gave; methods among them join those of the folder.
+
+    Raises:
+        ValueError: if the folder's configuration cannot be read.
+    """
+    folder = Path(config.output)
+    if not (folder / CONFIG_FILE).is_file():
+        return config  # check_output says what is wrong
+    saved = read_config(folder)
+    asked = [name for name in config.methods if {"method", "compare"} & set(given)]
+    method, *compare = dict.fromkeys((*saved.methods, *asked))
+    kept = {"resume", "overwrite", "output"} | set(given) - {"method", "compare"}
+    changes = {name: getattr(config, name) for name in kept}
+    return dataclasses.replace(saved, **changes, method=method, compare=tuple(compare))
+
+
 def _check_resume(config: TrainConfig, folder: Path) -> None:
     resumable = [name for name in config.methods if steps_done(folder / name)]
     if not resumable:
@@ -98,16 +151,20 @@ def _check_resume(config: TrainConfig, folder: Path) -> None:
             f"--resume: {folder} holds no checkpoint of {', '.join(config.methods)}; "
             f"give the folder of an earlier job, or leave --resume out"
         )
+    conflicts = []
     for name in resumable:
-        saved = _read_config(folder / name)
+        saved, differing = read_config(folder / name), []
         for model_field in MODEL_FIELDS:
             before, now = (_shown(getattr(each, model_field)) for each in (saved, config))
             if before != now:
                 shown = flag(_FLAG_OF.get(model_field, model_field))
-                raise ValueError(
-                    f"--resume: the model in {folder / name} has {shown} {before}, this job has {now}; "
-                    f"give {shown} {before}, or another --output"
-                )
+                differing.append(f"{shown} {before} (this job: {now})")
+        conflicts += [f"the model in {folder / name} has {', '.join(differing)}"] if differing else []
+    if conflicts:
+        raise ValueError(
+            f"--resume: {'; '.join(conflicts)}; leave those flags out, as the folder knows them, or give "
+            "another --output"
+        )
     if all(finished(config, name) for name in config.methods):
         done = min(steps_done(folder / name) for name in config.methods)
         raise ValueError(
@@ -119,12 +176,49 @@ def _shown(value: object) -> str:
     return "unset" if value is None else str(value)
 
 
-def _read_config(folder: Path) -> TrainConfig:
+def read_config(folder: Path) -> TrainConfig:
+    """The job of a results folder, or of a method's folder in it.
+
+    Raises:
+        ValueError: naming the file, if it cannot be read.
+    """
     path = folder / CONFIG_FILE
     try:
         return TrainConfig.from_json(path.read_text())
     except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"--resume: cannot read {path} ({error}); give another --output") from error
+        raise ValueError(f"cannot read {path} ({error}); give the folder of a job's results") from error
+
+
+@contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Hold the lock of a results folder; it is free again when this process ends, however that ends.
+
+    Raises:
+        ValueError: if another job holds it, naming its process.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOCK_FILE, "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise ValueError(
+                f"--output {folder} is in use by {file.read()}; wait for it, end it, or give another folder"
+            ) from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def how_to_go_on(config: TrainConfig) -> str:
+    """What a job that has ended early leaves, and the command that goes on from there."""
+    folder = Path(config.output)
+    done = {name: steps_done(folder / name) for name in config.methods}
+    if not any(done.values()):
+        return "no checkpoint was written (--save-interval N writes one every N steps)"
+    kept = ", ".join(f"{name} of step {steps}" for name, steps in done.items() if steps)
+    return f"last checkpoints: {kept}; go on with: vocabpar train --resume --output {folder}"
 
 
 def open_output(config: TrainConfig) -> None:

@@ -1,44 +1,33 @@
 """Start the worker processes of one method, and say what went wrong if one fails.
 
-Two ways: ``OwnProcesses`` starts all of them on this machine, by torch's elastic launcher, which ends the
-others when one ends badly. A ``TorchrunRank`` is one of several that torchrun has started: each starts one
-worker, with a fresh rendezvous for each method, so that methods cannot meet each other's process groups.
-Next: ``worker.py`` (what each process runs), ``failure.py`` (the message).
+Two ways: ``OwnProcesses`` starts all of them on this machine. A ``TorchrunRank`` is one of several that
+torchrun has started: each starts one worker, with a fresh rendezvous for each method, so that methods cannot
+meet each other's process groups.
+Next: ``workers.py`` (starting, waiting and ending), ``worker.py`` (what each process runs), ``failure.py``
+(the message).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import os
-import signal
-import subprocess
+import socket
 import sys
 import time
-import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import TrainingFailed, explain
 from megatron_vocabpar.train.output import CONFIG_FILE, LOG_FOLDER
+from megatron_vocabpar.train.workers import Watchdog, run_workers
 
 WORKER_MODULE = "megatron_vocabpar.train.worker"
 _DEFAULTS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # unless the user has set them
-_MONITOR_INTERVAL_S = 0.2
 _PREPARATION = timedelta(hours=2)
 _SETTLE_S = 1.0
 _DECISION = "vocabpar/decision"
-
-
-@dataclass
-class Interrupted(Exception):
-    """The job was ended from outside, by Ctrl-C (signal 2) or another signal."""
-
-    signal_number: int
 
 
 class RefusedElsewhere(Exception):
@@ -107,9 +96,10 @@ class TorchrunRank(OwnProcesses):
             "MASTER_PORT": self._read(port),
             "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
-        code = subprocess.run([sys.executable, *_worker(config, worker_module)], env=environment).returncode
-        if code != 0:
-            self._fail(code, config)
+        watchdog = Watchdog.of(config) if self.leads else None
+        codes = run_workers(_worker(config, worker_module), {self._rank: environment}, watchdog)
+        if codes:
+            self._fail(codes[self._rank], config)
 
     def _fail(self, code: int, config: TrainConfig) -> None:
         """End this rank; the first to get here waits for the others' exit codes and tells the whole story."""
@@ -131,49 +121,43 @@ def processes(environment: Mapping[str, str] = os.environ) -> OwnProcesses:
 def launch(config: TrainConfig, worker_module: str = WORKER_MODULE) -> None:
     """Run the ``config.world_size`` workers of one method on this machine; wait until all have ended well.
 
+    They meet at a store of this process that listens on the loopback interface alone.
+
     Args:
         config: what ``open_method`` has opened the folder of.
         worker_module: what ``python -m`` runs, with the path of ``config.json``.
 
     Raises:
-        TrainingFailed: if a worker raises or is killed; the others are ended first. The text names the rank,
-            the error, the step, the pass and the microbatch.
-        Interrupted: on SIGINT or SIGTERM, with no worker left.
+        TrainingFailed: if a worker raises, is killed, or hangs; the others are ended first. The text names
+            the rank, the error, the step, the pass and the microbatch.
+        Interrupted: on SIGINT, or on SIGTERM once the workers have saved, with no worker left.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed import TCPStore
 
-    launcher = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=config.world_size,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=_MONITOR_INTERVAL_S,
-        local_addr="localhost",
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    with contextlib.ExitStack() as stack:
-        # The launcher's own account of a failure stays off the terminal: ours replaces it.
-        stack.callback(logging.disable, logging.root.manager.disable)
-        logging.disable(logging.CRITICAL)
-        # It hands on this process's environment, which is put back as it was: emptied, then filled.
-        stack.callback(os.environ.update, dict(os.environ))
-        stack.callback(os.environ.clear)
-        os.environ.update(_DEFAULTS | os.environ)
-        try:
-            elastic_launch(launcher, sys.executable)(*_worker(config, worker_module))
-        except SignalException as stop:
-            raise Interrupted(stop.sigval) from stop
-        except ChildFailedError as failed:
-            codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-            if set(codes.values()) & {130, -signal.SIGINT}:
-                raise Interrupted(signal.SIGINT) from failed
-            logs = Path(config.output) / LOG_FOLDER
-            raise TrainingFailed(explain(logs, config.world_size, codes)) from failed
+    size = str(config.world_size)
+    environment = {
+        **_DEFAULTS,
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+    }
+    ranks = {
+        rank: environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(config.world_size)
+    }
+    codes = run_workers(_worker(config, worker_module), ranks, Watchdog.of(config))
+    del store
+    if codes:
+        raise TrainingFailed(explain(Path(config.output) / LOG_FOLDER, config.world_size, codes))
 
 
 def _worker(config: TrainConfig, module: str) -> tuple[str, ...]:

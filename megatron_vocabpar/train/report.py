@@ -63,9 +63,9 @@ def write_report(folder: Path) -> str:
     """Write the report of a results folder; returns what to show on the terminal.
 
     Raises:
-        ValueError: if no method has left any metrics.
+        ValueError: if the folder is not that of a job, or no method has left any metrics.
     """
-    config = TrainConfig.from_json((folder / output.CONFIG_FILE).read_text())
+    config = output.read_config(folder)
     found = {name: read_metrics(folder / name / output.METRICS_FILE) for name in config.methods}
     metrics = {name: records for name, records in found.items() if records}
     if not metrics:
@@ -87,7 +87,8 @@ def write_report(folder: Path) -> str:
 
 def summarize(method: str, records: Sequence[Mapping[str, Any]]) -> Summary:
     """One row from the lines of a method's ``metrics.jsonl``, of which there is at least one."""
-    peaks = zip(*(record["peak_memory_mib"] for record in records), strict=True)
+    stages = len(records[-1]["peak_memory_mib"])  # a resume may have changed it
+    peaks = zip(*(r["peak_memory_mib"] for r in records if len(r["peak_memory_mib"]) == stages), strict=True)
     evaluations = loss_curve(records, "eval_loss")
     return Summary(
         method=method,

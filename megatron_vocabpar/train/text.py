@@ -63,6 +63,8 @@ def check_source(text: str | None) -> None:
         raise ValueError(f"--text {text} is a part of an indexed dataset; give --text {path.with_suffix('')}")
     if not path.exists():
         raise ValueError(f"--text {text}: there is no such file; give a text file, or leave --text out")
+    if not path.is_file():
+        raise ValueError(f"--text {text} is neither a file nor a folder; write it to a file first")
     with open(path, "rb") as file:
         start = file.read(_SNIFFED)
     if not start.strip():

@@ -38,30 +38,38 @@ from megatron_vocabpar.train.failure import ProgressRecord
 from megatron_vocabpar.train.finite import Watch, check_norm, end_at
 from megatron_vocabpar.train.metrics import Metrics
 from megatron_vocabpar.train.prepare import DataFiles
+from megatron_vocabpar.train.workers import SAVED, sigterm_as
 
 
-def run(config: TrainConfig) -> None:
+def run(config: TrainConfig) -> int:
     """Train as ``config`` says, on the rank that the environment names.
+
+    SIGTERM, to any rank, ends the training after the step that is running, with a checkpoint.
 
     Args:
         config: of one method; ``config.output`` is that method's folder, with ``data.json`` and
             ``schedule.json`` in it.
+
+    Returns:
+        The exit code: ``SAVED`` after SIGTERM, else 0.
     """
     device = default_device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(backend(device))
-    train(config, device)
+    terminated = train(config, device)
     # Not after a failure: it waits for collectives that peers will not join, and nobody would learn why.
     dist.destroy_process_group()
+    return SAVED if terminated else 0
 
 
-def train(config: TrainConfig, device: torch.device) -> None:
-    """Train in the process group that there is; see ``run``."""
+def train(config: TrainConfig, device: torch.device) -> bool:
+    """Train in the process group that there is; see ``run``. Returns whether SIGTERM has ended it."""
     with megatron_on_cpu() if device.type == "cpu" else nullcontext():
         parallel_state.initialize_model_parallel(config.tp, config.pp)
         torch.manual_seed(config.seed)
         model_parallel_cuda_manual_seed(config.seed)
-        _Trainer(config, device).train()
+        terminated = _Trainer(config, device).train()
         parallel_state.destroy_model_parallel()
+    return terminated
 
 
 def loss_func(loss_mask: torch.Tensor | None, losses: torch.Tensor) -> tuple[Any, ...]:
@@ -92,6 +100,7 @@ class _Trainer:
         self.folder = Path(config.output)
         self.record = ProgressRecord(self.folder / output.LOG_FOLDER, dist.get_rank())
         self.watch = Watch()
+        self.terminated = False
         self.timeline = Timeline(device)
         self.plan = plan_from_json((self.folder / output.SCHEDULE_DATA_FILE).read_text())
         self.forward_backward = ForwardBackward(
@@ -113,14 +122,18 @@ class _Trainer:
         self.watch.instruction = instruction
         yield
 
-    def train(self) -> None:
-        """Train to the last step and leave the results."""
+    def train(self) -> bool:
+        """Train to the last step and leave the results; returns whether SIGTERM has ended it before."""
         config, first_step = self.config, 0
         if config.resume:
             latest = output.checkpoint_folder(self.folder, output.steps_done(self.folder))
             first_step = load_checkpoint(latest, self.state)
         batches = self._batches(self.train_data, first_step)
-        with Metrics(config, self.folder / output.METRICS_FILE, first_step, dist.get_rank() == 0) as metrics:
+        last = terminated = False
+        with (
+            Metrics(config, self.folder / output.METRICS_FILE, first_step, dist.get_rank() == 0) as metrics,
+            sigterm_as(self._terminate),
+        ):
             for step in range(first_step, config.steps):
                 self.record.write_step(step + 1)
                 last = step == config.steps - 1
@@ -132,14 +145,30 @@ class _Trainer:
                     measured["eval_loss"] = self._evaluate()
                 metrics.add({"step": step + 1, **measured})
                 self.record.write("saving results")
+                terminated = self._any(self.terminated)
                 at_interval = config.save_interval and (step + 1) % config.save_interval == 0
-                if config.save and (last or at_interval):
-                    save_checkpoint(output.checkpoint_folder(self.folder, step + 1), self.state, step + 1)
+                if config.save and (last or at_interval or terminated):
+                    folder = output.checkpoint_folder(self.folder, step + 1)
+                    save_checkpoint(folder, self.state, step + 1)
+                    if dist.get_rank() == 0:
+                        output.keep_newest(self.folder, config.keep_checkpoints)
                 if last:
                     trace = gather_trace(spans)
                     if trace is not None:
                         write_pictures(self.folder, self.plan, trace)
+                elif terminated:
+                    break
         self.forward_backward.close()
+        return terminated and not last
+
+    def _terminate(self) -> None:
+        self.terminated = True
+
+    def _any(self, flag: bool) -> bool:
+        """Whether it is so on any rank."""
+        flags = torch.tensor(float(flag), device=self.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return bool(flags)
 
     def _batches(self, dataset: Any, step: int) -> list[Iterator[Any] | None]:
         """The data of each chunk: the first stage and that of the loss have some, the others load nothing."""

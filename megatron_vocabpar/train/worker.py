@@ -10,8 +10,8 @@ Next: ``trainer.py``, which does the training.
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -28,12 +28,12 @@ from megatron_vocabpar.train.quiet import quiet_megatron
 _PARENT_CHECK_S = 1.0
 
 
-def run_worker(config_path: str, run: Callable[[TrainConfig], None]) -> int:
+def run_worker(config_path: str, run: Callable[[TrainConfig], int | None]) -> int:
     """Run the trainer on this rank; returns the exit code.
 
     Args:
         config_path: ``config.json`` of the method, in the method's folder.
-        run: the trainer, called with the configuration.
+        run: the trainer, called with the configuration; returns its exit code if that is not 0.
     """
     rank = int(os.environ["RANK"])
     config = TrainConfig.from_json(Path(config_path).read_text())
@@ -45,21 +45,21 @@ def run_worker(config_path: str, run: Callable[[TrainConfig], None]) -> int:
     faulthandler.enable()
     try:
         with quiet_megatron() if rank == 0 else nullcontext():
-            run(config)
+            return run(config) or 0
     except KeyboardInterrupt:
         _leave(130)
-    except Exception as error:
+    except BaseException as error:  # torch's CheckpointException is no Exception
         write_error(logs, rank, error)
         _leave(1)
-    return 0
 
 
 def _leave(code: int) -> NoReturn:
-    """End this process now: a normal exit would join threads and free groups in which it waits for peers."""
+    """End this process now: a normal exit would join threads and free groups in which it waits for peers.
+
+    What it has started, as checkpoints do, ends by the launcher, which ends its session.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    for child in multiprocessing.active_children():
-        child.kill()
     os._exit(code)
 
 
@@ -71,21 +71,23 @@ def _log_to(path: Path) -> None:
 
 
 def _follow_parent() -> None:
-    """End this process soon after its launcher has died, however that died."""
+    """End this process, and all that it has started, soon after its launcher has died, however that died."""
     parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(_PARENT_CHECK_S)
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
     threading.Thread(target=watch, name="vocabpar-parent-watch", daemon=True).start()
 
 
-def _train(config: TrainConfig) -> None:
+def _train(config: TrainConfig) -> int:
     from megatron_vocabpar.train.trainer import run
 
-    run(config)
+    return run(config)
 
 
 if __name__ == "__main__":

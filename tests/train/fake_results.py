@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_vocabpar.schedule.draw.pictures import SCHEDULE_FILE, TIMELINE_FILE
 from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.intact import write_digests
 from megatron_vocabpar.train.metrics import Metrics
 from megatron_vocabpar.train.output import CHECKPOINT_FOLDER, METRICS_FILE
 
@@ -51,3 +52,4 @@ def write_results(config: TrainConfig) -> None:
     checkpoint = folder / CHECKPOINT_FOLDER / f"step_{config.steps:07d}"
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / "weights").write_text("0")
+    write_digests(checkpoint)

@@ -11,12 +11,14 @@ import pytest
 
 from megatron_vocabpar.train.check import check, require_modules, resolve_device
 from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.intact import write_digests
 from megatron_vocabpar.train.output import (
     CHECKPOINT_FOLDER,
     finished,
     method_config,
     open_method,
     open_output,
+    resumed,
     steps_done,
 )
 
@@ -159,6 +161,7 @@ def finished_job(tmp_path: Path, **values: Any) -> TrainConfig:
     checkpoint = open_method(method_config(config, config.method)).parent / CHECKPOINT_FOLDER / "step_0000060"
     checkpoint.mkdir(parents=True)
     (checkpoint / "weights").write_text("1")
+    write_digests(checkpoint)
     return config
 
 
@@ -193,11 +196,10 @@ def test_the_output_folder_is_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden": 64}, "has --hidden 128, this job has 64; give --hidden 128"),
-        ({"ffn": 64}, "has --ffn 512, this job has 64"),
-        ({"tied": True}, "has --tied False, this job has True"),
-        ({"vocab_size": 9000}, "has --vocab-size 8192, this job has 9000"),
-        ({"layers": 12, "hidden": 64}, "has --layers 8, this job has 12"),
+        ({"hidden": 64}, "has --hidden 128 (this job: 64), --ffn 512 (this job: 256); leave those flags"),
+        ({"tied": True}, "has --tied False (this job: True); leave those flags out"),
+        ({"vocab_size": 9000}, "has --vocab-size 8192 (this job: 9000)"),
+        ({"layers": 12, "ffn": 64}, "has --layers 8 (this job: 12), --ffn 512 (this job: 64)"),
     ],
 )
 def test_resume_from_another_model(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -206,6 +208,15 @@ def test_resume_from_another_model(tmp_path: Path, change: dict[str, Any], messa
     with pytest.raises(ValueError, match=re.escape(message)):
         check(dataclasses.replace(config, resume=True, steps=100, **change), {}, no_gpu)
     assert files(tmp_path) == before
+
+
+def test_a_resumed_job_is_that_of_its_folder(tmp_path: Path) -> None:
+    config = finished_job(tmp_path, hidden=64, compare=("naive",), lr=2e-3)
+    asked = TrainConfig(output=config.output, resume=True, steps=100, compare=("baseline",), lr=1e-4)
+    job = resumed(asked, {"steps", "resume", "output", "lr"})
+    assert job == dataclasses.replace(config, resume=True, steps=100, lr=1e-4)
+    assert resumed(asked, {"compare"}).methods == ("vocab-2", "naive", "baseline")
+    assert resumed(dataclasses.replace(asked, output=str(tmp_path / "none")), {"lr"}).hidden == 128
 
 
 def test_resume_with_a_damaged_record(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_derived_values() -> None:
 @pytest.mark.parametrize("config", [TrainConfig(), OTHER])
 def test_the_command_line_asks_for_the_same(config: TrainConfig) -> None:
     with verb.train_command.make_context("train", command_line(config)[2:]) as context:
-        assert verb.config_from_options(context.params) == config
+        assert verb.config_from_options(context.params, ()) == config
 
 
 def test_every_field_has_an_option_with_help() -> None:

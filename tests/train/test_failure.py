@@ -26,15 +26,23 @@ def test_where_a_rank_was(progress: tuple[int | None, str], words: str) -> None:
     assert Record(*progress).place == words
 
 
+def _place(logs: Path, rank: int) -> tuple[int | None, str]:
+    record = Record.read(logs, rank)
+    assert record == Record(record.step, record.instruction, record.began_s)
+    return record.step, record.instruction
+
+
 def test_a_record_comes_back_and_outlives_its_writer(tmp_path: Path) -> None:
     record = ProgressRecord(tmp_path / "logs", 3)
     assert Record.read(tmp_path / "logs", 3) == Record()
     record.write_step(12345)
-    assert Record.read(tmp_path / "logs", 3) == Record(12345)
+    assert _place(tmp_path / "logs", 3) == (12345, "")
     record.write("11RECV_B10")
+    began_s = time.time()
     record.write("2S5")
     del record
-    assert Record.read(tmp_path / "logs", 3) == Record(12345, "2S5")
+    assert _place(tmp_path / "logs", 3) == (12345, "2S5")
+    assert 0 <= Record.read(tmp_path / "logs", 3).began_s - began_s < 60
     assert Record.read(tmp_path / "logs", 4) == Record()
 
 
@@ -42,7 +50,7 @@ def test_a_text_that_is_too_long_is_cut(tmp_path: Path) -> None:
     record = ProgressRecord(tmp_path, 0)
     record.write_step(10**15)
     record.write("x" * 100)
-    assert Record.read(tmp_path, 0) == Record(10**15, "x" * 48)
+    assert _place(tmp_path, 0) == (10**15, "x" * 48)
 
 
 def test_an_error_keeps_the_place(tmp_path: Path) -> None:

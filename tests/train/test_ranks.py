@@ -7,14 +7,17 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.failure import TrainingFailed
+from megatron_vocabpar.train.failure import ProgressRecord, TrainingFailed
 from megatron_vocabpar.train.output import LOG_FOLDER, method_config, open_method
-from megatron_vocabpar.train.ranks import Interrupted, launch
+from megatron_vocabpar.train.ranks import launch
+from megatron_vocabpar.train.workers import SAVED, Interrupted, Watchdog, run_workers
 
 RANKS = 3
 FAKE = "tests.train.fake_worker"
@@ -86,9 +89,9 @@ def test_a_failing_rank_ends_the_job(
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_leaves_no_process(config_path: Path, sent: signal.Signals) -> None:
     code = (
-        f"import sys; from tests.train import test_ranks as t; from pathlib import Path\n"
-        f"try: t.run(Path({str(config_path)!r}))\n"
-        f"except t.Interrupted as stop: sys.exit(100 + stop.signal_number)"
+        f"import sys; from tests.train.test_ranks import Interrupted, run; from pathlib import Path\n"
+        f"try: run(Path({str(config_path)!r}))\n"
+        f"except Interrupted as stop: sys.exit(100 + stop.signal_number)"
     )
     with started_launcher(code, config_path) as process:
         process.send_signal(sent)
@@ -121,5 +124,60 @@ def started_launcher(code: str, config_path: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def test_interrupted_names_the_signal() -> None:
-    assert Interrupted(signal.SIGINT).signal_number == 2
+def test_a_worker_that_saves_ends_the_job_once_all_have() -> None:
+    """As after SIGTERM at one of them: the others have the time that they need."""
+    code = f"import os, time; time.sleep(int(os.environ['RANK'])); raise SystemExit({SAVED})"
+    environments = {rank: {**os.environ, "RANK": str(rank)} for rank in range(2)}
+    began = time.monotonic()
+    with pytest.raises(Interrupted) as stop:
+        run_workers(["-c", code], environments, None)
+    assert stop.value.signal_number == signal.SIGTERM
+    assert time.monotonic() - began > 1
+
+
+def test_what_a_worker_has_started_ends_with_it(tmp_path: Path) -> None:
+    child = "import time; time.sleep(100)"
+    code = (
+        "import os, subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}])\n"
+        f"open({str(tmp_path / 'pid0')!r}, 'w').write(str(child.pid))\n"
+        "os._exit(3)"
+    )
+    assert run_workers(["-c", code], {0: dict(os.environ)}, None) == {0: 3}
+    with suppress(psutil.NoSuchProcess):
+        started, deadline = psutil.Process(int((tmp_path / "pid0").read_text())), time.monotonic() + 20
+        while started.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_a_watchdog_says_who_stands_where_and_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, said = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    dog = Watchdog(tmp_path, 3, 40.0, said.append)
+    records = [ProgressRecord(tmp_path, rank) for rank in range(3)]
+    dog.look()
+    clock[0] = 60.0  # before the first step nobody is late
+    dog.look()
+    for rank, text in ((1, "1F2"), (0, "0S2"), (2, "2S2")):
+        records[rank].write_step(4)
+        records[rank].write(text)
+    dog.look()
+    clock[0] = 74.0
+    dog.look()
+    assert said == []
+    clock[0] = 76.0
+    dog.look()
+    dog.look()
+    (line,) = said
+    assert line.startswith("no rank has got any further for 16 s: rank 0 at step 4, in pass 0S2: S of micro")
+    assert line.endswith("; rank 1 stopped first")
+    records[2].write("2S2")
+    clock[0] = 99.0
+    dog.look()
+    clock[0] = 140.0
+    late = "^--timeout 40: no rank has got any further for 41 s: rank 0 at step 4"
+    with pytest.raises(TrainingFailed, match=late):
+        dog.look()

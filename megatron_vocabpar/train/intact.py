@@ -1,0 +1,42 @@
+"""Whether a checkpoint is what was written: a digest of every file, made when it was complete.
+
+Next: ``checkpoint.py``, which writes them; ``output.py``, which looks for the newest intact one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+DIGESTS_FILE = "digests.json"
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file of a folder, by its name."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != DIGESTS_FILE:
+            with open(path, "rb") as file:
+                found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def write_digests(folder: Path) -> None:
+    """Note what the files of a complete checkpoint hold."""
+    (folder / DIGESTS_FILE).write_text(json.dumps(digests(folder), indent=2) + "\n")
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, naming the file; None if it is what was written."""
+    try:
+        written = json.loads((folder / DIGESTS_FILE).read_text())
+        now = digests(folder)
+    except (OSError, ValueError) as error:
+        return f"{DIGESTS_FILE} cannot be read ({error})"
+    for name in written:
+        if name not in now:
+            return f"{name} is missing"
+        if now[name] != written[name]:
+            return f"{name} is not what was written"
+    return None

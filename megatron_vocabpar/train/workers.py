@@ -1,0 +1,166 @@
+"""Start processes, wait for them, and leave none behind: each is the leader of a session of its own.
+
+A worker that ends badly ends the others. Ctrl-C ends them at once; SIGTERM is handed on, and they get time to
+save. A watchdog says which ranks stand still, and ends the job after a time that the user may give.
+Next: ``failure.py``, what is read from the ranks' records.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.failure import Record, TrainingFailed
+from megatron_vocabpar.train.output import LOG_FOLDER
+
+SAVED = 128 + signal.SIGTERM
+"""Exit code of a worker that has saved because of SIGTERM."""
+_POLL_S = 0.1
+_TO_SAVE_S = 300.0
+_QUIET_S = 15.0
+
+
+@dataclass
+class Interrupted(Exception):
+    """The job was ended from outside, by Ctrl-C (signal 2) or another signal; ``hint`` is how to go on."""
+
+    signal_number: int
+    hint: str = ""
+
+
+@dataclass
+class Watchdog:
+    """Says, a line each time, that no rank has got any further for a while, and where each of them is.
+
+    Attributes:
+        logs: folder of the ranks' records.
+        ranks: number of ranks.
+        timeout_s: after which the job ends; 0 is never.
+        say: told the lines.
+    """
+
+    logs: Path
+    ranks: int
+    timeout_s: float
+    say: Callable[[str], None]
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Watchdog:
+        """That of a method's job."""
+        return cls(Path(config.output) / LOG_FOLDER, config.world_size, config.timeout, print)
+
+    def __post_init__(self) -> None:
+        self._seen: list[Record] = []
+        self._since = self._said = time.monotonic()
+
+    def look(self) -> None:
+        """Call it now and then.
+
+        Raises:
+            TrainingFailed: if no rank has got any further for ``timeout_s``.
+        """
+        now, records = time.monotonic(), [Record.read(self.logs, rank) for rank in range(self.ranks)]
+        if records != self._seen or any(record.step is None for record in records):
+            self._seen, self._since, self._said = records, now, now
+        elif self.timeout_s and now - self._since >= self.timeout_s:
+            raise TrainingFailed(f"--timeout {self.timeout_s:g}: {self._text(now)}")
+        elif now - self._said >= _QUIET_S:
+            self._said = now
+            self.say(self._text(now))
+
+    def _text(self, now: float) -> str:
+        places: dict[str, list[str]] = {}
+        for rank, record in enumerate(self._seen):
+            places.setdefault(record.place, []).append(str(rank))
+        where = "; ".join(
+            f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)} {place}"
+            for place, ranks in places.items()
+        )
+        late = min(range(self.ranks), key=lambda rank: self._seen[rank].began_s)
+        return (
+            f"no rank has got any further for {now - self._since:.0f} s: {where}; rank {late} stopped first"
+        )
+
+
+def run_workers(
+    command: Sequence[str], environments: Mapping[int, Mapping[str, str]], watchdog: Watchdog | None
+) -> dict[int, int]:
+    """Run one process a rank until all have ended.
+
+    Args:
+        command: Python's arguments.
+        environments: of each rank.
+        watchdog: is asked while they run.
+
+    Returns:
+        Exit codes, by rank, of those that ended badly by themselves; -N for signal N. Empty if all went well.
+
+    Raises:
+        Interrupted: after Ctrl-C, or after SIGTERM, here or at a worker, once all have saved.
+        TrainingFailed: the watchdog's.
+    """
+    with sigterm_as(_interrupt):
+        processes: dict[int, subprocess.Popen[bytes]] = {}
+        try:
+            for rank, environment in environments.items():
+                processes[rank] = subprocess.Popen(
+                    [sys.executable, *command], env=dict(environment), start_new_session=True
+                )
+            codes = _wait(processes, watchdog)
+        except Interrupted:
+            for process in processes.values():
+                process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                deadline = time.monotonic() + _TO_SAVE_S
+                for process in processes.values():
+                    process.wait(max(deadline - time.monotonic(), 0))
+            raise
+        except KeyboardInterrupt:
+            raise Interrupted(signal.SIGINT) from None
+        finally:
+            for process in processes.values():
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if SAVED in codes.values():
+        raise Interrupted(signal.SIGTERM)
+    return codes
+
+
+def _wait(processes: Mapping[int, subprocess.Popen[bytes]], watchdog: Watchdog | None) -> dict[int, int]:
+    """Until all have ended, or one has ended badly, and, if that one has saved, the others have too."""
+    while True:
+        codes = {rank: process.poll() for rank, process in processes.items()}
+        running = [rank for rank, code in codes.items() if code is None]
+        bad = {rank: code for rank, code in codes.items() if code}
+        if not running or set(bad.values()) - {SAVED}:
+            return bad
+        if watchdog is not None:
+            watchdog.look()
+        time.sleep(_POLL_S)
+
+
+@contextmanager
+def sigterm_as(call: Callable[[], object]) -> Iterator[None]:
+    """Call this on SIGTERM, in the main thread; in another thread's context signals are left as they are."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: call())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt() -> None:
+    raise Interrupted(signal.SIGTERM)
