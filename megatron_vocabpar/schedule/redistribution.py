@@ -7,20 +7,7 @@ stage has no layer left and the others wait for it.
 
 from __future__ import annotations
 
-
-def layer_flops(hidden: int, seq_length: int) -> int:
-    """Operations of one transformer layer, forward and backward, per token (Table 4, over ``b s``)."""
-    return hidden * (72 * hidden + 12 * seq_length)
-
-
-def output_flops(hidden: int, vocab_size: int) -> int:
-    """Operations of the output layer, forward and backward, per token (Table 4)."""
-    return 6 * hidden * vocab_size
-
-
-def input_flops(hidden: int) -> int:
-    """Operations of the input layer, forward and backward, per token (Table 4)."""
-    return 3 * hidden
+from megatron_vocabpar.schedule.flops import input_flops, layer_flops, output_flops
 
 
 def redistribute(
