@@ -3,10 +3,10 @@
 Importing torch and Megatron takes longer than the short trainings of the tests, once for every rank of every
 job. ``python -m tests.megatron_lm.ranks CHECKOUT`` reads jobs from its input, one JSON object a line:
 ``{"arguments": [...], "processes": n, "port": of the store where they meet, "output": path}``; runs each as
-``torchrun on_cpu.py`` would; and prints the exit statuses of its ranks as a JSON list. What the ranks print
-goes to ``output``.
+torchrun would run ``megatron_vocabpar.train.on_cpu``; and prints the exit statuses of its ranks as a JSON
+list. What the ranks print goes to ``output``.
 
-Next: ``on_cpu.py``, what a rank does.
+Next: ``train/on_cpu.py`` of the package, what a rank does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import signal
 import sys
 from typing import Any
 
-from tests.megatron_lm import on_cpu
+from megatron_vocabpar.train import on_cpu
 
 
 def serve(checkout: str) -> dict[str, Any] | None:

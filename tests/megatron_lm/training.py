@@ -23,8 +23,8 @@ from torch.distributed import TCPStore
 from megatron_vocabpar.megatron_lm.bindings import find_version
 from megatron_vocabpar.megatron_lm.checkout import source_signatures
 
+ON_CPU = "megatron_vocabpar.train.on_cpu"
 ROOT = Path(__file__).resolve().parents[2]
-ON_CPU = Path(__file__).with_name("on_cpu.py")
 _SECONDS = 280
 _SAMPLES = "--train-samples"
 _DIVISOR = "--make-vocab-size-divisible-by"
@@ -175,7 +175,7 @@ def _torchrun(megatron: Path, processes: int, command: list[str]) -> tuple[bool,
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(processes), str(ON_CPU), *command),
+            *("--nproc-per-node", str(processes), "-m", ON_CPU, *command),
         ],
         env=_environment(megatron),
         stdout=subprocess.PIPE,

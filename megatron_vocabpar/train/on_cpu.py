@@ -1,9 +1,11 @@
-"""Run an unchanged Megatron-LM script on CPU processes: ``torchrun ... on_cpu.py pretrain_gpt.py arguments``.
+"""Run an unchanged Megatron-LM script on CPU processes.
+
+    torchrun --nproc-per-node 4 -m megatron_vocabpar.train.on_cpu pretrain_gpt.py arguments
 
 Megatron's training loop asks CUDA for devices, memory figures, streams and random states, and gives
 torch.distributed options that gloo does not take. One table answers in CUDA's place; what megatron-core
-itself needs is in ``megatron_vocabpar/train/cpu.py``. The script enters through our launcher, or as it
-is where it imports our adaptor itself.
+itself needs is in ``cpu.py``. The script enters through our launcher, or as it is where it imports our
+adaptor itself. Peaks of memory are those of the whole process.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import importlib
 import json
 import multiprocessing.context
 import os
+import resource
 import runpy
 import sys
 import types
@@ -29,6 +32,11 @@ import typing_extensions
 
 _CPU = torch.device("cpu")
 _GIB = 1 << 30
+
+
+def _peak_rss(*_: Any) -> int:
+    """Most bytes that this process has held in memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _answer(value: Any = None) -> Callable[..., Any]:
@@ -71,9 +79,9 @@ def _cuda_names() -> dict[str, Any]:
         "get_device_capability": _answer((9, 0)),
         "get_device_properties": _answer(_PROPERTIES),
         "memory_allocated": _answer(0),
-        "max_memory_allocated": _answer(0),
+        "max_memory_allocated": _peak_rss,
         "memory_reserved": _answer(0),
-        "max_memory_reserved": _answer(0),
+        "max_memory_reserved": _peak_rss,
         "device_memory_used": _answer(0),
         "memory_stats": lambda *_: defaultdict(int),
         "mem_get_info": _answer((16 * _GIB, 16 * _GIB)),
@@ -110,8 +118,9 @@ def stand_in_for_cuda() -> None:
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
     torch.Tensor.record_stream = _answer()  # type: ignore[method-assign]
     torch.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
-    torch.compile = lambda model=None, **_: model if model is not None else lambda f: f
-    for owner in (dist, dist.distributed_c10d):
+    vars(torch)["compile"] = lambda model=None, **_: model if model is not None else lambda f: f
+    owners: tuple[Any, ...] = (dist, dist.distributed_c10d)
+    for owner in owners:
         owner.init_process_group = _without(dist.init_process_group, "device_id", "pg_options")
         owner.new_group = _without(dist.new_group, "pg_options", "device_id")
         owner.barrier = _without(dist.barrier, "device_ids")
@@ -122,8 +131,8 @@ def stand_in_for_cuda() -> None:
 def skip_compilation() -> None:
     """Versions before 0.18 compile CUDA kernels when training starts, all run make for the data helpers."""
     with contextlib.suppress(ModuleNotFoundError):
-        importlib.import_module("megatron.legacy.fused_kernels").load = _answer()
-    importlib.import_module("megatron.core.datasets.utils").compile_helpers = _answer()
+        vars(importlib.import_module("megatron.legacy.fused_kernels"))["load"] = _answer()
+    vars(importlib.import_module("megatron.core.datasets.utils"))["compile_helpers"] = _answer()
 
 
 def make_up_fewer_documents() -> None:
