@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Mapping
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -86,3 +87,11 @@ def nccl_version() -> str:
     if not torch.distributed.is_nccl_available():
         return "none in this build of torch"
     return ".".join(str(part) for part in torch.cuda.nccl.version())
+
+
+def commit_of(checkout: Path) -> str:
+    """The commit that is checked out, or ``unknown``."""
+    asked = subprocess.run(
+        ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
+    return asked.stdout.strip() or "unknown"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -98,14 +97,6 @@ def measure_losses(setting: Setting) -> list[Row]:
         results = mp.get_context("spawn").SimpleQueue()
         mp.spawn(_rank, (setting, folder, results), nprocs=setting.ranks)
         return results.get()
-
-
-def commit_of(checkout: Path) -> str:
-    """The commit that is checked out, or ``unknown``."""
-    asked = subprocess.run(
-        ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    )
-    return asked.stdout.strip() or "unknown"
 
 
 def _rank(rank: int, setting: Setting, folder: str, results: Any) -> None:

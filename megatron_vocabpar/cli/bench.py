@@ -124,8 +124,8 @@ def losses_command(output_format: str, **options: Any) -> None:
     """losses.compat beside ROLL's, verl's, NeMo-RL's and slime's own functions, read from your checkouts."""
     import torch
 
-    from megatron_vocabpar.bench.environment import environment
-    from megatron_vocabpar.bench.losses import Setting, commit_of, measure_losses
+    from megatron_vocabpar.bench.environment import commit_of, environment
+    from megatron_vocabpar.bench.losses import Setting, measure_losses
     from megatron_vocabpar.bench.tables import print_losses
 
     given = {

@@ -21,12 +21,13 @@ VERBS = {
     "report": "Make a job's report again.",
     "drift": "Compare two runs' log-probabilities.",
     "bench": "Measure against stock Megatron.",
+    "artifact": "Run the paper's experiments.",
     "doctor": "Check GPUs, or look at a checkout.",
     "patches": "What is replaced in Megatron.",
 }
 """The line of ``vocabpar --help`` for each verb."""
 
-_NEEDS_EXTRA = ("train", "report", "drift", "bench", "doctor")  # pip install 'megatron-vocabpar[train]'
+_NEEDS_EXTRA = ("train", "report", "drift", "bench", "artifact", "doctor")  # of [train]
 
 
 def load(verb: str) -> click.Command:

@@ -1,0 +1,148 @@
+"""Results against what the paper published, and against each other.
+
+The published cells are those of Tables 5 and 6 (``published.csv``; an empty cell ran out of memory), on A100
+with 80 GB. Their MFU takes 320 TFLOP/s for the peak: with it the authors' published iteration times give the
+table's figures. Their GB are GiB: the baseline's peak grows by 2.93 from 64k to 128k ids, 16 bytes a weight.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from megatron_vocabpar.artifact.experiments import Experiment
+from megatron_vocabpar.artifact.results import Result
+
+PUBLISHED_PEAK = 320e12
+"""FLOP/s of a device by which the paper's MFU counts."""
+SPEED_TOLERANCE = 0.10
+"""Other versions of Megatron-LM, cuDNN and NCCL than the authors'."""
+MEMORY_TOLERANCE = 0.15
+"""Megatron-LM keeps gradients of bf16 weights in float32 today: 18 bytes a weight, not 16."""
+LOSS_TOLERANCE = {"cpu": 1e-4, "gpu": 2e-2}
+"""Of the losses, relative: float32 on the CPU; bf16 on a GPU, where stock rounds its logits."""
+_DEVICE = "A100"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A cell of Table 5 or 6; None: out of memory."""
+
+    mfu_percent: float | None
+    peak_memory_gib: float | None
+
+
+@dataclass(frozen=True)
+class Check:
+    """Whether something that should hold does, and the figures."""
+
+    what: str
+    holds: bool
+    figures: str
+
+
+@cache
+def _cells() -> dict[tuple[str, int, int, str, int], Published]:
+    text = (files(__package__) / "published.csv").read_text(encoding="utf-8")
+    return {
+        (
+            row["schedule"],
+            int(row["gpus"]),
+            int(row["seq_length"]),
+            row["method"],
+            int(row["vocab_k"]),
+        ): Published(
+            *(float(row[name]) if row[name] else None for name in ("mfu_percent", "peak_memory_gib"))
+        )
+        for row in csv.DictReader(text.splitlines())
+    }
+
+
+def published(e: Experiment) -> Published | None:
+    """What the paper has for this experiment; None if nothing, or with other sizes."""
+    sizes = {
+        ("1f1b", 8): (32, 3072, 24),
+        ("1f1b", 16): (48, 4096, 32),
+        ("1f1b", 32): (64, 5120, 40),
+        ("v-half", 16): (32, 4096, 32),
+        ("v-half", 24): (48, 5120, 40),
+        ("v-half", 32): (64, 6144, 48),
+    }
+    same = sizes.get((e.schedule, e.gpus)) == (e.layers, e.hidden, e.heads)
+    if not same or (e.tp, e.micro_batch, e.microbatches) != (1, 1, 128):
+        return None
+    return _cells().get((e.schedule, e.gpus, e.seq_length, e.method, e.vocab_k))
+
+
+def checks(results: Sequence[Result]) -> list[Check]:
+    """All that can be said of these results."""
+    done = [r for r in results if r.outcome == "done"]
+    groups: dict[Experiment, list[Result]] = {}
+    for result in done:
+        groups.setdefault(result.experiment.setting, []).append(result)
+    return [
+        *(check for result in results for check in _against_the_paper(result)),
+        *(check for group in groups.values() for check in (*_losses(group), *_claims(group))),
+    ]
+
+
+def _against_the_paper(result: Result) -> Iterable[Check]:
+    cell = published(result.experiment)
+    if cell is None or _DEVICE not in result.environment.get("device", "") or result.outcome == "failed":
+        return
+    name = result.experiment.name
+    if cell.mfu_percent is None or result.outcome == "out of memory":
+        both = cell.mfu_percent is None and result.outcome == "out of memory"
+        yield Check(f"{name}: fits as in the paper", both, f"here: {result.outcome}")
+        return
+    speed = cell.mfu_percent / 100 * PUBLISHED_PEAK / 1e12
+    measured = (result.flops_per_gpu or 0.0) / 1e12
+    yield _near(f"{name}: TFLOP/s per GPU", measured, speed, SPEED_TOLERANCE)
+    if cell.peak_memory_gib is not None and result.peak_allocated_gib is not None:
+        yield _near(
+            f"{name}: peak memory, GiB", result.peak_allocated_gib, cell.peak_memory_gib, MEMORY_TOLERANCE
+        )
+
+
+def _near(what: str, measured: float, expected: float, tolerance: float) -> Check:
+    error = measured / expected - 1
+    figures = f"{measured:.2f}, published {expected:.2f}: {error:+.1%} of at most {tolerance:.0%}"
+    return Check(what, abs(error) <= tolerance, figures)
+
+
+def _losses(group: Sequence[Result]) -> Iterable[Check]:
+    """Every method's losses equal the first one's."""
+    first, *others = group
+    kind = "cpu" if _on_cpu(first) else "gpu"
+    for other in others:
+        pairs = list(zip(first.losses, other.losses, strict=False))
+        worst = max((abs(a - b) / abs(a) for a, b in pairs), default=float("inf"))
+        what = f"{other.experiment.name}: losses equal those of {first.experiment.name}"
+        figures = f"{len(pairs)} losses, {worst:.1e} at most of {LOSS_TOLERANCE[kind]:.0e}"
+        yield Check(what, worst <= LOSS_TOLERANCE[kind], figures)
+
+
+def _claims(group: Sequence[Result]) -> Iterable[Check]:
+    """Appendix G.6, at 256k ids, on any GPU: ours are faster and smaller than baseline and redis."""
+    if group[0].experiment.vocab_k < 256 or _on_cpu(group[0]):
+        return
+    by_method = {result.experiment.method: result for result in group}
+    for ours in ("vocab-1", "vocab-2"):
+        for theirs in ("baseline", "redis"):
+            a, b = by_method.get(ours), by_method.get(theirs)
+            if a is None or b is None or a.median_ms is None or b.median_ms is None:
+                continue
+            smaller = (a.peak_allocated_gib or 0) < (b.peak_allocated_gib or 0)
+            figures = (
+                f"{a.median_ms:.0f} and {b.median_ms:.0f} ms, "
+                f"{a.peak_allocated_gib or 0:.1f} and {b.peak_allocated_gib or 0:.1f} GiB"
+            )
+            what = f"{a.experiment.name}: faster and smaller than {b.experiment.name}"
+            yield Check(what, a.median_ms < b.median_ms and smaller, figures)
+
+
+def _on_cpu(result: Result) -> bool:
+    return result.environment.get("processes") == "cpu"

@@ -1,0 +1,135 @@
+"""The experiments of a CSV file: one row a training, with the sizes of the paper's Tables 1, 2 and 7.
+
+Next: ``command.py``, the launch line of a row.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import typing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_vocabpar.schedule.families import family_named
+from megatron_vocabpar.schedule.methods import METHODS
+
+_SMALL: dict[str, Any] = {
+    "gpus": 4,
+    "tp": 1,
+    "layers": 8,
+    "hidden": 32,
+    "heads": 4,
+    "seq_length": 64,
+    "vocab_k": 2,
+    "microbatches": 8,
+    "iterations": 8,
+    "warmup": 2,
+    "lr": 1e-3,
+}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One training.
+
+    Attributes:
+        name: its folder among the results; unique in a file.
+        gpus: devices in all: pipeline stages times ``tp``.
+        tp: tensor-parallel ranks of a stage.
+        schedule: family of schedules; ``baseline`` in ``1f1b`` is stock Megatron.
+        method: what the vocabulary layers do.
+        layers, hidden, heads, seq_length, micro_batch: sizes of the model and of a microbatch.
+        vocab_k: vocabulary in thousands of ids, the end-of-document id included.
+        microbatches: microbatches an iteration.
+        iterations: iterations in all; the first ``warmup`` don't count for times.
+        lr: learning rate.
+    """
+
+    name: str
+    gpus: int
+    tp: int
+    schedule: str
+    method: str
+    layers: int
+    hidden: int
+    heads: int
+    seq_length: int
+    vocab_k: int
+    micro_batch: int
+    microbatches: int
+    iterations: int
+    warmup: int
+    lr: float
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"unknown method {self.method!r}; choose one of {', '.join(METHODS)}")
+        family_named(self.schedule)
+        if self.gpus % self.tp:
+            raise ValueError(f"{self.gpus} GPUs are no multiple of {self.tp} tensor-parallel ranks")
+        if not 0 <= self.warmup < self.iterations:
+            raise ValueError(f"{self.warmup} warm-up iterations of {self.iterations}; leave one to measure")
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids in all."""
+        return 1000 * self.vocab_k
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an iteration."""
+        return self.microbatches * self.micro_batch * self.seq_length
+
+    @property
+    def setting(self) -> Experiment:
+        """What this has in common with the same training by other methods."""
+        return replace(self, name="", method="baseline", iterations=1, warmup=0)
+
+
+def read_experiments(path: Path) -> list[Experiment]:
+    """The rows of a CSV file whose header names the fields of ``Experiment``.
+
+    Raises:
+        ValueError: for a file that cannot be read, a header with other names, a wrong cell, or a name that
+            comes twice; the message gives file and line.
+    """
+    names = [field.name for field in dataclasses.fields(Experiment)]
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file, strict=True)
+            if sorted(reader.fieldnames or ()) != sorted(names):
+                raise ValueError(f"{path}: the header must name these columns: {','.join(names)}")
+            found: dict[str, Experiment] = {}
+            for row in reader:
+                experiment = _experiment(row, f"{path}, line {reader.line_num}")
+                if experiment.name in found:
+                    raise ValueError(
+                        f"{path}, line {reader.line_num}: a second {experiment.name!r}; rename it"
+                    )
+                found[experiment.name] = experiment
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}; give a CSV file of experiments") from error
+    return list(found.values())
+
+
+def small(experiments: list[Experiment]) -> list[Experiment]:
+    """For ``--smoke``: each schedule and method of the rows once, in sizes for four CPU processes."""
+    return [
+        Experiment(name=f"{schedule}-{method}", schedule=schedule, method=method, micro_batch=1, **_SMALL)
+        for schedule, method in dict.fromkeys((e.schedule, e.method) for e in experiments)
+    ]
+
+
+def _experiment(row: dict[str, str], where: str) -> Experiment:
+    values: dict[str, Any] = {}
+    for name, kind in typing.get_type_hints(Experiment).items():
+        try:
+            values[name] = kind((row[name] or "").strip())
+        except ValueError as error:
+            raise ValueError(f"{where}: {name} is {row[name]!r}, not a number") from error
+    try:
+        return Experiment(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
