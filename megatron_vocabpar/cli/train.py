@@ -16,7 +16,7 @@ import click
 
 from megatron_vocabpar.cli.main import VerbError
 from megatron_vocabpar.train.check import require_modules
-from megatron_vocabpar.train.config import TrainConfig, flag, off_flag
+from megatron_vocabpar.train.config import TrainConfig, flag, off_flag, read_toml
 from megatron_vocabpar.train.output import resumed
 
 _PATHS = ("text", "tokenizer", "costs")
@@ -57,6 +57,22 @@ def _option(field: dataclasses.Field[Any]) -> click.Option:
     )
 
 
+def _read_config(context: click.Context, _: click.Parameter, path: str | None) -> None:
+    """Let a file's values stand in for the defaults; flags on the command line win."""
+    if path is not None:
+        context.default_map = read_toml(Path(path))
+
+
+_CONFIG = click.Option(
+    ["--config"],
+    metavar="JOB.TOML",
+    is_eager=True,
+    expose_value=False,
+    callback=_read_config,
+    help="Values of these options, as a results folder keeps them in job.toml; other flags given win.",
+)
+
+
 def config_from_options(options: dict[str, Any], given: Collection[str]) -> TrainConfig:
     """The configuration of the parsed options: names between commas split, paths made absolute.
 
@@ -81,8 +97,8 @@ def _train(context: click.Context, **options: Any) -> None:
     from megatron_vocabpar.train.workers import Interrupted
 
     try:
-        by_user = click.core.ParameterSource.COMMANDLINE
-        given = {name for name in options if context.get_parameter_source(name) is by_user}
+        ours = (click.core.ParameterSource.DEFAULT, None)
+        given = {name for name in options if context.get_parameter_source(name) not in ours}
         run_job(config_from_options(options, given), click.echo)
     except TrainingFailed as failed:
         raise _Failed("train", str(failed)) from failed
@@ -99,6 +115,6 @@ def _train(context: click.Context, **options: Any) -> None:
 train_command = _SectionedCommand(
     "train",
     callback=_train,
-    params=[_option(field) for field in dataclasses.fields(TrainConfig)],
+    params=[*(_option(field) for field in dataclasses.fields(TrainConfig)), _CONFIG],
     help=_train.__doc__,
 )

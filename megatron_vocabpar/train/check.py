@@ -72,6 +72,8 @@ def check(
     _check_processes(config, environment, gpus)
     _check_vocabulary(config)
     check_source(config.text)
+    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError("--tensorboard needs a package: pip install tensorboard")
     check_output(config)
 
 

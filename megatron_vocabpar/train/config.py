@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron_vocabpar.schedule.families import SEARCH, families
 from megatron_vocabpar.schedule.methods import METHODS
+
+_ONCE = ("resume", "overwrite")  # said of one run, not of the job
 
 
 def _option(
@@ -111,6 +115,9 @@ class TrainConfig:
     overwrite: bool = _option(False, "Replace the results of an earlier job in this folder.")
     timeout: float = _option(0.0, "Seconds without progress after which the job ends (0: never).")
     log_interval: int = _option(1, "Steps between updates of the progress line.")
+    tensorboard: bool = _option(
+        False, "Write the metrics for TensorBoard too, into METHOD/tensorboard (needs its package)."
+    )
     save_interval: int = _option(0, "Steps between checkpoints (0: only at the end).")
     save: bool = _option(True, "Write a checkpoint at the end.")
     keep_checkpoints: int = _option(0, "Checkpoints to keep, the newest ones (0: all).")
@@ -145,6 +152,13 @@ class TrainConfig:
         """Tokens that one optimizer step sees, over all replicas."""
         return self.dp * self.microbatches * self.micro_batch_size * self.seq_length
 
+    def to_toml(self) -> str:
+        """The record as ``vocabpar train --config`` reads it, without resume and overwrite."""
+        values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        # JSON's numbers, strings, lists and truth values are TOML's too.
+        lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if name not in _ONCE]
+        return "\n".join(lines) + "\n"
+
     def to_json(self) -> str:
         """The record as indented JSON."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
@@ -164,6 +178,23 @@ class TrainConfig:
         return cls(**{**values, "compare": tuple(values.get("compare", ()))})
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """Fields of a TOML file, as texts and numbers of a command line.
+
+    Raises:
+        ValueError: if it cannot be read, is not TOML, or has names that are no fields.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config: cannot read {path}: {error}") from error
+    if unknown := sorted(values.keys() - {f.name for f in dataclasses.fields(TrainConfig)}):
+        raise ValueError(
+            f"--config {path}: no options are called {', '.join(unknown)}; see vocabpar train --help"
+        )
+    return {name: ",".join(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
 def flag(name: str) -> str:
     """The command-line flag of a field, such as ``--micro-batch-size``."""
     return "--" + name.replace("_", "-")
@@ -179,7 +210,7 @@ def command_line(config: TrainConfig) -> list[str]:
     words = ["vocabpar", "train"]
     for option in dataclasses.fields(TrainConfig):
         value = getattr(config, option.name)
-        if value == option.default or option.name in ("resume", "overwrite"):
+        if value == option.default or option.name in _ONCE:
             continue
         if isinstance(value, bool):
             words.append(flag(option.name) if value else off_flag(option.name))

@@ -25,6 +25,7 @@ from rich.table import Table
 from megatron_vocabpar.train.config import TrainConfig
 
 PLAIN_INTERVAL_S = 5.0
+TENSORBOARD_FOLDER = "tensorboard"
 _STEPS_AVERAGED = 20
 
 
@@ -57,11 +58,17 @@ class Metrics(ExitStack):
         self._ends = deque([(first_step, clock())], maxlen=_STEPS_AVERAGED + 1)
         self._last_plain_s = float("-inf")
         self._file: IO[str] | None = None
+        self._scalars: Any = None
         self._live: Live | None = None
         if active:
             kept = [record for record in read_metrics(path) if record["step"] <= first_step]
             path.write_text("".join(map(_line, kept)))
             self._file = self.enter_context(open(path, "a"))  # noqa: SIM115 (the stack closes it)
+            if config.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                folder = str(path.with_name(TENSORBOARD_FOLDER))
+                self._scalars = self.enter_context(SummaryWriter(folder, purge_step=first_step + 1))
             if self._console.is_terminal:
                 self._live = self.enter_context(Live(console=self._console, auto_refresh=False))
 
@@ -70,6 +77,8 @@ class Metrics(ExitStack):
         if self._file is not None:
             self._file.write(_line({k: v for k, v in record.items() if v is not None}))
             self._file.flush()
+            for name, value in scalars(record).items() if self._scalars is not None else ():
+                self._scalars.add_scalar(name, value, record["step"])
             self._show(record)
 
     def _show(self, record: Mapping[str, Any]) -> None:
@@ -88,6 +97,15 @@ class Metrics(ExitStack):
         elif last or now - self._last_plain_s >= PLAIN_INTERVAL_S:
             self._last_plain_s = now
             self._console.print(f"{self._config.method}  {text}", soft_wrap=True, highlight=False)
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a step, lists as one number a stage: what TensorBoard draws."""
+    values = {name: value for name, value in record.items() if name != "step" and value is not None}
+    lists = {name: value for name, value in values.items() if isinstance(value, (list, tuple))}
+    return {name: value for name, value in values.items() if name not in lists} | {
+        f"{name}/stage {stage}": value for name, row in lists.items() for stage, value in enumerate(row)
+    }
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

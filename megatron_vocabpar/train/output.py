@@ -1,6 +1,7 @@
 """The results folder: its layout, whether a job may use it, and starting afresh in it.
 
     <output>/config.json                the whole job
+    <output>/job.toml                   the same for ``vocabpar train --config``
     <output>/index.html loss.png …      the report over all methods
     <output>/<method>/config.json       what the workers of one method were told
     <output>/<method>/data.json         the prepared data they read
@@ -26,6 +27,7 @@ from megatron_vocabpar.train.config import TrainConfig, flag
 from megatron_vocabpar.train.intact import DIGESTS_FILE, damage
 
 CONFIG_FILE = "config.json"
+JOB_FILE = "job.toml"
 DATA_FILE = "data.json"
 CHECKPOINT_FOLDER = "checkpoint"
 LOG_FOLDER = "logs"
@@ -230,10 +232,11 @@ def open_output(config: TrainConfig) -> None:
     if config.overwrite and folder.is_dir():
         for name in METHODS:
             shutil.rmtree(folder / name, ignore_errors=True)
-        for name in (*REPORT_FILES, CONFIG_FILE):
+        for name in (*REPORT_FILES, CONFIG_FILE, JOB_FILE):
             (folder / name).unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_text(config.to_json())
+    (folder / JOB_FILE).write_text(config.to_toml())
 
 
 def open_method(config: TrainConfig) -> Path:

@@ -257,7 +257,7 @@ def test_overwrite_removes_the_job_and_keeps_the_rest(tmp_path: Path) -> None:
     (folder / "notes.txt").write_text("mine")
     (folder / "index.html").write_text("old")
     open_output(dataclasses.replace(config, overwrite=True, steps=7))
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "notes.txt"]
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "job.toml", "notes.txt"]
     assert TrainConfig.from_json((folder / "config.json").read_text()).steps == 7
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -45,6 +46,25 @@ def test_derived_values() -> None:
 def test_the_command_line_asks_for_the_same(config: TrainConfig) -> None:
     with verb.train_command.make_context("train", command_line(config)[2:]) as context:
         assert verb.config_from_options(context.params, ()) == config
+
+
+@pytest.mark.parametrize("config", [TrainConfig(), OTHER])
+def test_the_kept_file_asks_for_the_same(config: TrainConfig, tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(config.to_toml())
+    with verb.train_command.make_context("train", ["--config", str(file)]) as context:
+        assert verb.config_from_options(context.params) == config
+    with verb.train_command.make_context("train", ["--steps", "7", "--config", str(file)]) as context:
+        assert verb.config_from_options(context.params) == dataclasses.replace(config, steps=7)
+
+
+@pytest.mark.parametrize("text", ["steps = ", "colour = 1", None])
+def test_another_file_is_refused(text: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=r"--config:? (cannot read )?\S+job.toml.*(Invalid|colour|No such)"):
+        verb.train_command.make_context("train", ["--config", str(file)])
 
 
 def test_every_field_has_an_option_with_help() -> None:

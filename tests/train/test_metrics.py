@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import io
 import json
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -36,6 +41,29 @@ def test_a_resume_replaces_what_came_after_its_checkpoint(tmp_path: Path) -> Non
     written(tmp_path / "m", 0, 30)
     written(tmp_path / "m", 20, 40)
     assert read_metrics(tmp_path / "m") == records(40)
+
+
+def test_tensorboard_gets_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, float, int]] = []
+
+    class Writer(contextlib.nullcontext[None]):
+        def __init__(self, folder: str, purge_step: int) -> None:
+            assert (Path(folder), purge_step) == (tmp_path / "tensorboard", 3)
+            super().__init__(self)
+
+        def add_scalar(self, *scalar: Any) -> None:
+            seen.append(scalar)
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    config = dataclasses.replace(CONFIG, tensorboard=True)
+    with Metrics(config, tmp_path / "m", 2, active=True, console=quiet()) as metrics:
+        metrics.add(
+            {"step": 3, "loss": 2.5, "eval_loss": None, "tokens_per_s": 9.0, "peak_memory_mib": [1, 2]}
+        )
+    assert seen == [
+        ("loss", 2.5, 3), ("tokens_per_s", 9.0, 3),
+        ("peak_memory_mib/stage 0", 1, 3), ("peak_memory_mib/stage 1", 2, 3),
+    ]  # fmt: skip
 
 
 def test_inactive_ranks_write_nothing(tmp_path: Path) -> None:
