@@ -6,6 +6,7 @@
 #   make test-megatron  with MEGATRON_LM_PATH=/path/to/Megatron-LM: its own pretrain_gpt.py on CPU processes, beside stock
 #   make test-kernels   compile the Triton kernels for sm_80, sm_90 and sm_100 and interpret them, on every Triton in TRITONS
 #   make lint        ruff and mypy
+#   make docs        the documentation as a site, in site/
 #   make bench       the runtime against stock Megatron
 #   make gpu         on a machine with GPUs: vocabpar doctor --gpu, the tests that need one, the kernel benchmark
 # Variables: PYTHON (3.11 to 3.13), VENV, TORCH, ARGS (of vocabpar train), PYTEST_ARGS, MATRIX (versions of megatron-core),
@@ -25,7 +26,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.vocabpar-installed
 
-.PHONY: install train test test-ci test-long test-megatron test-megatron-matrix test-kernels lint format bench gpu clean
+.PHONY: install train test test-ci test-long test-megatron test-megatron-matrix test-kernels lint format docs bench gpu clean
 
 install: $(INSTALLED)-test $(INSTALLED)-lint
 
@@ -104,6 +105,10 @@ format: $(INSTALLED)-lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(BIN)/python
+	$(PIP) --editable ".[docs]"
+	$(BIN)/mkdocs build
+
 bench: $(INSTALLED)-train
 	$(BIN)/vocabpar bench runtime
 
@@ -116,4 +121,4 @@ gpu: $(INSTALLED)-test
 	exit $$status
 
 clean:
-	rm -rf .venv .venv-ci .venv-matrix .venv-kernels build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site .venv .venv-ci .venv-matrix .venv-kernels build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -16,9 +16,9 @@ from megatron_vocabpar.schedule.families import family_named
 from megatron_vocabpar.schedule.methods import METHODS
 
 _SMALL: dict[str, Any] = {
-    "gpus": 4,
+    "gpus": 2,
     "tp": 1,
-    "layers": 8,
+    "layers": 4,
     "hidden": 32,
     "heads": 4,
     "seq_length": 64,
@@ -115,7 +115,7 @@ def read_experiments(path: Path) -> list[Experiment]:
 
 
 def small(experiments: list[Experiment]) -> list[Experiment]:
-    """For ``--smoke``: each schedule and method of the rows once, in sizes for four CPU processes."""
+    """For ``--smoke``: each schedule and method of the rows once, in sizes for two CPU processes."""
     return [
         Experiment(name=f"{schedule}-{method}", schedule=schedule, method=method, micro_batch=1, **_SMALL)
         for schedule, method in dict.fromkeys((e.schedule, e.method) for e in experiments)

@@ -4,7 +4,7 @@
 #   MEGATRON_LM_PATH=/path/to/Megatron-LM scripts/artifact/full_exp.sh scripts/artifact/exp_one_host.csv [--smoke]
 #
 # Results: full-logs/<name of the file>/. On several nodes start it on each, in a folder that all see, with NNODES,
-# NODE_RANK, MASTER_ADDR and MASTER_PORT set; full_exp.sbatch does that with Slurm.
+# NODE_RANK, MASTER_ADDR and MASTER_PORT set; scripts/slurm/full_exp.sbatch does it with Slurm.
 set -euo pipefail
 file=${1:?usage: full_exp.sh EXPERIMENTS.csv [--smoke]}
 exec python3 -m megatron_vocabpar artifact run "$file" --output "full-logs/$(basename "$file" .csv)" "${@:2}"
