@@ -53,9 +53,9 @@ def test_the_kept_file_asks_for_the_same(config: TrainConfig, tmp_path: Path) ->
     file = tmp_path / "job.toml"
     file.write_text(config.to_toml())
     with verb.train_command.make_context("train", ["--config", str(file)]) as context:
-        assert verb.config_from_options(context.params) == config
+        assert verb.config_from_options(context.params, ()) == config
     with verb.train_command.make_context("train", ["--steps", "7", "--config", str(file)]) as context:
-        assert verb.config_from_options(context.params) == dataclasses.replace(config, steps=7)
+        assert verb.config_from_options(context.params, ()) == dataclasses.replace(config, steps=7)
 
 
 @pytest.mark.parametrize("text", ["steps = ", "colour = 1", None])
