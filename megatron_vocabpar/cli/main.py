@@ -17,6 +17,7 @@ from megatron_vocabpar import __version__
 VERBS = {
     "schedule": "Print or draw a schedule.",
     "simulate": "Predict time, bubble and memory.",
+    "emulate": "Run schedules in real time, with sleeps for passes.",
     "train": "Train a GPT on this machine.",
     "report": "Make a job's report again.",
     "drift": "Compare two runs' log-probabilities.",
@@ -27,7 +28,7 @@ VERBS = {
 }
 """The line of ``vocabpar --help`` for each verb."""
 
-_NEEDS_EXTRA = ("train", "report", "drift", "bench", "artifact", "doctor")  # of [train]
+_NEEDS_EXTRA = ("emulate", "train", "report", "drift", "bench", "artifact", "doctor")  # of [train]
 
 
 def load(verb: str) -> click.Command:
@@ -47,6 +48,12 @@ class VerbError(click.ClickException):
     def show(self, file: object = None) -> None:
         if self.message:
             click.echo(f"vocabpar {self.verb}: error: {self.message}", err=True)
+
+
+class RunFailed(VerbError):
+    """A process that the verb started failed: exit code 1."""
+
+    exit_code = 1
 
 
 class VerbGroup(click.Group):

@@ -14,19 +14,13 @@ from typing import Any
 
 import click
 
-from megatron_vocabpar.cli.main import VerbError
+from megatron_vocabpar.cli.main import RunFailed
 from megatron_vocabpar.train.check import require_modules
 from megatron_vocabpar.train.config import TrainConfig, flag, off_flag, read_toml
 from megatron_vocabpar.train.output import resumed
 
 _PATHS = ("text", "tokenizer", "costs")
 _TYPES = typing.get_type_hints(TrainConfig)
-
-
-class _Failed(VerbError):
-    """A worker failed: its message on the terminal, exit code 1."""
-
-    exit_code = 1
 
 
 class _SectionedCommand(click.Command):
@@ -101,7 +95,7 @@ def _train(context: click.Context, **options: Any) -> None:
         given = {name for name in options if context.get_parameter_source(name) not in ours}
         run_job(config_from_options(options, given), click.echo)
     except TrainingFailed as failed:
-        raise _Failed("train", str(failed)) from failed
+        raise RunFailed("train", str(failed)) from failed
     except RefusedElsewhere as refused:
         raise click.exceptions.Exit(2) from refused
     except Interrupted as stop:

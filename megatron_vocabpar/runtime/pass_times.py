@@ -57,7 +57,7 @@ class RankTimes:
             times[True],
             times[False],
             median(map(_length_ms, iterations)),
-            median(map(_busy_ms, iterations)),
+            median(map(busy_ms, iterations)),
             transfer_ms,
         )
 
@@ -80,7 +80,8 @@ def _length_ms(spans: Sequence[Span]) -> float:
     return 1e3 * (max(span.end_s for span in spans) - min(span.start_s for span in spans))
 
 
-def _busy_ms(spans: Sequence[Span]) -> float:
+def busy_ms(spans: Sequence[Span]) -> float:
+    """The ms that one rank's passes take, without their waits."""
     return sum(_ms(span) for span in spans if span.lane == COMPUTE and span.kind != WAIT)
 
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from .passes import CommType, PassType
 from .redistribution import redistribute
@@ -73,6 +73,8 @@ class PassCosts:
     first_rank_extra: Mapping[str, float] = field(default_factory=dict)
     layers: int | None = None
     layers_per_stage: tuple[int, ...] | None = None
+
+    PAPER_SIZES: ClassVar = (8, 16, 32)
 
     @staticmethod
     def default(p: int) -> PassCosts:
@@ -154,7 +156,7 @@ class PassCosts:
 
     @staticmethod
     def paper(p: int, vocab: str = "256k") -> PassCosts:
-        """The paper's setting for ``p`` in 8, 16, 32 and ``vocab`` 32k or 256k, sequence length 2048."""
+        """The setting for ``p`` in ``PAPER_SIZES`` and ``vocab`` 32k or 256k, sequence length 2048."""
         file = resources.files(__package__) / "data" / f"p{p}_v{vocab}.json"
         if not file.is_file():
             raise ValueError(f"no costs for p={p}, vocabulary {vocab!r}; there are p=8, 16, 32 and 32k, 256k")
@@ -220,9 +222,12 @@ class PassTimes:
             dict.fromkeys(CommType, 0.0),
         )
 
-    def scaled(self, comm: float) -> PassTimes:
-        """The same passes, with every communication ``comm`` times as long."""
-        return replace(self, comms={type_: comm * time for type_, time in self.comms.items()})
+    def scaled(self, comm: float, passes: float = 1.0) -> PassTimes:
+        """Every communication ``comm`` times as long, every pass ``passes`` times."""
+        return PassTimes(
+            {type_: tuple(passes * time for time in times) for type_, times in self.passes.items()},
+            {type_: comm * time for type_, time in self.comms.items()},
+        )
 
 
 def _shares(costs: PassCosts, schedule: Schedule) -> list[float]:

@@ -129,7 +129,12 @@ class Record:
 
 
 def explain(logs: Path, world_size: int, exit_codes: Mapping[int, int]) -> str:
-    """The message for a job whose workers failed.
+    """The message for a job whose workers failed, and where their logs are; arguments as of ``blame``."""
+    return f"{blame(logs, world_size, exit_codes)}\nthe logs of the ranks are in {logs}"
+
+
+def blame(logs: Path, world_size: int, exit_codes: Mapping[int, int]) -> str:
+    """Which rank failed, with what, where.
 
     Args:
         logs: folder of the ranks' logs and records.
@@ -156,4 +161,4 @@ def explain(logs: Path, world_size: int, exit_codes: Mapping[int, int]) -> str:
     first = f"rank {rank} {what} ({records[rank].place})"
     if records[rank].error and not trace:
         first = records[rank].error
-    return "\n".join([first, *trace, f"the logs of the ranks are in {logs}"])
+    return "\n".join([first, *trace])

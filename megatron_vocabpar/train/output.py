@@ -3,6 +3,7 @@
     <output>/config.json                the whole job
     <output>/job.toml                   the same for ``vocabpar train --config``
     <output>/index.html loss.png …      the report over all methods
+    <output>/emulation.json …           what ``vocabpar emulate --report`` has added
     <output>/<method>/config.json       what the workers of one method were told
     <output>/<method>/data.json         the prepared data they read
     <output>/<method>/schedule.json     the schedule they run
@@ -34,7 +35,10 @@ LOG_FOLDER = "logs"
 METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = ".lock"
 SCHEDULE_DATA_FILE = "schedule.json"
-REPORT_FILES = ("index.html", "loss.png", "comparison.json", "summary.json")
+EMULATION_FILE, EMULATION_PICTURE_FILE = "emulation.json", "emulation.svg"
+REPORT_FILES = (
+    "index.html", "loss.png", "comparison.json", "summary.json", EMULATION_FILE, EMULATION_PICTURE_FILE,
+)  # fmt: skip
 
 # A checkpoint of a model with another value in one of these fields is another model, or reads other tokens.
 MODEL_FIELDS = (

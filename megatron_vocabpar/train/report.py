@@ -26,6 +26,7 @@ from megatron_vocabpar.schedule.serialize import from_json
 from megatron_vocabpar.train import output
 from megatron_vocabpar.train.compare import Difference, differences, loss_curve, reference_method
 from megatron_vocabpar.train.config import TrainConfig, command_line
+from megatron_vocabpar.train.emulated import emulation_table, read_emulation
 from megatron_vocabpar.train.metrics import memory_text, read_metrics, without_nan
 from megatron_vocabpar.train.pictures import plot_losses
 from megatron_vocabpar.train.schedules import describe
@@ -162,11 +163,13 @@ def _page(folder: Path, config: TrainConfig, tables: Sequence[TextTable]) -> str
             data = files.get(output.SCHEDULE_DATA_FILE)
             schedule = data and describe(from_json(data.read_text()), config.family)
             methods.append((METHODS[name], schedule, files))
+    emulation = read_emulation(folder)
     return environment.get_template("page.html.j2").render(
         output=folder,
         config=config,
         tables=tables,
         methods=methods,
+        emulation=emulation and emulation_table(emulation),
         file_names=_FILES,
         command=shlex.join(command_line(config)),
     )

@@ -37,7 +37,7 @@ def run_worker(config_path: str, run: Callable[[TrainConfig], int | None]) -> in
     """
     rank = int(os.environ["RANK"])
     config = TrainConfig.from_json(Path(config_path).read_text())
-    _follow_parent()
+    follow_parent()
     logs = Path(config.output) / LOG_FOLDER
     logs.mkdir(parents=True, exist_ok=True)
     if rank != 0:
@@ -70,7 +70,7 @@ def _log_to(path: Path) -> None:
         os.dup2(file.fileno(), sys.stderr.fileno())
 
 
-def _follow_parent() -> None:
+def follow_parent() -> None:
     """End this process, and all that it has started, soon after its launcher has died, however that died."""
     parent = os.getppid()
 

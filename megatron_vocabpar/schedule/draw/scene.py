@@ -13,7 +13,7 @@ from typing import Literal
 
 from ..passes import PassType
 from .chart import Bar, Chart
-from .style import STYLES, shade
+from .style import INK, QUIET, STYLES, shade
 
 _ROW, _GAP, _LEFT, _TOP, _RIGHT = 24, 4, 60, 34, 16
 _BETWEEN = 18  # above each further chart
@@ -22,7 +22,7 @@ _FORWARD, _LEAST, _MOST = 26.0, 640.0, 12000.0  # of a forward pass; of all pass
 _DIGIT, _LETTER = 6.4, 6.2  # width at size 11
 _EDGE, _EDGED = 0.4, 2.5  # width of a pass's edge; narrower passes have none, as it would hide them
 _LABELS = (11, 9, 7.5)  # sizes of a pass's microbatch, the largest that fits
-_INK, _QUIET, _GROUND = "#222222", "#666666", "#f3f3f3"
+_GROUND = "#f3f3f3"
 
 Anchor = Literal["start", "middle", "end"]
 
@@ -47,7 +47,7 @@ class Text:
     x: float
     y: float
     text: str
-    colour: str = _INK
+    colour: str = INK
     size: float = 11
     anchor: Anchor = "start"
     bold: bool = False
@@ -104,7 +104,7 @@ def _chart(chart: Chart, scale: float, top: float) -> Iterator[Box | Text]:
         yield Box(_LEFT, y, chart.length_ms * scale, _ROW, _GROUND)
         for bar in row.passes:
             yield from _bar(bar, chart.chunk_of(bar.item), scale, y)
-    yield from _axis(chart.length_ms, scale, top + _TOP + len(chart.rows) * (_ROW + _GAP))
+    yield from axis(chart.length_ms, scale, top + _TOP + len(chart.rows) * (_ROW + _GAP), _LEFT)
 
 
 def _bar(bar: Bar, chunk: int, scale: float, y: float) -> Iterator[Box | Text]:
@@ -120,13 +120,13 @@ def _bar(bar: Bar, chunk: int, scale: float, y: float) -> Iterator[Box | Text]:
         yield Text(x + width / 2, y + _ROW / 2 + 0.36 * size, label, style.ink, size, "middle")
 
 
-def _axis(length_ms: float, scale: float, y: float) -> Iterator[Box | Text]:
-    """Ticks at round times, about 90 pixels apart."""
+def axis(length_ms: float, scale: float, y: float, left: float) -> Iterator[Box | Text]:
+    """Ticks at round times, about 90 pixels apart, from ``left`` on; ``scale`` is in pixels a ms."""
     step = round_step(90.0 / scale)
     for k in range(int(length_ms / step) + 1):
-        x = _LEFT + k * step * scale
+        x = left + k * step * scale
         yield Box(x - 0.4, y, 0.8, 5, "#888888")
-        yield Text(x, y + 17, f"{k * step:g}{' ms' if k == 0 else ''}", _QUIET, anchor="middle")
+        yield Text(x, y + 17, f"{k * step:g}{' ms' if k == 0 else ''}", QUIET, anchor="middle")
 
 
 def round_step(least: float) -> float:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from ..passes import CommType, PassType
 from ..schedule import Schedule
 
+INK, QUIET = "#222222", "#666666"  # of texts
+
 
 @dataclass(frozen=True, slots=True)
 class Style:

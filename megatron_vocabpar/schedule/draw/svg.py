@@ -7,7 +7,7 @@ from html import escape
 
 from ..simulate import Simulation
 from .chart import Chart, planned_chart
-from .scene import Box, Text, lay_out
+from .scene import Box, Scene, Text, lay_out
 
 
 def draw_svg(simulation: Simulation, *, title: str | None = None) -> str:
@@ -17,7 +17,11 @@ def draw_svg(simulation: Simulation, *, title: str | None = None) -> str:
 
 def svg_of(charts: Sequence[Chart], widest: float | None = None) -> str:
     """Charts below each other, as the text of an SVG file; ``widest`` as in ``scene.lay_out``."""
-    scene = lay_out(charts, widest)
+    return svg_of_scene(lay_out(charts, widest))
+
+
+def svg_of_scene(scene: Scene) -> str:
+    """A scene as the text of an SVG file."""
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {scene.width:.0f} {scene.height:.0f}" '
         f'width="{scene.width:.0f}" height="{scene.height:.0f}" '

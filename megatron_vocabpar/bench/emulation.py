@@ -1,0 +1,150 @@
+"""``vocabpar emulate``: the executor runs a schedule in real time, with sleeps for its passes.
+
+What is real: the programs, the executor, its side streams, the process groups and every message and
+collective of an iteration, over gloo. What is not: the passes, which sleep as long as a cost table says, and
+the size of the messages. Sleeping takes no processor, so dozens of ranks share a few cores. What processes
+cost by themselves is measured in the same run: the same programs with all costs zero.
+
+Next: ``emulated_passes.py`` (the handlers), ``forked.py`` (the processes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from statistics import mean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_vocabpar.bench.emulated_passes import EmulatedRank
+from megatron_vocabpar.bench.forked import run_forked
+from megatron_vocabpar.runtime.comm import create_groups, warm_up
+from megatron_vocabpar.runtime.pass_times import busy_ms
+from megatron_vocabpar.runtime.profile import Span
+from megatron_vocabpar.schedule.costs import PassTimes
+from megatron_vocabpar.schedule.passes import Instruction
+from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.simulate import simulate
+from megatron_vocabpar.train.failure import ProgressRecord
+
+_EMPTY = 3  # empty iterations, of which the median counts
+_PATIENCE_S, _PATIENCE = 120.0, 10.0  # a rank waits for another so long, and so many times what is predicted
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """A schedule as it ran, beside what the simulator predicts; ms of the cost table, idle as shares of one.
+
+    Attributes:
+        name: of the schedule.
+        predicted_ms: an iteration, by the simulator.
+        predicted_idle: mean over the ranks.
+        measured_ms: each iteration as it ran, the overhead of the processes included.
+        measured_idle: mean over ranks and iterations.
+        empty_ms: the iteration with all costs zero, at the same scale: what the processes cost.
+        passes: of the rank that has most.
+    """
+
+    name: str
+    predicted_ms: float
+    predicted_idle: float
+    measured_ms: tuple[float, ...]
+    measured_idle: float
+    empty_ms: float
+    passes: int
+
+    @property
+    def net_ms(self) -> float:
+        """The median iteration without what an empty one takes."""
+        return median(self.measured_ms) - self.empty_ms
+
+    @property
+    def error(self) -> float:
+        """Of the prediction: how much longer than predicted ``net_ms`` is, as a share of it."""
+        return self.net_ms / self.predicted_ms - 1.0
+
+
+def emulate(plans: dict[str, Plan], scale: float, iterations: int) -> list[Emulation]:
+    """Run plans for the same number of ranks, one after the other, on a process a rank.
+
+    Args:
+        plans: by the name to show.
+        scale: the time that passes for one millisecond of the plans' costs, in milliseconds.
+        iterations: of each plan; the median counts.
+
+    Raises:
+        TrainingFailed: if a rank fails, naming rank, pass and microbatch; no process is left.
+    """
+    predictions = {name: simulate(plan) for name, plan in plans.items()}
+    (world_size,) = {plan.schedule.p for plan in plans.values()}
+    longest_s = max(prediction.iteration_ms for prediction in predictions.values()) * scale / 1e3
+    timeout = timedelta(seconds=_PATIENCE_S + _PATIENCE * longest_s)
+    body = partial(_run_rank, list(plans.values()), scale, iterations, timeout)
+    by_rank = run_forked(world_size, body, timeout)
+    found = []
+    for place, (name, prediction) in enumerate(predictions.items()):
+        runs = [_Iteration.of(each) for each in zip(*(rank[place] for rank in by_rank), strict=True)]
+        empty, measured = runs[:_EMPTY], runs[_EMPTY:]
+        found.append(
+            Emulation(
+                name=name,
+                predicted_ms=prediction.iteration_ms,
+                predicted_idle=mean(prediction.bubble),
+                measured_ms=tuple(each.length_ms / scale for each in measured),
+                measured_idle=mean(each.idle for each in measured),
+                empty_ms=median(each.length_ms for each in empty) / scale,
+                passes=max(map(len, plans[name].schedule.ranks)),
+            )
+        )
+    return found
+
+
+def record(found: Sequence[Emulation], *, p: int, m: int, scale: float, costs: str) -> dict[str, Any]:
+    """Emulations as JSON, with what they are of; ``costs`` says so in words."""
+    rows = [{**asdict(each), "net_ms": each.net_ms, "error": each.error} for each in found]
+    return {"pp": p, "microbatches": m, "scale": scale, "costs": costs, "schedules": rows}
+
+
+@dataclass(frozen=True)
+class _Iteration:
+    length_ms: float
+    idle: float
+
+    @staticmethod
+    def of(ranks: Sequence[Sequence[Span]]) -> _Iteration:
+        """From the first start to the last end on any rank: the ranks share the machine's clock."""
+        everything = [span for spans in ranks for span in spans]
+        length_ms = 1e3 * (max(span.end_s for span in everything) - min(span.start_s for span in everything))
+        return _Iteration(length_ms, 1.0 - mean(map(busy_ms, ranks)) / length_ms)
+
+
+def _run_rank(
+    plans: Sequence[Plan],
+    scale: float,
+    iterations: int,
+    timeout: timedelta,
+    rank: int,
+    record: ProgressRecord,
+) -> list[list[list[Span]]]:
+    """For each plan, what this rank did with all costs zero, and in each iteration."""
+
+    @contextmanager
+    def observe(instruction: Instruction) -> Iterator[None]:
+        record.write(str(instruction))
+        yield
+
+    groups = create_groups((0, rank, 0), dist.get_world_size(), 1, timeout)
+    warm_up(groups, torch.device("cpu"))
+    emulated = EmulatedRank(groups, (observe,))
+    found = []
+    for plan in plans:
+        times = PassTimes.of(plan.costs, plan.schedule)
+        empty, slowed = times.scaled(0.0, 0.0), times.scaled(scale, scale)
+        emulated.run(plan, empty)  # the first is slower
+        found.append([emulated.run(plan, each) for each in (*[empty] * _EMPTY, *[slowed] * iterations)])
+    return found

@@ -1,0 +1,105 @@
+"""``vocabpar emulate``: schedules run in real time on this machine, with sleeps for their passes.
+
+Exit code 0: done; 1: a rank failed; 2: bad input.
+Next: ``bench/emulation.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from megatron_vocabpar.cli.files import FORMAT, write_output
+from megatron_vocabpar.cli.main import RunFailed
+from megatron_vocabpar.schedule.costs import PassCosts
+from megatron_vocabpar.schedule.families import SEARCH, families
+from megatron_vocabpar.schedule.generate import make_plan
+from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.plan import Plan
+
+_DEFAULT = ("baseline", "redis", "interlaced", "vocab-1", "vocab-2", "v-half:vocab-2")
+
+
+@click.command("emulate")
+@click.argument("schedules", nargs=-1, metavar="[[FAMILY:]METHOD]...")
+@click.option("--pp", "p", type=int, default=8, help="Pipeline size: processes.")
+@click.option("--microbatches", "m", type=int, default=32, help="Microbatches.")
+@click.option(
+    "--costs",
+    "costs_file",
+    metavar="FILE",
+    help="Times of the passes, as JSON; by default the paper's with a vocabulary of 256k.",
+)
+@click.option(
+    "--scale",
+    type=click.FloatRange(min=0.01),
+    default=2.0,
+    help="Milliseconds that pass for one of the costs: long sleeps hide what the processes take.",
+)
+@click.option(
+    "--iterations", type=click.IntRange(min=1), default=1, help="Of each schedule; the median counts."
+)
+@FORMAT
+@click.option("--output", metavar="FILE.svg", help="Also draw bars.")
+@click.option(
+    "--report",
+    "folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="A results folder of vocabpar train: its page shows the bars too.",
+)
+def emulate_command(
+    schedules: tuple[str, ...],
+    p: int,
+    m: int,
+    costs_file: str | None,
+    scale: float,
+    iterations: int,
+    output_format: str,
+    output: str | None,
+    folder: Path | None,
+) -> None:
+    """Run schedules in real time: real executor, processes and collectives; passes sleep.
+
+    Prints their iteration and idle time beside what the simulator predicts. SCHEDULES are methods, such as
+    vocab-2, or FAMILY:METHOD, such as v-half:vocab-2; by default those of the paper.
+    """
+    costs, source = _costs(costs_file, p)
+    plans = dict(_plan(text, p, m, costs) for text in dict.fromkeys(schedules or _DEFAULT))
+    from megatron_vocabpar.bench.emulation import emulate, record
+    from megatron_vocabpar.train.emulated import emulation_svg, emulation_table, write_emulation
+    from megatron_vocabpar.train.failure import TrainingFailed
+    from megatron_vocabpar.train.report import as_text, write_report
+
+    try:
+        found = record(emulate(plans, scale, iterations), p=p, m=m, scale=scale, costs=source)
+    except TrainingFailed as failed:
+        raise RunFailed("emulate", str(failed)) from failed
+    click.echo(json.dumps(found, indent=1) if output_format == "json" else as_text(*emulation_table(found)))
+    if output is not None:
+        write_output(output, emulation_svg(found))
+    if folder is not None:
+        write_emulation(folder, found)
+        write_report(folder)
+
+
+def _costs(file: str | None, p: int) -> tuple[PassCosts, str]:
+    """The costs, and what they are in words."""
+    if file is not None:
+        return PassCosts.load(file), f"costs of {Path(file).name}"
+    if p in PassCosts.PAPER_SIZES:
+        return PassCosts.paper(p), "the paper's times at 256k tokens"
+    return PassCosts.default(p), "round numbers in the paper's proportions"
+
+
+def _plan(text: str, p: int, m: int, costs: PassCosts) -> tuple[str, Plan]:
+    """The name to show and the plan of ``METHOD`` or ``FAMILY:METHOD``."""
+    family, _, method = text.rpartition(":")
+    if method not in METHODS or (family and family not in (*families(), SEARCH)):
+        raise ValueError(
+            f"{text!r} is no schedule; give a method ({', '.join(METHODS)}), or family:method "
+            f"with one of the families {', '.join((*families(), SEARCH))}"
+        )
+    name = f"{family} + {method}" if family else method
+    return name, make_plan(method, p, m, family=family or "1f1b", costs=costs)

@@ -1,0 +1,70 @@
+"""Iterations beside each other: one bar for each schedule, as long as its iteration, and its idle part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from .scene import Box, Scene, Text, axis
+from .style import QUIET
+
+_LEFT, _WIDTH, _RIGHT = 130, 460, 170
+_TOP, _ROW, _GAP, _AXIS, _LEGEND = 34, 24, 8, 26, 26
+_BUSY, _IDLE, _PREDICTED = "#4a7fc1", "#d5dde8", "#c0392b"
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """One schedule's iteration.
+
+    Attributes:
+        label: its name.
+        ms: the iteration.
+        idle: the share of it that the ranks idle, on average.
+        predicted_ms: by the simulator.
+    """
+
+    label: str
+    ms: float
+    idle: float
+    predicted_ms: float
+
+
+def lay_out_lengths(title: str, lengths: Sequence[Length]) -> Scene:
+    """One bar below the other on one time axis; the first is what the others are compared with."""
+    scale = _WIDTH / max(max(row.ms, row.predicted_ms) for row in lengths)
+    bottom = _TOP + len(lengths) * (_ROW + _GAP)
+    height = bottom + _AXIS + _LEGEND
+    width = _LEFT + _WIDTH + _RIGHT
+    shapes: list[Box | Text] = [Box(0, 0, width, height, "#ffffff"), Text(16, 20, title, size=13, bold=True)]
+    for place, row in enumerate(lengths):
+        shapes += _bar(row, lengths[0], scale, _TOP + place * (_ROW + _GAP))
+    shapes += axis(_WIDTH / scale, scale, bottom, _LEFT)
+    shapes += _legend(bottom + _AXIS + 4)
+    return Scene(width, ceil(height), tuple(shapes))
+
+
+def _bar(row: Length, first: Length, scale: float, y: float) -> Iterator[Box | Text]:
+    busy = row.ms * (1.0 - row.idle) * scale
+    hover = f"{row.label}: {row.ms:.1f} ms, idle {100 * row.idle:.1f} %, predicted {row.predicted_ms:.1f} ms"
+    yield Text(_LEFT - 8, y + _ROW - 8, row.label, anchor="end")
+    yield Box(_LEFT, y, busy, _ROW, _BUSY, hover=hover)
+    yield Box(_LEFT + busy, y, row.ms * row.idle * scale, _ROW, _IDLE, hover=hover)
+    yield Box(_LEFT + row.predicted_ms * scale - 1, y - 2, 2, _ROW + 4, _PREDICTED, hover=hover)
+    faster = "" if row is first else f", {first.ms / row.ms:.2f} × as fast"
+    end = _LEFT + max(row.ms, row.predicted_ms) * scale + 8
+    yield Text(end, y + _ROW - 8, f"{row.ms:,.0f} ms{faster}")
+
+
+def _legend(y: float) -> Iterator[Box | Text]:
+    x = float(_LEFT)
+    texts = (
+        (_BUSY, "passes"),
+        (_IDLE, "idle, mean of the ranks"),
+        (_PREDICTED, "the simulator's prediction"),
+    )
+    for fill, text in texts:
+        yield Box(x, y, 2 if fill == _PREDICTED else 14, 14, fill)
+        yield Text(x + 19, y + 11, text, QUIET)
+        x += 19 + 6.2 * len(text) + 14

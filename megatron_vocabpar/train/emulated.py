@@ -1,0 +1,63 @@
+"""What an emulation (``vocabpar emulate``) leaves in a results folder: its numbers and its bars.
+
+The report of the folder shows them beside the training; see ``report.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_vocabpar.schedule.draw.lengths import Length, lay_out_lengths
+from megatron_vocabpar.schedule.draw.svg import svg_of_scene
+from megatron_vocabpar.train.output import EMULATION_FILE, EMULATION_PICTURE_FILE
+
+_HEADINGS = (
+    "schedule", "predicted ms", "emulated ms", "empty ms", "net ms", "differs", "idle, predicted", "emulated",
+)  # fmt: skip
+
+
+def write_emulation(folder: Path, record: Mapping[str, Any]) -> None:
+    """Write the numbers and the picture; ``record`` is that of ``bench.emulation.record``."""
+    (folder / EMULATION_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (folder / EMULATION_PICTURE_FILE).write_text(emulation_svg(record), encoding="utf-8")
+
+
+def read_emulation(folder: Path) -> dict[str, Any] | None:
+    """The numbers of a folder's emulation, if there was one."""
+    path = folder / EMULATION_FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def emulation_svg(record: Mapping[str, Any]) -> str:
+    """A bar for each schedule."""
+    rows = [
+        Length(row["name"], row["net_ms"], row["measured_idle"], row["predicted_ms"])
+        for row in record["schedules"]
+    ]
+    return svg_of_scene(lay_out_lengths(f"An iteration, emulated: {settings(record)}", rows))
+
+
+def settings(record: Mapping[str, Any]) -> str:
+    """What was emulated, in words."""
+    return f"{record['pp']} ranks, {record['microbatches']} microbatches, {record['costs']}"
+
+
+def emulation_table(record: Mapping[str, Any]) -> tuple[str, list[list[str]]]:
+    """The title and the cells of a table, a schedule a row."""
+    rows = [
+        [
+            row["name"],
+            f"{row['predicted_ms']:,.1f}",
+            f"{row['net_ms'] + row['empty_ms']:,.1f}",
+            f"{row['empty_ms']:,.1f}",
+            f"{row['net_ms']:,.1f}",
+            f"{100 * row['error']:+.1f} %",
+            f"{100 * row['predicted_idle']:.1f} %",
+            f"{100 * row['measured_idle']:.1f} %",
+        ]
+        for row in record["schedules"]
+    ]
+    return f"Emulated: {settings(record)}", [[*_HEADINGS], *rows]
