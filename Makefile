@@ -1,5 +1,5 @@
 # One-command targets. Each installs what it needs into a virtual environment first: the active one, else .venv.
-#   make train       install, then train a GPT with vocab-2 and lay its loss over the baseline's
+#   make train       install, train a GPT with vocab-2, lay its loss over the baseline's, and emulate 8 ranks
 #   make test        install, then run the tests: one case of everything
 #   make test-ci     further cases too: what finishes within 40 minutes on two cores (make test-long: all of them)
 #   make test-megatron-matrix   install every supported megatron-core wheel by itself, and run the integration tests on it
@@ -41,6 +41,7 @@ $(INSTALLED)-%: pyproject.toml setup.py | $(BIN)/python
 
 train: $(INSTALLED)-train
 	$(BIN)/vocabpar train $(ARGS)
+	$(BIN)/vocabpar emulate --report vocabpar-out
 
 test: $(INSTALLED)-test
 	$(BIN)/python -m pytest $(TWO) -m "not slow and not long" $(PYTEST_ARGS)

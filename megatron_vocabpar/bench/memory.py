@@ -8,12 +8,13 @@ C library holds back for reuse would count for nothing. Elsewhere it is not meas
 from __future__ import annotations
 
 import ctypes
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
+from megatron_vocabpar.runtime.streams import resident_mib
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _OWN_BLOCK_BYTES = 2**16
@@ -38,16 +39,10 @@ def peak_mib(run: Callable[[], object], device: torch.device) -> float | None:
     run()  # what a library sets up once is not the call's own
     library.malloc_trim(0)  # blocks from before may lie free, and would be taken first
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM := VmRSS
-    start = _resident_mib("VmRSS")
+    start = resident_mib("VmRSS")
     kept = run()
-    peak = _resident_mib("VmHWM") - start
+    peak = resident_mib("VmHWM") - start
     del kept
     library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
     library.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_THRESHOLD)
     return peak
-
-
-def _resident_mib(field: str) -> float:
-    found = re.search(rf"{field}:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return float(found[1]) / 2**10

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from megatron_vocabpar.cli.main import RunFailed
+from megatron_vocabpar.cli.main import RunFailed, VerbError
 from megatron_vocabpar.train.check import require_modules
 from megatron_vocabpar.train.config import TrainConfig, flag, off_flag, read_toml
 from megatron_vocabpar.train.output import resumed

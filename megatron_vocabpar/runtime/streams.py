@@ -196,10 +196,22 @@ def peak_memory_mib(device: torch.device) -> float:
     """Peak memory of this process on ``device``, in MiB: allocated on a GPU, resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
+    return resident_mib("VmHWM")
+
+
+def held_memory_mib(device: torch.device) -> float:
+    """Memory that this process holds on ``device`` now, in MiB; measured as the peak is."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / 2**20
+    return resident_mib("VmRSS")
+
+
+def resident_mib(field: str) -> float:
+    """``VmHWM`` (the peak) or ``VmRSS`` (now) of this process on the host, in MiB; off Linux the peak."""
     status = Path("/proc/self/status")
     if status.exists():
-        # Linux: getrusage would count what the parent held when it forked this process.
-        return float(re.search(r"VmHWM:\s*(\d+) kB", status.read_text())[1]) / 2**10  # type: ignore[index]
+        # getrusage would count what the parent held when it forked this process.
+        return float(re.search(rf"{field}:\s*(\d+) kB", status.read_text())[1]) / 2**10  # type: ignore[index]
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 

@@ -19,6 +19,7 @@ from megatron_vocabpar.schedule.families import SEARCH, families
 from megatron_vocabpar.schedule.methods import METHODS
 
 _ONCE = ("resume", "overwrite")  # said of one run, not of the job
+TRAINED_VOCABULARY = 8192  # that a megabyte of text fills
 
 
 def _option(
@@ -75,20 +76,20 @@ class TrainConfig:
     device: str = _option("auto", "auto: a GPU a process, or the CPU.", choices=("auto", "cpu", "cuda"))
 
     layers: int = _option(8, "Transformer layers.", "Model")
-    hidden: int = _option(128, "Hidden size.")
+    hidden: int = _option(64, "Hidden size.")
     heads: int = _option(4, "Attention heads.")
     ffn: int | None = _option(None, "Feed-forward size (default: 4 × hidden).")
     seq_length: int = _option(128, "Tokens per sequence.")
-    vocab_size: int = _option(8192, "Vocabulary of the model, at least the tokenizer's.")
+    vocab_size: int = _option(65536, "Vocabulary of the model, at least the tokenizer's.")
     tied: bool = _option(False, "One weight for the input and output layers.")
     position: str = _option("learned", "Position embedding.", choices=("learned", "rope"))
     dtype: str = _option("fp32", "bf16 keeps main gradients in fp32.", choices=("fp32", "bf16"))
 
     micro_batch_size: int = _option(2, "Sequences per microbatch.", "Training")
     microbatches: int = _option(8, "Microbatches per step and data-parallel replica.")
-    steps: int = _option(60, "Optimizer steps in all, those before a resume included.")
+    steps: int = _option(20, "Optimizer steps in all, those before a resume included.")
     lr: float = _option(1e-3, "Learning rate.")
-    warmup: int = _option(10, "Steps of linear warm-up (fewer than --steps).")
+    warmup: int = _option(5, "Steps of linear warm-up (fewer than --steps).")
     weight_decay: float = _option(0.01, "Weight decay.")
     clip_grad: float = _option(1.0, "Largest gradient norm (0: do not clip).")
     check_finite: bool = _option(True, "End the run when the loss or the gradient norm is not finite.")
@@ -105,9 +106,11 @@ class TrainConfig:
         None, "A tokenizer.json (default: one is trained on the text).", metavar="PATH"
     )
     tokenizer_vocab_size: int | None = _option(
-        None, "Vocabulary of the tokenizer that is trained (default: --vocab-size)."
+        None,
+        f"Vocabulary of the tokenizer that is trained (default: {TRAINED_VOCABULARY}, or --vocab-size if "
+        "less; the model's other ids are padding).",
     )
-    eval_interval: int = _option(20, "Steps between evaluations (0: never).")
+    eval_interval: int = _option(10, "Steps between evaluations (0: never).")
     eval_iters: int = _option(2, "Steps' worth of microbatches per evaluation.")
 
     output: str = _option("vocabpar-out", "The results folder.", "Results", metavar="FOLDER")
@@ -139,8 +142,10 @@ class TrainConfig:
 
     @property
     def tokenizer_size(self) -> int:
-        """Vocabulary of the tokenizer that is trained: ``tokenizer_vocab_size``, or ``vocab_size``."""
-        return self.vocab_size if self.tokenizer_vocab_size is None else self.tokenizer_vocab_size
+        """Vocabulary of the tokenizer that is trained: ``tokenizer_vocab_size``, or what a text can fill."""
+        if self.tokenizer_vocab_size is None:
+            return min(self.vocab_size, TRAINED_VOCABULARY)
+        return self.tokenizer_vocab_size
 
     @property
     def methods(self) -> tuple[str, ...]:

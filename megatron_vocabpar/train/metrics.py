@@ -1,8 +1,9 @@
 """``metrics.jsonl``: one line of JSON a step, written as the run goes, and the line that shows it meanwhile.
 
 A line holds ``step`` (counted from 1), ``loss``, ``grad_norm``, ``lr``, ``tokens_per_s``, ``iteration_ms``,
-``peak_memory_mib`` (a list, by stage), and ``eval_loss`` where an evaluation followed the step. On a
-terminal one line is drawn again and again; elsewhere (a file, a pipe) there is a plain line now and then.
+``peak_memory_mib`` (a list, by stage: above what the process held before its model was built), and
+``eval_loss`` where an evaluation followed the step. On a terminal one line is drawn again and again;
+elsewhere (a file, a pipe) there is a plain line now and then.
 Next: ``report.py`` (what is made of the file).
 """
 

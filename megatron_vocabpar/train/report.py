@@ -119,7 +119,8 @@ def summary_table(summaries: Sequence[Summary]) -> TextTable:
         ]
         for row in summaries
     ]
-    return "Training", [[*headings, "peak MiB by stage"], *rows]
+    title = "Training; memory: peak above what Python and its libraries took before the model was built"
+    return title, [[*headings, "peak MiB by stage"], *rows]
 
 
 def difference_table(differences: Sequence[Difference]) -> TextTable:

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
 from megatron_vocabpar.runtime.profile import Timeline, gather_trace
-from megatron_vocabpar.runtime.streams import backend, default_device, peak_memory_mib
+from megatron_vocabpar.runtime.streams import backend, default_device, held_memory_mib, peak_memory_mib
 from megatron_vocabpar.schedule.draw.pictures import write_pictures
 from megatron_vocabpar.schedule.passes import Instruction, Pass, PassType
 from megatron_vocabpar.schedule.serialize import plan_from_json
@@ -112,6 +112,7 @@ class _Trainer:
             timeline=self.timeline,
         )
         self.placement = self.plan.schedule.placement
+        self.held_before_mib = held_memory_mib(device)
         self.state = build(config, self.placement)
         files = DataFiles.from_json((self.folder / output.DATA_FILE).read_text())
         self.train_data, self.valid_data = build_datasets(config, files)
@@ -247,8 +248,10 @@ class _Trainer:
         return total / max(tokens, 1.0)
 
     def _peak_memory_mib(self) -> list[float]:
-        """The largest peak of each stage's ranks."""
+        """The largest peak of each stage's ranks, less what the process held before the model was built."""
         peaks = torch.zeros(self.config.pp, dtype=torch.float64, device=self.device)
-        peaks[parallel_state.get_pipeline_model_parallel_rank()] = peak_memory_mib(self.device)
+        peaks[parallel_state.get_pipeline_model_parallel_rank()] = (
+            peak_memory_mib(self.device) - self.held_before_mib
+        )
         dist.all_reduce(peaks, dist.ReduceOp.MAX)
         return [round(peak, 1) for peak in peaks.tolist()]

@@ -71,8 +71,8 @@ def examine(tmp_path: Path, environment: dict[str, str] | None = None, gpus: int
         ({"method": "vocab2"}, "--method: unknown method 'vocab2'; did you mean vocab-2?"),
         ({"compare": ("basline",)}, "--compare: unknown method 'basline'; did you mean baseline?"),
         ({"method": "zzz"}, "unknown method 'zzz'; the methods are baseline, redis, naive"),
-        ({"heads": 3}, "--hidden 128 cannot be divided over --heads 3; give --hidden 129"),
-        ({"heads": 128, "position": "rope"}, "--position rope needs an even size per head, not 1"),
+        ({"heads": 3}, "--hidden 64 cannot be divided over --heads 3; give --hidden 66"),
+        ({"heads": 64, "position": "rope"}, "--position rope needs an even size per head, not 1"),
         ({"tp": 3}, "--heads 4 cannot be divided over --tp 3"),
         ({"tp": 4, "ffn": 30}, "--ffn 30 cannot be divided over --tp 4"),
         ({"tp": 2, "seq_length": 31}, "--seq-length 31 cannot be divided over --tp 2"),
@@ -156,7 +156,7 @@ def test_text_files_that_are_not_text(tmp_path: Path, content: bytes, message: s
 
 def finished_job(tmp_path: Path, **values: Any) -> TrainConfig:
     """A results folder with a checkpoint in it, and the configuration that made it."""
-    config = TrainConfig(output=str(tmp_path / "out"), **values)
+    config = TrainConfig(output=str(tmp_path / "out"), steps=60, **values)
     open_output(config)
     checkpoint = open_method(method_config(config, config.method)).parent / CHECKPOINT_FOLDER / "step_0000060"
     checkpoint.mkdir(parents=True)
@@ -196,10 +196,10 @@ def test_the_output_folder_is_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden": 64}, "has --hidden 128 (this job: 64), --ffn 512 (this job: 256); leave those flags"),
+        ({"hidden": 128}, "has --hidden 64 (this job: 128), --ffn 256 (this job: 512); leave those flags"),
         ({"tied": True}, "has --tied False (this job: True); leave those flags out"),
-        ({"vocab_size": 9000}, "has --vocab-size 8192 (this job: 9000)"),
-        ({"layers": 12, "ffn": 64}, "has --layers 8 (this job: 12), --ffn 512 (this job: 64)"),
+        ({"vocab_size": 9000}, "has --vocab-size 65536 (this job: 9000)"),
+        ({"layers": 12, "ffn": 64}, "has --layers 8 (this job: 12), --ffn 256 (this job: 64)"),
     ],
 )
 def test_resume_from_another_model(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -211,12 +211,12 @@ def test_resume_from_another_model(tmp_path: Path, change: dict[str, Any], messa
 
 
 def test_a_resumed_job_is_that_of_its_folder(tmp_path: Path) -> None:
-    config = finished_job(tmp_path, hidden=64, compare=("naive",), lr=2e-3)
+    config = finished_job(tmp_path, hidden=32, compare=("naive",), lr=2e-3)
     asked = TrainConfig(output=config.output, resume=True, steps=100, compare=("baseline",), lr=1e-4)
     job = resumed(asked, {"steps", "resume", "output", "lr"})
     assert job == dataclasses.replace(config, resume=True, steps=100, lr=1e-4)
     assert resumed(asked, {"compare"}).methods == ("vocab-2", "naive", "baseline")
-    assert resumed(dataclasses.replace(asked, output=str(tmp_path / "none")), {"lr"}).hidden == 128
+    assert resumed(dataclasses.replace(asked, output=str(tmp_path / "none")), {"lr"}).hidden == 64
 
 
 def test_resume_with_a_damaged_record(tmp_path: Path) -> None:

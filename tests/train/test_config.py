@@ -30,7 +30,7 @@ def test_json_of_something_else_is_refused(text: str) -> None:
 
 
 def test_derived_values() -> None:
-    assert TrainConfig().ffn_hidden == 512
+    assert TrainConfig().ffn_hidden == 256
     assert OTHER.ffn_hidden == 100
     assert OTHER.world_size == 8
     assert OTHER.methods == ("vocab-1", "baseline", "naive")
@@ -39,7 +39,8 @@ def test_derived_values() -> None:
     assert not TrainConfig().use_sequence_parallel
     assert TrainConfig(tp=2).use_sequence_parallel
     assert TrainConfig(tokenizer_vocab_size=1000).tokenizer_size == 1000
-    assert TrainConfig().tokenizer_size == 8192
+    assert TrainConfig(vocab_size=65536).tokenizer_size == 8192
+    assert TrainConfig(vocab_size=1000).tokenizer_size == 1000
 
 
 @pytest.mark.parametrize("config", [TrainConfig(), OTHER])

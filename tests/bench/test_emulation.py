@@ -1,0 +1,215 @@
+"""Emulated schedules: what runs and in which order, what goes wrong; and, among the long tests, how fast."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+
+from megatron_vocabpar.bench import emulated_passes
+from megatron_vocabpar.bench.emulated_passes import EmulatedRank
+from megatron_vocabpar.bench.emulation import emulate
+from megatron_vocabpar.bench.forked import run_forked
+from megatron_vocabpar.cli import main as command
+from megatron_vocabpar.runtime.comm import create_groups, warm_up
+from megatron_vocabpar.runtime.profile import COMPUTE, WAIT
+from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.generate import make_plan
+from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.passes import CommType, Pass
+from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.simulate import simulate
+from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.failure import ProgressRecord, TrainingFailed
+from megatron_vocabpar.train.output import method_config, open_method, open_output
+from tests.spawn import run_ranks
+from tests.train.fake_results import write_results
+
+CASES = [
+    ("baseline", "1f1b"),
+    ("naive", "1f1b"),
+    ("vocab-1", "zb-h1"),
+    ("vocab-2", "v-half"),
+    ("interlaced", "interleaved"),
+]
+PATIENCE = timedelta(seconds=60)
+
+
+def _calls(rank: int, plans: list[Plan]) -> list[tuple[list[str], dict[str, int]]]:
+    """For each plan, this rank's passes in the order in which they ran, and its calls of torch."""
+    groups = create_groups((0, rank, 0), 2, 1)
+    warm_up(groups, torch.device("cpu"))
+    emulated, found = EmulatedRank(groups), []
+    for plan in plans:
+        counts: dict[str, int] = {}
+
+        def counted(name: str, counts: dict[str, int] = counts) -> Callable[..., Any]:
+            real = getattr(dist, name)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                counts[name] = counts.get(name, 0) + 1
+                return real(*args, **kwargs)
+
+            return call
+
+        names = ("isend", "irecv", "broadcast", "all_reduce", "all_to_all_single")
+        with patch.multiple(dist, **{name: counted(name) for name in names}):
+            spans = emulated.run(plan, PassTimes.of(plan.costs, plan.schedule).scaled(0.0, 0.0))
+        computed = [span.name for span in spans if span.lane == COMPUTE and span.kind != WAIT]
+        found.append((list(dict.fromkeys(computed)), counts))
+    return found
+
+
+def test_every_pass_and_message_of_the_plan_runs_once() -> None:
+    m = 3
+    plans = [make_plan(method, 2, m, family=family) for method, family in CASES]
+    # Sums of statistics and gradients a microbatch; interlaced's are inside S.
+    all_reduces = {"baseline": 0, "naive": 2, "vocab-1": 1, "vocab-2": 1, "interlaced": 1}
+    for rank, found in enumerate(run_ranks(2, _calls, plans)):
+        for plan, (ran, counts) in zip(plans, found, strict=True):
+            method, program = plan.schedule.method, plan.program[rank]
+            assert ran == [str(item) for item in program if isinstance(item, Pass)]
+            types = [item.type for item in program]
+            wanted = {
+                "isend": types.count(CommType.SEND_F) + types.count(CommType.SEND_B),
+                "irecv": types.count(CommType.RECV_F) + types.count(CommType.RECV_B),
+                "broadcast": m * method.vocabulary_parallel,
+                "all_reduce": m * all_reduces[method.name],
+                "all_to_all_single": 2 * m * method.vocabulary_parallel,
+            }
+            assert counts == {name: count for name, count in wanted.items() if count}
+
+
+def _slept(rank: int, plan: Plan) -> list[float]:
+    """What this rank would sleep in an iteration, in ms."""
+    groups = create_groups((0, rank, 0), 2, 1)
+    warm_up(groups, torch.device("cpu"))
+    slept: list[float] = []
+    with patch.object(emulated_passes, "_sleep", slept.append):
+        EmulatedRank(groups).run(plan, PassTimes.of(plan.costs, plan.schedule))
+    return sorted(slept)
+
+
+def test_what_is_slept_is_what_the_costs_say() -> None:
+    costs = PassCosts(
+        F_ms=(3.0, 5.0), B_ms=7.0, W_ms=11.0, IF_ms=0.25, IB_ms=0.5,
+        methods={"vocab-2": {"S_ms": 2.0, "T_ms": 1.0}},
+        p2p_ms=0.125, broadcast_ms=0.0625, all_reduce_ms=0.03125,
+    )  # fmt: skip
+    plan = make_plan("vocab-2", 2, 2, costs=costs)
+    for rank, slept in enumerate(run_ranks(2, _slept, plan)):
+        passes = [(3.0, 5.0)[rank], 18.0, 0.25, 0.5, 2.0, 1.0]
+        # One transfer, C0 and CIB, C1 and CI.
+        comms = [0.125, 0.0625, 0.0625, 0.03125, 0.03125]
+        assert slept == sorted(2 * [*passes, *comms])
+
+
+def _run_own(rank: int, plans: list[Any]) -> None:
+    groups = create_groups((0, rank, 0), 2, 1)
+    warm_up(groups, torch.device("cpu"))
+    plan = plans[rank]
+    EmulatedRank(groups).run(plan, PassTimes.of(plan.costs, plan.schedule).scaled(0.0, 0.0))
+
+
+def test_ranks_that_do_not_run_the_same_program_are_found() -> None:
+    plan = make_plan("baseline", 2, 2)
+    row = list(plan.program[0])
+    first, second = (k for k, item in enumerate(row) if item.type is CommType.SEND_F)
+    row[first], row[second] = row[second], row[first]
+    other = SimpleNamespace(schedule=plan.schedule, costs=plan.costs, program=(tuple(row), plan.program[1]))
+    message = r"rank 1, pass 1F0 \(F of microbatch 0\): RuntimeError: a message of microbatch 1 came"
+    with pytest.raises(AssertionError, match=message):
+        run_ranks(2, _run_own, [other, plan])
+
+
+def _fail(how: str, rank: int, record: ProgressRecord) -> None:
+    if rank == 1:
+        record.write_step(1)
+        record.write("1S4")
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise FloatingPointError("planted")
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("how", "what"), [("killed", "was killed by signal 9"), ("raises", "raised FloatingPoint")]
+)
+def test_a_rank_that_fails_is_named_and_ends_the_others(how: str, what: str) -> None:
+    before = set(multiprocessing.active_children())
+    with pytest.raises(TrainingFailed, match=rf"rank 1 {what}.*in pass 1S4: S of microbatch 4 on stage 1"):
+        run_forked(3, partial(_fail, how), PATIENCE)
+    assert set(multiprocessing.active_children()) == before
+
+
+def test_results_come_in_the_order_of_the_ranks() -> None:
+    def body(rank: int, record: ProgressRecord) -> tuple[int, str]:
+        return rank, "x" * 200_000  # more than a pipe holds
+
+    assert [rank for rank, _ in run_forked(3, body, PATIENCE)] == [0, 1, 2]
+
+
+def test_the_command_prints_both_and_adds_to_a_report(tmp_path: Path) -> None:
+    config = TrainConfig(output=str(tmp_path / "out"), steps=2)
+    open_output(config)
+    told = method_config(config, "vocab-2")
+    open_method(told)
+    write_results(told)
+    arguments = [
+        "emulate",
+        "baseline",
+        "v-half:vocab-2",
+        "--pp",
+        "2",
+        "--microbatches",
+        "2",
+        "--scale",
+        "0.05",
+    ]
+    result = CliRunner().invoke(command.main, [*arguments, "--format", "json", "--report", config.output])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert (found["pp"], found["microbatches"], found["scale"]) == (2, 2, 0.05)
+    assert [row["name"] for row in found["schedules"]] == ["baseline", "v-half + vocab-2"]
+    for row, (method, family) in zip(
+        found["schedules"], [("baseline", "1f1b"), ("vocab-2", "v-half")], strict=True
+    ):
+        assert row["predicted_ms"] == simulate(make_plan(method, 2, 2, family=family)).iteration_ms
+        # No pass is shorter than its sleep, nothing is faster than its longest rank.
+        assert min(row["measured_ms"]) >= row["predicted_ms"] * (1 - row["predicted_idle"])
+        assert row["net_ms"] == pytest.approx(row["measured_ms"][0] - row["empty_ms"])
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "Emulated: 2 ranks, 2 microbatches" in page
+    assert "v-half + vocab-2" in page
+    assert len(ElementTree.parse(tmp_path / "out" / "emulation.svg").getroot()) > 10
+
+
+def test_bad_input_is_one_line() -> None:
+    for arguments, words in ((["vocab-3"], "'vocab-3' is no schedule"), (["v:vocab-2"], "families 1f1b")):
+        result = CliRunner().invoke(command.main, ["emulate", *arguments])
+        assert result.exit_code == 2
+        assert result.stderr.startswith("vocabpar emulate: error: ")
+        assert words in result.stderr
+
+
+@pytest.mark.long
+def test_it_takes_as_long_as_the_simulator_says() -> None:
+    costs = PassCosts.paper(8)
+    plans = {method: make_plan(method, 8, 32, costs=costs) for method in METHODS}
+    plans["v-half"] = make_plan("vocab-2", 8, 32, family="v-half", costs=costs)
+    for found in emulate(plans, scale=6.0, iterations=1):
+        assert abs(found.error) < 0.05, found
