@@ -88,7 +88,7 @@ def _run_rank(config: TrainConfig) -> None:
             start = time.perf_counter()
             run(
                 forward_step_func=partial(forward_step, device),
-                data_iterator=_random_batches(config) if has_batch else None,
+                data_iterator=random_batches(config) if has_batch else None,
                 model=chunks,
                 num_microbatches=config.microbatches,
                 seq_length=config.seq_length,
@@ -108,7 +108,7 @@ def _run_rank(config: TrainConfig) -> None:
         dist.destroy_process_group()
 
 
-def _random_batches(config: TrainConfig) -> Iterator[dict[str, Any]]:
+def random_batches(config: TrainConfig) -> Iterator[dict[str, Any]]:
     import torch
 
     shape = (config.micro_batch_size, config.seq_length)

@@ -17,6 +17,7 @@ from megatron_vocabpar import __version__
 VERBS = {
     "schedule": "Print or draw a schedule.",
     "simulate": "Predict time, bubble and memory.",
+    "profile": "Measure passes and collectives here.",
     "emulate": "Run schedules in real time, with sleeps for passes.",
     "train": "Train a GPT on this machine.",
     "report": "Make a job's report again.",
@@ -28,7 +29,7 @@ VERBS = {
 }
 """The line of ``vocabpar --help`` for each verb."""
 
-_NEEDS_EXTRA = ("emulate", "train", "report", "drift", "bench", "artifact", "doctor")  # of [train]
+_BARE = ("schedule", "simulate", "patches")  # without the extra [train]
 
 
 def load(verb: str) -> click.Command:
@@ -87,7 +88,7 @@ class VerbGroup(click.Group):
 
 def _missing_extra(verb: str, error: ModuleNotFoundError) -> Exception:
     """The one line for a module that an extra would have installed; a missing module of ours passes."""
-    if verb not in _NEEDS_EXTRA or (error.name or "").partition(".")[0] == "megatron_vocabpar":
+    if verb in _BARE or (error.name or "").partition(".")[0] == "megatron_vocabpar":
         return error
     return VerbError(
         verb, f"the module {error.name!r} is not installed; run: pip install 'megatron-vocabpar[train]'"

@@ -25,7 +25,7 @@ from megatron_vocabpar.schedule.redistribution import redistribute_by_flops, wit
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.weights import initialise_weights
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _POSITIONS = {"learned": "learned_absolute", "rope": "rope"}
 
 
@@ -58,7 +58,7 @@ def layers_per_stage(config: TrainConfig, placement: Placement) -> tuple[int, ..
 
 def transformer_config(config: TrainConfig, placement: Placement) -> TransformerConfig:
     """megatron-core's configuration of the transformer layers."""
-    dtype, chunks = _DTYPES[config.dtype], placement.chunks
+    dtype, chunks = DTYPES[config.dtype], placement.chunks
     return TransformerConfig(
         num_layers=config.layers,
         hidden_size=config.hidden,
@@ -133,7 +133,7 @@ def _optimizer(
         weight_decay=config.weight_decay,
         clip_grad=config.clip_grad,
         bf16=config.dtype == "bf16",
-        params_dtype=_DTYPES[config.dtype],
+        params_dtype=DTYPES[config.dtype],
         use_distributed_optimizer=config.distributed_optimizer,
     )
     optimizer = get_megatron_optimizer(optimizer_config, chunks)
