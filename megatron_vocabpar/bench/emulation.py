@@ -2,8 +2,9 @@
 
 What is real: the programs, the executor, its side streams, the process groups and every message and
 collective of an iteration, over gloo. What is not: the passes, which sleep as long as a cost table says, and
-the size of the messages. Sleeping takes no processor, so dozens of ranks share a few cores. What processes
-cost by themselves is measured in the same run: the same programs with all costs zero.
+the size of the messages. Sleeping takes no processor, so dozens of ranks share a few cores. What a pass costs
+beside its sleep is measured in the same run: the median pass of the same program with all costs zero. As many
+of these as there are passes on the predicted critical path are subtracted.
 
 Next: ``emulated_passes.py`` (the handlers), ``forked.py`` (the processes).
 """
@@ -24,10 +25,10 @@ import torch.distributed as dist
 from megatron_vocabpar.bench.emulated_passes import EmulatedRank
 from megatron_vocabpar.bench.forked import run_forked
 from megatron_vocabpar.runtime.comm import create_groups, warm_up
-from megatron_vocabpar.runtime.pass_times import busy_ms
+from megatron_vocabpar.runtime.pass_times import pass_ms
 from megatron_vocabpar.runtime.profile import Span
 from megatron_vocabpar.schedule.costs import PassTimes
-from megatron_vocabpar.schedule.passes import Instruction
+from megatron_vocabpar.schedule.passes import Instruction, Pass
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.train.failure import ProgressRecord
@@ -46,8 +47,8 @@ class Emulation:
         predicted_idle: mean over the ranks.
         measured_ms: each iteration as it ran, the overhead of the processes included.
         measured_idle: mean over ranks and iterations.
-        empty_ms: the iteration with all costs zero, at the same scale: what the processes cost.
-        passes: of the rank that has most.
+        empty_pass_ms: of a pass with all costs zero: what the processes cost.
+        critical_passes: the passes of the critical path that the simulator finds.
     """
 
     name: str
@@ -55,13 +56,13 @@ class Emulation:
     predicted_idle: float
     measured_ms: tuple[float, ...]
     measured_idle: float
-    empty_ms: float
-    passes: int
+    empty_pass_ms: float
+    critical_passes: int
 
     @property
     def net_ms(self) -> float:
-        """The median iteration without what an empty one takes."""
-        return median(self.measured_ms) - self.empty_ms
+        """The median iteration without what its passes would take if they were empty."""
+        return median(self.measured_ms) - self.critical_passes * self.empty_pass_ms
 
     @property
     def error(self) -> float:
@@ -97,8 +98,8 @@ def emulate(plans: dict[str, Plan], scale: float, iterations: int) -> list[Emula
                 predicted_idle=mean(prediction.bubble),
                 measured_ms=tuple(each.length_ms / scale for each in measured),
                 measured_idle=mean(each.idle for each in measured),
-                empty_ms=median(each.length_ms for each in empty) / scale,
-                passes=max(map(len, plans[name].schedule.ranks)),
+                empty_pass_ms=median(each.pass_ms for each in empty) / scale,
+                critical_passes=sum(isinstance(step.item, Pass) for step in prediction.critical_path),
             )
         )
     return found
@@ -112,15 +113,19 @@ def record(found: Sequence[Emulation], *, p: int, m: int, scale: float, costs: s
 
 @dataclass(frozen=True)
 class _Iteration:
+    """Its length, the share of it that the ranks idle, and their median pass."""
+
     length_ms: float
     idle: float
+    pass_ms: float
 
     @staticmethod
     def of(ranks: Sequence[Sequence[Span]]) -> _Iteration:
         """From the first start to the last end on any rank: the ranks share the machine's clock."""
         everything = [span for spans in ranks for span in spans]
         length_ms = 1e3 * (max(span.end_s for span in everything) - min(span.start_s for span in everything))
-        return _Iteration(length_ms, 1.0 - mean(map(busy_ms, ranks)) / length_ms)
+        passes = [took for spans in ranks for took in pass_ms(spans)]
+        return _Iteration(length_ms, 1.0 - sum(passes) / len(ranks) / length_ms, median(passes))
 
 
 def _run_rank(

@@ -57,7 +57,7 @@ class RankTimes:
             times[True],
             times[False],
             median(map(_length_ms, iterations)),
-            median(map(busy_ms, iterations)),
+            median(sum(pass_ms(spans)) for spans in iterations),
             transfer_ms,
         )
 
@@ -80,9 +80,9 @@ def _length_ms(spans: Sequence[Span]) -> float:
     return 1e3 * (max(span.end_s for span in spans) - min(span.start_s for span in spans))
 
 
-def busy_ms(spans: Sequence[Span]) -> float:
-    """The ms that one rank's passes take, without their waits."""
-    return sum(_ms(span) for span in spans if span.lane == COMPUTE and span.kind != WAIT)
+def pass_ms(spans: Iterable[Span]) -> list[float]:
+    """The ms of each pass of one rank's iteration, without its waits."""
+    return [took for (computes, _), took in _by_name(spans).items() if computes]
 
 
 @dataclass(frozen=True)

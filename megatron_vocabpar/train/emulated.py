@@ -15,7 +15,7 @@ from megatron_vocabpar.schedule.draw.svg import svg_of_scene
 from megatron_vocabpar.train.output import EMULATION_FILE, EMULATION_PICTURE_FILE
 
 _HEADINGS = (
-    "schedule", "predicted ms", "emulated ms", "empty ms", "net ms", "differs", "idle, predicted", "emulated",
+    "schedule", "predicted ms", "ran, ms", "empty passes", "net ms", "differs", "idle, predicted", "measured",
 )  # fmt: skip
 
 
@@ -51,8 +51,8 @@ def emulation_table(record: Mapping[str, Any]) -> tuple[str, list[list[str]]]:
         [
             row["name"],
             f"{row['predicted_ms']:,.1f}",
-            f"{row['net_ms'] + row['empty_ms']:,.1f}",
-            f"{row['empty_ms']:,.1f}",
+            f"{row['net_ms'] + row['critical_passes'] * row['empty_pass_ms']:,.1f}",
+            f"{row['critical_passes']} × {row['empty_pass_ms']:.3f}",
             f"{row['net_ms']:,.1f}",
             f"{100 * row['error']:+.1f} %",
             f"{100 * row['predicted_idle']:.1f} %",
