@@ -64,8 +64,8 @@ def schedule_command(
     if output is None and output_format in _BINARY:
         raise ValueError(f"--format {output_format} is no text; give --output FILE")
     costs = PassCosts.load(costs_file) if costs_file is not None else None
-    sizes = BufferSizes.load(costs_file, planned["p"]) if costs_file is not None else None
     plan = make_plan(**planned, costs=costs)
+    sizes = BufferSizes.load(costs_file, plan.schedule.p) if costs_file is not None else None
     on_terminal = output is None and sys.stdout.isatty()
     rendered = render(plan, output_format, sizes, width, on_terminal) if check is None else hang_report(plan)
     click.echo(rendered) if output is None else write_output(output, rendered)

@@ -26,6 +26,7 @@ from .schedule import Schedule
 Name = tuple[PassType, int]
 
 _SLACK = 1e-9  # relative to the interval: what counts as touching
+_PACKINGS = 200  # ways of packing that are tried, where many passes are to fit into many gaps
 _ROOM_FOR = 4  # passes that a gap may be left for, when a start in mid-gap is considered
 
 
@@ -79,7 +80,9 @@ class _Ring:
         for wait in sorted({(start - phase) % self.interval for start in self._starts(phase, duration)}):
             start = (phase + wait) % self.interval
             arcs = _insert(self.arcs, start, duration, self.interval, slack)
-            if arcs is not None and _fits(sorted(self.remaining, reverse=True), self._gaps(arcs), slack):
+            if arcs is not None and _fits(
+                sorted(self.remaining, reverse=True), self._gaps(arcs), slack, iter(range(_PACKINGS))
+            ):
                 self.arcs = arcs
                 return ready + wait
         return ready  # rounding left no room; overlapping passes still give a valid order
@@ -113,17 +116,17 @@ def _insert(
     return sorted([*arcs, (start, end)])
 
 
-def _fits(sizes: Sequence[float], gaps: Sequence[float], slack: float) -> bool:
-    """Whether passes of these sizes (descending) can be packed into these gaps."""
+def _fits(sizes: Sequence[float], gaps: Sequence[float], slack: float, tries: Iterator[int]) -> bool:
+    """Whether a way is found to pack passes of these sizes (descending) into these gaps in so many tries."""
     if not sizes:
         return True
-    if sum(sizes) > sum(gaps) + slack:
+    if next(tries, None) is None or sum(sizes) > sum(gaps) + slack:
         return False
     size, rest = sizes[0], sizes[1:]
     for k, gap in enumerate(gaps):
         if size <= gap + slack and gap not in gaps[:k]:
             left = [*gaps[:k], max(gap - size, 0.0), *gaps[k + 1 :]]
-            if _fits(rest, left, slack):
+            if _fits(rest, left, slack, tries):
                 return True
     return False
 

@@ -14,22 +14,24 @@ Next: ``list_scheduling.py``.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar
 
+from .methods import METHODS, Method
 from .passes import CommType, PassType
 from .redistribution import redistribute
 from .schedule import Schedule
+from .schema import check, read_object
 
 PerRank = float | tuple[float, ...]
 
 _OUTPUT = (PassType.S, PassType.S2, PassType.T)
 _TRANSFORMER = (PassType.F, PassType.B, PassType.W)
 _TIMES = ("F_ms", "B_ms", "W_ms", "IF_ms", "IB_ms", "p2p_ms", "broadcast_ms", "all_reduce_ms")
-_METHOD_TIMES = ("S_ms", "S2_ms", "T_ms", "synchronous_ms")
+_MOST_MS = 1e7  # of one pass
 _FILE_NAMES = {
     "last_rank_extra": "baseline_last_rank_extra",
     "first_rank_extra": "baseline_first_rank_extra",
@@ -103,36 +105,30 @@ class PassCosts:
         )
 
     @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> PassCosts:
+    def from_dict(data: Mapping[str, Any], methods: Mapping[str, Method] = METHODS) -> PassCosts:
         """Read the JSON form (see ``data/p8_v256k.json``).
 
+        Args:
+            data: a cost file's object.
+            methods: those that it may have times for.
+
         Raises:
-            ValueError: naming the first missing or malformed entry.
+            ValueError: naming the first missing, unknown or malformed entry.
         """
-        _check_names(data, _TIMES, "")
-        methods = data.get("methods", {})
-        if not isinstance(methods, Mapping) or not all(isinstance(v, Mapping) for v in methods.values()):
-            raise ValueError("costs: 'methods' must map each method's name to its times")
-        for name, times in methods.items():
-            _check_names(times, _METHOD_TIMES, f" of method {name!r}")
-        layers = data.get("layers")
-        if layers is not None and (not isinstance(layers, int) or layers < 1):
-            raise ValueError(f"costs: layers is {layers!r}; give a whole number of at least 1")
-        return PassCosts(
-            F_ms=_per_rank(data, "F_ms"),
-            B_ms=_per_rank(data, "B_ms"),
-            W_ms=_per_rank(data, "W_ms"),
-            IF_ms=_per_rank(data, "IF_ms", 0.0),
-            IB_ms=_per_rank(data, "IB_ms", 0.0),
-            methods={name: {key: _per_rank(times, key) for key in times} for name, times in methods.items()},
-            p2p_ms=_number(data, "p2p_ms"),
-            broadcast_ms=_number(data, "broadcast_ms"),
-            all_reduce_ms=_number(data, "all_reduce_ms"),
-            last_rank_extra=_numbers(data, "baseline_last_rank_extra"),
-            first_rank_extra=_numbers(data, "baseline_first_rank_extra"),
-            layers=layers,
-            layers_per_stage=_layers_per_stage(data),
-        )
+        check(data, "costs")
+        given = data.get("methods", {})
+        for name in given:
+            if name not in methods:
+                raise ValueError(f"costs: unknown method {name!r}; there are {', '.join(methods)}")
+        names = {_FILE_NAMES.get(field_.name, field_.name): field_.name for field_ in fields(PassCosts)}
+        values = {names[key]: value for key, value in data.items() if key in names}
+        times = {name: _per_rank(values[name]) for name in _TIMES if name in values}
+        tables = {name: {key: _per_rank(time) for key, time in row.items()} for name, row in given.items()}
+        extras = {
+            name: {key: float(time) for key, time in values.get(name, {}).items()} for name in _FILE_NAMES
+        }
+        stages = {name: tuple(values[name]) for name in ("layers_per_stage",) if name in values}
+        return PassCosts(**{**values, **times, **extras, **stages, "methods": tables})
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form, which ``from_dict`` reads back."""
@@ -142,7 +138,7 @@ class PassCosts:
         return {name: value for name, value in data.items() if value is not None}
 
     @staticmethod
-    def load(path: str | Path) -> PassCosts:
+    def load(path: str | Path, methods: Mapping[str, Method] = METHODS) -> PassCosts:
         """Read a cost file.
 
         Raises:
@@ -150,7 +146,7 @@ class PassCosts:
         """
         data = read_costs(path)
         try:
-            return PassCosts.from_dict(data)
+            return PassCosts.from_dict(data, methods)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
@@ -206,7 +202,14 @@ class PassTimes:
             transformer[PassType.B] = [b + w for b, w in zip(transformer[PassType.B], w, strict=True)]
             transformer[PassType.W] = [0.0] * placement.num_stages
         passes = {type_: tuple(times) for type_, times in transformer.items()}
-        return PassTimes({**passes, **_vocabulary_times(costs, schedule)}, _comm_times(costs))
+        passes |= _vocabulary_times(costs, schedule)
+        comms = _comm_times(costs)
+        rows = {type_.value: row for type_, row in passes.items()}
+        rows |= {type_.value: (time,) for type_, time in comms.items()}
+        for name, row in rows.items():
+            if not all(0.0 <= time <= _MOST_MS for time in row):
+                raise ValueError(f"costs: {name} takes {max(row)} ms; give times from 0 to {_MOST_MS:g} ms")
+        return PassTimes(passes, comms)
 
     @staticmethod
     def benign(schedule: Schedule) -> PassTimes:
@@ -264,6 +267,8 @@ def _vocabulary_times(costs: PassCosts, schedule: Schedule) -> dict[PassType, tu
     method = costs.methods[chosen.name]
     for type_ in _OUTPUT:
         name = f"{type_.value}_ms"
+        if type_ in chosen.passes and name not in method:
+            raise ValueError(f"the costs have no {name} for {chosen.name!r}; add it under 'methods'")
         times[type_] = _spread(method.get(name, 0.0), p, name)
     for type_ in chosen.in_step:  # it does T's work too, and its collectives
         synchronous = _spread(method.get("synchronous_ms", 0.0), p, "synchronous_ms")
@@ -290,64 +295,23 @@ def _spread(value: PerRank, p: int, name: str) -> tuple[float, ...]:
 
 
 def read_costs(path: str | Path) -> dict[str, Any]:
-    """The JSON object of a cost file.
+    """The JSON object of a cost file, held against ``data/costs.schema.json``.
 
     Raises:
-        ValueError: if it is missing, not JSON or no object; the message names the file.
+        ValueError: if it is missing, not JSON or malformed; the message names the file.
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read costs from {path}: {error.strerror}") from error
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ValueError(f"cannot read costs from {path}: {reason}") from error
+    data = read_object(text, f"costs file {path}")
+    try:
+        check(data, "costs")
     except ValueError as error:
-        raise ValueError(f"costs file {path} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"costs file {path} must hold one JSON object")
+        raise ValueError(f"{path}: {error}") from error
     return data
 
 
-def _check_names(times: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    """Refuse a time that nothing would read: most likely a slip of the pen."""
-    for name in times:
-        if name.endswith("_ms") and name not in known:
-            raise ValueError(f"costs: unknown time {name!r}{where}; there are {', '.join(known)}")
-
-
-def _layers_per_stage(data: Mapping[str, Any]) -> tuple[int, ...] | None:
-    value = data.get("layers_per_stage")
-    if value is None:
-        return None
-    if isinstance(value, list) and sum(map(_is_count, value)) == len(value) and sum(value) > 0:
-        return tuple(value)
-    raise ValueError(f"costs: layers_per_stage is {value!r}; give a list of whole numbers, one per stage")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _per_rank(data: Mapping[str, Any], key: str, default: float | None = None) -> PerRank:
-    value = data.get(key, default)
-    if isinstance(value, list) and value and all(_is_time(item) for item in value):
-        return tuple(float(item) for item in value)
-    if _is_time(value):
-        return float(value)
-    raise ValueError(f"costs: {key} is {value!r}; give milliseconds, one number or a list of one per rank")
-
-
-def _number(data: Mapping[str, Any], key: str) -> float:
-    value = data.get(key, 0.0)
-    if not _is_time(value):
-        raise ValueError(f"costs: {key} is {value!r}; give one number of milliseconds")
-    return float(value)
-
-
-def _numbers(data: Mapping[str, Any], key: str) -> dict[str, float]:
-    value = data.get(key, {})
-    if not isinstance(value, Mapping):
-        raise ValueError(f"costs: {key} must map F_ms, B_ms and W_ms to milliseconds")
-    return {name: _number(value, name) for name in value}
-
-
-def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value < float("inf")
+def _per_rank(value: float | Sequence[float]) -> PerRank:
+    return tuple(map(float, value)) if isinstance(value, Sequence) else float(value)

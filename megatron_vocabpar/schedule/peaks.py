@@ -37,3 +37,9 @@ def peak_activations(schedule: Schedule) -> tuple[float, ...]:
             peak = max(peak, alive)
         peaks.append(peak / schedule.chunks)
     return tuple(peaks)
+
+
+def check_cap(max_activations: float) -> None:
+    """Raise a ``ValueError`` for a cap under which nothing can run, or that is no number."""
+    if not max_activations >= 1:
+        raise ValueError(f"max_activations is {max_activations:g}; a rank holds at least 1 microbatch")

@@ -16,6 +16,8 @@ from typing import Literal
 
 Shape = Literal["standard", "vshape"]
 
+MOST_CHUNKS = 64  # on a rank
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -23,11 +25,11 @@ class Placement:
 
     Args:
         p: pipeline size, at least 1.
-        chunks: model chunks on each rank, at least 1.
+        chunks: model chunks on each rank, from 1 to 64.
         shape: ``standard`` or ``vshape``.
 
     Raises:
-        ValueError: if a size is below 1 or the shape is unknown.
+        ValueError: if a size is out of range or the shape is unknown.
     """
 
     p: int
@@ -39,6 +41,8 @@ class Placement:
             raise ValueError(f"pipeline size {self.p} is below 1; use at least one rank")
         if self.chunks < 1:
             raise ValueError(f"{self.chunks} chunks per rank is below 1; use at least one")
+        if self.chunks > MOST_CHUNKS:
+            raise ValueError(f"{self.chunks} chunks per rank is above {MOST_CHUNKS}; use fewer")
         if self.shape not in ("standard", "vshape"):
             raise ValueError(f"unknown placement {self.shape!r}; choose standard or vshape")
 

@@ -16,12 +16,12 @@ from .methods import Method, method_named
 from .numbering import Numbering
 from .pass_graph import PassGraph, build_graph
 from .passes import PassType
-from .peaks import claimed_peak
+from .peaks import check_cap, claimed_peak
 from .placement import Placement
 from .schedule import Schedule, passes_of
 
 _LEAST_TRIAL = 64  # microbatches; and enough that a steady state is seen
-_PLACING = 25  # placing a block takes as long as playing so many microbatches
+_PLACING = 25  # placing a block of two chunks takes as long as playing so many microbatches
 _FEWEST = 4  # fewer trials than this are not worth their time
 _FINALISTS = 3  # the best of the trials, played for all microbatches where the budget allows
 
@@ -56,8 +56,8 @@ class Problem:
         max_activations: float | None = None,
     ) -> Problem:
         """See ``generate`` for the arguments and what it raises."""
-        if max_activations is not None and not max_activations >= 1:
-            raise ValueError(f"max_activations is {max_activations:g}; a rank holds at least 1 microbatch")
+        if max_activations is not None:
+            check_cap(max_activations)
         shape = frame(method, p, m, family=family, chunks=chunks)
         times = PassTimes.of(costs or PassCosts.default(p), shape, splits_w=family.splits_w)
         cap = max_activations
@@ -78,7 +78,8 @@ class Problem:
             return arrange(self.graph, self.shape.m, *next(choices))
         passes = len(self.graph.passes)  # of one microbatch
         trial_m = min(self.shape.m, max(_LEAST_TRIAL, 2 * self.shape.p + 4))
-        affordable = max(1, budget // (passes * (trial_m + _PLACING)))
+        placing = int(_PLACING * max(1.0, self.shape.chunks / 2) ** 2)
+        affordable = max(1, budget // (passes * (trial_m + placing)))
         trials = []
         for position, candidate in enumerate(islice(choices, affordable) if affordable >= _FEWEST else ()):
             played = self._try(candidate, trial_m)

@@ -15,6 +15,8 @@ from .placement import Placement
 
 Program = tuple[tuple[Instruction, ...], ...]
 
+MOST_FORWARDS = 2**18  # of all ranks: about a minute of planning
+
 
 class ScheduleError(ValueError):
     """A schedule or a program breaks a rule; the message names the first broken one."""
@@ -46,12 +48,23 @@ class Schedule:
         m: microbatches.
         ranks: for each rank its passes, in order. Empty in a *frame*, which has the shape of a
             schedule but no order yet.
+
+    Raises:
+        ValueError: if it is larger than what can be planned in minutes.
     """
 
     method: Method
     placement: Placement
     m: int
     ranks: tuple[tuple[Pass, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        size = self.placement.num_stages * self.m
+        if size > MOST_FORWARDS:
+            raise ValueError(
+                f"{self.p} ranks x {self.chunks} chunks x {self.m} microbatches are {size:,} forward passes, "
+                f"more than {MOST_FORWARDS:,}; use fewer microbatches"
+            )
 
     @property
     def p(self) -> int:

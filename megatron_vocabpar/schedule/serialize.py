@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 from .costs import PassCosts
 from .methods import METHODS, Method
@@ -24,6 +24,7 @@ from .passes import VOCABULARY_PASSES, Instruction, Pass, PassType, parse
 from .placement import Placement
 from .plan import Plan
 from .schedule import Program, Schedule, passes_of
+from .schema import check, read_object
 
 _PASS_TYPES = {type_.value: type_ for type_ in PassType}
 Methods = Mapping[str, Method]
@@ -109,27 +110,19 @@ def plan_from_json(text: str, costs: PassCosts | None = None, methods: Methods =
     schedule, program = _read(data, methods)
     if program is None:
         return Plan.of(schedule, costs)
-    planned = data.get("costs")
-    if planned is not None and not isinstance(planned, dict):
-        raise ValueError("schedule: 'costs' must be an object, as in a cost file")
-    return Plan(
-        schedule, PassCosts.default(schedule.p) if planned is None else PassCosts.from_dict(planned), program
-    )
+    planned = PassCosts.from_dict(data["costs"], methods) if "costs" in data else None
+    return Plan(schedule, planned or PassCosts.default(schedule.p), program)
 
 
 def _object(text: str) -> dict[str, Any]:
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"the schedule is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError("the schedule must be one JSON object")
+    data = read_object(text, "the schedule")
+    check(data, "schedule")
     return data
 
 
 def _read(data: Mapping[str, Any], methods: Methods) -> tuple[Schedule, Program | None]:
     """The schedule, and the program if there is one."""
-    p, m, chunks = (_count(data, key) for key in ("p", "m", "chunks"))
+    p, m, chunks = (data[key] for key in ("p", "m", "chunks"))
     placement = Placement(p, chunks, cast(Any, _word(data, "placement", ("standard", "vshape"))))
     algorithm = _word(data, "algorithm", tuple(dict.fromkeys(map(_algorithm, methods.values()))))
     fitting = {name: method for name, method in methods.items() if _algorithm(method) == algorithm}
@@ -138,8 +131,8 @@ def _read(data: Mapping[str, Any], methods: Methods) -> tuple[Schedule, Program 
     )
     _word(data, "input", (_input(method),))
     name = "program" if "program" in data else "ranks"
-    rows = data.get(name)
-    if not isinstance(rows, list) or len(rows) != p or not all(isinstance(row, list) for row in rows):
+    rows = data.get(name, ())
+    if len(rows) != p:
         raise ValueError(f"schedule: {name!r} must hold a list of passes for each of the {p} ranks")
     frame = Schedule(method, placement, m)
     if name == "ranks":
@@ -149,9 +142,7 @@ def _read(data: Mapping[str, Any], methods: Methods) -> tuple[Schedule, Program 
     return replace(frame, ranks=tuple(map(passes_of, program))), program
 
 
-def _from_text(word: object, rank: int, frame: Schedule) -> Instruction:
-    if not isinstance(word, str):
-        raise ValueError(f'schedule, rank {rank}: {word!r} is not an instruction; give text such as "2S5"')
+def _from_text(word: str, rank: int, frame: Schedule) -> Instruction:
     item = parse(word)
     if item.stage >= frame.placement.num_stages or item.microbatch >= frame.m:
         raise ValueError(
@@ -166,35 +157,23 @@ def _to_dict(pass_: Pass, placement: Placement) -> dict[str, str | int]:
     return {"op": pass_.type.value, "mb": pass_.microbatch, "chunk": chunk}
 
 
-def _from_dict(item: object, rank: int, placement: Placement) -> Pass:
-    if not isinstance(item, dict):
-        raise ValueError(f"schedule, rank {rank}: {item!r} is not a pass; give op, mb and chunk")
-    op, mb, chunk = item.get("op"), item.get("mb"), item.get("chunk")
-    type_ = _PASS_TYPES.get(op) if isinstance(op, str) else None
+def _from_dict(item: Mapping[str, Any], rank: int, placement: Placement) -> Pass:
+    type_, mb, chunk = _PASS_TYPES.get(item["op"]), item["mb"], item["chunk"]
     if type_ is None:
-        raise ValueError(f"schedule, rank {rank}: unknown op {op!r}; give one of {', '.join(_PASS_TYPES)}")
-    if not _is_index(mb) or not _is_index(chunk):
-        raise ValueError(f"schedule, rank {rank}: {item!r} needs whole numbers mb and chunk from 0")
+        raise ValueError(
+            f"schedule, rank {rank}: unknown op {item['op']!r}; give one of {', '.join(_PASS_TYPES)}"
+        )
     if type_ in VOCABULARY_PASSES:
+        if chunk != 0:
+            raise ValueError(f"schedule, rank {rank}: {item['op']} of chunk {chunk}; it has chunk 0 alone")
         return Pass(type_, rank, mb)
     if chunk >= placement.chunks:
         raise ValueError(f"schedule, rank {rank}: chunk {chunk} of {placement.chunks}; chunks count from 0")
     return Pass(type_, placement.stage_of(rank, chunk), mb)
 
 
-def _is_index(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _count(data: Mapping[str, Any], key: str) -> int:
-    value = data.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"schedule: {key!r} is {value!r}; give a whole number of at least 1")
-    return value
-
-
 def _word(data: Mapping[str, Any], key: str, words: tuple[str, ...]) -> str:
-    value = data.get(key)
+    value = data[key]
     if value not in words:
         raise ValueError(f"schedule: {key!r} is {value!r}; give one of {', '.join(words)}")
     return cast(str, value)

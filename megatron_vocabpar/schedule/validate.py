@@ -18,7 +18,7 @@ from .forward_only import FORWARD
 from .lower import play_passes
 from .numbering import Need, Numbering, in_numbers
 from .passes import POINT_TO_POINT, Pass, PassType
-from .peaks import peak_activations
+from .peaks import check_cap, peak_activations
 from .schedule import Deadlock, Schedule, ScheduleError
 from .violations import deadlocked, missing, violation
 
@@ -32,6 +32,7 @@ def validate(schedule: Schedule, max_activations: float | None = None) -> None:
 
     Raises:
         ScheduleError: naming the first broken rule, the rank, the pass, and showing where it is.
+        ValueError: if the cap is below 1.
     """
     if len(schedule.ranks) != schedule.p:
         raise ScheduleError(f"missing rank: {len(schedule.ranks)} rows of passes for {schedule.p} ranks")
@@ -41,6 +42,7 @@ def validate(schedule: Schedule, max_activations: float | None = None) -> None:
     _check_order(schedule, numbering)
     _check_deadlock(schedule)
     if max_activations is not None:
+        check_cap(max_activations)
         _check_peak(schedule, max_activations)
 
 

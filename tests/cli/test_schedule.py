@@ -102,6 +102,9 @@ def test_costs_change_the_times(tmp_path: Path) -> None:
         (["--method", "vocab-9"], "unknown method 'vocab-9'"),
         (["--family", "x"], "unknown family 'x'"),
         (["--max-activations", "0.5"], "max_activations is 0.5"),
+        (["--max-activations", "nan"], "max_activations is nan"),
+        (["--family", "interleaved", "--chunks", "1000"], "1000 chunks per rank is above 64; use fewer"),
+        (["--pp", "256", "--microbatches", "4096"], "1,048,576 forward passes, more than 262,144; use fewer"),
         (["--costs", "/nowhere/costs.json"], "cannot read costs from /nowhere/costs.json"),
         (["--output", "/nowhere/out"], "cannot write /nowhere/out"),
         (["--format", "png"], "--format png is no text; give --output FILE"),
@@ -135,15 +138,24 @@ TIMES = {"F_ms": 10, "B_ms": 12, "W_ms": 8, "methods": {"vocab-2": {"S_ms": 1, "
     [
         ("{", "is not JSON"),
         ("[]", "must hold one JSON object"),
-        ({}, "F_ms is None; give milliseconds"),
+        ({}, "F_ms is missing; give one JSON object with F_ms, B_ms and W_ms"),
         ({**TIMES, "F_ms": -1}, "F_ms is -1; give milliseconds"),
         ({**TIMES, "F_ms": [1, 2, 3]}, "F_ms lists 3 ranks, but the pipeline has 2; give one number or 2"),
         ({**TIMES, "F_ms": [1, "x"]}, r"F_ms is [1, 'x']; give milliseconds"),
-        ({**TIMES, "p2p": 1, "p2p_time_ms": 1}, "unknown time 'p2p_time_ms'; there are F_ms, B_ms"),
-        ({**TIMES, "methods": {"vocab-2": {"s_ms": 1}}}, "unknown time 's_ms' of method 'vocab-2'"),
+        ({**TIMES, "p2p": 1, "p2p_time_ms": 1}, "unknown entry 'p2p'; there are source"),
+        (
+            {**TIMES, "methods": {"vocab-2": {"s_ms": 1}}},
+            "unknown entry 's_ms' in methods.vocab-2; there are S_ms",
+        ),
         ({**TIMES, "methods": {"vocab-1": {}}}, "the costs have no times for 'vocab-2'"),
-        ({**TIMES, "methods": []}, "'methods' must map each method's name to its times"),
-        ({**TIMES, "memory_mib": {"x": 1}}, "memory_mib has no buffer 'x'"),
+        ({**TIMES, "methods": []}, "methods is []; give for each method its times"),
+        ({**TIMES, "memory_mib": {"x": 1}}, "unknown entry 'x' in memory_mib; there are activations"),
+        (
+            {**TIMES, "methods": {"vocab-2": {}}},
+            "the costs have no S_ms for 'vocab-2'; add it under 'methods'",
+        ),
+        ({**TIMES, "F_ms": 1e308}, "F_ms is 1e+308; give milliseconds from 0 to 1e7"),
+        ('{"F_ms": Infinity}', "Infinity is no number in JSON"),
     ],
 )
 def test_bad_costs_are_one_line_that_names_the_file(tmp_path: Path, costs: object, message: str) -> None:
@@ -207,6 +219,7 @@ def test_simulate_draws_plan_and_measurement(tmp_path: Path) -> None:
         ("good", ["--measured", "/nowhere"], "cannot read the timeline /nowhere"),
         ("{", [], "the schedule is not JSON"),
         ("good", ["--max-activations", "2"], "peak over the cap"),
+        ("good", ["--max-activations", "nan"], "max_activations is nan; a rank holds at least 1"),
         ("good", ["--costs", "/nowhere"], "cannot read costs"),
     ],
 )

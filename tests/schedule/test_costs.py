@@ -1,6 +1,7 @@
 """Cost files, and their reading for a schedule."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,17 +99,32 @@ def test_reads_a_file(tmp_path: Path) -> None:
         ({"F_ms": [1, "2"]}, "F_ms is"),
         ({"F_ms": []}, "F_ms is"),
         ({"F_ms": True}, "F_ms is True"),
-        ({"W_ms": float("nan")}, "W_ms is nan"),
+        ({"W_ms": 1e308}, "W_ms is 1e.308; give milliseconds from 0 to 1e7"),
         ({"p2p_ms": [1, 2]}, "p2p_ms is"),
-        ({"methods": []}, "'methods' must map"),
-        ({"methods": {"vocab-2": 3}}, "'methods' must map"),
+        ({"methods": []}, "methods is .*; give for each method its times"),
+        ({"methods": {"vocab-2": 3}}, "methods.vocab-2 is 3; give the times of its passes"),
         ({"layers": 0}, "layers is 0"),
-        ({"baseline_last_rank_extra": 3}, "baseline_last_rank_extra must map"),
+        ({"baseline_last_rank_extra": 3}, "baseline_last_rank_extra is 3; give milliseconds for F_ms"),
+        ({"baseline_last_rank_extra": {"X_ms": 1}}, "unknown entry 'X_ms' in baseline_last_rank_extra"),
+        ({"methods": {"vocab-9": {}}}, "unknown method 'vocab-9'; there are baseline"),
+        ({"p2p": 1}, "unknown entry 'p2p'; there are"),
+        ({"layers_per_stage": [1, True]}, "layers_per_stage.1 is True"),
     ],
 )
 def test_malformed_costs_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PassCosts.from_dict({**FILE, **change})
+
+
+@pytest.mark.parametrize("time", [float("nan"), float("inf"), -1.0, 1e308])
+def test_times_that_are_none_are_refused_in_python_too(time: float) -> None:
+    with pytest.raises(ValueError, match=f"costs: W takes {re.escape(str(time))} ms; give times from 0"):
+        PassTimes.of(PassCosts(1.0, 1.0, time), Schedule(METHODS["baseline"], Placement(1), 1), splits_w=True)
+
+
+def test_a_method_lacks_a_time() -> None:
+    with pytest.raises(ValueError, match="the costs have no T_ms for 'vocab-2'; add it under 'methods'"):
+        times("vocab-2", {**FILE, "methods": {"vocab-2": {"S_ms": 1}}})
 
 
 def test_a_list_for_another_pipeline_is_refused() -> None:
@@ -122,7 +138,16 @@ def test_a_method_without_times_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "cannot read costs"), ("{", "not JSON"), ("[]", "one JSON object")]
+    ("content", "message"),
+    [
+        (None, "cannot read costs"),
+        ("{", "not JSON"),
+        ("[]", "one JSON object"),
+        ('{"F_ms": NaN}', "is not JSON: NaN is no number in JSON"),
+        ('{"F_ms": 1, "F_ms": 2}', "is not JSON: 'F_ms' is there twice"),
+        ("[" * 100_000, "nested too deep"),
+        ("{}", "F_ms is missing; give one JSON object"),
+    ],
 )
 def test_unreadable_files_are_named(tmp_path: Path, content: str | None, message: str) -> None:
     path = tmp_path / "costs.json"

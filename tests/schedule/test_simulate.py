@@ -4,6 +4,7 @@ import json
 import time
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -239,14 +240,16 @@ def test_sizes_from_the_shape_of_a_model() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"memory_mib": 5}, "'memory_mib' must map buffers to MiB"),
-        ({"memory_mib": {"weights": 5}}, "memory_mib has no buffer 'weights'; there are activations, "),
+        ({"memory_mib": 5}, "memory_mib is 5; give MiB by buffer"),
+        ({"memory_mib": {"weights": 5}}, "unknown entry 'weights' in memory_mib; there are activations, "),
         ({"seq_length": 0, "hidden": 1, "layers": 1, "vocab": 1}, "seq_length is 0"),
     ],
 )
-def test_bad_sizes(data: dict[str, object], message: str) -> None:
+def test_bad_sizes(tmp_path: Path, data: dict[str, object], message: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"F_ms": 1, "B_ms": 1, "W_ms": 1, **data}))
     with pytest.raises(ValueError, match=message):
-        BufferSizes.from_dict(data, 4)
+        BufferSizes.load(path, 4)
 
 
 def test_large_schedules_are_simulated_in_time() -> None:
