@@ -81,6 +81,11 @@ def test_a_schedule_needs_the_standard_library_alone() -> None:
     assert libraries_imported("schedule", at_once=True) == set()
 
 
+def test_a_plan_needs_schedules_and_no_torch() -> None:
+    assert rooms_imported("plan") == {"schedule"}
+    assert libraries_imported("plan", at_once=True) == {"rich"}
+
+
 @pytest.mark.parametrize("room", ["layers", "losses"])
 def test_mathematics_knows_no_schedule(room: str) -> None:
     assert "schedule" not in rooms_imported(room)

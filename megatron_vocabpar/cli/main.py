@@ -17,6 +17,8 @@ from megatron_vocabpar import __version__
 VERBS = {
     "schedule": "Print or draw a schedule.",
     "simulate": "Predict time, bubble and memory.",
+    "plan": "Which schedule, and does it fit?",
+    "paper": "The paper's tables, simulated.",
     "profile": "Measure passes and collectives here.",
     "emulate": "Run schedules in real time, with sleeps for passes.",
     "train": "Train a GPT on this machine.",
@@ -29,7 +31,7 @@ VERBS = {
 }
 """The line of ``vocabpar --help`` for each verb."""
 
-_BARE = ("schedule", "simulate", "patches")  # without the extra [train]
+_BARE = ("schedule", "simulate", "plan", "paper", "patches")  # without the extra [train]
 
 
 def load(verb: str) -> click.Command:

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_vocabpar.megatron_lm.checkpoints import is_legacy, starting_checkpoint
 from megatron_vocabpar.megatron_lm.flags import AUTO, FlagConfig
 from megatron_vocabpar.schedule.families import SEARCH, families, family_named
-from megatron_vocabpar.schedule.redistribution import redistribute_by_flops, with_final_stage
+from megatron_vocabpar.schedule.redistribution import layout, redistribute_by_flops, with_final_stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,9 +354,3 @@ def place_layers(args: Any, config: FlagConfig) -> None:
         counts = redistribute_by_flops(args.num_layers, stages, args.hidden_size, args.seq_length, vocab_size)
     args.num_virtual_stages_per_pipeline_rank = args.num_layers_per_virtual_pipeline_stage = None
     args.pipeline_model_parallel_layout = layout(counts)
-
-
-def layout(counts: tuple[int, ...]) -> str:
-    """Megatron's layout string of these transformer layers per stage, such as ``Ettt|ttt|tL``."""
-    stages = ["t" * count for count in counts]
-    return "|".join(["E" + stages[0], *stages[1:-1], stages[-1] + "L"])

@@ -71,3 +71,9 @@ def with_final_stage(layers: int, p: int, final_stage_layers: int) -> tuple[int,
         )
     share, longer = divmod(rest, p - 1)
     return (*(share + (stage < longer) for stage in range(p - 1)), final_stage_layers)
+
+
+def layout(counts: tuple[int, ...]) -> str:
+    """Megatron's layout string of these transformer layers per stage, such as ``Ettt|ttt|tL``."""
+    stages = ["t" * count for count in counts]
+    return "|".join(["E" + stages[0], *stages[1:-1], stages[-1] + "L"])

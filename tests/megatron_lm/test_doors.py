@@ -27,7 +27,7 @@ from megatron_vocabpar.megatron_lm import bindings
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, SIGNATURES, VERSIONS, find_version
 from megatron_vocabpar.megatron_lm.checkout import importable, source_signatures
 from megatron_vocabpar.megatron_lm.flags import FlagConfig, config_from_argv, is_asked_for
-from megatron_vocabpar.megatron_lm.refusals import REFUSALS, check, layout
+from megatron_vocabpar.megatron_lm.refusals import REFUSALS, check
 from tests.megatron_lm.training import ROOT, checkout, words
 
 ENABLE = "--enable-vocab-parallel"

@@ -1,0 +1,191 @@
+"""From a table of options to advice: which one, its launch line, why, and what would make it fit.
+
+Next: ``tables.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ..schedule.families import family_named
+from ..schedule.redistribution import layout
+from .hardware import hardware_presets
+from .options import Option, Request, option_of
+from .read_model import megatron_arguments
+
+_SUFFICES = 1.03  # redistribution within this of the best: it balances the time
+_CLOSE = 1.02  # options within this of the best are named
+_LEAN = (("vocab-2", "1f1b"), ("vocab-2", "v-half"), ("vocab-2", "v-min"))  # tried with each remedy
+
+
+def launch_line(request: Request, option: Option) -> str:
+    """A torchrun command for ``pretrain_gpt.py`` that runs the option, on mock data."""
+    job, model = request.job, request.model
+    nodes = -(-job.gpus // request.hardware.per_node)
+    processes = f"--nproc-per-node {min(job.gpus, request.hardware.per_node)}"
+    start = "torchrun " + (
+        f"--nnodes {nodes} {processes} --rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500"
+        if nodes > 1
+        else processes
+    )
+    parallel = {
+        "--pipeline-model-parallel-size": job.p,
+        "--tensor-model-parallel-size": job.t,
+        "--expert-model-parallel-size": job.e,
+    }
+    sizes = [f"{flag} {value}" for flag, value in parallel.items() if value > 1]
+    sizes += ["--sequence-parallel"] if job.t > 1 else []
+    sizes += ["--use-distributed-optimizer"] if job.distributed_optimizer else []
+    if job.recompute:
+        sizes += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
+    batch = [
+        f"--micro-batch-size {job.micro_batch}",
+        f"--global-batch-size {job.micro_batch * job.m * job.d}",
+    ]
+    # The tokenizer adds one id for the end of a document.
+    data = ["--mock-data", "--tokenizer-type NullTokenizer", f"--vocab-size {model.vocab - 1}"]
+    training = ["--bf16", "--lr 1e-4", "--train-iters 50"]
+    words = [*megatron_arguments(model), *sizes, *batch, *data, *training, *our_flags(request, option)]
+    return _folded([start, "-m megatron_vocabpar.launch pretrain_gpt.py", *words])
+
+
+def our_flags(request: Request, option: Option) -> list[str]:
+    """The flags of this package, and those that place the layers."""
+    family = family_named(option.family)
+    flags = []
+    if option.method == "redis":
+        flags.append(f"--final-stage-num-layers {option.layers[-1]}")
+    elif len(set(option.layers)) > 1:
+        flags.append(f"--pipeline-model-parallel-layout '{layout(option.layers)}'")
+    if family.chunks > 1:
+        flags.append(f"--num-virtual-stages-per-pipeline-rank {family.chunks}")
+    if (option.method, option.family) == ("baseline", "1f1b"):
+        return flags
+    flags += ["--enable-vocab-parallel", f"--vocab-parallel-method {option.method}"]
+    return [*flags, *([] if option.family == "1f1b" else [f"--vocab-parallel-schedule {option.family}"])]
+
+
+def _folded(words: Sequence[str], width: int = 96) -> str:
+    lines = [""]
+    for word in words:
+        if lines[-1] and len(lines[-1]) + len(word) > width:
+            lines.append("   ")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return " \\\n".join(lines)
+
+
+def reasons(request: Request, options: Sequence[Option], best: Option) -> list[str]:
+    """Why this one, in sentences."""
+    model, job = request.model, request.job
+    said = [
+        f"The output layer is as much work as {model.output_in_layers:.1f} layers, and a stage has "
+        f"{model.layers / job.p:.3g}."
+    ]
+    if model.layers % job.p:
+        most = -(-model.layers // job.p)
+        even = [str(p) for p in range(2, 2 * job.p) if model.layers % p == 0]
+        said.append(
+            f"{model.layers} layers do not divide by {job.p} ranks: the busiest has {most}, "
+            f"{100 * (most * job.p / model.layers - 1):.0f} % more than the mean, but in redis"
+            + (f"; {' or '.join(even[-3:])} ranks would be even." if even else ".")
+        )
+    fitting = [one for one in options if one.fits(request)]
+    baseline = _find(options, "baseline", "1f1b")
+    if baseline is not None and best is not baseline and not baseline.problem:
+        gain = baseline.iteration_ms / best.iteration_ms
+        unfit = "" if baseline.fits(request) else ", which does not fit"
+        said.append(
+            f"{best.name} is {gain:.2f} times as fast as the baseline in 1f1b{unfit}; its fullest rank "
+            f"holds {best.peak_gib:.1f} GiB against {baseline.peak_gib:.1f}."
+        )
+    near = [one for one in fitting if one is not best and one.iteration_ms <= _CLOSE * best.iteration_ms]
+    if near:
+        lean = min(near, key=lambda one: one.peak_gib)
+        said.append(
+            f"Within {100 * (_CLOSE - 1):.0f} % of it: {', '.join(one.name for one in near)}; the least "
+            f"memory of these has {lean.name}, {lean.peak_gib:.1f} GiB."
+        )
+    faster = [
+        one
+        for one in options
+        if not one.problem and not one.fits(request) and one.iteration_ms < best.iteration_ms
+    ]
+    if faster:
+        said.append(f"Faster, but too large: {', '.join(one.name for one in faster)}.")
+    return said + redistribution(request, options)
+
+
+def redistribution(request: Request, options: Sequence[Option]) -> list[str]:
+    """Whether moving layers away from the last stage is enough."""
+    moved = _find(options, "redis", "1f1b")
+    partitioned = [one for one in options if one.family == "1f1b" and one.method.startswith("vocab-")]
+    if moved is None or moved.problem or not partitioned:
+        return []
+    best = min(partitioned, key=lambda one: one.iteration_ms)
+    ratio = moved.iteration_ms / best.iteration_ms
+    if ratio > _SUFFICES:
+        return []
+    kind = "a large mixture of experts" if request.model.experts else "this model and pipeline"
+    memory = "" if moved.fits(request) else ", but it does not fit"
+    return [
+        f"Redistribution suffices for the time: for {kind} redis in 1f1b takes "
+        f"{100 * abs(ratio - 1):.1f} % {'more' if ratio > 1 else 'less'} than {best.name}{memory}. What is "
+        f"left for a partitioned vocabulary is memory ({best.peak_gib:.1f} against {moved.peak_gib:.1f} GiB) "
+        "and multi-token prediction."
+    ]
+
+
+def remedies(request: Request) -> list[str]:
+    """What would make something fit, the cheapest first; changes that do not suffice are added up."""
+    fits = []
+    grown = request
+    for words, changed in _changes(request):
+        found = _fitting(changed)
+        if found is not None:
+            fits.append(f"{words}: {found.name}, {found.peak_gib:.1f} GiB")
+    if fits:
+        return fits
+    said = []
+    for _ in range(6):
+        words, grown = next(_changes(grown), ("", grown))
+        if not words:
+            break
+        said.append(words)
+        found = _fitting(grown)
+        if found is not None:
+            return [f"{' and '.join(said)}: {found.name}, {found.peak_gib:.1f} GiB"]
+    return []
+
+
+def _changes(request: Request) -> Iterator[tuple[str, Request]]:
+    """Other requests, each with what it changes."""
+    job, model = request.job, request.model
+
+    def changed(**values: object) -> Request:
+        return replace(request, job=replace(job, **values))  # type: ignore[arg-type]
+
+    if job.d > 1 and not job.distributed_optimizer:
+        yield "--distributed-optimizer", changed(distributed_optimizer=True)
+    if model.experts and job.e < job.d * job.t:
+        yield f"expert parallel size {job.d * job.t}", changed(e=job.d * job.t)
+    if not job.recompute:
+        yield "--recompute, which costs one more forward pass", changed(recompute=True)
+    if 2 * job.t <= request.hardware.per_node and model.heads % (2 * job.t) == 0:
+        t = 2 * job.t
+        yield f"tensor parallel size {t} ({2 * job.gpus} GPUs)", changed(t=t)
+    if 2 * job.p <= model.layers:
+        yield f"pipeline size {2 * job.p} ({2 * job.gpus} GPUs)", changed(p=2 * job.p)
+    larger = [gpu for gpu in hardware_presets().values() if gpu.memory_gib > request.limit_gib]
+    for gpu in sorted(larger, key=lambda gpu: gpu.memory_gib):
+        yield f"GPUs with {gpu.memory_gib:.0f} GiB ({gpu.name})", replace(request, limit_gib=gpu.memory_gib)
+
+
+def _fitting(request: Request) -> Option | None:
+    """The fastest of the lean options that fits."""
+    tried = [option_of(request, method, family_named(family)) for method, family in _LEAN]
+    return min((one for one in tried if one.fits(request)), key=lambda one: one.iteration_ms, default=None)
+
+
+def _find(options: Sequence[Option], method: str, family: str) -> Option | None:
+    return next((one for one in options if (one.method, one.family) == (method, family)), None)

@@ -1,0 +1,153 @@
+"""A model as the planner needs it: sizes, and what follows from them for one token.
+
+Layers are taken to be alike: where some differ (leading dense layers of a mixture of experts, sliding
+windows), each counts as the mean. Multi-token prediction is left out, as the flags refuse it.
+
+Source: Table 4 and Narayanan et al., Efficient Large-Scale Language Model Training (2021), for operations, of
+which attention counts the whole square; Korthikanti et al., Reducing Activation Recomputation (2022), section
+4.1, for activations, with attention that keeps no scores.
+Next: ``read_model.py``, where they come from; ``times.py``, ``memory.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_HALF = 2  # bytes of an element in 16 bits
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder.
+
+    Attributes:
+        name, source: what it is, and where the sizes are from.
+        vocab, hidden, layers, seq_length: V, H, L, s.
+        heads, groups, head_dim: of attention; ``groups`` share keys and values.
+        ffn: width of a dense MLP.
+        gated: whether the MLP has a gate, three products instead of two.
+        tied: whether both vocabulary layers share one weight.
+        dropout: whether masks are kept for the backward pass.
+        learned_positions: whether there is a weight for positions.
+        experts, top_k, expert_ffn, shared_ffn: of a mixture of experts; 0 where there is none.
+        dense_layers: how many of the layers have a dense MLP though others have experts.
+        window, windowed: tokens that a windowed layer sees, and the share of layers that are windowed.
+        latent: widths of latent attention: query and key-value compression, and the three parts of a head
+            (without and with rotary position, value); empty for ordinary attention.
+    """
+
+    name: str
+    source: str
+    vocab: int
+    hidden: int
+    layers: int
+    seq_length: int
+    heads: int
+    groups: int
+    head_dim: int
+    ffn: int
+    gated: bool = True
+    tied: bool = False
+    dropout: bool = False
+    learned_positions: bool = False
+    experts: int = 0
+    top_k: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    dense_layers: int = 0
+    window: int = 0
+    windowed: float = 0.0
+    latent: tuple[int, ...] = ()
+
+    @property
+    def _widths(self) -> tuple[int, int, int, int]:
+        """Of queries, keys, values and attention's output, all heads."""
+        if not self.latent:
+            query, shared = self.heads * self.head_dim, self.groups * self.head_dim
+            return query, shared, shared, query
+        *_, plain, rotary, value = self.latent
+        return (self.heads * (plain + rotary),) * 2 + (self.heads * value,) * 2
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of one layer's attention."""
+        query, key, value, output = self._widths
+        if not self.latent:
+            return self.hidden * (query + key + value + output)
+        queries, keys, plain, rotary, head_value = self.latent
+        into_queries = queries * (self.hidden + query) if queries else self.hidden * query
+        into_keys = self.hidden * (keys + rotary) + keys * self.heads * (plain + head_value)
+        return into_queries + into_keys + output * self.hidden
+
+    @property
+    def _sparse(self) -> float:
+        """The share of layers that have experts."""
+        return (self.layers - self.dense_layers) / self.layers if self.experts else 0.0
+
+    @property
+    def _mlp(self) -> int:
+        """Weights of an MLP over its width."""
+        return (3 if self.gated else 2) * self.hidden
+
+    @property
+    def expert_weights(self) -> float:
+        """Weights of all routed experts of the mean layer."""
+        return self._sparse * self.experts * self._mlp * self.expert_ffn
+
+    @property
+    def shared_weights(self) -> float:
+        """Weights of the mean layer that every token passes, the router among them; norms are left out."""
+        dense = (1.0 - self._sparse) * self._mlp * self.ffn
+        sparse = self._sparse * (self._mlp * self.shared_ffn + self.hidden * self.experts)
+        return self.attention_weights + dense + sparse
+
+    @property
+    def matmul_flops(self) -> float:
+        """Operations of the mean layer's products with weights, forward, one token."""
+        return 2.0 * (self.shared_weights + self._sparse * self.top_k * self._mlp * self.expert_ffn)
+
+    @property
+    def attention_flops(self) -> float:
+        """Operations of the mean layer's scores and their use, forward, one token: the whole square."""
+        query, _, _, output = self._widths
+        seen = min(self.seq_length, 2 * self.window) if self.window else self.seq_length
+        mean = (1.0 - self.windowed) * self.seq_length + self.windowed * seen
+        return 2.0 * mean * (query + output)
+
+    @property
+    def output_flops(self) -> float:
+        """Operations of the output layer, forward, one token."""
+        return 2.0 * self.hidden * self.vocab
+
+    @property
+    def step_flops(self) -> float:
+        """Operations of forward and backward, one token; what MFU counts."""
+        return 3.0 * (self.layers * (self.matmul_flops + self.attention_flops) + self.output_flops)
+
+    @property
+    def output_in_layers(self) -> float:
+        """The output layer's work in layers."""
+        return self.output_flops / (self.matmul_flops + self.attention_flops)
+
+    @property
+    def vocabulary_weights(self) -> int:
+        """Weights of one vocabulary layer."""
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> float:
+        """Of the whole model."""
+        vocabulary = self.vocabulary_weights * (1 if self.tied else 2)
+        positions = self.seq_length * self.hidden if self.learned_positions else 0
+        return self.layers * (self.shared_weights + self.expert_weights) + vocabulary + positions
+
+    @property
+    def activation_bytes(self) -> float:
+        """Bytes that the mean layer keeps of one token from forward to backward."""
+        attention = sum(self._widths) + 4 * self.hidden  # and what enters both norms, attention and MLP
+        per_width = 3 if self.gated else 2
+        dense = (1.0 - self._sparse) * per_width * self.ffn
+        routed = self.top_k * (per_width * self.expert_ffn + 2 * self.hidden)
+        sparse = self._sparse * (routed + per_width * self.shared_ffn)
+        masks = 2 * self.hidden if self.dropout else 0
+        return _HALF * (attention + dense + sparse) + masks

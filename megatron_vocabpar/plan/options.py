@@ -1,0 +1,256 @@
+"""Every method in every family: what the simulator says of time and memory.
+
+Each is first played for fewer microbatches than asked for, and its end carried on at the pace of its
+steady state (or the busiest rank's work, where that is longer). Of those that fit, the fastest are then
+generated for all microbatches, as ``vocabpar schedule`` does, and simulated with their communication.
+
+Next: ``advice.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+from ..schedule.costs import PassCosts, PassTimes, PerRank
+from ..schedule.events import run_events
+from ..schedule.families import Family, families, family_named
+from ..schedule.generate import generate
+from ..schedule.list_scheduling import Timeline
+from ..schedule.lower import lower
+from ..schedule.methods import Method, method_named
+from ..schedule.passes import PassType
+from ..schedule.peaks import peak_activations
+from ..schedule.placement import Placement
+from ..schedule.problem import Problem
+from ..schedule.redistribution import redistribute, with_final_stage
+from ..schedule.schedule import Schedule
+from ..schedule.simulate import Simulation
+from .hardware import Hardware
+from .memory import GIB, Bytes, Held, StageMemory, parameters_of, stage_memory
+from .model import Model
+from .times import Job, estimated_costs, step_ms
+
+METHODS = ("baseline", "redis", "vocab-1", "vocab-2", "interlaced")
+ONLY_1F1B = ("redis", "interlaced")  # layers move between whole stages; other families' ranks would all stop
+_TRIAL, _TRIAL_PASSES = 32, 6_000  # microbatches, and passes that the choice of a candidate may play
+_FINALISTS, _CLOSE = 2, 1.001  # generated in full: so many, if they are within this of the fastest
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be planned.
+
+    Attributes:
+        limit_gib: what a GPU may hold.
+        measured: times that replace the estimates.
+    """
+
+    model: Model
+    job: Job
+    hardware: Hardware
+    limit_gib: float
+    measured: PassCosts | None = None
+
+    @cached_property
+    def costs(self) -> PassCosts:
+        """The times of all passes, layers spread evenly."""
+        return self.measured or estimated_costs(self.model, self.job, self.hardware)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One method in one family.
+
+    Attributes:
+        layers: transformer layers of each stage.
+        iteration_ms: with the optimizer's step.
+        idle: share of the schedule that the mean rank waits.
+        stages: memory of each rank at its peak.
+        problem: why it cannot run; nothing else is known then.
+        exact: whether it was simulated for all microbatches.
+    """
+
+    method: str
+    family: str
+    layers: tuple[int, ...] = ()
+    iteration_ms: float = 0.0
+    idle: float = 0.0
+    stages: tuple[StageMemory, ...] = ()
+    problem: str = ""
+    exact: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} in {self.family}"
+
+    @property
+    def peak_gib(self) -> float:
+        """Of the fullest rank."""
+        return max((stage.total for stage in self.stages), default=0.0) / GIB
+
+    def fits(self, request: Request) -> bool:
+        return not self.problem and self.peak_gib <= request.limit_gib
+
+    def tokens_per_s(self, request: Request) -> float:
+        """Of all GPUs."""
+        job = request.job
+        tokens = job.m * job.d * job.micro_batch * request.model.seq_length
+        return tokens / self.iteration_ms * 1e3
+
+    def mfu(self, request: Request) -> float:
+        """The model's operations over the peak of all GPUs."""
+        rate = self.tokens_per_s(request) * request.model.step_flops
+        return rate / (request.job.gpus * request.hardware.tflops * 1e12)
+
+
+def all_options(
+    request: Request, methods: Sequence[str] = METHODS, among: Iterable[Family] | None = None
+) -> list[Option]:
+    """Every method in every family, the fastest of those that fit simulated in full."""
+    tried = [
+        option_of(request, method, family)
+        for family, method in product(among or families().values(), methods)
+        if family.name == "1f1b" or method not in ONLY_1F1B
+    ]
+    fitting = sorted((one for one in tried if one.fits(request)), key=lambda one: one.iteration_ms)
+    close = [one for one in fitting if one.iteration_ms <= _CLOSE * fitting[0].iteration_ms][:_FINALISTS]
+    return [in_full(request, one) if one in close else one for one in tried]
+
+
+def best_of(request: Request, options: Sequence[Option]) -> Option | None:
+    """The fastest that fits; of those that are simulated in full where there are some."""
+    fitting = [option for option in options if option.fits(request)]
+    exact = [option for option in fitting if option.exact]
+    return min(exact or fitting, key=lambda option: option.iteration_ms, default=None)
+
+
+def option_of(request: Request, method_name: str, family: Family) -> Option:
+    """One method in one family, played for some microbatches."""
+    method, job = method_named(method_name), request.job
+    try:
+        layers = layers_of(request, method, family)
+    except ValueError as error:
+        return Option(method.name, family.name, problem=str(error))
+    costs = costs_of(request, family, layers)
+    trial = min(job.m, max(_TRIAL, 3 * job.p))
+    problem = Problem.of(method, job.p, trial, family, costs=costs)
+    played = problem.best(_TRIAL_PASSES)
+    work = [0.0] * job.p
+    for node, duration in problem.graph.duration.items():
+        work[problem.graph.rank[node]] += duration
+    length_ms = played.end + (job.m - trial) * max(*work, _pace(problem, played, trial), 0.0)
+    idle = 1.0 - sum(work) * job.m / job.p / length_ms
+    return _measured_out(request, problem.schedule(played), family, layers, length_ms, idle)
+
+
+def in_full(request: Request, option: Option) -> Option:
+    """The option generated and simulated for all microbatches."""
+    family = family_named(option.family)
+    costs = costs_of(request, family, option.layers)
+    schedule = generate(option.method, request.job.p, request.job.m, family=family, costs=costs)
+    program = lower(schedule, costs)
+    result = Simulation(schedule, run_events(schedule, PassTimes.of(costs, schedule), program))
+    idle = sum(result.bubble) / request.job.p
+    done = _measured_out(request, schedule, family, option.layers, result.iteration_ms, idle)
+    return replace(done, exact=True)
+
+
+def layers_of(request: Request, method: Method, family: Family) -> tuple[int, ...]:
+    """Transformer layers of each stage.
+
+    Raises:
+        ValueError: if they cannot be placed.
+    """
+    p, layers = request.job.p, request.model.layers
+    if family.name != "1f1b" and p < 2:
+        raise ValueError("needs at least two stages")
+    if layers < p * family.chunks:
+        raise ValueError(f"{layers} layers cannot fill {p * family.chunks} stages")
+    if method.name == "redis" and p > 1:
+        return with_final_stage(layers, p, _redistributed(request)[-1])
+    share, longer = divmod(layers, p)
+    # Later ranks hold fewer microbatches; but the last has the whole output layer, if it is not partitioned.
+    end = p if method.vocabulary_parallel or not longer else p - 1
+    counts = [share + (end - longer <= rank < end) for rank in range(p)]
+    placement = Placement(p, family.chunks, family.shape)
+    stages = range(placement.num_stages)
+    return tuple(
+        counts[placement.rank_of(stage)] // family.chunks
+        + (placement.chunk_of(stage) < counts[placement.rank_of(stage)] % family.chunks)
+        for stage in stages
+    )
+
+
+def costs_of(request: Request, family: Family, layers: tuple[int, ...]) -> PassCosts:
+    """The request's costs with each rank's share of the layers; chunks of one rank count as alike."""
+    costs, p = request.costs, request.job.p
+    placement = Placement(p, family.chunks, family.shape)
+    shares = [0.0] * p
+    for stage, count in enumerate(layers):
+        shares[placement.rank_of(stage)] += count * p / sum(layers)
+    if set(shares) == {1.0}:
+        return costs
+
+    def shared(time: PerRank) -> PerRank:
+        times = time if isinstance(time, tuple) else (time,) * p
+        return tuple(ms * share for ms, share in zip(times, shares, strict=True))
+
+    own = (1,) * p if family.chunks == 1 else None  # the times are of the layers that a rank has
+    F_ms, B_ms, W_ms = map(shared, (costs.F_ms, costs.B_ms, costs.W_ms))
+    return replace(costs, F_ms=F_ms, B_ms=B_ms, W_ms=W_ms, layers_per_stage=own)
+
+
+def _redistributed(request: Request) -> tuple[int, ...]:
+    costs, p, layers = request.costs, request.job.p, request.model.layers
+    times = (costs.F_ms, costs.B_ms, costs.W_ms)
+    work = sum(sum(time) / p if isinstance(time, tuple) else time for time in times)
+    first, last = sum(costs.first_rank_extra.values()), sum(costs.last_rank_extra.values())
+    return redistribute(layers, p, first, last, work * p / layers)
+
+
+def _pace(problem: Problem, played: Timeline, m: int) -> float:
+    """The time between two microbatches of the steady state: from the middle to where the end begins."""
+    first = problem.graph.of_type(PassType.B)[0] * m
+    early, late = m // 2, m - problem.shape.p
+    return (played.ends[first + late] - played.ends[first + early]) / (late - early) if late > early else 0.0
+
+
+def _measured_out(
+    request: Request,
+    schedule: Schedule,
+    family: Family,
+    layers: tuple[int, ...],
+    length_ms: float,
+    idle: float,
+) -> Option:
+    """The option of a schedule that takes ``length_ms``: the step added, and its memory."""
+    model, job = request.model, request.job
+    placement = Placement(job.p, family.chunks, family.shape)
+    shards = _softmax_shards(schedule)
+    held = [Held(*pair) for pair in zip(peak_activations(schedule), shards, strict=True)]
+    stages = stage_memory(model, job, schedule.method, placement, layers, held, Bytes())
+    parameters = max(parameters_of(model, job, schedule.method, placement, layers))
+    updated = parameters / (job.d if job.distributed_optimizer else 1)
+    return Option(
+        schedule.method.name,
+        family.name,
+        layers,
+        length_ms + step_ms(updated, request.hardware),
+        idle,
+        tuple(stages),
+    )
+
+
+def _softmax_shards(schedule: Schedule) -> list[int]:
+    """For each rank, the most softmax shards that it holds from S to T; 1 where both are one pass."""
+    most = []
+    for passes in schedule.ranks:
+        alive = peak = 0
+        for item in passes:
+            alive += (item.type is PassType.S) - (item.type is PassType.T)
+            peak = max(peak, alive)
+        most.append(1 if schedule.method.in_step else peak)
+    return most

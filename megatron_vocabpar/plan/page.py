@@ -1,0 +1,66 @@
+"""A plan as one page without any other file: the table, bars of memory, pictures of schedules.
+
+Next: ``page.html.j2``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import resources
+
+from ..schedule.draw import planned_chart, svg_of
+from ..schedule.families import family_named
+from ..schedule.generate import make_plan
+from ..schedule.simulate import simulate
+from .memory import GIB
+from .options import Option, costs_of
+from .tables import PARTS, Advice, summary
+
+_DRAWN = 12  # microbatches of a picture; and no fewer than one and a half for each rank
+_WIDEST = 1400.0  # pixels of a picture's time
+
+
+def draw_page(advice: Advice) -> str:
+    """The text of an HTML file.
+
+    Raises:
+        ValueError: if jinja2 is not installed.
+    """
+    try:
+        from jinja2 import Environment
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "a page needs jinja2, which is not installed; run: pip install 'megatron-vocabpar[draw]'"
+        ) from error
+    request = advice.request
+    shown = [one for one in dict.fromkeys((advice.best, advice.options[0])) if one and not one.problem]
+    most = max(request.limit_gib, *(one.peak_gib for one in shown)) * GIB if shown else 1.0
+    template = resources.files(__package__) / "page.html.j2"
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(template.read_text("utf-8")).render(
+        advice=advice,
+        request=request,
+        summary=summary(request),
+        parts=PARTS,
+        gib=GIB,
+        most=most,
+        bars=[(one, _used(one)) for one in shown],
+        pictures=list(_pictures(advice, shown)),
+    )
+
+
+def _used(option: Option) -> list[str]:
+    """The parts that can be seen in a bar of any stage."""
+    return [name for name in PARTS if any(getattr(stage, name) >= 0.05 * GIB for stage in option.stages)]
+
+
+def _pictures(advice: Advice, shown: list[Option]) -> Iterator[tuple[str, str]]:
+    """The schedules of the options, for a few microbatches: caption and SVG."""
+    job = advice.request.job
+    m = min(job.m, max(_DRAWN, 3 * job.p // 2))
+    for option in shown:
+        family = family_named(option.family)
+        costs = costs_of(advice.request, family, option.layers)
+        plan = make_plan(option.method, job.p, m, family=family, costs=costs)
+        chart = planned_chart(simulate(plan), title=f"{option.name}, {m} of {job.m} microbatches")
+        yield option.name, svg_of([chart], _WIDEST)
