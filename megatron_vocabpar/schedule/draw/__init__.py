@@ -10,7 +10,7 @@ from .chart import Chart, planned_chart
 from .html import draw_html
 from .image import draw_image
 from .measured import measured_chart, measured_times, read_timeline
-from .svg import draw_svg, svg_of
+from .svg import draw_svg, svg_of, svg_of_scene
 from .text import draw_text
 from .trace import draw_trace
 
@@ -26,4 +26,5 @@ __all__ = [
     "planned_chart",
     "read_timeline",
     "svg_of",
+    "svg_of_scene",
 ]
