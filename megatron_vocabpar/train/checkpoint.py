@@ -6,10 +6,13 @@ method, pipeline and tensor-parallel size can load what another one saved.
 
 from __future__ import annotations
 
+import pickle
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
@@ -52,12 +55,55 @@ def save_checkpoint(folder: Path, state: TrainState, step: int) -> None:
     dist.barrier()
 
 
+class _FormatOnly(pickle.Unpickler):
+    """Reads the classes of the format; a pickle could name any function, to be called on reading."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        found = getattr(sys.modules.get(module), name, None)
+        own = isinstance(found, type) and found.__module__ == module and module in _RECORDS
+        if not own and (module, name) not in _OTHERS:
+            raise ValueError(f"it names {module}.{name}, which is no part of the format")
+        return found
+
+
+_RECORDS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
+_OTHERS = (
+    ("collections", "OrderedDict"),
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+)
+
+
+def check_metadata(folder: Path) -> None:
+    """Refuse a checkpoint whose metadata, which torch unpickles, holds anything else.
+
+    Objects inside its files are read by ``torch.load``; the launcher asks for ``weights_only`` there.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    path = folder / ".metadata"
+    with open(path, "rb") as file:
+        try:
+            _FormatOnly(file).load()
+        except Exception as error:
+            raise ValueError(f"{path}: {error}; take a checkpoint from whom you trust") from error
+
+
 def load_checkpoint(folder: Path, state: TrainState) -> int:
     """Load what ``save_checkpoint`` wrote, on any partition; all ranks call it.
 
     Returns:
         The number of steps done.
+
+    Raises:
+        ValueError: as ``check_metadata``.
     """
+    check_metadata(folder)
     loaded = dist_checkpointing.load(_sharded(state, is_loading=True), str(folder))
     for i, chunk in enumerate(state.chunks):
         unwrap_model(chunk).load_state_dict(loaded[f"model{i}"], strict=True)

@@ -24,7 +24,11 @@ from megatron_vocabpar.train.output import CONFIG_FILE, LOG_FOLDER
 from megatron_vocabpar.train.workers import Watchdog, run_workers
 
 WORKER_MODULE = "megatron_vocabpar.train.worker"
-_DEFAULTS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # unless the user has set them
+_DEFAULTS = {  # unless the user has set them
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",  # no function of a checkpoint's choice is called
+}
 _PREPARATION = timedelta(hours=2)
 _SETTLE_S = 1.0
 _DECISION = "vocabpar/decision"
