@@ -142,7 +142,8 @@ def launch_line(
     entry = "megatron_vocabpar.train.on_cpu" if on_cpu else "megatron_vocabpar.launch"
     return [
         *(sys.executable, "-m", "torch.distributed.run", *meeting),
-        *("--nproc-per-node", str(experiment.gpus // nodes.count), "-m", entry),
+        *("--nproc-per-node", str(experiment.gpus // nodes.count)),
+        *("-m", "megatron_vocabpar.artifact.rank", entry),
         str(checkout / "pretrain_gpt.py"),
         *script_arguments(experiment, data, version, on_cpu),
     ]

@@ -76,7 +76,7 @@ def test_the_launch_line_of_two_nodes() -> None:
     line = launch_line(row, Path("/mlm"), Path("/data/text"), "0.16", nodes, on_cpu=False)
     words = " ".join(line)
     assert "--nnodes 2 --node-rank 1 --master-addr first --master-port 29500 --nproc-per-node 8" in words
-    assert "-m megatron_vocabpar.launch /mlm/pretrain_gpt.py --num-layers 48" in words
+    assert "-m megatron_vocabpar.artifact.rank megatron_vocabpar.launch /mlm/pretrain_gpt.py" in words
     assert "--pipeline-model-parallel-size 16" in words
     assert "--vocab-size 31999" in words  # the tokenizer adds the end of a document
     with pytest.raises(ValueError, match="3 nodes cannot share 16 GPUs evenly"):
