@@ -19,6 +19,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import make_viewless_tensor
 
 _BACKWARD_PARAMETERS = tuple(inspect.signature(schedules.backward_step).parameters)
 _GROUPS: Any = getattr(process_groups_config, "ProcessGroupCollection", None) or getattr(
@@ -85,9 +86,14 @@ def backward_step(
     return schedules.backward_step([input_tensor], [output_tensor], [output_grad], *model_type, config)[0]
 
 
-def release_output(output_tensor: torch.Tensor, config: Any) -> None:
-    """Free the storage of an output that has been handed on; its graph stays."""
-    schedules.deallocate_output_tensor(output_tensor, config.deallocate_pipeline_outputs)
+def released(output_tensor: torch.Tensor, config: Any) -> torch.Tensor:
+    """An output that has been handed on, its storage freed; its graph stays.
+
+    The losses of a microbatch of one sequence are a view, which Megatron does not free.
+    """
+    output = make_viewless_tensor(output_tensor, requires_grad=True, keep_graph=True)
+    schedules.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
+    return output
 
 
 def loss_and_gradient(

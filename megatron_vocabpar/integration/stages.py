@@ -78,7 +78,7 @@ class Stages(LayerHandlers):
         elif self.distant_loss is not None:
             self.distant_loss.keep(i, output.detach())
         if not call.forward_only:
-            compat.release_output(output, call.config)
+            output = compat.released(output, call.config)
             self.buffers.put(instruction, "graph", (stage_input, output))
 
     def _forward_step(self, stage: int, i: int, stage_input: torch.Tensor | None) -> Callable[..., Any]:

@@ -60,6 +60,11 @@ def test_with_tensor_and_data_parallelism(family: str, sizes: dict[str, Any]) ->
     check(case_of(generate("vocab-2", 2, 3, family=family), **sizes))
 
 
+def test_losses_of_one_sequence_come_back_to_the_first_rank() -> None:
+    """They are a view, for want of anything to transpose."""
+    check(case_of(generate("baseline", 2, 3, family="v-half"), micro_batch_size=1))
+
+
 def test_chunks_need_a_pipeline() -> None:
     with pytest.raises(ValueError, match="2 model chunks on a pipeline of one rank"):
         next(chunk_positions(Placement(1, 2), 0, None))

@@ -85,7 +85,7 @@ CASES = (
     Case("zb-h1", chunks=()),
     Case("v-half", "naive"),
     Case("v-min", "interlaced"),
-    Case("v-half", "baseline", pp=4),
+    Case("v-half", "baseline", pp=4, options="--micro-batch-size 1"),
     Case("v-zb", "redis", options="--final-stage-num-layers 1"),
     Case("v-half", setting="tied"),
     Case("v-zb", "baseline", setting="tied"),
