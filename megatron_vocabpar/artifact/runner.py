@@ -8,6 +8,7 @@ rendezvous is where they wait for each other. Next: ``table.py``.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -20,10 +21,10 @@ from megatron_vocabpar.artifact.command import Nodes, launch_line
 from megatron_vocabpar.artifact.experiments import Experiment
 from megatron_vocabpar.artifact.log import read_log
 from megatron_vocabpar.artifact.results import Outcome, Result, finished, result_path, write_result
-from megatron_vocabpar.megatron_lm.checkout import version_of
 
 Say = Callable[[str], None]
-_SHOWN_LINES = 20
+_SHOWN_LINES = 6
+_ERROR = re.compile(r"(\[rank\d+\]: )?(?!torch\.distributed\.elastic)[\w.]*(Error|Exception)\b")
 _DATA_SECONDS = 1800.0
 
 
@@ -52,6 +53,8 @@ class Site:
         """
         if not (self.checkout / "pretrain_gpt.py").is_file():
             raise ValueError(f"{self.checkout} is no checkout of Megatron-LM: it has no pretrain_gpt.py")
+        from megatron_vocabpar.megatron_lm.checkout import version_of  # needs torch; the table does not
+
         return version_of(self.checkout)
 
     def data(self, experiment: Experiment) -> Path:
@@ -121,7 +124,7 @@ def _train(experiment: Experiment, site: Site, about: dict[str, str]) -> Result:
     result = Result(
         experiment=experiment,
         outcome=outcome,
-        reason="" if code == 0 else "\n".join(text.splitlines()[-_SHOWN_LINES:]),
+        reason="" if code == 0 else why(text),
         command=tuple(command),
         environment=about,
         iteration_ms=log.iteration_ms,
@@ -131,6 +134,12 @@ def _train(experiment: Experiment, site: Site, about: dict[str, str]) -> Result:
     )
     write_result(result, path)
     return result
+
+
+def why(text: str) -> str:
+    """What a log says of a failure: its errors in order, without torchrun's own; else its end."""
+    errors = [line for line in dict.fromkeys(text.splitlines()) if _ERROR.match(line)]
+    return "\n".join(errors[:_SHOWN_LINES] or text.splitlines()[-_SHOWN_LINES:])
 
 
 def _make_data(experiment: Experiment, site: Site) -> None:

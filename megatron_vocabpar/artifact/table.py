@@ -9,9 +9,10 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from megatron_vocabpar.artifact.expected import PUBLISHED_PEAK, Check, published
+from megatron_vocabpar.artifact.expected import Check, published
 from megatron_vocabpar.artifact.results import Result
-from megatron_vocabpar.schedule.flops import peak_flops
+from megatron_vocabpar.plan.hardware import hardware_presets
+from megatron_vocabpar.plan.published import PEAK_TFLOPS
 
 _COLUMNS = (
     *("experiment", "method", "ms", "TFLOP/s", "MFU %", "paper", "GiB", "reserved", "paper", "last loss"),
@@ -50,14 +51,22 @@ def mfu(result: Result, peak_tflops: float | None) -> float | None:
     """
     if result.flops_per_gpu is None or result.environment.get("processes") == "cpu":
         return None
-    peak = peak_flops(result.environment["device"]) if peak_tflops is None else peak_tflops * 1e12
-    return result.flops_per_gpu / peak
+    peak = _peak_tflops(result.environment["device"]) if peak_tflops is None else peak_tflops
+    return result.flops_per_gpu / (peak * 1e12)
+
+
+def _peak_tflops(device: str) -> float:
+    """Of the preset that the device's name names; those on PCIe and NVL cards are others."""
+    for name, preset in hardware_presets().items():
+        if name in device and not any(card in device for card in ("PCIe", "NVL")):
+            return preset.tflops
+    raise ValueError(f"no peak is known for the device {device!r}: give --peak-tflops")
 
 
 def _cells(result: Result, peak_tflops: float | None) -> tuple[str, ...]:
     cell = published(result.experiment)
     used = mfu(result, peak_tflops)
-    theirs = None if cell is None or cell.mfu_percent is None else cell.mfu_percent * PUBLISHED_PEAK / 1e14
+    theirs = None if cell is None or cell.mfu_percent is None else cell.mfu_percent / 100 * PEAK_TFLOPS
     return (
         result.experiment.name,
         result.experiment.method,
@@ -67,7 +76,7 @@ def _cells(result: Result, peak_tflops: float | None) -> tuple[str, ...]:
         _number(theirs, 1),
         _number(result.peak_allocated_gib, 2),
         _number(result.peak_reserved_gib, 2),
-        _number(None if cell is None else cell.peak_memory_gib, 2),
+        _number(None if cell is None else cell.peak_memory_gb, 2),
         _number(result.losses[-1] if result.losses else None, 4),
         result.outcome,
     )

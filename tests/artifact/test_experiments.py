@@ -41,7 +41,7 @@ def test_a_published_cell_is_that_of_the_table() -> None:
     row = rows["g16-s4096-v128k-vocab-1"]
     cell = published(row)
     assert cell is not None
-    assert (cell.mfu_percent, cell.peak_memory_gib) == (50.71, 40.31)
+    assert (cell.mfu_percent, cell.peak_memory_gb) == (50.71, 40.31)
     assert published(replace(row, hidden=5120)) is None
 
 

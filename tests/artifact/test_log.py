@@ -65,9 +65,9 @@ def test_the_table_shows_mfu_and_asks_for_an_unknown_peak(tmp_path: Path) -> Non
     assert text.exit_code == 0
     assert "51.40" in text.output
     assert "160.4" in text.output  # both what was reached and what the paper has
-    write_result(replace(one, environment={"device": "NVIDIA Z1", "processes": "gpu"}), path)
+    write_result(replace(one, environment={"device": "NVIDIA H100 PCIe", "processes": "gpu"}), path)
     refused = CliRunner().invoke(artifact_command, ["show", str(tmp_path)])
-    assert "'NVIDIA Z1': give --peak-tflops" in str(refused.exception)
+    assert "'NVIDIA H100 PCIe': give --peak-tflops" in str(refused.exception)
     assert (
         CliRunner().invoke(artifact_command, ["show", str(tmp_path), "--peak-tflops", "400"]).exit_code == 0
     )
