@@ -18,6 +18,7 @@ LONGEST_PIECE = 64 * 1024
 PIECES_WANTED = 100  # a small text is cut finer, so that a part can be kept for evaluation
 SHORTEST_PIECE = 512
 MOST_CHARACTERS = 64 * 1024 * 1024
+LIBRARY_CHARACTERS = 8 * 1024 * 1024  # of the standard library: two million tokens, ready in seconds
 _SNIFFED = 64 * 1024
 
 
@@ -88,7 +89,8 @@ def read_corpus(text: str | None) -> Corpus:
     else:
         name, paths = text, _files(Path(text), "*") if Path(text).is_dir() else [Path(text)]
     contents = (_decoded(path.read_bytes()) for path in paths)
-    documents = _documents(content for content in contents if content is not None)
+    room = LIBRARY_CHARACTERS if text is None else MOST_CHARACTERS
+    documents = _documents((content for content in contents if content is not None), room)
     if not documents and Path(name).is_dir():
         raise ValueError(f"--text {text} holds no text file; give a folder of text files")
     if not documents:
@@ -125,16 +127,16 @@ def _decoded(raw: bytes, cut: bool = False) -> str | None:
         return None
 
 
-def _documents(contents: Iterable[str]) -> tuple[str, ...]:
-    """Cut contents into documents, up to ``MOST_CHARACTERS`` in all."""
+def _documents(contents: Iterable[str], most: int) -> tuple[str, ...]:
+    """Cut contents into documents, up to ``most`` characters in all."""
     taken: list[str] = []
-    room = MOST_CHARACTERS
+    room = most
     for content in contents:
         taken.append(content[:room])
         room -= len(taken[-1])
         if room <= 0:
             break
-    longest = min(LONGEST_PIECE, max(SHORTEST_PIECE, (MOST_CHARACTERS - room) // PIECES_WANTED))
+    longest = min(LONGEST_PIECE, max(SHORTEST_PIECE, (most - room) // PIECES_WANTED))
     return tuple(piece for content in taken for piece in _pieces(content, longest) if piece.strip())
 
 

@@ -12,10 +12,10 @@ from megatron_vocabpar.train.text import check_source, is_indexed_dataset, read_
 
 def test_standard_library() -> None:
     corpus = read_corpus(None)
-    assert sum(map(len, corpus.documents)) > 10_000_000
+    assert sum(map(len, corpus.documents)) == source.LIBRARY_CHARACTERS
     assert max(map(len, corpus.documents)) <= source.LONGEST_PIECE
     assert all("\0" not in document for document in corpus.documents)
-    assert any("class ABCMeta" in document for document in corpus.documents)
+    assert sum("    def " in document for document in corpus.documents) > 50
     assert read_corpus(None).digest == corpus.digest
 
 
