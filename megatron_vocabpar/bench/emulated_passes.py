@@ -1,13 +1,14 @@
 """Handlers that sleep: the executor's table for a schedule whose passes cost time and no work.
 
 A pass waits for what it needs and sleeps as long as the cost table says. Communication is real: the same
-groups, the same calls in the same order, on small tensors that carry the microbatch's number, which is
-checked where they arrive. Where the table gives communication a time, the side stream that runs it sleeps as
-long: the passes of the rank go on meanwhile. A stream for each rank that sends to this one stands for the
-link, on which transfers follow each other.
+groups, the same calls in the same order, on small tensors. A message carries the number of its microbatch,
+which is checked where it arrives, and when each rank issued its part. The side stream that runs it sleeps
+until it has taken as long as the table says from the last part on: the real exchange is a part of that time,
+and the passes of the rank go on meanwhile. A stream for each rank that sends to this one stands for the link,
+on which transfers follow each other.
 
-A pass that all ranks run in step (interlaced's S) sleeps a third of its time before, between and after its
-two collectives, whose own time the cost table counts in the pass.
+A pass that all ranks run in step (interlaced's S) sleeps a third of its time before each of its two
+collectives, counted from the last rank's, and after them: the cost table counts them in the pass.
 
 Next: ``emulation.py``, which runs it on processes.
 """
@@ -46,8 +47,10 @@ from megatron_vocabpar.schedule.passes import (
 )
 from megatron_vocabpar.schedule.plan import Plan
 
+Exchange = Callable[[torch.Tensor], torch.Tensor]
+"""From this rank's message to those that arrive, a row each."""
+
 _CPU = torch.device("cpu")
-_SHAPE = (1, 8)  # of a message, which carries its microbatch's number in every element
 _STEP_OF_RECEIVE = dict(RECEIVE_OF.values())
 
 
@@ -68,6 +71,7 @@ class EmulatedRank:
         self.input_stream = self.timeline.watch(side_stream(_CPU, "input-collectives"), INPUT)
         peers = (rank for rank in range(groups.pipeline) if rank != groups.stage)
         self.links: dict[int, Stream] = {rank: side_stream(_CPU, f"link-{rank}") for rank in peers}
+        self.free_s: dict[Stream, float] = {}  # when what a stream has run last ended
 
     def run(self, plan: Plan, times: PassTimes) -> list[Span]:
         """One iteration of ``plan``: what this rank did, seconds on the machine's clock.
@@ -109,12 +113,14 @@ class _Iteration:
         """All ranks run it together: two collectives within."""
         self._wait_for_needs(pass_)
         third = self._ms(pass_) / 3
-        for exchange in (self._gather, self._sum):
-            _sleep(third)
-            event = self.rank.output_stream.submit(partial(self._carry, exchange, pass_, 0.0))
-            with self.rank.timeline.waiting():
-                event.wait()
         _sleep(third)
+        for exchange in (self._gather, self._sum):
+            message = self._message(pass_.microbatch)
+            with self.rank.timeline.waiting():
+                last_s = self.rank.output_stream.submit(
+                    partial(self._issued, exchange, message, pass_)
+                ).wait()
+            _sleep_until(last_s, third)
 
     def _ms(self, pass_: Pass) -> float:
         """Of F, B and W there is a time a stage, of the vocabulary's passes one a rank: both by ``stage``."""
@@ -129,32 +135,53 @@ class _Iteration:
     def _send(self, instruction: Comm) -> None:
         step = RECEIVE_OF[instruction.type][1]
         peer = self.schedule.placement.rank_of(instruction.stage + step)
-        self.rank.point_to_point.send(_message(instruction.microbatch), peer)
+        self.rank.point_to_point.send(self._message(instruction.microbatch), peer)
 
     def _receive(self, instruction: Comm) -> None:
         """The receive is posted now; the transfer takes its turn on the link."""
         peer = self.schedule.placement.rank_of(instruction.stage - _STEP_OF_RECEIVE[instruction.type])
-        posted = self.rank.point_to_point.receive(_SHAPE, torch.float32, _CPU, peer)
-
-        def transfer() -> None:
-            received = posted.wait()
-            _sleep(self.times.comms[instruction.type])
-            _check(received, instruction.microbatch)
-
-        self.events[instruction] = self.rank.links[peer].submit(transfer)
+        place = self._message(instruction.microbatch)
+        posted = self.rank.point_to_point.receive(place.shape, place.dtype, _CPU, peer)
+        self._submit(self.rank.links[peer], lambda _: posted.wait(), instruction)
 
     def _collective(self, instruction: Comm) -> None:
         of_input = instruction.type in INPUT_COLLECTIVES
         stream = self.rank.input_stream if of_input else self.rank.output_stream
-        ms = self.times.comms[instruction.type]
-        work = partial(self._carry, self._exchange_of(instruction.type), instruction, ms)
+        self._submit(stream, self._exchange_of(instruction.type), instruction)
+
+    def _submit(self, stream: Stream, exchange: Exchange, instruction: Comm) -> None:
+        """Run ``exchange`` on ``stream``, for as long as the costs say."""
+        message, ms = self._message(instruction.microbatch), self.times.comms[instruction.type]
+
+        def work() -> None:
+            last_s = self._issued(exchange, message, instruction)
+            _sleep_until(max(last_s, self.rank.free_s.get(stream, 0.0)), ms)
+            self.rank.free_s[stream] = time.monotonic()
+
         self.events[instruction] = stream.submit(work)
 
-    def _carry(self, exchange: Callable[[int], torch.Tensor], instruction: Instruction, ms: float) -> None:
-        _sleep(ms)
-        _check(exchange(instruction.microbatch), instruction.microbatch)
+    def _message(self, microbatch: int) -> torch.Tensor:
+        """``[1, 1 + p]``: the microbatch, then when each rank has issued its part: here this one's alone."""
+        message = torch.zeros((1, 1 + self.groups.pipeline), dtype=torch.float64)
+        message[0, 0], message[0, 1 + self.groups.stage] = microbatch, time.monotonic()
+        return message
 
-    def _exchange_of(self, type_: CommType) -> Callable[[int], torch.Tensor]:
+    def _issued(self, exchange: Exchange, message: torch.Tensor, instruction: Instruction) -> float:
+        """Exchange messages; when the last rank issued its part, in seconds of the machine's clock.
+
+        Raises:
+            RuntimeError: for a message of another microbatch: the ranks do not run the same program.
+        """
+        own_s = float(message[0, 1:].max())
+        arrived = exchange(message)
+        found = set(arrived[:, 0].tolist()) - {float(instruction.microbatch)}
+        if found:
+            raise RuntimeError(
+                f"a message of microbatch {found.pop():g} came for microbatch {instruction.microbatch}"
+            )
+        return max([own_s, *arrived[:, 1:].flatten().tolist()])
+
+    def _exchange_of(self, type_: CommType) -> Exchange:
         """What a collective does follows from who waits for it, as in ``integration/handlers.py``."""
         if type_ in INPUT_COLLECTIVES:
             return partial(self._rows, to_first=type_ is CommType.CI)
@@ -166,47 +193,42 @@ class _Iteration:
             frozenset({PassType.B, PassType.T}): self._gather_and_sum,
         }[self.schedule.method.waiting_for(type_)]
 
-    def _broadcast(self, microbatch: int) -> torch.Tensor:
+    def _broadcast(self, message: torch.Tensor) -> torch.Tensor:
         source = self.schedule.placement.last_rank
-        message = _message(microbatch if self.groups.stage == source else -1)
         broadcast(self.groups, self.groups.output, [message], [source])
         return message
 
-    def _maximum(self, microbatch: int) -> torch.Tensor:
-        return all_reduce(self.groups, self.groups.output, _message(microbatch), dist.ReduceOp.MAX)
+    def _maximum(self, message: torch.Tensor) -> torch.Tensor:
+        return all_reduce(self.groups, self.groups.output, message, dist.ReduceOp.MAX)
 
-    def _gather(self, microbatch: int) -> torch.Tensor:
-        return all_gather(self.groups, self.groups.output, _message(microbatch))
+    def _gather(self, message: torch.Tensor) -> torch.Tensor:
+        return all_gather(self.groups, self.groups.output, message[0])
 
-    def _sum(self, microbatch: int) -> torch.Tensor:
-        return all_reduce(self.groups, self.groups.output, _message(microbatch)) / len(self.groups.ranks)
+    def _sum(self, message: torch.Tensor) -> torch.Tensor:
+        total = all_reduce(self.groups, self.groups.output, message)
+        total[:, 0] /= len(self.groups.ranks)
+        return total
 
-    def _gather_and_sum(self, microbatch: int) -> torch.Tensor:
-        return torch.cat([self._gather(microbatch), self._sum(microbatch).unsqueeze(0)])
+    def _gather_and_sum(self, message: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self._gather(message), self._sum(message)])
 
-    def _rows(self, microbatch: int, to_first: bool) -> torch.Tensor:
+    def _rows(self, message: torch.Tensor, to_first: bool) -> torch.Tensor:
         """A row of every rank to that of the first stage, or back."""
         members = range(len(self.groups.ranks))
         first = self.schedule.placement.first_rank
         ends = [int(member == first) for member in members]
         every = [int(self.groups.stage == first) for _ in members]
         send, receive = (ends, every) if to_first else (every, ends)
-        received = torch.empty(sum(receive), _SHAPE[1])
-        exchange_rows(self.groups, received, _message(microbatch).repeat(sum(send), 1), receive, send)
+        received = message.new_empty((sum(receive), message.shape[1]))
+        exchange_rows(self.groups, received, message.repeat(sum(send), 1), receive, send)
         return received
-
-
-def _message(microbatch: int) -> torch.Tensor:
-    return torch.full(_SHAPE, float(microbatch))
-
-
-def _check(message: torch.Tensor, microbatch: int) -> None:
-    """Refuse a message of another microbatch: ranks do not run the same program."""
-    found = set(message.flatten().tolist()) - {float(microbatch)}
-    if found:
-        raise RuntimeError(f"a message of microbatch {found.pop():g} came for microbatch {microbatch}")
 
 
 def _sleep(ms: float) -> None:
     """Never nothing: falling asleep and waking up are part of what an empty pass costs."""
     time.sleep(max(ms / 1e3, 1e-9))
+
+
+def _sleep_until(since_s: float, ms: float) -> None:
+    """Sleep what is left of ``ms`` from a moment on."""
+    time.sleep(max(since_s + ms / 1e3 - time.monotonic(), 0.0))

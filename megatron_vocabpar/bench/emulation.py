@@ -33,7 +33,6 @@ from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.train.failure import ProgressRecord
 
-_EMPTY = 3  # empty iterations, of which the median counts
 _PATIENCE_S, _PATIENCE = 120.0, 10.0  # a rank waits for another so long, and so many times what is predicted
 
 
@@ -89,8 +88,9 @@ def emulate(plans: dict[str, Plan], scale: float, iterations: int) -> list[Emula
     by_rank = run_forked(world_size, body, timeout)
     found = []
     for place, (name, prediction) in enumerate(predictions.items()):
-        runs = [_Iteration.of(each) for each in zip(*(rank[place] for rank in by_rank), strict=True)]
-        empty, measured = runs[:_EMPTY], runs[_EMPTY:]
+        empty, *measured = [
+            _Iteration.of(each) for each in zip(*(rank[place] for rank in by_rank), strict=True)
+        ]
         found.append(
             Emulation(
                 name=name,
@@ -98,7 +98,7 @@ def emulate(plans: dict[str, Plan], scale: float, iterations: int) -> list[Emula
                 predicted_idle=mean(prediction.bubble),
                 measured_ms=tuple(each.length_ms / scale for each in measured),
                 measured_idle=mean(each.idle for each in measured),
-                empty_pass_ms=median(each.pass_ms for each in empty) / scale,
+                empty_pass_ms=empty.pass_ms / scale,
                 critical_passes=sum(isinstance(step.item, Pass) for step in prediction.critical_path),
             )
         )
@@ -150,6 +150,5 @@ def _run_rank(
     for plan in plans:
         times = PassTimes.of(plan.costs, plan.schedule)
         empty, slowed = times.scaled(0.0, 0.0), times.scaled(scale, scale)
-        emulated.run(plan, empty)  # the first is slower
-        found.append([emulated.run(plan, each) for each in (*[empty] * _EMPTY, *[slowed] * iterations)])
+        found.append([emulated.run(plan, each) for each in (empty, *[slowed] * iterations)])
     return found

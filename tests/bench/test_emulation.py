@@ -99,7 +99,8 @@ def _slept(rank: int, plan: Plan) -> list[float]:
     groups = create_groups((0, rank, 0), 2, 1)
     warm_up(groups, torch.device("cpu"))
     slept: list[float] = []
-    with patch.object(emulated_passes, "_sleep", slept.append):
+    rest = {"_sleep": slept.append, "_sleep_until": lambda since_s, ms: slept.append(ms)}
+    with patch.multiple(emulated_passes, **rest):
         EmulatedRank(groups).run(plan, PassTimes.of(plan.costs, plan.schedule))
     return sorted(slept)
 
