@@ -9,13 +9,14 @@
 #   make docs        the documentation as a site, in site/
 #   make bench       the runtime against stock Megatron
 #   make gpu         on a machine with GPUs: vocabpar doctor --gpu, the tests that need one, the kernel benchmark
-# Variables: PYTHON (3.11 to 3.13), VENV, TORCH, ARGS (of vocabpar train), PYTEST_ARGS, MATRIX (versions of megatron-core),
-# TRITONS (of the oldest and the newest supported torch).
+# Variables: PYTHON (3.11 to 3.13), VENV, TORCH, ARGS (of vocabpar train), EMULATE (of vocabpar emulate), PYTEST_ARGS,
+# MATRIX (versions of megatron-core), TRITONS (of the oldest and the newest supported torch).
 
 PYTHON ?= python3
 VENV ?= $(or $(VIRTUAL_ENV),.venv)
 TORCH ?= torch==2.13.0
 ARGS ?= --compare baseline --overwrite
+EMULATE ?= --microbatches 16 --scale 3 --report vocabpar-out
 PYTEST_ARGS ?=
 MATRIX ?= 0.14.0 0.15.3 0.16.1
 TRITONS ?= 3.4.0 3.7.1
@@ -41,7 +42,7 @@ $(INSTALLED)-%: pyproject.toml setup.py | $(BIN)/python
 
 train: $(INSTALLED)-train
 	$(BIN)/vocabpar train $(ARGS)
-	$(BIN)/vocabpar emulate --report vocabpar-out
+	$(BIN)/vocabpar emulate $(EMULATE)
 
 test: $(INSTALLED)-test
 	$(BIN)/python -m pytest $(TWO) -m "not slow and not long" $(PYTEST_ARGS)
