@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from statistics import mean, median
 from typing import Any
 
@@ -146,9 +147,15 @@ def _run_rank(
     groups = create_groups((0, rank, 0), dist.get_world_size(), 1, timeout)
     warm_up(groups, torch.device("cpu"))
     emulated = EmulatedRank(groups, (observe,))
+    steps = count(1)
+
+    def run(plan: Plan, times: PassTimes) -> list[Span]:
+        record.write_step(next(steps))
+        return emulated.run(plan, times)
+
     found = []
     for plan in plans:
         times = PassTimes.of(plan.costs, plan.schedule)
         empty, slowed = times.scaled(0.0, 0.0), times.scaled(scale, scale)
-        found.append([emulated.run(plan, each) for each in (empty, *[slowed] * iterations)])
+        found.append([run(plan, each) for each in (empty, *[slowed] * iterations)])
     return found

@@ -35,7 +35,7 @@ _DEFAULT = ("baseline", "redis", "interlaced", "vocab-1", "vocab-2", "v-half:voc
 @click.option(
     "--scale",
     type=click.FloatRange(min=0.01),
-    default=2.0,
+    default=6.0,
     help="Milliseconds that pass for one of the costs: long sleeps hide what the processes take.",
 )
 @click.option(

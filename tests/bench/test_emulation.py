@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -137,24 +136,31 @@ def test_ranks_that_do_not_run_the_same_program_are_found() -> None:
         run_ranks(2, _run_own, [other, plan])
 
 
-def _fail(how: str, rank: int, record: ProgressRecord) -> None:
+def _is_killed(rank: int, record: ProgressRecord) -> None:
     if rank == 1:
         record.write_step(1)
         record.write("1S4")
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise FloatingPointError("planted")
+        os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
 
-@pytest.mark.parametrize(
-    ("how", "what"), [("killed", "was killed by signal 9"), ("raises", "raised FloatingPoint")]
-)
-def test_a_rank_that_fails_is_named_and_ends_the_others(how: str, what: str) -> None:
+def test_a_rank_that_is_killed_is_named_and_the_others_are_ended() -> None:
     before = set(multiprocessing.active_children())
-    with pytest.raises(TrainingFailed, match=rf"rank 1 {what}.*in pass 1S4: S of microbatch 4 on stage 1"):
-        run_forked(3, partial(_fail, how), PATIENCE)
+    with pytest.raises(TrainingFailed, match=r"^rank 1 was killed by signal 9.* in pass 1S4: S of"):
+        run_forked(3, _is_killed, PATIENCE)
     assert set(multiprocessing.active_children()) == before
+
+
+def test_a_pass_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(ms: float) -> None:
+        if ms == 5.0 * 0.5:
+            raise FloatingPointError("planted")
+
+    monkeypatch.setattr(emulated_passes, "_sleep", fail)
+    plan = make_plan("baseline", 2, 2, costs=PassCosts(F_ms=(3.0, 5.0), B_ms=7.0, W_ms=11.0))
+    words = r"^rank 1 raised InstructionError: rank 1, pass 1F0 .*planted \(at step 2, in pass 1F0: F of"
+    with pytest.raises(TrainingFailed, match=words):
+        emulate({"baseline": plan}, scale=0.5, iterations=1)
 
 
 def test_results_come_in_the_order_of_the_ranks() -> None:
