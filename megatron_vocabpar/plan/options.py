@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
 
 from ..schedule.costs import PassCosts, PassTimes, PerRank
@@ -36,6 +35,7 @@ from .times import Job, estimated_costs, step_ms
 METHODS = ("baseline", "redis", "vocab-1", "vocab-2", "interlaced")
 ONLY_1F1B = ("redis", "interlaced")  # layers move between whole stages; other families' ranks would all stop
 _TRIAL, _TRIAL_PASSES = 32, 6_000  # microbatches, and passes that the choice of a candidate may play
+_NEVER = float("inf")
 _FINALISTS, _CLOSE = 2, 1.001  # generated in full: so many, if they are within this of the fastest
 
 
@@ -54,10 +54,9 @@ class Request:
     limit_gib: float
     measured: PassCosts | None = None
 
-    @cached_property
-    def costs(self) -> PassCosts:
-        """The times of all passes, layers spread evenly."""
-        return self.measured or estimated_costs(self.model, self.job, self.hardware)
+    def costs(self, method: str) -> PassCosts:
+        """The times of all passes with a method, layers spread evenly."""
+        return self.measured or estimated_costs(self.model, self.job, self.hardware, method)
 
 
 @dataclass(frozen=True)
@@ -109,15 +108,27 @@ class Option:
 def all_options(
     request: Request, methods: Sequence[str] = METHODS, among: Iterable[Family] | None = None
 ) -> list[Option]:
-    """Every method in every family, the fastest of those that fit simulated in full."""
+    """Every method in every family, the fastest of those that fit simulated in full.
+
+    Raises:
+        ValueError: if none can run, as the costs list other ranks, or the layers cannot fill the stages.
+    """
     tried = [
         option_of(request, method, family)
         for family, method in product(among or families().values(), methods)
         if family.name == "1f1b" or method not in ONLY_1F1B
     ]
-    fitting = sorted((one for one in tried if one.fits(request)), key=lambda one: one.iteration_ms)
-    close = [one for one in fitting if one.iteration_ms <= _CLOSE * fitting[0].iteration_ms][:_FINALISTS]
-    return [in_full(request, one) if one in close else one for one in tried]
+    if all(one.problem for one in tried):
+        raise ValueError(tried[0].problem)
+    full: dict[Option, Option] = {}
+    fastest = _NEVER
+    for one in sorted((one for one in tried if one.fits(request)), key=lambda one: one.iteration_ms):
+        if one.iteration_ms > _CLOSE * fastest or (len(full) >= _FINALISTS and fastest < _NEVER):
+            break
+        full[one] = in_full(request, one)
+        if full[one].fits(request):  # it may hold more than it did in the trial
+            fastest = min(fastest, full[one].iteration_ms)
+    return [full.get(one, one) for one in tried]
 
 
 def best_of(request: Request, options: Sequence[Option]) -> Option | None:
@@ -130,13 +141,13 @@ def best_of(request: Request, options: Sequence[Option]) -> Option | None:
 def option_of(request: Request, method_name: str, family: Family) -> Option:
     """One method in one family, played for some microbatches."""
     method, job = method_named(method_name), request.job
+    trial = min(job.m, max(_TRIAL, 3 * job.p))
     try:
         layers = layers_of(request, method, family)
+        costs = costs_of(request, method.name, family, layers)
+        problem = Problem.of(method, job.p, trial, family, costs=costs)
     except ValueError as error:
         return Option(method.name, family.name, problem=str(error))
-    costs = costs_of(request, family, layers)
-    trial = min(job.m, max(_TRIAL, 3 * job.p))
-    problem = Problem.of(method, job.p, trial, family, costs=costs)
     played = problem.best(_TRIAL_PASSES)
     work = [0.0] * job.p
     for node, duration in problem.graph.duration.items():
@@ -149,7 +160,7 @@ def option_of(request: Request, method_name: str, family: Family) -> Option:
 def in_full(request: Request, option: Option) -> Option:
     """The option generated and simulated for all microbatches."""
     family = family_named(option.family)
-    costs = costs_of(request, family, option.layers)
+    costs = costs_of(request, option.method, family, option.layers)
     schedule = generate(option.method, request.job.p, request.job.m, family=family, costs=costs)
     program = lower(schedule, costs)
     result = Simulation(schedule, run_events(schedule, PassTimes.of(costs, schedule), program))
@@ -184,9 +195,9 @@ def layers_of(request: Request, method: Method, family: Family) -> tuple[int, ..
     )
 
 
-def costs_of(request: Request, family: Family, layers: tuple[int, ...]) -> PassCosts:
+def costs_of(request: Request, method: str, family: Family, layers: tuple[int, ...]) -> PassCosts:
     """The request's costs with each rank's share of the layers; chunks of one rank count as alike."""
-    costs, p = request.costs, request.job.p
+    costs, p = request.costs(method), request.job.p
     placement = Placement(p, family.chunks, family.shape)
     shares = [0.0] * p
     for stage, count in enumerate(layers):
@@ -204,7 +215,7 @@ def costs_of(request: Request, family: Family, layers: tuple[int, ...]) -> PassC
 
 
 def _redistributed(request: Request) -> tuple[int, ...]:
-    costs, p, layers = request.costs, request.job.p, request.model.layers
+    costs, p, layers = request.costs("redis"), request.job.p, request.model.layers
     times = (costs.F_ms, costs.B_ms, costs.W_ms)
     work = sum(sum(time) / p if isinstance(time, tuple) else time for time in times)
     first, last = sum(costs.first_rank_extra.values()), sum(costs.last_rank_extra.values())

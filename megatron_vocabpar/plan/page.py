@@ -60,7 +60,7 @@ def _pictures(advice: Advice, shown: list[Option]) -> Iterator[tuple[str, str]]:
     m = min(job.m, max(_DRAWN, 3 * job.p // 2))
     for option in shown:
         family = family_named(option.family)
-        costs = costs_of(advice.request, family, option.layers)
+        costs = costs_of(advice.request, option.method, family, option.layers)
         plan = make_plan(option.method, job.p, m, family=family, costs=costs)
         chart = planned_chart(simulate(plan), title=f"{option.name}, {m} of {job.m} microbatches")
         yield option.name, svg_of([chart], _WIDEST)

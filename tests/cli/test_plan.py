@@ -1,0 +1,124 @@
+"""``vocabpar plan`` and ``vocabpar paper`` from outside: tables, JSON, the page, one line for bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from megatron_vocabpar.cli.main import main
+from megatron_vocabpar.plan.measured import COLUMNS
+
+SMALL = (
+    "--pp", "2", "--microbatches", "6", "--", "--num-layers", "4", "--hidden-size", "512",
+    "--num-attention-heads", "8", "--seq-length", "512", "--vocab-size", "64000",
+)  # fmt: skip
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def test_a_plan_is_a_table_a_launch_line_and_reasons(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    result = run("plan", "--html", str(page), *SMALL)
+    assert result.exit_code == 0
+    assert all(f" {name} " in result.output for name in ("v-half", "vocab-2", "redis", "interlaced"))
+    assert "Recommended: " in result.output
+    assert "-m megatron_vocabpar.launch pretrain_gpt.py" in result.output
+    assert max(map(len, result.output.splitlines())) <= 100
+    text = page.read_text()
+    assert "<svg" in text
+    assert "prefers-color-scheme: dark" in text
+    assert "width=device-width" in text
+    # Self-contained: nothing is loaded.
+    assert not re.search(r"""(src|href)=|url\(|@import""", text)
+    for bar in re.findall(r'class="track".*?</div>', text, re.DOTALL):
+        assert sum(map(float, re.findall(r'style="width: ([\d.]+)%', bar))) <= 100.1
+
+
+def test_json_holds_every_option_and_its_stages() -> None:
+    data = json.loads(run("plan", "--format", "json", *SMALL).output)
+    best = data["recommended"]
+    times = {(one["method"], one["family"]): one["iteration_ms"] for one in data["options"] if one["fits"]}
+    assert times[best["method"], best["family"]] == min(times.values())
+    for one in data["options"]:
+        assert one["peak_gib"] == pytest.approx(
+            max(sum(stage.values()) for stage in one["stages_gib"]), abs=0.01
+        )
+
+
+def test_nothing_fits() -> None:
+    result = run("plan", "--memory-gib", "1", "--format", "json", *SMALL)
+    assert result.exit_code == 2
+    data = json.loads(result.output)
+    assert data["recommended"] is None
+    assert data["would_fit"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("plan",), "give one model"),
+        (("plan", "--preset", "gemma"), "unknown model preset 'gemma'; choose one of gemma-2-9b"),
+        (("plan", "--preset", "gemma-2-9b", "--hardware", "V100"), "choose one of A100, H100, H200, B200"),
+        (("plan", "--preset", "gemma-2-9b", "--ep", "3"), "expert parallel size 3 does not divide"),
+        (("paper",), "give --measured FILE.csv, or one of table3"),
+        (("paper", "--measured", "nowhere.csv"), "cannot read measured passes from nowhere.csv"),
+        (("paper", "figure17"), "--losses"),
+    ],
+)
+def test_bad_input_is_one_error(arguments: tuple[str, ...], said: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_measured_runs_are_predicted(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    cells = (
+        "baseline",
+        "2",
+        "4",
+        "64",
+        "32",
+        "100",
+        "4",
+        "50",
+        "1000 1000",
+        "2000 4000",
+        "0 0",
+        "0 0",
+        "0 0",
+        "0",
+    )
+    path.write_text(f"{','.join(COLUMNS)}\n{','.join(cells)}\n")
+    (row,) = json.loads(run("paper", "--measured", str(path), "--format", "json").output)
+    assert row["measured_ms"] == 50.0
+    assert row["predicted_ms"] == pytest.approx(1 + 4 * 5 + 2, abs=0.01)
+    assert row["error"] == pytest.approx(row["predicted_ms"] / 50 - 1)
+
+
+def test_table_3_is_measured_where_passes_were_published() -> None:
+    entries = json.loads(run("paper", "table3", "--format", "json").output)
+    assert len(entries) == 18
+    same = [one for one in entries if one["vocab"] == 256000 and one["layer"] != "input"]
+    assert [one["measured"] for one in same] == pytest.approx([one["published"] for one in same], rel=0.01)
+    assert all(one["measured"] is None for one in entries if one["gpus"] > 8)
+
+
+def test_figures_are_drawn(tmp_path: Path) -> None:
+    assert "vocab-1" in run("paper", "figure16").output
+    drawn = tmp_path / "figure.svg"
+    assert run("paper", "figure16", "--output", str(drawn)).exit_code == 0
+    assert drawn.read_text().startswith("<svg")
+    losses = tmp_path / "losses.csv"
+    losses.write_text("method,iteration,loss\nbaseline,1,9.5\nvocab-2,1,9.5\nvocab-2,2,x\n")
+    result = run("paper", "figure17", "--losses", str(losses), "--output", str(drawn))
+    assert "line 4, column 'loss'" in result.output
+    losses.write_text("method,iteration,loss\nbaseline,1,9.5\nvocab-2,1,9.5\n")
+    assert run("paper", "figure17", "--losses", str(losses), "--output", str(drawn)).exit_code == 0
+    assert "vocab-2, iteration 1: 9.5" in drawn.read_text()

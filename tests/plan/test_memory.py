@@ -1,0 +1,39 @@
+"""Memory: Table 5 with one set of constants, and parameters that add up."""
+
+from __future__ import annotations
+
+from statistics import mean
+
+import pytest
+
+from megatron_vocabpar.plan.memory import parameters_of
+from megatron_vocabpar.plan.published import cells, peak_gib
+from megatron_vocabpar.plan.read_model import model_preset
+from megatron_vocabpar.plan.times import Job
+from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.placement import Placement
+
+
+@pytest.mark.parametrize("gpus", [8, 16, 32])
+def test_table_5_is_met(gpus: int) -> None:
+    filled = [cell for cell in cells("table5") if cell.gpus == gpus and cell.peak_memory_gb]
+    errors = [abs(peak_gib(cell) / cell.peak_memory_gb - 1) for cell in filled if cell.peak_memory_gb]
+    assert len(errors) == (36 if gpus == 32 else 40)
+    assert mean(errors) <= 0.015
+    assert max(errors) <= 0.03
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "gemma-2-9b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("method", ["baseline", "vocab-2"])
+@pytest.mark.parametrize("shape", ["standard", "vshape"])
+def test_the_ranks_hold_the_model(name: str, method: str, shape: str) -> None:
+    model = model_preset(name)
+    placement = Placement(2, 2, shape)  # type: ignore[arg-type]
+    layers = [model.layers // 4 + (stage < model.layers % 4) for stage in range(4)]
+    counts = parameters_of(model, Job(p=2), METHODS[method], placement, layers)
+    # A tied weight is there twice if the first and the last stage are on different ranks.
+    copies = model.vocabulary_weights if model.tied and method == "baseline" and shape == "standard" else 0
+    assert sum(counts) == pytest.approx(model.parameters + copies)
+    divided = parameters_of(model, Job(p=2, t=2, d=2, e=4), METHODS[method], placement, layers)
+    experts = model.expert_weights * model.layers
+    assert sum(divided) == pytest.approx((sum(counts) - experts) / 2 + experts / 8)

@@ -1,0 +1,125 @@
+"""Advice: the fastest that fits, as the simulator says; launch lines that our flags read; what would fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from megatron_vocabpar.megatron_lm.flags import config_from_argv
+from megatron_vocabpar.plan.advice import launch_line, redistribution, remedies
+from megatron_vocabpar.plan.hardware import hardware_named
+from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.options import Option, Request, all_options, best_of, option_of
+from megatron_vocabpar.plan.read_model import model_preset
+from megatron_vocabpar.plan.times import Job, estimated_costs
+from megatron_vocabpar.schedule.families import Family, families, family_named
+from megatron_vocabpar.schedule.generate import make_plan
+from megatron_vocabpar.schedule.redistribution import layout
+from megatron_vocabpar.schedule.simulate import simulate
+
+H200 = hardware_named("h200")
+SOME = (family_named("1f1b"), family_named("interleaved"))
+
+
+def request(name: str, layers: int, limit_gib: float, p: int = 4, m: int = 40) -> Request:
+    model = replace(model_preset(name), layers=layers)
+    return Request(model, Job(p=p, m=m), H200, limit_gib)
+
+
+@cache
+def simulated_ms(model: Model, job: Job, method: str, family: str) -> float:
+    costs = estimated_costs(model, job, H200, method)
+    return simulate(make_plan(method, job.p, job.m, family=family, costs=costs)).iteration_ms
+
+
+def check_best(asked: Request, methods: tuple[str, ...], among: tuple[Family, ...]) -> Option:
+    """The recommended one against the simulator's own times, in full, of all that fit."""
+    options = all_options(asked, methods, among)
+    best = best_of(asked, options)
+    assert best is not None
+    times = {
+        (one.method, one.family): simulated_ms(asked.model, asked.job, one.method, one.family)
+        for one in options
+        if one.peak_gib <= asked.limit_gib
+    }
+    assert times[best.method, best.family] <= 1.002 * min(times.values())
+    assert best.exact
+    assert best.iteration_ms > times[best.method, best.family]  # the optimizer's step
+    return best
+
+
+def test_a_gemma_like_request_with_room_and_without() -> None:
+    roomy = request("gemma-2-9b", 40, 170.0, m=12)
+    methods = ("baseline", "vocab-2")
+    first = check_best(roomy, methods, SOME)
+    second = check_best(replace(roomy, limit_gib=first.peak_gib - 1.0), methods, SOME)
+    assert (first.name, second.name) == ("vocab-2 in interleaved", "vocab-2 in 1f1b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit_gib", [139.0, 60.0])
+def test_a_llama_like_request_over_all_families(limit_gib: float) -> None:
+    asked = request("llama-3.1-8b", 32, limit_gib, p=8, m=64)
+    check_best(asked, ("baseline", "vocab-1", "vocab-2"), tuple(families().values()))
+
+
+def test_uneven_layers_are_placed_and_written_into_the_launch_line() -> None:
+    asked = request("gemma-2-9b", 10, 139.0)
+    option = option_of(asked, "vocab-2", family_named("1f1b"))
+    assert option.layers == (2, 2, 3, 3)
+    assert f"--pipeline-model-parallel-layout '{layout(option.layers)}'" in launch_line(asked, option)
+    # Megatron counts stages along the pipeline; rank 3 of the V holds the fourth and the fifth of them.
+    assert option_of(asked, "vocab-2", family_named("v-half")).layers == (1, 1, 2, 2, 1, 1, 1, 1)
+    assert option_of(asked, "baseline", family_named("1f1b")).layers == (2, 3, 3, 2)
+    assert option_of(replace(asked, job=Job(p=16)), "vocab-2", family_named("1f1b")).problem
+
+
+@pytest.mark.parametrize(
+    ("method", "family"), [("baseline", "1f1b"), ("redis", "1f1b"), ("vocab-2", "zb-h1"), ("vocab-1", "v-zb")]
+)
+def test_our_flags_read_the_launch_line(method: str, family: str) -> None:
+    asked = request("llama-3.1-8b", 8, 139.0)
+    option = option_of(asked, method, family_named(family))
+    line = launch_line(asked, option).replace("\\\n", " ")
+    words = line.split("pretrain_gpt.py")[1].split()
+    config = config_from_argv(words)
+    assert (config.method, config.schedule) == (method, family)
+    assert ("--num-virtual-stages-per-pipeline-rank 2" in line) == (family == "v-zb")
+    if method == "redis":
+        assert config.final_stage_layers == option.layers[-1] < option.layers[0]
+
+
+def test_an_impossible_request_says_what_fits_and_it_does() -> None:
+    asked = request("llama-3.1-8b", 32, 50.0, p=4, m=8)
+    assert best_of(asked, all_options(asked, ("vocab-2",), SOME)) is None
+    said = remedies(asked)
+    assert said[0].startswith("--recompute")
+    recomputed = replace(asked, job=replace(asked.job, recompute=True))
+    assert any(option_of(recomputed, "vocab-2", family).fits(recomputed) for family in SOME)
+
+
+def test_what_one_change_cannot_do_changes_do_together() -> None:
+    asked = request("llama-3.1-405b", 126, 79.0, p=8, m=8)
+    (said,) = remedies(asked)
+    assert "--recompute" in said
+    assert " and tensor parallel size 2" in said
+
+
+def test_redistribution_suffices_for_large_mixtures_of_experts() -> None:
+    def said(name: str, layers: int) -> list[str]:
+        asked = replace(request(name, layers, 1e6), job=Job(p=8, m=32))
+        return redistribution(asked, all_options(asked, ("redis", "vocab-2"), SOME[:1]))
+
+    assert "Redistribution suffices for the time" in said("kimi-k2", 61)[0]
+    assert said("gemma-3-4b", 32) == []
+
+
+def test_a_larger_shard_of_experts_and_replicas_saves_memory() -> None:
+    asked = replace(request("qwen3-30b-a3b", 48, 139.0), job=Job(p=4, d=8, m=8))
+    plain = option_of(asked, "vocab-2", SOME[0]).stages[0]
+    divided = replace(asked, job=replace(asked.job, e=8, distributed_optimizer=True))
+    stage = option_of(divided, "vocab-2", SOME[0]).stages[0]
+    assert stage.weights < plain.weights / 4
+    assert stage.optimizer == pytest.approx(stage.weights * 6 / 8)
