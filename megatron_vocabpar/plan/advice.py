@@ -22,8 +22,9 @@ _LEAN = (("vocab-2", "1f1b"), ("vocab-2", "v-half"), ("vocab-2", "v-min"))  # tr
 def launch_line(request: Request, option: Option) -> str:
     """A torchrun command for ``pretrain_gpt.py`` that runs the option, on mock data."""
     job, model = request.job, request.model
-    nodes = -(-job.gpus // request.hardware.per_node)
-    processes = f"--nproc-per-node {min(job.gpus, request.hardware.per_node)}"
+    least = -(-job.gpus // request.hardware.per_node)
+    nodes = next(count for count in range(least, job.gpus + 1) if job.gpus % count == 0)
+    processes = f"--nproc-per-node {job.gpus // nodes}"
     start = "torchrun " + (
         f"--nnodes {nodes} {processes} --rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500"
         if nodes > 1
@@ -35,6 +36,7 @@ def launch_line(request: Request, option: Option) -> str:
         "--expert-model-parallel-size": job.e,
     }
     sizes = [f"{flag} {value}" for flag, value in parallel.items() if value > 1]
+    sizes += ["--expert-tensor-parallel-size 1"] if job.expert_tensor < job.t else []
     sizes += ["--sequence-parallel"] if job.t > 1 else []
     sizes += ["--use-distributed-optimizer"] if job.distributed_optimizer else []
     if job.recompute:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..schedule.methods import Method
 from ..schedule.placement import Placement
@@ -81,27 +82,41 @@ class StageMemory:
         return sum(vars(self).values())
 
 
+class Parameters(NamedTuple):
+    """What a rank holds outside experts, and in them."""
+
+    shared: float
+    experts: float
+
+    def updated(self, job: Job) -> float:
+        """Those whose optimizer states the rank holds."""
+        shared, experts = job.replicas if job.distributed_optimizer else (1, 1)
+        return self.shared / shared + self.experts / experts
+
+
 def parameters_of(
     model: Model, job: Job, method: Method, placement: Placement, layers: Sequence[int]
-) -> list[float]:
-    """Parameters of each rank; of experts, those that it holds.
+) -> list[Parameters]:
+    """Parameters of each rank.
 
     Args:
         layers: transformer layers of each stage.
     """
-    per_layer = model.shared_weights / job.t + model.expert_weights / (job.t * job.e)
-    counts = [0.0] * placement.p
+    numbers = [0] * placement.p
     for stage, number in enumerate(layers):
-        counts[placement.rank_of(stage)] += number * per_layer
+        numbers[placement.rank_of(stage)] += number
+    counts = [number * model.shared_weights / job.t for number in numbers]
     whole = model.vocabulary_weights / job.t
     positions = model.seq_length * model.hidden if model.learned_positions else 0
     if method.vocabulary_parallel:
         shards = whole / placement.p * (1 if model.tied else 2)
-        return [count + shards + positions for count in counts]
-    counts[placement.first_rank] += whole + positions
-    if not (model.tied and placement.first_rank == placement.last_rank):
-        counts[placement.last_rank] += whole
-    return counts
+        counts = [count + shards + positions for count in counts]
+    else:
+        counts[placement.first_rank] += whole + positions
+        if not (model.tied and placement.first_rank == placement.last_rank):
+            counts[placement.last_rank] += whole
+    of_layer = model.expert_weights / (job.expert_tensor * job.e)
+    return [Parameters(count, number * of_layer) for count, number in zip(counts, numbers, strict=True)]
 
 
 def stage_memory(
@@ -126,7 +141,6 @@ def stage_memory(
     kept = 2 * model.hidden if job.recompute else _UNCOUNTED * model.activation_bytes
     stages = []
     parameters = parameters_of(model, job, method, placement, layers)
-    optimizer = bytes_.optimizer / (job.d if job.distributed_optimizer else 1)
     for rank in range(placement.p):
         own = [layers[placement.stage_of(rank, chunk)] for chunk in range(placement.chunks)]
         microbatch = kept * tokens * sum(own) / job.t
@@ -146,11 +160,11 @@ def stage_memory(
                 inputs = max(0.0, gradient - microbatch / placement.chunks)
             if placement.first_rank == placement.last_rank:
                 output, inputs = max(output, inputs), 0.0  # at different moments
-        count = parameters[rank]
+        count = sum(parameters[rank])
         inside = StageMemory(
             count * bytes_.weights,
             count * bytes_.gradients,
-            count * optimizer,
+            parameters[rank].updated(job) * bytes_.optimizer,
             activations,
             output,
             inputs,

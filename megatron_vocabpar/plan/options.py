@@ -243,8 +243,8 @@ def _measured_out(
     shards = _softmax_shards(schedule)
     held = [Held(*pair) for pair in zip(peak_activations(schedule), shards, strict=True)]
     stages = stage_memory(model, job, schedule.method, placement, layers, held, Bytes())
-    parameters = max(parameters_of(model, job, schedule.method, placement, layers))
-    updated = parameters / (job.d if job.distributed_optimizer else 1)
+    parameters = parameters_of(model, job, schedule.method, placement, layers)
+    updated = max(own.updated(job) for own in parameters)
     return Option(
         schedule.method.name,
         family.name,

@@ -101,7 +101,7 @@ def _options_table(advice: Advice) -> Table:
     table = _table("family", "method")
     for name in ("ms", "MFU %", "tokens/s", "idle %", "GiB a rank"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
+    table.add_column("fits")
     for option in advice.options:
         if not option.problem:
             table.add_row(*_cells(option, request, advice.best))
@@ -117,7 +117,7 @@ def _table(*left: str) -> Table:
 
 def _cells(option: Option, request: Request, best: Option | None) -> list[str]:
     totals = [stage.total / GIB for stage in option.stages]
-    mark = "best" if option == best else "" if option.fits(request) else "too large"
+    mark = "best" if option == best else "yes" if option.fits(request) else "no"
     return [
         option.family,
         option.method,

@@ -72,6 +72,16 @@ class Job:
     def gpus(self) -> int:
         return self.p * self.t * self.d
 
+    @property
+    def expert_tensor(self) -> int:
+        """Ranks that share an expert: those of tensor parallelism, or one where experts need them all."""
+        return self.t if self.d % self.e == 0 else 1
+
+    @property
+    def replicas(self) -> tuple[int, int]:
+        """How many ranks hold the same weights outside experts, and in them."""
+        return self.d, self.d * self.t // (self.e * self.expert_tensor)
+
 
 def estimated_costs(model: Model, job: Job, hardware: Hardware, method: str) -> PassCosts:
     """The times of a rank's passes with a method, for layers that are spread evenly."""

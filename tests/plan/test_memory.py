@@ -31,9 +31,15 @@ def test_the_ranks_hold_the_model(name: str, method: str, shape: str) -> None:
     placement = Placement(2, 2, shape)  # type: ignore[arg-type]
     layers = [model.layers // 4 + (stage < model.layers % 4) for stage in range(4)]
     counts = parameters_of(model, Job(p=2), METHODS[method], placement, layers)
+    assert [own.updated(Job(p=2)) for own in counts] == [sum(own) for own in counts]
     # A tied weight is there twice if the first and the last stage are on different ranks.
     copies = model.vocabulary_weights if model.tied and method == "baseline" and shape == "standard" else 0
-    assert sum(counts) == pytest.approx(model.parameters + copies)
-    divided = parameters_of(model, Job(p=2, t=2, d=2, e=4), METHODS[method], placement, layers)
-    experts = model.expert_weights * model.layers
-    assert sum(divided) == pytest.approx((sum(counts) - experts) / 2 + experts / 8)
+    assert sum(map(sum, counts)) == pytest.approx(model.parameters + copies)
+    # Experts of 4 ranks each once, of 2 ranks twice: with tensor parallelism inside experts, and without.
+    for e, replicas in ((4, 1), (2, 1), (1, 2)):
+        job = Job(p=2, t=2, d=2, e=e, distributed_optimizer=True)
+        divided = parameters_of(model, job, METHODS[method], placement, layers)
+        ours = [own.updated(job) for own in divided]
+        experts = model.expert_weights * model.layers
+        assert sum(own.experts for own in divided) == pytest.approx(experts * replicas / 4)
+        assert sum(ours) == pytest.approx((sum(map(sum, counts)) - experts) / 4 + experts / 4)

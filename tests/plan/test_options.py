@@ -122,4 +122,5 @@ def test_a_larger_shard_of_experts_and_replicas_saves_memory() -> None:
     divided = replace(asked, job=replace(asked.job, e=8, distributed_optimizer=True))
     stage = option_of(divided, "vocab-2", SOME[0]).stages[0]
     assert stage.weights < plain.weights / 4
-    assert stage.optimizer == pytest.approx(stage.weights * 6 / 8)
+    # Of the experts there is one replica, of the rest there are eight.
+    assert stage.weights * 6 / 8 < stage.optimizer < stage.weights * 6
