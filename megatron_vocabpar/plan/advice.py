@@ -89,8 +89,8 @@ def reasons(request: Request, options: Sequence[Option], best: Option) -> list[s
         even = [str(p) for p in range(2, 2 * job.p) if model.layers % p == 0]
         said.append(
             f"{model.layers} layers do not divide by {job.p} ranks: the busiest has {most}, "
-            f"{100 * (most * job.p / model.layers - 1):.0f} % more than the mean, but in redis"
-            + (f"; {' or '.join(even[-3:])} ranks would be even." if even else ".")
+            f"{100 * (most * job.p / model.layers - 1):.0f} % more than the mean, except where layers move"
+            + (f"; {', '.join(even[-3:])} ranks would be even." if even else ".")
         )
     fitting = [one for one in options if one.fits(request)]
     baseline = _find(options, "baseline", "1f1b")
@@ -146,6 +146,8 @@ def remedies(request: Request) -> list[str]:
         found = _fitting(changed)
         if found is not None:
             fits.append(f"{words}: {found.name}, {found.peak_gib:.1f} GiB")
+            if changed.limit_gib > request.limit_gib:
+                break  # larger ones would do too
     if fits:
         return fits
     said = []
