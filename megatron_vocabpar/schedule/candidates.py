@@ -12,7 +12,7 @@ plays long schedules affords only the first few; ``search.py`` plays thousands.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 from typing import NamedTuple
 
@@ -42,6 +42,7 @@ class _Recipe(NamedTuple):
     ``comm``: scale of the communication that it is made for, None for benign times. ``stretch``: of the
     interval. ``overlap``: see ``Rules``. ``spare``: microbatches in flight beyond the block's, None for any.
     ``ahead``: see ``Rules``. ``packed``: see ``place``; None as the family says.
+    ``banker``: whether an F leaves room for the oldest microbatch's later chunks alone, not for its own.
     """
 
     comm: float | None
@@ -50,6 +51,7 @@ class _Recipe(NamedTuple):
     spare: int | None
     ahead: float = float("inf")
     packed: bool | None = None
+    banker: bool = False
 
 
 _PACKED = (
@@ -111,6 +113,9 @@ def candidates(
             plan = build_graph(graph.numbering, block_times, splits_w=family.splits_w)
             blocks[key] = place(shape, plan, hops=hops, stretch=recipe.stretch, packed=packed)
         yield Candidate(blocks[key], rules(shape, graph, blocks[key], recipe, cap))
+        if shape.chunks > 1:
+            banker = recipe._replace(banker=True)
+            yield Candidate(blocks[key], rules(shape, graph, blocks[key], banker, cap))
 
 
 def is_textbook(shape: Schedule, family: Family) -> bool:
@@ -177,9 +182,20 @@ def rules(shape: Schedule, graph: PassGraph, block: BuildingBlock, recipe: _Reci
         ahead=recipe.ahead,
         hold=dict.fromkeys(forward, chunk) | dict.fromkeys(weight or backward, -chunk),
         max_activations=cap,
-        reserve={node: chunk * later for node, later in later_chunks.items()},
+        reserve={} if recipe.banker else {node: chunk * later for node, later in later_chunks.items()},
+        chunks=_in_chunks(forward, graph, later_chunks) if recipe.banker else {},
         in_flight=in_flight,
     )
+
+
+def _in_chunks(
+    forward: Sequence[int], graph: PassGraph, later_chunks: Mapping[int, int]
+) -> dict[int, list[int]]:
+    """For each F node, those of its rank, first chunk first."""
+    ranks: dict[int, list[int]] = {}
+    for node in sorted(forward, key=lambda node: -later_chunks[node]):
+        ranks.setdefault(graph.rank[node], []).append(node)
+    return {node: ranks[graph.rank[node]] for node in forward}
 
 
 def _holder(node: int, graph: PassGraph) -> int:

@@ -55,7 +55,7 @@ def generate(
         return search(method, p, m, among=among, chunks=chunks, costs=costs, max_activations=max_activations)
     kind = family_named(family) if isinstance(family, str) else family
     problem = Problem.of(method, p, m, kind, chunks=chunks, costs=costs, max_activations=max_activations)
-    return problem.schedule(problem.best(_TRIAL_PASSES))
+    return problem.best(_TRIAL_PASSES)
 
 
 def make_plan(

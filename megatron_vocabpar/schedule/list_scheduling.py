@@ -12,7 +12,7 @@ for (T of vocab-2, W, IB) is *lazy*: it fills idle time, and is forced only wher
 too many. Every pass runs after all that it waits for, so the order that comes out keeps every rule.
 
 For speed, node ``n`` of microbatch ``i`` is one number, the *item* ``n * m + i``.
-Source: list scheduling, Graham (1966); the in-flight limit is 1F1B's own rule, for any building block.
+Source: list scheduling, Graham (1966); the banker's rule, Dijkstra (1965); the in-flight limit is 1F1B's own rule, for any building block.
 Next: ``candidates.py``.
 """
 
@@ -72,6 +72,8 @@ class Rules:
         max_activations: the most that a rank may hold.
         reserve: for each F node, the room that it must leave for later chunks of its rank, so that the
             oldest microbatch can always go on.
+        chunks: for each F node, the F nodes of its rank, first chunk first. Where it is given, it stands for
+            ``reserve``: a banker's rule that leaves room for the later chunks of the oldest microbatch alone.
         in_flight: for each F node, its B node and how many microbatches may be between the two.
     """
 
@@ -83,6 +85,7 @@ class Rules:
     hold: Mapping[int, float] = field(default_factory=dict)
     max_activations: float = _NEVER
     reserve: Mapping[int, float] = field(default_factory=dict)
+    chunks: Mapping[int, Sequence[int]] = field(default_factory=dict)
     in_flight: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -216,7 +219,7 @@ class _Arranger:
                 break
             ready = starts[node]
             if self.hold[node] > 0.0:
-                if self.need_room[node] > room:
+                if self.need_room[node] > room or self._would_starve(node):
                     if ready <= now:
                         for lazy in self.freeing[rank]:
                             if starts[lazy] <= now:
@@ -241,6 +244,20 @@ class _Arranger:
                 until = ready
         self._wake(rank, until)
         return -1, until
+
+    def _would_starve(self, node: int) -> bool:
+        """Whether after this F the oldest microbatch with chunks to come may have no room for them.
+
+        Once all that is older has gone, that microbatch needs 1 for itself, beside what younger ones hold.
+        """
+        chunks = self.rules.chunks.get(node)
+        if not chunks:
+            return False
+        oldest = self.next[chunks[-1]]
+        if self.next[node] <= oldest:
+            return False
+        younger = 1 + sum(max(self.next[other] - oldest - 1, 0) for other in chunks)
+        return 1.0 + younger * self.hold[node] > self.rules.max_activations + _ROUNDING
 
     def _choose_lazy(self, rank: int, now: float, until: float) -> int:
         """A lazy pass that delays a core pass, which starts at ``until``, by no more than it may; or -1."""

@@ -1,28 +1,35 @@
 """One schedule to be found in one family: its frame, its rules with their times, and the best candidate.
 
-Next: ``candidates.py``, ``list_scheduling.py``.
+Next: ``candidates.py``, ``list_scheduling.py``, ``polish.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
-from .candidates import Candidate, candidates, is_textbook
+from .bounds import lower_bound_ms
+from .candidates import INPUT_GRADIENTS, SOFTMAX_SHARDS, Candidate, candidates, is_textbook
 from .costs import PassCosts, PassTimes
+from .events import run_events
 from .families import Family
 from .list_scheduling import Stuck, Timeline, arrange
+from .lower import lower
 from .methods import Method, method_named
 from .numbering import Numbering
 from .pass_graph import PassGraph, build_graph
 from .passes import PassType
 from .peaks import check_cap, claimed_peak
 from .placement import Placement
+from .polish import Caps, Order, polish
 from .schedule import Schedule, passes_of
 
 _LEAST_TRIAL = 64  # microbatches; and enough that a steady state is seen
 _PLACING = 25  # placing a block of two chunks takes as long as playing so many microbatches
 _FEWEST = 4  # fewer trials than this are not worth their time
+_POLISHED = 3  # the best of the trials, from which a small schedule is polished
+_ROUNDING = 1e-9  # of sums of 1/chunks
 _FINALISTS = 3  # the best of the trials, played for all microbatches where the budget allows
 
 
@@ -34,6 +41,7 @@ class Problem:
         shape: the frame.
         family: gives the building blocks.
         times: of all passes, in ms.
+        costs: what the times were read from.
         graph: the rules, with the times.
         cap: the most microbatches whose activations a rank may hold.
     """
@@ -41,6 +49,7 @@ class Problem:
     shape: Schedule
     family: Family
     times: PassTimes
+    costs: PassCosts
     graph: PassGraph
     cap: float
 
@@ -59,23 +68,44 @@ class Problem:
         if max_activations is not None:
             check_cap(max_activations)
         shape = frame(method, p, m, family=family, chunks=chunks)
-        times = PassTimes.of(costs or PassCosts.default(p), shape, splits_w=family.splits_w)
+        costs = costs or PassCosts.default(p)
+        times = PassTimes.of(costs, shape, splits_w=family.splits_w)
         cap = max_activations
         if cap is None:
             cap = claimed_peak(method_named(method), p, family, shape.chunks)
-        return Problem(
-            shape, family, times, build_graph(Numbering(shape), times, splits_w=family.splits_w), cap
-        )
+        graph = build_graph(Numbering(shape), times, splits_w=family.splits_w)
+        return Problem(shape, family, times, costs, graph, cap)
 
-    def best(self, budget: int) -> Timeline:
-        """The fastest of as many candidates as may be tried.
+    def best(self, budget: int) -> Schedule:
+        """The fastest of as many candidates as may be tried; polished where it is small.
 
         Args:
             budget: about how many passes the trials may play in all.
         """
+        orders = [played.order for played in self._played(budget)[:_POLISHED]]
+        polished = self._polished(orders)
+        found = map(self._schedule, [*orders, *polished] if polished else orders[:1])
+        return min(found, key=self.simulated_ms) if polished else next(found)
+
+    def _polished(self, orders: Sequence[Sequence[Sequence[int]]]) -> list[Order]:
+        if is_textbook(self.shape, self.family):
+            return []
+        room = int(min(self.cap, self.shape.m) * self.shape.chunks + _ROUNDING)
+        caps = Caps(room, SOFTMAX_SHARDS + 1, INPUT_GRADIENTS + 1)
+        waiting = {PassType.T: caps.shards, PassType.IB: caps.gradients}
+        bound = lower_bound_ms(self.graph, self.shape.m, room, waiting)
+        return polish(self.graph, self.shape.m, caps, orders, bound)
+
+    def simulated_ms(self, schedule: Schedule) -> float:
+        """What the simulator says of a schedule with its communication."""
+        program = lower(schedule, self.costs)
+        return max(run_events(schedule, PassTimes.of(self.costs, schedule), program).ends)
+
+    def _played(self, budget: int) -> list[Timeline]:
+        """The fastest first; of those that take equally long, one."""
         choices = candidates(self.shape, self.graph, self.times, self.family, self.cap)
         if is_textbook(self.shape, self.family):
-            return arrange(self.graph, self.shape.m, *next(choices))
+            return [arrange(self.graph, self.shape.m, *next(choices))]
         passes = len(self.graph.passes)  # of one microbatch
         trial_m = min(self.shape.m, max(_LEAST_TRIAL, 2 * self.shape.p + 4))
         placing = int(_PLACING * max(1.0, self.shape.chunks / 2) ** 2)
@@ -87,16 +117,18 @@ class Problem:
                 trials.append((self._extrapolated(played, trial_m), position, candidate, played))
         trials.sort(key=lambda trial: trial[:2])
         if trials and trial_m == self.shape.m:
-            return trials[0][-1]
-        finalists = max(1, min(_FINALISTS, budget // (passes * self.shape.m)))
+            different = {trial[0]: trial[-1] for trial in reversed(trials)}
+            return [different[end] for end in sorted(different)]
+        least = 2 if self.shape.chunks > 1 else 1  # both rules of memory
+        finalists = max(least, min(_FINALISTS, budget // (passes * self.shape.m)))
         ranked = chain((trial[2] for trial in trials), choices)
         finished = filter(None, (self._try(candidate, self.shape.m) for candidate in ranked))
-        return min(islice(finished, finalists), key=lambda played: played.end)
+        return sorted(islice(finished, finalists), key=lambda played: played.end)
 
-    def schedule(self, played: Timeline) -> Schedule:
+    def _schedule(self, order: Iterable[Sequence[int]]) -> Schedule:
         """A schedule with the order in which the passes were played."""
         numbering = self.graph.numbering
-        rows = ([numbering.item(number) for number in row if number < numbering.size] for row in played.order)
+        rows = ([numbering.item(number) for number in row if number < numbering.size] for row in order)
         return replace(self.shape, ranks=tuple(map(passes_of, rows)))
 
     def _try(self, candidate: Candidate, m: int) -> Timeline | None:

@@ -52,5 +52,4 @@ def search(
         Problem.of(method, p, m, kind, chunks=chunks, costs=costs, max_activations=cap) for kind in chosen
     ]
     found = [(problem.best(passes // len(problems)), problem) for problem in problems]
-    played, problem = min(found, key=lambda pair: pair[0].end)
-    return problem.schedule(played)
+    return min(found, key=lambda pair: pair[1].simulated_ms(pair[0]))[0]
