@@ -1,4 +1,4 @@
-"""What verbs share: the option ``--format``, and writing what was asked for into a file."""
+"""What verbs share: the option ``--format``, writing files, and telling what is being done."""
 
 from __future__ import annotations
 
@@ -21,3 +21,8 @@ def write_output(path: str, content: str | bytes, option: str = "--output") -> N
         Path(path).write_bytes(content)
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}; give another {option}") from error
+
+
+def tell(text: str) -> None:
+    """One line on what is being done, beside the output: for what takes more than a few seconds."""
+    click.echo(f"vocabpar: {text}", err=True)

@@ -8,21 +8,23 @@ from typing import Any
 
 import click
 
-from megatron_vocabpar.cli.files import write_output
+from megatron_vocabpar.cli.files import tell, write_output
 from megatron_vocabpar.schedule import draw
+from megatron_vocabpar.schedule.bounds import least_ms
 from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.families import SEARCH, families
 from megatron_vocabpar.schedule.generate import make_plan
 from megatron_vocabpar.schedule.hang import find_hangs, iteration_ms
 from megatron_vocabpar.schedule.memory import BufferSizes
 from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.peaks import family_of
 from megatron_vocabpar.schedule.plan import Plan
-from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.schedule.serialize import plan_to_csv, plan_to_json, to_json
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
 
 _FILE_WIDTH = 160  # columns of the text form where it is not shown on a terminal
 _BINARY = ("png", "pdf")
+_LARGE = 8192  # microbatches of all ranks: planning takes more than a few seconds
 
 
 @click.command("schedule")
@@ -64,15 +66,25 @@ def schedule_command(
     if output is None and output_format in _BINARY:
         raise ValueError(f"--format {output_format} is no text; give --output FILE")
     costs = PassCosts.load(costs_file) if costs_file is not None else None
-    plan = make_plan(**planned, costs=costs)
+    if (size := planned["p"] * planned["m"]) > _LARGE:
+        tell(f"planning {planned['p']} ranks x {planned['m']} microbatches")
+    plan = make_plan(**planned, costs=costs, progress=tell)
+    if size > _LARGE and output_format not in ("json", "program", "csv"):
+        tell(f"planned; now simulating and drawing {sum(map(len, plan.program)):,} instructions")
     sizes = BufferSizes.load(costs_file, plan.schedule.p) if costs_file is not None else None
     on_terminal = output is None and sys.stdout.isatty()
-    rendered = render(plan, output_format, sizes, width, on_terminal) if check is None else hang_report(plan)
+    family = planned["family"] if planned["family"] != SEARCH else family_of(plan.schedule)
+    rendered = hang_report(plan) if check else render(plan, family, output_format, sizes, width, on_terminal)
     click.echo(rendered) if output is None else write_output(output, rendered)
 
 
 def render(
-    plan: Plan, output_format: str, sizes: BufferSizes | None, width: int | None, on_terminal: bool
+    plan: Plan,
+    family: str,
+    output_format: str,
+    sizes: BufferSizes | None,
+    width: int | None,
+    on_terminal: bool,
 ) -> str | bytes:
     """The plan in one of the formats of ``--format``; ``width`` is in pixels."""
     if output_format == "json":
@@ -87,8 +99,8 @@ def render(
     if output_format == "text":
         columns = shutil.get_terminal_size().columns if on_terminal else _FILE_WIDTH
         grid = draw.draw_text(simulation, width=columns, colour=on_terminal)
-        return f"{_summary(plan.schedule, simulation)}\n\n{grid}"
-    charts = [draw.planned_chart(simulation, sizes=sizes)]
+        return f"{_summary(plan, family, simulation)}\n\n{grid}"
+    charts = [draw.planned_chart(simulation, family=family, sizes=sizes)]
     if output_format == "html":
         return draw.draw_html(charts)
     if output_format == "svg":
@@ -96,14 +108,15 @@ def render(
     return draw.draw_image(charts, output_format, width)
 
 
-def _summary(schedule: Schedule, simulation: Simulation) -> str:
-    method = schedule.method
+def _summary(plan: Plan, family: str, simulation: Simulation) -> str:
+    schedule, method = plan.schedule, plan.schedule.method
     barriers = f"{method.barriers} barrier{'' if method.barriers == 1 else 's'}"
     peaks = " ".join(f"{peak:g}" for peak in simulation.peak_activations)
     bubbles = " ".join(f"{100 * bubble:.1f}" for bubble in simulation.bubble)
     return (
-        f"{method.name} ({barriers}), p = {schedule.p}, m = {schedule.m}: "
-        f"{simulation.iteration_ms:.1f} ms an iteration\n"
+        f"{method.name} ({barriers}), {family}, p = {schedule.p}, m = {schedule.m}: "
+        f"{simulation.iteration_ms:.1f} ms an iteration; with this memory none takes less than "
+        f"{least_ms(plan):.1f} ms\n"
         f"idle time of each rank, %:              {bubbles}\n"
         f"peak activations, microbatches:         {peaks}"
     )

@@ -12,7 +12,7 @@ import click
 from megatron_vocabpar.cli.files import FORMAT, write_output
 from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.critical_path import Step, time_by_rank, time_by_type
-from megatron_vocabpar.schedule.draw import draw_html, measured_times, planned_chart, read_timeline
+from megatron_vocabpar.schedule.draw import draw_html, measured_times, name_of, planned_chart, read_timeline
 from megatron_vocabpar.schedule.memory import BUFFERS, BufferSizes, peak_memory
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
@@ -64,7 +64,7 @@ def simulate_command(
     times = None if measured is None else measured_times(measured, schedule)
     result = simulate(plan, times if costs is None else PassTimes.of(costs, schedule))
     if html_file is not None:
-        title = f"{schedule.method.name}, p = {schedule.p}, m = {schedule.m}"
+        title = name_of(schedule)
         planned = planned_chart(result, title=f"{title}, planned" if measured else title, sizes=sizes)
         write_output(html_file, draw_html([planned, measured] if measured else [planned]), "--html")
     click.echo(as_json(result, sizes) if output_format == "json" else as_text(result, sizes))

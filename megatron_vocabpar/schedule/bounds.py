@@ -2,8 +2,8 @@
 
 Three things take time, whatever the order:
 
-- *work*: a rank runs its passes one after the other; before the first F (or S) that can reach it, it has only a
-  few IF to run, as the throttle allows, and after its last B only the few T that may wait, the IB of
+- *work*: a rank runs its passes one after the other; before the first F (or S) that can reach it, it has
+  only a few IF to run, as the throttle allows, and after its last B only the few T that may wait, the IB of
   microbatches that are on their way back, and W;
 - *memory*: a microbatch's activations stay for at least as long as its way from F to B (or W), and a rank
   holds only so many at once;
@@ -20,30 +20,44 @@ from collections.abc import Mapping
 from graphlib import TopologicalSorter
 from math import ceil, inf
 
-from .pass_graph import PassGraph
+from .candidates import INPUT_GRADIENTS, SOFTMAX_SHARDS
+from .costs import PassTimes
+from .numbering import Numbering
+from .pass_graph import PassGraph, build_graph
 from .passes import PassType
+from .peaks import peak_activations
+from .plan import Plan
 
+WAITING = {PassType.T: SOFTMAX_SHARDS + 1, PassType.IB: INPUT_GRADIENTS + 1}  # at most, on a rank
 _EARLY_INPUTS = 4  # IF of a rank before any F has ended: two embedded inputs, and the two after them
 Arcs = Mapping[int, list[tuple[int, float]]]
 
 
-def lower_bound_ms(graph: PassGraph, m: int, room: int, waiting: Mapping[PassType, int]) -> float:
+def lower_bound_ms(graph: PassGraph, m: int, room: int) -> float:
     """The least time of an iteration.
 
     Args:
         graph: the rules and times.
         m: microbatches.
         room: model chunks whose activations a rank may hold.
-        waiting: how many T and IB may wait on a rank; W may in any number.
     """
     order, arcs = _arcs(graph)
     head = _longest(order, arcs, dict.fromkeys(order, 0.0))
     tail = _tails(graph, order, arcs)
     least = max(head[node] + graph.duration.get(node, 0.0) + tail[node] for node in order)
     for rank in range(max(graph.rank.values()) + 1):
-        least = max(least, _work(graph, rank, m, head, tail, waiting))
+        least = max(least, _work(graph, rank, m, head, tail))
         least = max(least, _memory(graph, rank, m, room, order, arcs, head))
     return least
+
+
+def least_ms(plan: Plan) -> float:
+    """The bound for any order of a plan's passes that holds no more activations than the plan does."""
+    schedule = plan.schedule
+    times = PassTimes.of(plan.costs, schedule)
+    graph = build_graph(Numbering(schedule), times, splits_w=schedule.splits_w)
+    room = round(max(peak_activations(schedule)) * schedule.chunks)
+    return lower_bound_ms(graph, schedule.m, room)
 
 
 def _work(
@@ -52,7 +66,6 @@ def _work(
     m: int,
     head: Mapping[int, float],
     tail: Mapping[int, float],
-    waiting: Mapping[PassType, int],
 ) -> float:
     nodes = [node for node in graph.passes if graph.rank[node] == rank]
     core = [n for n in nodes if n not in graph.sinks and graph.type_of(n) is not PassType.IF]
@@ -67,7 +80,7 @@ def _work(
             count = _EARLY_INPUTS + _on_the_way(way_in, graph.duration[graph.of_type(PassType.F)[0]])
             first -= duration * min(count, m)
         elif node in graph.sinks:
-            count = waiting.get(type_, m)
+            count = WAITING.get(type_, m)
             if type_ is PassType.IB:
                 count += _on_the_way(way_out, graph.duration[graph.of_type(PassType.B)[0]])
             after -= duration * min(count, m)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from math import fsum
 
 from .pass_graph import PassGraph
 from .passes import PassType
@@ -91,7 +92,7 @@ class _Ring:
         """Where a start can be best: at once, or leaving a gap that other passes fill exactly."""
         yield phase
         fillers = sorted(self.remaining, reverse=True)[:_ROOM_FOR]
-        sums = {sum(part) for size in range(len(fillers) + 1) for part in combinations(fillers, size)}
+        sums = {fsum(part) for size in range(len(fillers) + 1) for part in combinations(fillers, size)}
         for begin, end in self.arcs:
             for room in sums:
                 yield (end + room) % self.interval
@@ -120,7 +121,7 @@ def _fits(sizes: Sequence[float], gaps: Sequence[float], slack: float, tries: It
     """Whether a way is found to pack passes of these sizes (descending) into these gaps in so many tries."""
     if not sizes:
         return True
-    if next(tries, None) is None or sum(sizes) > sum(gaps) + slack:
+    if next(tries, None) is None or fsum(sizes) > fsum(gaps) + slack:
         return False
     size, rest = sizes[0], sizes[1:]
     for k, gap in enumerate(gaps):

@@ -17,6 +17,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import resources
+from math import fsum
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -248,8 +249,8 @@ def _shares(costs: PassCosts, schedule: Schedule) -> list[float]:
         return [1.0] * p
     layers = costs.layers or _LAYERS_PER_RANK * p
     names = [f"{type_.value}_ms" for type_ in _TRANSFORMER]
-    layer_work = sum(sum(_spread(getattr(costs, name), p, name)) for name in names) / layers
-    first, last = (sum(extra.values()) for extra in (costs.first_rank_extra, costs.last_rank_extra))
+    layer_work = fsum(fsum(_spread(getattr(costs, name), p, name)) for name in names) / layers
+    first, last = (fsum(extra.values()) for extra in (costs.first_rank_extra, costs.last_rank_extra))
     return [count * p / layers for count in redistribute(layers, p, first, last, layer_work)]
 
 
@@ -273,7 +274,7 @@ def _vocabulary_times(costs: PassCosts, schedule: Schedule) -> dict[PassType, tu
     for type_ in chosen.in_step:  # it does T's work too, and its collectives
         synchronous = _spread(method.get("synchronous_ms", 0.0), p, "synchronous_ms")
         parts = zip(times[type_], times[PassType.T], synchronous, strict=True)
-        times[type_] = tuple(map(sum, parts))
+        times[type_] = tuple(map(fsum, parts))
     return times
 
 

@@ -9,17 +9,15 @@ Next: ``problem.py``, then ``lower.py``, which adds the communication, and ``pla
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .costs import PassCosts
 from .families import SEARCH, Family, family_named
 from .methods import Method
 from .plan import Plan
-from .problem import Problem
+from .problem import TRIAL_PASSES, Problem
 from .schedule import Schedule
 from .search import search
-
-_TRIAL_PASSES = 60_000  # about how many passes the trials may play in all: a fraction of a second
 
 
 def generate(
@@ -32,6 +30,7 @@ def generate(
     costs: PassCosts | None = None,
     max_activations: float | None = None,
     among: Sequence[Family] | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Schedule:
     """A valid schedule, as fast as the family's blocks allow.
 
@@ -47,15 +46,25 @@ def generate(
         max_activations: the most microbatches whose activations a rank may hold, at least 1; by default
             what is claimed for the method in this family (``peaks.claimed_peak``), in a search in 1F1B.
         among: the families to search; by default all.
+        progress: told what a search tries next.
 
     Raises:
         ValueError: naming the argument that is wrong, and what to give instead.
     """
     if family == SEARCH:
-        return search(method, p, m, among=among, chunks=chunks, costs=costs, max_activations=max_activations)
+        return search(
+            method,
+            p,
+            m,
+            among=among,
+            chunks=chunks,
+            costs=costs,
+            max_activations=max_activations,
+            progress=progress,
+        )
     kind = family_named(family) if isinstance(family, str) else family
     problem = Problem.of(method, p, m, kind, chunks=chunks, costs=costs, max_activations=max_activations)
-    return problem.best(_TRIAL_PASSES)
+    return problem.best(TRIAL_PASSES)
 
 
 def make_plan(
@@ -68,6 +77,7 @@ def make_plan(
     costs: PassCosts | None = None,
     max_activations: float | None = None,
     among: Sequence[Family] | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """A generated schedule with its program; arguments and errors are those of ``generate``."""
     schedule = generate(
@@ -79,5 +89,6 @@ def make_plan(
         costs=costs,
         max_activations=max_activations,
         among=among,
+        progress=progress,
     )
     return Plan.of(schedule, costs)

@@ -12,7 +12,8 @@ for (T of vocab-2, W, IB) is *lazy*: it fills idle time, and is forced only wher
 too many. Every pass runs after all that it waits for, so the order that comes out keeps every rule.
 
 For speed, node ``n`` of microbatch ``i`` is one number, the *item* ``n * m + i``.
-Source: list scheduling, Graham (1966); the banker's rule, Dijkstra (1965); the in-flight limit is 1F1B's own rule, for any building block.
+Source: list scheduling, Graham (1966); the banker's rule, Dijkstra (1965); the in-flight limit is 1F1B's own
+rule, for any building block.
 Next: ``candidates.py``.
 """
 

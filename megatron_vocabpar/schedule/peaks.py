@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from .families import Family
+from .families import Family, families
 from .methods import Method
 from .passes import PassType
 from .schedule import Schedule
@@ -37,6 +37,21 @@ def peak_activations(schedule: Schedule) -> tuple[float, ...]:
             peak = max(peak, alive)
         peaks.append(peak / schedule.chunks)
     return tuple(peaks)
+
+
+def family_of(schedule: Schedule) -> str:
+    """The name of the family that a schedule looks like; empty where it is like none.
+
+    V shapes differ in memory alone: it is the one that claims least of those that claim enough.
+    """
+    fitting = []
+    for kind in families().values():
+        same = kind.shape == schedule.placement.shape and kind.splits_w == schedule.splits_w
+        if same and kind.allows(schedule.chunks):
+            claim = claimed_peak(schedule.method, schedule.p, kind, schedule.chunks)
+            enough = claim >= max(peak_activations(schedule), default=0.0)
+            fitting.append((not enough, claim if enough else -claim, kind.name))
+    return min(fitting)[-1] if fitting else ""
 
 
 def check_cap(max_activations: float) -> None:

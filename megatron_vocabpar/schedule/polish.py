@@ -21,13 +21,13 @@ from random import Random
 from typing import NamedTuple
 
 from .pass_graph import PassGraph
-from .passes import CommType, PassType
+from .passes import PassType
 
 Order = list[list[int]]
 
 _SEED = 1
-_VISITS = 300_000  # items played in all: a fraction of a second
-_FEWEST_PLAYS = 60  # fewer moves than this are not worth their time: a schedule is large
+_VISITS = 150_000  # items played in all: a fraction of a second
+_FEWEST_PLAYS = 100  # fewer moves than this are not worth their time: the schedule is large
 _ANYWHERE = 0.2  # share of moves that are not on the critical path
 _THRESHOLD = 0.04  # at first, as a share of the length, where there are at least ...
 _PATIENCE = 10  # ... so many plays a pass; with fewer it is lower in proportion
@@ -167,10 +167,15 @@ class _Net:
         )
 
 
+def is_small(graph: PassGraph, m: int) -> bool:
+    """Whether a schedule is small enough for a search to find anything."""
+    return (len(graph.passes) + len(graph.producers)) * m * _FEWEST_PLAYS <= _VISITS
+
+
 def polish(
     graph: PassGraph, m: int, caps: Caps, orders: Sequence[Sequence[Sequence[int]]], bound: float
 ) -> list[Order]:
-    """The fastest order found from each of a few; none where the schedule is too large to find anything.
+    """The fastest order found from each of a few.
 
     Args:
         graph: the rules and times.
@@ -180,10 +185,7 @@ def polish(
         bound: in ms; an order that is no slower is not improved further.
     """
     net = _Net(graph, m, caps)
-    plays = _VISITS // len(net.follow) // len(orders)
-    if plays < _FEWEST_PLAYS:
-        return []
-    found = []
+    plays, found = _VISITS // len(net.follow) // len(orders), []
     for order in orders:
         rows = [[net.place[i // m] * m + i % m for i in row if i // m in graph.passes] for row in order]
         best = _search(net, rows, plays, bound)

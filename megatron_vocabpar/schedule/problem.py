@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
-from .bounds import lower_bound_ms
-from .candidates import INPUT_GRADIENTS, SOFTMAX_SHARDS, Candidate, candidates, is_textbook
+from .bounds import WAITING, lower_bound_ms
+from .candidates import Candidate, candidates, is_textbook
 from .costs import PassCosts, PassTimes
 from .events import run_events
 from .families import Family
@@ -22,9 +22,10 @@ from .pass_graph import PassGraph, build_graph
 from .passes import PassType
 from .peaks import check_cap, claimed_peak
 from .placement import Placement
-from .polish import Caps, Order, polish
+from .polish import Caps, is_small, polish
 from .schedule import Schedule, passes_of
 
+TRIAL_PASSES = 60_000  # about how many the trials may play in all: a fraction of a second
 _LEAST_TRIAL = 64  # microbatches; and enough that a steady state is seen
 _PLACING = 25  # placing a block of two chunks takes as long as playing so many microbatches
 _FEWEST = 4  # fewer trials than this are not worth their time
@@ -82,19 +83,20 @@ class Problem:
         Args:
             budget: about how many passes the trials may play in all.
         """
-        orders = [played.order for played in self._played(budget)[:_POLISHED]]
-        polished = self._polished(orders)
-        found = map(self._schedule, [*orders, *polished] if polished else orders[:1])
-        return min(found, key=self.simulated_ms) if polished else next(found)
+        if is_textbook(self.shape, self.family) or not is_small(self.graph, self.shape.m):
+            return self._schedule(self._played(budget)[0].order)
+        orders = [played.order for played in self._played(budget // 2)[:_POLISHED]]
+        polished = polish(self.graph, self.shape.m, self._caps, orders, self.bound_ms())
+        return min(map(self._schedule, (*orders, *polished)), key=self.simulated_ms)
 
-    def _polished(self, orders: Sequence[Sequence[Sequence[int]]]) -> list[Order]:
-        if is_textbook(self.shape, self.family):
-            return []
+    def bound_ms(self) -> float:
+        """What no order under the caps can undercut."""
+        return lower_bound_ms(self.graph, self.shape.m, self._caps.chunks)
+
+    @property
+    def _caps(self) -> Caps:
         room = int(min(self.cap, self.shape.m) * self.shape.chunks + _ROUNDING)
-        caps = Caps(room, SOFTMAX_SHARDS + 1, INPUT_GRADIENTS + 1)
-        waiting = {PassType.T: caps.shards, PassType.IB: caps.gradients}
-        bound = lower_bound_ms(self.graph, self.shape.m, room, waiting)
-        return polish(self.graph, self.shape.m, caps, orders, bound)
+        return Caps(room, WAITING[PassType.T], WAITING[PassType.IB])
 
     def simulated_ms(self, schedule: Schedule) -> float:
         """What the simulator says of a schedule with its communication."""

@@ -1,18 +1,23 @@
-"""The best schedule under a memory cap: every family, thousands of candidates.
+"""The best schedule under a memory cap: every family, each with that cap and with smaller ones.
+
+What is found with less memory is valid with more, and what ``generate`` makes of a family is among what is
+tried. So a search is never slower than a family under its own cap, and more memory never makes it slower
+(from one of the caps of ``rungs`` to any other). What a bound rules out is not played.
 
 Next: ``problem.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
 
 from .costs import PassCosts
 from .families import Family, families, family_named
 from .methods import Method, method_named
 from .peaks import claimed_peak
-from .problem import Problem
-from .schedule import Schedule
+from .problem import TRIAL_PASSES, Problem
+from .schedule import MOST_FORWARDS, Schedule
 
 
 def search(
@@ -24,7 +29,8 @@ def search(
     chunks: int | None = None,
     costs: PassCosts | None = None,
     max_activations: float | None = None,
-    passes: int = 2_000_000,
+    passes: int = TRIAL_PASSES,
+    progress: Callable[[str], None] | None = None,
 ) -> Schedule:
     """The fastest valid schedule that is found.
 
@@ -37,7 +43,9 @@ def search(
         costs: times of the passes; ``PassCosts.default`` where nothing is measured.
         max_activations: the most microbatches whose activations a rank may hold, at least 1; by default
             what is claimed for the method in 1F1B.
-        passes: about how many passes the trials may play in all; a million takes some five seconds.
+        passes: about how many passes the trials of one family with one cap may play; a million takes some
+            five seconds.
+        progress: told what is tried next.
 
     Raises:
         ValueError: naming the argument that is wrong, and what to give instead.
@@ -48,8 +56,31 @@ def search(
     cap = max_activations
     if cap is None:
         cap = claimed_peak(method_named(method), max(p, 1), family_named("1f1b"), 1)
-    problems = [
-        Problem.of(method, p, m, kind, chunks=chunks, costs=costs, max_activations=cap) for kind in chosen
-    ]
-    found = [(problem.best(passes // len(problems)), problem) for problem in problems]
-    return min(found, key=lambda pair: pair[1].simulated_ms(pair[0]))[0]
+    tried: dict[tuple[object, ...], tuple[float, Family]] = {}
+    for kind in chosen:
+        own = claimed_peak(method_named(method), max(p, 1), kind, chunks or kind.chunks)
+        like = kind.shape, kind.chunks, kind.fixed_chunks, kind.splits_w, kind.packed, kind.hops
+        tried |= {(rung, *like): (rung, kind) for rung in {*rungs(cap), cap, min(own, cap)}}
+    best, least = None, inf
+    # The most memory first: the sort keeps the order of families.
+    in_turn = sorted(tried.values(), key=lambda pair: -pair[0])
+    for place, (rung, kind) in enumerate(in_turn):
+        problem = Problem.of(method, p, m, kind, chunks=chunks, costs=costs, max_activations=rung)
+        if problem.bound_ms() > least:
+            continue
+        if progress is not None:
+            progress(f"{place + 1} of {len(tried)}: {kind.name}, at most {rung:g} microbatches")
+        found = problem.best(passes)
+        taken = problem.simulated_ms(found)
+        if taken < least:
+            best, least = found, taken
+    assert best is not None
+    return best
+
+
+def rungs(cap: float) -> Iterator[int]:
+    """Whole numbers up to a cap, farther apart where they are large: 1 to 8, 10, 12, 14, 16, 20, 24, ..."""
+    number = 1
+    while number <= min(cap, MOST_FORWARDS):
+        yield number
+        number += max(1, 2 ** (number.bit_length() - 3))

@@ -6,7 +6,7 @@ and ``html.py`` draw charts (``chart.py``), planned or measured (``measured.py``
 
 from __future__ import annotations
 
-from .chart import Chart, planned_chart
+from .chart import Chart, name_of, planned_chart
 from .html import draw_html
 from .image import draw_image
 from .measured import measured_chart, measured_times, read_timeline
@@ -23,6 +23,7 @@ __all__ = [
     "draw_trace",
     "measured_chart",
     "measured_times",
+    "name_of",
     "planned_chart",
     "read_timeline",
     "svg_of",

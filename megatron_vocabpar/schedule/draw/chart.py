@@ -19,7 +19,9 @@ from ..passes import (
     Pass,
     PassType,
 )
+from ..peaks import family_of
 from ..placement import Placement
+from ..schedule import Schedule
 from ..simulate import Simulation
 
 MICROBATCHES, MIB = "microbatches", "MiB"  # units of memory
@@ -83,19 +85,31 @@ class Chart:
         return 0 if item.type in VOCABULARY_PASSES else self.placement.chunk_of(item.stage)
 
 
+def name_of(schedule: Schedule, family: str | None = None) -> str:
+    """What a title calls a schedule: family, method, sizes."""
+    family = family or family_of(schedule)
+    words = f"{family} + {schedule.method.name}" if family else schedule.method.name
+    return f"{words}, p = {schedule.p}, m = {schedule.m}"
+
+
 def planned_chart(
-    simulation: Simulation, *, title: str | None = None, sizes: BufferSizes | None = None
+    simulation: Simulation,
+    *,
+    title: str | None = None,
+    family: str | None = None,
+    sizes: BufferSizes | None = None,
 ) -> Chart:
     """The chart of a simulated schedule.
 
     Args:
         simulation: what to draw.
-        title: the line above; by default method, p and m.
+        title: the line above; by default family, method, p and m.
+        family: its name; by default the one that it looks like.
         sizes: for memory in MiB; in microbatches of activations where they are not known.
     """
     schedule = simulation.schedule
     idle = 100 * sum(simulation.bubble) / max(schedule.p, 1)
-    heading = title or f"{schedule.method.name}, p = {schedule.p}, m = {schedule.m}"
+    heading = title or name_of(schedule, family)
     return Chart(
         f"{heading}: {simulation.iteration_ms:.1f} ms, idle {idle:.1f} %",
         tuple(

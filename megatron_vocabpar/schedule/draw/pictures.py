@@ -9,7 +9,7 @@ from typing import Any
 
 from ..plan import Plan
 from ..simulate import simulate
-from .chart import planned_chart
+from .chart import name_of, planned_chart
 from .html import draw_html
 from .measured import measured_chart, measured_times
 from .svg import draw_svg, svg_of
@@ -33,11 +33,11 @@ def write_pictures(folder: Path, plan: Plan, trace: Mapping[str, Any]) -> None:
         trace: of one iteration, as ``runtime.profile.trace_events`` makes it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    schedule = plan.schedule
+    schedule, name = plan.schedule, name_of(plan.schedule)
     (folder / SCHEDULE_FILE).write_text(draw_svg(simulate(plan)), encoding="utf-8")
     (folder / TIMELINE_FILE).write_text(json.dumps(trace), encoding="utf-8")
-    measured = measured_chart(trace, schedule, f"{schedule.method.name}, measured")
+    measured = measured_chart(trace, schedule, f"{name}, measured")
     simulation = simulate(plan, measured_times(measured, schedule))
-    charts = [planned_chart(simulation, title=f"{schedule.method.name}, planned"), measured]
+    charts = [planned_chart(simulation, title=f"{name}, planned"), measured]
     (folder / TIMELINE_PICTURE_FILE).write_text(svg_of(charts, _PAGE_WIDTH), encoding="utf-8")
     (folder / TIMELINE_PAGE_FILE).write_text(draw_html(charts), encoding="utf-8")
