@@ -148,13 +148,13 @@ def option_of(request: Request, method_name: str, family: Family) -> Option:
         problem = Problem.of(method, job.p, trial, family, costs=costs)
     except ValueError as error:
         return Option(method.name, family.name, problem=str(error))
-    played = problem.best(_TRIAL_PASSES)
+    played, *_ = problem.played(_TRIAL_PASSES)
     work = [0.0] * job.p
     for node, duration in problem.graph.duration.items():
         work[problem.graph.rank[node]] += duration
     length_ms = played.end + (job.m - trial) * max(*work, _pace(problem, played, trial), 0.0)
     idle = 1.0 - sum(work) * job.m / job.p / length_ms
-    return _measured_out(request, problem.schedule(played), family, layers, length_ms, idle)
+    return _measured_out(request, problem.schedule(played.order), family, layers, length_ms, idle)
 
 
 def in_full(request: Request, option: Option) -> Option:

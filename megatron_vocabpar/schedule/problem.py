@@ -84,10 +84,10 @@ class Problem:
             budget: about how many passes the trials may play in all.
         """
         if is_textbook(self.shape, self.family) or not is_small(self.graph, self.shape.m):
-            return self._schedule(self._played(budget)[0].order)
-        orders = [played.order for played in self._played(budget // 2)[:_POLISHED]]
+            return self.schedule(self.played(budget)[0].order)
+        orders = [played.order for played in self.played(budget // 2)[:_POLISHED]]
         polished = polish(self.graph, self.shape.m, self._caps, orders, self.bound_ms())
-        return min(map(self._schedule, (*orders, *polished)), key=self.simulated_ms)
+        return min(map(self.schedule, (*orders, *polished)), key=self.simulated_ms)
 
     def bound_ms(self) -> float:
         """What no order under the caps can undercut."""
@@ -103,7 +103,7 @@ class Problem:
         program = lower(schedule, self.costs)
         return max(run_events(schedule, PassTimes.of(self.costs, schedule), program).ends)
 
-    def _played(self, budget: int) -> list[Timeline]:
+    def played(self, budget: int) -> list[Timeline]:
         """The fastest first; of those that take equally long, one."""
         choices = candidates(self.shape, self.graph, self.times, self.family, self.cap)
         if is_textbook(self.shape, self.family):
@@ -127,7 +127,7 @@ class Problem:
         finished = filter(None, (self._try(candidate, self.shape.m) for candidate in ranked))
         return sorted(islice(finished, finalists), key=lambda played: played.end)
 
-    def _schedule(self, order: Iterable[Sequence[int]]) -> Schedule:
+    def schedule(self, order: Iterable[Sequence[int]]) -> Schedule:
         """A schedule with the order in which the passes were played."""
         numbering = self.graph.numbering
         rows = ([numbering.item(number) for number in row if number < numbering.size] for row in order)
