@@ -24,6 +24,7 @@ import resource
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -74,17 +75,23 @@ class _ThreadEvent(Generic[T]):
         return self._future.done()
 
 
+_TO_END_S = 2.0  # for work that waits for peers which have gone
+
+
 class ThreadStream:
     """The CPU's side stream: one thread that takes work in order.
 
     gloo blocks the calling thread and releases the interpreter lock while it does, so the main thread
     computes meanwhile. The thread is a daemon: a process that fails does not wait for a collective that its
-    peers will never join.
+    peers will never join. It ends with the stream, at the latest when the process exits: the interpreter ends
+    threads that are still inside a C++ library in a way that C++ answers by ending the process.
     """
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
+        thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
+        thread.start()
+        self._end = weakref.finalize(self, _end, self._queue, thread)
 
     def submit(self, work: Callable[[], T]) -> Event[T]:
         future: Future[T] = Future()
@@ -92,18 +99,29 @@ class ThreadStream:
         return _ThreadEvent(future)
 
     def close(self) -> None:
-        self._queue.put(None)
+        self._end()
+
+
+def _end(queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None], thread: threading.Thread) -> None:
+    queue.put(None)
+    if thread is not threading.current_thread():
+        thread.join(_TO_END_S)
 
 
 def _serve(queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
     while (item := queue.get()) is not None:
         work, future = item
+        del item
         try:
             with torch.no_grad():
-                future.set_result(work())
+                result = work()
         except BaseException as error:
             future.set_exception(error)
-        del item, work, future  # what the work holds goes now, not when the next comes
+        else:
+            del work  # what it holds goes before the caller, and perhaps the process, goes on
+            future.set_result(result)
+            del result
+        del future
 
 
 class _CudaEvent(Generic[T]):

@@ -28,8 +28,8 @@ from megatron_vocabpar.train.quiet import quiet_megatron
 _PARENT_CHECK_S = 1.0
 
 
-def run_worker(config_path: str, run: Callable[[TrainConfig], int | None]) -> int:
-    """Run the trainer on this rank; returns the exit code.
+def run_worker(config_path: str, run: Callable[[TrainConfig], int | None]) -> NoReturn:
+    """Run the trainer on this rank and end this process.
 
     Args:
         config_path: ``config.json`` of the method, in the method's folder.
@@ -45,16 +45,20 @@ def run_worker(config_path: str, run: Callable[[TrainConfig], int | None]) -> in
     faulthandler.enable()
     try:
         with quiet_megatron() if rank == 0 else nullcontext():
-            return run(config) or 0
+            code = run(config) or 0
     except KeyboardInterrupt:
         _leave(130)
     except BaseException as error:  # torch's CheckpointException is no Exception
         write_error(logs, rank, error)
         _leave(1)
+    _leave(code)
 
 
 def _leave(code: int) -> NoReturn:
     """End this process now: a normal exit would join threads and free groups in which it waits for peers.
+
+    Nor does a training that went well need it: gloo's threads may still let go of their last tensors, and an
+    interpreter that is shutting down ends the process with "terminate called without an active exception".
 
     What it has started, as checkpoints do, ends by the launcher, which ends its session.
     """
@@ -91,4 +95,4 @@ def _train(config: TrainConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_worker(sys.argv[1], _train))
+    run_worker(sys.argv[1], _train)

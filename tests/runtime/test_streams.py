@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -41,6 +43,27 @@ def test_error_is_raised_where_it_is_waited_for() -> None:
         event.wait()
     assert stream.submit(lambda: "still works").wait() == "still works"
     stream.close()
+
+
+def test_a_closed_stream_leaves_no_thread() -> None:
+    stream = side_stream(CPU, "to be closed")
+    done = stream.submit(lambda: "done")
+    stream.close()
+    assert done.wait() == "done"
+    assert "to be closed" not in {thread.name for thread in threading.enumerate()}
+    stream.close()
+
+
+_BUSY = """
+import time, torch
+from megatron_vocabpar.runtime.streams import side_stream
+stream = side_stream(torch.device("cpu"), "busy")
+stream.submit(lambda: time.sleep(100))
+"""
+
+
+def test_a_process_does_not_wait_for_work_that_never_ends() -> None:
+    assert subprocess.run([sys.executable, "-c", _BUSY], timeout=60).returncode == 0
 
 
 def test_work_builds_no_graph() -> None:

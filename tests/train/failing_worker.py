@@ -63,4 +63,4 @@ def run(config: TrainConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_worker(sys.argv[1], run))
+    run_worker(sys.argv[1], run)

@@ -44,4 +44,4 @@ def pretend(config: TrainConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_worker(sys.argv[1], pretend))
+    run_worker(sys.argv[1], pretend)
