@@ -147,7 +147,7 @@ def test_our_programs_run_in_every_model(family: str) -> None:
 def test_ranks_in_step_that_take_different_times(family: str, p: int, m: int) -> None:
     """A pass that all ranks run together stands at one moment, although it does not end at one."""
     in_step_ms = tuple(3.0 + 9.0 * rank / (p - 1) for rank in range(p))
-    costs = PassCosts(10.0, 10.0, 10.0, 0.5, 0.5, {"interlaced": {"synchronous_ms": in_step_ms}})
+    costs = PassCosts(10.0, 10.0, 10.0, 0.5, 0.5, {"interlaced": {"S_ms": 0.0, "synchronous_ms": in_step_ms}})
     schedule = generate("interlaced", p, m, family=family, costs=costs)
     assert not any(find_hangs(schedule, lower(schedule, costs)).values())
 
