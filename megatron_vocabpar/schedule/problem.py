@@ -104,7 +104,7 @@ class Problem:
         return max(run_events(schedule, PassTimes.of(self.costs, schedule), program).ends)
 
     def played(self, budget: int) -> list[Timeline]:
-        """The fastest first; of those that take equally long, one."""
+        """The candidates tried, unpolished, the fastest first; of those that take equally long, one."""
         choices = candidates(self.shape, self.graph, self.times, self.family, self.cap)
         if is_textbook(self.shape, self.family):
             return [arrange(self.graph, self.shape.m, *next(choices))]
