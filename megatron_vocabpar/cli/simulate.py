@@ -12,7 +12,14 @@ import click
 from megatron_vocabpar.cli.files import FORMAT, write_output
 from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.critical_path import Step, time_by_rank, time_by_type
-from megatron_vocabpar.schedule.draw import draw_html, measured_times, name_of, planned_chart, read_timeline
+from megatron_vocabpar.schedule.draw import (
+    WHY_THEY_DIFFER,
+    draw_html,
+    measured_times,
+    name_of,
+    planned_chart,
+    read_timeline,
+)
 from megatron_vocabpar.schedule.memory import BUFFERS, BufferSizes, peak_memory
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
@@ -66,7 +73,8 @@ def simulate_command(
     if html_file is not None:
         title = name_of(schedule)
         planned = planned_chart(result, title=f"{title}, planned" if measured else title, sizes=sizes)
-        write_output(html_file, draw_html([planned, measured] if measured else [planned]), "--html")
+        page = draw_html([planned, measured], note=WHY_THEY_DIFFER) if measured else draw_html([planned])
+        write_output(html_file, page, "--html")
     click.echo(as_json(result, sizes) if output_format == "json" else as_text(result, sizes))
 
 

@@ -99,10 +99,11 @@ def test_v_zb_is_near_its_bound(p: int) -> None:
 
 def test_search_tries_smaller_caps() -> None:
     assert [*rungs(25.5)] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24]
-    told: list[str] = []
-    ms = [simulated(search("vocab-2", 2, 4, max_activations=cap, progress=told.append)).iteration_ms
-          for cap in (1.0, 2.0, 2.5, 3.0)]  # fmt: skip
+    among, told = [families()["1f1b"], families()["v-half"]], list[str]()
+    caps = (1.0, 1.5, 2.5)
+    found = [search("vocab-2", 2, 3, among=among, max_activations=c, progress=told.append) for c in caps]
+    ms = [simulated(each).iteration_ms for each in found]
     assert ms == sorted(ms, reverse=True)
-    assert told[0].startswith("1 of 6: 1f1b, at most 1 ")
-    named = (generate("vocab-2", 2, 4, family=name, max_activations=3.0) for name in families())
+    assert told[0].startswith("1 of 2: 1f1b, at most 1 ")
+    named = (generate("vocab-2", 2, 3, family=family, max_activations=2.5) for family in among)
     assert ms[-1] <= min(simulated(each).iteration_ms for each in named)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from .chart import Chart, name_of, planned_chart
 from .html import draw_html
 from .image import draw_image
-from .measured import measured_chart, measured_times, read_timeline
+from .measured import WHY_THEY_DIFFER, measured_chart, measured_times, read_timeline
 from .svg import draw_svg, svg_of, svg_of_scene
 from .text import draw_text
 from .trace import draw_trace
 
 __all__ = [
+    "WHY_THEY_DIFFER",
     "Chart",
     "draw_html",
     "draw_image",

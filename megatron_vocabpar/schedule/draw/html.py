@@ -20,19 +20,21 @@ _US_PER_MS = 1e3
 _INDEX = {type_: place for place, type_ in enumerate((*PassType, *CommType))}
 
 
-def draw_html(charts: Sequence[Chart], title: str | None = None) -> str:
+def draw_html(charts: Sequence[Chart], title: str | None = None, note: str = "") -> str:
     """The page's text.
 
     Args:
         charts: shown below each other on one time axis.
         title: of the page; by default that of the first chart.
+        note: a sentence above the charts.
     """
     heading = title or (charts[0].title.partition(":")[0] if charts else "schedule")
     folder = resources.files(__package__)
     frame = (folder / "viewer.html").read_text(encoding="utf-8")
     script = (folder / "viewer.js").read_text(encoding="utf-8")
     data = json.dumps(_data(charts), separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/")
-    parts = {"@TITLE@": html.escape(heading), "@SCRIPT@": script, "@DATA@": data}
+    line = f'<p class="quiet">{html.escape(note)}</p>' if note else ""
+    parts = {"@TITLE@": html.escape(heading), "@NOTE@": line, "@SCRIPT@": script, "@DATA@": data}
     for mark, text in parts.items():
         frame = frame.replace(mark, text)
     return frame

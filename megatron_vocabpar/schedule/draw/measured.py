@@ -18,6 +18,10 @@ from ..passes import Comm, CommType, Pass, PassType, parse
 from ..schedule import Schedule
 from .chart import Bar, Chart, Row
 
+WHY_THEY_DIFFER = (
+    "Above what is planned with the measured times of the passes, below what was measured, on one time axis: "
+    "they differ by waiting, by communication and by the work between passes, which the plan does not know."
+)
 _WAIT = "wait"
 _LANES = {"": "passes", " output collectives": "output", " input collectives": "input"}
 _US_PER_MS = 1e3

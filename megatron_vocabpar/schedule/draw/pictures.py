@@ -11,7 +11,7 @@ from ..plan import Plan
 from ..simulate import simulate
 from .chart import name_of, planned_chart
 from .html import draw_html
-from .measured import measured_chart, measured_times
+from .measured import WHY_THEY_DIFFER, measured_chart, measured_times
 from .svg import draw_svg, svg_of
 
 SCHEDULE_FILE = "schedule.svg"
@@ -40,4 +40,4 @@ def write_pictures(folder: Path, plan: Plan, trace: Mapping[str, Any]) -> None:
     simulation = simulate(plan, measured_times(measured, schedule))
     charts = [planned_chart(simulation, title=f"{name}, planned"), measured]
     (folder / TIMELINE_PICTURE_FILE).write_text(svg_of(charts, _PAGE_WIDTH), encoding="utf-8")
-    (folder / TIMELINE_PAGE_FILE).write_text(draw_html(charts), encoding="utf-8")
+    (folder / TIMELINE_PAGE_FILE).write_text(draw_html(charts, note=WHY_THEY_DIFFER), encoding="utf-8")

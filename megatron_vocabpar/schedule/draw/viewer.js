@@ -102,7 +102,8 @@ function start(data) {
   const length = Math.max(...data.charts.map((chart) => chart.length), 1);
   const state = { view: { from: 0, to: length }, hover: null, kept: null, line: null };
   const shown = (name) => document.getElementById(name).checked;
-  const tip = document.getElementById("tip");
+  const tip = document.getElementById("tip"), release = document.getElementById("release");
+  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   const panels = data.charts.map((chart) => new Panel(chart));
 
   function Panel(chart) {
@@ -144,14 +145,14 @@ function start(data) {
     axis(pen, rows * pitch(chart), x, width);
     if (hasMemory(chart)) drawMemory(pen, chart, rows * pitch(chart) + AXIS, x, width);
     if (state.line !== null) {
-      pen.fillStyle = "rgba(0,0,0,.35)";
+      pen.fillStyle = colour("quiet");
       pen.fillRect(x(state.line) - 0.5, 0, 1, height);
     }
   }
 
   function drawRow(pen, chart, row, y, x, width) {
     const tall = rowHeight(chart.rows.length), { from, to } = state.view;
-    pen.fillStyle = "#f3f3f3";
+    pen.fillStyle = colour("ground");
     pen.fillRect(LEFT, y, Math.max(Math.min(x(chart.length), width - RIGHT) - LEFT, 0), tall);
     pen.save();
     pen.beginPath();
@@ -172,12 +173,14 @@ function start(data) {
         pen.strokeRect(left, y + 0.25, wide, tall - 0.5);
       }
       const label = String(bar[MICROBATCH]), inside = visibleMiddle(left, wide, width);
-      if (tall > 12 && inside && label.length * 6.6 + 1.5 <= inside.wide) {
+      if (inside && label.length * 6.6 + 1.5 <= inside.wide) {
+        pen.font = `${Math.min(11, tall - 1)}px system-ui, sans-serif`;
         pen.fillStyle = type.ink;
         pen.fillText(wide > 110 ? `${type.name}${/\d$/.test(type.name) ? "." : ""}${label}` : label, inside.middle, y + tall / 2 + 0.5);
       }
     }
     pen.globalAlpha = 1;
+    pen.font = "11px system-ui, sans-serif";
     lanesOf(chart).forEach(([lane, colour], place) => {
       for (let k = firstAfter(row[lane], from); k < row[lane].length && row[lane][k][START] < to; k++) {
         const bar = row[lane][k];
@@ -187,7 +190,7 @@ function start(data) {
       }
     });
     pen.restore();
-    pen.fillStyle = "#222";
+    pen.fillStyle = colour("ink");
     pen.textAlign = "right";
     pen.fillText(row.label, LEFT - 8, y + tall / 2);
   }
@@ -199,7 +202,7 @@ function start(data) {
 
   function axis(pen, y, x, width) {
     const step = roundStep(90 / (x(1) - x(0)));
-    pen.fillStyle = "#666";
+    pen.fillStyle = colour("quiet");
     pen.textAlign = "center";
     for (let time = Math.ceil(state.view.from / step) * step; x(time) <= width - RIGHT + 1; time += step) {
       pen.fillRect(x(time) - 0.5, y, 1, 4);
@@ -207,11 +210,27 @@ function start(data) {
     }
   }
 
-  // One line a rank, from blue (first) to red (last).
+  // The colour of a rank's line: from blue (first) to red (last).
+  function rankColour(rank, ranks, chosen) {
+    const hue = 220 - (220 * rank) / Math.max(ranks - 1, 1);
+    const dark = window.matchMedia("(prefers-color-scheme: dark)").matches;
+    return `hsl(${hue} 70% ${dark ? (chosen ? 75 : 58) : chosen ? 25 : 42}%)`;
+  }
+
+  // The key: the numbers of the ranks in their colours, as many as there is room for.
+  function memoryKey(pen, chart, top, width) {
+    const ranks = chart.rows.length, step = Math.max(1, Math.ceil((ranks * 20) / Math.max(width - LEFT - RIGHT - 250, 60)));
+    pen.textAlign = "right";
+    for (let rank = ranks - 1 - ((ranks - 1) % step), at = width - RIGHT - 2; rank >= 0; rank -= step, at -= 20) {
+      pen.fillStyle = rankColour(rank, ranks, false);
+      pen.fillText(rank === 0 ? "rank 0" : String(rank), at, top + 4);
+    }
+  }
+
   function drawMemory(pen, chart, top, x, width) {
     const most = Math.max(...chart.rows.map((row) => row.memory.reduce((m, point) => Math.max(m, point[1]), 0)), 1e-9);
     const y = (value) => top + MEMORY - (value / most) * (MEMORY - 16);
-    pen.fillStyle = "#666";
+    pen.fillStyle = colour("quiet");
     pen.textAlign = "right";
     const step = roundStep(most / 3.5);
     for (let value = 0; value <= most; value += step) {
@@ -220,13 +239,14 @@ function start(data) {
     }
     pen.textAlign = "left";
     pen.fillText(`held by each rank, ${chart.unit}`, LEFT + 4, top + 4);
+    memoryKey(pen, chart, top, width);
     pen.save();
     pen.beginPath();
     pen.rect(LEFT, top, width - LEFT - RIGHT, MEMORY + 1);
     pen.clip();
     chart.rows.forEach((row, rank) => {
       const chosen = state.row === rank && state.chart === chart;
-      pen.strokeStyle = `hsl(${220 - (220 * rank) / Math.max(chart.rows.length - 1, 1)} 70% ${chosen ? 25 : 42}%)`;
+      pen.strokeStyle = rankColour(rank, chart.rows.length, chosen);
       pen.lineWidth = chosen ? 2.5 : 1;
       pen.beginPath();
       let level = y(amountAt(row.memory, state.view.from));
@@ -253,7 +273,7 @@ function start(data) {
   }
 
   function listen(panel) {
-    const { canvas, chart } = panel;
+    const { canvas } = panel, fingers = new Map();
     let drag = null;
     canvas.addEventListener("wheel", (event) => {
       event.preventDefault();
@@ -265,15 +285,32 @@ function start(data) {
       redraw();
     }, { passive: false });
     canvas.addEventListener("pointerdown", (event) => {
-      drag = { at: event.offsetX, moved: false };
+      fingers.set(event.pointerId, event.offsetX);
+      drag = { at: event.offsetX, moved: fingers.size > 1 };
       canvas.setPointerCapture(event.pointerId);
+      point(panel, event);
     });
-    canvas.addEventListener("pointerup", () => {
-      if (drag && !drag.moved) state.kept = state.hover && state.kept === null ? state.hover[MICROBATCH] : null;
+    const lifted = (event) => {
+      fingers.delete(event.pointerId);
+      if (event.type === "pointerup" && drag && !drag.moved) {
+        const hit = state.hover && state.hover[MICROBATCH];
+        keep(hit === state.kept ? null : hit);
+      }
       drag = null;
       redraw();
-    });
+    };
+    canvas.addEventListener("pointerup", lifted);
+    canvas.addEventListener("pointercancel", lifted);
     canvas.addEventListener("pointermove", (event) => {
+      if (fingers.size === 2 && fingers.has(event.pointerId)) {
+        const [other] = [...fingers].filter(([id]) => id !== event.pointerId).map(([, at]) => at);
+        const before = Math.max(Math.abs(fingers.get(event.pointerId) - other), 8);
+        const factor = before / Math.max(Math.abs(event.offsetX - other), 8);
+        fingers.set(event.pointerId, event.offsetX);
+        state.view = zoomed(state.view, factor, timeAt(canvas, (event.offsetX + other) / 2), length);
+        redraw();
+        return;
+      }
       if (drag) {
         drag.moved = drag.moved || Math.abs(event.offsetX - drag.at) > 3;
         if (!drag.moved) return;
@@ -299,6 +336,7 @@ function start(data) {
         "+": () => zoomed(state.view, 0.7, middle, length),
         "-": () => zoomed(state.view, 1 / 0.7, middle, length),
         0: () => ({ from: 0, to: length }),
+        Escape: () => (keep(null), state.view),
       }[event.key];
       if (!change) return;
       event.preventDefault();
@@ -327,6 +365,13 @@ function start(data) {
     redraw();
   }
 
+  function keep(microbatch) {
+    state.kept = microbatch;
+    release.hidden = microbatch === null;
+    release.textContent = `let go of microbatch ${microbatch}`;
+    redraw();
+  }
+
   function whole() {
     state.view = { from: 0, to: length };
     redraw();
@@ -342,8 +387,8 @@ function start(data) {
         swatch.style.background = fill;
         entry.append(swatch);
       }
-      entry.append(` ${type.name}: ${type.meaning}`);
-      entry.title = several && type.fills.length > 1 ? "a shade for each chunk of a rank" : "";
+      const shades = several && type.fills.length > 1 ? ` (chunks 0–${type.fills.length - 1} of a rank)` : "";
+      entry.append(` ${type.name}: ${type.meaning}${shades}`);
       box.append(entry);
     }
     for (const [lane, colour] of LANES) {
@@ -359,6 +404,8 @@ function start(data) {
   document.getElementById("critical").parentElement.hidden =
     !data.charts.some((chart) => chart.rows.some((row) => row.passes.some((bar) => bar[CRITICAL])));
   document.getElementById("reset").addEventListener("click", whole);
+  release.addEventListener("click", () => keep(null));
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   window.addEventListener("resize", redraw);
   legend();
   drawAll();
