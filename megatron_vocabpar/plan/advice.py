@@ -60,7 +60,7 @@ def our_flags(request: Request, option: Option) -> list[str]:
         flags.append(f"--final-stage-num-layers {option.layers[-1]}")
     elif len(set(option.layers)) > 1:
         flags.append(f"--pipeline-model-parallel-layout '{layout(option.layers)}'")
-    if family.chunks > 1:
+    elif family.chunks > 1:
         flags.append(f"--num-virtual-stages-per-pipeline-rank {family.chunks}")
     if (option.method, option.family) == ("baseline", "1f1b"):
         return flags

@@ -19,8 +19,8 @@ def test_table_5_is_met(gpus: int) -> None:
     filled = [cell for cell in cells("table5") if cell.gpus == gpus and cell.peak_memory_gb]
     errors = [abs(peak_gib(cell) / cell.peak_memory_gb - 1) for cell in filled if cell.peak_memory_gb]
     assert len(errors) == (36 if gpus == 32 else 40)
-    assert mean(errors) <= 0.015
-    assert max(errors) <= 0.03
+    assert mean(errors) <= (0.002 if gpus == 8 else 0.015)  # fitted to 8 GPUs alone
+    assert max(errors) <= (0.006 if gpus == 8 else 0.03)
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "gemma-2-9b", "qwen3-30b-a3b"])

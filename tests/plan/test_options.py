@@ -10,6 +10,7 @@ import pytest
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
 from megatron_vocabpar.plan.advice import launch_line, redistribution, remedies
 from megatron_vocabpar.plan.hardware import hardware_named
+from megatron_vocabpar.plan.memory import GIB, StageMemory
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.options import Option, Request, all_options, best_of, option_of
 from megatron_vocabpar.plan.read_model import model_preset
@@ -58,6 +59,21 @@ def test_a_gemma_like_request_with_room_and_without() -> None:
     assert (first.name, second.name) == ("vocab-2 in interleaved", "vocab-2 in 1f1b")
 
 
+def test_the_best_is_the_fastest_that_fits_of_those_simulated_in_full() -> None:
+    asked = request("llama-3.1-8b", 32, 139.0)
+    large = StageMemory(*(140.0 * GIB, *(0.0,) * 6))
+    tried = [
+        Option("vocab-1", "1f1b", iteration_ms=4.0, exact=True),
+        Option("vocab-2", "1f1b", iteration_ms=3.0, exact=True),
+        Option("vocab-2", "v-half", iteration_ms=2.0),
+        Option("vocab-2", "v-zb", iteration_ms=1.0, stages=(large,), exact=True),
+        Option("vocab-2", "v-min", problem="impossible", exact=True),
+    ]
+    assert best_of(asked, tried) is tried[1]
+    assert best_of(asked, tried[2:]) is tried[2]
+    assert best_of(asked, tried[3:]) is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("limit_gib", [139.0, 60.0])
 def test_a_llama_like_request_over_all_families(limit_gib: float) -> None:
@@ -71,7 +87,10 @@ def test_uneven_layers_are_placed_and_written_into_the_launch_line() -> None:
     assert option.layers == (2, 2, 3, 3)
     assert f"--pipeline-model-parallel-layout '{layout(option.layers)}'" in launch_line(asked, option)
     # Megatron counts stages along the pipeline; rank 3 of the V holds the fourth and the fifth of them.
-    assert option_of(asked, "vocab-2", family_named("v-half")).layers == (1, 1, 2, 2, 1, 1, 1, 1)
+    shaped = option_of(asked, "vocab-2", family_named("v-half"))
+    assert shaped.layers == (1, 1, 2, 2, 1, 1, 1, 1)
+    # Megatron takes the number of chunks from the layout, and refuses both.
+    assert "--num-virtual-stages" not in launch_line(asked, shaped)
     assert option_of(asked, "baseline", family_named("1f1b")).layers == (2, 3, 3, 2)
     assert option_of(replace(asked, job=Job(p=16)), "vocab-2", family_named("1f1b")).problem
 
