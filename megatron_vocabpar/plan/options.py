@@ -1,8 +1,9 @@
 """Every method in every family: what the simulator says of time and memory.
 
 Each is first played for fewer microbatches than asked for, and its end carried on at the pace of its
-steady state (or the busiest rank's work, where that is longer). Of those that fit, the fastest are then
-generated for all microbatches, as ``vocabpar schedule`` does, and simulated with their communication.
+steady state (or the busiest rank's work, where that is longer). Of those that fit, the fastest two are then
+generated for all microbatches, as ``vocabpar schedule`` does, and simulated with their communication, if they
+are close to each other; else the fastest.
 
 Next: ``advice.py``.
 """
@@ -34,9 +35,8 @@ from .times import Job, estimated_costs, step_ms
 
 METHODS = ("baseline", "redis", "vocab-1", "vocab-2", "interlaced")
 ONLY_1F1B = ("redis", "interlaced")  # layers move between whole stages; other families' ranks would all stop
+_FINALISTS, _CLOSE = 2, 1.002  # simulated in full: so many, if they are within this of the fastest
 _TRIAL, _TRIAL_PASSES = 32, 6_000  # microbatches, and passes that the choice of a candidate may play
-_NEVER = float("inf")
-_FINALISTS, _CLOSE = 2, 1.001  # generated in full: so many, if they are within this of the fastest
 
 
 @dataclass(frozen=True)
@@ -120,15 +120,15 @@ def all_options(
     ]
     if all(one.problem for one in tried):
         raise ValueError(tried[0].problem)
-    full: dict[Option, Option] = {}
-    fastest = _NEVER
+    found: list[float] = []
     for one in sorted((one for one in tried if one.fits(request)), key=lambda one: one.iteration_ms):
-        if one.iteration_ms > _CLOSE * fastest or (len(full) >= _FINALISTS and fastest < _NEVER):
+        if found and (len(found) == _FINALISTS or one.iteration_ms > _CLOSE * found[0]):
             break
-        full[one] = in_full(request, one)
-        if full[one].fits(request):  # it may hold more than it did in the trial
-            fastest = min(fastest, full[one].iteration_ms)
-    return [full.get(one, one) for one in tried]
+        full = in_full(request, one)
+        tried[tried.index(one)] = full
+        if full.fits(request):  # it may hold more than it did in the trial
+            found.append(full.iteration_ms)
+    return tried
 
 
 def best_of(request: Request, options: Sequence[Option]) -> Option | None:
