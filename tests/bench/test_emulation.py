@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,8 +49,8 @@ CASES = [
 PATIENCE = timedelta(seconds=60)
 
 
-def _calls(rank: int, plans: list[Plan]) -> list[tuple[list[str], dict[str, int]]]:
-    """For each plan, this rank's passes in the order in which they ran, and its calls of torch."""
+def _calls(rank: int, plans: list[Plan]) -> list[tuple[dict[str, float], dict[str, int]]]:
+    """For each plan, when this rank's passes ended, in their order, and its calls of torch."""
     groups = create_groups((0, rank, 0), 2, 1)
     warm_up(groups, torch.device("cpu"))
     emulated, found = EmulatedRank(groups), []
@@ -68,9 +69,23 @@ def _calls(rank: int, plans: list[Plan]) -> list[tuple[list[str], dict[str, int]
         names = ("isend", "irecv", "broadcast", "all_reduce", "all_to_all_single")
         with patch.multiple(dist, **{name: counted(name) for name in names}):
             spans = emulated.run(plan, PassTimes.of(plan.costs, plan.schedule).scaled(0.0, 0.0))
-        computed = [span.name for span in spans if span.lane == COMPUTE and span.kind != WAIT]
-        found.append((list(dict.fromkeys(computed)), counts))
+        computed = (span for span in spans if span.lane == COMPUTE and span.kind != WAIT)
+        found.append(({span.name: span.end_s for span in computed}, counts))
     return found
+
+
+def _check_that_passes_wait(plan: Plan, ended: dict[str, float]) -> None:
+    """Every pass ends after those whose results it needs, on whatever rank they ran."""
+    last = plan.schedule.placement.last_stage
+    partitioned = plan.schedule.method.vocabulary_parallel
+    for i in range(plan.schedule.m):
+        chain = [[f"{stage}F{i}"] for stage in range(last + 1)]
+        chain += [[f"{rank}S{i}" for rank in range(2)]] if partitioned else []
+        chain += [[f"{stage}B{i}"] for stage in reversed(range(last + 1))]
+        if partitioned:
+            chain = [[f"{rank}IF{i}" for rank in range(2)], *chain, [f"{rank}IB{i}" for rank in range(2)]]
+        for before, after in pairwise(chain):
+            assert max(map(ended.__getitem__, before)) < min(map(ended.__getitem__, after))
 
 
 def test_every_pass_and_message_of_the_plan_runs_once() -> None:
@@ -78,10 +93,13 @@ def test_every_pass_and_message_of_the_plan_runs_once() -> None:
     plans = [make_plan(method, 2, m, family=family) for method, family in CASES]
     # Sums of statistics and gradients a microbatch; interlaced's are inside S.
     all_reduces = {"baseline": 0, "naive": 2, "vocab-1": 1, "vocab-2": 1, "interlaced": 1}
-    for rank, found in enumerate(run_ranks(2, _calls, plans)):
-        for plan, (ran, counts) in zip(plans, found, strict=True):
+    results = run_ranks(2, _calls, plans)
+    for plan, (first, _), (second, _) in zip(plans, *results, strict=True):
+        _check_that_passes_wait(plan, first | second)
+    for rank, found in enumerate(results):
+        for plan, (ended, counts) in zip(plans, found, strict=True):
             method, program = plan.schedule.method, plan.program[rank]
-            assert ran == [str(item) for item in program if isinstance(item, Pass)]
+            assert list(ended) == [str(item) for item in program if isinstance(item, Pass)]
             types = [item.type for item in program]
             wanted = {
                 "isend": types.count(CommType.SEND_F) + types.count(CommType.SEND_B),
