@@ -162,6 +162,7 @@ def test_a_failing_worker_is_exit_code_1(tmp_path: Path, text: str, environment:
     )
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_exit_code_130(tmp_path: Path, text: str, environment: dict[str, str]) -> None:
     arguments = [*SMALL, "--text", text, "--output", str(tmp_path / "out")]
     process = subprocess.Popen(
@@ -193,6 +194,7 @@ def torchrun(
     )
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path: Path, text: str, environment: dict[str, str]) -> None:
     output = tmp_path / "out"
     result = torchrun(

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "forward_backward.py"
 
 
+@pytest.mark.slow
 def test_the_example_learns() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_vocabpar.schedule.costs import PassCosts
@@ -84,7 +84,7 @@ def check(family: str, method: str, p: int, m: int) -> None:
 
 @covering(("method", METHODS), ("family", families()), ("p", [1, 2, 3, 5]), pairs=True)
 def test_keeps_every_rule_by_an_independent_reading(family: str, method: str, p: int) -> None:
-    for m in {1, 2, max(1, p - 1), p, 2 * p, 4 * p + 1}:
+    for m in {1, p, 2 * p + 1}:
         check(family, method, p, m)
 
 
@@ -139,6 +139,7 @@ def test_golden(golden: Path) -> None:
     assert problem.schedule(problem.played(TRIAL_PASSES)[0].order).to_text() == golden.read_text().strip()
 
 
+@settings(max_examples=settings().max_examples // 2)
 @given(
     st.data(),
     st.sampled_from(list(families())),

@@ -252,6 +252,7 @@ def test_bad_sizes(tmp_path: Path, data: dict[str, object], message: str) -> Non
         BufferSizes.load(path, 4)
 
 
+@pytest.mark.long  # the one test of how fast it is
 def test_large_schedules_are_simulated_in_time() -> None:
     schedule = generate("vocab-2", 32, 128)
     plan = Plan.of(schedule)
