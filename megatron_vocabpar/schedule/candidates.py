@@ -13,6 +13,7 @@ plays long schedules affords only the first few; ``search.py`` plays thousands.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from random import Random
 from typing import NamedTuple
 
@@ -113,9 +114,6 @@ def candidates(
             plan = build_graph(graph.numbering, block_times, splits_w=family.splits_w)
             blocks[key] = place(shape, plan, hops=hops, stretch=recipe.stretch, packed=packed)
         yield Candidate(blocks[key], rules(shape, graph, blocks[key], recipe, cap))
-        if shape.chunks > 1:
-            banker = recipe._replace(banker=True)
-            yield Candidate(blocks[key], rules(shape, graph, blocks[key], banker, cap))
 
 
 def is_textbook(shape: Schedule, family: Family) -> bool:
@@ -132,9 +130,12 @@ def _plans(shape: Schedule, family: Family, cap: float) -> Iterator[tuple[Hops, 
     pairs = [(i + j, i, j) for i in range(len(known)) for j in range(len(recipes))]
     for _, i, j in sorted(pairs):
         yield known[i], recipes[j]
+        if shape.chunks > 1:
+            yield known[i], recipes[j]._replace(banker=True)
     random = Random(_SEED)
-    while True:
-        yield _random_hops(random, random.choice(known)), _random_recipe(random)
+    for turn in count():
+        hops, recipe = _random_hops(random, random.choice(known)), _random_recipe(random)
+        yield hops, recipe._replace(banker=shape.chunks > 1 and turn % 2 == 1)
 
 
 def _recipes(shape: Schedule, family: Family) -> tuple[_Recipe, ...]:

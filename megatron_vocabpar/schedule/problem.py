@@ -85,7 +85,7 @@ class Problem:
         """
         if is_textbook(self.shape, self.family) or not is_small(self.graph, self.shape.m):
             return self.schedule(self.played(budget)[0].order)
-        orders = [played.order for played in self.played(budget // 2)[:_POLISHED]]
+        orders = [played.order for played in self.played(budget)[:_POLISHED]]
         polished = polish(self.graph, self.shape.m, self._caps, orders, self.bound_ms())
         return min(map(self.schedule, (*orders, *polished)), key=self.simulated_ms)
 
