@@ -132,7 +132,8 @@ def test_baseline_is_megatrons_one_forward_one_backward(method: str, p: int, m: 
 def test_golden(golden: Path) -> None:
     """The text form for p = 4, m = 6, before the local search.
 
-    1f1b_vocab-1 and 1f1b_vocab-2 are the paper's Figure 10 (a) and (b), v-half_vocab-1 its Figure 16.
+    1f1b_vocab-1 and 1f1b_vocab-2 are the paper's Figure 10 (a) and (b); v-half_vocab-1 takes as long as its
+    Figure 16.
     """
     family, method, _, _ = golden.stem.split("_")
     problem = Problem.of(method, 4, 6, families()[family])
