@@ -19,6 +19,7 @@ from megatron_vocabpar.schedule.memory import BufferSizes
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.peaks import family_of
 from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.schedule import MOST_FORWARDS
 from megatron_vocabpar.schedule.serialize import plan_to_csv, plan_to_json, to_json
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
 
@@ -66,7 +67,7 @@ def schedule_command(
     if output is None and output_format in _BINARY:
         raise ValueError(f"--format {output_format} is no text; give --output FILE")
     costs = PassCosts.load(costs_file) if costs_file is not None else None
-    if (size := planned["p"] * planned["m"]) > _LARGE:
+    if _LARGE < (size := planned["p"] * planned["m"]) <= MOST_FORWARDS:
         tell(f"planning {planned['p']} ranks x {planned['m']} microbatches")
     plan = make_plan(**planned, costs=costs, progress=tell)
     if size > _LARGE and output_format not in ("json", "program", "csv"):

@@ -18,7 +18,8 @@ def run(*arguments: str) -> Result:
 def test_text_shows_the_grid_and_the_peaks() -> None:
     result = run("--method", "vocab-1", "--pp", "3", "--microbatches", "4")
     assert result.exit_code == 0
-    assert "vocab-1 (2 barriers), p = 3, m = 4" in result.output
+    assert "vocab-1 (2 barriers), 1f1b, p = 3, m = 4: " in result.output
+    assert "with this memory none takes less than " in result.output
     assert result.output.count("\n2| ") >= 1
     assert "peak activations, microbatches:" in result.output
 
