@@ -6,6 +6,7 @@ Exit code 0: something fits; 2: nothing does (what would is said), or bad input.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import click
 from rich.console import Console
@@ -76,7 +77,7 @@ def plan_command(
         raise click.UsageError(
             "give one model: --preset, --config, --script, or Megatron's arguments after --"
         )
-    source = script or "the command line"
+    source = script or "your arguments"
     if seq_length is not None:
         given |= {"seq-length": str(seq_length)} if given else {}
     model = _model(preset, config_file, given, source, seq_length)
@@ -102,8 +103,6 @@ def plan_command(
 def _model(
     preset: str | None, config_file: str | None, given: Arguments, source: str, seq_length: int | None
 ) -> Model:
-    from dataclasses import replace
-
     if preset is not None:
         model = model_preset(preset)
         return replace(model, seq_length=seq_length) if seq_length is not None else model

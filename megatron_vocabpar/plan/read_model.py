@@ -167,7 +167,7 @@ def model_from_arguments(given: Arguments, source: str) -> Model:
     plain, rotary = number("qk-head-dim", 128), number("qk-pos-emb-head-dim", 64)
     compressed = (number("q-lora-rank", 0), number("kv-lora-rank", 32), plain, rotary)
     return Model(
-        name=Path(source).stem,
+        name=source,
         source=source,
         vocab=number(vocabulary),
         hidden=hidden,
