@@ -77,10 +77,12 @@ def _calls(rank: int, plans: list[Plan]) -> list[tuple[dict[str, float], dict[st
 def _check_that_passes_wait(plan: Plan, ended: dict[str, float]) -> None:
     """Every pass ends after those whose results it needs, on whatever rank they ran."""
     last = plan.schedule.placement.last_stage
-    partitioned = plan.schedule.method.vocabulary_parallel
+    partitioned, in_step = plan.schedule.method.vocabulary_parallel, plan.schedule.method.in_step
+    # B waits for the S of all ranks; of one that they run in step, for that of its own.
+    ranks = [plan.schedule.placement.last_rank] if in_step else [0, 1]
     for i in range(plan.schedule.m):
         chain = [[f"{stage}F{i}"] for stage in range(last + 1)]
-        chain += [[f"{rank}S{i}" for rank in range(2)]] if partitioned else []
+        chain += [[f"{rank}S{i}" for rank in ranks]] if partitioned else []
         chain += [[f"{stage}B{i}"] for stage in reversed(range(last + 1))]
         if partitioned:
             chain = [[f"{rank}IF{i}" for rank in range(2)], *chain, [f"{rank}IB{i}" for rank in range(2)]]
