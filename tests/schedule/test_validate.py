@@ -159,7 +159,11 @@ def move_before(text: str, other: str) -> Edit:
         (1, swapped("1RECV_F0", "1RECV_F1"), "order: rank 1, 1F0: 1RECV_F0 must come before it"),
         (1, first("1CIB0"), "collective order: rank 1, 1CIB0: rank 0 issues 0CI0 at this place"),
         (1, first("1C0.4"), "collective order: rank 1, 1C0.4: rank 0 issues 0CI0 at this place"),
-        (1, swapped("1CI3", "1C0.0"), "collective order: rank 1, 1C0.0: rank 0 issues 0CI3 at this place"),
+        (
+            1,
+            move_before("1C0.0", "1IF4"),
+            "collective order: rank 1, 1CI3: rank 0 issues 0C0.0 at this place",
+        ),
         (1, first("1RECV_B1"), "point-to-point order: rank 1, 1RECV_B1"),
     ],
 )
