@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -38,7 +39,7 @@ from megatron_vocabpar.train.failure import ProgressRecord
 from megatron_vocabpar.train.finite import Watch, check_norm, end_at
 from megatron_vocabpar.train.metrics import Metrics
 from megatron_vocabpar.train.prepare import DataFiles
-from megatron_vocabpar.train.workers import SAVED, sigterm_as
+from megatron_vocabpar.train.workers import SAVED, on_signal
 
 
 def run(config: TrainConfig) -> int:
@@ -133,7 +134,7 @@ class _Trainer:
         last = terminated = False
         with (
             Metrics(config, self.folder / output.METRICS_FILE, first_step, dist.get_rank() == 0) as metrics,
-            sigterm_as(self._terminate),
+            on_signal(signal.SIGTERM, self._terminate),
         ):
             for step in range(first_step, config.steps):
                 self.record.write_step(step + 1)
@@ -162,7 +163,7 @@ class _Trainer:
         self.forward_backward.close()
         return terminated and not last
 
-    def _terminate(self) -> None:
+    def _terminate(self, _: int) -> None:
         self.terminated = True
 
     def _any(self, flag: bool) -> bool:

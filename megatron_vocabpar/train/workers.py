@@ -108,7 +108,7 @@ def run_workers(
         Interrupted: after Ctrl-C, or after SIGTERM, here or at a worker, once all have saved.
         TrainingFailed: the watchdog's.
     """
-    with sigterm_as(_interrupt):
+    with on_signal(signal.SIGTERM, _interrupt), on_signal(signal.SIGINT, _interrupt):
         processes: dict[int, subprocess.Popen[bytes]] = {}
         try:
             for rank, environment in environments.items():
@@ -116,7 +116,9 @@ def run_workers(
                     [sys.executable, *command], env=dict(environment), start_new_session=True
                 )
             codes = _wait(processes, watchdog)
-        except Interrupted:
+        except Interrupted as stop:
+            if stop.signal_number == signal.SIGINT:
+                raise
             for process in processes.values():
                 process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -124,8 +126,6 @@ def run_workers(
                 for process in processes.values():
                     process.wait(max(deadline - time.monotonic(), 0))
             raise
-        except KeyboardInterrupt:
-            raise Interrupted(signal.SIGINT) from None
         finally:
             for process in processes.values():
                 with suppress(ProcessLookupError):
@@ -150,17 +150,20 @@ def _wait(processes: Mapping[int, subprocess.Popen[bytes]], watchdog: Watchdog |
 
 
 @contextmanager
-def sigterm_as(call: Callable[[], object]) -> Iterator[None]:
-    """Call this on SIGTERM, in the main thread; in another thread's context signals are left as they are."""
+def on_signal(number: int, call: Callable[[int], object]) -> Iterator[None]:
+    """Call this on a signal, in the main thread; in another thread's context signals are left as they are.
+
+    Also where the shell that started this process in the background has it ignored, as with SIGINT.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: call())
+    before = signal.signal(number, lambda number, _: call(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
 
 
-def _interrupt() -> None:
-    raise Interrupted(signal.SIGTERM)
+def _interrupt(number: int) -> None:
+    raise Interrupted(number)

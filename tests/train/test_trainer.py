@@ -195,7 +195,7 @@ def test_results_folder(base: TrainConfig, tmp_path: Path) -> None:
     schedule = from_json((tmp_path / "job" / "schedule.json").read_text())
     passes = sum(map(len, schedule.ranks))
     assert (tmp_path / "job" / "timeline.svg").read_text().count("<title>") == 2 * passes
-    assert "vocab-1, measured: " in (tmp_path / "job" / "timeline.html").read_text()
+    assert "1f1b + vocab-1, p = 2, m = 3, measured" in (tmp_path / "job" / "timeline.html").read_text()
     assert steps_done(tmp_path / "job") == 4
 
 
