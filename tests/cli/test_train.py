@@ -147,6 +147,7 @@ def test_a_whole_job_with_two_methods(tmp_path: Path, text: str, environment: di
     assert "rank 0 of 2 trains naive" in further.stdout
 
 
+@pytest.mark.slow
 def test_a_failing_worker_is_exit_code_1(tmp_path: Path, text: str, environment: dict[str, str]) -> None:
     arguments = [*SMALL, "--text", text, "--output", str(tmp_path / "out")]
     result = subprocess.run(

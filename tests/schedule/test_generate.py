@@ -145,7 +145,7 @@ def test_golden(golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert problem.schedule(problem.played(TRIAL_PASSES)[0].order).to_text() == golden.read_text().strip()
 
 
-@settings(max_examples=settings().max_examples // 2)
+@settings(max_examples=settings().max_examples // 3)
 @given(
     st.data(),
     st.sampled_from(list(families())),

@@ -113,7 +113,7 @@ def shuffled(schedule: Schedule, program: Program, draw: Random) -> Program:
 def test_hangs_are_those_of_an_independent_play() -> None:
     """Random schedules of every shape, with communication moved about; both verdicts occur in every model."""
     verdicts: Counter[tuple[str, bool]] = Counter()
-    for seed in range(90):
+    for seed in range(45):
         draw = Random(seed)
         shape = replace(draw.choice([s for s in SHAPES if s.p > 1]), m=2)
         schedule = random_schedule(shape, seed)
@@ -141,7 +141,7 @@ def check_family(family: str, sizes: dict[int, set[int]]) -> None:
 
 @pytest.mark.parametrize("family", families())
 def test_our_programs_run_in_every_model(family: str) -> None:
-    check_family(family, {2: {3}, 4: {5}})
+    check_family(family, {4: {5}})
 
 
 @pytest.mark.parametrize(("family", "p", "m"), [("v-zb", 2, 5), ("v-min", 4, 5)])

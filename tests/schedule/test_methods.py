@@ -14,6 +14,7 @@ from megatron_vocabpar.schedule.methods import METHODS, Method
 from megatron_vocabpar.schedule.passes import CommType, PassType
 from megatron_vocabpar.schedule.serialize import plan_from_json, plan_to_json
 from megatron_vocabpar.schedule.simulate import simulate
+from tests.cases import rest_is_slow
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_what_is_no_chain_is_named(chain: str, late: str, message: str) -> None:
 TRIAL = Method("two-step", "statistics in two barriers, T delayed at will", "C0 S C1 S2 C2 B", "C2 T")
 
 
-@pytest.mark.parametrize("family", ["1f1b", "v-half"])
+@pytest.mark.parametrize("family", rest_is_slow(["1f1b", "v-half"], "v-half"))
 def test_a_method_of_ones_own(family: str) -> None:
     """Two barriers and a late T, which no method here has: one chain and its times are all it takes."""
     usual = PassCosts.default(4)

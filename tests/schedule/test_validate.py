@@ -272,6 +272,7 @@ def test_a_pass_that_a_program_lacks() -> None:
         validate_program(SCHEDULE, edited(PROGRAM, 1, without("1IB4")))
 
 
+@pytest.mark.long  # of how fast it is
 def test_large_schedules_are_checked_in_time() -> None:
     """p = 32, m = 128: 24576 passes, about 57000 instructions."""
     schedule = generate("vocab-2", 32, 128)
