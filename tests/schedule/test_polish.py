@@ -97,6 +97,7 @@ def test_v_zb_is_near_its_bound(p: int) -> None:
     assert least_ms(plan) / passes[0] == pytest.approx({8: 1.0067, 16: 1.0160, 32: 1.0344}[p], abs=3e-4)
 
 
+@pytest.mark.slow
 def test_search_tries_smaller_caps() -> None:
     assert [*rungs(25.5)] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24]
     among, told = [families()["1f1b"], families()["v-half"]], list[str]()

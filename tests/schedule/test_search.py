@@ -56,13 +56,14 @@ def milliseconds(schedule: Schedule, costs: PassCosts) -> float:
 @pytest.mark.parametrize("cap", rest_is_slow([1.5, 3.0, 5.0], 1.5))
 def test_no_family_is_faster(cap: float) -> None:
     costs = times()
-    found = search("vocab-2", 4, 8, costs=costs, max_activations=cap, passes=len(families()) * 80_000)
+    found = search("vocab-2", 4, 8, costs=costs, max_activations=cap, passes=90_000)
     validate(found, cap)
     for name in families():
         alone = generate("vocab-2", 4, 8, family=name, costs=costs, max_activations=cap)
         assert milliseconds(found, costs) <= milliseconds(alone, costs) + 1e-6
 
 
+@pytest.mark.slow
 def test_more_memory_is_not_slower_and_less_is_kept() -> None:
     ms = []
     for cap in (1.0, 2.0, 4.0, 8.0):
@@ -80,7 +81,7 @@ def test_chunks_and_families_can_be_prescribed() -> None:
 
 
 def test_the_same_arguments_give_the_same_schedule() -> None:
-    assert search("vocab-2", 2, 5, passes=FEW) == search("vocab-2", 2, 5, passes=FEW)
+    assert search("vocab-2", 2, 5, passes=30_000) == search("vocab-2", 2, 5, passes=30_000)
 
 
 def gap(name: str, method: str, p: int, m: int, case: str, passes: int = 400_000) -> float:

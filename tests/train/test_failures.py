@@ -20,10 +20,11 @@ from tests.spawn import run_ranks
 @pytest.mark.parametrize(
     ("family", "fault", "message"),
     [
-        (
+        pytest.param(
             "1f1b",
             "raise 1T2",
             r"rank 1 raised InstructionError: rank 1, pass 1T2 \(T of microbatch 2\): FloatingPointError",
+            marks=pytest.mark.slow,
         ),
         (
             "1f1b",

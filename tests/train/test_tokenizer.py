@@ -21,6 +21,7 @@ def test_exact_size_from_the_text(size: int) -> None:
     assert tokenizer.token_to_id(END_OF_TEXT) == 0
 
 
+@pytest.mark.slow
 def test_words_fill_what_the_text_cannot() -> None:
     tokenizer = train_tokenizer(SENTENCES, 5000)
     assert tokenizer.get_vocab_size() == 5000
