@@ -119,9 +119,13 @@ def test_a_measured_plan_changes_no_bit_and_is_used_again(tmp_path: Path) -> Non
 
 @pytest.mark.long
 def test_a_measured_plan_is_faster_where_a_rank_is_slower(tmp_path: Path) -> None:
-    """In one run, the two plans in turns: the median of the differences of neighbours."""
+    """In one run, the two plans in turns: the median of the differences of neighbours.
+
+    With W split off, where a plan for other times loses most: in simulation 17 %, on 1f1b 3 %.
+    """
     paired = script(tmp_path, SLOW, PAIRED, seconds=0.05)
-    log = pretrain(UNTIED, ENABLE, "--eval-iters", "0", pp=2, iterations=40, script=paired, fresh=True)
+    flags = (UNTIED, ENABLE, "--vocab-parallel-schedule", "zb-h1", "--eval-iters", "0")
+    log = pretrain(*flags, pp=2, iterations=40, script=paired, fresh=True)
     text = [line.removeprefix("paired ") for line in log.text.splitlines() if line.startswith("paired ")]
     times = [json.loads(line) for line in text]
     default = [ms for new, ms in times if not new]
