@@ -7,17 +7,16 @@ Next: ``cli/paper.py``.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import ceil
-from pathlib import Path
 
 from ..schedule.draw import draw_text, planned_chart, svg_of, svg_of_scene
 from ..schedule.draw.scene import Box, Scene, Text
 from ..schedule.generate import make_plan
 from ..schedule.simulate import Simulation, simulate
+from .measured import csv_reader
 from .paper import Compared
 
 _RANKS = 4
@@ -123,12 +122,7 @@ def read_losses(path: str) -> dict[str, list[tuple[float, float]]]:
     Raises:
         ValueError: naming file, line and column of the first bad entry.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ValueError(f"cannot read losses from {path}: {reason}") from error
-    reader = csv.DictReader(text.splitlines())
+    reader = csv_reader(path, "losses")
     for name in ("method", "iteration", "loss"):
         if name not in (reader.fieldnames or ()):
             raise ValueError(f"{path}, line 1: no column {name!r}; give method, iteration, loss")

@@ -154,18 +154,27 @@ def blocking_program(schedule: Schedule) -> Program:
     return tuple(program)
 
 
+def csv_reader(path: str | Path, what: str) -> csv.DictReader[str]:
+    """The lines of a CSV file with a header.
+
+    Raises:
+        ValueError: naming ``what`` cannot be read, the file and the reason.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ValueError(f"cannot read {what} from {path}: {reason}") from error
+    return csv.DictReader(text.splitlines())
+
+
 def read_measured(path: str | Path) -> list[MeasuredRow]:
     """Read a file of measured rows.
 
     Raises:
         ValueError: naming file, line and column of the first bad entry.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ValueError(f"cannot read measured passes from {path}: {reason}") from error
-    rows = list(_rows(csv.DictReader(text.splitlines()), str(path)))
+    rows = list(_rows(csv_reader(path, "measured passes"), str(path)))
     if not rows:
         raise ValueError(f"{path} holds no rows; give a header with {', '.join(COLUMNS)} and a line a run")
     return rows
