@@ -3,15 +3,16 @@
 Layers are taken to be alike: where some differ (leading dense layers of a mixture of experts, sliding
 windows), each counts as the mean. Multi-token prediction is left out, as the flags refuse it.
 
-Source: Table 4 and Narayanan et al., Efficient Large-Scale Language Model Training (2021), for operations, of
-which attention counts the whole square; Korthikanti et al., Reducing Activation Recomputation (2022), section
-4.1, for activations, with attention that keeps no scores.
+Source: ``schedule/flops.py`` for operations; Korthikanti et al., Reducing Activation Recomputation (2022),
+section 4.1, for activations, with attention that keeps no scores.
 Next: ``read_model.py``, where they come from; ``times.py``, ``memory.py``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from ..schedule.flops import STEP, attention_flops, product_flops
 
 _HALF = 2  # bytes of an element in 16 bits
 
@@ -104,7 +105,7 @@ class Model:
     @property
     def matmul_flops(self) -> float:
         """Operations of the mean layer's products with weights, forward, one token."""
-        return 2.0 * (self.shared_weights + self._sparse * self.top_k * self._mlp * self.expert_ffn)
+        return product_flops(self.shared_weights + self._sparse * self.top_k * self._mlp * self.expert_ffn)
 
     @property
     def attention_flops(self) -> float:
@@ -112,17 +113,17 @@ class Model:
         query, _, _, output = self._widths
         seen = min(self.seq_length, 2 * self.window) if self.window else self.seq_length
         mean = (1.0 - self.windowed) * self.seq_length + self.windowed * seen
-        return 2.0 * mean * (query + output)
+        return attention_flops(mean, query + output)
 
     @property
     def output_flops(self) -> float:
         """Operations of the output layer, forward, one token."""
-        return 2.0 * self.hidden * self.vocab
+        return product_flops(self.vocabulary_weights)
 
     @property
     def step_flops(self) -> float:
         """Operations of forward and backward, one token; what MFU counts."""
-        return 3.0 * (self.layers * (self.matmul_flops + self.attention_flops) + self.output_flops)
+        return STEP * (self.layers * (self.matmul_flops + self.attention_flops) + self.output_flops)
 
     @property
     def output_in_layers(self) -> float:

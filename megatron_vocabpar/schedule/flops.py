@@ -1,27 +1,45 @@
-"""Floating-point operations of a GPT.
+"""Floating-point operations of a model, per token: the one place that counts them.
 
-Counts are those of the paper's Table 4, after Narayanan et al. (2021): a training step, forward and backward,
-nothing recomputed, attention not halved for its causal mask, multiplication and addition counted as two.
+Multiplication and addition count as two; attention is not halved for its causal mask; nothing is recomputed.
+For a GPT this is the paper's Table 4, after Narayanan et al., Efficient Large-Scale
+Language Model Training (2021). Other models are made of the same products: ``plan/model.py``.
 """
 
 from __future__ import annotations
 
-
-def layer_flops(hidden: int, seq_length: int) -> int:
-    """Operations of one transformer layer, forward and backward, per token (Table 4, over ``b s``)."""
-    return hidden * (72 * hidden + 12 * seq_length)
+STEP = 3  # of the operations of a forward pass: backward has two products for each of its own
 
 
-def output_flops(hidden: int, vocab_size: int) -> int:
-    """Operations of the output layer, forward and backward, per token (Table 4)."""
-    return 6 * hidden * vocab_size
+def product_flops(weights: float) -> float:
+    """Operations of a product with so many weights, forward."""
+    return 2 * weights
 
 
-def input_flops(hidden: int) -> int:
-    """Operations of the input layer, forward and backward, per token (Table 4)."""
+def attention_flops(keys: float, width: float) -> float:
+    """Operations of the scores and of their use, forward.
+
+    Args:
+        keys: tokens that are attended to.
+        width: of the queries and of the output together, all heads.
+    """
+    return 2 * keys * width
+
+
+def layer_flops(hidden: int, seq_length: int) -> float:
+    """Operations of one transformer layer of a GPT, forward and backward (Table 4, over ``b s``)."""
+    return STEP * (product_flops(12 * hidden**2) + attention_flops(seq_length, 2 * hidden))
+
+
+def output_flops(hidden: int, vocab_size: int) -> float:
+    """Operations of the output layer, forward and backward (Table 4)."""
+    return STEP * product_flops(hidden * vocab_size)
+
+
+def input_flops(hidden: int) -> float:
+    """Operations of the input layer, forward and backward (Table 4)."""
     return 3 * hidden
 
 
-def model_flops(layers: int, hidden: int, seq_length: int, vocab_size: int) -> int:
-    """Operations of a training step per token: what MFU counts (appendix F), without the input layer."""
+def model_flops(layers: int, hidden: int, seq_length: int, vocab_size: int) -> float:
+    """Operations of a GPT's training step: what MFU counts (appendix F), without the input layer."""
     return layers * layer_flops(hidden, seq_length) + output_flops(hidden, vocab_size)
