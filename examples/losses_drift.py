@@ -10,19 +10,18 @@ from pathlib import Path
 
 import torch
 
-from megatron_vocabpar.layers.partition import ranges_from_sizes
 from megatron_vocabpar.losses.drift import compare
 from megatron_vocabpar.losses.runs import record, write_run
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
 logits, target = torch.tensor([[0.1, -0.2, 1.7, 0.3, 1.2, -0.5]], dtype=torch.float64), torch.tensor([4])
-halves = ranges_from_sizes([3, 3], 6)
-right = record("tp1", logits, target, ranges_from_sizes([6], 6))
+halves = list(logits.split(3, dim=1))
+right = record("tp1", logits, target)
 print(f"right: {right.logprobs[0]:.10f}")
 
-local = torch.stack([torch.logsumexp(half, dim=1) for half in logits.split(3, dim=1)])
+local = torch.stack([torch.logsumexp(half, dim=1) for half in halves])
 wrong = {"owner-only": 1.2 - local[1], "averaged": 1.2 - local.mean(dim=0)}
-runs = [right, *(record(name, logits, target, halves, logprobs=value) for name, value in wrong.items())]
+runs = [right, *(record(name, halves, target, logprobs=value) for name, value in wrong.items())]
 for run in runs:
     write_run(run, folder / f"{run.name}.json")
 for run in runs[1:]:

@@ -12,7 +12,7 @@ multiple of 2p; here to more, where it is cheap). Next: ``softmax_stats.py`` (ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import lcm
 
@@ -117,3 +117,25 @@ def ranges_from_sizes(sizes: Sequence[int], vocab_size: int) -> tuple[VocabRange
     return tuple(
         VocabRange(start, start + size, vocab_size) for start, size in zip(starts, sizes, strict=True)
     )
+
+
+def check_cover(ranges: Iterable[VocabRange]) -> None:
+    """Raise unless the shards, in any order, hold every true id once.
+
+    Raises:
+        ValueError: naming the first id that none or several of them hold.
+    """
+    held, size = 0, None
+    for shard in sorted(ranges, key=lambda shard: (shard.start, shard.stop)):
+        size = shard.vocab_size if size is None else size
+        start, stop = min(shard.start, size), min(shard.stop, size)
+        if shard.vocab_size != size:
+            raise ValueError(
+                f"ranges for {size} and for {shard.vocab_size} ids: shards of one vocabulary agree"
+            )
+        if start != held and start != stop:
+            fault = f"no shard holds id {held}" if start > held else f"several shards hold id {start}"
+            raise ValueError(f"{fault}: adjacent ranges are needed; take them from ranges_from_sizes()")
+        held = max(held, stop)
+    if size is not None and held != size:
+        raise ValueError(f"no shard holds id {held} of {size}: give ranges that cover the vocabulary")

@@ -89,7 +89,7 @@ def prepare(
     invariant = layout.get("invariant", False)
     exchange = make_exchange(layout.get("group"), len(shards))
     widths = [shard.shape[0] if lazy else shard.shape[-1] for shard in shards]
-    ranges = local_ranges(exchange, widths, layout.get("ranges"), layout.get("vocab_size"))
+    ranges = local_ranges(exchange, widths, layout.get("ranges"), layout.get("vocab_size"), tensors[0].device)
     keep = not layout.get("inference_only", False) and torch.is_grad_enabled()
     if not keep:
         tensors = tuple(tensor.detach() for tensor in tensors)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vocabpar.collectives import all_gather
-from megatron_vocabpar.layers.partition import VocabRange, ranges_from_sizes
+from megatron_vocabpar.layers.partition import VocabRange, check_cover, ranges_from_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ def local_ranges(
     widths: Sequence[int],
     ranges: Sequence[VocabRange] | VocabRange | None,
     vocab_size: int | None,
+    device: torch.device,
 ) -> tuple[VocabRange, ...]:
     """The rows of each shard that is here.
 
@@ -102,9 +103,11 @@ def local_ranges(
         ranges: the ranges of all ranks; or, with a group, this rank's alone; or None: shards in this
             process follow one another, and the ranks of a group have equal widths.
         vocab_size: true ids where ``ranges`` is None; None counts every row.
+        device: of the shards. Where each rank of a group gives its own range, they meet to be checked; not
+            on a GPU, where the host would wait for it.
 
     Raises:
-        ValueError: if the number of ranges or a width does not fit.
+        ValueError: if the number of ranges or a width does not fit; for gaps and overlaps.
     """
     if ranges is None:
         all_widths = list(widths) if isinstance(exchange, InProcess) else [widths[0]] * exchange.size
@@ -123,4 +126,9 @@ def local_ranges(
                 f"rank {member} has {width} vocabulary entries, its range [{shard.start}, {shard.stop}) has "
                 f"{shard.rows}: pass `ranges` with the true sizes (uneven shards are allowed)"
             )
+    if not isinstance(ranges, VocabRange):
+        check_cover(ranges)
+    elif device.type == "cpu":
+        edges = torch.tensor([ranges.start, ranges.stop, ranges.vocab_size])
+        check_cover(VocabRange(*edge) for edge in exchange.gather([edges]).tolist())
     return mine

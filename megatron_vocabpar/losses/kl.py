@@ -20,7 +20,6 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_vocabpar.layers import fixed_point
 from megatron_vocabpar.layers.exponents import power_of_two, subtract_power_log_
@@ -28,7 +27,14 @@ from megatron_vocabpar.layers.gemm import exact
 from megatron_vocabpar.losses.call import Layout, leading_shape, prepare
 from megatron_vocabpar.losses.reductions import reduce_tokens
 from megatron_vocabpar.losses.sources import LazyLogits, Logits, Source
-from megatron_vocabpar.losses.summary import Call, Softmax, scaled_logits, softmax_of, weighted_logs
+from megatron_vocabpar.losses.summary import (
+    Call,
+    Softmax,
+    first_derivative,
+    scaled_logits,
+    softmax_of,
+    weighted_logs,
+)
 
 
 def vocab_kl(
@@ -87,12 +93,16 @@ class _Divergence(torch.autograd.Function):
         return divergence
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     @exact()
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         divergence, offset_p, total_p, offset_q, total_q, *tensors = ctx.saved_tensors
         calls, split = ctx.calls, ctx.split
         sources = calls[0].source(tensors[:split]), calls[1].source(tensors[split:])
+        # Without a gradient a token's row is 0, also where it diverges: all probabilities are made 0.
+        unused = grad == 0
+        divergence = torch.where(unused, 0, divergence)
+        total_p, total_q = (torch.where(unused, torch.inf, total) for total in (total_p, total_q))
         softmaxes = Softmax(offset_p, total_p), Softmax(offset_q, total_q)
         needs = any(ctx.needs_input_grad[2 : 2 + split]), any(ctx.needs_input_grad[2 + split :])
         grad = grad / calls[0].temperature

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_vocabpar.layers.fixed_point import add_whole_, grid_of
+
 REDUCTIONS = ("none", "mean", "sum")
 
 
@@ -137,3 +139,63 @@ def reduce_tokens(values: Tensor, reduction: str, mask: Tensor | None) -> Tensor
         return torch.where(mask != 0, values * mask.to(values.dtype), 0)
     whole = masked_sum(values, mask)
     return whole.total if reduction == "sum" else whole.mean()
+
+
+@dataclass(frozen=True)
+class GroupStatistics:
+    """Of the rewards of each prompt's answers; [G] each.
+
+    Attributes:
+        count: number of answers, int64.
+        mean: fp64; 0 where there are none, NaN where a reward is not finite.
+        squares: fp64 sum of the squared deviations from the mean.
+    """
+
+    count: Tensor
+    mean: Tensor
+    squares: Tensor
+
+    def variance(self, correction: int = 1) -> Tensor:
+        """[G] with ``count - correction`` below; 0 where that is not positive, as for a single answer."""
+        below = self.count - correction
+        return torch.where(below > 0, self.squares / below.clamp(min=1), 0 * self.squares)
+
+    def advantages(self, values: Tensor, group_of: Tensor, epsilon: float = 1e-6) -> Tensor:
+        """[m] ``(value - mean) / (deviation + epsilon)`` of each answer's group, in the values' dtype.
+
+        Source: GRPO (arXiv 2402.03300), section 4.1.2.
+        """
+        below = self.variance().sqrt()[group_of] + epsilon
+        return ((values.double() - self.mean[group_of]) / below).to(values.dtype)
+
+
+def group_statistics(
+    values: Tensor, group_of: Tensor, groups: int, group: dist.ProcessGroup | None = None
+) -> GroupStatistics:
+    """Mean and variance of rewards by group: the same bits however ranks share the answers out.
+
+    Args:
+        values: [m] rewards of this rank's answers, any floating dtype.
+        group_of: [m] int64, each answer's group in [0, groups).
+        groups: their number on all ranks.
+        group: ranks that hold other answers; None where all are here.
+    """
+    values = values.detach().double()
+    count = group_of.new_zeros(groups).index_add_(0, group_of, torch.ones_like(group_of))
+    if group is not None:
+        dist.all_reduce(count, group=group)
+
+    def total(values: Tensor) -> Tensor:
+        """[groups] sums of whole numbers, on a grid that all ranks know; NaN for what is not finite."""
+        size = torch.where(values.isfinite(), values.abs(), torch.inf)
+        largest = size.new_zeros(groups).scatter_reduce(0, group_of, size, "amax")
+        if group is not None:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        grid, whole = grid_of(largest * count), group_of.new_zeros(groups, 1)
+        add_whole_(whole, values.unsqueeze(1), grid[group_of], group_of)
+        if group is not None:
+            dist.all_reduce(whole, group=group)
+        return whole[:, 0].double() / grid
+
+    mean = total(values) / count.clamp(min=1)
+    return GroupStatistics(count, mean, total((values - mean[group_of]).square()))

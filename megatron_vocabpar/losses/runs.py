@@ -9,16 +9,34 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.losses.call import Layout, prepare
 from megatron_vocabpar.losses.functions import vocab_logprobs
+from megatron_vocabpar.losses.sources import LazyLogits, Logits
+from megatron_vocabpar.losses.summary import of_chunks
+
+_SHAPES = {
+    "logprobs": "n",
+    "targets": "n",
+    "mask": "n",
+    "microbatch": "n",
+    "sentence": "n",
+    "prompt": "n",
+} | {
+    "ranges": "R2",
+    "shard_lse": "Rn",
+    "shard_max": "Rn",
+    "shard_logits": "Rn2",
+}
+"""The shape of each list; all but the first two may be empty."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +53,15 @@ class Run:
         reduction: such as ``token_mean``; describes ``loss``.
         ranges: [R][2] first and last-plus-one id of each shard; empty if not known.
         mask: [n] weights in the loss; empty for all 1.
-        microbatch: [n] the microbatch of each token; empty for one.
+        microbatch, sentence, prompt: [n] the microbatch of each token, its sentence, and the prompt whose
+            group of answers that sentence is in; empty if not known.
         loss: the reduced loss, or None.
-        shard_lse: [R][n] log-sum-exp of each shard alone; empty if not recorded.
+        shard_lse, shard_max: [R][n] log-sum-exp and largest logit of each shard alone; empty if not recorded.
         shard_logits: [R][n][2] the logit each shard has at the target's position, with the position clamped
             into the shard, and with the position that it has in its owner; empty if not recorded.
+
+    Raises:
+        ValueError: naming a list of another shape.
     """
 
     name: str
@@ -52,80 +74,115 @@ class Run:
     ranges: list[list[int]] = dataclasses.field(default_factory=list)
     mask: list[float] = dataclasses.field(default_factory=list)
     microbatch: list[int] = dataclasses.field(default_factory=list)
+    sentence: list[int] = dataclasses.field(default_factory=list)
+    prompt: list[int] = dataclasses.field(default_factory=list)
     loss: float | None = None
     shard_lse: list[list[float]] = dataclasses.field(default_factory=list)
+    shard_max: list[list[float]] = dataclasses.field(default_factory=list)
     shard_logits: list[list[list[float]]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for field in ("targets", "mask", "microbatch"):
-            given = len(getattr(self, field))
-            if given != len(self.logprobs) and (given or field == "targets"):
+        for field in ("name", "dtype", "backend", "reduction"):
+            if not isinstance(getattr(self, field), str):
+                raise ValueError(f"run {self.name!r}: {field} {getattr(self, field)!r} is no text")
+        if not isinstance(self.tp_size, int) or not isinstance(self.loss, int | float | None):
+            raise ValueError(f"run {self.name!r}: tp_size {self.tp_size!r}, loss {self.loss!r}: give numbers")
+        sizes = {"n": len(numbers(self.logprobs)), "R": self.tp_size, "2": 2}
+        for field, letters in _SHAPES.items():
+            found, shape = numbers(getattr(self, field)).shape, tuple(sizes[letter] for letter in letters)
+            if found != shape and (len(getattr(self, field)) or field == "targets"):
                 raise ValueError(
-                    f"run {self.name!r}: {given} {field} for {len(self.logprobs)} log-probabilities"
+                    f"run {self.name!r}: {field} of shape {tuple(found)}, where {shape} is needed"
                 )
+        if bool(self.shard_lse) != bool(self.shard_logits) or (self.shard_lse and not self.ranges):
+            raise ValueError(f"run {self.name!r}: shard_lse, shard_logits and ranges are needed together")
 
     def owner(self, target: int) -> int | None:
         """Rank of the shard that holds the id, or None."""
         return next((rank for rank, (start, stop) in enumerate(self.ranges) if start <= target < stop), None)
 
 
-def evidence(logits: Tensor, targets: Tensor, ranges: Sequence[VocabRange]) -> dict[str, Any]:
-    """``ranges``, ``shard_lse`` and ``shard_logits`` of a Run, from all logits [n, V]; in float64."""
-    starts = torch.tensor([shard.start for shard in ranges])
-    owner = torch.bucketize(targets, starts[1:].contiguous(), right=True)
-    within = targets - starts[owner]
-    lse, read = [], []
-    for shard in ranges:
-        part = logits[:, shard.start : shard.start + shard.valid_rows].double()
-        if part.shape[1] == 0:
-            lse.append([-float("inf")] * len(targets))
-            read.append([[0.0, 0.0]] * len(targets))
-            continue
-        lse.append(torch.logsumexp(part, dim=1).tolist())
-        columns = torch.stack((targets - shard.start, within), dim=1).clamp(0, part.shape[1] - 1)
-        read.append(part.gather(1, columns).tolist())
-    bounds = [[shard.start, shard.start + shard.valid_rows] for shard in ranges]
-    return {"ranges": bounds, "shard_lse": lse, "shard_logits": read}
+def numbers(values: list) -> Tensor:
+    """A list of a run as fp64.
+
+    Raises:
+        ValueError: if it is none, or not of numbers, or ragged.
+    """
+    try:
+        return torch.tensor([*values], dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(
+            f"{str(values)[:40]} is no list of numbers ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _evidence(logits: Logits, targets: Tensor, layout: Layout) -> dict[str, Any]:
+    """``ranges``, ``shard_lse``, ``shard_max`` and ``shard_logits`` of a Run; float64, by chunks."""
+    call, tensors = prepare(logits, layout)
+    source = call.source(tensors)
+    mine = [targets.new_tensor([shard.start, shard.start + shard.valid_rows]) for shard in call.ranges]
+    ranges = call.exchange.gather(mine)
+    first, end = ranges.unsqueeze(2).unbind(1)  # [R, 1]
+    owner = ((targets >= first) & (targets < end)).int().argmax(dim=0)
+    within = targets - first[owner, 0]
+
+    def read(y: Tensor, shard: VocabRange, rows: slice) -> Tensor:
+        if y.shape[1] == 0:
+            return y.new_tensor([-torch.inf, -torch.inf, 0, 0]).double().expand(len(y), 4)
+        columns = torch.stack((targets[rows] - shard.start, within[rows]), dim=1).clamp(0, y.shape[1] - 1)
+        y = y.double()
+        return torch.cat((y.logsumexp(1, keepdim=True), y.amax(1, keepdim=True), y.gather(1, columns)), dim=1)
+
+    found = call.exchange.gather(of_chunks(call, source, read))
+    parts = {"shard_lse": found[..., 0], "shard_max": found[..., 1], "shard_logits": found[..., 2:]}
+    return {"ranges": ranges.tolist()} | {name: part.tolist() for name, part in parts.items()}
 
 
 def record(
     name: str,
-    logits: Tensor,
+    logits: Logits,
     targets: Tensor,
-    ranges: Sequence[VocabRange],
     *,
     mask: Tensor | None = None,
     microbatch: Tensor | None = None,
+    sentence: Tensor | None = None,
+    prompt: Tensor | None = None,
     loss: float | None = None,
     logprobs: Tensor | None = None,
-    backend: str = "cpu",
     reduction: str = "token_mean",
+    **layout: Unpack[Layout],
 ) -> Run:
-    """A run of the library over simulated shards of ``logits`` [n, V], with its evidence.
+    """A run with its evidence, from shards in this process or on the ranks of a group, which all get it.
 
     Args:
-        name, backend, reduction, loss: as in ``Run``.
-        logits: [n, V] true ids only.
+        name, reduction, loss: as in ``Run``.
+        logits: [n, P] as in ``vocab_logprobs``: this rank's shard, all shards, or ``LazyLogits``.
         targets: [n] ids.
-        ranges: the shards.
-        mask, microbatch: [n] or None.
+        mask, microbatch, sentence, prompt: [n] or None.
         logprobs: [n] values of another implementation; None computes them here.
+        layout: see ``call.Layout``.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
     """
+    layout = layout | Layout(inference_only=True)
     if logprobs is None:
-        shards = [logits[:, shard.start : shard.stop] for shard in ranges]
-        logprobs = vocab_logprobs(shards, targets, ranges=ranges, inference_only=True)
+        logprobs = vocab_logprobs(logits, targets, **layout)
+    first = logits.hidden if isinstance(logits, LazyLogits) else logits
+    group = layout.get("group")
+    found = _evidence(logits, targets, layout)
+    lists = {"mask": mask, "microbatch": microbatch, "sentence": sentence, "prompt": prompt}
     return Run(
         name=name,
         logprobs=logprobs.double().tolist(),
         targets=targets.tolist(),
-        tp_size=len(ranges),
-        dtype=str(logits.dtype).removeprefix("torch."),
-        backend=backend,
+        tp_size=len(found["ranges"]),
+        dtype=str((first if isinstance(first, Tensor) else first[0]).dtype).removeprefix("torch."),
+        backend=targets.device.type if group is None else dist.get_backend(group),
         reduction=reduction,
-        mask=[] if mask is None else mask.double().tolist(),
-        microbatch=[] if microbatch is None else microbatch.tolist(),
         loss=loss,
-        **evidence(logits, targets, ranges),
+        **{name: [] if values is None else values.tolist() for name, values in lists.items()},
+        **found,
     )
 
 
@@ -138,15 +195,18 @@ def read_run(path: Path) -> Run:
     """Read what ``write_run`` wrote.
 
     Raises:
-        ValueError: if the file is missing, no JSON, or has other fields.
+        ValueError: if the file is missing, no JSON, or has other fields or values.
     """
     try:
         found = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; write it with megatron_vocabpar.losses.runs") from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     names = {field.name for field in dataclasses.fields(Run)}
     if not isinstance(found, dict) or not {"name", "logprobs", "targets"} <= set(found) <= names:
         raise ValueError(f"{path}: need an object with name, logprobs, targets and any of {sorted(names)}")
-    return Run(**found)
+    try:
+        return Run(**found)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

@@ -22,12 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from math import log
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_vocabpar.layers import fixed_point
 from megatron_vocabpar.layers.exponents import log_of_power, power_of_two
@@ -84,6 +84,24 @@ class Call:
         return DenseSource(tensors, self.ranges)
 
 
+def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward pass that refuses to be part of a graph: its own derivative would be silently left out.
+
+    ``once_differentiable`` refuses only where the incoming gradients require one, not for the operands.
+    """
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "create_graph=True: the losses have no second derivative; leave it out, or use "
+                "losses.tensor_parallel, which is plain autograd"
+            )
+        return backward(ctx, *grads)
+
+    return run
+
+
 class SoftmaxSummary(torch.autograd.Function):
     """``apply(call, targets, *tensors)``: the four tensors of ``Summary``."""
 
@@ -99,7 +117,7 @@ class SoftmaxSummary(torch.autograd.Function):
         return tuple(summary)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     @exact()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         targets, entropy, loss, offset, total, deficit, valid, *tensors = ctx.saved_tensors

@@ -13,7 +13,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_vocabpar.cli.main import main
-from megatron_vocabpar.layers.partition import ranges_from_sizes
 from megatron_vocabpar.losses.drift import compare
 from megatron_vocabpar.losses.reductions import joined, masked_sum
 from megatron_vocabpar.losses.runs import Run, record, write_run
@@ -58,16 +57,20 @@ def test_faults_of_log_probabilities(fault: str, sizes: list[int], seed: int, sp
     draw = torch.Generator().manual_seed(seed)
     logits = spread * torch.randn(24, sum(sizes), generator=draw)
     targets = torch.randint(0, sum(sizes), (24,), generator=draw)
-    one = record("TP=1", logits, targets, ranges_from_sizes([sum(sizes)], sum(sizes)))
-    ranges = ranges_from_sizes(sizes, sum(sizes))
-    assert compare(one, record("sharded", logits, targets, ranges)).cause == "none"
-    wrong = record("wrong", logits, targets, ranges, logprobs=faulty(fault, logits, targets, sizes))
+    one, shards = record("TP=1", logits, targets), list(logits.split(sizes, dim=1))
+    assert compare(one, record("sharded", shards, targets)).cause == "none"
+    wrong = record("wrong", shards, targets, logprobs=faulty(fault, logits, targets, sizes))
     report = compare(one, wrong)
     assume(report.drifting > 3)
     assert report.cause == FAULTS[fault], report.table()
     if report.cause == "log-sum-exp":
         assert report.detail.startswith(fault)
     assert report.owner_rank == wrong.owner(report.target)
+    as_reference = compare(wrong, one)
+    assert as_reference.cause == FAULTS[fault], as_reference.table()
+    assert as_reference.detail.startswith("in the reference: ")
+    bare = dataclasses.replace(wrong, ranges=[], shard_lse=[], shard_max=[], shard_logits=[])
+    assert compare(record("TP", shards, targets), bare).cause == FAULTS[fault]
 
 
 @given(
@@ -108,9 +111,9 @@ def test_the_published_wrong_reductions(tmp_path: Path, fault: str, value: float
     logits, targets = torch.tensor([[0.1, -0.2, 1.7, 0.3, 1.2, -0.5]], dtype=torch.float64), torch.tensor([4])
     wrong = faulty(fault, logits, targets, [3, 3])
     assert abs(float(wrong) - value) < 5e-11
-    one = record("fsdp", logits, targets, ranges_from_sizes([6], 6))
+    one = record("fsdp", logits, targets)
     assert abs(one.logprobs[0] - -1.3395806963) < 5e-11
-    two = record("tp2", logits, targets, ranges_from_sizes([3, 3], 6), logprobs=wrong)
+    two = record("tp2", list(logits.split(3, dim=1)), targets, logprobs=wrong)
     for run in (one, two):
         write_run(run, tmp_path / f"{run.name}.json")
     files = [str(tmp_path / "fsdp.json"), str(tmp_path / "tp2.json")]
@@ -127,11 +130,86 @@ def test_the_published_wrong_reductions(tmp_path: Path, fault: str, value: float
     )
     assert CliRunner().invoke(main, ["drift", files[0], files[0]]).exit_code == 0
     assert CliRunner().invoke(main, ["drift", *files, "--tolerance", "10"]).exit_code == 0
-    missing = CliRunner().invoke(main, ["drift", files[0], str(tmp_path / "none.json")])
-    assert missing.exit_code == 2
 
 
 def test_without_evidence_the_cause_is_unknown() -> None:
     run = Run("a", [-1.0], [3])
     report = compare(run, dataclasses.replace(run, name="b", logprobs=[-2.0]))
     assert (report.cause, report.passed) == ("unknown", False)
+
+
+@pytest.mark.parametrize("sizes", [[60], [20, 40]], ids=str)
+def test_other_logits_and_noise_are_no_fault_of_a_reduction(sizes: list[int]) -> None:
+    """Also where one shard alone ran, whose owner's log-sum-exp is the whole one."""
+    draw = torch.Generator().manual_seed(0)
+    logits, targets = 3 * torch.randn(24, 60, generator=draw), torch.randint(0, 60, (24,), generator=draw)
+
+    def run(logits: torch.Tensor, logprobs: torch.Tensor | None = None) -> Run:
+        return record("run", list(logits.split(sizes, dim=1)), targets, logprobs=logprobs)
+
+    one, noise = run(logits), 0.01 * torch.randn(24, generator=draw)
+    bare = dataclasses.replace(one, ranges=[], shard_lse=[], shard_max=[], shard_logits=[])
+    moved = logits + 0.01 * torch.randn(24, 60, generator=draw)
+    assert compare(one, run(moved)).cause == "inputs differ"
+    assert compare(bare, run(moved)).cause == "inputs differ"
+    assert compare(one, run(logits.bfloat16())).cause == "dtype"
+    assert compare(one, run(moved.bfloat16().float())).cause == "inputs differ"
+    assert compare(one, run(logits, torch.tensor(one.logprobs) + noise)).cause == "unknown"
+    # A sum of exponentials that was added in 16 bits, and nothing else.
+    largest = logits.double().amax(dim=1, keepdim=True)
+    total = (logits.double() - largest).exp().sum(dim=1).half().double()
+    target = logits.double().gather(1, targets[:, None])[:, 0]
+    report = compare(one, run(logits, target - largest[:, 0] - total.log()))
+    assert report.cause == "dtype"
+    assert "sum of the exponentials is a number of float16" in report.detail
+
+
+def test_means_of_sentences_and_other_masks() -> None:
+    values = torch.tensor([-1.0, -2.0, -4.0, -8.0, -16.0])
+    mask, sentence = torch.tensor([1.0, 0.5, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 0, 1, 1])
+    common = {"logprobs": values.tolist(), "targets": [0] * 5, "sentence": sentence.tolist()}
+    tokens, sentences = 14.0 / 3.5, (6.0 / 2.5 + 8.0) / 2
+
+    def run(loss: float, mask: torch.Tensor = mask) -> Run:
+        return Run("run", loss=loss, mask=mask.tolist(), **common)
+
+    report = compare(run(tokens), run(sentences))
+    assert (report.cause, report.detail[:46]) == (
+        "aggregation",
+        "the loss is the mean of 2 means, one of each s",
+    )
+    assert compare(run(sentences), run(tokens)).cause == "aggregation"
+    assert compare(run(tokens), run(14.0 / 5)).detail.startswith("the loss is the masked sum over 5")
+    report = compare(run(tokens), run(31 / 5, torch.ones(5)))
+    assert report.cause == "mask denominator"
+    assert report.detail == "the masks differ on 2 tokens, first at 1: 0.5 and 1"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "{",
+        "[" * 100_000,
+        "\xff",
+        "[]",
+        '{"name": "a", "logprobs": [1], "targets": [1, 2]}',
+        '{"name": 3, "logprobs": [1], "targets": [1]}',
+        '{"name": "a", "logprobs": 1, "targets": [1]}',
+        '{"name": "a", "logprobs": ["x"], "targets": [1]}',
+        '{"name": "a", "logprobs": [1], "targets": [[1]]}',
+        '{"name": "a", "logprobs": [1], "targets": [1], "tp_size": "2"}',
+        '{"name": "a", "logprobs": [1], "targets": [1], "shard_lse": [[1]]}',
+        '{"name": "a", "logprobs": [1], "targets": [1], "tp_size": 2, "ranges": [[0, 1], [1]]}',
+    ],
+)
+def test_malformed_files_are_one_line(tmp_path: Path, text: str | None) -> None:
+    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+    write_run(Run("a", [1.0], [1]), good)
+    if text is not None:
+        bad.write_bytes(text.encode("latin1"))
+    for files in ((good, bad), (bad, good)):
+        shown = CliRunner().invoke(main, ["drift", *map(str, files)])
+        assert shown.exit_code == 2
+        assert shown.output.startswith("vocabpar drift: error: ")
+        assert shown.output.count("\n") == 1

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_vocabpar.layers.partition import even_ranges, ranges_from_sizes
+from megatron_vocabpar.layers.partition import VocabRange, even_ranges, ranges_from_sizes
 from megatron_vocabpar.losses import LazyLogits, vocab_argmax, vocab_cross_entropy, vocab_kl, vocab_logprobs
 from megatron_vocabpar.losses.compat import nemo_rl, slime
 from megatron_vocabpar.losses.compat import verl as verl_compat
+from megatron_vocabpar.losses.runs import numbers, record
 from megatron_vocabpar.losses.tensor_parallel import all_reduce, copy_to_shards, nll_mean, nll_per_token
 from megatron_vocabpar.losses.zigzag import zigzag_gather, zigzag_order, zigzag_split
 from tests.losses import reference
@@ -49,6 +50,15 @@ def _ranks(rank: int) -> None:
         assert error(lazy, expected) < 1e-12
         assert error(lx.grad, full_x.grad) < 1e-12
         assert error(lw.grad, full_w.grad[mine.start : mine.stop]) < 1e-12
+    moved = VocabRange(mine.start - (rank == 2), mine.stop - (rank == 2), 40)
+    with pytest.raises(ValueError, match="several shards hold id 10"):
+        vocab_argmax(shard, group=group, ranges=moved)
+    lazy = LazyLogits(x, weight[mine.start : mine.stop])
+    recorded = record("gloo", lazy, targets, group=group, ranges=mine)
+    one = record("one process", list(whole.detach().split(SIZES, dim=1)), targets)
+    assert (recorded.backend, recorded.tp_size, recorded.ranges) == ("gloo", 3, one.ranges)
+    for name in ("logprobs", "shard_lse", "shard_max", "shard_logits"):
+        torch.testing.assert_close(numbers(getattr(recorded, name)), numbers(getattr(one, name)))
     assert torch.equal(vocab_argmax(shard, group=group, ranges=ranges), whole.argmax(dim=-1))
     assert float(vocab_kl(shard, shard.detach(), group=group, ranges=ranges).abs().max()) < 1e-14
 

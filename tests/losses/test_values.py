@@ -244,6 +244,11 @@ def test_inference_only_keeps_nothing() -> None:
     assert not vocab_entropy(logits, inference_only=True).requires_grad
 
 
+def halves(x: Tensor, targets: Tensor, second: VocabRange, size: int | None = None) -> Tensor:
+    ranges = [VocabRange(0, 5, size or second.vocab_size), second]
+    return vocab_logprobs(list(x.chunk(2, dim=-1)), targets, ranges=ranges)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -252,6 +257,11 @@ def test_inference_only_keeps_nothing() -> None:
         (lambda x, t: vocab_logprobs(x, t + 10), "outside the vocabulary of 10"),
         (lambda x, t: vocab_logprobs(x, t, temperature=0.0), "temperature 0"),
         (lambda x, t: vocab_logprobs(x, t, ranges=VocabRange(0, 4, 10)), "has 10 vocabulary entries"),
+        (lambda x, t: vocab_logprobs(x, t, ranges=VocabRange(5, 15, 20)), "no shard holds id 0"),
+        (lambda x, t: vocab_logprobs(x, t, ranges=VocabRange(0, 10, 11)), "no shard holds id 10 of 11"),
+        (lambda x, t: halves(x, t, VocabRange(6, 11, 11)), "no shard holds id 5"),
+        (lambda x, t: halves(x, t, VocabRange(4, 9, 9)), "several shards hold id 4"),
+        (lambda x, t: halves(x, t, VocabRange(5, 10, 9), size=10), "ranges for 10 and for 9 ids"),
         (lambda x, t: vocab_logprobs(x.int(), t), "operands in"),
         (lambda x, t: vocab_logprobs(x, t, reduction="avg"), "reduction 'avg'"),
         (lambda x, t: vocab_cross_entropy(x, t, label_smoothing=1.0), "label smoothing"),
@@ -300,3 +310,27 @@ def test_autocast_changes_nothing(invariant: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         for found, wanted in zip(run(), expected, strict=True):
             assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_an_infinite_divergence_of_a_masked_token_has_no_gradient(invariant: bool) -> None:
+    draw = torch.Generator().manual_seed(5)
+    p, q = torch.randn(2, 4, 20, generator=draw)
+    mask = torch.tensor([1, 0, 1, 1])
+
+    def gradients(impossible: float) -> list[Tensor]:
+        q[1, 3] = impossible
+        leaves = [p.clone().requires_grad_(), q.clone().requires_grad_()]
+        return list(torch.autograd.grad(vocab_kl(*leaves, mask=mask, invariant=invariant).sum(), leaves))
+
+    for found, expected in zip(gradients(-torch.inf), gradients(0.0), strict=True):
+        assert torch.equal(found, expected)
+        assert bool((found[1] == 0).all())
+
+
+def test_second_derivatives_are_refused() -> None:
+    """Also where only the operands would need them: torch's own check looks at the incoming gradients."""
+    x, targets = torch.randn(3, 10, requires_grad=True), torch.tensor([1, 2, 3])
+    for loss in (vocab_logprobs(x, targets).sum(), vocab_kl(x, torch.randn(3, 10)).sum()):
+        with pytest.raises(ValueError, match="no second derivative"):
+            torch.autograd.grad(loss, x, create_graph=True)
