@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import make_viewless_tensor
+
+from megatron_vocabpar.layers.terms import LossTerms
 
 _BACKWARD_PARAMETERS = tuple(inspect.signature(schedules.backward_step).parameters)
 _GROUPS: Any = getattr(process_groups_config, "ProcessGroupCollection", None) or getattr(
@@ -191,3 +194,15 @@ def tensor_parallel_group(model: Any) -> Any:
 def model_groups() -> Any:
     """The process groups that a GPTModel takes, from megatron-core's parallel state."""
     return _GROUPS.use_mpu_process_groups()
+
+
+def uses_mup(config: Any) -> bool:
+    """Whether the model is parametrised by muP (``use_mup``, from 0.17)."""
+    return getattr(config, "use_mup", False)
+
+
+def with_mup_scale(terms: LossTerms, config: Any) -> LossTerms:
+    """The terms with muP's factor of the logits, which stock applies after its output layer."""
+    if not uses_mup(config):
+        return terms
+    return replace(terms, logit_scale=terms.logit_scale * config.mup_output_mult)

@@ -265,7 +265,7 @@ class VocabParallelGPTModel(GPTModel):
         if not holds_shard:
             return
         layer_options = {"tp_group": compat.tensor_parallel_group(self)}
-        no_draw = torch.nn.init.zeros_ if stock_vocab_size else None
+        no_draw, mup = torch.nn.init.zeros_ if stock_vocab_size else None, compat.uses_mup(config)
         if not self.pre_process:
             self.embedding = torch.nn.Module()
         self.embedding.word_embeddings = VocabShardEmbedding(
@@ -275,13 +275,16 @@ class VocabParallelGPTModel(GPTModel):
         self.output_layer = VocabShardOutput(
             shard,
             config,
-            terms,
-            init_method=no_draw or config.init_method,
+            compat.with_mup_scale(terms, config),
+            init_method=no_draw
+            or (config.embedding_init_method if mup and not self.tied else config.init_method),
             skip_weight_param_allocation=self.tied,
             **layer_options,
         )
         for weight in self.vocabulary_weights():
             weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
+            if mup:
+                weight.is_embedding_parameter = True  # type: ignore[attr-defined]
         if stock_vocab_size and config.perform_initialization:
             last = parallel_state.get_pipeline_model_parallel_world_size() - 1
             # A tied weight is the first stage's.
@@ -307,6 +310,10 @@ class VocabParallelGPTModel(GPTModel):
         """The parameters of this rank's shards: one if tied, else embedding and output."""
         embedding = self.word_embeddings.weight
         return (embedding,) if self.tied else (embedding, self.output_weight)
+
+    def _scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """What stock does after its output layer; ours has muP's factor in its terms."""
+        return logits
 
     def _postprocess(
         self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None, **options: Any

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.gradients import main_grad
 from megatron_vocabpar.integration.iteration import Iteration, LayerHandlers
 from megatron_vocabpar.integration.loss_reports import LossReports
@@ -40,6 +41,7 @@ class OutputLayer(LayerHandlers):
         self._evaluations: deque[tuple[int, Event[MergedStats]]] = deque()
         self._reports = LossReports(iteration)
         self._spare: list[torch.Tensor] = []
+        self._terms = compat.with_mup_scale(iteration.rank.output_options.terms, iteration.call.config)
         self._passes: Any = invariant if iteration.rank.output_options.invariant else output
         method = iteration.rank.method
         # Whether the input gradient comes with the statistics, from what S left, and T has the rest.
@@ -96,7 +98,7 @@ class OutputLayer(LayerHandlers):
                 self.model.output_weight,
                 maximum_only=True,
                 rows_per_chunk=self.rank.output_options.rows_per_chunk,
-                terms=self.rank.output_options.terms,
+                terms=self._terms,
                 owned=microbatch.owned_targets,
             )
         else:
@@ -118,7 +120,7 @@ class OutputLayer(LayerHandlers):
             owned=microbatch.owned_targets,
             e=self._spare_exponentials(microbatch.tokens),
             invariant=options.invariant,
-            terms=options.terms,
+            terms=self._terms,
         )
 
     def _spare_exponentials(self, tokens: int) -> torch.Tensor | None:
@@ -171,8 +173,7 @@ class OutputLayer(LayerHandlers):
 
     def _merge(self, statistics: torch.Tensor) -> Event[MergedStats]:
         """Everyone's statistics, merged, on the side stream."""
-        groups, place = self.groups, merged_place(statistics)
-        terms = self.rank.output_options.terms
+        groups, place, terms = self.groups, merged_place(statistics), self._terms
         return self.rank.output_stream.submit(
             lambda: merge_stats(all_gather(groups, groups.output, statistics), terms, out=place)
         )
@@ -203,7 +204,7 @@ class OutputLayer(LayerHandlers):
         state = self.buffers.take(source, "state")
         grad_loss = self.microbatches[i].gradient
         weight = self.model.output_weight.detach()
-        is_last, terms = self.rank.is_last, self.rank.output_options.terms
+        is_last, terms = self.rank.is_last, self._terms
         place = merged_place(statistics)
         hidden_grad = state.x.new_empty(state.x.shape, dtype=place.total.dtype) if is_last else None
 

@@ -199,12 +199,6 @@ REFUSALS = (
         {"perform_rl_step": True},
     ),
     Refusal(
-        "--use-mup",
-        _set("use_mup"),
-        "it scales logits inside the stock output layer; leave it out",
-        {"use_mup": True},
-    ),
-    Refusal(
         "--hybrid-layer-pattern, --hybrid-override-pattern, --is-hybrid-model",
         lambda args: any(
             getattr(args, name, None)

@@ -73,6 +73,7 @@ class Case:
     labels: str = "random"
     init_std: float = 0.3
     output_scale: float = 1.0
+    mup_output_mult: float = 1.0
     output_options: OutputOptions = field(default_factory=OutputOptions)
     delayed: bool = False
 
@@ -108,7 +109,7 @@ class Result:
 
 
 def transformer_config(case: Case) -> TransformerConfig:
-    return TransformerConfig(
+    config: Any = TransformerConfig(
         num_layers=case.layers,
         hidden_size=case.hidden,
         num_attention_heads=4,
@@ -133,6 +134,9 @@ def transformer_config(case: Case) -> TransformerConfig:
         variable_seq_lengths=bool(case.lengths),
         moe_token_dispatcher_type="alltoall",  # asked for with variable lengths, experts or not
     )
+    if case.mup_output_mult != 1:  # versions before 0.17 have no such fields, and ignore them
+        config.use_mup, config.mup_output_mult = True, case.mup_output_mult
+    return config
 
 
 def layer_spec(case: Case) -> ModuleSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from tests.integration.gpt import Case, batch, parallel_groups, transformer_conf
 from tests.spawn import run_ranks
 
 STOCK_ROWS = 92  # two of them padding
-TERMS = LossTerms(logit_scale=0.5, softcap=3.0)
+TERMS = LossTerms(logit_scale=2.0, softcap=3.0)
 
 
 def _model(case: Case, ours: bool, terms: LossTerms) -> GPTModel:
@@ -81,10 +82,12 @@ def test_answers_as_stock_without_its_padding(case: Case) -> None:
 
 def _transformed(rank: int, case: Case) -> tuple[list[np.ndarray], ...]:
     with megatron_on_cpu(), parallel_groups(case):
-        return _answers(_model(case, True, PLAIN), case), _answers(_model(case, True, TERMS), case)
+        with_mup = _model(replace(case, mup_output_mult=0.25), True, TERMS)
+        assert all(getattr(w, "is_embedding_parameter", False) for w in with_mup.vocabulary_weights())
+        return _answers(_model(case, True, PLAIN), case), _answers(with_mup, case)
 
 
-def test_logits_go_through_scale_and_softcap() -> None:
+def test_logits_go_through_scale_mup_and_softcap() -> None:
     case = Case(vocab_size=90)
     ((plain, transformed),) = run_ranks(1, _transformed, case)
     true = plain[0][..., : case.vocab_size]

@@ -21,17 +21,17 @@ CASES = {
     "z-loss": ("vocab-2", LossTerms(z_loss=0.01)),
     "softcap": ("vocab-1", LossTerms(softcap=2.0)),
     "label smoothing": ("vocab-1", LossTerms(label_smoothing=0.1)),
-    "logit scale": ("naive", LossTerms(logit_scale=0.3)),
+    "logit scale": ("naive", LossTerms(logit_scale=0.6)),
     "scale, softcap, z-loss": ("vocab-2", LossTerms(logit_scale=1.7, softcap=2.0, z_loss=0.02)),
     "scale, smoothing, z-loss": ("interlaced", LossTerms(logit_scale=1.7, label_smoothing=0.2, z_loss=0.02)),
 }
 
 
 def _unsharded(_: int, case: Case, terms: LossTerms) -> Result:
-    """The stock model, whose loss is computed by PyTorch on all logits in float64."""
+    """The stock model, whose loss is computed by PyTorch on all logits in float64, with muP's factor."""
 
     def loss(_: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        logits = terms.logit_scale * logits.double()
+        logits = case.mup_output_mult * terms.logit_scale * logits.double()
         if terms.softcap is not None:
             logits = terms.softcap * torch.tanh(logits / terms.softcap)
         losses = torch.nn.functional.cross_entropy(
@@ -46,7 +46,10 @@ def _unsharded(_: int, case: Case, terms: LossTerms) -> Result:
 @pytest.mark.parametrize("name", CASES)
 def test_same_training_as_unsharded(name: str) -> None:
     method, terms = CASES[name]
-    case = Case(method=method, pp=2, m=3, vocab_size=97, output_options=OutputOptions(terms=terms))
+    mup = 0.5 if name == "logit scale" else 1.0
+    case = Case(
+        method, pp=2, m=3, vocab_size=97, mup_output_mult=mup, output_options=OutputOptions(terms=terms)
+    )
     (expected,) = run_ranks(1, _unsharded, case, terms)
     results = run_ranks(2, train, case, expected)
     (reporting,) = [result for result in results if result.reports_loss]
