@@ -66,6 +66,8 @@ class ForwardBackward:
         observers: context managers to hold around every instruction, beside a profiler's range.
         timeline: records what runs when, while it is started.
         output_options: how the output layer is computed, where it is partitioned; by default as they are.
+        not_finite: told, on the rank of the loss function, where a loss of a partitioned output layer is not
+            finite; None to not look.
 
     Raises:
         ValueError: for naive with recomputation, invariance or label smoothing.
@@ -81,10 +83,12 @@ class ForwardBackward:
         observers: Sequence[Observer] = (),
         timeline: Timeline | None = None,
         output_options: OutputOptions | None = None,
+        not_finite: Callable[[str], None] | None = None,
     ) -> None:
         self.method = method_named(method)
         self.output_options = output_options or OutputOptions()
         _check_options(self.method, self.output_options)
+        self._not_finite = not_finite
         self.groups = groups
         self.device = device
         self._make_plan = make_plan or partial(generate_plan, method, groups.pipeline)
@@ -232,6 +236,7 @@ class ForwardBackward:
             point_to_point=self._point_to_point,
             waiting=self._timeline.waiting if self._timeline else contextlib.nullcontext,
             output_options=self.output_options,
+            not_finite=self._not_finite,
         )
 
 

@@ -72,6 +72,7 @@ class Rank:
     point_to_point: PointToPoint
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
     output_options: OutputOptions = OutputOptions()
+    not_finite: Callable[[str], None] | None = None
 
     @property
     def pipeline_rank(self) -> int:

@@ -6,11 +6,15 @@ Its loss function runs on the token losses that arrive there; its gradient was s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+import torch.distributed as dist
 
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.iteration import Iteration
 from megatron_vocabpar.runtime.comm import broadcast
+from megatron_vocabpar.schedule.passes import Pass, PassType
 
 
 class LossReports:
@@ -18,11 +22,22 @@ class LossReports:
 
     def __init__(self, iteration: Iteration) -> None:
         self.iteration = iteration
-        self._as_announced: list[torch.Tensor] = []
+        self._looks = iteration.rank.not_finite is not None and iteration.rank.has_loss
+        # What is to hold of microbatches, on the device.
+        self._as_announced: dict[int, torch.Tensor] = {}
+        self._finite_hidden: dict[int, torch.Tensor] = {}
+        self._finite_losses: dict[int, torch.Tensor] = {}
+
+    def hidden(self, i: int, x: torch.Tensor) -> None:
+        """Look at the hidden states ``[n, H]`` of microbatch ``i`` that the output layer is given."""
+        if self._looks:
+            self._finite_hidden[i] = x.isfinite().all()
 
     def report(self, i: int, token_losses: torch.Tensor) -> None:
         """Megatron's loss function on the token losses ``[b, s]`` float32 of microbatch ``i``."""
         iteration, call = self.iteration, self.iteration.call
+        if self._looks:
+            self._finite_losses[i] = token_losses.isfinite().all()
         reported, num_tokens, grad = compat.loss_and_gradient(
             model=call.chunks[-1],
             token_losses=token_losses,
@@ -38,19 +53,37 @@ class LossReports:
         if grad is not None:
             announced = iteration.microbatches.gradient(i)
             close = torch.isclose(grad, announced, rtol=1e-4, atol=0.0, equal_nan=True)
-            self._as_announced.append(close.all())
+            self._as_announced[i] = close.all()
 
     def finish(self) -> None:
-        """Check the gradients; not in each microbatch, so that the host need not wait for the device.
+        """Check gradients and losses; not in each microbatch, so that the host need not wait for the device.
 
         Raises:
             ValueError: if the loss function's gradient was not what had been announced.
         """
-        if self._as_announced and not torch.stack(self._as_announced).all():
+        bent = _first_broken(self._as_announced)
+        rank = f"rank {dist.get_rank()}"
+        if bent is not None:
             raise ValueError(
-                "the loss function is not linear in the per-token losses: its gradient depends on their "
-                "values. Vocabulary parallelism sends the gradient ahead; use a (masked) sum or mean"
+                f"{rank}, microbatch {bent}: the loss function is not linear in the per-token losses: its "
+                "gradient depends on their values. Vocabulary parallelism sends the gradient ahead; use a "
+                "(masked) sum or mean"
             )
+        bad = _first_broken(self._finite_losses)
+        if bad is not None:
+            where = "in the output layer or before"
+            if bad in self._finite_hidden:
+                softmax = Pass(PassType.S, self.iteration.rank.pipeline_rank, bad)
+                where = f"{'in' if self._finite_hidden[bad] else 'before'} pass {softmax}"
+            tell = self.iteration.rank.not_finite
+            assert tell is not None
+            tell(f"{rank}: the loss of microbatch {bad} is not finite, first {where}")
+
+
+def _first_broken(holds: Mapping[int, torch.Tensor]) -> int | None:
+    """The first microbatch of which it does not hold."""
+    values = torch.stack(list(holds.values())).tolist() if holds else []
+    return min((i for i, value in zip(holds, values, strict=True) if not value), default=None)
 
 
 class DistantLoss:

@@ -89,7 +89,7 @@ class OutputLayer(LayerHandlers):
     def output_forward(self, instruction: Pass) -> None:
         """S: logits of this rank's shard and their local statistics."""
         i = instruction.microbatch
-        x = self.wait(self.buffers.take(Comm(CommType.C0, instruction.stage, i), "event"))
+        x = self._hidden_states(instruction)
         if PassType.S2 in self.rank.method.passes:
             microbatch = self.microbatches[i]
             state, statistics = self.model.vocab_output(
@@ -104,6 +104,13 @@ class OutputLayer(LayerHandlers):
         else:
             state, statistics = self._softmax(i, x, with_input_gradient=self._early_gradient)
         self._put_state(instruction, state, statistics)
+
+    def _hidden_states(self, instruction: Pass) -> torch.Tensor:
+        """What C0 brought for S: ``[n, H]``."""
+        i = instruction.microbatch
+        x: torch.Tensor = self.wait(self.buffers.take(Comm(CommType.C0, instruction.stage, i), "event"))
+        self._reports.hidden(i, x)
+        return x
 
     def _softmax(self, i: int, x: torch.Tensor, with_input_gradient: bool) -> tuple[Any, Any]:
         """Pass S of ``layers/output.py``; in evaluation the statistics alone."""
@@ -263,7 +270,7 @@ class OutputLayer(LayerHandlers):
     def synchronous_output(self, instruction: Pass) -> None:
         """S of interlaced: the whole output layer, all ranks in step."""
         rank, i = self.rank, instruction.microbatch
-        x = self.wait(self.buffers.take(Comm(CommType.C0, instruction.stage, i), "event"))
+        x = self._hidden_states(instruction)
         weight = self.model.output_weight
         training = not self.call.forward_only
         state, statistics = self._softmax(i, x, with_input_gradient=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, Binding, Parameters, find_version
 from megatron_vocabpar.megatron_lm.flags import FlagConfig
+from megatron_vocabpar.megatron_lm.teardown import ending_soon
 
 _MARK = "__vocabpar_patch__"
 
@@ -31,6 +32,8 @@ class Patch:
         self.config = config
         self.version = version
         self._replaced: list[tuple[Binding, Any, Any]] = []
+        self._report = sys.excepthook
+        sys.excepthook = self._hook = ending_soon(self._report)
 
     def replace(self, binding: Binding, replacement: Any) -> None:
         """Put ``replacement`` wherever the name of ``binding`` is held by a loaded module."""
@@ -40,10 +43,12 @@ class Patch:
         self._replaced.append((binding, original, replacement))
 
     def undo(self) -> None:
-        """Put every original back, in its own module and in all copies."""
+        """Put every original back, in its own module and in all copies, and ``sys.excepthook``."""
         while self._replaced:
             binding, original, replacement = self._replaced.pop()
             _swap(binding, replacement, original)
+        if sys.excepthook is self._hook:
+            sys.excepthook = self._report
 
 
 def _swap(binding: Binding, current: Any, new: Any) -> None:

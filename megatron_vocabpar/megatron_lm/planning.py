@@ -24,8 +24,9 @@ from megatron_vocabpar.integration.iteration import OutputOptions
 from megatron_vocabpar.integration.kept_plan import PLAN_FILE, digest, keep_plan, kept_plan
 from megatron_vocabpar.integration.measured_plan import MeasuredPlan, Plans, WriteOrder
 from megatron_vocabpar.integration.watched import Watched, Watcher
-from megatron_vocabpar.megatron_lm.flags import AUTO, FlagConfig
-from megatron_vocabpar.megatron_lm.watchers import IdleTime, TimelineFile
+from megatron_vocabpar.megatron_lm.flags import AUTO, OPTIONS, FlagConfig
+from megatron_vocabpar.megatron_lm.watchers import IdleTime, TimelineFile, iteration
+from megatron_vocabpar.runtime.agreement import agree, program_digest, versions
 from megatron_vocabpar.runtime.background_plan import PlanKind
 from megatron_vocabpar.runtime.pass_times import transfer_ms
 from megatron_vocabpar.runtime.profile import Timeline
@@ -46,6 +47,29 @@ def say(line: str) -> None:
         print(f"> vocabulary parallelism: {line}", flush=True)
 
 
+def check_same_everywhere() -> None:
+    """Whether all ranks have the same flags of ours and the same versions; all ranks call this.
+
+    Raises:
+        ValueError: on every rank, naming what differs where, or the ranks that have not called it in half
+            of ``--distributed-timeout-minutes``: before those give up what they wait in.
+    """
+    from megatron.training import get_args
+
+    args = get_args()
+    flags = {option.flag: getattr(args, option.attribute) for option in OPTIONS}
+    ours = versions() | {"megatron-core": megatron_version}
+    agree("flags and versions", flags | ours, _patience(args) / 2)
+
+
+def _patience(args: Any) -> timedelta:
+    return timedelta(minutes=args.distributed_timeout_minutes)
+
+
+def _report(line: str) -> None:
+    print(f"> vocabulary parallelism: iteration {iteration()}: {line}", flush=True)
+
+
 def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
     """The forward-backward function of the training that is running; all ranks call this.
 
@@ -57,7 +81,7 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
     model, m = call["model"], call["num_microbatches"]
     chunks: Sequence[Any] = model if isinstance(model, list) else [model]
     device = next(chunks[0].parameters()).device
-    groups = vocab_groups(timedelta(minutes=args.distributed_timeout_minutes))
+    groups = vocab_groups(_patience(args))
     costs, name, kept = _from_rank_0(config, args, chunks[0], device)
     kind, why = plan_kind(config, groups.pipeline, m, len(chunks), costs)
     if why:
@@ -76,6 +100,7 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
             invariant=config.invariant,
             terms=config.terms,
         ),
+        not_finite=_report if args.check_for_nan_in_loss_and_grad else None,
     )
     watchers: list[Watcher] = []
     if kept is not None:
@@ -92,6 +117,7 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
         watchers.append(TimelineFile(run, config.timeline, folder))
     if args.log_throughput:
         watchers.append(IdleTime(args.log_interval))
+    agree("plan", {"digest of the plan": program_digest(run.plan(m).program)}, _patience(args) / 2)
     if dist.get_rank() == 0:
         say(planned(kind.family, run.plan(m)))
     return Watched(run, timeline, watchers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from math import log
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatron_vocabpar.integration.watched import Watched
 from megatron_vocabpar.megatron_lm.bindings import Binding
 from megatron_vocabpar.megatron_lm.checkpoints import starting_checkpoint
 from megatron_vocabpar.megatron_lm.flags import FlagConfig, chain
-from megatron_vocabpar.megatron_lm.planning import build, check_costs
+from megatron_vocabpar.megatron_lm.planning import build, check_costs, check_same_everywhere
 from megatron_vocabpar.megatron_lm.refusals import check, place_layers
 from megatron_vocabpar.schedule.families import families
 
@@ -108,6 +108,7 @@ def _model_class(original: type, flags: FlagConfig) -> type:
     base: Any = VocabParallelGPTModel if flags.partitions_vocabulary else original
     assert issubclass(base, original)
     embeddings: list[Any] = []  # of first stages whose last stage is still to be built
+    compare = cache(check_same_everywhere)  # once, before the first chunk, whose making may communicate
 
     class GPTModel(base):
         """megatron-core's GPTModel as the training script builds it, where the schedule has it."""
@@ -124,6 +125,7 @@ def _model_class(original: type, flags: FlagConfig) -> type:
             vp_stage: int | None = None,
             **kwargs: Any,
         ) -> None:
+            compare()
             options = kwargs | {"vp_stage": vp_stage}
             if flags.splits_w:
                 config.delay_wgrad_compute = True  # layers of Transformer Engine ask for it

@@ -14,16 +14,20 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from megatron.core import __version__ as megatron_version
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
+from megatron_vocabpar.runtime.agreement import agree, program_digest, versions
 from megatron_vocabpar.runtime.profile import Timeline, gather_trace
 from megatron_vocabpar.runtime.streams import backend, default_device, held_memory_mib, peak_memory_mib
 from megatron_vocabpar.schedule.draw.pictures import write_pictures
@@ -40,6 +44,8 @@ from megatron_vocabpar.train.finite import Watch, check_norm, end_at
 from megatron_vocabpar.train.metrics import Metrics
 from megatron_vocabpar.train.prepare import DataFiles
 from megatron_vocabpar.train.workers import SAVED, on_signal
+
+_START = timedelta(minutes=10)  # in which all ranks have started
 
 
 def run(config: TrainConfig) -> int:
@@ -104,6 +110,7 @@ class _Trainer:
         self.terminated = False
         self.timeline = Timeline(device)
         self.plan = plan_from_json((self.folder / output.SCHEDULE_DATA_FILE).read_text())
+        self._compare_ranks()
         self.forward_backward = ForwardBackward(
             config.method,
             vocab_groups(),
@@ -117,6 +124,13 @@ class _Trainer:
         self.state = build(config, self.placement)
         files = DataFiles.from_json((self.folder / output.DATA_FILE).read_text())
         self.train_data, self.valid_data = build_datasets(config, files)
+
+    def _compare_ranks(self) -> None:
+        """Whether all ranks read the same files with the same versions; errors as ``agree``."""
+        told = {f"--{name.replace('_', '-')}": value for name, value in asdict(self.config).items()}
+        digest = {"digest of the plan": program_digest(self.plan.program)}
+        ours = versions() | {"megatron-core": megatron_version}
+        agree("configuration and versions", told | ours | digest, _START)
 
     @contextmanager
     def _observe(self, instruction: Instruction) -> Iterator[None]:

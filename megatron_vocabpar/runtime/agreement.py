@@ -1,0 +1,110 @@
+"""Do all ranks run the same: each says what it runs at the job's store, and rank 0 compares.
+
+Schedules that differ end in a hang, and flags or versions that differ in other schedules. The store needs no
+communicator, so that a rank that never comes, because it was started otherwise, is missed and named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_vocabpar import __version__
+from megatron_vocabpar.schedule.passes import Instruction
+
+
+def versions() -> dict[str, str]:
+    """What makes the same flags give other plans or numbers; from 3.12 on Python sums floats otherwise."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"megatron_vocabpar": __version__, "torch": torch.__version__, "Python": python}
+
+
+def program_digest(program: Sequence[Sequence[Instruction]]) -> str:
+    """A short name for what all ranks of a pipeline run, in order."""
+    text = "\n".join(" ".join(map(str, instructions)) for instructions in program)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def agree(subject: str, facts: Mapping[str, object], timeout: timedelta) -> None:
+    """Compare ``facts``, by their text, over all ranks of the job; all of them call it in the same order.
+
+    Args:
+        subject: what is compared, for the message, such as "flags and versions".
+        facts: of this rank, by name.
+        timeout: how long to wait for the other ranks.
+
+    Raises:
+        ValueError: on every rank, naming what differs and on which ranks; or which ranks have not come.
+    """
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    subject_key = f"vocabpar/{subject}"
+    calls = store.add(f"{subject_key}/calls/{rank}", 1)
+    keys = [f"{subject_key}/{calls}/{other}" for other in range(dist.get_world_size())]
+    verdict_key = f"{subject_key}/{calls}/verdict"
+    store.set(keys[rank], json.dumps({name: str(fact) for name, fact in facts.items()}))
+    if rank == 0:
+        deadline = time.monotonic() + timeout.total_seconds()
+        missing = [i for i, key in enumerate(keys) if not _arrives(store, key, deadline - time.monotonic())]
+        verdict = _absence(subject, missing, timeout)
+        if not missing:
+            verdict = difference([json.loads(store.get(key)) for key in keys])
+        store.set(verdict_key, verdict)
+    else:
+        for key, wait_s in ((keys[0], timeout.total_seconds()), (verdict_key, 2 * timeout.total_seconds())):
+            if not _arrives(store, key, wait_s):
+                raise ValueError(_absence(subject, [0], timeout))
+        verdict = store.get(verdict_key).decode()
+    if verdict:
+        raise ValueError(verdict)
+
+
+def _arrives(store: dist.Store, key: str, wait_s: float) -> bool:
+    """Whether somebody sets ``key`` in time."""
+    try:
+        store.wait([key], timedelta(seconds=max(0.01, wait_s)))
+    except RuntimeError:  # stores differ in which
+        return store.check([key])
+    return True
+
+
+def _absence(subject: str, ranks: Sequence[int], timeout: timedelta) -> str:
+    if not ranks:
+        return ""
+    return (
+        f"{_named(ranks)} did not tell {'its' if len(ranks) == 1 else 'their'} {subject} within "
+        f"{timeout.total_seconds():g} s: stuck, or started without the flags of the others; give all ranks "
+        "the same flags"
+    )
+
+
+def difference(everyone: Sequence[Mapping[str, str]]) -> str:
+    """What is not the same on all ranks and where, in words; empty if all is. ``everyone``: facts by rank."""
+    parts = []
+    for name in dict.fromkeys(name for facts in everyone for name in facts):
+        holders: dict[str, list[int]] = {}
+        for rank, facts in enumerate(everyone):
+            holders.setdefault(facts.get(name, "nothing"), []).append(rank)
+        if len(holders) > 1:
+            parts.append(f"{name}: " + ", ".join(f"{v} on {_named(ranks)}" for v, ranks in holders.items()))
+    if not parts:
+        return ""
+    return f"the ranks do not run the same; {'; '.join(parts)}. Give all ranks the same flags and versions"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """``ranks 0-3, 6``, of ranks in order."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
