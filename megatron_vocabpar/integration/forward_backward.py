@@ -249,6 +249,7 @@ def _check_options(method: Method, options: OutputOptions) -> None:
         "keeps its logits between two barriers and cannot recompute them": options.recompute,
         "has no results that don't depend on the sharding": options.invariant,
         "has no label smoothing": options.terms.label_smoothing,
+        "has no 8-bit products": options.fp8,
     }
     for what, is_asked in refused.items():
         if method.name == "naive" and is_asked:

@@ -28,7 +28,7 @@ from megatron_vocabpar.schedule.placement import Placement
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """How the output layer is computed; all but ``terms`` change its result by rounding alone.
+    """How the output layer is computed; all but ``terms`` and ``fp8`` change its result by rounding alone.
 
     Attributes:
         recompute: keep no exponentials ``[n, P]`` from S to T; T computes them again.
@@ -36,6 +36,7 @@ class OutputOptions:
         invariant: the same bits for every sharding (``layers/invariant.py``), at a cost. Shards must end at
             multiples of ``fixed_point.BLOCK`` ids; naive is not offered.
         terms: what the loss of a token consists of, in training and in evaluation.
+        fp8: products of 8-bit operands (``layers/fp8.py``), at a loss of accuracy; naive is not offered.
 
     Raises:
         ValueError: for ``invariant`` with another option, which it has no use for, or label smoothing.
@@ -45,8 +46,13 @@ class OutputOptions:
     rows_per_chunk: int | None = None
     invariant: bool = False
     terms: LossTerms = PLAIN
+    fp8: bool = False
 
     def __post_init__(self) -> None:
+        if self.invariant and self.fp8:
+            raise ValueError(
+                "no 8-bit products give results that don't depend on the sharding; leave one out"
+            )
         if self.invariant and (self.recompute or self.rows_per_chunk is not None):
             raise ValueError(
                 "results that don't depend on the sharding, with recomputed or chunked logits: they are "

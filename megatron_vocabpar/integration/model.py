@@ -10,6 +10,7 @@ Next: ``handlers.py``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import lcm
 from typing import Any, cast
@@ -26,6 +27,7 @@ from megatron_vocabpar.integration.initial_weights import scatter_rows
 from megatron_vocabpar.layers import invariant as invariant_passes
 from megatron_vocabpar.layers.embedding import embedding_forward
 from megatron_vocabpar.layers.fixed_point import BLOCK
+from megatron_vocabpar.layers.fp8 import MULTIPLE, Fp8Weight
 from megatron_vocabpar.layers.invariant import BlockState
 from megatron_vocabpar.layers.output import NaiveState, OutputState, naive_maximum, output_forward
 from megatron_vocabpar.layers.partition import VocabRange, even_ranges, padded_vocab_size
@@ -51,13 +53,16 @@ class VocabShard:
         return self.ranges[self.member]
 
 
-def vocab_shard(vocab_size: int, divisible_by: int = 1, *, invariant: bool = False) -> VocabShard:
+def vocab_shard(
+    vocab_size: int, divisible_by: int = 1, *, invariant: bool = False, fp8: bool = False
+) -> VocabShard:
     """The even partition of ``vocab_size`` true ids over this process's PP x TP ranks.
 
     Args:
         vocab_size: ``V``, the number of true ids; ``padded_vocab_size`` says how much padding is added.
         divisible_by: a further divisor of the padded size (Megatron's ``make_vocab_size_divisible_by``).
         invariant: shards are to end between the blocks of ``OutputOptions.invariant``.
+        fp8: shards are to fit ``OutputOptions.fp8``.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
     tensor = parallel_state.get_tensor_model_parallel_world_size()
@@ -65,8 +70,8 @@ def vocab_shard(vocab_size: int, divisible_by: int = 1, *, invariant: bool = Fal
         parallel_state.get_pipeline_model_parallel_rank() * tensor
         + parallel_state.get_tensor_model_parallel_rank()
     )
-    if invariant:
-        divisible_by = lcm(divisible_by, BLOCK * pipeline * tensor)
+    for is_asked, rows in ((invariant, BLOCK), (fp8, MULTIPLE)):
+        divisible_by = lcm(divisible_by, rows * pipeline * tensor) if is_asked else divisible_by
     padded = padded_vocab_size(vocab_size, pipeline, tensor, divisible_by)
     return VocabShard(even_ranges(padded, pipeline * tensor, vocab_size), member)
 
@@ -136,7 +141,10 @@ class VocabShardOutput(_VocabRows, ColumnParallelLinear):
 
     ``forward(x [n, H], targets [n], weight [P, H], ...)`` returns the state that T needs and the packed
     statistics; with ``maximum_only`` (naive's S) the state that S2 needs and the local offsets. ``owned`` and
-    ``e`` and ``terms`` are ``output_forward``'s; ``invariant`` computes what no sharding changes.
+    ``e`` and ``terms`` are ``output_forward``'s, ``fp8`` gives its argument of that name when the weight is
+    there; ``invariant`` computes what no sharding changes.
+
+    Hidden states are converted to the weight's dtype, which is wider than theirs after ``keep_fp32``.
 
     Without targets a call comes from outside the schedule and is stock Megatron's, with ``outside_terms`` of
     the logits: ``[s, b, P]``, or gathered ``[s, b, V_pad]``; -inf where ids are padding.
@@ -146,6 +154,17 @@ class VocabShardOutput(_VocabRows, ColumnParallelLinear):
         super().__init__(config.hidden_size, _stage_rows(shard, config), config=config, bias=False, **kwargs)
         self.shard = shard
         self.outside_terms = outside_terms
+        self._keeps_dtype = False
+
+    def keep_fp32(self) -> None:
+        """Make the weight float32, whatever the model is converted to afterwards."""
+        self.weight.data = self.weight.data.float()
+        self._keeps_dtype = True
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        if not self._keeps_dtype:
+            return super()._apply(fn, recurse)
+        return super()._apply(lambda tensor: tensor.to(fn(tensor[:0]).device), recurse)
 
     def _logits(
         self, x: torch.Tensor, weight: torch.Tensor | None, runtime_gather_output: bool | None
@@ -171,9 +190,11 @@ class VocabShardOutput(_VocabRows, ColumnParallelLinear):
         recompute: bool = False,
         owned: OwnedTargets | None = None,
         e: torch.Tensor | None = None,
+        fp8: Callable[[], Fp8Weight] | None = None,
         invariant: bool = False,
         terms: LossTerms = PLAIN,
     ) -> tuple[OutputState | NaiveState | BlockState | torch.Tensor | None, torch.Tensor | None]:
+        x = x.to((self.weight if weight is None else weight).dtype)
         if targets is None:
             return self._logits(x, weight, runtime_gather_output)
         assert weight is not None
@@ -198,6 +219,7 @@ class VocabShardOutput(_VocabRows, ColumnParallelLinear):
             terms=terms,
             owned=owned,
             e=e,
+            fp8=None if fp8 is None else fp8(),
         )
 
 
@@ -214,11 +236,12 @@ class VocabParallelGPTModel(GPTModel):
             that stock draws from the same random state, for one chunk a rank. By default every rank draws
             its own rows.
         terms: what the logits of a call outside the schedule go through.
+        fp32_head: keep the output weight in float32, drawn in the model's dtype, and compute with it so.
         share_embeddings_and_output_weights: tied weights; here both layers are one parameter, since the
             rows of both lie on the same rank, and nothing needs an all-reduce.
 
     Raises:
-        ValueError: for multi-token prediction, whose heads are not partitioned.
+        ValueError: for multi-token prediction, whose heads are not partitioned; for a tied weight in float32.
     """
 
     def __init__(
@@ -232,6 +255,7 @@ class VocabParallelGPTModel(GPTModel):
         holds_shard: bool = True,
         stock_vocab_size: int | None = None,
         terms: LossTerms = PLAIN,
+        fp32_head: bool = False,
         share_embeddings_and_output_weights: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -239,6 +263,11 @@ class VocabParallelGPTModel(GPTModel):
             raise ValueError(
                 f"mtp_num_layers={config.mtp_num_layers}: multi-token prediction heads are not partitioned; "
                 "train without mtp_num_layers or without vocabulary parallelism"
+            )
+        if fp32_head and share_embeddings_and_output_weights:
+            raise ValueError(
+                "fp32_head with tied weights: the embedding would be float32 too; untie them (in Megatron-LM "
+                "with --untie-embeddings-and-output-weights), or leave it out"
             )
         shard = shard or vocab_shard(vocab_size)
         super().__init__(
@@ -290,6 +319,8 @@ class VocabParallelGPTModel(GPTModel):
             # A tied weight is the first stage's.
             for weight, rows, source in zip(self.vocabulary_weights(), drawn, (0, last), strict=False):
                 scatter_rows(rows, weight, shard.ranges, shard.member, source, stock_vocab_size)
+        if fp32_head:
+            self.vocab_output.keep_fp32()
 
     @property
     def word_embeddings(self) -> VocabShardEmbedding:

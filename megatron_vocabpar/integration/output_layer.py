@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from megatron_vocabpar.integration.iteration import Iteration, LayerHandlers
 from megatron_vocabpar.integration.loss_reports import LossReports
 from megatron_vocabpar.integration.model import VocabParallelGPTModel
 from megatron_vocabpar.layers import invariant, output
+from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.invariant import FixedPoint
 from megatron_vocabpar.layers.output import OutputState, naive_sum
 from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats, merged_place
@@ -42,6 +43,9 @@ class OutputLayer(LayerHandlers):
         self._reports = LossReports(iteration)
         self._spare: list[torch.Tensor] = []
         self._terms = compat.with_mup_scale(iteration.rank.output_options.terms, iteration.call.config)
+        # The weight in 8 bits, once an iteration, when the first S has it.
+        fp8 = cache(lambda: Fp8Weight.of(model.output_weight.detach(), model.shard.range))
+        self._fp8 = fp8 if iteration.rank.output_options.fp8 else None
         self._passes: Any = invariant if iteration.rank.output_options.invariant else output
         method = iteration.rank.method
         # Whether the input gradient comes with the statistics, from what S left, and T has the rest.
@@ -66,7 +70,7 @@ class OutputLayer(LayerHandlers):
         groups = rank.groups
         parts = self.iteration.sequence_shards
         members = list(groups.members_of(rank.placement.last_rank))[:parts]
-        dtype = self.model.output_weight.dtype
+        dtype = self.model.word_embeddings.weight.dtype
         shape = (self.microbatches[i].tokens, self.call.config.hidden_size)
         mine: torch.Tensor | None = None
         if rank.is_last:
@@ -126,6 +130,7 @@ class OutputLayer(LayerHandlers):
             recompute=options.recompute,
             owned=microbatch.owned_targets,
             e=self._spare_exponentials(microbatch.tokens),
+            fp8=self._fp8,
             invariant=options.invariant,
             terms=self._terms,
         )

@@ -34,6 +34,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron_vocabpar.layers.fp8 import E4M3, Fp8Weight, add_weight_gradient_
 from megatron_vocabpar.layers.gemm import (
     add_product_,
     exact,
@@ -62,6 +63,7 @@ class Tokens:
         owned: the tokens with a target here; None in an evaluation.
         terms: what the loss consists of.
         rows_per_chunk: tokens worked on at one time; None chooses by size.
+        fp8: the weight for products of 8-bit operands; None multiplies operands as they are.
     """
 
     x: Tensor
@@ -70,6 +72,35 @@ class Tokens:
     owned: OwnedTargets | None
     terms: LossTerms
     rows_per_chunk: int | None
+    fp8: Fp8Weight | None = None
+
+    @property
+    def storage(self) -> torch.dtype:
+        """Of the exponentials."""
+        return self.x.dtype if self.fp8 is None else E4M3
+
+    def logits(self, weight: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
+        """[c, P] of a chunk of tokens."""
+        x, valid = self.x[rows], self.shard.valid_rows
+        if self.fp8 is not None:
+            return self.fp8.logits(x, weight, self.target_row[rows], valid)
+        return product(x, weight.t(), out=out)
+
+    def input_gradient(self, e: Tensor, weight: Tensor, out: Tensor) -> None:
+        """``E W`` of any tokens' exponentials [c, P], to ``out`` [c, H]."""
+        valid = self.shard.valid_rows
+        if self.fp8 is not None:
+            out.copy_(self.fp8.input_gradient(e))
+        else:
+            product(e[:, :valid], weight[:valid], out=out)
+
+    def add_weight_gradient_(self, main_grad: Tensor, e: Tensor, x: Tensor, factor: Tensor | None) -> None:
+        """``main_grad += factor * E^T x`` of any tokens' exponentials [c, P] and scaled rows x [c, H]."""
+        valid = self.shard.valid_rows
+        if self.fp8 is not None:
+            add_weight_gradient_(main_grad, e, x, valid, factor)
+        else:
+            add_product_(main_grad[:valid], e[:, :valid].t(), x, factor)
 
     def exponentials(
         self,
@@ -90,7 +121,7 @@ class Tokens:
             logits = logits_of(rows)
             out = None if e is None else e[rows]
             if out is None and transient:
-                out = logits if logits.dtype == x.dtype else torch.empty_like(logits, dtype=x.dtype)
+                out = logits if logits.dtype == self.storage else torch.empty_like(logits, dtype=self.storage)
             yield (
                 rows,
                 exponentials(
@@ -98,7 +129,7 @@ class Tokens:
                     self.target_row[rows],
                     self.shard.valid_rows,
                     None if offset is None else offset[rows],
-                    dtype=x.dtype,
+                    dtype=self.storage,
                     out=out,
                     stats=None if stats is None else stats[rows],
                     terms=self.terms,
@@ -157,6 +188,7 @@ def output_forward(
     terms: LossTerms = PLAIN,
     owned: OwnedTargets | None = None,
     e: Tensor | None = None,
+    fp8: Fp8Weight | None = None,
 ) -> tuple[OutputState | None, Tensor]:
     """Pass S of vocab-1 and vocab-2: logits, exponentials and this shard's statistics.
 
@@ -173,8 +205,9 @@ def output_forward(
         terms: what the loss consists of; ``merge_stats`` wants the same.
         owned: the tokens with a target here, where the caller knows them; None finds them, which on a GPU
             waits for the device.
-        e: [n, P] of the operands' dtype, where to keep the exponentials, such as those of a microbatch that
-            is done; None allocates.
+        e: [n, P] of the operands' dtype (e4m3 with ``fp8``), where to keep the exponentials, such as those of
+            a microbatch that is done; None allocates.
+        fp8: the weight in 8 bits, whose products take the place of all three here and in T (``fp8.py``).
 
     Returns:
         ``(state, stats)``: stats is [n, 4] ([n, 5] with label smoothing) for the collective and then
@@ -183,25 +216,25 @@ def output_forward(
     Raises:
         ValueError: if shapes or dtypes do not fit one another.
     """
-    tokens = _tokens(x, weight, targets, shard, terms, owned, rows_per_chunk, training=keep_state)
+    tokens = _tokens(x, weight, targets, shard, terms, owned, rows_per_chunk, fp8, training=keep_state)
     dtype, valid = result_dtype(x.dtype), shard.valid_rows
-    e = _place(e, x, shard) if keep_state and not recompute else None
+    e = _place(e, x, shard, tokens.storage) if keep_state and not recompute else None
     a = x.new_empty(x.shape, dtype=dtype) if keep_state and with_input_gradient else None
     stats = x.new_empty((len(x), STATS_WIDTH + bool(terms.label_smoothing)), dtype=dtype)
     # Wide exponentials take the place of their logits; 16-bit ones need a transient.
-    wide = e if x.dtype == dtype else None
+    wide = e if tokens.storage == dtype else None
     slopes = []
     for rows, part in tokens.exponentials(
-        lambda rows: product(x[rows], weight.t(), out=None if wide is None else wide[rows]),
+        lambda rows: tokens.logits(weight, rows, None if wide is None else wide[rows]),
         e=e,
         transient=a is not None,
         stats=stats,
     ):
         slopes.append(part.target_slope)
         if a is not None and e is None and part.e is not None:
-            product(part.e[:, :valid], weight[:valid], out=a[rows])
+            tokens.input_gradient(part.e, weight, a[rows])
     if a is not None and e is not None:
-        product(e[:, :valid], weight[:valid], out=a)  # one product: a chunk's has too few tiles for a GPU
+        tokens.input_gradient(e, weight, a)  # one product: a chunk's has too few tiles for a GPU
     weight_sum = weight[:valid].sum(0, dtype=dtype) if terms.label_smoothing else None
     if weight_sum is not None:
         stats[:, STATS_WIDTH] = (x.to(dtype) @ weight_sum).mul_(terms.logit_scale / shard.vocab_size)
@@ -350,11 +383,11 @@ def _add_gradients(
         scaled = scale_rows(x, scales.row if lifted is None else scales.row * lifted)
     for rows, e in _exponentials(state) if scaled is not None or state.a is None else ():
         if grad is not None and weight is not None and state.a is None:
-            product(e[:, :valid], weight[:valid], out=grad[rows])
+            state.tokens.input_gradient(e, weight, grad[rows])
             grad[rows].mul_(scales.row[rows].unsqueeze(1))
         if main_grad is not None and scaled is not None:
             undo = None if lifted is None else 1 / lifted
-            add_product_(main_grad[:valid], e[:, :valid].t(), scaled[rows], undo)
+            state.tokens.add_weight_gradient_(main_grad, e, scaled[rows], undo)
     # What is not in the exponentials: the targets' terms, and the smoothed labels.
     if grad is not None and weight is not None:
         scatter_add_rows_(grad, owned.tokens, weight, scales.target, source=owned.rows, order=owned.by_token)
@@ -374,7 +407,7 @@ def _exponentials(state: OutputState) -> Iterator[tuple[slice, Tensor]]:
         return
     assert weight is not None
     parts = state.tokens.exponentials(
-        lambda rows: product(x[rows], weight.t()), transient=True, offset=state.k
+        lambda rows: state.tokens.logits(weight, rows), transient=True, offset=state.k
     )
     for rows, part in parts:
         assert part.e is not None
@@ -389,13 +422,14 @@ def _tokens(
     terms: LossTerms,
     owned: OwnedTargets | None,
     rows_per_chunk: int | None,
+    fp8: Fp8Weight | None = None,
     *,
     training: bool,
 ) -> Tokens:
     check_arguments(x, weight, targets, shard)
     if owned is None and training:
         owned = owned_targets(target_rows(targets, shard))
-    return Tokens(x, shard, local_targets(targets, shard), owned, terms, rows_per_chunk)
+    return Tokens(x, shard, local_targets(targets, shard), owned, terms, rows_per_chunk, fp8)
 
 
 def _joined(slopes: list[Tensor | None]) -> Tensor | None:
@@ -433,14 +467,14 @@ def check_main_grad(x: Tensor, shard: VocabRange, main_grad: Tensor) -> None:
         )
 
 
-def _place(given: Tensor | None, x: Tensor, shard: VocabRange) -> Tensor:
+def _place(given: Tensor | None, x: Tensor, shard: VocabRange, dtype: torch.dtype) -> Tensor:
     """Where the exponentials go: what was given, if it fits."""
     shape = (x.shape[0], shard.rows)
     if given is None:
-        return x.new_empty(shape)
-    if given.shape != shape or given.dtype != x.dtype or given.device != x.device:
+        return x.new_empty(shape, dtype=dtype)
+    if given.shape != shape or given.dtype != dtype or given.device != x.device:
         raise ValueError(
-            f"e of {tuple(given.shape)} {given.dtype} on {given.device}: give {shape} {x.dtype} on "
+            f"e of {tuple(given.shape)} {given.dtype} on {given.device}: give {shape} {dtype} on "
             f"{x.device}, or None to allocate it"
         )
     return given

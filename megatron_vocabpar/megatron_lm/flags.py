@@ -148,6 +148,20 @@ OPTIONS = (
     ),
     *LOSS_OPTIONS.values(),
     Option(
+        "--vocab-parallel-fp32-head",
+        {
+            "action": "store_true",
+            "help": "Keep the output layer's weight in float32 in a 16-bit model, and compute with it so.",
+        },
+    ),
+    Option(
+        "--vocab-parallel-fp8-head",
+        {
+            "action": "store_true",
+            "help": "Multiply 8-bit operands in the output layer, at a loss of accuracy.",
+        },
+    ),
+    Option(
         "--vocab-parallel-independent-init",
         {
             "action": "store_true",
@@ -208,6 +222,8 @@ class FlagConfig:
         tokens_per_chunk: tokens whose float32 logits exist at one time; None: as many as take 32 MiB.
         invariant: the same bits for every sharding of the vocabulary.
         terms: what the loss consists of.
+        fp32_head: the output weight is float32 in a 16-bit model.
+        fp8_head: the output layer multiplies 8-bit operands.
         independent_init: each rank draws its initial vocabulary rows.
     """
 
@@ -221,6 +237,8 @@ class FlagConfig:
     tokens_per_chunk: int | None = None
     invariant: bool = False
     terms: LossTerms = PLAIN
+    fp32_head: bool = False
+    fp8_head: bool = False
     independent_init: bool = False
     methods: tuple[str, ...] = ()
     costs: str | None = None
@@ -340,6 +358,8 @@ def config_from(args: Any) -> FlagConfig:
         tokens_per_chunk=args.vocab_parallel_tokens_per_chunk,
         invariant=args.vocab_parallel_invariant,
         terms=terms,
+        fp32_head=args.vocab_parallel_fp32_head,
+        fp8_head=args.vocab_parallel_fp8_head,
         methods=_open_methods(args, terms, methods) if args.vocab_parallel_schedule == AUTO else (),
         costs=args.vocab_parallel_costs,
         profile_iterations=profile_iterations,
@@ -354,7 +374,10 @@ def _open_methods(args: Any, terms: LossTerms, named: dict[str, str]) -> tuple[s
     if named:
         return tuple(set(named.values()))
     naive = not (
-        args.vocab_parallel_recompute_logits or args.vocab_parallel_invariant or terms.label_smoothing
+        args.vocab_parallel_recompute_logits
+        or args.vocab_parallel_invariant
+        or args.vocab_parallel_fp8_head
+        or terms.label_smoothing
     )
     return tuple(
         name for name, method in METHODS.items() if method.vocabulary_parallel and (naive or name != "naive")
@@ -424,6 +447,16 @@ def _check_output_options(args: Any, method: str) -> None:
         if is_asked
     ]
     needs = [*asked, *(["--vocab-parallel-independent-init"] if args.vocab_parallel_independent_init else [])]
+    heads = {
+        "--vocab-parallel-fp32-head": args.vocab_parallel_fp32_head,
+        "--vocab-parallel-fp8-head": args.vocab_parallel_fp8_head,
+    }
+    needs += [flag for flag, is_asked in heads.items() if is_asked]
+    if all(heads.values()):
+        raise ValueError(f"{' and '.join(heads)} ask for different precisions; keep one of them")
+    if args.vocab_parallel_fp8_head and (method == "naive" or args.vocab_parallel_invariant):
+        other = "--vocab-parallel-invariant" if args.vocab_parallel_invariant else "method naive"
+        raise ValueError(f"--vocab-parallel-fp8-head: not with {other}; use vocab-1 or vocab-2 without it")
     if needs and not method_named(method).vocabulary_parallel:
         raise ValueError(
             f"{' and '.join(needs)}: method {method} does not partition the output layer; use "

@@ -99,6 +99,7 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
             rows_per_chunk=config.tokens_per_chunk,
             invariant=config.invariant,
             terms=config.terms,
+            fp8=config.fp8_head,
         ),
         not_finite=_report if args.check_for_nan_in_loss_and_grad else None,
     )

@@ -132,9 +132,15 @@ REFUSALS = (
         {"fp16_lm_cross_entropy": True},
     ),
     Refusal(
+        "--output-logit-dtype other than fp32",
+        _other_than("logit_dtype", "fp32"),
+        "logits are float32 here; leave it out",
+        {"logit_dtype": "bf16"},
+    ),
+    Refusal(
         "--fp8-output-proj",
         _set("fp8_output_proj"),
-        "the partitioned output layer multiplies in the model's dtype; leave it out",
+        "MXFP8 is not offered; leave it out, or use --vocab-parallel-fp8-head, which has a scale per row",
         {"fp8_output_proj": True},
     ),
     Refusal(
@@ -226,8 +232,31 @@ def check(args: Any, config: FlagConfig) -> None:
         problems += _chunk_problems(args, config)
         problems += _weight_gradient_problems(args, config)
     problems += _checkpoint_problems(args) if config.partitions_vocabulary else []
+    problems += _head_problems(args, config)
     if problems:
         raise ValueError("--enable-vocab-parallel refuses these flags:\n  " + "\n  ".join(problems))
+
+
+def _head_problems(args: Any, config: FlagConfig) -> list[str]:
+    problems = []
+    if config.fp32_head and not getattr(args, "untie_embeddings_and_output_weights", False):
+        problems.append(
+            "--vocab-parallel-fp32-head: with tied weights the embedding would be float32 too; give "
+            "--untie-embeddings-and-output-weights, or leave it out"
+        )
+    of_16_bits = _set("bf16")(args) or _set("fp16")(args)
+    saves = _set("save")(args) and not _set("no_save_optim")(args)
+    loads = _set("load")(args) and not _set("no_load_optim")(args)
+    if config.fp32_head and of_16_bits and (saves or loads) and not _set("use_distributed_optimizer")(args):
+        problems.append(
+            "--vocab-parallel-fp32-head: Megatron's plain optimizer keeps no state of float32 weights among "
+            "16-bit ones; give --use-distributed-optimizer, or --no-save-optim and --no-load-optim"
+        )
+    if config.fp8_head and getattr(args, "hidden_size", 0) % 16:
+        problems.append(
+            f"--vocab-parallel-fp8-head: hidden size {args.hidden_size} is no multiple of 16; leave it out"
+        )
+    return problems
 
 
 def _checkpoint_problems(args: Any) -> list[str]:

@@ -135,12 +135,15 @@ def _model_class(original: type, flags: FlagConfig) -> type:
                 if torch.distributed.get_rank() == 0 and not vp_stage and vocab_size < padded_size:
                     print(_padding_notice(vocab_size, padded_size), flush=True)
                 options |= {
-                    "shard": vocab_shard(vocab_size, divisible_by, invariant=flags.invariant),
+                    "shard": vocab_shard(
+                        vocab_size, divisible_by, invariant=flags.invariant, fp8=flags.fp8_head
+                    ),
                     "holds_shard": not vp_stage,
                     "stock_vocab_size": (
                         None if flags.independent_init or vp_stage is not None else padded_size
                     ),
                     "terms": flags.terms,
+                    "fp32_head": flags.fp32_head,
                 }
             position = _position(flags, vp_stage, kwargs.get(compat.GROUPS_ARGUMENT))
             options |= position.options

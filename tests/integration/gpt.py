@@ -74,6 +74,7 @@ class Case:
     init_std: float = 0.3
     output_scale: float = 1.0
     mup_output_mult: float = 1.0
+    fp32_head: bool = False
     output_options: OutputOptions = field(default_factory=OutputOptions)
     delayed: bool = False
 
@@ -168,7 +169,9 @@ def build_model(case: Case, position: dict[str, Any] | None = None, holds_shard:
     }
     if case.method in METHODS and METHODS[case.method].vocabulary_parallel:
         shard = vocab_shard(case.vocab_size, invariant=case.output_options.invariant)
-        model: GPTModel = VocabParallelGPTModel(**options, shard=shard, holds_shard=holds_shard)
+        model: GPTModel = VocabParallelGPTModel(
+            **options, shard=shard, holds_shard=holds_shard, fp32_head=case.fp32_head
+        )
     else:
         model = GPTModel(**options)
     initialise_weights(model, case.seed)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
 
+from megatron_vocabpar.integration.iteration import OutputOptions
 from megatron_vocabpar.train.cpu import megatron_on_cpu
-from megatron_vocabpar.train.weights import global_parameters
+from megatron_vocabpar.train.weights import global_parameters, initialise_weights
 from tests.cases import rest_is_slow
+from tests.integration import gpt
 from tests.integration.gpt import Case, Result, batch, build_model, parallel_groups, train
 from tests.spawn import run_ranks
 
@@ -82,3 +88,53 @@ def test_error_is_no_larger_than_stocks(method: str, confident: bool) -> None:
     # Further down, and in the loss, the same bf16 transformer layers dominate: luck decides a few percent.
     assert np.mean(list(our_errors.values())) <= 1.1 * np.mean(list(stock_errors.values()))
     assert abs(ours[-1].losses[0] - loss) <= 1.1 * abs(stock[-1].losses[0] - loss) + 1e-6
+
+
+def _unsharded_fp32_head(_: int, case: Case) -> Result:
+    """Stock, whose output layer multiplies float32 hidden states by a float32 weight."""
+
+    def convert(config: Any, model: GPTModel) -> Float16Module:
+        wrapped, layer = Float16Module(config, model), model.output_layer
+        layer.weight.data = layer.weight.data.float()
+        initialise_weights(model, case.seed)  # once more, without rounding
+        layer.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
+        return wrapped
+
+    with patch.object(gpt, "Float16Module", convert):
+        return train(0, case.unsharded())
+
+
+@pytest.mark.parametrize(
+    ("method", "invariant"), rest_is_slow(product(["vocab-1", "vocab-2"], [False, True]), ("vocab-2", False))
+)
+def test_fp32_head(method: str, invariant: bool) -> None:
+    """The weight is neither rounded at the start nor after a step, and multiplied as it is."""
+    options = OutputOptions(invariant=invariant)
+    sizes = {"vocab_size": 512} if invariant else {}
+    case = replace(CASE, method=method, steps=2, fp32_head=True, output_options=options, **sizes)
+    (expected,) = run_ranks(1, _unsharded_fp32_head, case)
+    results = run_ranks(2, train, case, expected)
+    np.testing.assert_allclose(results[-1].losses[0], expected.losses[0], rtol=1e-6)
+    np.testing.assert_allclose(results[-1].evaluation, expected.evaluation, rtol=1e-4)
+    for result in results:
+        assert result.first_gradients["output_layer.weight"] < 1e-6  # of the norm of the whole
+        assert result.weights["output_layer.weight"] < 5e-4  # 16 bits: 2e-3
+
+
+@pytest.mark.parametrize(
+    ("method", "recompute"),
+    rest_is_slow(product(["vocab-1", "vocab-2", "interlaced"], [False, True]), ("vocab-2", False)),
+)
+def test_fp8_head(method: str, recompute: bool) -> None:
+    """Trains with 8-bit products: as with 16 bits, but for what they cost in accuracy."""
+    case = replace(CASE, method=method, output_options=OutputOptions(fp8=True, recompute=recompute))
+    plain = run_ranks(2, train, replace(case, output_options=OutputOptions()))
+    results = run_ranks(2, train, case)
+    for name in ("losses", "evaluation"):
+        assert getattr(results[-1], name)[0] == pytest.approx(getattr(plain[-1], name)[0], rel=2e-3)
+    output = "output_layer.weight"
+    expected = np.concatenate([result.first_gradients[output] for result in plain])
+    gradients = [
+        replace(result, first_gradients={output: result.first_gradients[output]}) for result in results
+    ]
+    assert 1e-3 < errors(gradients, {output: expected})[output] < 0.03

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.gemm import result_dtype
 from megatron_vocabpar.layers.kernels.dispatch import REFERENCE, RowKernels, use_kernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials
@@ -41,6 +42,7 @@ class Case:
     recompute: bool = False
     terms: LossTerms = PLAIN
     main_grad: torch.dtype | None = None
+    fp8: bool = False
 
 
 def _kernels(launched: Callable[[str], None]) -> RowKernels:
@@ -111,6 +113,23 @@ class ProductCall:
     out: torch.dtype | None
 
 
+@dataclass(frozen=True)
+class Operand:
+    """What a tensor is but for its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class ScaledCall:
+    """One product of 8-bit operands: the two matrices and their scales."""
+
+    operands: tuple[Operand, ...]
+    out_dtype: torch.dtype
+
+
 class Products(TorchFunctionMode):
     """Every matrix product that PyTorch is asked for by tensors that say they are on a CUDA device."""
 
@@ -118,13 +137,17 @@ class Products(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[ProductCall] = []
+        self.calls: list[ProductCall | ScaledCall] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return True
         name = getattr(func, "__name__", "")
+        if name == "_scaled_mm":
+            operands = (*args, kwargs["scale_a"], kwargs["scale_b"])
+            found = tuple(Operand(tuple(o.shape), o.stride(), o.dtype) for o in operands)
+            self.calls.append(ScaledCall(found, kwargs["out_dtype"]))
         if name in self.NAMES:
             *addend, a, b = args
             out = kwargs.get("out")
@@ -154,7 +177,7 @@ def pretended_device() -> Iterator[tuple[Launches, Products]]:
         yield launches, products
 
 
-def run(case: Case) -> tuple[list[str], list[ProductCall]]:
+def run(case: Case) -> tuple[list[str], list[Any]]:
     """Launches and matrix products of S, merge, dX and T of one microbatch, whose owned targets are known."""
     with pretended_device() as (launches, products):
         _run(case)
@@ -181,6 +204,7 @@ def _run(case: Case) -> None:
         recompute=case.recompute,
         terms=case.terms,
         owned=owned,
+        fp8=Fp8Weight.of(weight, shard) if case.fp8 else None,
     )
     assert state is not None
     merged = merge_stats(gathered, case.terms)

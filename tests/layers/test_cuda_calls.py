@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_vocabpar.layers import gemm
 from megatron_vocabpar.layers.gemm import addmm_takes_fp32
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
-from .cuda_device import Case, ProductCall, run
+from .cuda_device import Case, ProductCall, ScaledCall, run
 from .cuda_products import ADDEND_OF_ADDMM, refusal
 
 TERMS = (PLAIN, LossTerms(softcap=30.0), LossTerms(label_smoothing=0.1, z_loss=0.01, logit_scale=2.0))
@@ -72,6 +73,27 @@ def test_every_product_is_one_that_pytorch_takes(monkeypatch: pytest.MonkeyPatch
         if addmm_takes_fp32(f"{version}.0") == takes_fp32:
             refused = {call: (refusal(call, version), case) for call, case in calls.items()}
             assert {call: why for call, why in refused.items() if why[0]} == {}, version
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("method", ["vocab-1", "vocab-2"])
+def test_8_bit_products_are_ones_that_pytorch_takes(method: str, recompute: bool) -> None:
+    """By PyTorch's own checks of what a CUDA device takes: layouts, multiples of 16, scales."""
+    case = Case(method, torch.bfloat16, n=24, fp8=True, recompute=recompute, padding=3)
+    _, calls = run(case)
+    products = [call for call in calls if isinstance(call, ScaledCall)]
+    assert len(products) == (4 if recompute else 3)
+    assert len(calls) == len(products)
+    for call in products:
+        a, b, scale_a, scale_b = call.operands
+        assert (scale_a.shape, scale_b.shape) == ((a.shape[0], 1), (1, b.shape[1]))  # a scale for each row
+        assert call.out_dtype == torch.bfloat16  # with those, the only one that all versions and devices have
+        with FakeTensorMode(), torch.device("cuda"):
+            torch._scaled_mm(
+                *[torch.empty_strided(o.shape, o.stride, dtype=o.dtype) for o in (a, b)],
+                *[torch.empty_strided(o.shape, o.stride, dtype=o.dtype) for o in (scale_a, scale_b)],
+                out_dtype=call.out_dtype,
+            )
 
 
 @pytest.mark.parametrize("method", ["vocab-1", "vocab-2"])

@@ -200,6 +200,26 @@ def test_every_row_of_the_table_is_refused_and_documented(row: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("head", "right", "wrong", "message"),
+    [
+        ("fp32_head", {}, {"untie_embeddings_and_output_weights": False}, r"give --untie-embeddings-and-"),
+        ("fp32_head", {"no_save_optim": True}, {"save": "here"}, r"give --use-distributed-optimizer"),
+        ("fp32_head", {"use_distributed_optimizer": True}, {"load": "here"}, r"and --no-load-optim"),
+        ("fp32_head", {"bf16": False, "save": "here"}, {"save": "here"}, r"of float32 weights among 16-bit"),
+        ("fp8_head", {"hidden_size": 64}, {"hidden_size": 72}, r"hidden size 72 is no multiple of 16"),
+    ],
+)
+def test_a_head_of_another_precision_fits_the_model(
+    head: str, right: dict[str, Any], wrong: dict[str, Any], message: str
+) -> None:
+    config = FlagConfig(enabled=True, method="vocab-2", **{head: True})
+    plain = PLAIN | {"untie_embeddings_and_output_weights": True, "bf16": True}
+    check(SimpleNamespace(**plain | right), config)
+    with pytest.raises(ValueError, match=message):
+        check(SimpleNamespace(**plain | wrong), config)
+
+
+@pytest.mark.parametrize(
     ("written", "arguments", "refused"),
     [
         ("iter_0000003/mp_rank_00_001/model.pt", {"load": "one"}, True),
@@ -254,6 +274,10 @@ def test_a_legacy_checkpoint_is_refused(
         ("--vocab-parallel-costs costs.json", "vocab-parallel-costs: method baseline runs Megatron's own"),
         (f"{ENABLE} --vocab-parallel-schedule 2f2b", "2f2b: unknown schedule; use one of 1f1b"),
         ("--vocab-parallel-invariant", "method baseline does not partition"),
+        (f"{ENABLE} --vocab-parallel-fp8-head --vocab-parallel-fp32-head", "fp8-head ask for different"),
+        (f"{ENABLE} --vocab-parallel-fp8-head --vocab-parallel-invariant", "not with --vocab-parallel-inv"),
+        (f"{ENABLE} --vocab-parallel-fp8-head --vocab-parallel-method naive", "not with method naive"),
+        ("--vocab-parallel-fp32-head", "head: method baseline does not partition"),
         ("--vocab-parallel-independent-init", "init: method baseline does not partition"),
         (f"{ENABLE} --vocab-parallel-invariant --vocab-parallel-method naive", "not with naive"),
         (f"{ENABLE} --vocab-parallel-invariant --vocab-parallel-recompute-logits", "keep one of them"),
@@ -331,6 +355,8 @@ def test_contradicting_options(argv: str, message: str) -> None:
             FlagConfig(True, "vocab-2", allow_unknown=True),
         ),
         (f"{ENABLE} --vocab-parallel-invariant", FlagConfig(True, "vocab-2", invariant=True)),
+        (f"{ENABLE} --vocab-parallel-fp32-head", FlagConfig(True, "vocab-2", fp32_head=True)),
+        (f"{ENABLE} --vocab-parallel-fp8-head", FlagConfig(True, "vocab-2", fp8_head=True)),
         (
             f"{ENABLE} --vocab-parallel-independent-init --vocab-parallel-invariant",
             FlagConfig(True, "vocab-2", invariant=True, independent_init=True),

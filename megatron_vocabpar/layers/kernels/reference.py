@@ -19,10 +19,11 @@ from megatron_vocabpar.layers.gemm import result_dtype
 from megatron_vocabpar.layers.merged import STATS_WIDTH
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
-HEADROOM = {torch.float16: 14}
+HEADROOM = {torch.float16: 14, torch.float8_e4m3fn: 8}
 """Exponents by which stored values may exceed 1, where the storage has few below 1.
 
-fp16 ends at 2^-24; lifting the row by 2^14 keeps ids down to 2^-39 of the most likely one.
+fp16 ends at 2^-24; lifting the row by 2^14 keeps ids down to 2^-39 of the most likely one. e4m3 has
+2^-9 to 448; lifted by 2^8, values are at most 362, and ids down to 2^-18 of the most likely one are kept.
 """
 
 

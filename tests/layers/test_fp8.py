@@ -1,0 +1,121 @@
+"""Products of 8-bit operands: what is multiplied, how far results are from float64, what stays exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_vocabpar.layers.fp8 import E4M3, Fp8Weight, product_of_rows, scaled_rows
+from megatron_vocabpar.layers.output import input_gradient, output_forward, weight_gradient
+from megatron_vocabpar.layers.partition import VocabRange, even_ranges
+from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats
+from megatron_vocabpar.layers.terms import PLAIN, LossTerms
+
+from .reference import output_layer, relative_error
+from .shards import split
+
+N, H, V = 72, 64, 500
+
+
+def nearest_e4m3(values: Tensor) -> Tensor:
+    """Of all e4m3 numbers the nearest one, in float64, by comparing with each of them."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(E4M3).double()
+    numbers = numbers[numbers.isfinite()].unique()
+    return numbers[(values.double().unsqueeze(-1) - numbers).abs().argmin(-1)]
+
+
+def test_operands_are_the_nearest_8_bit_numbers() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(5, 21) * torch.logspace(-6, 6, 5).unsqueeze(1), torch.randn(16, 21)
+    a[2] = 0
+
+    def rounded(matrix: Tensor) -> Tensor:
+        scale = matrix.abs().amax(1, keepdim=True).double() / 448
+        return torch.where(scale == 0, 0, nearest_e4m3(matrix / scale.where(scale != 0, 1)) * scale)
+
+    got = product_of_rows(scaled_rows(a), scaled_rows(b))
+    expected = rounded(a) @ rounded(b).t()
+    assert got.dtype == torch.bfloat16
+    # float32 sums of float32 scales, and then 8 bits
+    torch.testing.assert_close(got.double(), expected, rtol=2.0**-8, atol=1e-6 * float(expected.abs().max()))
+    assert not got[2].any()
+
+
+def run(
+    x: Tensor, weight: Tensor, targets: Tensor, g: Tensor, *, early: bool, recompute: bool, terms: LossTerms
+) -> tuple[MergedStats, Tensor, Tensor]:
+    """Two shards, the last of which has padding that must not be read."""
+    ranges = even_ranges(512, 2, len(weight))
+    weights = split(weight, ranges)
+    done = [
+        output_forward(
+            x,
+            part,
+            targets,
+            shard,
+            with_input_gradient=early,
+            recompute=recompute,
+            rows_per_chunk=40,
+            terms=terms,
+            fp8=Fp8Weight.of(part, shard),
+        )
+        for part, shard in zip(weights, ranges, strict=True)
+    ]
+    merged = merge_stats(torch.stack([stats for _, stats in done]), terms)
+    main_grads = [torch.zeros(part.shape) for part in weights]
+    dx = torch.zeros(x.shape)
+    for (state, _), part, main_grad in zip(done, weights, main_grads, strict=True):
+        assert state is not None
+        assert state.e is None or state.e.dtype == E4M3
+        dx += input_gradient(state, merged, g, part)
+        weight_gradient(state, merged, g, main_grad)
+    assert not main_grads[1][ranges[1].valid_rows :].any()
+    return merged, dx, torch.cat(main_grads)[: len(weight)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("early", "recompute"), [(True, False), (False, False), (True, True)])
+def test_errors_are_those_of_8_bit_operands(dtype: torch.dtype, early: bool, recompute: bool) -> None:
+    """Operands are off by up to 2^-4, and by a third of it on average; sums of many are nearer."""
+    torch.manual_seed(1)
+    x, weight = torch.randn(N, H).to(dtype), (0.3 * torch.randn(V, H)).to(dtype)
+    targets, g = torch.randint(0, V, (N,)), torch.rand(N) + 0.5
+    targets[3] = -100
+    merged, dx, dw = run(x, weight, targets, g, early=early, recompute=recompute, terms=PLAIN)
+    loss, expected_dx, expected_dw = output_layer(x, weight, targets, g)
+    assert 1e-4 < float((merged.loss - loss).abs().mean()) < 0.05
+    assert relative_error(dx, expected_dx) < 0.03
+    assert relative_error(dw, expected_dw) < 0.03
+    assert not dx[3].any()
+
+
+def test_the_targets_part_is_exact() -> None:
+    """Targets that the model predicts: their logit is exact, and their part of dX has no 8-bit error."""
+    torch.manual_seed(2)
+    weight = torch.randn(V, H).bfloat16()
+    targets = torch.randint(0, V, (N,))
+    x = (weight[targets].float() * torch.linspace(0.1, 0.5, N).unsqueeze(1)).bfloat16()
+    g, terms = torch.ones(N), LossTerms(z_loss=0.1)
+    merged, dx, _ = run(x, weight, targets, g, early=True, recompute=False, terms=terms)
+    exact = (x.double() * weight[targets].double()).sum(1)
+    target_logit = merged.logsumexp().double() + torch.log1p(merged.target_deficit.double())
+    torch.testing.assert_close(target_logit, exact, rtol=1e-6, atol=1e-5)
+    # z-loss alone is left where p_target is 1: its gradient is 2 z lse times the target's row.
+    sure = merged.target_deficit.abs() < 1e-5
+    assert 5 < sure.sum() < N
+    expected = 0.2 * merged.logsumexp()[sure].unsqueeze(1) * weight[targets[sure]].float()
+    torch.testing.assert_close(dx[sure], expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((32, 40), torch.bfloat16, "hidden size 40: 8-bit products need a multiple of 16"),
+        ((40, 32), torch.bfloat16, "rows of a shard 40: "),
+        ((32, 32), torch.float64, "weight in torch.float64"),
+    ],
+)
+def test_shapes_that_do_not_fit(shape: tuple[int, int], dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Fp8Weight.of(torch.zeros(shape, dtype=dtype), VocabRange(0, shape[0], shape[0]))
