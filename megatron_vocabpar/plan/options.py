@@ -1,9 +1,8 @@
 """Every method in every family: what the simulator says of time and memory.
 
-Each is first played for fewer microbatches than asked for, and its end carried on at the pace of its
-steady state (or the busiest rank's work, where that is longer). Of those that fit, the fastest two are then
-generated for all microbatches, as ``vocabpar schedule`` does, and simulated with their communication, if they
-are close to each other; else the fastest.
+Each is first played for a few microbatches, and carried on as if the busiest rank never waited from there:
+the whole takes about as long, or longer. So those that fit are played for all microbatches in the order of
+these times and simulated with their communication, until no other promises to be faster than the fastest.
 
 Next: ``advice.py``.
 """
@@ -13,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import inf
 
-from ..schedule.costs import PassCosts, PassTimes, PerRank
+from ..schedule.costs import PassCosts, PerRank
 from ..schedule.events import run_events
 from ..schedule.families import Family, families, family_named
-from ..schedule.generate import generate
-from ..schedule.list_scheduling import Timeline
 from ..schedule.lower import lower
 from ..schedule.methods import Method, method_named
 from ..schedule.passes import PassType
@@ -35,8 +33,8 @@ from .times import Job, estimated_costs, step_ms
 
 METHODS = ("baseline", "redis", "vocab-1", "vocab-2", "interlaced")
 ONLY_1F1B = ("redis", "interlaced")  # layers move between whole stages; other families' ranks would all stop
-_FINALISTS, _CLOSE = 2, 1.002  # simulated in full: so many, if they are within this of the fastest
-_TRIAL, _TRIAL_PASSES = 32, 6_000  # microbatches, and passes that the choice of a candidate may play
+_LEAST = 16  # microbatches, or two a rank, that every option is played for
+_PASSES = 3_000  # that the choice of a candidate may play
 
 
 @dataclass(frozen=True)
@@ -120,14 +118,14 @@ def all_options(
     ]
     if all(one.problem for one in tried):
         raise ValueError(tried[0].problem)
-    found: list[float] = []
+    least = inf
     for one in sorted((one for one in tried if one.fits(request)), key=lambda one: one.iteration_ms):
-        if found and (len(found) == _FINALISTS or one.iteration_ms > _CLOSE * found[0]):
+        if one.iteration_ms >= least:
             break
         full = in_full(request, one)
         tried[tried.index(one)] = full
-        if full.fits(request):  # it may hold more than it did in the trial
-            found.append(full.iteration_ms)
+        if full.fits(request):  # it may hold more than it did before
+            least = min(least, full.iteration_ms)
     return tried
 
 
@@ -138,33 +136,34 @@ def best_of(request: Request, options: Sequence[Option]) -> Option | None:
     return min(exact or fitting, key=lambda option: option.iteration_ms, default=None)
 
 
-def option_of(request: Request, method_name: str, family: Family) -> Option:
-    """One method in one family, played for some microbatches."""
+def option_of(request: Request, method_name: str, family: Family, microbatches: int | None = None) -> Option:
+    """One method in one family, played for so many microbatches; by default for a few."""
     method, job = method_named(method_name), request.job
-    trial = min(job.m, max(_TRIAL, 3 * job.p))
+    m = min(job.m, microbatches or max(_LEAST, 2 * job.p))
     try:
         layers = layers_of(request, method, family)
         costs = costs_of(request, method.name, family, layers)
-        problem = Problem.of(method, job.p, trial, family, costs=costs)
+        problem = Problem.of(method, job.p, m, family, costs=costs)
     except ValueError as error:
         return Option(method.name, family.name, problem=str(error))
-    played, *_ = problem.played(_TRIAL_PASSES)
+    played, *_ = problem.played(_PASSES)
     work = [0.0] * job.p
     for node, duration in problem.graph.duration.items():
         work[problem.graph.rank[node]] += duration
-    length_ms = played.end + (job.m - trial) * max(*work, _pace(problem, played, trial), 0.0)
+    length_ms = played.end + (job.m - m) * max(work)
     idle = 1.0 - sum(work) * job.m / job.p / length_ms
     return _measured_out(request, problem.schedule(played.order), family, layers, length_ms, idle)
 
 
 def in_full(request: Request, option: Option) -> Option:
-    """The option generated and simulated for all microbatches."""
-    family = family_named(option.family)
+    """The option played for all microbatches and simulated."""
+    job, family = request.job, family_named(option.family)
     costs = costs_of(request, option.method, family, option.layers)
-    schedule = generate(option.method, request.job.p, request.job.m, family=family, costs=costs)
-    program = lower(schedule, costs)
-    result = Simulation(schedule, run_events(schedule, PassTimes.of(costs, schedule), program))
-    idle = sum(result.bubble) / request.job.p
+    problem = Problem.of(option.method, job.p, job.m, family, costs=costs)
+    schedule = problem.schedule(problem.played(_PASSES)[0].order)
+    played = run_events(schedule, problem.times, lower(schedule, costs))
+    result = Simulation(schedule, played)
+    idle = sum(result.bubble) / job.p
     done = _measured_out(request, schedule, family, option.layers, result.iteration_ms, idle)
     return replace(done, exact=True)
 
@@ -220,13 +219,6 @@ def _redistributed(request: Request) -> tuple[int, ...]:
     work = sum(sum(time) / p if isinstance(time, tuple) else time for time in times)
     first, last = sum(costs.first_rank_extra.values()), sum(costs.last_rank_extra.values())
     return redistribute(layers, p, first, last, work * p / layers)
-
-
-def _pace(problem: Problem, played: Timeline, m: int) -> float:
-    """The time between two microbatches of the steady state: from the middle to where the end begins."""
-    first = problem.graph.of_type(PassType.B)[0] * m
-    early, late = m // 2, m - problem.shape.p
-    return (played.ends[first + late] - played.ends[first + early]) / (late - early) if late > early else 0.0
 
 
 def _measured_out(

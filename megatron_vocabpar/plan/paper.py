@@ -57,7 +57,8 @@ def compare(table: str) -> Iterator[Compared]:
 def estimated_ms(cell: Cell) -> float:
     """The iteration of a cell, from estimated passes."""
     gpu = hardware_named("A100")
-    option = option_of(Request(cell.model, cell.job, gpu, gpu.memory_gib), cell.method, cell.family)
+    request = Request(cell.model, cell.job, gpu, gpu.memory_gib)
+    option = option_of(request, cell.method, cell.family, cell.job.m)
     assert not option.problem, option.problem
     return option.iteration_ms
 
