@@ -91,7 +91,7 @@ def _look_at(megatron: Path, allow_unknown: bool) -> None:
     version = version_of(megatron, allow_unknown)
     click.echo(f"{megatron}: Megatron core {version}, by its signatures")
     for binding in BINDINGS:
-        if source_file(megatron, binding.module) is not None:
+        if source_file(megatron, binding.module) is not None and binding.is_in(version):
             click.echo("\n".join(_lines(megatron, binding)))
     click.echo(_door(megatron, version))
 

@@ -25,7 +25,8 @@ def table() -> Iterator[str]:
     yield "| --- | --- | --- | --- |"
     for binding in BINDINGS:
         copies = ", ".join(f"`{module}`" for module in binding.copies)
-        yield f"| `{binding.module}.{binding.name}` | {copies} | {binding.reason} | {binding.when} |"
+        some = "" if binding.versions == VERSIONS else f"; {', '.join(binding.versions)} alone"
+        yield f"| `{binding.module}.{binding.name}` | {copies} | {binding.reason} | {binding.when}{some} |"
     yield ""
     yield "Versions are told apart by the parameters of these functions:"
     yield ""

@@ -45,6 +45,9 @@ _FILE_COLUMNS = 100  # of the tables where they are not shown on a terminal
 @click.option("--microbatches", type=int, help="Of an iteration and replica; by default 128.")
 @click.option("--micro-batch-size", type=int, help="Sequences of a microbatch.")
 @click.option("--seq-length", type=int, help="Tokens of a sequence.")
+@click.option(
+    "--mtp-depths", type=click.IntRange(0), help="Heads of multi-token prediction, whatever the model has."
+)
 @click.option("--memory-gib", type=float, help="What a GPU may hold; by default all that it has.")
 @click.option("--distributed-optimizer", is_flag=True, help="Divide optimizer states over the replicas.")
 @click.option("--recompute", is_flag=True, help="Full recomputation of activations.")
@@ -61,6 +64,7 @@ def plan_command(
     costs_file: str | None,
     memory_gib: float | None,
     seq_length: int | None,
+    mtp_depths: int | None,
     output_format: str,
     html_file: str | None,
     arguments: tuple[str, ...],
@@ -81,6 +85,8 @@ def plan_command(
     if seq_length is not None:
         given |= {"seq-length": str(seq_length)} if given else {}
     model = _model(preset, config_file, given, source, seq_length)
+    if mtp_depths is not None:
+        model = replace(model, mtp_depths=mtp_depths)
     gpu = hardware_named(hardware)
     limit = gpu.memory_gib if memory_gib is None else memory_gib
     if not limit > 0:

@@ -103,6 +103,7 @@ def loss_and_gradient(
     *,
     model: torch.nn.Module,
     token_losses: torch.Tensor,
+    main_loss: Callable[[torch.Tensor], torch.Tensor],
     loss_func: Callable[..., Any],
     config: Any,
     num_microbatches: int,
@@ -113,11 +114,12 @@ def loss_and_gradient(
     """Megatron's loss scaling around ``loss_func``, and the gradient that it gives every token.
 
     Args:
-        token_losses: ``[b, s]`` float32.
+        token_losses: ``[1 + D, b, s]`` float32, of all heads.
+        main_loss: makes of them what ``loss_func`` takes, ``[b, s]`` (``heads.py``).
 
     Returns:
-        What ``loss_func`` reported, the number of tokens, and the gradient ``[b, s]`` float32 with respect to
-        ``token_losses``, loss scale included (None unless ``with_gradient``).
+        What ``loss_func`` reported, the number of tokens, and the gradient ``[1 + D, b, s]`` float32 with
+        respect to ``token_losses``, loss scale included (None unless ``with_gradient``).
     """
     store: list[Any] = []
     leaf = token_losses.detach().clone().requires_grad_(with_gradient)
@@ -127,7 +129,7 @@ def loss_and_gradient(
         # Megatron divides the loss in place, so it must not be a leaf itself.
         loss, num_tokens = schedules.forward_step_calc_loss(
             model,
-            leaf * 1.0 if with_gradient else leaf,
+            main_loss(leaf * 1.0 if with_gradient else leaf),
             loss_func,
             config,
             None,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from megatron_vocabpar.integration import compat
+from megatron_vocabpar.integration import compat, heads
 from megatron_vocabpar.integration.handlers import handlers_of
 from megatron_vocabpar.integration.iteration import Call, Iteration, OutputOptions, Rank
 from megatron_vocabpar.integration.preparation import chunk_with_shards, prepare
@@ -28,6 +28,7 @@ from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_gro
 from megatron_vocabpar.runtime.executor import Observer, execute
 from megatron_vocabpar.runtime.profile import INPUT, OUTPUT, Timeline
 from megatron_vocabpar.runtime.streams import named_range, side_stream
+from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.generate import make_plan as generate_plan
 from megatron_vocabpar.schedule.methods import Method, method_named
 from megatron_vocabpar.schedule.passes import Instruction
@@ -68,6 +69,7 @@ class ForwardBackward:
         output_options: how the output layer is computed, where it is partitioned; by default as they are.
         not_finite: told, on the rank of the loss function, where a loss of a partitioned output layer is not
             finite; None to not look.
+        mtp_depths: of multi-token prediction, for the default plans.
 
     Raises:
         ValueError: for naive with recomputation, invariance or label smoothing.
@@ -84,6 +86,7 @@ class ForwardBackward:
         timeline: Timeline | None = None,
         output_options: OutputOptions | None = None,
         not_finite: Callable[[str], None] | None = None,
+        mtp_depths: int = 0,
     ) -> None:
         self.method = method_named(method)
         self.output_options = output_options or OutputOptions()
@@ -91,7 +94,8 @@ class ForwardBackward:
         self._not_finite = not_finite
         self.groups = groups
         self.device = device
-        self._make_plan = make_plan or partial(generate_plan, method, groups.pipeline)
+        costs = PassCosts.default(groups.pipeline, mtp_depths)
+        self._make_plan = make_plan or partial(generate_plan, method, groups.pipeline, costs=costs)
         self._timeline = timeline
         named: Observer = partial(_profiler_range, device)
         self._observers = (*observers, named, *([timeline.observe] if timeline else []))
@@ -206,6 +210,12 @@ class ForwardBackward:
             raise ValueError(
                 f"the model has {len(chunks)} chunks, the schedule {schedule.chunks}; build as many chunks "
                 "as the schedule has"
+            )
+        depths = heads.depths(call.config)
+        if self.method.vocabulary_parallel and schedule.mtp_depths != depths:
+            raise ValueError(
+                f"the plan is for {schedule.mtp_depths} depths of multi-token prediction, the model has "
+                f"{depths}; give mtp_depths, or a plan made with PassCosts.default(p, mtp_depths)"
             )
         model_with_shards = chunk_with_shards(self.method, chunks)
         with split_weight_gradients(chunks if schedule.splits_w else ()) as weight_gradients:

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_vocabpar.integration.input_layer import InputLayer
 from megatron_vocabpar.integration.iteration import Iteration
 from megatron_vocabpar.integration.loss_reports import DistantLoss
-from megatron_vocabpar.integration.model import VocabParallelGPTModel
+from megatron_vocabpar.integration.model import PartitionedModel
 from megatron_vocabpar.integration.output_layer import OutputLayer
 from megatron_vocabpar.integration.stages import Stages
 from megatron_vocabpar.integration.weight_gradients import WeightGradients
@@ -78,7 +78,7 @@ def vocabulary_table(method: Method, inputs: InputLayer, output: OutputLayer) ->
 
 def handlers_of(
     iteration: Iteration,
-    model: VocabParallelGPTModel | None,
+    model: PartitionedModel | None,
     weight_gradients: Sequence[WeightGradients] = (),
 ) -> tuple[Handlers, Callable[[], None]]:
     """The table for one forward-backward call, and what to call when its instructions have run.

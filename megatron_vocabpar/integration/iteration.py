@@ -172,7 +172,7 @@ class Iteration:
         """Shape ``[s, b, H]`` of microbatch ``i`` between stages, on this rank."""
         if not self.microbatches.shapes:
             return self.call.fixed_shape
-        b, s = self.microbatches.shapes[i]
+        _, b, s = self.microbatches.shapes[i]
         return (s // self.sequence_shards, b, self.call.config.hidden_size)
 
 

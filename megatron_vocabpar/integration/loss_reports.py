@@ -7,11 +7,13 @@ Its loss function runs on the token losses that arrive there; its gradient was s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from math import prod
 
 import torch
 import torch.distributed as dist
 
-from megatron_vocabpar.integration import compat
+from megatron_vocabpar.integration import compat, heads
 from megatron_vocabpar.integration.iteration import Iteration
 from megatron_vocabpar.runtime.comm import broadcast
 from megatron_vocabpar.schedule.passes import Pass, PassType
@@ -34,14 +36,16 @@ class LossReports:
             self._finite_hidden[i] = x.isfinite().all()
 
     def report(self, i: int, token_losses: torch.Tensor) -> None:
-        """Megatron's loss function on the token losses ``[b, s]`` float32 of microbatch ``i``."""
+        """Megatron's loss function on the losses ``[1 + D, b, s]`` float32 of microbatch ``i``."""
         iteration, call = self.iteration, self.iteration.call
         if self._looks:
             self._finite_losses[i] = token_losses.isfinite().all()
+        model, recorded = call.chunks[-1], iteration.recorded[iteration.rank.placement.loss_stage][i]
         reported, num_tokens, grad = compat.loss_and_gradient(
-            model=call.chunks[-1],
+            model=model,
             token_losses=token_losses,
-            loss_func=iteration.recorded[iteration.rank.placement.loss_stage][i].loss_func,
+            main_loss=partial(heads.main_loss, model, recorded, training=not call.forward_only),
+            loss_func=recorded.loss_func,
             config=call.config,
             num_microbatches=call.num_microbatches,
             cp_group_size=call.cp_group_size,
@@ -82,8 +86,9 @@ class LossReports:
 
 def _first_broken(holds: Mapping[int, torch.Tensor]) -> int | None:
     """The first microbatch of which it does not hold."""
-    values = torch.stack(list(holds.values())).tolist() if holds else []
-    return min((i for i, value in zip(holds, values, strict=True) if not value), default=None)
+    if not holds or torch.stack(list(holds.values())).all():
+        return None
+    return min(i for i, value in holds.items() if not value)
 
 
 class DistantLoss:
@@ -97,6 +102,10 @@ class DistantLoss:
         """What the last stage computed for microbatch ``i``: ``[b, s]``."""
         self._token_losses[i] = token_losses
 
+    def gradient(self, i: int) -> torch.Tensor:
+        """Of the token losses of microbatch ``i``: ``[b, s]``."""
+        return self.iteration.microbatches.gradient(i)[0]
+
     def finish(self) -> None:
         """Send the token losses of all microbatches, and report them.
 
@@ -104,7 +113,7 @@ class DistantLoss:
             ValueError: if the loss function is not linear in them.
         """
         rank, shapes = self.iteration.rank, self.iteration.microbatches.shapes
-        sizes = [b * s for b, s in shapes]
+        sizes = [prod(shape) for shape in shapes]
         if rank.is_last:
             flat = torch.cat([self._token_losses[i].flatten() for i in range(len(shapes))]).float()
         else:

@@ -173,7 +173,8 @@ class MeasuredPlan:
             )
             return
         plan = self._run.plan(self._m)
-        self._costs = pass_costs(times, plan.schedule.method, plan.schedule.splits_w)
+        schedule = plan.schedule
+        self._costs = pass_costs(times, schedule.method, schedule.splits_w, schedule.mtp_depths)
         self._before_ms, self._planned_m = length, self._m
 
     def _exchange(self, mine: RankTimes) -> list[list[RankTimes]]:

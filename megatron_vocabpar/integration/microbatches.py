@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.targets import OwnedTargets, owned_targets, target_rows
 from megatron_vocabpar.runtime.comm import VocabGroups, broadcast
 from megatron_vocabpar.runtime.streams import to_device, to_host
+from megatron_vocabpar.schedule.placement import Placement
 
 ForwardStep = Callable[..., tuple[torch.Tensor, Callable[..., Any]]]
 
@@ -44,12 +46,12 @@ class ModelCall:
         """Target ids ``[b, s]``."""
         return _argument(self.args, self.kwargs, "labels")
 
-    def replace(self, name: str, value: torch.Tensor) -> ModelCall:
-        """The same call with another ``input_ids``, such as embedded rows ``[b, s, H]``, or ``labels``."""
-        position = _POSITIONS[name]
+    def with_labels(self, labels: torch.Tensor) -> ModelCall:
+        """The same call with other labels."""
+        position = _POSITIONS["labels"]
         if len(self.args) <= position:
-            return replace(self, kwargs={**self.kwargs, name: value})
-        return replace(self, args=(*self.args[:position], value, *self.args[position + 1 :]))
+            return replace(self, kwargs={**self.kwargs, "labels": labels})
+        return replace(self, args=(*self.args[:position], labels, *self.args[position + 1 :]))
 
 
 # Where GPTModel.forward takes the arguments that callers pass by position or by name.
@@ -95,29 +97,51 @@ def record_call(forward_step_func: ForwardStep, data_iterator: Iterator[Any] | N
 
 
 @dataclass(frozen=True)
+class EmbeddedTokens:
+    """The tokens whose rows one pipeline rank gets for its stages.
+
+    Attributes:
+        rank: the pipeline rank.
+        first: which of a microbatch's 1 + D sets of tokens is the first of these.
+        shape: ``(k, b, s)`` of these.
+        plan: which member owns which of the ``[k * b * s]`` positions.
+        owned: the token ids among them whose rows this rank owns.
+    """
+
+    rank: int
+    first: int
+    shape: tuple[int, int, int]
+    plan: InputPlan
+    owned: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Microbatch:
     """What every rank knows of one microbatch.
 
     Attributes:
-        shape: ``(b, s)`` on this context-parallel rank.
-        owned_tokens: the token ids among ``[b * s]`` whose rows this rank owns.
-        plan: which rank owns which token position.
-        labels: target ids ``[n]``, sequence-major as the hidden states ``[s, b, H]`` are.
-        grad_loss: gradient of every token's loss ``[n]``, float32, sequence-major; None in evaluation.
-        owned_targets: the tokens among ``[n]`` whose targets this rank owns.
+        shape: ``(1 + D, b, s)`` on this context-parallel rank, with D further heads.
+        embedded: the tokens that stages embed, one entry for each pipeline rank that does.
+        labels: target ids ``[(1 + D) n]``, in the order of ``Microbatches.rows``.
+        grad_loss: gradient of every token's loss ``[(1 + D) n]``, float32, likewise; None in evaluation.
+        owned_targets: the tokens among them whose targets this rank owns.
     """
 
-    shape: tuple[int, int]
-    owned_tokens: torch.Tensor
-    plan: InputPlan
+    shape: tuple[int, int, int]
+    embedded: tuple[EmbeddedTokens, ...]
     labels: torch.Tensor
     grad_loss: torch.Tensor | None
     owned_targets: OwnedTargets
 
     @property
+    def owned_tokens(self) -> torch.Tensor:
+        """The token ids whose rows this rank owns, of all entries."""
+        return torch.cat([tokens.owned for tokens in self.embedded])
+
+    @property
     def tokens(self) -> int:
-        """``n = b * s``."""
-        return self.shape[0] * self.shape[1]
+        """``(1 + D) * b * s``: rows of the output layer."""
+        return prod(self.shape)
 
     @property
     def gradient(self) -> torch.Tensor:
@@ -133,71 +157,98 @@ class Microbatches(dict[int, Microbatch]):
     was queued before; what it finds goes to the device in one copy that nobody waits for.
 
     Args:
-        shapes: ``(b, s)`` of each.
-        ids: ``[2, total]`` int64 on the host: the tokens of all microbatches, and their labels, batch-major.
+        shapes: ``(1 + D, b, s)`` of each.
+        ids: ``[2, total]`` int64 on the host: the tokens of all microbatches, and their labels.
         labels: the labels once more, on the device.
         grad_losses: likewise the gradients of the tokens' losses, float32; None in evaluation.
         ranges: rows of every member of the vocabulary group; empty where it is not partitioned.
         member: this rank's place among them.
+        embedding_ranks: the pipeline ranks of the first stage, which embeds the first set of tokens, and of
+            the last, which embeds the others.
+        parts: into how many parts sequence parallelism cuts the hidden states.
     """
 
     def __init__(
         self,
         *,
-        shapes: Sequence[tuple[int, int]],
+        shapes: Sequence[tuple[int, int, int]],
         ids: torch.Tensor,
         labels: torch.Tensor,
         grad_losses: torch.Tensor | None,
         ranges: tuple[VocabRange, ...],
         member: int,
+        embedding_ranks: tuple[int, int] = (0, 0),
+        parts: int = 1,
     ) -> None:
         super().__init__()
         self.shapes = tuple(shapes)
-        sizes = [b * s for b, s in shapes]
+        sizes = [prod(shape) for shape in shapes]
         tokens, host_labels = ids
         self._tokens, self._host_labels = tokens.split(sizes), host_labels.split(sizes)
         self._labels = labels.split(sizes)
         self._grad_losses = None if grad_losses is None else grad_losses.split(sizes)
         self._ranges = ranges
         self._member = member
+        self._embedding_ranks = embedding_ranks
+        self._parts = parts
 
     def labels(self, i: int) -> torch.Tensor:
-        """Target ids ``[b, s]`` of a microbatch, on the device."""
+        """Target ids ``[1 + D, b, s]`` of a microbatch, on the device."""
         return self._labels[i].view(self.shapes[i])
 
     def gradient(self, i: int) -> torch.Tensor:
-        """The gradient ``[b, s]`` of every token's loss in a microbatch, in training."""
+        """The gradient ``[1 + D, b, s]`` of every token's loss in a microbatch, in training."""
         assert self._grad_losses is not None
         return self._grad_losses[i].view(self.shapes[i])
+
+    def rows(self, i: int, values: torch.Tensor) -> torch.Tensor:
+        """``[(1 + D) n]`` of each token, in the order of C0's hidden states: by part, head, position, row."""
+        k, b, s = self.shapes[i]
+        by_position = values.view(k, b, s).transpose(1, 2).reshape(k, self._parts, -1, b)
+        return by_position.transpose(0, 1).reshape(-1)
+
+    def from_rows(self, i: int, rows: torch.Tensor) -> torch.Tensor:
+        """The way back, ``[1 + D, b, s]``."""
+        k, b, s = self.shapes[i]
+        by_part = rows.view(self._parts, k, -1, b).transpose(0, 1)
+        return by_part.reshape(k, s, b).transpose(1, 2).contiguous()
 
     def __missing__(self, i: int) -> Microbatch:
         self[i] = planned = self._plan(i)
         return planned
 
     def _plan(self, i: int) -> Microbatch:
-        shape, ids = self.shapes[i], self._tokens[i]
-        plan = plan_input(ids, self._ranges)
-        mine = plan.positions(self._member)
-        targets = owned_targets(
-            target_rows(_sequence_major(self._host_labels[i], shape), self._ranges[self._member])
+        inputs = [self._embedded(rank, first, ids) for rank, first, ids in self._sets(i)]
+        host_labels = self.rows(i, self._host_labels[i])
+        targets = owned_targets(target_rows(host_labels, self._ranges[self._member]))
+        on_host = [tensor for tokens in inputs for tensor in (tokens.plan.order, tokens.owned)]
+        device = self._labels[i].device
+        *placed, a, b, c, d = to_device(
+            (*on_host, targets.tokens, targets.rows, targets.by_token, targets.by_row), device
         )
-        order, owned_tokens, *owned = to_device(
-            (plan.order, ids[mine], targets.tokens, targets.rows, targets.by_token, targets.by_row),
-            self._labels[i].device,
+        embedded = tuple(
+            replace(tokens, plan=replace(tokens.plan, order=order), owned=owned)
+            for tokens, order, owned in zip(inputs, placed[::2], placed[1::2], strict=True)
         )
-        grads = self._grad_losses
-        return Microbatch(
-            shape,
-            owned_tokens,
-            replace(plan, order=order),
-            _sequence_major(self._labels[i], shape),
-            None if grads is None else _sequence_major(grads[i], shape),
-            OwnedTargets(*owned),
-        )
+        grads = None if self._grad_losses is None else self.rows(i, self._grad_losses[i])
+        labels = self.rows(i, self._labels[i])
+        return Microbatch(self.shapes[i], embedded, labels, grads, OwnedTargets(a, b, c, d))
 
+    def _sets(self, i: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """By pipeline rank, the first of its sets of tokens, and their ids ``[k, b, s]`` on the host."""
+        ids = self._tokens[i].view(self.shapes[i])
+        first, last = self._embedding_ranks
+        if first == last or len(ids) == 1:
+            yield first, 0, ids
+        else:
+            yield first, 0, ids[:1]
+            yield last, 1, ids[1:]
 
-def _sequence_major(flat: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    return flat.view(shape).t().reshape(-1)
+    def _embedded(self, rank: int, first: int, ids: torch.Tensor) -> EmbeddedTokens:
+        k, b, s = ids.shape
+        flat = ids.flatten()
+        plan = plan_input(flat, self._ranges)
+        return EmbeddedTokens(rank, first, (k, b, s), plan, flat[plan.positions(self._member)])
 
 
 def no_microbatches() -> Microbatches:
@@ -210,28 +261,31 @@ def share_microbatches(
     *,
     groups: VocabGroups,
     ranges: tuple[VocabRange, ...],
-    first_member: int,
-    last_member: int,
+    placement: Placement,
     tokens: list[torch.Tensor] | None,
     labels: list[torch.Tensor] | None,
     grad_losses: list[torch.Tensor] | None,
     num_microbatches: int,
     device: torch.device,
     forward_only: bool,
+    parts: int,
 ) -> Microbatches:
     """Send tokens, labels and per-token gradients of all microbatches to every rank of the group.
 
     The host waits for the device twice: for the shapes, and for all ids together.
 
     Args:
-        first_member, last_member: who has the tokens, and who has labels and gradients.
-        tokens: ``[b, s]`` int64 each, on the members of the first stage; None elsewhere.
-        labels: ``[b, s]`` int64 each, on the members of the last stage.
-        grad_losses: ``[b, s]`` float32 each, likewise; None in evaluation.
+        placement: where the stages are: the first has the tokens, that of the loss labels and gradients.
+        tokens: ``[1 + D, b, s]`` int64 each, on the members of the first stage; None elsewhere.
+        labels: ``[1 + D, b, s]`` int64 each, on the members that have the loss.
+        grad_losses: ``[1 + D, b, s]`` float32 each, likewise; None in evaluation.
+        parts: into how many parts sequence parallelism cuts the hidden states.
 
     Raises:
         ValueError: if a token id lies outside the vocabulary.
     """
+    first_member = groups.members_of(placement.first_rank)[0]
+    last_member = groups.members_of(placement.p - 1)[0]
 
     def share(flat: torch.Tensor, values: list[torch.Tensor] | None, member: int) -> torch.Tensor:
         if values is not None:
@@ -240,9 +294,9 @@ def share_microbatches(
         return flat
 
     sizes = None if tokens is None else [torch.tensor([list(t.shape) for t in tokens])]
-    flat = share(torch.empty(2 * num_microbatches, dtype=torch.int64, device=device), sizes, first_member)
-    shapes = [(int(b), int(s)) for b, s in flat.view(-1, 2).tolist()]
-    total = sum(b * s for b, s in shapes)
+    flat = share(torch.empty(3 * num_microbatches, dtype=torch.int64, device=device), sizes, first_member)
+    shapes = [(int(k), int(b), int(s)) for k, b, s in flat.view(-1, 3).tolist()]
+    total = sum(prod(shape) for shape in shapes)
     ids = torch.empty((2, total), dtype=torch.int64, device=device)
     share(ids[0], tokens, first_member)
     share(ids[1], labels, last_member)
@@ -260,4 +314,6 @@ def share_microbatches(
         grad_losses=grads,
         ranges=ranges,
         member=groups.member,
+        embedding_ranks=(placement.first_rank, placement.last_rank),
+        parts=parts,
     )

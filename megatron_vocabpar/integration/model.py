@@ -2,22 +2,26 @@
 
 Every stage gets an ``embedding.word_embeddings`` and an ``output_layer`` with the standard parameter
 names, each with ``P = V_pad / (p * t)`` rows; one DDP wrapper then sees transformer layers and shards as
-one chunk. The transformer part runs as in Megatron, but the first stage is given embedded rows in place
-of token ids, and the last stage returns its hidden states: the passes around it are the schedule's.
+one chunk. The transformer part runs as in Megatron, but in the schedule the first stage looks up nothing and
+is given embedded rows, and the last stage returns its hidden states: the passes around it are the schedule's.
 
 Next: ``handlers.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import lcm
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
@@ -110,21 +114,22 @@ class _VocabRows(torch.nn.Module):
 class VocabShardEmbedding(_VocabRows, VocabParallelEmbedding):
     """This rank's rows of the input embedding.
 
-    Called with token ids ``[k]`` that this rank owns it returns their rows ``[k, H]`` (pass IF); called
-    with embedded rows ``[b, s, H]``, as the first stage's F does, it hands them on. Token ids ``[b, s]`` come
-    from outside the schedule; it looks them up as in stock Megatron.
+    Called with token ids ``[k]`` that this rank owns it returns their rows ``[k, H]`` (pass IF). Called with
+    token ids ``[b, s]``, as F of the first stage does, it hands on the rows ``[b, s, H]`` that it was given.
+    Where it was given none, the call comes from outside the schedule: it looks them up as in stock Megatron.
 
     Raises:
-        ValueError: for these, if other stages hold rows.
+        ValueError: then, if other stages hold rows.
     """
 
     def __init__(self, shard: VocabShard, config: Any, **kwargs: Any) -> None:
         super().__init__(_stage_rows(shard, config), config.hidden_size, config=config, **kwargs)
         self.shard = shard
+        self.given: deque[torch.Tensor] = deque()
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        if input_.is_floating_point():
-            return input_
+        if input_.dim() == 2 and self.given:
+            return self.given.popleft()
         if input_.dim() == 2:
             if self.num_embeddings != self.shard.ranges[-1].stop:
                 raise ValueError(
@@ -223,10 +228,25 @@ class VocabShardOutput(_VocabRows, ColumnParallelLinear):
         )
 
 
-class VocabParallelGPTModel(GPTModel):
-    """megatron-core's GPTModel with both vocabulary layers partitioned over all pipeline stages.
+class _GivenRows(torch.nn.Module):
+    """In the place of the input embedding, in a last stage whose rank holds its shard in another chunk."""
 
-    Takes GPTModel's arguments, and:
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: deque[torch.Tensor] = deque()
+
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        return self.given.popleft()
+
+
+class PartitionedModel(LanguageModule):
+    """A language model of megatron-core, both vocabulary layers partitioned over all pipeline stages.
+
+    It stands before the model's class among the bases of a class: what it overrides is where hidden states
+    come from and where they go. With multi-token prediction the further layers of the last stage take rows
+    that they are given, as the first stage does.
+
+    Takes the model's arguments, and:
 
     Args:
         vocab_size: number of true token ids ``V`` (not padded).
@@ -241,66 +261,65 @@ class VocabParallelGPTModel(GPTModel):
             rows of both lie on the same rank, and nothing needs an all-reduce.
 
     Raises:
-        ValueError: for multi-token prediction, whose heads are not partitioned; for a tied weight in float32.
+        ValueError: for a tied weight in float32.
     """
+
+    embedding: Any
+    pre_process: bool
+    post_process: bool
+    share_embeddings_and_output_weights: bool
 
     def __init__(
         self,
-        config: Any,
-        transformer_layer_spec: Any,
-        vocab_size: int,
-        max_sequence_length: int,
-        *,
+        *args: Any,
         shard: VocabShard | None = None,
         holds_shard: bool = True,
         stock_vocab_size: int | None = None,
         terms: LossTerms = PLAIN,
         fp32_head: bool = False,
-        share_embeddings_and_output_weights: bool = False,
         **kwargs: Any,
     ) -> None:
-        if kwargs.get("mtp_block_spec") is not None or getattr(config, "mtp_num_layers", None):
-            raise ValueError(
-                f"mtp_num_layers={config.mtp_num_layers}: multi-token prediction heads are not partitioned; "
-                "train without mtp_num_layers or without vocabulary parallelism"
-            )
-        if fp32_head and share_embeddings_and_output_weights:
+        build: Any = super().__init__
+        options = inspect.signature(build).bind(*args, **kwargs).arguments
+        config = options["config"]
+        shard = shard or vocab_shard(options["vocab_size"])
+        tied = options.get("share_embeddings_and_output_weights", False)
+        if fp32_head and tied:
             raise ValueError(
                 "fp32_head with tied weights: the embedding would be float32 too; untie them (in Megatron-LM "
                 "with --untie-embeddings-and-output-weights), or leave it out"
             )
-        shard = shard or vocab_shard(vocab_size)
-        super().__init__(
-            config,
-            transformer_layer_spec,
-            stock_vocab_size or _stage_rows(shard, config),
-            max_sequence_length,
-            # megatron-core would keep copies of a tied weight equal, which only one stage alone has not.
-            share_embeddings_and_output_weights=(
-                share_embeddings_and_output_weights and config.pipeline_model_parallel_size == 1
-            ),
-            **kwargs,
+        build(
+            **options
+            | {
+                "vocab_size": stock_vocab_size or _stage_rows(shard, config),
+                # megatron-core would keep copies of a tied weight equal, which only one stage alone has not.
+                "share_embeddings_and_output_weights": tied and config.pipeline_model_parallel_size == 1,
+            }
         )
         self.shard: VocabShard = shard
-        self.tied: bool = share_embeddings_and_output_weights
+        self.tied: bool = tied
         self.holds_shard: bool = holds_shard
-        stage: Any = self
         drawn = (
-            stage.embedding.word_embeddings.weight if self.pre_process else None,
-            stage.output_layer.weight if self.post_process else None,
+            self.embedding.word_embeddings.weight if self.pre_process else None,
+            cast(Any, self).output_layer.weight if self.post_process else None,
         )
         if self.post_process:
             delattr(self, "output_layer")  # so that a tied weight is named by its embedding on every stage
+        embeds = hasattr(self, "embedding")
         if not holds_shard:
+            if embeds:
+                self.embedding.word_embeddings = _GivenRows()
+                self.embedding.reduce_scatter_embeddings = False
             return
         layer_options = {"tp_group": compat.tensor_parallel_group(self)}
         no_draw, mup = torch.nn.init.zeros_ if stock_vocab_size else None, compat.uses_mup(config)
-        if not self.pre_process:
+        if not embeds:
             self.embedding = torch.nn.Module()
         self.embedding.word_embeddings = VocabShardEmbedding(
             shard, config, init_method=no_draw or config.embedding_init_method, **layer_options
         )
-        self.embedding.reduce_scatter_embeddings = False  # type: ignore[assignment]
+        self.embedding.reduce_scatter_embeddings = False
         self.output_layer = VocabShardOutput(
             shard,
             config,
@@ -325,7 +344,7 @@ class VocabParallelGPTModel(GPTModel):
     @property
     def word_embeddings(self) -> VocabShardEmbedding:
         """This rank's rows of the input embedding."""
-        return cast(VocabShardEmbedding, cast(torch.nn.Module, self.embedding).word_embeddings)
+        return cast(VocabShardEmbedding, self.embedding.word_embeddings)
 
     @property
     def vocab_output(self) -> VocabShardOutput:
@@ -346,14 +365,27 @@ class VocabParallelGPTModel(GPTModel):
         """What stock does after its output layer; ours has muP's factor in its terms."""
         return logits
 
-    def _postprocess(
-        self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None, **options: Any
-    ) -> torch.Tensor:
-        """Hidden states for the schedule, which calls with embedded rows; outside of it as in stock."""
-        inside = input_ids is not None and input_ids.is_floating_point()
-        if inside or not (self.pre_process and self.post_process):
-            return hidden_states
-        return super()._postprocess(hidden_states, input_ids=input_ids, **options)
+    def setup_embeddings_and_output_layer(self) -> None:
+        """megatron-core's marks of parameters, without the copy of the embedding that its last stage gets."""
+        depths, self.config.mtp_num_layers = self.config.mtp_num_layers, None
+        super().setup_embeddings_and_output_layer()
+        self.config.mtp_num_layers = depths
+
+    def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
+        """For a call outside the schedule; None where there is nothing to all-reduce between stages."""
+        shared: Any = super().shared_embedding_or_output_weight
+        return shared() if self.share_embeddings_and_output_weights else None
+
+    @contextmanager
+    def in_schedule(self, rows: torch.Tensor | None) -> Iterator[None]:
+        """Calls in this context take ``rows`` ``[k, b, s, H]`` for look-ups and return hidden states."""
+        if rows is not None:
+            self.word_embeddings.given.extend(rows.unbind())
+        post_process, self.post_process = self.post_process, False
+        try:
+            yield
+        finally:
+            self.post_process = post_process
 
     def sharded_state_dict(
         self,
@@ -364,9 +396,19 @@ class VocabParallelGPTModel(GPTModel):
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         # A new dictionary: Megatron writes the one that it passes into the checkpoint.
         metadata = {"dp_cp_group": replicas, **(metadata or {})}
-        # GPTModel's and LanguageModule's own methods place the vocabulary layers on the first and last stage.
+        # The model's and LanguageModule's own methods place the vocabulary layers on the first and last
+        # stage.
         state = super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
         if not self.holds_shard:
             return state
+        if not isinstance(self, GPTModel):
+            # GPTModel leaves the output layer's empty extra state out of its checkpoints, others don't.
+            extra = f"{prefix}output_layer._extra_state"
+            replica = (self.shard.member, 0, dist.get_rank(replicas))
+            state[extra] = ShardedObject(extra, None, (1,), (0,), replica_id=replica)
         key = f"{prefix}embedding.word_embeddings."
         return state | self.word_embeddings.sharded_state_dict(key, (), metadata)
+
+
+class VocabParallelGPTModel(PartitionedModel, GPTModel):
+    """megatron-core's GPTModel with partitioned vocabulary layers."""

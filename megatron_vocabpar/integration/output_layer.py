@@ -22,7 +22,7 @@ from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.gradients import main_grad
 from megatron_vocabpar.integration.iteration import Iteration, LayerHandlers
 from megatron_vocabpar.integration.loss_reports import LossReports
-from megatron_vocabpar.integration.model import VocabParallelGPTModel
+from megatron_vocabpar.integration.model import PartitionedModel
 from megatron_vocabpar.layers import invariant, output
 from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.invariant import FixedPoint
@@ -36,7 +36,7 @@ from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, PassType
 class OutputLayer(LayerHandlers):
     """Handlers of the output layer's passes and collectives for the shard that ``model`` holds."""
 
-    def __init__(self, iteration: Iteration, model: VocabParallelGPTModel) -> None:
+    def __init__(self, iteration: Iteration, model: PartitionedModel) -> None:
         super().__init__(iteration)
         self.model = model
         self._evaluations: deque[tuple[int, Event[MergedStats]]] = deque()
@@ -61,7 +61,7 @@ class OutputLayer(LayerHandlers):
         self._reports.finish()
 
     def broadcast_hidden(self, instruction: Comm) -> None:
-        """C0: the last stage's hidden states ``[n, H]`` to every rank.
+        """C0: the last stage's hidden states ``[(1 + D) n, H]`` to every rank.
 
         With sequence parallelism each tensor-parallel rank of the last stage sends its part of the
         sequence.
@@ -293,7 +293,7 @@ class OutputLayer(LayerHandlers):
         self.gradients.wrote(PassType.S)
 
     def hidden_gradient(self, i: int) -> torch.Tensor:
-        """The gradient of the last stage's output ``[s, b, H]``."""
+        """The gradient of the last stage's output ``[(1 + D) s, b, H]``."""
         rank = self.rank.pipeline_rank
         source = self.rank.method.waits_for[PassType.B]
         if isinstance(source, PassType):
@@ -304,8 +304,8 @@ class OutputLayer(LayerHandlers):
                 _, grad = grad
         parts = self.iteration.sequence_shards
         part = grad.chunk(parts)[self.groups.tensor_rank % parts]
-        return part.view(self.iteration.hidden_shape(i))
+        _, b, hidden = self.iteration.hidden_shape(i)
+        return part.view(-1, b, hidden)
 
     def _report_loss(self, i: int, merged: MergedStats) -> None:
-        b, s = self.microbatches[i].shape
-        self._reports.report(i, merged.loss.float().view(s, b).t().contiguous())
+        self._reports.report(i, self.microbatches.from_rows(i, merged.loss.float()))

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.utils import unwrap_model
 
-from megatron_vocabpar.integration import compat
+from megatron_vocabpar.integration import compat, heads
 from megatron_vocabpar.integration.gradients import GradientSync
 from megatron_vocabpar.integration.iteration import Call, Iteration, Rank
 from megatron_vocabpar.integration.microbatches import ModelCall, record_call, share_microbatches
-from megatron_vocabpar.integration.model import VocabParallelGPTModel
+from megatron_vocabpar.integration.model import PartitionedModel
 from megatron_vocabpar.integration.weight_gradients import WeightGradients
 from megatron_vocabpar.schedule.methods import Method
 from megatron_vocabpar.schedule.passes import PassType
 from megatron_vocabpar.schedule.schedule import Schedule
 
 
-def chunk_with_shards(method: Method, chunks: Sequence[torch.nn.Module]) -> VocabParallelGPTModel | None:
+def chunk_with_shards(method: Method, chunks: Sequence[torch.nn.Module]) -> PartitionedModel | None:
     """The chunk of this rank that holds the vocabulary shards, unwrapped; None where there are none.
 
     Raises:
@@ -29,7 +30,7 @@ def chunk_with_shards(method: Method, chunks: Sequence[torch.nn.Module]) -> Voca
     if not method.vocabulary_parallel:
         return None
     model = unwrap_model(chunks[0])
-    if not isinstance(model, VocabParallelGPTModel):
+    if not isinstance(model, PartitionedModel):
         raise ValueError(
             f"method {method.name} needs a VocabParallelGPTModel, got {type(model).__name__}; "
             "build the model with it, or use method baseline"
@@ -41,7 +42,7 @@ def prepare(
     rank: Rank,
     call: Call,
     schedule: Schedule,
-    model: VocabParallelGPTModel | None,
+    model: PartitionedModel | None,
     weight_gradients: Sequence[WeightGradients],
 ) -> Iteration:
     """Record and share the microbatches, and suspend gradient reduction."""
@@ -59,20 +60,23 @@ def prepare(
     microbatches = share_microbatches(
         groups=rank.groups,
         ranges=model.shard.ranges if model else (),
-        first_member=rank.groups.members_of(placement.first_rank)[0],
-        last_member=rank.groups.members_of(placement.p - 1)[0],
-        tokens=None if first is None else [_required(call.input_ids, "input_ids") for call in first],
-        labels=None if last is None else [_required(call.labels, "labels") for call in last],
+        placement=placement,
+        tokens=None if first is None else [_tokens(recorded, call) for recorded in first],
+        labels=None if last is None else [_labels(recorded, call) for recorded in last],
         grad_losses=grad_losses,
         num_microbatches=call.num_microbatches,
         device=rank.device,
         forward_only=call.forward_only,
+        parts=rank.groups.tensor if call.config.sequence_parallel else 1,
     )
     if model is None:
         # The last stage is not that of the loss: it gets the labels from there.
         for i, recorded_call in enumerate(recorded.get(placement.last_stage, ())):
-            recorded[placement.last_stage][i] = recorded_call.replace("labels", microbatches.labels(i))
+            recorded[placement.last_stage][i] = recorded_call.with_labels(microbatches.labels(i)[0])
     else:
+        if rank.is_last and placement.last_stage not in recorded and heads.depths(call.config):
+            # In a V-shaped placement: its heads take tokens and positions, which the first chunk has.
+            recorded[placement.last_stage] = recorded[0]
         output_pass = rank.method.passes[-1]  # the one that writes the weight's gradient
         written |= {PassType.IB: [model.word_embeddings.weight], output_pass: [model.output_weight]}
     return Iteration(
@@ -101,21 +105,34 @@ def _record(rank: Rank, call: Call, besides: list[int]) -> dict[int, list[ModelC
     }
 
 
-def _required(tensor: torch.Tensor | None, name: str) -> torch.Tensor:
+def _tokens(recorded: ModelCall, call: Call) -> torch.Tensor:
+    _check_given(recorded.input_ids, "input_ids")
+    return heads.embedded_tokens(call.chunks[0], recorded)
+
+
+def _labels(recorded: ModelCall, call: Call) -> torch.Tensor:
+    _check_given(recorded.labels, "labels")
+    return heads.head_labels(call.chunks[-1], recorded)
+
+
+def _check_given(tensor: torch.Tensor | None, name: str) -> None:
     if tensor is None:
         raise ValueError(
             f"forward_step passed no {name} to the model; vocabulary parallelism needs token ids on the "
             "first stage and labels on the last"
         )
-    return tensor
 
 
 def _announced_gradient(recorded: ModelCall, call: Call) -> torch.Tensor:
-    """The gradient that the loss function gives every token, from losses of one nat each."""
-    labels = _required(recorded.labels, "labels")
+    """The gradient ``[1 + D, b, s]`` that every token's loss gets, from losses of one nat each."""
+    _check_given(recorded.labels, "labels")
+    assert recorded.labels is not None
+    model = call.chunks[-1]
+    shape = (1 + heads.depths(call.config), *recorded.labels.shape)
     _, _, grad = compat.loss_and_gradient(
-        model=call.chunks[-1],
-        token_losses=torch.ones_like(labels, dtype=torch.float32),
+        model=model,
+        token_losses=recorded.labels.new_ones(shape, dtype=torch.float32),
+        main_loss=partial(heads.main_loss, model, recorded, training=False),
         loss_func=recorded.loss_func,
         config=call.config,
         num_microbatches=call.num_microbatches,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.iteration import Iteration, LayerHandlers
@@ -21,9 +23,9 @@ class Stages(LayerHandlers):
     Args:
         iteration: the state of this call.
         weight_gradients: of each chunk, where the schedule splits them from B; else empty.
-        embedded_rows: on the first stage, the embedded tokens ``[b, s, H]`` of a microbatch; None where the
-            input layer is not partitioned but part of the first stage's F.
-        hidden_gradient: the gradient ``[s, b, H]`` of the last stage's output; None likewise.
+        embedded_rows: what a stage embeds of a microbatch, ``[k, b, s, H]``, or None if it embeds nothing.
+            None itself where the input layer is not partitioned but part of the first stage's F.
+        hidden_gradient: the gradient of the last stage's output; None likewise.
         distant_loss: instead of the two, where the loss function is not on the last stage's rank.
     """
 
@@ -31,14 +33,14 @@ class Stages(LayerHandlers):
         self,
         iteration: Iteration,
         weight_gradients: Sequence[WeightGradients] = (),
-        embedded_rows: Callable[[int], torch.Tensor] | None = None,
+        embedded_rows: Callable[[int, int], torch.Tensor | None] | None = None,
         hidden_gradient: Callable[[int], torch.Tensor] | None = None,
         distant_loss: DistantLoss | None = None,
     ) -> None:
         super().__init__(iteration)
         self.weight_gradients = weight_gradients
         self.embedded_rows = embedded_rows
-        self.hidden_gradient = iteration.microbatches.gradient if distant_loss else hidden_gradient
+        self.hidden_gradient = distant_loss.gradient if distant_loss else hidden_gradient
         self.distant_loss = distant_loss
 
     def forward(self, instruction: Pass) -> None:
@@ -48,26 +50,25 @@ class Stages(LayerHandlers):
         chunk = placement.chunk_of(stage)
         is_last_stage = stage == placement.last_stage
         partitioned = self.embedded_rows is not None
-        stage_input: torch.Tensor | None = None
-        if stage > 0:
-            stage_input = self._stage_input(stage, i)
-        elif self.embedded_rows is not None:
-            stage_input = self.embedded_rows(i)
-        output, num_tokens = compat.forward_step(
-            call_model=self._forward_step(stage, i, stage_input),
-            data_iterator=call.data_iterators[chunk],
-            model=call.chunks[chunk],
-            num_microbatches=call.num_microbatches,
-            input_tensor=stage_input if stage > 0 else None,
-            forward_data_store=self.iteration.reported,
-            config=call.config,
-            cp_group_size=call.cp_group_size,
-            collect_non_loss_data=call.collect_non_loss_data,
-            is_first_microbatch=call.first_microbatch_flag and i == 0,
-            current_microbatch=i,
-            computes_loss=is_last_stage and not partitioned and self.distant_loss is None,
-            vp_stage=getattr(call.chunks[chunk], "vp_stage", None),
-        )
+        stage_input = self._stage_input(stage, i) if stage > 0 else None
+        rows = self.embedded_rows(stage, i) if self.embedded_rows is not None else None
+        model: Any = unwrap_model(call.chunks[chunk])
+        with model.in_schedule(rows) if partitioned else nullcontext():
+            output, num_tokens = compat.forward_step(
+                call_model=self._forward_step(stage, i),
+                data_iterator=call.data_iterators[chunk],
+                model=call.chunks[chunk],
+                num_microbatches=call.num_microbatches,
+                input_tensor=stage_input,
+                forward_data_store=self.iteration.reported,
+                config=call.config,
+                cp_group_size=call.cp_group_size,
+                collect_non_loss_data=call.collect_non_loss_data,
+                is_first_microbatch=call.first_microbatch_flag and i == 0,
+                current_microbatch=i,
+                computes_loss=is_last_stage and not partitioned and self.distant_loss is None,
+                vp_stage=getattr(call.chunks[chunk], "vp_stage", None),
+            )
         self.iteration.num_tokens = self.iteration.num_tokens + num_tokens
         if not is_last_stage:
             self.buffers.put(instruction, "output", output.detach())
@@ -79,16 +80,13 @@ class Stages(LayerHandlers):
             self.distant_loss.keep(i, output.detach())
         if not call.forward_only:
             output = compat.released(output, call.config)
-            self.buffers.put(instruction, "graph", (stage_input, output))
+            self.buffers.put(instruction, "graph", (stage_input, rows, output))
 
-    def _forward_step(self, stage: int, i: int, stage_input: torch.Tensor | None) -> Callable[..., Any]:
+    def _forward_step(self, stage: int, i: int) -> Callable[..., Any]:
         """The training script's own, or the call that it made when it was recorded."""
         if stage not in self.iteration.recorded:
             return self.call.forward_step_func
-        recorded = self.iteration.recorded[stage][i]
-        if stage == 0 and stage_input is not None:
-            recorded = recorded.replace("input_ids", stage_input)
-        return _replay(recorded)
+        return _replay(self.iteration.recorded[stage][i])
 
     def _stage_input(self, stage: int, i: int) -> torch.Tensor:
         before = Pass(PassType.F, stage - 1, i)
@@ -102,7 +100,7 @@ class Stages(LayerHandlers):
         """B: gradients of one stage's transformer layers and of its input."""
         stage, i = instruction.stage, instruction.microbatch
         placement = self.rank.placement
-        stage_input, output = self.buffers.take(Pass(PassType.F, stage, i), "graph")
+        stage_input, rows, output = self.buffers.take(Pass(PassType.F, stage, i), "graph")
         output_grad: torch.Tensor | None = None
         if stage == placement.last_stage:
             if self.hidden_gradient is not None:
@@ -117,8 +115,10 @@ class Stages(LayerHandlers):
         self.gradients.before_backward(chunk)
         input_grad = compat.backward_step(stage_input, output, output_grad, self.call.config)
         self.gradients.after_backward(chunk)
-        if stage > 0 or self.embedded_rows is not None:
+        if stage > 0:
             self.buffers.put(instruction, "input_grad", input_grad)
+        if rows is not None:
+            self.buffers.put(instruction, "rows_grad", rows.grad)
 
     def weight_backward(self, instruction: Pass) -> None:
         """W: the weight gradients that B left out."""

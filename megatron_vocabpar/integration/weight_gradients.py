@@ -115,9 +115,9 @@ class WeightGradients:
 
 
 def _local_layers(chunk: torch.nn.Module) -> Iterator[Any]:
-    decoder = next(module for name, module in chunk.named_modules() if name.endswith("decoder"))
-    for module in decoder.modules():
-        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and not module.is_expert:
+    for name, module in chunk.named_modules():
+        inside = {"decoder", "mtp"} & set(name.split("."))
+        if inside and isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and not module.is_expert:
             yield module
 
 

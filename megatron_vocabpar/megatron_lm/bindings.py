@@ -31,6 +31,7 @@ class Binding:
         copies: modules that take it by value when they are imported (``from ... import``).
         reason: why it is replaced.
         when: what asks for it.
+        versions: those that have the name; a version that is not in the table is taken for the newest.
     """
 
     module: str
@@ -38,11 +39,16 @@ class Binding:
     copies: tuple[str, ...]
     reason: str
     when: Literal["any of our options", "a schedule of ours", "a V placement"] = "a schedule of ours"
+    versions: tuple[str, ...] = VERSIONS
 
     @property
     def places(self) -> tuple[str, ...]:
         """All modules that hold the name."""
         return (self.module, *self.copies)
+
+    def is_in(self, version: str) -> bool:
+        """Whether a version has it."""
+        return (version if version in VERSIONS else VERSIONS[-1]) in self.versions
 
     def is_needed(self, config: FlagConfig) -> bool:
         """Whether it is replaced for what the flags ask for."""
@@ -53,6 +59,7 @@ class Binding:
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _GPT_MODEL = "megatron.core.models.gpt.gpt_model"
+_HYBRID = "megatron.core.models.hybrid"
 _LAYER_SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 _PARALLEL_STATE = "megatron.core.parallel_state"
 _ARGUMENTS = "megatron.training.arguments"
@@ -90,6 +97,42 @@ BINDINGS = (
         ("megatron.training.models.gpt", "gpt_builders", "__main__"),
         "asks megatron-core's global state for the pipeline rank, to know which layers have experts",
         when="a V placement",
+    ),
+    Binding(
+        _LAYER_SPECS,
+        "get_gpt_mtp_block_spec",
+        ("megatron.training.models.gpt", "gpt_builders", "__main__"),
+        "likewise, to know whether it has the layers of multi-token prediction",
+        when="a V placement",
+    ),
+    Binding(
+        f"{_HYBRID}.hybrid_model",
+        "HybridModel",
+        (
+            "megatron.core.models.mamba",
+            "megatron.core.models.mamba.mamba_model",
+            "megatron.training.models.hybrid",
+            "hybrid_builders",
+            "model_provider",
+            "__main__",
+        ),
+        "as GPTModel",
+        versions=("0.18", "0.19", "main"),
+    ),
+    Binding(
+        f"{_HYBRID}.hybrid_layer_allocation",
+        "select_pipeline_segment",
+        (),
+        "takes the layers of a pipeline rank; here those of the stage that is built",
+        when="a V placement",
+        versions=("0.18", "0.19", "main"),
+    ),
+    Binding(
+        "megatron.core.models.mamba.mamba_model",
+        "MambaModel",
+        ("megatron.core.models.mamba", "mamba_builders", "model_provider", "__main__"),
+        "as GPTModel; later a subclass of HybridModel",
+        versions=("0.14", "0.15", "0.16", "0.17"),
     ),
     Binding(
         _ARGUMENTS,

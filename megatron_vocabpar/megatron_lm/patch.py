@@ -87,7 +87,7 @@ def apply(config: FlagConfig) -> Patch:
     patch = Patch(config, version)
     try:
         for binding in BINDINGS:
-            if binding.is_needed(config):
+            if binding.is_in(version) and binding.is_needed(config):
                 original = getattr(importlib.import_module(binding.module), binding.name)
                 patch.replace(binding, replacement_for(binding, original, config))
     except BaseException:

@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from megatron_vocabpar import __version__
+from megatron_vocabpar.integration import heads
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
 from megatron_vocabpar.integration.iteration import OutputOptions
 from megatron_vocabpar.integration.kept_plan import PLAN_FILE, digest, keep_plan, kept_plan
@@ -83,6 +84,8 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
     device = next(chunks[0].parameters()).device
     groups = vocab_groups(_patience(args))
     costs, name, kept = _from_rank_0(config, args, chunks[0], device)
+    if depths := heads.depths(get_model_config(chunks[0])):
+        costs = replace(costs or PassCosts.default(groups.pipeline, depths), mtp_depths=depths)
     kind, why = plan_kind(config, groups.pipeline, m, len(chunks), costs)
     if why:
         say(why)

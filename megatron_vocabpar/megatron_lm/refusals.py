@@ -50,9 +50,12 @@ def _other_than(attribute: str, *allowed: Any) -> Callable[[Any], bool]:
 def _chunks(args: Any) -> Fraction:
     """Model chunks on each rank that Megatron's flags ask for; no whole number where layers don't divide."""
     p = args.pipeline_model_parallel_size
-    layout = getattr(args, "pipeline_model_parallel_layout", None)
-    if layout is not None:
-        return Fraction(_stages_of(layout), p)
+    layout, pattern = (
+        _written_out(args),
+        (getattr(args, "hybrid_layer_pattern", None) or "").partition("/")[0],
+    )
+    if layout or "|" in pattern:
+        return Fraction((layout or pattern).count("|") + 1, p)
     layers = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
     if layers:
         return Fraction(_layers_to_divide(args), p * layers)
@@ -64,11 +67,11 @@ def _layers_to_divide(args: Any) -> int:
     return (getattr(args, "num_layers", None) or 0) + sum(bool(getattr(args, end, None)) for end in ends)
 
 
-def _stages_of(layout: str) -> int:
-    """Number of stages of a layout such as ``Et*3|(tt|)*2L``, its repetitions written out."""
+def _written_out(args: Any) -> str:
+    """The layout of the pipeline, such as ``Et*3|(tt|)*2L``, its repetitions written out; empty if none."""
+    layout = getattr(args, "pipeline_model_parallel_layout", None) or ""
     repeated = re.compile(r"(?:\(([^()]*)\)|(.))\*(\d+)")
-    written_out = repeated.sub(lambda match: (match[1] or match[2]) * int(match[3]), layout)
-    return written_out.count("|") + 1
+    return repeated.sub(lambda match: (match[1] or match[2]) * int(match[3]), layout)
 
 
 def _stage_local_checkpoint(args: Any) -> bool:
@@ -84,10 +87,16 @@ _CHUNK_FLAGS = (
 
 REFUSALS = (
     Refusal(
-        "--mtp-num-layers",
-        _set("mtp_num_layers"),
-        "the heads of multi-token prediction are not partitioned; train without it",
-        {"mtp_num_layers": 1},
+        "--mtp-detach-heads",
+        _set("mtp_detach_heads"),
+        "pass T adds all heads' rows to one weight gradient; leave it out",
+        {"mtp_detach_heads": True},
+    ),
+    Refusal(
+        "m before the last stage of --pipeline-model-parallel-layout",
+        lambda args: "m" in _written_out(args).rpartition("|")[0],
+        "embedded tokens of multi-token prediction go to the last stage; put m before L",
+        {"pipeline_model_parallel_layout": "Et|t|tm|tL"},
     ),
     Refusal(
         "--use-legacy-models",
@@ -204,15 +213,6 @@ REFUSALS = (
         "it needs logits, which no rank holds; leave it out",
         {"perform_rl_step": True},
     ),
-    Refusal(
-        "--hybrid-layer-pattern, --hybrid-override-pattern, --is-hybrid-model",
-        lambda args: any(
-            getattr(args, name, None)
-            for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model")
-        ),
-        "only GPTModel is partitioned; leave it out",
-        {"hybrid_override_pattern": "M*"},
-    ),
 )
 
 
@@ -231,6 +231,7 @@ def check(args: Any, config: FlagConfig) -> None:
         problems += [f"{row.flag}: {row.remedy}" for row in REFUSALS if row.is_asked(args)]
         problems += _chunk_problems(args, config)
         problems += _weight_gradient_problems(args, config)
+        problems += _model_problems(args, config)
     problems += _checkpoint_problems(args) if config.partitions_vocabulary else []
     problems += _head_problems(args, config)
     if problems:
@@ -296,7 +297,7 @@ def _chunk_problems(args: Any, config: FlagConfig) -> list[str]:
 
 def _layer_problems(args: Any, chunks: int) -> list[str]:
     layers = _layers_to_divide(args)
-    if getattr(args, "pipeline_model_parallel_layout", None) is not None or not layers:
+    if _written_out(args) or getattr(args, "hybrid_layer_pattern", None) or not layers:
         return []
     names = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
     fixed = [count for count in (getattr(args, name, None) for name in names) if count is not None]
@@ -328,6 +329,17 @@ def _weight_gradient_problems(args: Any, config: FlagConfig) -> list[str]:
     return []
 
 
+def _model_problems(args: Any, config: FlagConfig) -> list[str]:
+    whole_in_v = config.is_placed and not config.partitions_vocabulary
+    pattern = getattr(args, "hybrid_layer_pattern", None) or ""
+    if whole_in_v and (getattr(args, "mtp_num_layers", None) or "/" in pattern):
+        return [
+            f"--mtp-num-layers: method {config.method} in {config.schedule} has labels and the last stage on "
+            "different ranks; use vocab-1 or vocab-2, or 1f1b or interleaved"
+        ]
+    return []
+
+
 def _redistribution_problems(args: Any, config: FlagConfig) -> list[str]:
     if not config.redistribute:
         return []
@@ -342,6 +354,8 @@ def _redistribution_problems(args: Any, config: FlagConfig) -> list[str]:
             "pipeline_model_parallel_layout",
             "account_for_embedding_in_pipeline_split",
             "account_for_loss_in_pipeline_split",
+            "hybrid_layer_pattern",
+            "hybrid_override_pattern",
         )
         if getattr(args, name, None)
     ]

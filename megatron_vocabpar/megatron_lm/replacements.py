@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from functools import cache, wraps
@@ -13,7 +14,7 @@ from megatron.core import parallel_state
 
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.chunks import ChunkPosition, chunk_position, shown_as_rank
-from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
+from megatron_vocabpar.integration.model import PartitionedModel, vocab_shard
 from megatron_vocabpar.integration.watched import Watched
 from megatron_vocabpar.megatron_lm.bindings import Binding
 from megatron_vocabpar.megatron_lm.checkpoints import starting_checkpoint
@@ -30,7 +31,11 @@ def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
     makers: dict[str, Callable[[Any, FlagConfig], Any]] = {
         "get_forward_backward_func": _provide_schedule,
         "GPTModel": _model_class,
+        "HybridModel": _model_class,
+        "MambaModel": _model_class,
         "get_gpt_decoder_block_spec": _layers_of_the_stage,
+        "get_gpt_mtp_block_spec": _layers_of_the_stage,
+        "select_pipeline_segment": _segment_of_the_stage,
         "parse_args": _parse_with_our_options,
         "validate_args": _check_first,
     }
@@ -105,36 +110,30 @@ def _provide_schedule(original: Callable[..., Any], config: FlagConfig) -> Calla
 
 
 def _model_class(original: type, flags: FlagConfig) -> type:
-    base: Any = VocabParallelGPTModel if flags.partitions_vocabulary else original
-    assert issubclass(base, original)
+    bases: tuple[Any, ...] = (PartitionedModel, original) if flags.partitions_vocabulary else (original,)
+    signature = inspect.signature(original)
     embeddings: list[Any] = []  # of first stages whose last stage is still to be built
     compare = cache(check_same_everywhere)  # once, before the first chunk, whose making may communicate
 
-    class GPTModel(base):
-        """megatron-core's GPTModel as the training script builds it, where the schedule has it."""
+    class Model(*bases):  # type: ignore[misc]
+        """megatron-core's model as the training script builds it, where the schedule has it."""
 
         # The first chunk's input layer, if the output layer is tied to it; out of sight of torch.nn.Module.
         tied_to: tuple[Any, ...] = ()
 
-        def __init__(
-            self,
-            config: Any,
-            transformer_layer_spec: Any,
-            vocab_size: int,
-            max_sequence_length: int,
-            vp_stage: int | None = None,
-            **kwargs: Any,
-        ) -> None:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
             compare()
-            options = kwargs | {"vp_stage": vp_stage}
+            options = signature.bind_partial(*args, **kwargs).arguments
+            vp_stage = options.get("vp_stage")
             if flags.splits_w:
-                config.delay_wgrad_compute = True  # layers of Transformer Engine ask for it
+                options["config"].delay_wgrad_compute = True  # layers of Transformer Engine ask for it
             if flags.partitions_vocabulary:
-                padded_size = vocab_size
+                padded_size = options["vocab_size"]
                 vocab_size, divisible_by = vocabulary(padded_size)
                 if torch.distributed.get_rank() == 0 and not vp_stage and vocab_size < padded_size:
                     print(_padding_notice(vocab_size, padded_size), flush=True)
                 options |= {
+                    "vocab_size": vocab_size,
                     "shard": vocab_shard(
                         vocab_size, divisible_by, invariant=flags.invariant, fp8=flags.fp8_head
                     ),
@@ -145,15 +144,15 @@ def _model_class(original: type, flags: FlagConfig) -> type:
                     "terms": flags.terms,
                     "fp32_head": flags.fp32_head,
                 }
-            position = _position(flags, vp_stage, kwargs.get(compat.GROUPS_ARGUMENT))
-            options |= position.options
+            position = _position(flags, vp_stage, options.get(compat.GROUPS_ARGUMENT))
+            options |= {k: v for k, v in position.options.items() if k in signature.parameters}
             # In a V placement both whole layers are on one rank: Megatron's all-reduce has nothing to do.
             tied_here = not flags.partitions_vocabulary and position.is_v and options.get(_TIED, False)
             if tied_here:
                 options[_TIED] = False
             self.shown_rank: int = position.shown_rank
             with shown_as_rank(self.shown_rank):
-                super().__init__(config, transformer_layer_spec, vocab_size, max_sequence_length, **options)
+                super().__init__(**options)
             if tied_here and self.pre_process:
                 embeddings.append(self.embedding.word_embeddings)
             elif tied_here and self.post_process:
@@ -172,8 +171,8 @@ def _model_class(original: type, flags: FlagConfig) -> type:
             with shown_as_rank(self.shown_rank):
                 return super().sharded_state_dict(*args, **kwargs)
 
-    GPTModel.__qualname__ = original.__qualname__
-    return GPTModel
+    Model.__name__ = Model.__qualname__ = original.__qualname__
+    return Model
 
 
 def _position(flags: FlagConfig, vp_stage: int | None, groups: Any = None) -> ChunkPosition:
@@ -186,11 +185,26 @@ def _position(flags: FlagConfig, vp_stage: int | None, groups: Any = None) -> Ch
 
 def _layers_of_the_stage(original: Callable[..., Any], flags: FlagConfig) -> Callable[..., Any]:
     @wraps(original)
-    def get_gpt_decoder_block_spec(*args: Any, vp_stage: int | None = None, **kwargs: Any) -> Any:
+    def specification(*args: Any, vp_stage: int | None = None, **kwargs: Any) -> Any:
         with shown_as_rank(_position(flags, vp_stage).shown_rank):
             return original(*args, vp_stage=vp_stage, **kwargs)
 
-    return get_gpt_decoder_block_spec
+    return specification
+
+
+def _segment_of_the_stage(original: Callable[..., Any], _: FlagConfig) -> Callable[..., Any]:
+    @wraps(original)
+    def select_pipeline_segment(
+        pattern: str, group: Any, vp_stage: int | None, *rest: Any, **named: Any
+    ) -> Any:
+        segments = pattern.split("|")
+        if len(segments) == 1:
+            return original(pattern, group, vp_stage, *rest, **named)
+        stage = (vp_stage or 0) * group.size() + group.rank()
+        layers, _ = original(segments[stage], None, None)
+        return layers, sum(map(len, segments[:stage]))
+
+    return select_pipeline_segment
 
 
 def _padding_notice(true_size: int, padded_size: int) -> str:

@@ -12,6 +12,8 @@ which were not looked at for them, come within 2.3 % (mean 0.5 % and 1.1 %; ``vo
 - embedded inputs and what else has the size of hidden states with a method that partitions: 32.6 bytes an
   element of [s b, H]: tensors of C0 and CI in 16 bits, input gradients in float32, one of each in use while
   the next is sent;
+- a head of multi-token prediction: a layer, and 8 bytes an element for its norms and the projection's input,
+  on the last rank; the output layer's buffers once more (not in the paper; counted, not measured);
 - the gradient of the whole embedding in 16 bits, when the first stage's B ends in baseline and redis;
 - workspaces of libraries: 120 MB.
 
@@ -34,7 +36,7 @@ from .times import Job
 
 GIB = 2.0**30
 _UNCOUNTED = 34.3 / 34.0
-_SHARD_LOGIT, _LOGIT, _HIDDEN, _HALF = 7.3, 11.0, 32.6, 2
+_SHARD_LOGIT, _LOGIT, _HIDDEN, _HEAD, _HALF = 7.3, 11.0, 32.6, 8.0, 2
 _WORKSPACES = 120e6
 # Not in Table 5, which is what PyTorch allocated: it reserved 7 to 15 % more in the published runs, and CUDA
 # and NCCL hold memory beside PyTorch. The latter is an assumption.
@@ -106,6 +108,8 @@ def parameters_of(
     for stage, number in enumerate(layers):
         numbers[placement.rank_of(stage)] += number
     counts = [number * model.shared_weights / job.t for number in numbers]
+    counts[placement.last_rank] += model.mtp_depths * model.head_weights / job.t
+    numbers[placement.last_rank] += model.mtp_depths
     whole = model.vocabulary_weights / job.t
     positions = model.seq_length * model.hidden if model.learned_positions else 0
     if method.vocabulary_parallel:
@@ -115,6 +119,8 @@ def parameters_of(
         counts[placement.first_rank] += whole + positions
         if not (model.tied and placement.first_rank == placement.last_rank):
             counts[placement.last_rank] += whole
+        if model.mtp_depths and placement.first_rank != placement.last_rank and not model.tied:
+            counts[placement.last_rank] += whole  # a copy of the embedding
     of_layer = model.expert_weights / (job.expert_tensor * job.e)
     return [Parameters(count, number * of_layer) for count, number in zip(counts, numbers, strict=True)]
 
@@ -144,16 +150,21 @@ def stage_memory(
     for rank in range(placement.p):
         own = [layers[placement.stage_of(rank, chunk)] for chunk in range(placement.chunks)]
         microbatch = kept * tokens * sum(own) / job.t
+        if rank == placement.last_rank:
+            head = kept + (0 if job.recompute else _HEAD * model.hidden)
+            microbatch += model.mtp_depths * head * tokens / job.t
         activations = held[rank].activations * microbatch
         if job.recompute:  # one layer runs again
             activations += _UNCOUNTED * model.activation_bytes * tokens / job.t
         output = inputs = 0.0
+        heads = 1 + model.mtp_depths
         if method.vocabulary_parallel:
-            output = _SHARD_LOGIT * held[rank].softmax_shards * tokens * model.vocab / (placement.p * job.t)
-            inputs = _HIDDEN * tokens * model.hidden / job.t
+            shards = heads * held[rank].softmax_shards
+            output = _SHARD_LOGIT * shards * tokens * model.vocab / (placement.p * job.t)
+            inputs = heads * _HIDDEN * tokens * model.hidden / job.t
         else:
             if rank == placement.last_rank:
-                output = _LOGIT * tokens * model.vocab / job.t
+                output = heads * _LOGIT * tokens * model.vocab / job.t
             if rank == placement.first_rank:
                 # It is there when B has ended and freed a microbatch of the first chunk.
                 gradient = _HALF * model.vocabulary_weights / job.t

@@ -1,7 +1,8 @@
 """A model as the planner needs it: sizes, and what follows from them for one token.
 
 Layers are taken to be alike: where some differ (leading dense layers of a mixture of experts, sliding
-windows), each counts as the mean. Multi-token prediction is left out, as the flags refuse it.
+windows), each counts as the mean. A head of multi-token prediction has such a layer, a projection of hidden
+states beside embedded tokens, and the output layer's work once more.
 
 Source: ``schedule/flops.py`` for operations; Korthikanti et al., Reducing Activation Recomputation (2022),
 section 4.1, for activations, with attention that keeps no scores.
@@ -35,6 +36,7 @@ class Model:
         window, windowed: tokens that a windowed layer sees, and the share of layers that are windowed.
         latent: widths of latent attention: query and key-value compression, and the three parts of a head
             (without and with rotary position, value); empty for ordinary attention.
+        mtp_depths: heads of multi-token prediction beside the first.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Model:
     window: int = 0
     windowed: float = 0.0
     latent: tuple[int, ...] = ()
+    mtp_depths: int = 0
 
     @property
     def _widths(self) -> tuple[int, int, int, int]:
@@ -123,12 +126,24 @@ class Model:
     @property
     def step_flops(self) -> float:
         """Operations of forward and backward, one token; what MFU counts."""
-        return STEP * (self.layers * (self.matmul_flops + self.attention_flops) + self.output_flops)
+        layer = self.matmul_flops + self.attention_flops
+        head = layer + product_flops(self.projection_weights) + self.output_flops
+        return STEP * (self.layers * layer + self.output_flops + self.mtp_depths * head)
 
     @property
     def output_in_layers(self) -> float:
-        """The output layer's work in layers."""
-        return self.output_flops / (self.matmul_flops + self.attention_flops)
+        """The output layer's work in layers, all heads."""
+        return (1 + self.mtp_depths) * self.output_flops / (self.matmul_flops + self.attention_flops)
+
+    @property
+    def projection_weights(self) -> int:
+        """Weights of a head's projection, from hidden states beside embedded tokens."""
+        return 2 * self.hidden**2
+
+    @property
+    def head_weights(self) -> float:
+        """Weights of a head of multi-token prediction that every token passes."""
+        return self.shared_weights + self.projection_weights
 
     @property
     def vocabulary_weights(self) -> int:
@@ -140,7 +155,8 @@ class Model:
         """Of the whole model."""
         vocabulary = self.vocabulary_weights * (1 if self.tied else 2)
         positions = self.seq_length * self.hidden if self.learned_positions else 0
-        return self.layers * (self.shared_weights + self.expert_weights) + vocabulary + positions
+        layers = self.layers * (self.shared_weights + self.expert_weights)
+        return layers + self.mtp_depths * (self.head_weights + self.expert_weights) + vocabulary + positions
 
     @property
     def activation_bytes(self) -> float:

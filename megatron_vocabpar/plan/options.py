@@ -217,7 +217,8 @@ def _redistributed(request: Request) -> tuple[int, ...]:
     costs, p, layers = request.costs("redis"), request.job.p, request.model.layers
     times = (costs.F_ms, costs.B_ms, costs.W_ms)
     work = sum(sum(time) / p if isinstance(time, tuple) else time for time in times)
-    first, last = sum(costs.first_rank_extra.values()), sum(costs.last_rank_extra.values())
+    first = sum(costs.first_rank_extra.values())
+    last = sum(costs.last_rank_extra.values()) + sum(costs.last_stage_extra.values())
     return redistribute(layers, p, first, last, work * p / layers)
 
 

@@ -107,6 +107,7 @@ def model_from_config(data: Mapping[str, Any], name: str, source: str, seq_lengt
         window=window,
         windowed=_windowed(data) if window else 0.0,
         latent=tuple(data[key] or 0 for key in _LATENT) if data.get("kv_lora_rank") else (),
+        mtp_depths=data.get("num_nextn_predict_layers") or 0,
     )
 
 
@@ -187,6 +188,7 @@ def model_from_arguments(given: Arguments, source: str) -> Model:
         shared_ffn=number("moe-shared-expert-intermediate-size", 0) if experts else 0,
         dense_layers=_dense_layers(given.get("moe-layer-freq", "")) if experts else 0,
         latent=(*compressed, number("v-head-dim", 128)) if latent else (),
+        mtp_depths=number("mtp-num-layers", 0),
     )
 
 
@@ -242,6 +244,7 @@ def megatron_arguments(model: Model) -> list[str]:
         sparse = model.layers - model.dense_layers
         pattern = shlex.quote(f"[0]*{model.dense_layers}+[1]*{sparse}")
         flags |= {"moe-layer-freq": pattern} if model.dense_layers else {}
+    flags |= {"mtp-num-layers": model.mtp_depths} if model.mtp_depths else {}
     return [f"--{name} {value}".rstrip() for name, value in flags.items()]
 
 

@@ -17,6 +17,7 @@ from itertools import pairwise
 from math import log2
 
 from ..schedule.costs import PassCosts
+from ..schedule.flops import product_flops
 from .hardware import Hardware
 from .model import Model
 
@@ -91,22 +92,29 @@ def estimated_costs(model: Model, job: Job, hardware: Hardware, method: str) -> 
     products, attention = model.matmul_flops / layer_rate, model.attention_flops / layer_rate
     exchange = _tensor_exchange_ms(model, job, hardware)
     forward = products + attention + exchange
-    output = model.output_flops * tokens / (rate * OUTPUT_REACHES * t)  # one product of the whole layer
+    heads = 1 + model.mtp_depths
+    output = heads * model.output_flops * tokens / (rate * OUTPUT_REACHES * t)  # one product, whole
+    projection = product_flops(model.projection_weights) * p / (layer_rate * model.layers)
     embedded = tokens * model.hidden / t / (hardware.memory_gb_s * 1e6)  # a byte of each element
     weight = model.vocabulary_weights / t / (hardware.memory_gb_s * 1e6)
     transfer = _HALF * tokens * model.hidden / t / (_link_gb_s(job, hardware) * 1e6)
+    backward = products + 2 * attention + exchange + (forward if job.recompute else 0.0)
+    layers = {"F_ms": forward, "B_ms": backward, "W_ms": products}
+    head = {name: ms * p / model.layers + projection for name, ms in layers.items()}
     return PassCosts(
         F_ms=forward,
-        B_ms=products + 2 * attention + exchange + (forward if job.recompute else 0.0),
+        B_ms=backward,
         W_ms=products,
-        IF_ms=_IF_BYTES * embedded,
-        IB_ms=_IB_BYTES[0] * embedded + _IB_BYTES[1] * weight / p,
+        IF_ms=_IF_BYTES * embedded * heads,
+        IB_ms=_IB_BYTES[0] * embedded * heads + _IB_BYTES[1] * weight / p,
         methods=_output_times(output / p, p, transfer),
         p2p_ms=transfer,
         broadcast_ms=transfer,
         all_reduce_ms=transfer,
         last_rank_extra=dict.fromkeys(("F_ms", "B_ms", "W_ms"), output),
         first_rank_extra={"B_ms": _IB_BYTES[0] * embedded + _IB_BYTES[1] * weight},
+        last_stage_extra={name: model.mtp_depths * ms for name, ms in head.items()} if heads > 1 else {},
+        mtp_depths=model.mtp_depths,
         layers=model.layers,
     )
 

@@ -106,7 +106,9 @@ class IterationTimes:
         return IterationTimes(length, 1.0 - average / length, most / average - 1.0)
 
 
-def pass_costs(stages: Sequence[Sequence[RankTimes]], method: Method, splits_w: bool) -> PassCosts:
+def pass_costs(
+    stages: Sequence[Sequence[RankTimes]], method: Method, splits_w: bool, mtp_depths: int = 0
+) -> PassCosts:
     """One cost table of what all ranks have measured.
 
     A pass of a pipeline rank takes the median over the ranks that share it (tensor and data parallel). A
@@ -118,6 +120,7 @@ def pass_costs(stages: Sequence[Sequence[RankTimes]], method: Method, splits_w: 
         stages: by pipeline rank, the times of all ranks that hold it.
         method: what ran; the table has times of no other.
         splits_w: whether W was a pass of its own.
+        mtp_depths: of multi-token prediction, whose times are in those of S, T and the last rank.
     """
     everyone = [times for replicas in stages for times in replicas]
 
@@ -152,6 +155,7 @@ def pass_costs(stages: Sequence[Sequence[RankTimes]], method: Method, splits_w: 
         all_reduce_ms=shortest(set(CommType) - broadcasts),
         last_rank_extra={"F_ms": third, "B_ms": third, "W_ms": third},
         first_rank_extra={"B_ms": sum(per_rank(PassType.IB))},
+        mtp_depths=mtp_depths,
     )
 
 

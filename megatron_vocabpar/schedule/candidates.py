@@ -203,4 +203,6 @@ def _holder(node: int, graph: PassGraph) -> int:
     """What makes the buffer that a lazy pass frees: a pass on its rank (S for T), or a collective."""
     needed = graph.needs[node][-1].node
     parts = [part for part, groups in graph.feeds.items() if needed in groups]
+    if graph.type_of(node) is PassType.IB:
+        parts = parts[:1]  # B of stage 0; that of a last stage which embeds, too, is long over by then
     return next((part for part in parts if graph.rank[part] == graph.rank[node]), needed)

@@ -37,6 +37,7 @@ _FILE_NAMES = {
     "last_rank_extra": "baseline_last_rank_extra",
     "first_rank_extra": "baseline_first_rank_extra",
 }
+_EXTRAS = (*_FILE_NAMES, "last_stage_extra")
 _LAYERS_PER_RANK = 4  # assumed where a cost file does not say how many layers there are
 
 
@@ -58,6 +59,9 @@ class PassCosts:
         last_rank_extra: ``F_ms``, ``B_ms``, ``W_ms`` that the whole output layer adds to the last stage
             where it is not partitioned.
         first_rank_extra: what the whole input layer adds to the first stage, likewise.
+        last_stage_extra: ``F_ms``, ``B_ms``, ``W_ms`` that the layers of multi-token prediction add to the
+            last stage, in any method. S, T, IF and IB take the times above for the rows of all heads.
+        mtp_depths: D, how many further tokens are predicted.
         layers: transformer layers of the whole model, or None where unknown.
         layers_per_stage: transformer layers of each stage where they are not even, for instance Megatron's
             split by layout; in any method with one chunk a rank. See ``redistribution.py``.
@@ -74,35 +78,45 @@ class PassCosts:
     all_reduce_ms: float = 0.0
     last_rank_extra: Mapping[str, float] = field(default_factory=dict)
     first_rank_extra: Mapping[str, float] = field(default_factory=dict)
+    last_stage_extra: Mapping[str, float] = field(default_factory=dict)
+    mtp_depths: int = 0
     layers: int | None = None
     layers_per_stage: tuple[int, ...] | None = None
 
     PAPER_SIZES: ClassVar = (8, 16, 32)
 
     @staticmethod
-    def default(p: int) -> PassCosts:
+    def default(p: int, mtp_depths: int = 0) -> PassCosts:
         """Round numbers in the paper's proportions, for when nothing is measured.
 
         Args:
             p: pipeline size; the undivided output layer costs p times a rank's shard.
+            mtp_depths: heads of multi-token prediction, each with an output layer's rows and a layer.
         """
+        heads = 1 + mtp_depths
+        methods = {
+            "naive": {"S_ms": 2.5, "S2_ms": 0.5, "T_ms": 5.0},
+            "vocab-1": {"S_ms": 2.5, "T_ms": 5.0},
+            "vocab-2": {"S_ms": 5.0, "T_ms": 2.5},
+            "interlaced": {"S_ms": 7.5, "T_ms": 0.0, "synchronous_ms": 1.0},
+        }
+        layers = {"F_ms": 10.0, "B_ms": 11.0, "W_ms": 9.0}
         return PassCosts(
-            F_ms=10.0,
-            B_ms=11.0,
-            W_ms=9.0,
-            IF_ms=0.5,
-            IB_ms=0.5,
-            methods={
-                "naive": {"S_ms": 2.5, "S2_ms": 0.5, "T_ms": 5.0},
-                "vocab-1": {"S_ms": 2.5, "T_ms": 5.0},
-                "vocab-2": {"S_ms": 5.0, "T_ms": 2.5},
-                "interlaced": {"S_ms": 7.5, "T_ms": 0.0, "synchronous_ms": 1.0},
-            },
+            F_ms=layers["F_ms"],
+            B_ms=layers["B_ms"],
+            W_ms=layers["W_ms"],
+            IF_ms=0.5 * heads,
+            IB_ms=0.5 * heads,
+            methods={m: {name: ms * heads for name, ms in times.items()} for m, times in methods.items()},
             p2p_ms=0.3,
             broadcast_ms=0.3,
             all_reduce_ms=0.3,
-            last_rank_extra={"F_ms": 2.5 * p, "B_ms": 2.5 * p, "W_ms": 2.5 * p},
+            last_rank_extra=dict.fromkeys(layers, 2.5 * p * heads),
             first_rank_extra={"B_ms": 0.5 * p},
+            last_stage_extra={name: mtp_depths * ms / _LAYERS_PER_RANK for name, ms in layers.items()}
+            if mtp_depths
+            else {},
+            mtp_depths=mtp_depths,
         )
 
     @staticmethod
@@ -125,9 +139,7 @@ class PassCosts:
         values = {names[key]: value for key, value in data.items() if key in names}
         times = {name: _per_rank(values[name]) for name in _TIMES if name in values}
         tables = {name: {key: _per_rank(time) for key, time in row.items()} for name, row in given.items()}
-        extras = {
-            name: {key: float(time) for key, time in values.get(name, {}).items()} for name in _FILE_NAMES
-        }
+        extras = {name: {key: float(time) for key, time in values.get(name, {}).items()} for name in _EXTRAS}
         stages = {name: tuple(values[name]) for name in ("layers_per_stage",) if name in values}
         return PassCosts(**{**values, **times, **extras, **stages, "methods": tables})
 
@@ -136,7 +148,8 @@ class PassCosts:
         data = {
             _FILE_NAMES.get(field_.name, field_.name): getattr(self, field_.name) for field_ in fields(self)
         }
-        return {name: value for name, value in data.items() if value is not None}
+        unsaid = ("last_stage_extra", "mtp_depths")
+        return {k: value for k, value in data.items() if value is not None and (value or k not in unsaid)}
 
     @staticmethod
     def load(path: str | Path, methods: Mapping[str, Method] = METHODS) -> PassCosts:
@@ -194,6 +207,7 @@ class PassTimes:
             per_rank = _spread(getattr(costs, name), p, name)
             ranks = [placement.rank_of(stage) for stage in range(placement.num_stages)]
             times = [per_rank[rank] * share[rank] / schedule.chunks for rank in ranks]
+            times[-1] += costs.last_stage_extra.get(name, 0.0)
             if not schedule.method.vocabulary_parallel:
                 times[-1] += costs.last_rank_extra.get(name, 0.0)
                 times[0] += costs.first_rank_extra.get(name, 0.0)
@@ -250,7 +264,8 @@ def _shares(costs: PassCosts, schedule: Schedule) -> list[float]:
     layers = costs.layers or _LAYERS_PER_RANK * p
     names = [f"{type_.value}_ms" for type_ in _TRANSFORMER]
     layer_work = fsum(fsum(_spread(getattr(costs, name), p, name)) for name in names) / layers
-    first, last = (fsum(extra.values()) for extra in (costs.first_rank_extra, costs.last_rank_extra))
+    first = fsum(costs.first_rank_extra.values())
+    last = fsum((*costs.last_rank_extra.values(), *costs.last_stage_extra.values()))
     return [count * p / layers for count in redistribute(layers, p, first, last, layer_work)]
 
 

@@ -3,11 +3,13 @@
 For one microbatch::
 
     input     IF(all ranks) -> CI -> F(stage 0)              B(stage 0) -> CIB -> IB(all ranks)
+    heads     with multi-token prediction also CI -> F(last) and B(last) -> CIB
     middle    F(s) -> F(s+1)      F(s), B(s+1) -> B(s)       B(s) -> W(s)
     output    F(last) -> the method's chain -> B(last)       its late part, any time later (``methods.py``)
 
 Between microbatches there is one rule, a throttle: IF(i) waits until the embedded tokens of microbatch
-i-2 have left, so that a rank holds those of at most two.
+i-2 have left, so that a rank holds those of at most two. Those that multi-token prediction embeds stay on the
+last rank until its F: to wait for them would empty the pipeline.
 
 Source: sections 4.3, 4.4 and 5.1, appendix C.
 Next: ``building_block.py`` (the idea of the generator).
@@ -64,7 +66,10 @@ def _before_pass(pass_: Pass, schedule: Schedule) -> tuple[Instruction, ...]:
                 (Comm(CommType.CI, placement.first_rank, mb),) if schedule.method.vocabulary_parallel else ()
             )
         case PassType.F:
-            return (_arrival(PassType.F, stage, stage - 1, mb, schedule),)
+            before = _arrival(PassType.F, stage, stage - 1, mb, schedule)
+            if stage == placement.last_stage and _embeds_last(schedule):
+                return before, Comm(CommType.CI, placement.last_rank, mb)
+            return (before,)
         case PassType.B if stage < placement.last_stage:
             return Pass(PassType.F, stage, mb), _arrival(PassType.B, stage, stage + 1, mb, schedule)
         case PassType.B if schedule.method.vocabulary_parallel:
@@ -77,6 +82,11 @@ def _before_pass(pass_: Pass, schedule: Schedule) -> tuple[Instruction, ...]:
             return (Comm(CommType.CIB, stage, mb),)
         case _:
             return (_in_chain(pass_.type, stage, mb, schedule),)
+
+
+def _embeds_last(schedule: Schedule) -> bool:
+    """Whether the last stage takes embedded tokens of its own from CI."""
+    return schedule.mtp_depths > 0 and schedule.method.vocabulary_parallel
 
 
 def _in_chain(type_: PassType, rank: int, mb: int, schedule: Schedule) -> Instruction:
@@ -113,6 +123,7 @@ def _before_collective(comm: Comm, schedule: Schedule) -> tuple[Instruction, ...
         case CommType.CI:
             return (Pass(PassType.IF, rank, mb),)
         case CommType.CIB:
-            return (Pass(PassType.B, 0, mb),) if rank == placement.first_rank else ()
+            ends = dict.fromkeys([0] + [placement.last_stage] * _embeds_last(schedule))
+            return tuple(Pass(PassType.B, end, mb) for end in ends if placement.rank_of(end) == rank)
         case _:
             return (Pass(schedule.method.producers[comm.type], rank, mb),)

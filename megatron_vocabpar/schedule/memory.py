@@ -7,6 +7,9 @@ A buffer lives from the pass or transfer that fills it to the one that frees it:
     softmax_shards   from the start of S to the end of T
     embedded_inputs  from the start of IF until CI has ended; on the first rank to the end of F of stage 0
     input_gradients  from the end of CIB (on the first rank: of B of stage 0) to the end of IB
+    mtp_layers       with multi-token prediction: from the start to the end of the last stage's F and B, what
+                     its further layers keep; with embedded_inputs on the last rank from CI to the end of F,
+                     and input_gradients from the end of B to that of CIB, once for each of its depths
     logits           where the output layer is not partitioned: from the start to the end of the last stage's
                      F and B
 
@@ -35,8 +38,8 @@ Curve = list[tuple[float, float]]
 
 ACTIVATIONS, WEIGHT_INPUTS, LOGITS = "activations", "weight_inputs", "logits"
 SOFTMAX_SHARDS, EMBEDDED_INPUTS = "softmax_shards", "embedded_inputs"
-INPUT_GRADIENTS = "input_gradients"
-BUFFERS = (ACTIVATIONS, WEIGHT_INPUTS, SOFTMAX_SHARDS, EMBEDDED_INPUTS, INPUT_GRADIENTS, LOGITS)
+INPUT_GRADIENTS, MTP_LAYERS = "input_gradients", "mtp_layers"
+BUFFERS = (ACTIVATIONS, WEIGHT_INPUTS, SOFTMAX_SHARDS, EMBEDDED_INPUTS, INPUT_GRADIENTS, LOGITS, MTP_LAYERS)
 
 _MIB = 2.0**20
 _BF16_BYTES = 2.0
@@ -70,14 +73,16 @@ class BufferSizes:
             return None
         seq, hidden, layers, vocab = (data[key] for key in _SHAPE)
         tokens, width = float(seq * data.get("micro_batch_size", 1)), _BF16_BYTES * hidden
-        activations = _LAYER_BYTES * tokens * hidden * layers / p
+        layer, depths = _LAYER_BYTES * tokens * hidden, data.get("mtp_depths", 0)
+        activations = layer * layers / p
         sizes = {
             ACTIVATIONS: activations,
             WEIGHT_INPUTS: activations * _UNTIL_W,
-            SOFTMAX_SHARDS: _SHARD_LOGIT_BYTES * tokens * vocab / p,
+            SOFTMAX_SHARDS: _SHARD_LOGIT_BYTES * (1 + depths) * tokens * vocab / p,
             EMBEDDED_INPUTS: tokens * width,
             INPUT_GRADIENTS: tokens * width,
-            LOGITS: _LOGIT_BYTES * tokens * vocab,
+            LOGITS: _LOGIT_BYTES * (1 + depths) * tokens * vocab,
+            MTP_LAYERS: depths * layer,
         }
         return BufferSizes({name: size / _MIB for name, size in sizes.items()})
 
@@ -113,12 +118,19 @@ def lifetimes(events: Events, rank: int) -> dict[str, list[Interval]]:
         alive[WEIGHT_INPUTS] += between(backward, times(ends, PassType.W, stage))
         if not schedule.method.vocabulary_parallel and stage == placement.last_stage:
             alive[LOGITS] += held
+        if schedule.mtp_depths and stage == placement.last_stage:
+            alive[MTP_LAYERS] += held
     alive[SOFTMAX_SHARDS] = between(times(starts, PassType.S, rank), times(ends, PassType.T, rank))
     first = rank == placement.first_rank
     gone = times(ends, PassType.F, 0) if first else times(ends, CommType.CI, rank)
     came = times(ends, PassType.B, 0) if first else times(ends, CommType.CIB, rank)
     alive[EMBEDDED_INPUTS] = between(times(starts, PassType.IF, rank), gone)
     alive[INPUT_GRADIENTS] = between(came, times(ends, PassType.IB, rank))
+    if schedule.method.vocabulary_parallel and rank == placement.last_rank:
+        last, depths = placement.last_stage, schedule.mtp_depths
+        arrived, sent = times(ends, CommType.CI, rank), times(ends, CommType.CIB, rank)
+        alive[EMBEDDED_INPUTS] += depths * between(arrived, times(ends, PassType.F, last))
+        alive[INPUT_GRADIENTS] += depths * between(times(ends, PassType.B, last), sent)
     return alive
 
 

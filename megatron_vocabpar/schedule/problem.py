@@ -68,8 +68,8 @@ class Problem:
         """See ``generate`` for the arguments and what it raises."""
         if max_activations is not None:
             check_cap(max_activations)
-        shape = frame(method, p, m, family=family, chunks=chunks)
         costs = costs or PassCosts.default(p)
+        shape = replace(frame(method, p, m, family=family, chunks=chunks), mtp_depths=costs.mtp_depths)
         times = PassTimes.of(costs, shape, splits_w=family.splits_w)
         cap = max_activations
         if cap is None:

@@ -48,6 +48,7 @@ class Schedule:
         m: microbatches.
         ranks: for each rank its passes, in order. Empty in a *frame*, which has the shape of a
             schedule but no order yet.
+        mtp_depths: D of multi-token prediction: the last stage embeds tokens, too, if it is not 0.
 
     Raises:
         ValueError: if it is larger than what can be planned in minutes.
@@ -57,6 +58,7 @@ class Schedule:
     placement: Placement
     m: int
     ranks: tuple[tuple[Pass, ...], ...] = ()
+    mtp_depths: int = 0
 
     def __post_init__(self) -> None:
         size = self.placement.num_stages * self.m

@@ -3,7 +3,7 @@
 A schedule: ``{"method", "p", "m", "chunks", "algorithm", "placement", "input", "ranks": [[{"op", "mb",
 "chunk"}, ...]]}``, the compute passes of each rank in order. ``chunk`` is the chunk of F, B and W on their
 rank, 0 for the vocabulary passes. ``method`` may be left out: it tells redis from baseline, whose passes are
-the same.
+the same. With multi-token prediction there is also ``mtp_depths``.
 
 A plan: ``"program": [["0IF0", "0CI0", ...]]`` in place of ``"ranks"``, each rank's instructions in order,
 with communication; and ``"costs"``, as in a cost file.
@@ -62,6 +62,7 @@ def _json(schedule: Schedule, more: Mapping[str, Any], name: str, rows: Sequence
         "algorithm": _algorithm(schedule.method),
         "placement": schedule.placement.shape,
         "input": _input(schedule.method),
+        **({"mtp_depths": schedule.mtp_depths} if schedule.mtp_depths else {}),
         **more,
     }
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
@@ -134,7 +135,7 @@ def _read(data: Mapping[str, Any], methods: Methods) -> tuple[Schedule, Program 
     rows = data.get(name, ())
     if len(rows) != p:
         raise ValueError(f"schedule: {name!r} must hold a list of passes for each of the {p} ranks")
-    frame = Schedule(method, placement, m)
+    frame = Schedule(method, placement, m, mtp_depths=data.get("mtp_depths", 0))
     if name == "ranks":
         ranks = (tuple(_from_dict(item, rank, placement) for item in row) for rank, row in enumerate(rows))
         return replace(frame, ranks=tuple(ranks)), None

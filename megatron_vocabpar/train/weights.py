@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 from megatron_vocabpar.integration import compat
-from megatron_vocabpar.integration.model import VocabParallelGPTModel
+from megatron_vocabpar.integration.model import PartitionedModel
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -67,7 +67,7 @@ def initialise_weights(model: GPTModel, seed: int) -> None:
 
 def _place(model: GPTModel, name: str, parameter: torch.nn.Parameter) -> tuple[int, int, int, int]:
     """Where a parameter lies in its whole tensor: dimension, size of the whole, first index, true indices."""
-    if isinstance(model, VocabParallelGPTModel) and name in _VOCABULARY:
+    if isinstance(model, PartitionedModel) and name in _VOCABULARY:
         shard = model.shard.range
         return 0, shard.vocab_size, min(shard.start, shard.vocab_size), shard.valid_rows
     if not getattr(parameter, "tensor_model_parallel", False):

@@ -21,6 +21,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossLoggingHelper,
+    MultiTokenPredictionBlockSubmodules,
+    get_mtp_layer_spec,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_vocabpar.integration import compat
@@ -77,6 +82,7 @@ class Case:
     fp32_head: bool = False
     output_options: OutputOptions = field(default_factory=OutputOptions)
     delayed: bool = False
+    mtp: int = 0
 
     def unsharded(self) -> Case:
         """The same training on one process, without any of our code."""
@@ -107,6 +113,7 @@ class Result:
     first_gradients: dict[str, np.ndarray]
     weights: dict[str, np.ndarray]
     reports_loss: bool
+    head_losses: list[list[float]] = field(default_factory=list)
 
 
 def transformer_config(case: Case) -> TransformerConfig:
@@ -134,6 +141,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         batch_p2p_sync=False,
         variable_seq_lengths=bool(case.lengths),
         moe_token_dispatcher_type="alltoall",  # asked for with variable lengths, experts or not
+        mtp_num_layers=case.mtp or None,
     )
     if case.mup_output_mult != 1:  # versions before 0.17 have no such fields, and ignore them
         config.use_mup, config.mup_output_mult = True, case.mup_output_mult
@@ -167,6 +175,9 @@ def build_model(case: Case, position: dict[str, Any] | None = None, holds_shard:
         "position_embedding_type": case.position,
         "share_embeddings_and_output_weights": case.tied,
     }
+    if case.mtp and options["post_process"]:
+        head = get_mtp_layer_spec(layer_spec(case), use_transformer_engine=False)
+        options["mtp_block_spec"] = MultiTokenPredictionBlockSubmodules(layer_specs=[head] * case.mtp)
     if case.method in METHODS and METHODS[case.method].vocabulary_parallel:
         shard = vocab_shard(case.vocab_size, invariant=case.output_options.invariant)
         model: GPTModel = VocabParallelGPTModel(
@@ -233,6 +244,7 @@ def forward_step(data_iterator: Iterator[Any] | None, model: Any, kind: str) -> 
         fields.get("position_ids"),
         fields.get("attention_mask"),
         labels=fields.get("labels"),
+        loss_mask=fields.get("loss_mask"),
         packed_seq_params=fields.get("packed_seq_params"),
     )
     return output, partial(_loss, fields.get("loss_mask"), kind=kind)
@@ -296,6 +308,7 @@ def train(
                 torch.device("cpu"),
                 make_plan=plan_maker(case),
                 output_options=case.output_options,
+                mtp_depths=case.mtp,
             )
         )
         optimizer = MainGradAdam([p for module in modules for p in module.parameters()])
@@ -305,7 +318,9 @@ def train(
         has_batch = [case.placement.stage_of(rank, chunk) in ends for chunk in range(case.chunks)]
         losses: list[float] = []
         evaluation: list[float] = []
+        head_losses: list[list[float]] = []
         for step in range(case.steps):
+            MTPLossLoggingHelper.tracker.clear()
             for ddp in model:
                 ddp.zero_grad_buffer()
             for forward_only, record in ((False, losses), (True, evaluation)):
@@ -313,6 +328,8 @@ def train(
                 iterators = [iter(data) if has else None for has in has_batch]
                 reported = iterate(run, case, model, iterators, forward_only=forward_only)
                 record.append(_summary(reported))
+                if not forward_only:  # stock logs in evaluation, too, where nobody calls eval()
+                    head_losses.append(MTPLossLoggingHelper.tracker.get("values", torch.empty(0)).tolist())
             if step == 0:
                 first = _arrays(modules, gradients=True)
             optimizer.step()
@@ -320,7 +337,7 @@ def train(
         if reference is not None:
             first = _differences(modules, first, reference.first_gradients)
             weights = _differences(modules, weights, reference.weights)
-        return Result(losses, evaluation, first, weights, rank == case.pp - 1)
+        return Result(losses, evaluation, first, weights, rank == case.pp - 1, head_losses)
 
 
 def iterate(

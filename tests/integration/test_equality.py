@@ -26,7 +26,7 @@ def reference(case: Case) -> Result:
     return run_ranks(1, train, case.unsharded())[0]
 
 
-def check(case: Case, tolerance: float = 1e-5) -> None:
+def check(case: Case, tolerance: float = 1e-5) -> list[Result]:
     """Losses, evaluation losses, first gradients and final weights of all ranks equal the reference's."""
     expected = reference(case)
     results = run_ranks(case.pp * case.tp * case.cp * case.dp, train, case, expected)
@@ -43,6 +43,7 @@ def check(case: Case, tolerance: float = 1e-5) -> None:
                 assert difference <= allowed, f"{case}: rank {rank}, {kind} of {name}: {difference}"
                 covered.add(name)
         assert covered == set(getattr(expected, kind)), case
+    return reporting
 
 
 def layers(pp: int) -> int:

@@ -20,13 +20,15 @@ def test_rows_wait_for_those_of_two_microbatches_before() -> None:
     rank = SimpleNamespace(
         groups=VocabGroups((0, 1), 2, 1, 1, *[Mock()] * 4),
         placement=Placement(2),
-        is_first=False,
+        pipeline_rank=1,
         input_stream=SimpleNamespace(submit=lambda work: next(events)),
     )
-    microbatch = SimpleNamespace(owned_tokens=torch.tensor([0]), plan=SimpleNamespace(counts=(1, 1)))
+    owned = torch.tensor([0])
+    tokens = SimpleNamespace(rank=0, owned=owned, plan=SimpleNamespace(counts=(1, 1)))
+    microbatch = SimpleNamespace(owned_tokens=owned, embedded=(tokens,))
     iteration = SimpleNamespace(
         rank=rank,
-        call=None,
+        call=SimpleNamespace(config=None),
         gradients=None,
         buffers=Buffers(),
         microbatches=[microbatch] * 4,

@@ -33,7 +33,6 @@ from megatron_vocabpar.integration.forward_backward import ForwardBackward
 from megatron_vocabpar.integration.microbatches import Microbatch, Microbatches
 from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
 from megatron_vocabpar.layers import output
-from megatron_vocabpar.layers.embedding import InputPlan
 from megatron_vocabpar.layers.kernels.dispatch import REFERENCE, use_kernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials
 from megatron_vocabpar.layers.targets import OwnedTargets
@@ -189,14 +188,21 @@ def _planned(self: Microbatches, i: int) -> Microbatch:
     """``Microbatches._plan`` on real ids, and what goes to the device from there."""
     with unset_fake_temporarily(), torch._C.DisableTorchFunction():
         real = _plan(self, i)
-    plan, owned = real.plan, real.owned_targets
+    targets = real.owned_targets
+    embedded = tuple(
+        replace(
+            tokens,
+            plan=replace(tokens.plan, order=_on_device(tokens.plan.order)),
+            owned=_on_device(tokens.owned),
+        )
+        for tokens in real.embedded
+    )
     return Microbatch(
         real.shape,
-        _on_device(real.owned_tokens),
-        InputPlan(_on_device(plan.order), plan.counts),
+        embedded,
         _on_device(real.labels),
         None if real.grad_loss is None else _on_device(real.grad_loss),
-        OwnedTargets(*map(_on_device, (owned.tokens, owned.rows, owned.by_token, owned.by_row))),
+        OwnedTargets(*map(_on_device, (targets.tokens, targets.rows, targets.by_token, targets.by_row))),
     )
 
 
@@ -209,7 +215,7 @@ def _share(groups: VocabGroups, ranges: Any, **_: Any) -> Microbatches:
     with unset_fake_temporarily():
         ids = torch.randint(0, V, (2, M * N), generator=torch.Generator().manual_seed(1))
         return Microbatches(
-            shapes=[(1, N)] * M,
+            shapes=[(1, 1, N)] * M,
             ids=ids,
             labels=ids[1],
             grad_losses=grad_losses,

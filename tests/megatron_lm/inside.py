@@ -19,9 +19,9 @@ from typing import Any
 
 import typing_extensions
 
-from megatron_vocabpar.megatron_lm.bindings import BINDINGS
+from megatron_vocabpar.megatron_lm.bindings import BINDINGS, find_version
 from megatron_vocabpar.megatron_lm.flags import OPTIONS, config_from_argv
-from megatron_vocabpar.megatron_lm.patch import apply, installed
+from megatron_vocabpar.megatron_lm.patch import apply, installed, live_signature
 
 if not hasattr(typing, "override"):
     typing.override = typing_extensions.override  # type: ignore[attr-defined]
@@ -29,7 +29,8 @@ if not hasattr(typing, "override"):
 
 def _held() -> Iterator[tuple[str, str, Any]]:
     """Every place of the table that this version has: module, name and what it holds."""
-    for binding in BINDINGS:
+    version = find_version(live_signature)
+    for binding in (each for each in BINDINGS if each.is_in(version)):
         for place in binding.places:
             with suppress(ImportError):
                 module = importlib.import_module(place)

@@ -94,7 +94,10 @@ def test_later_imports_take_the_replacement() -> None:
 def test_layers_are_placed_for_a_v_alone() -> None:
     result = inside("adaptor", (ENABLE,))
     left = set(result["places"]) - set(result["replaced"])
-    assert {place.rpartition(".")[2] for place in left} == {"get_gpt_decoder_block_spec"}
+    placed = {binding.name for binding in BINDINGS if binding.when == "a V placement"}
+    assert {place.rpartition(".")[2] for place in left} == placed & {
+        place.rpartition(".")[2] for place in result["places"]
+    }
 
 
 def test_redistribution_alone_leaves_schedule_and_model() -> None:
@@ -182,9 +185,9 @@ def test_launch_scripts_say_what_is_missing() -> None:
 
 
 def test_a_refused_launch_line_names_every_flag() -> None:
-    flags = (ENABLE, "--mtp-num-layers", "1", "--inprocess-restart")
+    flags = (ENABLE, "--use-legacy-models", "--inprocess-restart")
     message = inside("refused", (*PUBLISHED, *flags), world_size=8)["message"]
-    assert "--mtp-num-layers: the heads" in message
+    assert "--use-legacy-models: only" in message
     assert "--inprocess-restart: the vocabulary groups" in message
 
 
@@ -469,5 +472,6 @@ def test_doctor_names_version_and_every_replaced_name() -> None:
     result = CliRunner().invoke(doctor_command, ["--megatron", str(checkout())])
     assert result.exit_code == 0, result.output
     assert f"Megatron core {find_version(source_signatures(checkout()))}, by its signatures" in result.output
+    version = find_version(source_signatures(checkout()))
     for binding in BINDINGS:
-        assert f"{binding.module}.{binding.name}" in result.output
+        assert (f"  {binding.module}.{binding.name}\n" in result.output) == binding.is_in(version)

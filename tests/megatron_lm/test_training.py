@@ -89,6 +89,6 @@ def test_patched_script_trains(tmp_path: Path) -> None:
 
 
 def test_refuses_before_process_groups_start() -> None:
-    log = pretrain("--enable-vocab-parallel", "--mtp-num-layers", "1", iterations=3, fails=True)
-    assert "--mtp-num-layers: the heads of multi-token prediction are not partitioned" in log.text
+    log = pretrain("--enable-vocab-parallel", "--inprocess-restart", iterations=3, fails=True)
+    assert "--inprocess-restart: the vocabulary groups cannot be rebuilt" in log.text
     assert "initialized tensor model parallel" not in log.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import mean
 
 import pytest
@@ -21,6 +22,17 @@ def test_table_5_is_met(gpus: int) -> None:
     assert len(errors) == (36 if gpus == 32 else 40)
     assert mean(errors) <= (0.002 if gpus == 8 else 0.015)  # fitted to 8 GPUs alone
     assert max(errors) <= (0.006 if gpus == 8 else 0.03)
+
+
+@pytest.mark.parametrize("shape", ["standard", "vshape"])
+def test_the_last_rank_holds_the_heads(shape: str) -> None:
+    plain, job, placement = model_preset("qwen3-30b-a3b"), Job(p=2, t=2, e=2), Placement(2, 2, shape)  # type: ignore[arg-type]
+    models = (plain, replace(plain, mtp_depths=2))
+    one, heads = (parameters_of(m, job, METHODS["vocab-2"], placement, (12,) * 4) for m in models)
+    more = [after.shared - before.shared for before, after in zip(one, heads, strict=True)]
+    assert more[placement.last_rank] == pytest.approx(2 * (plain.shared_weights + 2 * plain.hidden**2) / 2)
+    assert more[1 - placement.last_rank] == 0
+    assert heads[placement.last_rank].experts / one[placement.last_rank].experts == pytest.approx(26 / 24)
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "gemma-2-9b", "qwen3-30b-a3b"])

@@ -43,6 +43,17 @@ def test_presets_have_as_many_parameters_as_published() -> None:
     assert counted["deepseek-v3"] == pytest.approx(671.0, rel=1e-3)  # its shared experts are 2.5
 
 
+def test_a_head_of_multi_token_prediction() -> None:
+    """DeepSeek-V3's has 11.5 B parameters of its own, in a layer with experts; here layers are alike."""
+    plain = model_preset("deepseek-v3")
+    heads = replace(plain, mtp_depths=1)
+    assert heads.parameters - plain.parameters == pytest.approx(11.5e9, rel=0.05)
+    layer = plain.matmul_flops + plain.attention_flops
+    head = layer + 2 * heads.hidden * heads.vocab + 4 * heads.hidden**2
+    assert heads.step_flops - plain.step_flops == pytest.approx(3 * head)
+    assert "--mtp-num-layers 1" in megatron_arguments(heads)
+
+
 def test_a_gpt_is_counted_as_in_table_4() -> None:
     for cell in cells("table5")[::24]:
         model = cell.model
@@ -51,9 +62,9 @@ def test_a_gpt_is_counted_as_in_table_4() -> None:
         assert model.activation_bytes == 34 * h
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "nemotron-4-15b", "deepseek-v3"])
-def test_megatrons_arguments_make_the_same_model(name: str) -> None:
-    model = model_preset(name)
+@pytest.mark.parametrize(("name", "mtp"), [("llama-3.1-8b", 0), ("nemotron-4-15b", 0), ("deepseek-v3", 2)])
+def test_megatrons_arguments_make_the_same_model(name: str, mtp: int) -> None:
+    model = replace(model_preset(name), mtp_depths=mtp)
     words = [word.strip("'") for flag in megatron_arguments(model) for word in flag.split()]
     again = model_from_arguments(read_arguments([*words, "--vocab-size", str(model.vocab)]), "here")
     assert again.parameters == model.parameters

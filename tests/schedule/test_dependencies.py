@@ -1,5 +1,7 @@
 """The ordering rules as a table, in the text form: two ranks, microbatch 5."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_vocabpar.schedule.dependencies import collectives, prerequisites
@@ -71,6 +73,15 @@ def test_split_weight_gradient_follows_its_backward() -> None:
 )
 def test_turn_of_a_v_needs_no_transfer(instruction: str, needs: str) -> None:
     assert words(prerequisites(parse(instruction), frame("vocab-2", "vshape", 2))) == needs
+
+
+@pytest.mark.parametrize(
+    ("instruction", "needs"),
+    [("3F5", "3RECV_F5 0CI5"), ("0IF5", "0CI3 0F3"), ("0CIB5", "0B5 3B5"), ("1CIB5", ""), ("2F5", "1F5")],
+)
+def test_the_last_stage_embeds_tokens_for_its_further_heads(instruction: str, needs: str) -> None:
+    with_heads = replace(frame("vocab-2", "vshape", 2), mtp_depths=1)
+    assert words(prerequisites(parse(instruction), with_heads)) == needs
 
 
 @pytest.mark.parametrize(

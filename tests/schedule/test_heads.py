@@ -1,0 +1,83 @@
+"""Multi-token prediction in schedules: times, memory and files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.generate import make_plan
+from megatron_vocabpar.schedule.memory import BUFFERS, BufferSizes, peak_memory
+from megatron_vocabpar.schedule.passes import PassType, parse
+from megatron_vocabpar.schedule.peaks import peak_activations
+from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.program_rules import validate_program
+from megatron_vocabpar.schedule.schedule import ScheduleError
+from megatron_vocabpar.schedule.serialize import plan_from_json, plan_to_json
+from megatron_vocabpar.schedule.simulate import simulate
+
+P, M, DEPTHS = 4, 7, 2
+COSTS = PassCosts.default(P, DEPTHS)
+
+
+def plan(family: str = "1f1b") -> Plan:
+    return make_plan("vocab-2", P, M, family=family, costs=COSTS)
+
+
+@pytest.mark.parametrize("family", ["1f1b", "v-half"])
+def test_there_and_back(family: str) -> None:
+    planned = plan(family)
+    assert planned.schedule.mtp_depths == planned.forward_only.schedule.mtp_depths == DEPTHS
+    assert plan_from_json(plan_to_json(planned)) == planned
+    assert make_plan("vocab-2", P, M).schedule.mtp_depths == 0
+
+
+def test_rows_of_all_heads_and_a_longer_last_stage() -> None:
+    one, all_heads = (PassTimes.of(PassCosts.default(P, d), plan().schedule) for d in (0, DEPTHS))
+    for type_ in (PassType.S, PassType.T, PassType.IF, PassType.IB):
+        assert all_heads.passes[type_] == pytest.approx([3 * ms for ms in one.passes[type_]])
+    for type_, layer in ((PassType.F, 2.5), (PassType.B, 5.0)):
+        *others, last = all_heads.passes[type_]
+        assert others == pytest.approx(one.passes[type_][:-1])
+        assert last == pytest.approx(one.passes[type_][-1] + DEPTHS * layer)
+
+
+@pytest.mark.parametrize("family", ["1f1b", "v-half"])
+def test_the_rules_cost_no_time(family: str) -> None:
+    """What the last stage embeds is there long before it is needed, and nobody waits for its gradient."""
+    with_rules, without = (
+        simulate(make_plan("vocab-2", P, 4 * M, family=family, costs=replace(COSTS, mtp_depths=d)))
+        for d in (DEPTHS, 0)
+    )
+    assert with_rules.iteration_ms <= 1.01 * without.iteration_ms
+
+
+def test_gradients_leave_the_last_rank_after_its_backward() -> None:
+    planned = plan()
+    early, late = parse(f"{P - 1}CIB0"), parse(f"{P - 1}B0")
+    row = [item for item in planned.program[-1] if item != early]
+    row.insert(row.index(late), early)
+    with pytest.raises(ScheduleError, match=f"{P - 1}B0 must come before it"):
+        validate_program(planned.schedule, (*planned.program[:-1], tuple(row)))
+
+
+def test_memory_of_the_last_rank() -> None:
+    planned = plan()
+    alive = simulate(planned).alive
+    sizes = BufferSizes(dict.fromkeys(BUFFERS, 0.0) | {"mtp_layers": 1.0})
+    peaks = [peak_memory(alive[rank], sizes, 1).mib for rank in range(P)]
+    assert peaks == [0, 0, 0, peak_activations(planned.schedule)[-1]]
+    embedded = [len(alive[rank]["embedded_inputs"]) for rank in range(P)]
+    assert embedded == [M, M, M, (1 + DEPTHS) * M]
+    shape = {"seq_length": 2, "hidden": 8, "layers": 4, "vocab": 64}
+    plain, heads = (BufferSizes.from_dict(shape | {"mtp_depths": d}, P) for d in (0, DEPTHS))
+    assert plain is not None
+    assert heads is not None
+    assert heads.mib["softmax_shards"] == 3 * plain.mib["softmax_shards"]
+    assert heads.mib["mtp_layers"] == pytest.approx(DEPTHS * plain.mib["activations"])
+
+
+def test_a_cost_file_says_how_many_there_are() -> None:
+    assert PassCosts.from_dict(COSTS.to_dict()) == COSTS
+    assert {"mtp_depths", "last_stage_extra"}.isdisjoint(PassCosts.default(P).to_dict())
