@@ -36,8 +36,11 @@ METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = ".lock"
 SCHEDULE_DATA_FILE = "schedule.json"
 EMULATION_FILE, EMULATION_PICTURE_FILE = "emulation.json", "emulation.svg"
+SCHEDULES_PICTURE_FILE, SCHEDULES_PAGE_FILE = "schedules.svg", "schedules.html"
+MEMORY_PICTURE_FILE = "memory.png"
 REPORT_FILES = (
     "index.html", "loss.png", "comparison.json", "summary.json", EMULATION_FILE, EMULATION_PICTURE_FILE,
+    SCHEDULES_PICTURE_FILE, SCHEDULES_PAGE_FILE, MEMORY_PICTURE_FILE,
 )  # fmt: skip
 
 # A checkpoint of a model with another value in one of these fields is another model, or reads other tokens.

@@ -1,15 +1,15 @@
-"""The picture of a results folder: loss curves over each other, drawn straight into a file."""
+"""Pictures of a results folder, drawn straight into files: loss curves over each other, memory by stage."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_vocabpar.train.compare import Curve
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito), by method; dashes let a curve below show.
-_COLOURS = {
+COLOURS = {
     "baseline": "#000000",
     "redis": "#E69F00",
     "naive": "#009E73",
@@ -40,7 +40,7 @@ def plot_losses(
     figure = Figure(figsize=(8, 6.5 if compared else 4.5), layout="constrained")
     panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for place, name in enumerate([reference, *compared]):
-        colour = _COLOURS.get(name, "#56B4E9")
+        colour = COLOURS.get(name, "#56B4E9")
         style: dict[str, Any] = {"linewidth": _WIDTH, "linestyle": _DASHES.get(name, "-") if place else "-"}
         if compared and not place:
             style = {"linewidth": _REFERENCE_WIDTH, "alpha": 0.5}
@@ -62,6 +62,31 @@ def plot_losses(
     for panel in panels:
         panel.grid(alpha=0.3)
     panels[-1].set_xlabel("step")
+    figure.savefig(path, dpi=130)
+
+
+def plot_memory(path: Path, peaks: Mapping[str, Sequence[float]]) -> None:
+    """Draw the peak of each stage as a bar, the methods beside each other, into a PNG.
+
+    Args:
+        path: the PNG.
+        peaks: of each method, MiB by stage.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    panel: Any = figure.subplots()
+    wide = 0.8 / len(peaks)
+    for place, (name, mib) in enumerate(peaks.items()):
+        x = [stage + (place - (len(peaks) - 1) / 2) * wide for stage in range(len(mib))]
+        bars = panel.bar(x, mib, wide, color=COLOURS.get(name, "#56B4E9"), label=name)
+        panel.bar_label(bars, fmt="%.0f", fontsize=8 if len(x) * len(peaks) <= 16 else 5)
+    panel.set_xticks(range(max(map(len, peaks.values()))))
+    panel.set_xlabel("stage")
+    panel.set_ylabel("peak, MiB")
+    panel.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    panel.grid(axis="y", alpha=0.3)
+    panel.set_axisbelow(True)
     figure.savefig(path, dpi=130)
 
 

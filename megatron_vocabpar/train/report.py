@@ -12,7 +12,7 @@ import json
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Console
 from rich.table import Table
 
-from megatron_vocabpar.schedule.draw import pictures
+from megatron_vocabpar.schedule.draw import WHY_THEY_DIFFER, pictures
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.serialize import from_json
 from megatron_vocabpar.train import output
@@ -28,10 +28,16 @@ from megatron_vocabpar.train.compare import Difference, differences, loss_curve,
 from megatron_vocabpar.train.config import TrainConfig, command_line
 from megatron_vocabpar.train.emulated import emulation_table, read_emulation
 from megatron_vocabpar.train.metrics import memory_text, read_metrics, without_nan
-from megatron_vocabpar.train.pictures import plot_losses
+from megatron_vocabpar.train.pictures import plot_losses, plot_memory
+from megatron_vocabpar.train.schedule_pictures import measured_idle, planned, write_schedules
 from megatron_vocabpar.train.schedules import describe
 
 _WIDTH = 110
+_ON_CPU = (
+    "On the CPU these are figures of whole processes: what a rank holds beside its model (Python, buffers of "
+    "gloo, memory that the allocator keeps) differs little from stage to stage. How the vocabulary layers "
+    "are spread shows in the differences; a GPU needs other amounts, and speed here says nothing of it."
+)
 _FILES = (
     (output.METRICS_FILE, "loss, gradient norm, speed and memory of every step, one line of JSON each"),
     (pictures.TIMELINE_PAGE_FILE, "plan and measurement to zoom into; hover over a pass to see what it is"),
@@ -48,7 +54,10 @@ TextTable = tuple[str, list[list[str]]]
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One method's run in a row; rates are medians over steps, peaks the largest of any step, by stage."""
+    """One method's run in a row; rates are medians over steps, peaks the largest of any step, by stage.
+
+    Idle times are shares of a step, means over ranks: as planned, and as measured in the last step.
+    """
 
     method: str
     steps: int
@@ -58,6 +67,8 @@ class Summary:
     tokens_per_s: float
     iteration_ms: float
     peak_memory_mib: list[float]
+    idle_planned: float | None = None
+    idle_measured: float | None = None
 
 
 def write_report(folder: Path) -> str:
@@ -72,10 +83,21 @@ def write_report(folder: Path) -> str:
     if not metrics:
         raise ValueError(f"{folder} holds no metrics of {', '.join(config.methods)}; train first")
     reference = reference_method(list(metrics))
-    summaries = [summarize(name, records) for name, records in metrics.items()]
+    charts = planned([folder / name for name in metrics])
+    summaries = [
+        replace(
+            summarize(name, records),
+            idle_planned=charts[name].idle if name in charts else None,
+            idle_measured=measured_idle(folder / name),
+        )
+        for name, records in metrics.items()
+    ]
     curves = {name: loss_curve(records) for name, records in metrics.items()}
     eval_curves = {name: loss_curve(records, "eval_loss") for name, records in metrics.items()}
     plot_losses(folder / "loss.png", curves, eval_curves, reference)
+    plot_memory(folder / output.MEMORY_PICTURE_FILE, {row.method: row.peak_memory_mib for row in summaries})
+    if len(charts) > 1:
+        write_schedules(folder, list(charts.values()))
     _write_json(folder / "summary.json", summaries)
     tables = [summary_table(summaries)]
     if distances := list(differences(curves, reference)):
@@ -105,7 +127,8 @@ def summarize(method: str, records: Sequence[Mapping[str, Any]]) -> Summary:
 
 def summary_table(summaries: Sequence[Summary]) -> TextTable:
     """The runs, a method a row."""
-    headings = ["method", "steps", "loss, first", "loss, last", "loss, evaluation", "tokens/s", "ms/step"]
+    losses = ["loss, first", "loss, last", "evaluation"]
+    headings = ["method", "steps", *losses, "tokens/s", "ms/step", "idle %"]
     rows = [
         [
             row.method,
@@ -115,12 +138,19 @@ def summary_table(summaries: Sequence[Summary]) -> TextTable:
             "–" if row.eval_loss is None else f"{row.eval_loss:.4f}",
             f"{row.tokens_per_s:,.0f}",
             f"{row.iteration_ms:,.0f}",
+            f"{_percent(row.idle_planned)}/{_percent(row.idle_measured)}",
             memory_text(row.peak_memory_mib),
         ]
         for row in summaries
     ]
-    title = "Training; memory: peak above what Python and its libraries took before the model was built"
+    title = (
+        "Training; idle: as planned / in the last step; memory: peak above what was held before the model"
+    )
     return title, [[*headings, "peak MiB by stage"], *rows]
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.0f}"
 
 
 def difference_table(differences: Sequence[Difference]) -> TextTable:
@@ -139,7 +169,7 @@ def as_text(title: str, cells: Sequence[Sequence[str]]) -> str:
     """A table as plain text."""
     table = Table(title=title)
     for heading in cells[0]:
-        table.add_column(heading, justify="left" if heading == "method" else "right")
+        table.add_column(heading, justify="left" if heading == "method" else "right", overflow="fold")
     for row in cells[1:]:
         table.add_row(*row)
     text = io.StringIO()
@@ -173,6 +203,8 @@ def _page(folder: Path, config: TrainConfig, tables: Sequence[TextTable]) -> str
         emulation=emulation and emulation_table(emulation),
         file_names=_FILES,
         command=shlex.join(command_line(config)),
+        memory_note=_ON_CPU if config.device == "cpu" else "",
+        why_they_differ=WHY_THEY_DIFFER,
     )
 
 

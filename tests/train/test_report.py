@@ -66,7 +66,7 @@ def test_summary() -> None:
 
 def test_tables_as_text() -> None:
     shown = as_text(*summary_table([summarize("vocab-2", records(5))]))
-    assert re.search(r"vocab-2 .* 5 .* – .* 2,003 .* 497 .* 400/402/402/404", shown.replace("│", " "))
+    assert re.search(r"vocab-2 .* 5 .* – .* 2,003 .* 497 .* –/– .* 400/402/402/404", shown.replace("│", " "))
     rows = list(differences({"baseline": {1: 8.0}, "naive": {1: 8.0001}}, "baseline"))
     assert "1.00e-04" in as_text(*difference_table(rows))
 
@@ -108,7 +108,7 @@ def test_the_page_needs_no_other_file(tmp_path: Path) -> None:
     output, _ = reported(tmp_path, compare=("baseline",))
     page = (output / "index.html").read_text()
     assert re.findall(r'src="(?!data:)', page) == []
-    assert page.count("data:image/png;base64,") == 1
+    assert page.count("data:image/png;base64,") == 2  # losses and memory
     assert page.count("data:image/svg+xml;base64,") == 2
     links = re.findall(r'href="([^"]+)"', page)
     assert all((output / link).exists() for link in links if not link.startswith("https://ui.perfetto.dev"))
@@ -116,6 +116,35 @@ def test_the_page_needs_no_other_file(tmp_path: Path) -> None:
     assert "baseline/checkpoint" in links
     assert "vocabpar train --compare baseline --steps 40 --output" in page
     assert "Largest difference of the loss from baseline" in page
+
+
+def test_the_page_shows_all_schedules_on_one_time_axis_and_their_idle_time(tmp_path: Path) -> None:
+    config = TrainConfig(output=str(tmp_path / "out"), steps=40, pp=2, compare=("baseline",), device="cpu")
+    open_output(config)
+    for method in config.methods:
+        told = method_config(config, method)
+        open_method(told)
+        write_results(told)
+        plan, folder = make_plan(method, 2, 3), tmp_path / "out" / method
+        (folder / "schedule.json").write_text(plan_to_json(plan))
+        slow = json.loads(draw_trace(simulate(plan)))
+        for event in slow["traceEvents"]:
+            if event["ph"] == "X":
+                event["ts"] *= 2  # with as much idle time between as there is work
+        (folder / "timeline.json").write_text(json.dumps(slow))
+    shown = write_report(tmp_path / "out")
+    picture = (tmp_path / "out" / "schedules.svg").read_text()
+    for summary in json.loads((tmp_path / "out" / "summary.json").read_text()):
+        plan = make_plan(summary["method"], 2, 3)
+        idle = sum(simulate(plan).bubble) / 2
+        assert summary["idle_planned"] == pytest.approx(idle)
+        assert summary["idle_measured"] > (1 + idle) / 2 - 0.1
+        assert f"{100 * idle:.0f}/{100 * summary['idle_measured']:.0f} " in shown
+        assert f"1f1b + {summary['method']}, p = 2, m = 3: {simulate(plan).iteration_ms:.1f} ms" in picture
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert 'href="schedules.html"' in page
+    assert (tmp_path / "out" / "schedules.html").is_file()
+    assert "On the CPU these are figures of whole processes" in page
 
 
 def test_a_method_that_was_not_trained_is_left_out(tmp_path: Path) -> None:
@@ -142,7 +171,7 @@ def test_the_page_shows_the_measured_timeline_below_the_plan(tmp_path: Path) -> 
     page = (tmp_path / "out" / "index.html").read_text()
     assert page.count("data:image/svg+xml;base64,") == 2
     assert "Schedule: v-half, 2 model chunks a rank, V-shaped, W split off; planned peak activations" in page
-    assert "what the ranks did in the last step. vocab-2/timeline.html shows both" in page
+    assert "which the plan does not know. vocab-2/timeline.html shows both" in page
     for name in ("timeline.html", "schedule.json", "timeline.json"):
         assert f'<a href="vocab-2/{name}">' in page
         assert (tmp_path / "out" / "vocab-2" / name).is_file()

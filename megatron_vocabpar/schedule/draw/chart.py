@@ -60,7 +60,7 @@ class Chart:
     """One picture's content.
 
     Attributes:
-        title: the line above.
+        name: what the line above begins with.
         rows: one a rank.
         length_ms: from the first start to the last end.
         placement: which chunk a stage is.
@@ -68,12 +68,23 @@ class Chart:
         critical: the passes of the critical path; empty if unknown.
     """
 
-    title: str
+    name: str
     rows: tuple[Row, ...]
     length_ms: float
     placement: Placement
     memory_unit: str = ""
     critical: frozenset[Instruction] = frozenset()
+
+    @property
+    def idle(self) -> float:
+        """The share of the time in which ranks run no pass, their mean."""
+        busy = sum(bar.end_ms - bar.start_ms for row in self.rows for bar in row.passes)
+        return 1 - busy / (self.length_ms * len(self.rows)) if self.length_ms and self.rows else 0.0
+
+    @property
+    def title(self) -> str:
+        """The line above: name, length and idle time."""
+        return f"{self.name}: {self.length_ms:.1f} ms, idle {100 * self.idle:.1f} %"
 
     def types(self) -> list[PassType]:
         """The types of pass that it shows."""
@@ -108,10 +119,8 @@ def planned_chart(
         sizes: for memory in MiB; in microbatches of activations where they are not known.
     """
     schedule = simulation.schedule
-    idle = 100 * sum(simulation.bubble) / max(schedule.p, 1)
-    heading = title or name_of(schedule, family)
     return Chart(
-        f"{heading}: {simulation.iteration_ms:.1f} ms, idle {idle:.1f} %",
+        title or name_of(schedule, family),
         tuple(
             Row(
                 f"rank {rank}",

@@ -28,7 +28,7 @@ def draw_html(charts: Sequence[Chart], title: str | None = None, note: str = "")
         title: of the page; by default that of the first chart.
         note: a sentence above the charts.
     """
-    heading = title or (charts[0].title.partition(":")[0] if charts else "schedule")
+    heading = title or (charts[0].name if charts else "schedule")
     folder = resources.files(__package__)
     frame = (folder / "viewer.html").read_text(encoding="utf-8")
     script = (folder / "viewer.js").read_text(encoding="utf-8")

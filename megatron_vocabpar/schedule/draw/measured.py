@@ -19,8 +19,9 @@ from ..schedule import Schedule
 from .chart import Bar, Chart, Row
 
 WHY_THEY_DIFFER = (
-    "Above what is planned with the measured times of the passes, below what was measured, on one time axis: "
-    "they differ by waiting, by communication and by the work between passes, which the plan does not know."
+    "Above the plan with the measured times (medians of passes, the shortest of each collective), below what "
+    "was measured, on one time axis: they differ by waiting, by communication and by the work between "
+    "passes, which the plan does not know."
 )
 _WAIT = "wait"
 _LANES = {"": "passes", " output collectives": "output", " input collectives": "input"}
@@ -89,9 +90,7 @@ def measured_chart(trace: Mapping[str, Any], schedule: Schedule, title: str = "m
             raise ValueError(f"the schedule has no pass {foreign[0]}")
         rows.append(Row(label, lanes.get("passes", ()), lanes.get("output", ()), lanes.get("input", ())))
     length = max(bar.end_ms for row in rows for bar in row.passes)
-    busy = sum(bar.end_ms - bar.start_ms for row in rows for bar in row.passes)
-    idle = 100 * (1 - busy / (length * len(rows))) if length else 0.0
-    return Chart(f"{title}: {length:.1f} ms, idle {idle:.1f} %", tuple(rows), length, schedule.placement)
+    return Chart(title, tuple(rows), length, schedule.placement)
 
 
 def measured_times(chart: Chart, schedule: Schedule) -> PassTimes:

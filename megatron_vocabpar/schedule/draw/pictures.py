@@ -18,7 +18,8 @@ SCHEDULE_FILE = "schedule.svg"
 TIMELINE_FILE = "timeline.json"
 TIMELINE_PICTURE_FILE = "timeline.svg"
 TIMELINE_PAGE_FILE = "timeline.html"
-_PAGE_WIDTH = 950.0  # pixels of time: a page shows pictures no wider than itself
+PAGE_WIDTH = 950.0
+"""Pixels of time: a page shows pictures no wider than itself."""
 
 
 def write_pictures(folder: Path, plan: Plan, trace: Mapping[str, Any]) -> None:
@@ -39,5 +40,5 @@ def write_pictures(folder: Path, plan: Plan, trace: Mapping[str, Any]) -> None:
     measured = measured_chart(trace, schedule, f"{name}, measured")
     simulation = simulate(plan, measured_times(measured, schedule))
     charts = [planned_chart(simulation, title=f"{name}, planned"), measured]
-    (folder / TIMELINE_PICTURE_FILE).write_text(svg_of(charts, _PAGE_WIDTH), encoding="utf-8")
+    (folder / TIMELINE_PICTURE_FILE).write_text(svg_of(charts, PAGE_WIDTH), encoding="utf-8")
     (folder / TIMELINE_PAGE_FILE).write_text(draw_html(charts, note=WHY_THEY_DIFFER), encoding="utf-8")
