@@ -143,9 +143,7 @@ def summary_table(summaries: Sequence[Summary]) -> TextTable:
         ]
         for row in summaries
     ]
-    title = (
-        "Training; idle: as planned / in the last step; memory: peak above what was held before the model"
-    )
+    title = "Training; idle: as planned / in the last step; memory: peak above what was held before the model"
     return title, [[*headings, "peak MiB by stage"], *rows]
 
 
