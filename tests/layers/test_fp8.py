@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.fp8 import E4M3, Fp8Weight, product_of_rows, scaled_rows
+from megatron_vocabpar.layers.kernels.dispatch import exponentials
 from megatron_vocabpar.layers.output import input_gradient, output_forward, weight_gradient
 from megatron_vocabpar.layers.partition import VocabRange, even_ranges
 from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats
@@ -40,6 +43,17 @@ def test_operands_are_the_nearest_8_bit_numbers() -> None:
     # float32 sums of float32 scales, and then 8 bits
     torch.testing.assert_close(got.double(), expected, rtol=2.0**-8, atol=1e-6 * float(expected.abs().max()))
     assert not got[2].any()
+
+
+def test_exponentials_use_the_whole_range() -> None:
+    """Down to 2^-17 of the largest they are kept."""
+    logits = -math.log(2) * torch.arange(20.0).unsqueeze(0)
+    e = torch.empty(1, 20, dtype=E4M3)
+    part = exponentials(logits.clone(), torch.tensor([-1]), 20, dtype=E4M3, out=e)
+    values = e.float() * 2 ** part.k.unsqueeze(1)
+    torch.testing.assert_close(values[:, :18], logits.exp()[:, :18], rtol=1e-5, atol=0)
+    assert not values[:, 19].any()
+    assert e.float().max() == 256
 
 
 def run(

@@ -19,6 +19,7 @@ from .compiled import Compiled, compile_launches
 
 P, H = 32768, 4096
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+STORED = DTYPES | {"fp8": torch.float8_e4m3fn}
 CAPABILITIES = [90, *(pytest.param(capability, marks=pytest.mark.long) for capability in (80, 100))]
 
 
@@ -50,6 +51,7 @@ def wide(kernel: Compiled) -> tuple[int, int]:
         ("bf16", {}, 8, 2),
         ("fp16", {}, 8, 2),
         ("fp32", {}, 8, 4),
+        ("fp8", {}, 8, 1),
         ("bf16", {"terms": LossTerms(softcap=30.0, logit_scale=0.5)}, 4, 1),
         ("fp32", {"terms": LossTerms(softcap=30.0, logit_scale=0.5)}, 4, 2),
         ("bf16", {"terms": LossTerms(softcap=30.0), "given": True}, 2, 1),
@@ -61,14 +63,17 @@ def wide(kernel: Compiled) -> tuple[int, int]:
     ids=str,
 )
 def test_exponentials(capability: int, dtype: str, options: dict, loads: int, stores: int) -> None:
-    """4096 elements by 256 threads: each reads 16 bytes four times, twice, and writes 16-bit ones twice.
+    """4096 elements by 256 threads: each reads 16 bytes four times, twice, and writes 16-bit ones twice,
+    8-bit ones once.
     With a softcap it is half of that.
 
     The true ids do not end at a multiple of 16, and fp32 exponentials take the place of their logits.
     """
+    if (dtype, capability) == ("fp8", 80):
+        pytest.skip("8-bit products need compute capability 8.9")
     options = dict(options)
     logits, targets = torch.empty(2, P), torch.zeros(2, dtype=torch.int64)
-    out = logits if dtype == "fp32" else torch.empty(2, P, dtype=DTYPES[dtype])
+    out = logits if dtype == "fp32" else torch.empty(2, P, dtype=STORED[dtype])
     stats = torch.empty(2, 5 if options.pop("smoothed", False) else 4)
     if not options.pop("kept", True):
         out = None
@@ -76,7 +81,7 @@ def test_exponentials(capability: int, dtype: str, options: dict, loads: int, st
     kernel = checked(
         capability,
         lambda: dispatch.triton_kernels().exponentials(
-            logits, targets, P - 3, offset, dtype=DTYPES[dtype], out=out, stats=stats, **options
+            logits, targets, P - 3, offset, dtype=STORED[dtype], out=out, stats=stats, **options
         ),
     )
     assert wide(kernel) == (loads, stores)
