@@ -72,8 +72,9 @@ def check(
     _check_processes(config, environment, gpus)
     _check_vocabulary(config)
     check_source(config.text)
-    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ValueError("--tensorboard needs a package: pip install tensorboard")
+    for package in ("tensorboard", "wandb"):
+        if getattr(config, package) and importlib.util.find_spec(package) is None:
+            raise ValueError(f"--{package} needs a package: pip install {package}")
     check_output(config)
 
 

@@ -121,6 +121,9 @@ class TrainConfig:
     tensorboard: bool = _option(
         False, "Write the metrics for TensorBoard too, into METHOD/tensorboard (needs its package)."
     )
+    wandb: bool = _option(
+        False, "Send the metrics to Weights & Biases too, a run a method (needs its package)."
+    )
     save_interval: int = _option(0, "Steps between checkpoints (0: only at the end).")
     save: bool = _option(True, "Write a checkpoint at the end.")
     keep_checkpoints: int = _option(0, "Checkpoints to keep, the newest ones (0: all).")

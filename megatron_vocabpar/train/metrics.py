@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -59,17 +60,16 @@ class Metrics(ExitStack):
         self._ends = deque([(first_step, clock())], maxlen=_STEPS_AVERAGED + 1)
         self._last_plain_s = float("-inf")
         self._file: IO[str] | None = None
-        self._scalars: Any = None
+        self._loggers: list[Callable[[dict[str, float], int], object]] = []  # of the numbers of a step
         self._live: Live | None = None
         if active:
             kept = [record for record in read_metrics(path) if record["step"] <= first_step]
             path.write_text("".join(map(_line, kept)))
             self._file = self.enter_context(open(path, "a"))  # noqa: SIM115 (the stack closes it)
             if config.tensorboard:
-                from torch.utils.tensorboard import SummaryWriter
-
-                folder = str(path.with_name(TENSORBOARD_FOLDER))
-                self._scalars = self.enter_context(SummaryWriter(folder, purge_step=first_step + 1))
+                self._loggers.append(self._tensorboard(path.with_name(TENSORBOARD_FOLDER), first_step + 1))
+            if config.wandb:
+                self._loggers.append(self._wandb(path.parent))
             if self._console.is_terminal:
                 self._live = self.enter_context(Live(console=self._console, auto_refresh=False))
 
@@ -78,9 +78,26 @@ class Metrics(ExitStack):
         if self._file is not None:
             self._file.write(_line({k: v for k, v in record.items() if v is not None}))
             self._file.flush()
-            for name, value in scalars(record).items() if self._scalars is not None else ():
-                self._scalars.add_scalar(name, value, record["step"])
+            for log in self._loggers:
+                log(scalars(record), record["step"])
             self._show(record)
+
+    def _tensorboard(self, folder: Path, step: int) -> Callable[[dict[str, float], int], object]:
+        """What was written of this step and later ones is left out."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = self.enter_context(SummaryWriter(str(folder), purge_step=step))
+        return lambda values, step: [writer.add_scalar(name, one, step) for name, one in values.items()]
+
+    def _wandb(self, folder: Path) -> Callable[[dict[str, float], int], object]:
+        """A run of Weights & Biases named as the method, in a group named as the results folder."""
+        import wandb
+
+        group, settings = Path(self._config.output).name, asdict(self._config)
+        run = self.enter_context(
+            wandb.init(dir=str(folder), name=self._config.method, group=group, config=settings)
+        )
+        return lambda values, step: run.log(values, step=step)
 
     def _show(self, record: Mapping[str, Any]) -> None:
         step, steps, now = int(record["step"]), self._config.steps, self._clock()
@@ -101,7 +118,7 @@ class Metrics(ExitStack):
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a step, lists as one number a stage: what TensorBoard draws."""
+    """The numbers of a step, lists as one number a stage: what TensorBoard and W&B draw."""
     values = {name: value for name, value in record.items() if name != "step" and value is not None}
     lists = {name: value for name, value in values.items() if isinstance(value, (list, tuple))}
     return {name: value for name, value in values.items() if name not in lists} | {

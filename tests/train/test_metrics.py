@@ -66,6 +66,30 @@ def test_tensorboard_gets_every_number(tmp_path: Path, monkeypatch: pytest.Monke
     ]  # fmt: skip
 
 
+def test_wandb_gets_a_run_of_the_job_with_every_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+    seen: list[tuple[dict[str, float], int]] = []
+
+    class Run(contextlib.nullcontext[None]):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(self)
+            made.append(settings)
+
+        def log(self, values: dict[str, float], step: int) -> None:
+            seen.append((values, step))
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=Run))
+    config = dataclasses.replace(CONFIG, wandb=True, output="here/job-7")
+    with Metrics(config, tmp_path / "m", 0, active=True, console=quiet()) as metrics:
+        metrics.add({"step": 1, "loss": 2.5, "eval_loss": None, "tokens_per_s": 9.0, "peak_memory_mib": [4]})
+    (settings,) = made
+    assert (settings["dir"], settings["name"], settings["group"]) == (str(tmp_path), "vocab-2", "job-7")
+    assert settings["config"]["steps"] == 40
+    assert seen == [({"loss": 2.5, "tokens_per_s": 9.0, "peak_memory_mib/stage 0": 4}, 1)]
+
+
 def test_inactive_ranks_write_nothing(tmp_path: Path) -> None:
     with Metrics(CONFIG, tmp_path / "m", 0, active=False) as metrics:
         metrics.add(records(1)[0])
