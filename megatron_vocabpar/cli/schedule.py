@@ -16,7 +16,7 @@ from megatron_vocabpar.schedule.families import SEARCH, families
 from megatron_vocabpar.schedule.generate import make_plan
 from megatron_vocabpar.schedule.hang import find_hangs, iteration_ms
 from megatron_vocabpar.schedule.memory import BufferSizes
-from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.methods import METHODS, method_named
 from megatron_vocabpar.schedule.peaks import family_of
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.schedule import MOST_FORWARDS
@@ -34,6 +34,7 @@ _LARGE = 8192  # microbatches of all ranks: planning takes more than a few secon
 @click.option("--microbatches", "m", type=int, default=8, help="Microbatches.")
 @click.option("--family", default="1f1b", help=f"One of {', '.join((*families(), SEARCH))}.")
 @click.option("--chunks", type=int, help="Model chunks on each rank; by default the family's own.")
+@click.option("--late-gradient", is_flag=True, help="For losses that are no linear function of the tokens'.")
 @click.option("--costs", "costs_file", metavar="FILE", help="Times of the passes, as JSON.")
 @click.option("--max-activations", type=float, help="Most microbatches a rank may hold.")
 @click.option(
@@ -61,6 +62,8 @@ def schedule_command(
     check: str | None,
     width: int | None,
     output: str | None,
+    method: str,
+    late_gradient: bool,
     **planned: Any,
 ) -> None:
     """Generate a schedule; print it or draw it in time."""
@@ -69,7 +72,7 @@ def schedule_command(
     costs = PassCosts.load(costs_file) if costs_file is not None else None
     if _LARGE < (size := planned["p"] * planned["m"]) <= MOST_FORWARDS:
         tell(f"planning {planned['p']} ranks x {planned['m']} microbatches")
-    plan = make_plan(**planned, costs=costs, progress=tell)
+    plan = make_plan(method_named(method, late_gradient=late_gradient), **planned, costs=costs, progress=tell)
     if size > _LARGE and output_format not in ("json", "program", "csv"):
         tell(f"planned; now simulating and drawing {sum(map(len, plan.program)):,} instructions")
     sizes = BufferSizes.load(costs_file, plan.schedule.p) if costs_file is not None else None
@@ -112,6 +115,7 @@ def render(
 def _summary(plan: Plan, family: str, simulation: Simulation) -> str:
     schedule, method = plan.schedule, plan.schedule.method
     barriers = f"{method.barriers} barrier{'' if method.barriers == 1 else 's'}"
+    barriers += ", late gradient" if method.late_gradient else ""
     peaks = " ".join(f"{peak:g}" for peak in simulation.peak_activations)
     bubbles = " ".join(f"{100 * bubble:.1f}" for bubble in simulation.bubble)
     return (

@@ -28,7 +28,8 @@ from .passes import PassType
 from .peaks import peak_activations
 from .plan import Plan
 
-WAITING = {PassType.T: SOFTMAX_SHARDS + 1, PassType.IB: INPUT_GRADIENTS + 1}  # at most, on a rank
+_SHARDS, _GRADIENTS = SOFTMAX_SHARDS + 1, INPUT_GRADIENTS + 1
+WAITING = {PassType.T: _SHARDS, PassType.TW: _SHARDS, PassType.IB: _GRADIENTS}  # at most, on a rank
 _EARLY_INPUTS = 4  # IF of a rank before any F has ended: two embedded inputs, and the two after them
 Arcs = Mapping[int, list[tuple[int, float]]]
 

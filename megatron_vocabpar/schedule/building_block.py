@@ -206,8 +206,7 @@ def _finished(node: int, graph: PassGraph, finish: Mapping[int, float]) -> float
 def _chain(graph: PassGraph) -> Iterator[int]:
     """The nodes that a microbatch passes through, in order: F, the output layer's barriers, B."""
     sinks = graph.sinks
-    output = (PassType.S, PassType.S2, PassType.T)
-    for wanted in (PassType.F, *output, PassType.B):
+    for wanted in (PassType.F, *graph.numbering.schedule.method.passes, PassType.B):
         nodes = [node for node in graph.of_type(wanted) if node not in sinks]
         yield from (graph.arrival[node] for node in nodes if node in graph.arrival)
         yield from reversed(nodes) if wanted is PassType.B else nodes

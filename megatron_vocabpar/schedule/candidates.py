@@ -165,10 +165,11 @@ def _random_recipe(random: Random) -> _Recipe:
 
 
 def rules(shape: Schedule, graph: PassGraph, block: BuildingBlock, recipe: _Recipe, cap: float) -> Rules:
-    """IF is eager; what nothing waits for is lazy; activations are counted from F to B, or W if split."""
+    """IF and L are eager; what nothing waits for is lazy; activations count from F to B, or W if split."""
     chunk = 1.0 / shape.chunks
     forward, backward, weight = (graph.of_type(type_) for type_ in (PassType.F, PassType.B, PassType.W))
-    limits = {PassType.T: SOFTMAX_SHARDS, PassType.IB: INPUT_GRADIENTS, PassType.W: shape.chunks * shape.m}
+    limits = dict.fromkeys((PassType.T, PassType.TW), SOFTMAX_SHARDS)
+    limits |= {PassType.IB: INPUT_GRADIENTS, PassType.W: shape.chunks * shape.m}
     lazy = sorted(graph.sinks)
     later_chunks = {n: shape.chunks - 1 - shape.placement.chunk_of(graph.stage_of(n)) for n in forward}
     in_flight = {}
@@ -176,7 +177,7 @@ def rules(shape: Schedule, graph: PassGraph, block: BuildingBlock, recipe: _Reci
         for (node, lifespan), partner in zip(lifespans(block, graph).items(), backward, strict=True):
             in_flight[node] = partner, int(lifespan) + 1 + recipe.spare
     return Rules(
-        eager=graph.of_type(PassType.IF),
+        eager=(*graph.of_type(PassType.IF), *graph.of_type(PassType.L)),
         lazy={node: _holder(node, graph) for node in lazy},
         pending={node: limits[graph.type_of(node)] for node in lazy},
         overlap=recipe.overlap,
@@ -201,7 +202,7 @@ def _in_chunks(
 
 def _holder(node: int, graph: PassGraph) -> int:
     """What makes the buffer that a lazy pass frees: a pass on its rank (S for T), or a collective."""
-    needed = graph.needs[node][-1].node
+    needed = graph.needs[node][0].node
     parts = [part for part, groups in graph.feeds.items() if needed in groups]
     if graph.type_of(node) is PassType.IB:
         parts = parts[:1]  # B of stage 0; that of a last stage which embeds, too, is long over by then

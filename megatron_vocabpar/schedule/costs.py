@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from .methods import METHODS, Method
-from .passes import CommType, PassType
+from .passes import VOCABULARY_PASSES, CommType, PassType
 from .redistribution import redistribute
 from .schedule import Schedule
 from .schema import check, read_object
@@ -52,9 +52,10 @@ class PassCosts:
         IF_ms: input forward of one microbatch on one rank's shard.
         IB_ms: input backward.
         methods: for each method that partitions the vocabulary, ``S_ms``, ``T_ms``, ``S2_ms`` (naive) and
-            ``synchronous_ms`` (interlaced: the collectives inside S).
+            ``synchronous_ms`` (interlaced: the collectives inside S). With a late gradient also ``L_ms``, by
+            default 0, and ``TW_ms``, by default half of T.
         p2p_ms: one point-to-point transfer between stages.
-        broadcast_ms: C0 and CIB.
+        broadcast_ms: C0, CG and CIB.
         all_reduce_ms: the other collectives.
         last_rank_extra: ``F_ms``, ``B_ms``, ``W_ms`` that the whole output layer adds to the last stage
             where it is not partitioned.
@@ -231,7 +232,7 @@ class PassTimes:
         """Backward twice as long as forward, short vocabulary passes, no latency; in units of a forward."""
         stages, ranks = schedule.placement.num_stages, schedule.p
         one = {PassType.F: 1.0, PassType.B: 2.0, PassType.W: 1.0}
-        vocabulary = {**dict.fromkeys(_OUTPUT, 0.25), PassType.IF: 0.0, PassType.IB: 0.0}
+        vocabulary = dict.fromkeys(VOCABULARY_PASSES, 0.0) | dict.fromkeys((*_OUTPUT, PassType.TW), 0.25)
         return PassTimes(
             {
                 **{type_: (time,) * stages for type_, time in one.items()},
@@ -286,6 +287,8 @@ def _vocabulary_times(costs: PassCosts, schedule: Schedule) -> dict[PassType, tu
         if type_ in chosen.passes and name not in method:
             raise ValueError(f"the costs have no {name} for {chosen.name!r}; add it under 'methods'")
         times[type_] = _spread(method.get(name, 0.0), p, name)
+    times[PassType.L] = _spread(method.get("L_ms", 0.0), p, "L_ms")
+    times[PassType.T], times[PassType.TW] = _halves_of_t(method, p, apart=PassType.TW in chosen.passes)
     for type_ in chosen.in_step:  # it does T's work too, and its collectives
         synchronous = _spread(method.get("synchronous_ms", 0.0), p, "synchronous_ms")
         parts = zip(times[type_], times[PassType.T], synchronous, strict=True)
@@ -293,9 +296,21 @@ def _vocabulary_times(costs: PassCosts, schedule: Schedule) -> dict[PassType, tu
     return times
 
 
+def _halves_of_t(
+    method: Mapping[str, PerRank], p: int, *, apart: bool
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """T and TW of each rank, or all of it in T; a TW that is not given is half of T: two equal products."""
+    t = _spread(method.get("T_ms", 0.0), p, "T_ms")
+    if "TW_ms" not in method:
+        t = tw = tuple(time / 2 for time in t)
+    else:
+        tw = _spread(method["TW_ms"], p, "TW_ms")
+    return (t, tw) if apart else (tuple(map(sum, zip(t, tw, strict=True))), (0.0,) * p)
+
+
 def _comm_times(costs: PassCosts) -> dict[CommType, float]:
     p2p = (CommType.SEND_F, CommType.RECV_F, CommType.SEND_B, CommType.RECV_B)
-    broadcast = (CommType.C0, CommType.CIB)
+    broadcast = (CommType.C0, CommType.CG, CommType.CIB)
     times = dict.fromkeys(CommType, costs.all_reduce_ms)
     return times | dict.fromkeys(p2p, costs.p2p_ms) | dict.fromkeys(broadcast, costs.broadcast_ms)
 

@@ -24,9 +24,16 @@ EMBEDDED_INPUTS = 2  # microbatches whose embedded tokens a rank may hold, appen
 
 
 def vocabulary_passes(schedule: Schedule) -> tuple[PassType, ...]:
-    """The types of vocabulary passes that every rank runs for every microbatch."""
+    """The types of vocabulary passes that ``ranks_of`` each run for every microbatch."""
     around = (PassType.IF, PassType.IB) if schedule.method.vocabulary_parallel else ()
     return (*schedule.method.passes, *around)
+
+
+def ranks_of(type_: PassType, schedule: Schedule) -> range:
+    """The ranks that run a vocabulary pass: all, but the loss function is on one."""
+    placement = schedule.placement
+    first = placement.rank_of(placement.loss_stage) if type_ is PassType.L else 0
+    return range(first, first + 1) if type_ is PassType.L else range(schedule.p)
 
 
 def collectives(schedule: Schedule) -> tuple[CommType, ...]:
@@ -73,7 +80,7 @@ def _before_pass(pass_: Pass, schedule: Schedule) -> tuple[Instruction, ...]:
         case PassType.B if stage < placement.last_stage:
             return Pass(PassType.F, stage, mb), _arrival(PassType.B, stage, stage + 1, mb, schedule)
         case PassType.B if schedule.method.vocabulary_parallel:
-            return Pass(PassType.F, stage, mb), _in_chain(PassType.B, placement.last_rank, mb, schedule)
+            return Pass(PassType.F, stage, mb), *_in_chain(PassType.B, placement.last_rank, mb, schedule)
         case PassType.B:
             return (Pass(PassType.F, stage, mb),)
         case PassType.W:
@@ -81,7 +88,7 @@ def _before_pass(pass_: Pass, schedule: Schedule) -> tuple[Instruction, ...]:
         case PassType.IB:
             return (Comm(CommType.CIB, stage, mb),)
         case _:
-            return (_in_chain(pass_.type, stage, mb, schedule),)
+            return _in_chain(pass_.type, stage, mb, schedule)
 
 
 def _embeds_last(schedule: Schedule) -> bool:
@@ -89,10 +96,17 @@ def _embeds_last(schedule: Schedule) -> bool:
     return schedule.mtp_depths > 0 and schedule.method.vocabulary_parallel
 
 
-def _in_chain(type_: PassType, rank: int, mb: int, schedule: Schedule) -> Instruction:
-    """What a pass of the output layer waits for on ``rank``: the word before it in the method's chain."""
-    word = schedule.method.waits_for[type_]
-    return Comm(word, rank, mb) if isinstance(word, CommType) else Pass(word, rank, mb)
+def _in_chain(type_: PassType, rank: int, mb: int, schedule: Schedule) -> tuple[Instruction, ...]:
+    """What a pass of the output layer waits for on ``rank``: the words before it in the method's chains.
+
+    The last stage's B scales with a late gradient: with L's own result, where that is on its rank.
+    """
+    words = schedule.method.waits_for[type_]
+    if type_ is PassType.B and rank in ranks_of(PassType.L, schedule):
+        words = tuple(PassType.L if word is CommType.CG else word for word in words)
+    return tuple(
+        Comm(word, rank, mb) if isinstance(word, CommType) else Pass(word, rank, mb) for word in words
+    )
 
 
 def _arrival(type_: PassType, stage: int, neighbour: int, mb: int, schedule: Schedule) -> Instruction:
@@ -126,4 +140,5 @@ def _before_collective(comm: Comm, schedule: Schedule) -> tuple[Instruction, ...
             ends = dict.fromkeys([0] + [placement.last_stage] * _embeds_last(schedule))
             return tuple(Pass(PassType.B, end, mb) for end in ends if placement.rank_of(end) == rank)
         case _:
-            return (Pass(schedule.method.producers[comm.type], rank, mb),)
+            producer = schedule.method.producers[comm.type]
+            return (Pass(producer, rank, mb),) if rank in ranks_of(producer, schedule) else ()

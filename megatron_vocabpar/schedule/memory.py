@@ -4,7 +4,7 @@ A buffer lives from the pass or transfer that fills it to the one that frees it:
 
     activations      from the start of F to the end of B
     weight_inputs    where W is split off: from the end of B to the end of W
-    softmax_shards   from the start of S to the end of T
+    softmax_shards   from the start of S to the end of T (of TW, where there is one)
     embedded_inputs  from the start of IF until CI has ended; on the first rank to the end of F of stage 0
     input_gradients  from the end of CIB (on the first rank: of B of stage 0) to the end of IB
     mtp_layers       with multi-token prediction: from the start to the end of the last stage's F and B, what
@@ -120,7 +120,8 @@ def lifetimes(events: Events, rank: int) -> dict[str, list[Interval]]:
             alive[LOGITS] += held
         if schedule.mtp_depths and stage == placement.last_stage:
             alive[MTP_LAYERS] += held
-    alive[SOFTMAX_SHARDS] = between(times(starts, PassType.S, rank), times(ends, PassType.T, rank))
+    freed = times(ends, schedule.method.weight_pass, rank)
+    alive[SOFTMAX_SHARDS] = between(times(starts, PassType.S, rank), freed)
     first = rank == placement.first_rank
     gone = times(ends, PassType.F, 0) if first else times(ends, CommType.CI, rank)
     came = times(ends, PassType.B, 0) if first else times(ends, CommType.CIB, rank)

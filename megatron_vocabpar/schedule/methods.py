@@ -10,6 +10,15 @@ who produces it, and the number of barriers: the collectives that all ranks' pas
     vocab-2     C0 S C1 B       and later   C1 T
     interlaced  C0 [S] B        in brackets: all ranks run it in step, with its collectives inside
 
+Methods differ in when T runs, not in what the loss may be. Where it is any function of the tokens' losses
+(*late gradient*), its gradient is known only when these are: L runs the loss function, CG sends every token's
+gradient to all ranks, and B scales the rows of the input gradient with it. The weight gradient waits for CG,
+and where B waits for T, is a pass of its own (TW). So there are besides
+
+    naive       C2 L CG B    C2 TW    CG TW
+    vocab-1     C1 L CG B    C1 TW    CG TW
+    vocab-2     C1 L CG B             CG T
+
 A method of one's own is a ``Method``: its chain, times of its passes in ``costs.py`` (or a cost file), and,
 to train with it, handlers for what is new in it (``integration/handlers.py``).
 
@@ -19,7 +28,7 @@ Next: ``dependencies.py``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -36,7 +45,9 @@ class Method:
         name: the one name, as on the command line.
         summary: one line for tables and ``--help``.
         chain: from C0 to B; empty where both layers stay inside the first and the last stage's F and B.
-        late: what follows a collective of the chain, and may be delayed at will.
+        late: what follows a word of the chain, and may be delayed at will; such chains, separated by commas,
+            may end in what stands before.
+        late_gradient: whether the loss may be any function of the tokens' losses; see ``with_late_gradient``.
 
     Raises:
         ValueError: for a word that is no pass or collective of the output layer, or a chain that is none.
@@ -46,16 +57,36 @@ class Method:
     summary: str
     chain: str = ""
     late: str = ""
+    late_gradient: bool = False
 
     def __post_init__(self) -> None:
-        words = [_type(self, word) for word in self.chain.split()]
+        words, *later = self._chains
         if words and (words[0] is not CommType.C0 or words[-1] is not PassType.B):
             raise ValueError(f"method {self.name}: the chain {self.chain!r} must lead from C0 to B")
-        late = [_type(self, word) for word in self.late.split()]
-        if late and late[0] not in words:
-            raise ValueError(f"method {self.name}: {self.late!r} must start with a word of {self.chain!r}")
-        if len(set(words)) < len(words) or set(words) & set(late[1:]):
+        known, twice = set(words), len(set(words)) < len(words)
+        for late in later:
+            if late[0] not in known:
+                raise ValueError(
+                    f"method {self.name}: {self.late!r} must start with a word of {self.chain!r}"
+                )
+            joins = late[-1] is PassType.B or late[-1] not in words
+            twice = twice or bool(known & set(late[1:-1] if joins else late[1:]))
+            known |= set(late)
+        if twice:
             raise ValueError(f"method {self.name}: {self.chain!r}, then {self.late!r}, names a word twice")
+
+    def with_late_gradient(self) -> Method:
+        """The same method for losses that are any function of the tokens' losses.
+
+        Methods that keep the output layer on one rank have its autograd, and those whose ranks run it in step
+        wait for one another anyway: their chains stay as they are.
+        """
+        if self.late_gradient or PassType.T not in self.passes:
+            return replace(self, late_gradient=True)
+        (statistics,) = (word.value for word in self.waits_for[PassType.T])
+        weight = PassType.TW.value if PassType.T.value in self.chain.split() else PassType.T.value
+        late = f"{statistics} L CG B, {self.late or f'{statistics} {weight}'}, CG {weight}"
+        return replace(self, late=late, late_gradient=True)
 
     @property
     def vocabulary_parallel(self) -> bool:
@@ -65,12 +96,12 @@ class Method:
     @cached_property
     def words(self) -> tuple[Word, ...]:
         """Passes and collectives, in order, without B."""
-        words = [_type(self, word) for word in (*self.chain.split(), *self.late.split())]
-        return tuple(word for word in dict.fromkeys(words) if word is not PassType.B)
+        words = dict.fromkeys(word for chain in self._chains for word in chain)
+        return tuple(word for word in words if word is not PassType.B)
 
     @cached_property
     def passes(self) -> tuple[PassType, ...]:
-        """The output layer's passes, which every rank runs for every microbatch."""
+        """The output layer's passes, which every rank runs for every microbatch, but for L."""
         return tuple(word for word in self.words if isinstance(word, PassType))
 
     @cached_property
@@ -85,9 +116,18 @@ class Method:
         return frozenset(type_ for word in marked if isinstance(type_ := _type(self, word), PassType))
 
     @cached_property
-    def waits_for(self) -> dict[PassType, Word]:
-        """What each pass of the output layer waits for, and the last stage's B."""
-        return {word: before for before, word in self._links if isinstance(word, PassType)}
+    def weight_pass(self) -> PassType:
+        """The pass after which nothing needs the exponentials: it adds the weight gradient."""
+        return PassType.TW if PassType.TW in self.passes else PassType.T
+
+    @cached_property
+    def waits_for(self) -> dict[PassType, tuple[Word, ...]]:
+        """What each pass of the output layer waits for, and the last stage's B; first what the chain says."""
+        waits: dict[PassType, tuple[Word, ...]] = {}
+        for before, word in self._links:
+            if isinstance(word, PassType):
+                waits[word] = (*waits.get(word, ()), before)
+        return waits
 
     @cached_property
     def producers(self) -> dict[CommType, PassType]:
@@ -100,24 +140,28 @@ class Method:
 
     def waiting_for(self, word: Word) -> frozenset[PassType]:
         """The passes that wait for a pass or collective of the chain."""
-        return frozenset(pass_ for pass_, before in self.waits_for.items() if before is word)
+        return frozenset(pass_ for pass_, before in self.waits_for.items() if word in before)
 
     @property
     def barriers(self) -> int:
         """Communication barriers between the last stage's F and B (sections 4.3 and 4.4)."""
-        return len(self.producers)
+        return len(self.producers.keys() - {CommType.CG})
+
+    @cached_property
+    def _chains(self) -> tuple[list[Word], ...]:
+        chains = (self.chain, *filter(None, self.late.split(",")))
+        return tuple([_type(self, word) for word in chain.split()] for chain in chains)
 
     @cached_property
     def _links(self) -> tuple[tuple[Word, Word], ...]:
-        chains = ([_type(self, word) for word in chain.split()] for chain in (self.chain, self.late))
-        return tuple(link for chain in chains for link in pairwise(chain))
+        return tuple(link for chain in self._chains for link in pairwise(chain))
 
 
 _WORDS: dict[str, Word] = {
     word.value: word
     for word in (
-        *(PassType.S, PassType.S2, PassType.T, PassType.B),
-        *(CommType.C0, CommType.C1, CommType.C2, CommType.C3),
+        *(PassType.S, PassType.S2, PassType.T, PassType.L, PassType.TW, PassType.B),
+        *(CommType.C0, CommType.C1, CommType.C2, CommType.C3, CommType.CG),
     )
 }
 
@@ -150,14 +194,14 @@ METHODS: dict[str, Method] = {
 }
 
 
-def method_named(method: str | Method) -> Method:
-    """The method with this name; a ``Method`` is its own.
+def method_named(method: str | Method, *, late_gradient: bool = False) -> Method:
+    """The method with this name; a ``Method`` is its own. With a late gradient, if asked for.
 
     Raises:
         ValueError: if there is none; the message lists the names.
     """
-    if isinstance(method, Method):
-        return method
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
-    return METHODS[method]
+    if not isinstance(method, Method):
+        if method not in METHODS:
+            raise ValueError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
+        method = METHODS[method]
+    return method.with_late_gradient() if late_gradient else method

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from .dependencies import EMBEDDED_INPUTS, collectives, prerequisites, vocabulary_passes
+from .dependencies import EMBEDDED_INPUTS, collectives, prerequisites, ranks_of, vocabulary_passes
 from .passes import POINT_TO_POINT, Comm, CommType, Instruction, Pass, PassType
 from .schedule import Schedule
 
 _TRANSFORMER = (PassType.F, PassType.B, PassType.W)
-_VOCABULARY = (PassType.S, PassType.S2, PassType.T, PassType.IF, PassType.IB)
+_VOCABULARY = (PassType.S, PassType.S2, PassType.T, PassType.IF, PassType.IB, PassType.L, PassType.TW)
 TYPES: tuple[PassType | CommType, ...] = (*_TRANSFORMER, *_VOCABULARY, *CommType)
 _PASS_TYPES = len(PassType)
 
@@ -91,10 +91,12 @@ class Numbering:
         return self.first_node[item.type] + item.stage
 
     def nodes_of(self, type_: PassType | CommType) -> range:
-        """The nodes of a type: one a stage, or one a rank for the vocabulary layers."""
-        on_stages = type_ in _TRANSFORMER or type_ in POINT_TO_POINT
+        """The nodes of a type: one a stage, or one a rank that has it for the vocabulary layers."""
         first = self.first_node[type_]
-        return range(first, first + (self.width if on_stages else self.schedule.p))
+        if type_ in _TRANSFORMER or type_ in POINT_TO_POINT:
+            return range(first, first + self.width)
+        ranks = ranks_of(type_, self.schedule) if isinstance(type_, PassType) else range(self.schedule.p)
+        return range(first + ranks.start, first + ranks.stop)
 
     @cached_property
     def needs(self) -> tuple[tuple[Need, ...], ...]:
@@ -124,8 +126,9 @@ class Numbering:
                     if isinstance(receive, Comm) and receive.type in POINT_TO_POINT:
                         yield receive
                         yield from prerequisites(receive, self.schedule)
+        for type_ in vocabulary_passes(self.schedule):
+            yield from (Pass(type_, rank, mb) for rank in ranks_of(type_, self.schedule))
         for rank in range(self.schedule.p):
-            yield from (Pass(type_, rank, mb) for type_ in vocabulary_passes(self.schedule))
             yield from (Comm(comm, rank, mb) for comm in collectives(self.schedule))
 
 

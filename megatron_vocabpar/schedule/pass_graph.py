@@ -19,7 +19,7 @@ from typing import NamedTuple
 from .costs import PassTimes
 from .dependencies import collectives, vocabulary_passes
 from .numbering import Numbering
-from .passes import POINT_TO_POINT, Pass, PassType
+from .passes import POINT_TO_POINT, PassType
 
 
 class TimedNeed(NamedTuple):
@@ -77,9 +77,10 @@ class PassGraph:
 
     @cached_property
     def sinks(self) -> frozenset[int]:
-        """Pass nodes that nothing waits for, so that they may be delayed: T of vocab-2, W, IB."""
+        """Pass nodes that nothing waits for, so that they may be delayed: T of vocab-2, TW, W, IB."""
         needed = {need.node for needs in self.needs.values() for need in needs}
-        delayed = (node for type_ in (PassType.T, PassType.W, PassType.IB) for node in self.of_type(type_))
+        types = (PassType.T, PassType.TW, PassType.W, PassType.IB)
+        delayed = (node for type_ in types for node in self.of_type(type_))
         return frozenset(node for node in delayed if node not in needed and not self.feeds[node])
 
 
@@ -88,14 +89,8 @@ def build_graph(numbering: Numbering, times: PassTimes, *, splits_w: bool) -> Pa
     schedule = numbering.schedule
     types = (PassType.F, PassType.B, *((PassType.W,) if splits_w else ()), *vocabulary_passes(schedule))
     nodes = {type_: numbering.nodes_of(type_) for type_ in types}
-    rank = {
-        node: schedule.rank_of(Pass(type_, stage, 0))
-        for type_ in types
-        for stage, node in enumerate(nodes[type_])
-    }
-    duration = {
-        node: time for type_ in types for node, time in zip(nodes[type_], times.passes[type_], strict=False)
-    }
+    rank = {node: schedule.rank_of(numbering.item_of(node, 0)) for type_ in types for node in nodes[type_]}
+    duration = {node: times.passes[type_][node % numbering.width] for type_ in types for node in nodes[type_]}
     needs = {node: tuple(_needs(node, numbering, times)) for node in rank}
     feeds: dict[int, list[int]] = {node: [] for node in rank}
     producers: dict[int, int] = {}

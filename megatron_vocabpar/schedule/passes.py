@@ -6,8 +6,8 @@ A schedule is data. Its atoms are *passes* (computation) and *communications*; b
 Times, peers and flags never live inside an instruction; they stand in maps keyed by it.
 
 For F, B and W the stage is the virtual pipeline stage (``chunk * p + rank`` in the standard
-placement). The passes of the vocabulary layers run on every rank, so for IF, S, S2, T and IB, and
-for the collectives between them, the stage is the rank.
+placement). The passes of the vocabulary layers run on every rank (L on that of the loss alone), so for
+them, and for the collectives between them, the stage is the rank.
 
 Source: Balancing Pipeline Parallelism with Vocabulary Parallelism, sections 4 and 5, appendix C.
 Next: ``dependencies.py`` (the ordering rules), then ``building_block.py`` (the idea).
@@ -34,6 +34,8 @@ class PassType(_Name):
     S = "S"  # output layer on this rank's shard: logits and local softmax statistics
     S2 = "S2"  # naive only: exponentials and their sum, once the global maximum is known
     T = "T"  # output layer: weight gradient (and, but for vocab-2, the input gradient)
+    L = "L"  # late gradient: the loss function, and the gradient that it gives every token
+    TW = "TW"  # late gradient, but for vocab-2: the weight gradient, which T leaves out
     B = "B"  # backward of a stage (its input gradient alone where W is split off)
     W = "W"  # weight gradient of a stage, where it is split from B
     IB = "IB"  # input backward: add the input gradient into this rank's embedding rows
@@ -50,6 +52,7 @@ class CommType(_Name):
     C1 = "C1"  # softmax statistics of all ranks (naive: maxima; vocab-2: and the input gradient)
     C2 = "C2"  # vocab-1: the input gradient to the last stage; naive: the sums of exponentials
     C3 = "C3"  # naive: the input gradient to the last stage
+    CG = "CG"  # late gradient: that of every token's loss, from the loss function's rank to every rank
     CI = "CI"  # embedded tokens to the first stage
     CIB = "CIB"  # input gradient of the first stage's B back to the shards that own the rows
 
@@ -57,10 +60,10 @@ class CommType(_Name):
 POINT_TO_POINT = frozenset({CommType.SEND_F, CommType.RECV_F, CommType.SEND_B, CommType.RECV_B})
 # The receive of each send, and how many stages further it stands.
 RECEIVE_OF = {CommType.SEND_F: (CommType.RECV_F, 1), CommType.SEND_B: (CommType.RECV_B, -1)}
-OUTPUT_COLLECTIVES = frozenset({CommType.C0, CommType.C1, CommType.C2, CommType.C3})
+OUTPUT_COLLECTIVES = frozenset({CommType.C0, CommType.C1, CommType.C2, CommType.C3, CommType.CG})
 INPUT_COLLECTIVES = frozenset({CommType.CI, CommType.CIB})
 COLLECTIVES = OUTPUT_COLLECTIVES | INPUT_COLLECTIVES
-VOCABULARY_PASSES = frozenset({PassType.IF, PassType.S, PassType.S2, PassType.T, PassType.IB})
+VOCABULARY_PASSES = frozenset(PassType) - {PassType.F, PassType.B, PassType.W}
 
 
 @dataclass(frozen=True, slots=True)

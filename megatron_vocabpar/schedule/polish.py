@@ -77,7 +77,8 @@ class _Net:
             for group in graph.feeds[node]:
                 self._link(node, group, 0, 0.0)
         release = set(graph.of_type(PassType.W) or graph.of_type(PassType.B))
-        shards = (graph.of_type(PassType.S), graph.of_type(PassType.T))
+        weight_pass = graph.numbering.schedule.method.weight_pass
+        shards = (graph.of_type(PassType.S), graph.of_type(weight_pass))
         self.hold = [(node in graph.of_type(PassType.F)) - (node in release) for node in nodes]
         self.shards = [(node in shards[0]) - (node in shards[1]) if shards[1] else 0 for node in nodes]
         self.waiting = [

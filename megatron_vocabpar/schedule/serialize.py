@@ -3,7 +3,8 @@
 A schedule: ``{"method", "p", "m", "chunks", "algorithm", "placement", "input", "ranks": [[{"op", "mb",
 "chunk"}, ...]]}``, the compute passes of each rank in order. ``chunk`` is the chunk of F, B and W on their
 rank, 0 for the vocabulary passes. ``method`` may be left out: it tells redis from baseline, whose passes are
-the same. With multi-token prediction there is also ``mtp_depths``.
+the same. With multi-token prediction there is also ``mtp_depths``; ``"late_gradient": true`` where
+there are L and CG.
 
 A plan: ``"program": [["0IF0", "0CI0", ...]]`` in place of ``"ranks"``, each rank's instructions in order,
 with communication; and ``"costs"``, as in a cost file.
@@ -63,6 +64,7 @@ def _json(schedule: Schedule, more: Mapping[str, Any], name: str, rows: Sequence
         "placement": schedule.placement.shape,
         "input": _input(schedule.method),
         **({"mtp_depths": schedule.mtp_depths} if schedule.mtp_depths else {}),
+        **({"late_gradient": True} if schedule.method.late_gradient else {}),
         **more,
     }
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
@@ -131,6 +133,8 @@ def _read(data: Mapping[str, Any], methods: Methods) -> tuple[Schedule, Program 
         fitting[_word(data, "method", tuple(fitting))] if "method" in data else next(iter(fitting.values()))
     )
     _word(data, "input", (_input(method),))
+    if data.get("late_gradient"):
+        method = method.with_late_gradient()
     name = "program" if "program" in data else "ranks"
     rows = data.get(name, ())
     if len(rows) != p:

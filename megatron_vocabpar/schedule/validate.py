@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from .costs import PassTimes
-from .dependencies import vocabulary_passes
+from .dependencies import ranks_of, vocabulary_passes
 from .forward_only import FORWARD
 from .lower import play_passes
 from .numbering import Need, Numbering, in_numbers
@@ -52,7 +52,8 @@ def _expected_nodes(schedule: Schedule, rank: int) -> dict[PassType, frozenset[i
     wanted = frozenset(PassType) if backward or not any(schedule.ranks) else FORWARD
     stages = frozenset(schedule.placement.stage_of(rank, chunk) for chunk in range(schedule.chunks))
     transformer = (PassType.F, PassType.B, *((PassType.W,) if schedule.splits_w else ()))
-    nodes = dict.fromkeys(transformer, stages) | dict.fromkeys(vocabulary_passes(schedule), frozenset({rank}))
+    here = (type_ for type_ in vocabulary_passes(schedule) if rank in ranks_of(type_, schedule))
+    nodes = dict.fromkeys(transformer, stages) | dict.fromkeys(here, frozenset({rank}))
     return {type_: nodes[type_] for type_ in nodes if type_ in wanted}
 
 

@@ -23,6 +23,7 @@ class Shape:
     chunks: int = 1
     placement: str = "standard"
     split: bool = False
+    late: bool = False
 
     @property
     def data(self) -> dict[str, Any]:
@@ -34,6 +35,7 @@ class Shape:
             "algorithm": self.algorithm,
             "placement": self.placement,
             "input": "local" if self.algorithm == "none" else "parallel",
+            "late_gradient": self.late,
             "ranks": [[] for _ in range(self.p)],
         }
 
@@ -65,10 +67,8 @@ def accepted(data: dict[str, Any], split: bool) -> bool:
     rows, expected = reference.keys_of(data), reference.wanted(data, split)
     if any(sorted(row) != sorted(keys) for row, keys in zip(rows, expected, strict=True)):
         return False
-    return (
-        reference.starts(data, dict.fromkeys(["IF", "F", "S", "S2", "T", "B", "W", "IB"], 1.0), 0.0)
-        is not None
-    )
+    ms = dict.fromkeys(["IF", "F", "S", "S2", "T", "L", "TW", "B", "W", "IB"], 1.0)
+    return reference.starts(data, ms, 0.0) is not None
 
 
 SHAPES = [
@@ -81,5 +81,7 @@ SHAPES = [
     Shape("vocab-2", 2, 3, 2, "standard"),
     Shape("vocab-2", 3, 3, 2, "vshape", True),
     Shape("vocab-2", 2, 2, 3, "vshape"),
+    Shape("vocab-1", 3, 3, late=True),
+    Shape("vocab-2", 3, 3, 2, "vshape", True, late=True),
     Shape("interlaced", 3, 3),
 ]

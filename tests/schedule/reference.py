@@ -39,6 +39,9 @@ def wanted(data: dict[str, Any], split: bool = False) -> list[set[Key]]:
                 stage = chunk * p + (p - 1 - rank if backwards else rank)
                 keys |= {(op, stage, mb) for op in ("F", "B", "W") if split or op != "W"}
             keys |= {(op, rank, mb) for op in ops[data["algorithm"]].split()}
+            if data.get("late_gradient") and data["algorithm"] != "interlaced":
+                keys |= {("L", rank, mb)} if rank == p - 1 else set()
+                keys |= {("TW", rank, mb)} if data["algorithm"] != "vocab-2" else set()
             if data["input"] == "parallel":
                 keys |= {("IF", rank, mb), ("IB", rank, mb)}
         out.append(keys)
@@ -50,6 +53,9 @@ def waits_for(key: Key, data: dict[str, Any], comm: float) -> list[tuple[Key, fl
     op, place, mb = key
     p, algorithm, last = data["p"], data["algorithm"], data["p"] * data["chunks"] - 1
     everywhere = range(p)
+    late = data.get("late_gradient") and algorithm != "interlaced"
+    of_statistics = "S2" if algorithm == "naive" else "S"
+    broadcast = [(("L", p - 1, mb), comm)]
     if op == "F" and place == 0:
         return [(("IF", rank, mb), comm) for rank in everywhere] if data["input"] == "parallel" else []
     if op == "F":
@@ -63,13 +69,17 @@ def waits_for(key: Key, data: dict[str, Any], comm: float) -> list[tuple[Key, fl
         producer = {"naive": "T", "vocab-1": "T", "vocab-2": "S", "interlaced": "S"}.get(algorithm)
         latency = 0.0 if algorithm == "interlaced" else comm
         follows = [((producer, rank, mb), latency) for rank in everywhere] if producer else []
+        if late:
+            at_hand = rank_of(last, data) == p - 1
+            follows.append((("L", p - 1, mb), 0.0 if at_hand else comm))
         return [(("F", place, mb), 0.0), *follows]
     if op == "S":
         return [(("F", last, mb), comm)]
     if op == "S2":
         return [(("S", rank, mb), comm) for rank in everywhere]
-    if op == "T":
-        return [(("S2" if algorithm == "naive" else "S", rank, mb), comm) for rank in everywhere]
+    if op in ("L", "T", "TW"):
+        waits = op == "TW" or (op == "T" and late and algorithm == "vocab-2")
+        return [((of_statistics, rank, mb), comm) for rank in everywhere] + (broadcast if waits else [])
     if op == "W":
         return [(("B", place, mb), 0.0)]
     if op == "IB":

@@ -14,9 +14,9 @@ from .random_schedules import Shape
 
 Words = Sequence[Sequence[str]]
 _NEEDS = {  # the collectives that a pass of each algorithm waits for; B for the last stage alone
-    "naive": {"S": "C0", "S2": "C1", "T": "C2", "B": "C3"},
-    "vocab-1": {"S": "C0", "T": "C1", "B": "C2"},
-    "vocab-2": {"S": "C0", "T": "C1", "B": "C1"},
+    "naive": {"S": "C0", "S2": "C1", "T": "C2", "L": "C2", "TW": "C2", "B": "C3"},
+    "vocab-1": {"S": "C0", "T": "C1", "L": "C1", "TW": "C1", "B": "C2"},
+    "vocab-2": {"S": "C0", "T": "C1", "L": "C1", "B": "C1"},
     "interlaced": {"S": "C0"},
     "none": {},
 }
@@ -50,7 +50,7 @@ def ends(program: Words, shape: Shape, ms: dict[str, float]) -> dict[str, float]
                 else:
                     issued[f"{rank} {word}"] = free
         _transfers(program, issued, end, where, ms)
-        for group in ({"C0", "C1", "C2", "C3"}, {"CI", "CIB"}):
+        for group in ({"C0", "C1", "C2", "C3", "CG"}, {"CI", "CIB"}):
             free = 0.0
             for word in [w for w in program[0] if parts(w)[1] in group]:
                 same = [word.replace("0", str(rank), 1) for rank in range(shape.p)]
@@ -87,7 +87,9 @@ def _needs(word: str, shape: Shape, where: list[int]) -> list[str]:
             if name == "F":
                 return [] if local else [f"{where[0]}CI{mb}"]
             together = [f"{where[last]}S{mb}"] if shape.algorithm == "interlaced" else []
-            return [*first, *together, *([f"{where[last]}{wait}.{mb}"] if wait else [])]
+            at_hand = where[last] == shape.p - 1
+            gradient = [f"{where[last]}{'L' if at_hand else 'CG'}{mb}"] if shape.late else []
+            return [*first, *together, *([f"{where[last]}{wait}.{mb}"] if wait else []), *gradient]
         moved = where[behind] != where[stage]
         return [*first, f"{stage}RECV_{name}{mb}" if moved else f"{behind}{name}{mb}"]
     if name == "IF":
@@ -98,4 +100,5 @@ def _needs(word: str, shape: Shape, where: list[int]) -> list[str]:
         return [f"{stage}B{mb}"]
     if name == "IB":
         return [f"{stage}CIB{mb}"]
-    return [f"{stage}{wait}.{mb}"] if wait else []
+    late = name == "TW" or (shape.late and shape.algorithm == "vocab-2" and name == "T")
+    return [*([f"{stage}{wait}.{mb}"] if wait else []), *([f"{stage}CG{mb}"] if late else [])]

@@ -39,24 +39,26 @@ def test_what_follows_from_a_chain(name: str, barriers: int, passes: str, collec
 def test_what_waits_for_what() -> None:
     vocab_2 = METHODS["vocab-2"]
     assert vocab_2.waits_for == {
-        PassType.S: CommType.C0,
-        PassType.B: CommType.C1,
-        PassType.T: CommType.C1,
+        PassType.S: (CommType.C0,),
+        PassType.B: (CommType.C1,),
+        PassType.T: (CommType.C1,),
     }
     assert vocab_2.producers == {CommType.C1: PassType.S}
-    assert METHODS["interlaced"].waits_for[PassType.B] is PassType.S
+    assert METHODS["interlaced"].waits_for[PassType.B] == (PassType.S,)
     assert METHODS["interlaced"].in_step == {PassType.S}
 
 
 @pytest.mark.parametrize(
     ("chain", "late", "message"),
     [
-        ("C0 X B", "", "method trial: 'X' in its chain; there are S, S2, T, B, C0"),
+        ("C0 X B", "", "method trial: 'X' in its chain; there are S, S2, T, L, TW, B, C0"),
         ("S C1 B", "", "must lead from C0 to B"),
         ("C0 S C1 T", "", "must lead from C0 to B"),
         ("C0 S C1 B", "C2 T", "'C2 T' must start with a word of 'C0 S C1 B'"),
         ("C0 S C1 S C2 B", "", "names a word twice"),
         ("C0 S C1 B", "C1 S", "names a word twice"),
+        ("C0 S C1 B", "C1 T, CG T", "must start with a word of"),
+        ("C0 S C1 B", "C1 T, C1 T B", "names a word twice"),
     ],
 )
 def test_what_is_no_chain_is_named(chain: str, late: str, message: str) -> None:

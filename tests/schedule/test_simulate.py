@@ -117,9 +117,22 @@ def test_the_queue_of_a_group_delays_collectives() -> None:
 @given(st.sampled_from(SHAPES), st.integers(0, 10**6))
 def test_any_order_of_any_shape_equals_an_independent_simulation(shape: Shape, seed: int) -> None:
     data = random_data(shape, seed)
-    ms = {"F": 10.0, "B": 12.0, "W": 8.0, "IF": 1.0, "IB": 2.0, "S": 3.0, "S2": 1.0, "T": 4.0}
-    method = {f"{name}_ms": ms[name] for name in ("S", "S2", "T")}
+    ms = {
+        "F": 10.0,
+        "B": 12.0,
+        "W": 8.0,
+        "IF": 1.0,
+        "IB": 2.0,
+        "S": 3.0,
+        "S2": 1.0,
+        "T": 4.0,
+        "L": 0.5,
+        "TW": 2.0,
+    }
+    method = {f"{name}_ms": ms[name] for name in ("S", "S2", "T", "L")}
     method["T_ms"] *= shape.algorithm != "interlaced"
+    if shape.late and shape.algorithm != "vocab-2":
+        method["TW_ms"] = ms["TW"]
     costs = PassCosts(10.0, 12.0, 8.0, 1.0, 2.0, {shape.algorithm: method})
     if not shape.split:
         ms["B"] += ms["W"]
@@ -133,16 +146,29 @@ def test_any_order_of_any_shape_equals_an_independent_simulation(shape: Shape, s
 @given(st.sampled_from(SHAPES), st.integers(0, 10**6), st.integers(0, 30), st.integers(0, 30))
 def test_queues_equal_an_independent_simulation(shape: Shape, seed: int, p2p: int, collective: int) -> None:
     """Transfers and collectives as long as passes, so that they queue."""
-    ms = {"F": 10.0, "B": 12.0, "W": 8.0, "IF": 1.0, "IB": 2.0, "S": 3.0, "S2": 1.0, "T": 4.0}
-    method = {f"{name}_ms": ms[name] for name in ("S", "S2", "T")}
+    ms = {
+        "F": 10.0,
+        "B": 12.0,
+        "W": 8.0,
+        "IF": 1.0,
+        "IB": 2.0,
+        "S": 3.0,
+        "S2": 1.0,
+        "T": 4.0,
+        "L": 0.5,
+        "TW": 2.0,
+    }
+    method = {f"{name}_ms": ms[name] for name in ("S", "S2", "T", "L")}
     method["T_ms"] *= shape.algorithm != "interlaced"
+    if shape.late and shape.algorithm != "vocab-2":
+        method["TW_ms"] = ms["TW"]
     costs = PassCosts(
         10.0, 12.0, 8.0, 1.0, 2.0, {shape.algorithm: method}, float(p2p), collective + 1.0, collective / 2
     )
     if not shape.split:
         ms["B"] += ms["W"]
     ms |= {name: ms[name] / shape.chunks for name in "FBW"} | {"RECV": float(p2p)}
-    ms |= dict.fromkeys(["C0", "CIB"], collective + 1.0)
+    ms |= dict.fromkeys(["C0", "CG", "CIB"], collective + 1.0)
     ms |= dict.fromkeys(["C1", "C2", "C3", "CI"], collective / 2)
     schedule = random_schedule(shape, seed)
     program = lower(schedule, costs)

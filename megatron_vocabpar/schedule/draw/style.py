@@ -30,6 +30,8 @@ STYLES: dict[PassType, Style] = {
     PassType.S: Style("#f6b26b", "#3d2200", "output layer S"),
     PassType.S2: Style("#f9d9a8", "#3d2200", "output layer S2"),
     PassType.T: Style("#d9534f", "#ffffff", "output layer T"),
+    PassType.L: Style("#222222", "#ffffff", "loss function"),
+    PassType.TW: Style("#e8a09d", "#3d0a08", "output layer TW"),
     PassType.IF: Style("#c9b3e6", "#281544", "input forward"),
     PassType.IB: Style("#7d5ba6", "#ffffff", "input backward"),
 }
@@ -43,6 +45,7 @@ MEANINGS: dict[CommType, str] = {
     CommType.C1: "the softmax statistics of all ranks",
     CommType.C2: "the reduction after C1",
     CommType.C3: "the input gradient of the output layer",
+    CommType.CG: "the gradient of every token's loss",
     CommType.CI: "the embedded tokens",
     CommType.CIB: "the gradient of the embedded tokens",
 }
