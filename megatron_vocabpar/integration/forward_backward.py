@@ -60,6 +60,8 @@ class ForwardBackward:
 
     Args:
         method: one of ``schedule.methods.METHODS``.
+        late_gradient: whether the loss may be any differentiable function of the tokens' losses, not a linear
+            one alone; see ``Method.with_late_gradient``.
         groups: the vocabulary group of this rank.
         device: where the model lives.
         make_plan: from a number of microbatches to a plan of this method for this many stages, the same on
@@ -81,6 +83,7 @@ class ForwardBackward:
         groups: VocabGroups,
         device: torch.device,
         *,
+        late_gradient: bool = False,
         make_plan: Callable[[int], Plan] | None = None,
         observers: Sequence[Observer] = (),
         timeline: Timeline | None = None,
@@ -88,14 +91,14 @@ class ForwardBackward:
         not_finite: Callable[[str], None] | None = None,
         mtp_depths: int = 0,
     ) -> None:
-        self.method = method_named(method)
+        self.method = method_named(method, late_gradient=late_gradient)
         self.output_options = output_options or OutputOptions()
         _check_options(self.method, self.output_options)
         self._not_finite = not_finite
         self.groups = groups
         self.device = device
         costs = PassCosts.default(groups.pipeline, mtp_depths)
-        self._make_plan = make_plan or partial(generate_plan, method, groups.pipeline, costs=costs)
+        self._make_plan = make_plan or partial(generate_plan, self.method, groups.pipeline, costs=costs)
         self._timeline = timeline
         named: Observer = partial(_profiler_range, device)
         self._observers = (*observers, named, *([timeline.observe] if timeline else []))
@@ -131,10 +134,11 @@ class ForwardBackward:
         self._plans[plan.schedule.m] = plan
 
     def _check_plan(self, schedule: Schedule, num_microbatches: int) -> None:
-        planned = schedule.method.name, schedule.p, schedule.m
-        wanted = self.method.name, self.groups.pipeline, num_microbatches
+        check_late_gradient(self.method, schedule.placement)
+        planned = schedule.method.name, schedule.method.late_gradient, schedule.p, schedule.m
+        wanted = self.method.name, self.method.late_gradient, self.groups.pipeline, num_microbatches
         if planned != wanted:
-            names = ("method", "stages", "microbatches")
+            names = ("method", "late_gradient", "stages", "microbatches")
             differ = [f"{n} {a}, not {b}" for n, a, b in zip(names, planned, wanted, strict=True) if a != b]
             raise ValueError(f"the plan has {'; '.join(differ)}; make it for this method and pipeline")
 
@@ -264,6 +268,20 @@ def _check_options(method: Method, options: OutputOptions) -> None:
     for what, is_asked in refused.items():
         if method.name == "naive" and is_asked:
             raise ValueError(f"method naive {what}; use vocab-1 or vocab-2, or leave the option out")
+
+
+def check_late_gradient(method: Method, placement: Placement) -> None:
+    """Refuse a late gradient where the whole output layer is on another rank than the loss function.
+
+    Raises:
+        ValueError: naming the remedy.
+    """
+    apart = placement.loss_stage != placement.last_stage and not method.vocabulary_parallel
+    if method.late_gradient and apart:
+        raise ValueError(
+            f"late_gradient with {method.name}: in a V shape the last stage is on another rank than the loss "
+            "function; use a method that partitions the vocabulary, or another schedule"
+        )
 
 
 def check_config(config: Any, adjust_tensor_shapes_fn: Any, vocabulary_parallel: bool) -> None:

@@ -48,10 +48,13 @@ def vocabulary_table(method: Method, inputs: InputLayer, output: OutputLayer) ->
     Raises:
         ValueError: for a chain with something new in it, naming it.
     """
+    both_halves = output.input_backward if output.late_gradient else output.output_backward
     passes: Table = {
         PassType.S: output.synchronous_output if method.in_step else output.output_forward,
         PassType.S2: output.exponential_sum,
-        PassType.T: output.output_backward,
+        PassType.T: output.weight_backward if output.early_gradient else both_halves,
+        PassType.L: output.loss_gradient,
+        PassType.TW: output.weight_backward,
     }
     carriers: dict[frozenset[PassType], Callable[[Any], None]] = {
         frozenset({PassType.S}): output.broadcast_hidden,
@@ -68,7 +71,10 @@ def vocabulary_table(method: Method, inputs: InputLayer, output: OutputLayer) ->
         **{type_: passes[type_] for type_ in method.passes},
     }
     for type_ in method.collectives:
-        waiting = method.waiting_for(type_)
+        waiting = method.waiting_for(type_) - {PassType.L, PassType.TW}
+        if type_ is CommType.CG:
+            table[type_] = output.broadcast_gradient
+            continue
         if waiting not in carriers:
             names = " and ".join(sorted(pass_.value for pass_ in waiting)) or "nothing"
             raise ValueError(f"method {method.name}: no handler for {type_.value}, which {names} waits for")

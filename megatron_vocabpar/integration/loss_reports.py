@@ -1,7 +1,7 @@
 """The loss where Megatron's training loop looks for it: on the last rank, whichever rank has the last stage.
 
-Its loss function runs on the token losses that arrive there; its gradient was sent ahead
-(``microbatches.py``).
+Its loss function runs on the token losses that arrive there. Its gradient was sent ahead
+(``microbatches.py``), where it is linear in them; a late gradient is what it gives now.
 """
 
 from __future__ import annotations
@@ -35,8 +35,12 @@ class LossReports:
         if self._looks:
             self._finite_hidden[i] = x.isfinite().all()
 
-    def report(self, i: int, token_losses: torch.Tensor) -> None:
-        """Megatron's loss function on the losses ``[1 + D, b, s]`` float32 of microbatch ``i``."""
+    def report(self, i: int, token_losses: torch.Tensor) -> torch.Tensor | None:
+        """Megatron's loss function on the losses ``[1 + D, b, s]`` float32 of microbatch ``i``.
+
+        Returns:
+            The gradient ``[1 + D, b, s]`` float32 that it gives them; None in an evaluation.
+        """
         iteration, call = self.iteration, self.iteration.call
         if self._looks:
             self._finite_losses[i] = token_losses.isfinite().all()
@@ -54,10 +58,11 @@ class LossReports:
         )
         iteration.reported.extend(reported)
         iteration.num_tokens = iteration.num_tokens + num_tokens
-        if grad is not None:
+        if grad is not None and not iteration.rank.method.late_gradient:
             announced = iteration.microbatches.gradient(i)
             close = torch.isclose(grad, announced, rtol=1e-4, atol=0.0, equal_nan=True)
             self._as_announced[i] = close.all()
+        return grad
 
     def finish(self) -> None:
         """Check gradients and losses; not in each microbatch, so that the host need not wait for the device.
@@ -71,7 +76,8 @@ class LossReports:
             raise ValueError(
                 f"{rank}, microbatch {bent}: the loss function is not linear in the per-token losses: its "
                 "gradient depends on their values. Vocabulary parallelism sends the gradient ahead; use a "
-                "(masked) sum or mean"
+                "(masked) sum or mean, or have it sent when the losses are known: late_gradient=True, in "
+                "Megatron-LM --vocab-parallel-late-gradient"
             )
         bad = _first_broken(self._finite_losses)
         if bad is not None:

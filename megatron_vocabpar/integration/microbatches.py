@@ -6,7 +6,7 @@ a stand-in for the model that records its arguments; tokens then go from the fir
 the gradient of every token's loss from the last.
 
 The gradient is known before the loss because Megatron's loss functions are linear in the per-token losses
-(a masked sum); that is checked against the true losses when they arrive.
+(a masked sum); that is checked against the true losses when they arrive. A late gradient is not shared here.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class Microbatch:
         shape: ``(1 + D, b, s)`` on this context-parallel rank, with D further heads.
         embedded: the tokens that stages embed, one entry for each pipeline rank that does.
         labels: target ids ``[(1 + D) n]``, in the order of ``Microbatches.rows``.
-        grad_loss: gradient of every token's loss ``[(1 + D) n]``, float32, likewise; None in evaluation.
+        grad_loss: gradient of every token's loss ``[(1 + D) n]``, float32, likewise; None in evaluation, and
+            where it comes late.
         owned_targets: the tokens among them whose targets this rank owns.
     """
 
@@ -145,7 +146,7 @@ class Microbatch:
 
     @property
     def gradient(self) -> torch.Tensor:
-        """``grad_loss``, which there is in training."""
+        """``grad_loss``, which there is where it was announced."""
         assert self.grad_loss is not None
         return self.grad_loss
 
@@ -160,7 +161,7 @@ class Microbatches(dict[int, Microbatch]):
         shapes: ``(1 + D, b, s)`` of each.
         ids: ``[2, total]`` int64 on the host: the tokens of all microbatches, and their labels.
         labels: the labels once more, on the device.
-        grad_losses: likewise the gradients of the tokens' losses, float32; None in evaluation.
+        grad_losses: likewise the gradients of the tokens' losses, float32; None where they are not announced.
         ranges: rows of every member of the vocabulary group; empty where it is not partitioned.
         member: this rank's place among them.
         embedding_ranks: the pipeline ranks of the first stage, which embeds the first set of tokens, and of
@@ -197,7 +198,7 @@ class Microbatches(dict[int, Microbatch]):
         return self._labels[i].view(self.shapes[i])
 
     def gradient(self, i: int) -> torch.Tensor:
-        """The gradient ``[1 + D, b, s]`` of every token's loss in a microbatch, in training."""
+        """The announced gradient ``[1 + D, b, s]`` of every token's loss in a microbatch."""
         assert self._grad_losses is not None
         return self._grad_losses[i].view(self.shapes[i])
 
@@ -267,7 +268,7 @@ def share_microbatches(
     grad_losses: list[torch.Tensor] | None,
     num_microbatches: int,
     device: torch.device,
-    forward_only: bool,
+    announced: bool,
     parts: int,
 ) -> Microbatches:
     """Send tokens, labels and per-token gradients of all microbatches to every rank of the group.
@@ -278,7 +279,8 @@ def share_microbatches(
         placement: where the stages are: the first has the tokens, that of the loss labels and gradients.
         tokens: ``[1 + D, b, s]`` int64 each, on the members of the first stage; None elsewhere.
         labels: ``[1 + D, b, s]`` int64 each, on the members that have the loss.
-        grad_losses: ``[1 + D, b, s]`` float32 each, likewise; None in evaluation.
+        grad_losses: ``[1 + D, b, s]`` float32 each, likewise; None unless ``announced``.
+        announced: whether there are gradients to share: in training, unless they come late.
         parts: into how many parts sequence parallelism cuts the hidden states.
 
     Raises:
@@ -301,7 +303,7 @@ def share_microbatches(
     share(ids[0], tokens, first_member)
     share(ids[1], labels, last_member)
     grads = None
-    if not forward_only:
+    if announced:
         grads = share(torch.empty(total, dtype=torch.float32, device=device), grad_losses, last_member)
     # Counts of the plans are sizes of messages, so the ids come to the host, all at once.
     host_ids = to_host(ids)

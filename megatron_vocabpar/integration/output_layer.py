@@ -1,11 +1,12 @@
-"""The partitioned output layer: C0, S, C1, S2, C2, T and C3 of every algorithm, and the loss.
+"""The partitioned output layer: C0, S, C1, S2, C2, T and C3 of every algorithm, the loss, L, CG and TW.
 
     naive       C0  S  C1(maximum)     S2  C2(statistics)  T  C3(input gradient)
     vocab-1     C0  S  C1(statistics)                      T  C2(input gradient)
     vocab-2     C0  S  C1(statistics, input gradient)      T
     interlaced  C0  S(everything, all ranks in step)
 
-The mathematics is in ``layers/output.py``.
+With a late gradient the input gradient is reduced before the loss function has run, its rows unscaled, and B
+scales them: a row is linear in the gradient of its token's loss. The mathematics is in ``layers/output.py``.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class OutputLayer(LayerHandlers):
         self._passes: Any = invariant if iteration.rank.output_options.invariant else output
         method = iteration.rank.method
         # Whether the input gradient comes with the statistics, from what S left, and T has the rest.
-        self._early_gradient = method.waits_for.get(PassType.T) is method.waits_for[PassType.B]
+        waits = method.waits_for
+        self.early_gradient = PassType.T in waits and waits[PassType.T][0] is waits[PassType.B][0]
+        self.late_gradient = method.late_gradient
 
     def finish(self) -> None:
         """In evaluation: report the losses that are still on their way. In training: check the gradients.
@@ -106,7 +109,7 @@ class OutputLayer(LayerHandlers):
                 owned=microbatch.owned_targets,
             )
         else:
-            state, statistics = self._softmax(i, x, with_input_gradient=self._early_gradient)
+            state, statistics = self._softmax(i, x, with_input_gradient=self.early_gradient)
         self._put_state(instruction, state, statistics)
 
     def _hidden_states(self, instruction: Pass) -> torch.Tensor:
@@ -145,8 +148,10 @@ class OutputLayer(LayerHandlers):
 
     def _put_state(self, producer: Pass, state: Any, statistics: torch.Tensor) -> None:
         if state is not None:
-            # An early input gradient reads the state too, beside T.
-            self.buffers.put(producer, "state", state, uses=1 + self._early_gradient)
+            # Beside T, an early input gradient reads what the softmax left, and TW does.
+            twice = self.early_gradient or PassType.TW in self.rank.method.passes
+            is_softmax = producer == self._softmax_pass(producer.microbatch)
+            self.buffers.put(producer, "state", state, uses=1 + (twice and is_softmax))
         self.buffers.put(producer, "statistics", statistics)
 
     def reduce_maximum(self, instruction: Comm) -> None:
@@ -174,7 +179,7 @@ class OutputLayer(LayerHandlers):
     @property
     def _statistics(self) -> CommType:
         """The collective that carries the statistics: T waits for it."""
-        word = self.rank.method.waits_for[PassType.T]
+        word = self.rank.method.waits_for[PassType.T][0]
         assert isinstance(word, CommType)
         return word
 
@@ -192,13 +197,26 @@ class OutputLayer(LayerHandlers):
 
     def _put_statistics(self, instruction: Comm, event: Event[MergedStats]) -> None:
         if not self.call.forward_only:
-            self.buffers.put(instruction, "event", event)
+            self.buffers.put(instruction, "event", event, uses=self._waiting(instruction.type))
         elif not self.rank.has_loss:
             self.iteration.unclaim(event)
         else:
             # In evaluation no pass consumes the statistics: report with a lag that hides the collective.
             self._evaluations.append((instruction.microbatch, event))
             self._report_evaluations(keep=2)
+
+    def _waiting(self, type_: CommType) -> int:
+        """How many of this rank's passes take what a collective carries."""
+        rank = self.rank
+        # With the loss function here, B has its gradients without CG.
+        last_backward = rank.is_last and not (type_ is CommType.CG and rank.has_loss)
+        here = {PassType.L: rank.has_loss, PassType.B: last_backward}
+        return sum(here.get(pass_, True) for pass_ in rank.method.waiting_for(type_))
+
+    def _merged(self, i: int) -> MergedStats:
+        """The statistics of all ranks, when they have arrived."""
+        merged = self.wait(self.buffers.take(Comm(self._statistics, self.rank.pipeline_rank, i), "event"))
+        return merged[0] if self.early_gradient else merged
 
     def _report_evaluations(self, keep: int) -> None:
         while len(self._evaluations) > keep:
@@ -214,7 +232,7 @@ class OutputLayer(LayerHandlers):
         source = self._softmax_pass(i)
         statistics = self.buffers.take(source, "statistics")
         state = self.buffers.take(source, "state")
-        grad_loss = self.microbatches[i].gradient
+        grad_loss = self._row_gradient(i)
         weight = self.model.output_weight.detach()
         is_last, terms = self.rank.is_last, self._terms
         place = merged_place(statistics)
@@ -226,29 +244,82 @@ class OutputLayer(LayerHandlers):
             self._total(part)
             return merged, hidden_grad
 
-        # Taken by T everywhere, and by B of the last stage.
         event = self.rank.output_stream.submit(run)
-        self.buffers.put(instruction, "event", event, uses=2 if is_last else 1)
+        self.buffers.put(instruction, "event", event, uses=self._waiting(instruction.type))
 
     def output_backward(self, instruction: Pass) -> None:
-        """T: the weight gradient and, but for vocab-2, this rank's part of the input gradient."""
+        """T of vocab-1 and naive: the weight gradient and this rank's part of the input gradient."""
         i = instruction.microbatch
-        event = self.buffers.take(Comm(self._statistics, instruction.stage, i), "event")
-        state = self.buffers.take(self._softmax_pass(i), "state")
-        weight = self.model.output_weight
-        grad_loss = self.microbatches[i].gradient
-        if self._early_gradient:
-            merged, _ = self.wait(event)
-            self._passes.weight_gradient(state, merged, grad_loss, main_grad(weight))
+        merged, state = self._merged(i), self.buffers.take(self._softmax_pass(i), "state")
+        weight, grad_loss = self.model.output_weight, self.microbatches[i].gradient
+        part = self._passes.output_backward(state, merged, grad_loss, weight.detach(), main_grad(weight))
+        self.buffers.put(instruction, "hidden_grad", part)
+        self._wrote(instruction, merged, state)
+
+    def input_backward(self, instruction: Pass) -> None:
+        """T of vocab-1 and naive with a late gradient: the part of the input gradient, its rows unscaled."""
+        i = instruction.microbatch
+        merged, state = self._merged(i), self.buffers.take(self._softmax_pass(i), "state")
+        weight = self.model.output_weight.detach()
+        part = self._passes.input_gradient(state, merged, self._row_gradient(i), weight)
+        self.buffers.put(instruction, "hidden_grad", part)
+
+    def weight_backward(self, instruction: Pass) -> None:
+        """T of vocab-2, and TW: the weight gradient."""
+        i = instruction.microbatch
+        merged, state = self._merged(i), self.buffers.take(self._softmax_pass(i), "state")
+        if self.late_gradient:
+            source = Comm(CommType.CG, instruction.stage, i)
+            grad_loss = self.wait(self.buffers.take(source, "event"))
         else:
-            merged = self.wait(event)
-            part = self._passes.output_backward(state, merged, grad_loss, weight.detach(), main_grad(weight))
-            self.buffers.put(instruction, "hidden_grad", part)
-        if self.rank.has_loss:
-            self._report_loss(i, merged)
+            grad_loss = self.microbatches[i].gradient
+        self._passes.weight_gradient(state, merged, grad_loss, main_grad(self.model.output_weight))
+        self._wrote(instruction, merged, state)
+
+    def _wrote(self, instruction: Pass, merged: MergedStats, state: Any) -> None:
+        """Nobody needs the state any more; the loss function may take its time now."""
+        if self.rank.has_loss and not self.late_gradient:
+            self._report_loss(instruction.microbatch, merged)
         if isinstance(state, OutputState) and state.e is not None:
             self._spare.append(state.e)
-        self.gradients.wrote(PassType.T)
+        self.gradients.wrote(instruction.type)
+
+    def _row_gradient(self, i: int) -> torch.Tensor:
+        """[n] what the rows of the input gradient are scaled with: 1 where that is left to B."""
+        microbatch = self.microbatches[i]
+        return (
+            torch.ones(microbatch.tokens, device=self.rank.device)
+            if self.late_gradient
+            else microbatch.gradient
+        )
+
+    def loss_gradient(self, instruction: Pass) -> None:
+        """L: the loss function, and the gradient that it gives every token."""
+        i = instruction.microbatch
+        grad = self._report_loss(i, self._merged(i))
+        self.buffers.put(instruction, "gradient", grad, uses=1 + self.rank.is_last)
+
+    def broadcast_gradient(self, instruction: Comm) -> None:
+        """CG: the gradient of every token's loss, from the rank of the loss function to every rank."""
+        i, mine = instruction.microbatch, None
+        if self.rank.has_loss:
+            mine = self.buffers.take(Pass(PassType.L, instruction.stage, i), "gradient")
+        event = self._shared_gradient(i, mine)
+        self.buffers.put(instruction, "event", event, uses=self._waiting(instruction.type))
+
+    def _shared_gradient(self, i: int, mine: torch.Tensor | None) -> Event[torch.Tensor]:
+        """[n] float32, on the side stream; tensor-parallel ranks have the first one's."""
+        groups = self.groups
+        source = groups.members_of(self.rank.placement.p - 1)[0]
+        if mine is None or groups.member != source:
+            mine = torch.empty(self.microbatches[i].tokens, device=self.rank.device)
+        grad = mine
+
+        def run() -> torch.Tensor:
+            broadcast(groups, groups.output, [grad], [source])
+            return grad
+
+        return self.rank.output_stream.submit(run)
 
     def _total(self, part: torch.Tensor | FixedPoint) -> torch.Tensor:
         """The sum of all ranks' parts of the input gradient."""
@@ -280,11 +351,11 @@ class OutputLayer(LayerHandlers):
         training = not self.call.forward_only
         state, statistics = self._softmax(i, x, with_input_gradient=True)
         merged = self.wait(self._merge(statistics))
-        if rank.has_loss:
-            self._report_loss(i, merged)
+        mine = self._report_loss(i, merged) if rank.has_loss else None
         if not training:
             return
-        grad_loss = self.microbatches[i].gradient
+        late = self.wait(self._shared_gradient(i, mine)) if self.late_gradient else None
+        grad_loss = self.microbatches[i].gradient if late is None else late
         part = self._passes.input_gradient(state, merged, grad_loss, weight.detach())
         hidden_grad = self.wait(self._sum(part))
         if rank.is_last:
@@ -295,17 +366,28 @@ class OutputLayer(LayerHandlers):
     def hidden_gradient(self, i: int) -> torch.Tensor:
         """The gradient of the last stage's output ``[(1 + D) s, b, H]``."""
         rank = self.rank.pipeline_rank
-        source = self.rank.method.waits_for[PassType.B]
+        source, *more = self.rank.method.waits_for[PassType.B]
         if isinstance(source, PassType):
             grad = self.buffers.take(Pass(source, rank, i), "hidden_grad")
         else:
             grad = self.wait(self.buffers.take(Comm(source, rank, i), "event"))
-            if self._early_gradient:
+            if self.early_gradient:
                 _, grad = grad
         parts = self.iteration.sequence_shards
         part = grad.chunk(parts)[self.groups.tensor_rank % parts]
+        if CommType.CG in more:
+            part.mul_(self._scales(i).chunk(parts)[self.groups.tensor_rank % parts].unsqueeze(1))
         _, b, hidden = self.iteration.hidden_shape(i)
         return part.view(-1, b, hidden)
 
-    def _report_loss(self, i: int, merged: MergedStats) -> None:
-        self._reports.report(i, self.microbatches.from_rows(i, merged.loss.float()))
+    def _scales(self, i: int) -> torch.Tensor:
+        """[n] the late gradient of every token's loss, on the last stage."""
+        rank = self.rank.pipeline_rank
+        if self.rank.has_loss:
+            return self.buffers.take(Pass(PassType.L, rank, i), "gradient")
+        return self.wait(self.buffers.take(Comm(CommType.CG, rank, i), "event"))
+
+    def _report_loss(self, i: int, merged: MergedStats) -> torch.Tensor | None:
+        """Call the loss function; returns the gradient [n] that it gives the tokens, in training."""
+        grad = self._reports.report(i, self.microbatches.from_rows(i, merged.loss.float()))
+        return None if grad is None else self.microbatches.rows(i, grad)

@@ -54,8 +54,9 @@ def prepare(
         return Iteration(rank, call, _gradient_sync(rank, call, schedule, written))
     recorded = _record(rank, call, [placement.last_stage] * (model is None and rank.is_last))
     first, last = recorded.get(0), recorded.get(placement.loss_stage)
+    announced = not (call.forward_only or rank.method.late_gradient)
     grad_losses = None
-    if last is not None and not call.forward_only:
+    if last is not None and announced:
         grad_losses = [_announced_gradient(recorded, call) for recorded in last]
     microbatches = share_microbatches(
         groups=rank.groups,
@@ -66,7 +67,7 @@ def prepare(
         grad_losses=grad_losses,
         num_microbatches=call.num_microbatches,
         device=rank.device,
-        forward_only=call.forward_only,
+        announced=announced,
         parts=rank.groups.tensor if call.config.sequence_parallel else 1,
     )
     if model is None:

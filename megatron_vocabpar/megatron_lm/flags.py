@@ -162,6 +162,14 @@ OPTIONS = (
         },
     ),
     Option(
+        "--vocab-parallel-late-gradient",
+        {
+            "action": "store_true",
+            "help": "The loss function may be any function of the tokens' losses, not a linear one alone: "
+            "their gradients are sent when it has run, not ahead.",
+        },
+    ),
+    Option(
         "--vocab-parallel-independent-init",
         {
             "action": "store_true",
@@ -224,6 +232,7 @@ class FlagConfig:
         terms: what the loss consists of.
         fp32_head: the output weight is float32 in a 16-bit model.
         fp8_head: the output layer multiplies 8-bit operands.
+        late_gradient: the loss function may be any function of the tokens' losses.
         independent_init: each rank draws its initial vocabulary rows.
     """
 
@@ -239,6 +248,7 @@ class FlagConfig:
     terms: LossTerms = PLAIN
     fp32_head: bool = False
     fp8_head: bool = False
+    late_gradient: bool = False
     independent_init: bool = False
     methods: tuple[str, ...] = ()
     costs: str | None = None
@@ -360,6 +370,7 @@ def config_from(args: Any) -> FlagConfig:
         terms=terms,
         fp32_head=args.vocab_parallel_fp32_head,
         fp8_head=args.vocab_parallel_fp8_head,
+        late_gradient=args.vocab_parallel_late_gradient,
         methods=_open_methods(args, terms, methods) if args.vocab_parallel_schedule == AUTO else (),
         costs=args.vocab_parallel_costs,
         profile_iterations=profile_iterations,
@@ -446,12 +457,16 @@ def _check_output_options(args: Any, method: str) -> None:
         )
         if is_asked
     ]
-    needs = [*asked, *(["--vocab-parallel-independent-init"] if args.vocab_parallel_independent_init else [])]
     heads = {
         "--vocab-parallel-fp32-head": args.vocab_parallel_fp32_head,
         "--vocab-parallel-fp8-head": args.vocab_parallel_fp8_head,
     }
-    needs += [flag for flag, is_asked in heads.items() if is_asked]
+    others = {
+        "--vocab-parallel-independent-init": args.vocab_parallel_independent_init,
+        "--vocab-parallel-late-gradient": args.vocab_parallel_late_gradient,
+        **heads,
+    }
+    needs = [*asked, *(flag for flag, is_asked in others.items() if is_asked)]
     if all(heads.values()):
         raise ValueError(f"{' and '.join(heads)} ask for different precisions; keep one of them")
     if args.vocab_parallel_fp8_head and (method == "naive" or args.vocab_parallel_invariant):

@@ -95,6 +95,7 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
         kind.method,
         groups,
         device,
+        late_gradient=config.late_gradient,
         make_plan=plans,
         timeline=timeline,
         output_options=OutputOptions(
@@ -176,13 +177,15 @@ def plan_kind(
     needs with vocab-2.
     """
     cap, fitting = config.max_activations, [family.name for family in config.families(chunks)]
+    late = config.late_gradient
     if config.schedule != AUTO:
         among = fitting if config.schedule == SEARCH else ()
-        return PlanKind(config.method, config.schedule, p, chunks, cap, among), ""
+        return PlanKind(config.method, config.schedule, p, chunks, cap, among, late), ""
     if cap is None:
         cap = claimed_peak(method_named("vocab-2"), p, family_named("1f1b"), 1)
     known = [name for name in config.methods if costs is None or name in costs.methods]
-    kinds = [PlanKind(name, family, p, chunks, cap) for family in fitting for name in known or config.methods]
+    names = known or config.methods
+    kinds = [PlanKind(name, family, p, chunks, cap, (), late) for family in fitting for name in names]
     times = [(simulate(kind.plan(m, costs)).iteration_ms, kind) for kind in kinds]
     best_ms, best = min(times, key=lambda each: each[0])
     others = ", ".join(f"{k.method} in {k.family} {ms / best_ms - 1:+.1%}" for ms, k in times if k != best)

@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.families import family_named
 from megatron_vocabpar.schedule.generate import make_plan
+from megatron_vocabpar.schedule.methods import method_named
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.serialize import plan_to_json
 
@@ -30,7 +31,7 @@ _WANTED, _PLAN, _ERRORS = "wanted.json", "plan.json", "errors"
 class PlanKind:
     """What all plans of a training have in common; the fields are arguments of ``schedule.generate``.
 
-    ``among`` has the names of the families that a search tries.
+    ``among`` has the names of the families that a search tries; ``late_gradient`` is the method's.
     """
 
     method: str
@@ -39,11 +40,12 @@ class PlanKind:
     chunks: int
     max_activations: float | None = None
     among: Sequence[str] = ()
+    late_gradient: bool = False
 
     def plan(self, m: int, costs: PassCosts | None = None) -> Plan:
         """The plan for ``m`` microbatches; errors are those of ``schedule.generate``."""
         return make_plan(
-            self.method,
+            method_named(self.method, late_gradient=self.late_gradient),
             self.p,
             m,
             family=self.family,

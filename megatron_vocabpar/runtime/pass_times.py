@@ -137,7 +137,7 @@ def pass_costs(
         default = PassCosts.default(1)
         share = float(default.W_ms) / (float(default.B_ms) + float(default.W_ms))  # type: ignore[arg-type]
         backward, weight = tuple(b * (1 - share) for b in backward), tuple(b * share for b in backward)
-    broadcasts = {CommType.C0, CommType.CIB}
+    broadcasts = {CommType.C0, CommType.CG, CommType.CIB}
     output = {f"{type_.value}_ms": per_rank(type_) for type_ in method.passes}
     third = sum(map(sum, output.values())) / 3
     times: dict[str, tuple[float, ...] | float] = {"T_ms": 0.0, **output}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.families import SEARCH, Family, families
 from megatron_vocabpar.schedule.generate import make_plan
+from megatron_vocabpar.schedule.methods import method_named
 from megatron_vocabpar.schedule.peaks import peak_activations
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.schedule import Schedule
@@ -40,6 +41,11 @@ def misfit(config: TrainConfig, method: str, family: Family) -> str | None:
             f"{family.name} puts the first and the last stage on one rank, where stock Megatron's baseline "
             "cannot tie their weights; give --untied, or leave baseline out"
         )
+    if method == "baseline" and config.late_gradient and family.shape == "vshape":
+        return (
+            f"{family.name} puts the last stage on another rank than the loss function, to which baseline "
+            "sends the tokens' losses at the end; give --no-late-gradient, or leave baseline out"
+        )
     return None
 
 
@@ -51,11 +57,12 @@ def plan_method(config: TrainConfig, method: str) -> Plan:
     """
     fitting = fitting_families(config, method)
     costs = None if config.costs is None else PassCosts.load(config.costs)
+    chosen = method_named(method, late_gradient=config.late_gradient)
     p, m, chunks, cap = config.pp, config.microbatches, config.chunks, config.max_activations
     if config.family == SEARCH:
-        found = search(method, p, m, among=fitting, chunks=chunks, costs=costs, max_activations=cap)
+        found = search(chosen, p, m, among=fitting, chunks=chunks, costs=costs, max_activations=cap)
         return Plan.of(found, costs)
-    return make_plan(method, p, m, family=fitting[0], chunks=chunks, costs=costs, max_activations=cap)
+    return make_plan(chosen, p, m, family=fitting[0], chunks=chunks, costs=costs, max_activations=cap)
 
 
 def fitting_families(config: TrainConfig, method: str) -> list[Family]:

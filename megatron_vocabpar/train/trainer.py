@@ -115,6 +115,7 @@ class _Trainer:
             config.method,
             vocab_groups(),
             device,
+            late_gradient=config.late_gradient,
             make_plan={self.plan.schedule.m: self.plan}.__getitem__,
             observers=(self._observe,),
             timeline=self.timeline,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,6 +43,7 @@ from megatron_vocabpar.train.cpu import megatron_on_cpu
 from megatron_vocabpar.train.weights import global_parameters, initialise_weights, local_part
 from tests.gathered_attention import GatheredAttention, positions
 from tests.integration.delayed import delayed_spec
+from tests.integration.losses import LOSSES
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,13 @@ class Case:
     output_options: OutputOptions = field(default_factory=OutputOptions)
     delayed: bool = False
     mtp: int = 0
+    late_gradient: bool = False
+    loss_scale: float = 1.0
 
     def unsharded(self) -> Case:
         """The same training on one process, without any of our code."""
         changes = {"method": "stock", "pp": 1, "tp": 1, "dp": 1, "cp": 1, "m": self.m * self.dp}
-        options = {"output_options": OutputOptions(), "delayed": False}
+        options = {"output_options": OutputOptions(), "delayed": False, "late_gradient": False}
         return replace(self, **changes, schedule="1f1b", chunks=1, shape="standard", **options)
 
     @property
@@ -113,6 +117,7 @@ class Result:
     first_gradients: dict[str, np.ndarray]
     weights: dict[str, np.ndarray]
     reports_loss: bool
+    metrics: list[dict[str, float]] = field(default_factory=list)
     head_losses: list[list[float]] = field(default_factory=list)
 
 
@@ -208,7 +213,11 @@ def batch(case: Case, step: int, replica: int, i: int) -> dict[str, Any]:
     if case.labels == "ignored" and case.method != "stock":
         # Stock has no such label: there, a masked token's label is any id.
         labels = labels.masked_fill(mask == 0, -100)
+    centre = -math.log(case.vocab_size) - 0.5
     row = {
+        "old_logp": centre + 0.8 * torch.randn(shape, generator=generator),
+        "reference_logp": centre + 0.8 * torch.randn(shape, generator=generator),
+        "advantages": torch.randn(shape, generator=generator),
         "tokens": tokens,
         "labels": labels,
         "loss_mask": mask,
@@ -216,6 +225,7 @@ def batch(case: Case, step: int, replica: int, i: int) -> dict[str, Any]:
     }
     mine = positions(lengths, parallel_state.get_context_parallel_rank(), case.cp)
     fields: dict[str, Any] = {name: value[:, mine].contiguous() for name, value in row.items()}
+    fields["rewards"] = torch.randn(shape[0], generator=generator)
     if case.packed:
         ends = torch.tensor([0, *lengths]).cumsum(0).int()
         packed = PackedSeqParams("thd", ends, ends, None, None, max(lengths), max(lengths))
@@ -223,17 +233,22 @@ def batch(case: Case, step: int, replica: int, i: int) -> dict[str, Any]:
     return fields | {"attention_mask": torch.triu(torch.ones(s, s, dtype=torch.bool), 1)[None, None]}
 
 
-def _loss(mask: torch.Tensor, output: torch.Tensor, kind: str, **_: Any) -> tuple[Any, ...]:
-    losses, mask = output.float().reshape(-1), mask.reshape(-1)
-    if kind == "squared":
+def _loss(fields: dict[str, Any], output: torch.Tensor, kind: str, **_: Any) -> tuple[Any, ...]:
+    """``kind`` names one of ``LOSSES`` or a plain one; with ``tokens`` at its end, divided by Megatron."""
+    losses, metrics = output.float(), {}
+    mask, name = fields["loss_mask"], kind.removesuffix("tokens").rstrip("-")
+    if name in LOSSES:
+        losses, metrics = LOSSES[name](fields, -losses)
+    elif name == "squared":
         losses = losses**2
     total = (losses * mask).sum()
-    if kind in ("per-microbatch", "squared"):
+    metrics = {key: value.detach().clone() for key, value in metrics.items()}
+    if not kind.endswith("tokens"):
         mean = total / mask.sum().clamp(min=1)
-        return mean, {"lm loss": mean.detach().clone()}
+        return mean, {"lm loss": mean.detach().clone(), **metrics}
     tokens = mask.sum().to(torch.int)
     report = torch.stack([total.detach(), tokens.float()])
-    return total, tokens, {"lm loss": report.clone()}
+    return total, tokens, {"lm loss": report.clone(), **metrics}
 
 
 def forward_step(data_iterator: Iterator[Any] | None, model: Any, kind: str) -> tuple[Any, Any]:
@@ -247,7 +262,7 @@ def forward_step(data_iterator: Iterator[Any] | None, model: Any, kind: str) -> 
         loss_mask=fields.get("loss_mask"),
         packed_seq_params=fields.get("packed_seq_params"),
     )
-    return output, partial(_loss, fields.get("loss_mask"), kind=kind)
+    return output, partial(_loss, fields, kind=kind)
 
 
 def _summary(reported: list[Any]) -> float:
@@ -265,9 +280,9 @@ class MainGradAdam:
         self._masters = [p.detach().float().clone().requires_grad_() for p in parameters]
         self._adam = torch.optim.AdamW(self._masters, lr=1e-2, eps=1e-3, weight_decay=0.1)
 
-    def step(self) -> None:
+    def step(self, loss_scale: float = 1.0) -> None:
         for master, parameter in zip(self._masters, self._parameters, strict=True):
-            master.grad = parameter.main_grad.float().clone()  # type: ignore[attr-defined]
+            master.grad = parameter.main_grad.float() / loss_scale  # type: ignore[attr-defined]
         self._adam.step()
         with torch.no_grad():
             for master, parameter in zip(self._masters, self._parameters, strict=True):
@@ -296,6 +311,8 @@ def train(
         model = [DistributedDataParallel(config, ddp_config, module) for module in wrapped]
         for module in modules:
             module.config.finalize_model_grads_func = finalize_model_grads
+            if case.loss_scale != 1.0:
+                module.config.grad_scale_func = partial(torch.mul, torch.tensor(case.loss_scale))
             if case.overlap_grad_reduce:
                 no_sync = [ddp.no_sync for ddp in model]
                 module.config.no_sync_func = no_sync if case.chunks > 1 else no_sync[0]
@@ -306,6 +323,7 @@ def train(
                 case.method,
                 vocab_groups(),
                 torch.device("cpu"),
+                late_gradient=case.late_gradient,
                 make_plan=plan_maker(case),
                 output_options=case.output_options,
                 mtp_depths=case.mtp,
@@ -319,6 +337,7 @@ def train(
         losses: list[float] = []
         evaluation: list[float] = []
         head_losses: list[list[float]] = []
+        metrics: list[dict[str, float]] = []
         for step in range(case.steps):
             MTPLossLoggingHelper.tracker.clear()
             for ddp in model:
@@ -330,14 +349,15 @@ def train(
                 record.append(_summary(reported))
                 if not forward_only:  # stock logs in evaluation, too, where nobody calls eval()
                     head_losses.append(MTPLossLoggingHelper.tracker.get("values", torch.empty(0)).tolist())
+                metrics += [{key: float(value.sum()) for key, value in row.items()} for row in reported]
             if step == 0:
                 first = _arrays(modules, gradients=True)
-            optimizer.step()
+            optimizer.step(case.loss_scale)
         weights = _arrays(modules, gradients=False)
         if reference is not None:
             first = _differences(modules, first, reference.first_gradients)
             weights = _differences(modules, weights, reference.weights)
-        return Result(losses, evaluation, first, weights, rank == case.pp - 1, head_losses)
+        return Result(losses, evaluation, first, weights, rank == case.pp - 1, metrics, head_losses)
 
 
 def iterate(
@@ -402,6 +422,7 @@ def case_of(schedule: Schedule, **options: Any) -> Case:
     """The training run of a given schedule, with as many layers as it has stages; ``options`` are Case's."""
     return Case(
         schedule.method.name,
+        late_gradient=schedule.method.late_gradient,
         pp=schedule.p,
         m=schedule.m,
         schedule=schedule,

@@ -282,6 +282,7 @@ def test_a_legacy_checkpoint_is_refused(
         (f"{ENABLE} --vocab-parallel-fp8-head --vocab-parallel-method naive", "not with method naive"),
         ("--vocab-parallel-fp32-head", "head: method baseline does not partition"),
         ("--vocab-parallel-independent-init", "init: method baseline does not partition"),
+        ("--vocab-parallel-late-gradient", "gradient: method baseline does not partition"),
         (f"{ENABLE} --vocab-parallel-invariant --vocab-parallel-method naive", "not with naive"),
         (f"{ENABLE} --vocab-parallel-invariant --vocab-parallel-recompute-logits", "keep one of them"),
         ("--vocab-parallel-z-loss 0.1", "vocab-parallel-z-loss: method baseline does not partition"),
@@ -360,6 +361,7 @@ def test_contradicting_options(argv: str, message: str) -> None:
         (f"{ENABLE} --vocab-parallel-invariant", FlagConfig(True, "vocab-2", invariant=True)),
         (f"{ENABLE} --vocab-parallel-fp32-head", FlagConfig(True, "vocab-2", fp32_head=True)),
         (f"{ENABLE} --vocab-parallel-fp8-head", FlagConfig(True, "vocab-2", fp8_head=True)),
+        (f"{ENABLE} --vocab-parallel-late-gradient", FlagConfig(True, "vocab-2", late_gradient=True)),
         (
             f"{ENABLE} --vocab-parallel-independent-init --vocab-parallel-invariant",
             FlagConfig(True, "vocab-2", invariant=True, independent_init=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.families import Family, families
 from megatron_vocabpar.schedule.generate import generate
+from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.peaks import peak_activations
 from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.train import schedules
@@ -31,11 +33,13 @@ def test_every_family_can_be_planned(family: str, method: str) -> None:
     )
 
 
-def test_chunks_and_cap_are_kept() -> None:
+def test_chunks_and_cap_and_late_gradients_are_kept() -> None:
     config = TrainConfig(family="interleaved", chunks=3, layers=12, max_activations=3.0)
     planned = plan_method(config, "vocab-2").schedule
     assert planned.chunks == 3
     assert max(peak_activations(planned)) <= 3.0
+    late = replace(config, late_gradient=True)
+    assert plan_method(late, "vocab-2").schedule.method == METHODS["vocab-2"].with_late_gradient()
 
 
 def test_the_schedule_is_made_for_the_costs(tmp_path: Path) -> None:
@@ -58,6 +62,7 @@ def test_the_schedule_is_made_for_the_costs(tmp_path: Path) -> None:
         ({"pp": 1}, "vocab-2", {"1f1b", "zb-h1"}),
         ({}, "redis", {"1f1b", "zb-h1"}),
         ({"tied": True}, "baseline", {"1f1b", "zb-h1", "interleaved"}),
+        ({"late_gradient": True}, "baseline", {"1f1b", "zb-h1", "interleaved"}),
         ({"chunks": 1}, "vocab-1", {"1f1b", "zb-h1"}),
         ({"chunks": 3, "layers": 12}, "vocab-1", {"interleaved"}),
     ],

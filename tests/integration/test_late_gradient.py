@@ -1,0 +1,118 @@
+"""Any loss of the tokens' losses: training equals that of one unsharded stock model with autograd."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from megatron_vocabpar.integration.forward_backward import ForwardBackward
+from megatron_vocabpar.integration.iteration import OutputOptions
+from megatron_vocabpar.runtime.background_plan import PlanKind
+from megatron_vocabpar.runtime.comm import VocabGroups
+from megatron_vocabpar.schedule.generate import generate
+from megatron_vocabpar.schedule.methods import METHODS
+from tests.cases import covering, rest_is_slow
+from tests.integration import test_equality as equality
+from tests.integration.gpt import Case, case_of, train
+from tests.integration.losses import LOSSES
+from tests.spawn import run_ranks
+
+Late = partial(Case, late_gradient=True, micro_batch_size=4, steps=1)
+# Adam amplifies rounding more under these losses: a key's bias has gradients of nothing else.
+check = partial(equality.check, drift=10.0)
+
+
+@covering(("method", ["vocab-1", "vocab-2"]), ("pp", [1, 2, 3, 4]), ("loss", LOSSES), ("tied", [False, True]))
+def test_any_loss_trains_as_stock(method: str, pp: int, loss: str, tied: bool) -> None:
+    case = Late(method=method, pp=pp, m=pp + 1, loss=loss, tied=tied, layers=equality.layers(pp))
+    check(case)
+    *_, last = run_ranks(pp, train, case)
+    expected = equality.reference(case).metrics
+    assert [row.keys() for row in last.metrics] == [row.keys() for row in expected]
+    for found, row in zip(last.metrics, expected, strict=True):
+        np.testing.assert_allclose(list(found.values()), list(row.values()), rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("method", "pp", "loss"),
+    [
+        ("naive", 3, "ppo"),
+        ("interlaced", 2, "grpo"),
+        *rest_is_slow([("baseline", 2, "dpo"), ("redis", 2, "ppo")]),
+    ],
+)
+def test_other_methods(method: str, pp: int, loss: str) -> None:
+    check(Late(method=method, pp=pp, m=3, loss=loss, layers=equality.layers(pp)))
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "p", "loss", "sizes"),
+    [
+        ("v-half", "vocab-2", 3, "grpo", {"dp": 1}),
+        *rest_is_slow(
+            [
+                ("interleaved", "vocab-2", 2, "ppo", {"tp": 2, "tied": True}),
+                ("zb-h1", "vocab-1", 2, "focal", {"dp": 2, "overlap_grad_reduce": True}),
+                ("v-half", "vocab-1", 2, "dpo", {"tp": 2}),
+                ("v-min", "vocab-1", 4, "grpo", {}),
+                ("v-zb", "vocab-2", 2, "ppo", {"dp": 2, "overlap_grad_reduce": True}),
+                ("v-zb", "naive", 2, "ppo", {}),
+                ("v-half", "interlaced", 2, "ppo", {}),
+                ("search", "vocab-2", 3, "focal", {}),
+            ]
+        ),
+    ],
+)
+def test_in_every_family(family: str, method: str, p: int, loss: str, sizes: dict[str, Any]) -> None:
+    """In V shapes the loss function is on another rank than the last stage."""
+    schedule = generate(METHODS[method].with_late_gradient(), p, p + 2, family=family)
+    check(case_of(schedule, loss=loss, micro_batch_size=4, steps=1, **sizes))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss": "ppo-tokens", "calculate_per_token_loss": True, "dp": 2, "overlap_grad_reduce": True},
+        {"loss": "grpo", "tp": 2, "loss_scale": 65536.0},
+        *rest_is_slow(
+            [
+                {"loss": "ppo", "tp": 2, "dp": 2, "method": "vocab-1"},
+                {"loss": "ppo", "labels": "ignored"},
+                {"loss": "ppo", "labels": "one masked microbatch", "method": "vocab-1"},
+                {"loss": "focal", "output_options": OutputOptions(recompute=True), "method": "vocab-1"},
+                {"loss": "focal", "output_options": OutputOptions(recompute=True)},
+                {"loss": "grpo", "output_options": OutputOptions(invariant=True)},
+                {"loss": "grpo", "output_options": OutputOptions(invariant=True), "method": "vocab-1"},
+                {"loss": "per-microbatch"},
+                {"loss": "squared", "vocab_size": 33, "pp": 4, "layers": 4},
+            ]
+        ),
+    ],
+)
+def test_with_everything_else(options: dict[str, Any]) -> None:
+    check(Late(**{"pp": 2, "m": 3, **options}))
+
+
+def test_without_the_switch_it_is_named() -> None:
+    with pytest.raises(Exception, match=r"not linear in the per-token losses.*late_gradient=True"):
+        run_ranks(2, train, Case(pp=2, m=2, loss="ppo"))
+
+
+def test_a_plan_of_another_kind_and_a_distant_output_layer_are_refused() -> None:
+    groups = VocabGroups((0,), 1, 1, 0, *[Mock()] * 4)
+    usual, v_shaped = generate("vocab-2", 1, 2), generate("baseline", 2, 2, family="v-half")
+    run = Mock(method=METHODS["vocab-2"].with_late_gradient(), groups=groups)
+    with pytest.raises(ValueError, match="the plan has late_gradient False, not True"):
+        ForwardBackward._check_plan(run, usual, 2)
+    run.method = METHODS["baseline"].with_late_gradient()
+    with pytest.raises(ValueError, match="late_gradient with baseline: in a V shape"):
+        ForwardBackward._check_plan(run, v_shaped, 2)
+
+
+def test_plans_made_in_the_background_are_of_the_same_kind() -> None:
+    kind = PlanKind("vocab-1", "1f1b", 2, 1, late_gradient=True)
+    assert kind.plan(2).schedule.method == METHODS["vocab-1"].with_late_gradient()
