@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
 FORMAT = click.option("--format", "output_format", type=click.Choice(["text", "json"]), default="text")
+
+
+@contextmanager
+def without_garbage() -> Iterator[None]:
+    """No collection of garbage inside: millions of passes live to the end; looking them through is slow."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def write_output(path: str, content: str | bytes, option: str = "--output") -> None:

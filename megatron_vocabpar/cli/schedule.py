@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from megatron_vocabpar.cli.files import tell, write_output
+from megatron_vocabpar.cli.files import tell, without_garbage, write_output
 from megatron_vocabpar.schedule import draw
 from megatron_vocabpar.schedule.bounds import least_ms
 from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
@@ -56,6 +56,7 @@ _LARGE = 8192  # microbatches of all ranks: planning takes more than a few secon
     help="Most pixels of time in a picture; by default passes are wide enough to be read.",
 )
 @click.option("--output", metavar="FILE", help="Write there instead of to the terminal.")
+@without_garbage()
 def schedule_command(
     costs_file: str | None,
     output_format: str,

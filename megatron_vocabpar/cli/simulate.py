@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from megatron_vocabpar.cli.files import FORMAT, write_output
+from megatron_vocabpar.cli.files import FORMAT, without_garbage, write_output
 from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.critical_path import Step, time_by_rank, time_by_type
 from megatron_vocabpar.schedule.draw import (
@@ -49,6 +49,7 @@ _FIELDS = (
     metavar="TIMELINE.json",
     help="What a training run measured: drawn below the plan; without --costs it gives the plan's times.",
 )
+@without_garbage()
 def simulate_command(
     schedule_file: str,
     costs_file: str | None,

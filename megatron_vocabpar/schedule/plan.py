@@ -15,8 +15,9 @@ from .costs import PassCosts
 from .forward_only import forward_only
 from .lower import lower
 from .program_rules import validate_program
-from .schedule import Program, Schedule
-from .validate import validate
+from .schedule import Deadlock, Program, Schedule
+from .validate import validate, validate_rows
+from .violations import deadlocked
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,14 @@ class Plan:
     program: Program = None  # type: ignore[assignment]  # set below, where none is given
 
     def __post_init__(self) -> None:
-        validate(self.schedule)
         if self.program is None:
-            object.__setattr__(self, "program", lower(self.schedule, self.costs))
+            validate_rows(self.schedule)
+            try:
+                object.__setattr__(self, "program", lower(self.schedule, self.costs))
+            except Deadlock as deadlock:
+                raise deadlocked(self.schedule.ranks, deadlock) from deadlock
+        else:
+            validate(self.schedule)
         validate_program(self.schedule, self.program)
 
     @staticmethod

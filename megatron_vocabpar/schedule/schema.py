@@ -39,7 +39,7 @@ def read_object(text: str, what: str) -> dict[str, Any]:
     return data
 
 
-def check(data: Mapping[str, Any], schema: Literal["costs", "schedule"]) -> None:
+def check(data: Mapping[str, Any], schema: Literal["costs", "schedule", "timeline"]) -> None:
     """Hold what was read against a schema.
 
     Raises:

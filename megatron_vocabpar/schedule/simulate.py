@@ -65,8 +65,16 @@ class Simulation:
 
     def comms_of(self, rank: int, group: frozenset[CommType]) -> dict[Comm, Interval]:
         """The parts of one rank in one group's collectives."""
-        comms = (Comm(type_, rank, mb) for type_ in group for mb in range(self.schedule.m))
-        return {comm: self.comms[comm] for comm in comms if comm in self.comms}
+        events, m = self.events, self.schedule.m
+        parts: dict[Comm, Interval] = {}
+        for type_ in group:
+            first = (events.numbering.first_node[type_] + rank) * m
+            for mb, times in enumerate(
+                zip(events.starts[first : first + m], events.ends[first : first + m], strict=True)
+            ):
+                if times[1] >= 0.0:
+                    parts[Comm(type_, rank, mb)] = times
+        return parts
 
     @cached_property
     def iteration_ms(self) -> float:

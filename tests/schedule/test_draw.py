@@ -296,7 +296,17 @@ def test_of_a_step_and_an_evaluation_the_step_is_shown() -> None:
     [
         (None, "cannot read the timeline"),
         ("{", "is not JSON"),
-        ("[]", "is not a timeline of this schedule"),
+        ("[]", "must hold one JSON object"),
+        ('{"traceEvents": {}}', "timeline: traceEvents is {}; give a list of trace events"),
+        ('{"traceEvents": [], "x": 1}', "unknown entry 'x'; there are displayTimeUnit, traceEvents"),
+        ('{"traceEvents": [{"ph": "X", "tid": 0, "args": {}}]}', "traceEvents.0.name is missing"),
+        (
+            '{"traceEvents": [{"ph": "X", "tid": 0, "name": "0F0"}]}',
+            "traceEvents.0 is .*give the name of a row",
+        ),
+        (json.dumps(measured_trace(["0F0"])).replace("5000.0", "-1"), r"traceEvents.1.ts is -1; give micro"),
+        (json.dumps(measured_trace(["0F0"])).replace("5000.0", "NaN"), "NaN is no number in JSON"),
+        (json.dumps(measured_trace(["0F0"])).replace('"rank 0"', "[]"), "is not a timeline of this schedule"),
         ('{"traceEvents": []}', "it holds no passes"),
         (json.dumps(measured_trace(["0F9"])), "the schedule has no pass 0F9"),
     ],

@@ -7,7 +7,6 @@ pass itself.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
@@ -16,6 +15,7 @@ from typing import Any
 from ..costs import PassTimes
 from ..passes import Comm, CommType, Pass, PassType, parse
 from ..schedule import Schedule
+from ..schema import check, read_object
 from .chart import Bar, Chart, Row
 
 WHY_THEY_DIFFER = (
@@ -40,12 +40,13 @@ def read_timeline(path: str | Path, schedule: Schedule, title: str = "measured")
         ValueError: naming the file and what is wrong with it.
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read the timeline {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"the timeline {path} is not JSON: {error}") from error
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ValueError(f"cannot read the timeline {path}: {reason}") from error
+    data = read_object(text, f"the timeline {path}")
     try:
+        check(data, "timeline")
         return measured_chart(data, schedule, title)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
