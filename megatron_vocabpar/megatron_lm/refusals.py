@@ -81,8 +81,8 @@ def _stage_local_checkpoint(args: Any) -> bool:
 
 
 _CHUNK_FLAGS = (
-    "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank or "
-    "--pipeline-model-parallel-layout"
+    "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank, "
+    "--pipeline-model-parallel-layout or --hybrid-layer-pattern"
 )
 
 REFUSALS = (

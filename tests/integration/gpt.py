@@ -147,6 +147,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         variable_seq_lengths=bool(case.lengths),
         moe_token_dispatcher_type="alltoall",  # asked for with variable lengths, experts or not
         mtp_num_layers=case.mtp or None,
+        mtp_loss_scaling_factor=0.1,
     )
     if case.mup_output_mult != 1:  # versions before 0.17 have no such fields, and ignore them
         config.use_mup, config.mup_output_mult = True, case.mup_output_mult

@@ -32,7 +32,7 @@ def check_heads(case: Case) -> None:
     np.testing.assert_allclose(losses, reference(case).head_losses, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", rest_is_slow(CASES, "pp1", "tensor parallel"))
+@pytest.mark.parametrize("name", rest_is_slow(CASES, "pp1"))
 def test_same_training_as_stock(name: str) -> None:
     check_heads(Case(position="rope", **CASES[name]))
 

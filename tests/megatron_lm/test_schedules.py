@@ -165,6 +165,7 @@ TE = {"transformer_impl": "transformer_engine"}
         ("search", TWO | {"pipeline_model_parallel_size": 1}, "pipeline-model-parallel-size of at least 2"),
         ("interleaved", TWO | {"pipeline_model_parallel_size": 1}, "model-parallel-size of at least 2"),
         ("interleaved", {"pipeline_model_parallel_layout": "Et|t|tL"}, "they give 3/4 model chunks on each"),
+        ("1f1b", {"hybrid_layer_pattern": "*-|*-|*-/*-"}, "they give 3/4 model chunks on each"),
         (
             "1f1b",
             {"num_layers": 6},
@@ -188,6 +189,13 @@ def test_flags_that_do_not_fit_the_schedule(schedule: str, changes: dict[str, ob
         check(SimpleNamespace(**(PLAIN | changes)), config)
 
 
+@pytest.mark.parametrize("asked", [{"mtp_num_layers": 1}, {"hybrid_layer_pattern": "*|*|*|*|*|*|*|*/*"}])
+def test_heads_of_whole_layers_in_a_v(asked: dict[str, object]) -> None:
+    config = FlagConfig(enabled=True, method="baseline", schedule="v-half")
+    with pytest.raises(ValueError, match="--mtp-num-layers: method baseline in v-half has labels"):
+        check(SimpleNamespace(**(PLAIN | TWO | asked)), config)
+
+
 @pytest.mark.parametrize(
     ("schedule", "changes"),
     [
@@ -195,6 +203,10 @@ def test_flags_that_do_not_fit_the_schedule(schedule: str, changes: dict[str, ob
         ("interleaved", {"num_layers_per_virtual_pipeline_stage": 1, "num_layers": 8}),
         ("interleaved", {"pipeline_model_parallel_layout": "Et|t|t|t|t|t|t|tL"}),
         ("1f1b", {"num_layers": 7, "decoder_first_pipeline_num_layers": 1}),
+        ("1f1b", {"hybrid_layer_pattern": "*-|*-|M-|*E/*-/*-"}),
+        ("1f1b", {"hybrid_layer_pattern": "*-*-*-*-", "num_layers": 8}),
+        ("v-half", {"hybrid_layer_pattern": "*|-|*|-|*|-|*|-/*-", "transformer_impl": "local"}),
+        ("v-half", TWO | {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|t|t|t|t|t|t|tmL"}),
         ("zb-h1", {"transformer_impl": "local"}),
         ("zb-h1", TE),
         ("v-half", TWO | {"num_layers": 16}),
