@@ -8,7 +8,7 @@ import sys
 STARTER = """
 import os, signal, subprocess, sys
 rank = "import time; from megatron_vocabpar.artifact import rank; rank.end_with_parent(); print(flush=True);"
-rank += "time.sleep(60)"
+rank += "time.sleep(1000)"
 child = subprocess.Popen([sys.executable, "-c", rank], stdout=subprocess.PIPE, start_new_session=True)
 child.stdout.readline()
 print("killed", flush=True)
@@ -18,6 +18,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_rank_ends_with_a_killed_parent() -> None:
     # The rank holds the starter's standard error: it ends only when both have.
-    done = subprocess.run([sys.executable, "-c", STARTER], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", STARTER], capture_output=True, text=True, timeout=240)
     assert done.stdout == "killed\n"
     assert done.returncode == -9

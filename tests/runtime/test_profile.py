@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
+import pytest
 import torch
 
 from megatron_vocabpar.runtime.profile import COMPUTE, OUTPUT, Span, Timeline, trace_events
@@ -13,33 +15,44 @@ from megatron_vocabpar.schedule.passes import parse
 CPU = torch.device("cpu")
 
 
-def test_waiting_is_not_computing() -> None:
+@pytest.fixture
+def take(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Lets so many seconds pass on the clock; nothing else does."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def passes(seconds: float) -> None:
+        now[0] += seconds
+
+    return passes
+
+
+def test_waiting_is_not_computing(take: Callable[[float], None]) -> None:
     timeline = Timeline(CPU)
     timeline.start()
     with timeline.observe(parse("1S3")):
         with timeline.waiting():
-            time.sleep(0.05)
-        time.sleep(0.01)
+            take(0.5)
+        take(0.25)
     wait, compute = timeline.stop()
     assert (wait.kind, compute.kind) == ("wait", "S")
-    assert wait.end_s <= compute.start_s
-    assert wait.end_s - wait.start_s >= 0.05
-    assert 0.01 <= compute.end_s - compute.start_s < 0.05
+    assert (wait.start_s, wait.end_s) == (100.0, 100.5)
+    assert (compute.start_s, compute.end_s) == (100.5, 100.75)
 
 
-def test_a_pass_that_waits_twice_computes_in_two_parts() -> None:
+def test_a_pass_that_waits_twice_computes_in_two_parts(take: Callable[[float], None]) -> None:
     timeline = Timeline(CPU)
     timeline.start()
     with timeline.observe(parse("1S3")):
         for _ in range(2):
             with timeline.waiting():
-                time.sleep(0.02)
-            time.sleep(0.01)
+                take(0.5)
+            take(0.25)
     with timeline.waiting():  # after the last pass: no part of it
         pass
     spans = timeline.stop()
     assert [span.kind for span in spans] == ["wait", "S", "wait", "S", "wait"]
-    assert all(0.01 <= span.end_s - span.start_s < 0.02 for span in spans if span.kind == "S")
+    assert all(span.end_s - span.start_s == 0.25 for span in spans if span.kind == "S")
 
 
 def test_side_streams_are_recorded_under_the_instruction_that_submitted() -> None:
@@ -47,7 +60,7 @@ def test_side_streams_are_recorded_under_the_instruction_that_submitted() -> Non
     stream = timeline.watch(side_stream(CPU, "test"), OUTPUT)
     timeline.start()
     with timeline.observe(parse("1C1.3")):
-        event = stream.submit(lambda: time.sleep(0.01))
+        event = stream.submit(lambda: None)
     event.wait()
     (span,) = timeline.stop()
     assert (span.name, span.kind, span.lane) == ("1C1.3", "C1", OUTPUT)

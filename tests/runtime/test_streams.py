@@ -58,12 +58,12 @@ _BUSY = """
 import time, torch
 from megatron_vocabpar.runtime.streams import side_stream
 stream = side_stream(torch.device("cpu"), "busy")
-stream.submit(lambda: time.sleep(100))
+stream.submit(lambda: time.sleep(1000))
 """
 
 
 def test_a_process_does_not_wait_for_work_that_never_ends() -> None:
-    assert subprocess.run([sys.executable, "-c", _BUSY], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", _BUSY], timeout=240).returncode == 0
 
 
 def test_work_builds_no_graph() -> None:
@@ -99,6 +99,6 @@ def _peaks(_: int) -> tuple[float, float, float]:
 def test_peak_memory_sees_what_this_process_allocated() -> None:
     """Not less than it holds now; what it held for a moment before (imports may) can hide the ballast."""
     ((before, resident, peak),) = run_ranks(1, _peaks, fresh=True)
-    slack = 8  # MiB: the kernel adds its counters up late
+    slack = 32  # MiB: the kernel adds its counters up late
     assert resident > 64
     assert max(before, resident) - slack <= peak <= max(before, resident) + slack

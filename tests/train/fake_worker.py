@@ -16,7 +16,7 @@ from megatron_vocabpar.train.failure import ProgressRecord
 from megatron_vocabpar.train.output import LOG_FOLDER
 from megatron_vocabpar.train.worker import run_worker
 
-PATIENCE_S = 120
+PATIENCE_S = 1000
 
 
 def pretend(config: TrainConfig) -> None:
