@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import math
 import typing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,8 +68,15 @@ class Experiment:
         if self.method not in METHODS:
             raise ValueError(f"unknown method {self.method!r}; choose one of {', '.join(METHODS)}")
         family_named(self.schedule)
+        for name, value in vars(self).items():
+            if not isinstance(value, str) and not (math.isfinite(value) and (value > 0 or name == "warmup")):
+                raise ValueError(f"{name} is {value}; give a number above 0")
+        if not self.name or Path(self.name).name != self.name:
+            raise ValueError(f"the name {self.name!r} cannot be a folder's; give a word")
         if self.gpus % self.tp:
             raise ValueError(f"{self.gpus} GPUs are no multiple of {self.tp} tensor-parallel ranks")
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden {self.hidden} is no multiple of {self.heads} heads")
         if not 0 <= self.warmup < self.iterations:
             raise ValueError(f"{self.warmup} warm-up iterations of {self.iterations}; leave one to measure")
 
@@ -103,6 +111,8 @@ def read_experiments(path: Path) -> list[Experiment]:
                 raise ValueError(f"{path}: the header must name these columns: {','.join(names)}")
             found: dict[str, Experiment] = {}
             for row in reader:
+                if None in row or None in row.values():
+                    raise ValueError(f"{path}, line {reader.line_num}: give {len(names)} cells")
                 experiment = _experiment(row, f"{path}, line {reader.line_num}")
                 if experiment.name in found:
                     raise ValueError(
@@ -111,6 +121,8 @@ def read_experiments(path: Path) -> list[Experiment]:
                 found[experiment.name] = experiment
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}; give a CSV file of experiments") from error
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no CSV file of experiments: {error}") from error
     return list(found.values())
 
 

@@ -96,7 +96,7 @@ def read_result(path: Path) -> Result | None:
         for name in ("command", "iteration_ms", "losses"):
             values[name] = tuple(values[name])
         return Result(**values)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 

@@ -93,7 +93,7 @@ def _run_rank(
 ) -> None:
     """One process; it ends without Python's exit, which would wait for threads and peers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its ranks
-    follow_parent()
+    follow_parent(folder)
     torch.set_num_threads(1)
     try:
         dist.init_process_group(

@@ -47,7 +47,7 @@ def profile(config: TrainConfig) -> dict[str, Any]:
         TrainingFailed: if a process fails.
     """
     check(replace(config, pp=1))
-    if config.layers % config.pp:
+    if config.pp < 1 or config.layers % config.pp:
         raise ValueError(
             f"--layers {config.layers} cannot be divided over --pp {config.pp}; give a multiple of it"
         )

@@ -7,11 +7,12 @@ Next: ``bench/emulation.py``.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import click
 
-from megatron_vocabpar.cli.files import FORMAT, write_output
+from megatron_vocabpar.cli.files import FORMAT, will_be_written, write_output
 from megatron_vocabpar.cli.main import RunFailed
 from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.families import SEARCH, families
@@ -42,7 +43,7 @@ _DEFAULT = ("baseline", "redis", "interlaced", "vocab-1", "vocab-2", "v-half:voc
     "--iterations", type=click.IntRange(min=1), default=1, help="Of each schedule; the median counts."
 )
 @FORMAT
-@click.option("--output", metavar="FILE.svg", help="Also draw bars.")
+@click.option("--output", metavar="FILE.svg", callback=will_be_written, help="Also draw bars.")
 @click.option(
     "--report",
     "folder",
@@ -65,13 +66,18 @@ def emulate_command(
     Prints their iteration and idle time beside what the simulator predicts. SCHEDULES are methods, such as
     vocab-2, or FAMILY:METHOD, such as v-half:vocab-2; by default those of the paper.
     """
+    if not math.isfinite(scale):
+        raise ValueError(f"--scale {scale}: give a finite number")
     costs, source = _costs(costs_file, p)
     plans = dict(_plan(text, p, m, costs) for text in dict.fromkeys(schedules or _DEFAULT))
     from megatron_vocabpar.bench.emulation import emulate, record
     from megatron_vocabpar.train.emulated import emulation_svg, emulation_table, write_emulation
     from megatron_vocabpar.train.failure import TrainingFailed
+    from megatron_vocabpar.train.output import read_config
     from megatron_vocabpar.train.report import as_text, write_report
 
+    if folder is not None:
+        read_config(folder)
     try:
         found = record(emulate(plans, scale, iterations), p=p, m=m, scale=scale, costs=source)
     except TrainingFailed as failed:

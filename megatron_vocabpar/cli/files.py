@@ -36,6 +36,17 @@ def write_output(path: str, content: str | bytes, option: str = "--output") -> N
         raise ValueError(f"cannot write {path}: {error.strerror}; give another {option}") from error
 
 
+def will_be_written(_: click.Context, option: click.Parameter, path: str | None) -> str | None:
+    """The callback of an option whose file is written after long work: find out before it.
+
+    Raises:
+        ValueError: if the path is a folder, or lies in none.
+    """
+    if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
+        raise ValueError(f"cannot write {path}: a folder, or in none; give another {option.opts[0]}")
+    return path
+
+
 def tell(text: str) -> None:
     """One line on what is being done, beside the output: for what takes more than a few seconds."""
     click.echo(f"vocabpar: {text}", err=True)

@@ -7,6 +7,7 @@ Next: the module of a verb, such as ``train.py``.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import traceback
 
@@ -81,7 +82,16 @@ class VerbGroup(click.Group):
         except ModuleNotFoundError as error:
             raise _missing_extra(ctx.invoked_subcommand or "", error) from error
         except KeyboardInterrupt as stop:
+            click.echo(f"vocabpar {ctx.invoked_subcommand}: interrupted", err=True)
             raise click.exceptions.Exit(130) from stop
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # click ends quietly
+                raise
+            where = f" {error.filename}" if error.filename else " a file"
+            text = f"cannot use{where}: {error.strerror or error}; free it, or give another"
+            raise VerbError(ctx.invoked_subcommand or "", text) from error
+        except RecursionError as error:
+            raise VerbError(ctx.invoked_subcommand or "", "a file is nested too deeply") from error
         except ValueError as error:
             if not _raised_by_us(error):
                 raise

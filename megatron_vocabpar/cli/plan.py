@@ -5,6 +5,7 @@ Exit code 0: something fits; 2: nothing does (what would is said), or bad input.
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 
@@ -89,8 +90,13 @@ def plan_command(
         model = replace(model, mtp_depths=mtp_depths)
     gpu = hardware_named(hardware)
     limit = gpu.memory_gib if memory_gib is None else memory_gib
-    if not limit > 0:
+    if not 0 < limit < math.inf:
         raise ValueError(f"--memory-gib {limit}: give more than 0")
+    if seq_length is not None and seq_length < 1:
+        raise ValueError(f"--seq-length {seq_length}: give at least 1")
+    for name, value in sizes.items():
+        if value is not None and value is not False and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: give at least 1")
     costs = PassCosts.load(costs_file) if costs_file is not None else None
     advice = advise(Request(model, _job(given, source, sizes), gpu, limit, costs))
     if html_file is not None:

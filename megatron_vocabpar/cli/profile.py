@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from megatron_vocabpar.cli.files import write_output
+from megatron_vocabpar.cli.files import will_be_written, write_output
 from megatron_vocabpar.cli.main import RunFailed
 
 
@@ -26,7 +26,9 @@ from megatron_vocabpar.cli.main import RunFailed
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
 @click.option("--iterations", "steps", default=5, help="Measured iterations of every method.")
-@click.option("--output", metavar="FILE", help="Write there instead of to the terminal.")
+@click.option(
+    "--output", metavar="FILE", callback=will_be_written, help="Write there instead of to the terminal."
+)
 def profile_command(output: str | None, **options: Any) -> None:
     """Measure a model's passes and collectives on this machine.
 

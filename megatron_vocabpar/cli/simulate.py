@@ -64,7 +64,11 @@ def simulate_command(
     those of one group, take turns. The critical path says what the iteration's length is made of.
     """
     costs = PassCosts.load(costs_file) if costs_file is not None else None
-    plan = plan_from_json(_read(schedule_file), costs)
+    text = _read(schedule_file)
+    try:
+        plan = plan_from_json(text, costs)
+    except ValueError as error:
+        raise ValueError(f"{schedule_file}: {error}") from error
     schedule = plan.schedule
     sizes = BufferSizes.load(costs_file, schedule.p) if costs_file is not None else None
     validate(schedule, max_activations)

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from megatron_vocabpar.cli.main import RunFailed, VerbError
+from megatron_vocabpar.cli.main import RunFailed
 from megatron_vocabpar.train.check import require_modules
 from megatron_vocabpar.train.config import TrainConfig, flag, off_flag, read_toml
 from megatron_vocabpar.train.output import resumed
@@ -101,9 +101,6 @@ def _train(context: click.Context, **options: Any) -> None:
     except Interrupted as stop:
         click.echo(f"vocabpar train: interrupted; {stop.hint}", err=True)
         raise click.exceptions.Exit(128 + stop.signal_number) from stop
-    except OSError as error:
-        where = f" {error.filename}" if error.filename else ""
-        raise VerbError("train", f"cannot use{where}: {error.strerror or error}") from error
 
 
 train_command = _SectionedCommand(

@@ -19,9 +19,14 @@ from .model import Model
 Arguments = dict[str, str]
 """Megatron's flags without their dashes, each with its value; "" for a switch."""
 
+_MOST_DIGITS = 18
 _DEFAULT_LENGTH = 4096  # tokens, where a config.json alone is given
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_OPTIONAL = (
+    "num_key_value_heads", "head_dim", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace",
+    "sliding_window", "sliding_window_pattern",
+)  # fmt: skip
 # Families whose MLP has no gate; the key that says so differs, and often there is none.
 _UNGATED = frozenset({"nemotron", "gpt2", "gpt_neox", "opt", "bloom", "falcon", "phi", "starcoder2"})
 _NEEDED_ARGUMENTS = ("num-layers", "hidden-size", "num-attention-heads", "seq-length")
@@ -53,12 +58,14 @@ def load_config(path: str, seq_length: int | None) -> Model:
     """
     try:
         data = json.loads(_text(path))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(data, dict):
+    if not isinstance(data, dict) or not isinstance(data.get("text_config", data), dict):
         raise ValueError(f"{path} must hold one JSON object, a Hugging Face config.json")
     longest = data.get("max_position_embeddings", _DEFAULT_LENGTH)
-    length = seq_length or min(_DEFAULT_LENGTH, longest)
+    if not _is_size(longest):
+        raise ValueError(f"{path}: max_position_embeddings: {longest!r}; give a whole number of at least 1")
+    length = min(_DEFAULT_LENGTH, longest) if seq_length is None else seq_length
     try:
         return model_from_config(data, str(data.get("_name_or_path") or Path(path).stem), path, length)
     except ValueError as error:
@@ -76,13 +83,19 @@ def model_from_config(data: Mapping[str, Any], name: str, source: str, seq_lengt
     needed = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"]
     needed += ["num_experts_per_tok"] if experts else []
     needed += _LATENT if data.get("kv_lora_rank") else []
-    missing = [key for key in needed if key not in data]
+    missing = [key for key in needed if data.get(key) is None and key != "q_lora_rank"]
     if missing:
         raise ValueError(f"no {', '.join(missing)}; a Hugging Face config.json of a decoder has them")
-    numbers = {key: data.get(key) for key in (*needed, "num_key_value_heads", "head_dim")}
-    bad = [f"{key}: {value!r}" for key, value in numbers.items() if not _is_size(value) and value is not None]
+    numbers = {key: data.get(key) for key in (*needed, *_EXPERTS, *_OPTIONAL)}
+    bad = [
+        f"{key}: {value!r}"
+        for key, value in numbers.items()
+        if value is not None and not (_is_size(value) or (key not in needed and value == 0))
+    ]
     if bad:
         raise ValueError(f"{', '.join(bad)}; give whole numbers of at least 1")
+    if not isinstance(data.get("layer_types") or [], list):
+        raise ValueError(f"layer_types: {data['layer_types']!r}; give a list, a word for each layer")
     heads = data["num_attention_heads"]
     expert_ffn = data.get("moe_intermediate_size") or data["intermediate_size"]
     window = data.get("sliding_window") or 0
@@ -201,8 +214,8 @@ def whole(given: Arguments, name: str, source: str, default: int | None = None) 
     if name not in given and default is not None:
         return default
     text = given.get(name, "")
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise ValueError(f"{source}: --{name} is {text!r}; give a whole number of at least 1")
+    if not text.isascii() or not text.isdigit() or len(text) > _MOST_DIGITS or int(text) < 1:
+        raise ValueError(f"{source}: --{name} is {text[:40]!r}; give a whole number of at least 1")
     return int(text)
 
 

@@ -98,6 +98,8 @@ def _check_values(config: TrainConfig) -> None:
     for name in _NOT_NEGATIVE:
         if getattr(config, name) < 0:
             raise ValueError(f"{flag(name)} is {getattr(config, name)}; give 0 or more")
+    if config.seed >= 2**31:
+        raise ValueError(f"--seed is {config.seed}; give less than 2,147,483,648")
     if config.lr <= 0:
         raise ValueError(f"--lr is {config.lr}; give a learning rate above 0")
     for option in dataclasses.fields(config):

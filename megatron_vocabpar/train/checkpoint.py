@@ -9,6 +9,8 @@ from __future__ import annotations
 import pickle
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_vocabpar.train.build import TrainState
 from megatron_vocabpar.train.intact import write_digests
@@ -34,6 +37,16 @@ def _sharded(state: TrainState, is_loading: bool) -> dict[str, Any]:
     return {**model, "optimizer": optimizer}
 
 
+@contextmanager
+def _one_cause() -> Iterator[None]:
+    """Raise the error of the first rank that failed; torch's exception holds all of them, with tracebacks."""
+    try:
+        yield
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        raise cause from None
+
+
 def save_checkpoint(folder: Path, state: TrainState, step: int) -> None:
     """Write weights, optimizer state and the number of steps done; all ranks call it.
 
@@ -46,7 +59,8 @@ def save_checkpoint(folder: Path, state: TrainState, step: int) -> None:
     dist.barrier()
     saved = _sharded(state, is_loading=False)
     saved |= {"scheduler": state.scheduler.state_dict(), "step": step}
-    dist_checkpointing.save(saved, str(partial))
+    with _one_cause():
+        dist_checkpointing.save(saved, str(partial))
     dist.barrier()
     if dist.get_rank() == 0:
         write_digests(partial)
@@ -104,7 +118,8 @@ def load_checkpoint(folder: Path, state: TrainState) -> int:
         ValueError: as ``check_metadata``.
     """
     check_metadata(folder)
-    loaded = dist_checkpointing.load(_sharded(state, is_loading=True), str(folder))
+    with _one_cause():
+        loaded = dist_checkpointing.load(_sharded(state, is_loading=True), str(folder))
     for i, chunk in enumerate(state.chunks):
         unwrap_model(chunk).load_state_dict(loaded[f"model{i}"], strict=True)
     state.optimizer.load_state_dict(loaded["optimizer"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -188,7 +189,21 @@ class TrainConfig:
             raise ValueError(f"a training configuration is a JSON object, not {text[:40]!r}")
         if unknown := sorted(values.keys() - {f.name for f in dataclasses.fields(cls)}):
             raise ValueError(f"unknown fields in a training configuration: {', '.join(unknown)}")
+        for name, value in values.items():
+            if not _fits(value, _TYPES[name]):
+                raise ValueError(f"{name} is {value!r} in a training configuration, which is no value of it")
         return cls(**{**values, "compare": tuple(values.get("compare", ()))})
+
+
+_TYPES = typing.get_type_hints(TrainConfig)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value of JSON is of a field's type."""
+    if typing.get_origin(kind) is tuple:
+        return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    kinds = typing.get_args(kind) or (kind,)
+    return type(value) in kinds or (float in kinds and type(value) is int)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -199,12 +214,17 @@ def read_toml(path: Path) -> dict[str, Any]:
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"--config: cannot read {path}: {error}") from error
     if unknown := sorted(values.keys() - {f.name for f in dataclasses.fields(TrainConfig)}):
         raise ValueError(
             f"--config {path}: no options are called {', '.join(unknown)}; see vocabpar train --help"
         )
+    for name, value in values.items():
+        if not _fits(value, _TYPES[name]):
+            raise ValueError(
+                f"--config {path}: {name} is {value!r}; see {flag(name)} in vocabpar train --help"
+            )
     return {name: ",".join(value) if isinstance(value, list) else value for name, value in values.items()}
 
 

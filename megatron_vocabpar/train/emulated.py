@@ -26,9 +26,20 @@ def write_emulation(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_emulation(folder: Path) -> dict[str, Any] | None:
-    """The numbers of a folder's emulation, if there was one."""
+    """The numbers of a folder's emulation, if there was one.
+
+    Raises:
+        ValueError: if the file holds no such numbers.
+    """
     path = folder / EMULATION_FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        emulation_table(record)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path} is no emulation's ({error}); remove it, or run vocabpar emulate") from error
+    return record
 
 
 def emulation_svg(record: Mapping[str, Any]) -> str:

@@ -19,12 +19,15 @@ import struct
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_vocabpar.schedule.passes import Pass, parse
 
 _STEP_BYTES, _TIME_BYTES, _TEXT_BYTES = 16, 8, 48
+_ERROR_BYTES = 16384  # kept free, for an error that says that the disk is full
 _PROGRESS_BYTES = _STEP_BYTES + _TIME_BYTES + _TEXT_BYTES
 _TRACEBACK_LINES = 12
 _SIGNALS = {number.value: f", {number.name}" for number in signal.Signals}
@@ -44,7 +47,9 @@ class ProgressRecord:
     def __init__(self, logs: Path, rank: int) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         with open(record_path(logs, rank), "w+b") as file:
-            file.truncate(_PROGRESS_BYTES)
+            file.truncate(_PROGRESS_BYTES + _ERROR_BYTES)
+            with suppress(OSError):  # where the file system cannot
+                os.posix_fallocate(file.fileno(), 0, _PROGRESS_BYTES + _ERROR_BYTES)
             self._map = mmap.mmap(file.fileno(), _PROGRESS_BYTES)
 
     def write(self, instruction: str) -> None:
@@ -66,15 +71,19 @@ def record_path(logs: Path, rank: int) -> Path:
 def write_error(logs: Path, rank: int, error: BaseException) -> None:
     """Leave an exception for the launcher; call it as soon as the exception is caught.
 
-    The text of a ``NotFinite``, the same on all ranks, says all by itself.
+    The text of a ``NotFinite``, the same on all ranks, says all by itself, and that of an ``OSError`` too.
     """
-    found = {"time_s": time.time(), "error": str(error), "traceback": ""}
-    if not isinstance(error, NotFinite):
-        trace = "".join(traceback.format_exception(error))
-        found |= {"error": f"{type(error).__name__}: {error}", "traceback": trace}
-    file = os.open(record_path(logs, rank), os.O_CREAT | os.O_WRONLY)
-    os.pwrite(file, json.dumps(found).encode(), _PROGRESS_BYTES)
-    os.close(file)
+    found: dict[str, Any] = {"time_s": time.time(), "error": str(error)}
+    if isinstance(error, NotFinite):
+        found["of_all"] = True
+    else:
+        found["error"] = f"{type(error).__name__}: {error}"
+    if not isinstance(error, NotFinite | OSError):
+        found["traceback"] = "".join(traceback.format_exception(error))
+    with suppress(OSError):
+        file = os.open(record_path(logs, rank), os.O_CREAT | os.O_WRONLY)
+        os.pwrite(file, json.dumps(found).encode(), _PROGRESS_BYTES)
+        os.close(file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +96,8 @@ class Record:
         began_s: when it began that, in seconds since the epoch.
         time_s: when it raised, in seconds since the epoch.
         error: what it raised, as ``Type: text``; empty if it raised nothing.
-        traceback: of that; empty if the error says all by itself, for all ranks.
+        traceback: of that; empty if the error says all by itself.
+        of_all: whether the error is the same on all ranks and names its place.
     """
 
     step: int | None = None
@@ -96,6 +106,7 @@ class Record:
     time_s: float = 0.0
     error: str = ""
     traceback: str = ""
+    of_all: bool = False
 
     @classmethod
     def read(cls, logs: Path, rank: int) -> Record:
@@ -106,7 +117,10 @@ class Record:
             return cls()
         step, text = raw[:_STEP_BYTES].rstrip(b"\0"), raw[_STEP_BYTES + _TIME_BYTES : _PROGRESS_BYTES]
         (began_s,) = struct.unpack_from("d", raw, _STEP_BYTES)
-        error = json.loads(raw[_PROGRESS_BYTES:] or b"{}")
+        try:
+            error = json.loads(raw[_PROGRESS_BYTES:].rstrip(b"\0") or b"{}")
+        except ValueError:  # cut short, by a full disk
+            error = {}
         instruction = text.rstrip(b"\0").decode(errors="replace")
         return cls(int(step) if step else None, instruction, began_s, **error)
 
@@ -158,7 +172,5 @@ def blame(logs: Path, world_size: int, exit_codes: Mapping[int, int]) -> str:
         return "the workers ended, and none of them left a reason"
     _, _, rank, what = min(causes)
     trace = records[rank].traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]
-    first = f"rank {rank} {what} ({records[rank].place})"
-    if records[rank].error and not trace:
-        first = records[rank].error
+    first = records[rank].error if records[rank].of_all else f"rank {rank} {what} ({records[rank].place})"
     return "\n".join([first, *trace])

@@ -5,7 +5,7 @@ Next: ``trainer.py``, which asks before the optimizer takes a step that would sp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -82,6 +82,7 @@ def end_at(
     reported: Sequence[float],
     loss_pass: Callable[[int], Pass],
     watch: Watch,
+    parameters: Iterable[tuple[str, torch.nn.Parameter]],
 ) -> NoReturn:
     """End the run on all ranks, with one message.
 
@@ -91,17 +92,20 @@ def end_at(
         reported: on the rank of the loss function, the loss of each microbatch; empty elsewhere.
         loss_pass: of a microbatch, the pass that computes the loss.
         watch: what was found on this rank when the microbatches ran once more.
+        parameters: of this rank, with their names.
 
     Raises:
         NotFinite: naming the rank, pass, microbatch and layer of the first tensor that is not finite.
     """
     bad = [i for i, value in enumerate(reported) if not torch.isfinite(torch.tensor(value))]
     mine = sorted([*watch.found, *(_found(loss_pass(i), 1 << 30, f"pass {loss_pass(i)}") for i in bad)])[:1]
-    everyone: list[list[Found]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
-    first = min((found for each in everyone for found in each), default=None)
+    spoiled = [name for name, parameter in parameters if not torch.isfinite(parameter).all()]
+    everyone: list[tuple[list[Found], list[str]]] = [([], []) for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, (mine, spoiled))
+    first = min((found for each, _ in everyone for found in each), default=None)
     place = "in no forward pass when they ran once more" if first is None else f"in {first.place}"
-    raise NotFinite(f"loss {loss} at step {step}; first not finite {place}; {_ADVICE}")
+    before = [f"; before it in {names[0]} of rank {r}" for r, (_, names) in enumerate(everyone) if names]
+    raise NotFinite(f"loss {loss} at step {step}; first not finite {place}{''.join(before[:1])}; {_ADVICE}")
 
 
 def check_norm(step: int, loss: float, norm: float) -> None:

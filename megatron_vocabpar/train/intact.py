@@ -29,11 +29,15 @@ def write_digests(folder: Path) -> None:
 
 def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint, naming the file; None if it is what was written."""
+    if not (folder / DIGESTS_FILE).is_file():
+        return f"{DIGESTS_FILE} is no file"
     try:
         written = json.loads((folder / DIGESTS_FILE).read_text())
         now = digests(folder)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"{DIGESTS_FILE} cannot be read ({error})"
+    if not isinstance(written, dict) or not written:
+        return f"{DIGESTS_FILE} names no files"
     for name in written:
         if name not in now:
             return f"{name} is missing"

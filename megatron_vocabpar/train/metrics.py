@@ -29,6 +29,7 @@ from megatron_vocabpar.train.config import TrainConfig
 PLAIN_INTERVAL_S = 5.0
 TENSORBOARD_FOLDER = "tensorboard"
 _STEPS_AVERAGED = 20
+_NUMBERS = ("loss", "tokens_per_s", "iteration_ms")
 
 
 class Metrics(ExitStack):
@@ -129,16 +130,24 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a ``metrics.jsonl``; none if there is no file.
 
-    Lines that are no JSON, such as a last one cut short, are left out; null, which stands for what is not
+    Lines that are no such JSON, as a last one cut short, are left out; null, which stands for what is not
     finite, becomes NaN.
     """
     records = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
-        with suppress(json.JSONDecodeError):
+        with suppress(ValueError, RecursionError):
             record = json.loads(line)
             if isinstance(record, dict) and isinstance(record.get("step"), int):
-                records.append({name: math.nan if v is None else v for name, v in record.items()})
+                record = {name: math.nan if v is None else v for name, v in record.items()}
+                records += [record] if _is_whole(record) else []
     return records
+
+
+def _is_whole(record: Mapping[str, Any]) -> bool:
+    """Whether a line holds what the report is made of."""
+    peaks = record.get("peak_memory_mib")
+    values = [record.get(name) for name in _NUMBERS] + (peaks if isinstance(peaks, list) else [None])
+    return all(isinstance(value, int | float) for value in values)
 
 
 def without_nan(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -190,8 +190,7 @@ def _page(folder: Path, config: TrainConfig, tables: Sequence[TextTable]) -> str
         if (folder / name).is_dir():
             files = {path.name: path for path in (folder / name).iterdir()}
             data = files.get(output.SCHEDULE_DATA_FILE)
-            schedule = data and describe(from_json(data.read_text()), config.family)
-            methods.append((METHODS[name], schedule, files))
+            methods.append((METHODS[name], data and _described(data, config.family), files))
     emulation = read_emulation(folder)
     return environment.get_template("page.html.j2").render(
         output=folder,
@@ -204,6 +203,13 @@ def _page(folder: Path, config: TrainConfig, tables: Sequence[TextTable]) -> str
         memory_note=_ON_CPU if config.device == "cpu" else "",
         why_they_differ=WHY_THEY_DIFFER,
     )
+
+
+def _described(data: Path, family: str) -> str:
+    try:
+        return describe(from_json(data.read_text()), family)
+    except ValueError as error:
+        raise ValueError(f"{data} holds no schedule ({error}); remove it, or resume the job") from error
 
 
 def _data_uri(path: Path) -> str:

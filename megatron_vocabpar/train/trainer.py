@@ -233,7 +233,8 @@ class _Trainer:
         kind = method.passes[0] if method.vocabulary_parallel else PassType.F
         place = self.placement.p - 1 if method.vocabulary_parallel else last
         losses = [float(report["lm loss"][0]) for report in reported]
-        end_at(step + 1, loss, losses, lambda i: Pass(kind, place, i), self.watch)
+        parameters = (named for chunk in self.state.chunks for named in chunk.module.named_parameters())
+        end_at(step + 1, loss, losses, lambda i: Pass(kind, place, i), self.watch, parameters)
 
     def _evaluate(self) -> float | None:
         """Mean loss of the first ``eval_iters`` steps' worth of the evaluation data."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -24,6 +25,7 @@ from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import write_error
 from megatron_vocabpar.train.output import LOG_FOLDER
 from megatron_vocabpar.train.quiet import quiet_megatron
+from megatron_vocabpar.train.workers import TEMPORARY
 
 _PARENT_CHECK_S = 1.0
 
@@ -37,7 +39,8 @@ def run_worker(config_path: str, run: Callable[[TrainConfig], int | None]) -> No
     """
     rank = int(os.environ["RANK"])
     config = TrainConfig.from_json(Path(config_path).read_text())
-    follow_parent()
+    temporary = os.environ.get(TEMPORARY)
+    follow_parent(Path(temporary) if temporary else None)
     logs = Path(config.output) / LOG_FOLDER
     logs.mkdir(parents=True, exist_ok=True)
     if rank != 0:
@@ -60,10 +63,13 @@ def _leave(code: int) -> NoReturn:
     Nor does a training that went well need it: gloo's threads may still let go of their last tensors, and an
     interpreter that is shutting down ends the process with "terminate called without an active exception".
 
-    What it has started, as checkpoints do, ends by the launcher, which ends its session.
+    What it has started, as checkpoints do, is in its session and ends here, also where no launcher ends it.
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    if os.getpgrp() == os.getpid():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)
     os._exit(code)
 
 
@@ -74,13 +80,19 @@ def _log_to(path: Path) -> None:
         os.dup2(file.fileno(), sys.stderr.fileno())
 
 
-def follow_parent() -> None:
-    """End this process, and all that it has started, soon after its launcher has died, however that died."""
+def follow_parent(temporary: Path | None) -> None:
+    """End this process, and all that it has started, soon after its launcher has died, however that died.
+
+    Args:
+        temporary: a folder that the launcher would have removed.
+    """
     parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(_PARENT_CHECK_S)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)
         os._exit(1)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import Record, TrainingFailed
@@ -24,6 +25,8 @@ from megatron_vocabpar.train.output import LOG_FOLDER
 
 SAVED = 128 + signal.SIGTERM
 """Exit code of a worker that has saved because of SIGTERM."""
+TEMPORARY = "VOCABPAR_TEMPORARY"
+"""The variable that names the folder of temporary files; a worker removes it if its launcher is gone."""
 _POLL_S = 0.1
 _TO_SAVE_S = 300.0
 _QUIET_S = 15.0
@@ -108,12 +111,17 @@ def run_workers(
         Interrupted: after Ctrl-C, or after SIGTERM, here or at a worker, once all have saved.
         TrainingFailed: the watchdog's.
     """
-    with on_signal(signal.SIGTERM, _interrupt), on_signal(signal.SIGINT, _interrupt):
+    with (
+        on_signal(signal.SIGTERM, _interrupt),
+        on_signal(signal.SIGINT, _interrupt),
+        TemporaryDirectory(prefix="vocabpar-", ignore_cleanup_errors=True) as temporary,
+    ):
         processes: dict[int, subprocess.Popen[bytes]] = {}
         try:
             for rank, environment in environments.items():
+                own = {**environment, "TMPDIR": temporary, TEMPORARY: temporary}
                 processes[rank] = subprocess.Popen(
-                    [sys.executable, *command], env=dict(environment), start_new_session=True
+                    [sys.executable, *command], env=own, start_new_session=True
                 )
             codes = _wait(processes, watchdog)
         except Interrupted as stop:

@@ -50,6 +50,7 @@ def test_a_published_cell_is_that_of_the_table() -> None:
     [
         ("name,", "title,", "the header must name these columns: name,gpus,tp"),
         ("redis,8,", "redis,eight,", "line 3: gpus is 'eight', not a number"),
+        ("redis,8,1,", "redis,8,0,", "line 3: tp is 0; give a number above 0"),
         ("redis,8,1,1f1b,redis", "redis,8,1,1f1b,vocab-3", "line 3: unknown method 'vocab-3'"),
         ("redis,8,1,1f1b", "redis,8,1,2f2b", "line 3: unknown family '2f2b'"),
         ("redis,8,", "baseline,8,", "line 3: a second 'baseline'"),

@@ -23,9 +23,9 @@ def test_json_both_ways(config: TrainConfig) -> None:
     assert TrainConfig.from_json(config.to_json()) == config
 
 
-@pytest.mark.parametrize("text", ["[]", '{"layers": 8, "colour": 1}'])
+@pytest.mark.parametrize("text", ["[]", '{"layers": 8, "colour": 1}', '{"layers": "8"}'])
 def test_json_of_something_else_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"JSON object|colour"):
+    with pytest.raises(ValueError, match=r"JSON object|colour|layers is '8'"):
         TrainConfig.from_json(text)
 
 
@@ -59,12 +59,14 @@ def test_the_kept_file_asks_for_the_same(config: TrainConfig, tmp_path: Path) ->
         assert verb.config_from_options(context.params, ()) == dataclasses.replace(config, steps=7)
 
 
-@pytest.mark.parametrize("text", ["steps = ", "colour = 1", None])
+@pytest.mark.parametrize("text", ["steps = ", "colour = 1", "steps = true", None])
 def test_another_file_is_refused(text: str | None, tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(ValueError, match=r"--config:? (cannot read )?\S+job.toml.*(Invalid|colour|No such)"):
+    with pytest.raises(
+        ValueError, match=r"--config:? (cannot read )?\S+job.toml.*(Invalid|colour|steps is True|No such)"
+    ):
         verb.train_command.make_context("train", ["--config", str(file)])
 
 

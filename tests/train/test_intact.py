@@ -38,6 +38,7 @@ def flip(path: Path) -> None:
         (lambda at: (at / "weights").write_bytes(b""), "weights is not what was written"),
         (lambda at: (at / "weights").unlink(), "weights is missing"),
         (lambda at: (at / DIGESTS_FILE).write_text("{"), f"{DIGESTS_FILE} cannot be read"),
+        (lambda at: (at / DIGESTS_FILE).write_text("[]"), f"{DIGESTS_FILE} names no files"),
     ],
 )
 def test_damage_is_named_and_the_one_before_is_used(

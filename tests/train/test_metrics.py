@@ -111,7 +111,14 @@ def test_what_is_not_finite_is_null_and_a_broken_line_hides_no_other(tmp_path: P
         metrics.add({**first, "loss": math.nan, "grad_norm": math.inf})
     assert '"loss": null' in (tmp_path / "m").read_text()
     with open(tmp_path / "m", "ab") as file:
-        for line in (b'{"st\xffep": 2', b"[]", b'{"loss": 1}', json.dumps(third).encode()):
+        for line in (
+            b'{"st\xffep": 2',
+            b"[]",
+            b'{"loss": 1}',
+            b"[" * 100_000,
+            b'{"step": 2}',
+            json.dumps(third).encode(),
+        ):
             file.write(line + b"\n")
     read = read_metrics(tmp_path / "m")
     assert [record["step"] for record in read] == [1, 3]
