@@ -1,0 +1,296 @@
+# ruff: noqa: E501
+# fmt: off
+"""Input that no verb can use: flags, files and numbers, by verb."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Content = str | bytes | None
+"""Of a file; None makes a folder."""
+
+
+@dataclass(frozen=True)
+class BadInput:
+    """What is typed, and a regular expression for what must be said to it.
+
+    Attributes:
+        name: verb, then what is wrong.
+        arguments: after ``vocabpar``; ``{}`` in them is a folder, whose files ``files`` are.
+        says: is searched in the one message.
+        code: the exit code.
+    """
+
+    name: str
+    arguments: str
+    says: str
+    files: Mapping[str, Content] = field(default_factory=dict)
+    code: int = 2
+
+
+DEEP = "[" * 100_000
+JUNK: dict[str, Content] = {
+    "missing-file": "", "empty": "", "no-json": "{", "deep": DEEP, "binary": b"\xff\xfe\0", "list": "[]", "number": "7",
+    "null": "null", "folder": None,
+}  # fmt: skip
+
+
+def junk(verb: str, arguments: str, says: str = "x.json", but: tuple[str, ...] = ()) -> Iterator[BadInput]:
+    """Files that hold nothing that any verb could read; ``arguments`` names ``{}/x.json``."""
+    for name, content in JUNK.items():
+        if name not in but:
+            files = {} if name == "missing-file" else {"x.json": content}
+            yield BadInput(f"{verb}-{name}", arguments, says, files)
+
+
+def changed(data: Mapping[str, Any], **changes: Any) -> str:
+    return json.dumps({**data, **changes})
+
+
+COSTS = {"F_ms": 10, "B_ms": 12, "W_ms": 8, "methods": {"vocab-2": {"S_ms": 1, "T_ms": 1}}}
+
+
+def schedule() -> Iterator[BadInput]:
+    for flags, says in {
+        "--pp 0": "pipeline|p", "--pp -1": "p", "--pp 1.5": "--pp", "--pp x": "--pp", "--microbatches 0": "microbatch",
+        "--microbatches -5": "microbatch", "--microbatches 99999999999": "microbatch|large|more than", "--pp 256 --microbatches 40960": "microbatch",
+        "--method vocab2": "vocab-2", "--method ''": "method", "--family x": "x", "--chunks 0": "chunk", "--chunks -1": "chunk",
+        "--chunks 1000": "chunk", "--family interleaved --chunks 200 --pp 2 --microbatches 2": "chunk",
+        "--max-activations 0": "max|activation|hold",
+        "--max-activations nan": "max|nan", "--max-activations -1": "max|activation|hold", "--family v-half --chunks 3": "chunk",
+        "--format x": "format", "--format png": "--output", "--format pdf": "--output", "--check x": "--check", "--width 5": "--width",
+        "--output {}": "cannot write", "--output {}/no/where": "cannot write", "--output /dev/full": "cannot write",
+        "--nonsense": "nonsense", "extra": "extra", "--costs": "--costs", "--format svg --output /proc/x": "cannot write",
+    }.items():  # fmt: skip
+        yield BadInput(f"schedule {flags}", f"schedule {flags}", says)
+    yield from junk("costs", "schedule --pp 2 --costs {}/x.json")
+    for name, text in {
+        "negative": changed(COSTS, F_ms=-1), "text": changed(COSTS, F_ms="1"), "none": changed(COSTS, F_ms=None),
+        "infinite": '{"F_ms": Infinity}', "nan": changed(COSTS).replace("10", "NaN"), "huge": changed(COSTS, F_ms=1e308),
+        "three-ranks": changed(COSTS, F_ms=[1, 2, 3]), "nested": changed(COSTS, F_ms=[[1], [2]]), "truth": changed(COSTS, F_ms=True),
+        "unknown": changed(COSTS, x=1), "unknown-method": changed(COSTS, methods={"x": {}}), "empty-method": changed(COSTS, methods={"vocab-2": {}}),
+        "method-list": changed(COSTS, methods={"vocab-2": []}), "unknown-pass": changed(COSTS, methods={"vocab-2": {"X_ms": 1}}),
+        "extra-of-unknown": changed(COSTS, baseline_last_rank_extra={"X_ms": 1}), "memory": changed(COSTS, memory_mib={"x": 1}),
+        "big-integer": changed(COSTS).replace("10", "9" * 5000), "empty-list": changed(COSTS, F_ms=[]),
+        "shape-text": changed(COSTS, seq_length="x"), "shape-negative": changed(COSTS, seq_length=-4, hidden=8, layers=2, vocab=9),
+        "transfer-text": changed(COSTS, p2p_ms="x"), "two-keys": '{"F_ms": 1, "F_ms": 2}',
+    }.items():  # fmt: skip
+        yield BadInput(f"costs-{name}", "schedule --pp 2 --costs {}/x.json", "x.json|^vocabpar schedule: error: (the )?costs", {"x.json": text})
+
+
+def made_schedule() -> dict[str, Any]:
+    from megatron_vocabpar.schedule.generate import generate
+    from megatron_vocabpar.schedule.serialize import to_json
+
+    return json.loads(to_json(generate("vocab-2", 2, 2)))
+
+
+def simulate() -> Iterator[BadInput]:
+    yield from junk("simulate", "simulate {}/x.json")
+    good = made_schedule()
+    for key in good:
+        for name, value in {"null": None, "text": "x", "negative": -1, "huge": 10**9, "list": [[["x"]]]}.items():
+            yield BadInput(
+                f"simulate-{key}-{name}",
+                "simulate {}/x.json",
+                "x.json|schedule|chunk|rank|method|microbatch",
+                {"x.json": changed(good, **{key: value})},
+            )
+        missing = json.dumps({k: v for k, v in good.items() if k != key})
+        if key != "method":  # is found from the passes
+            yield BadInput(f"simulate-without-{key}", "simulate {}/x.json", key, {"x.json": missing})
+    text = json.dumps(good)
+    whole = {"x.json": text}
+    yield BadInput("simulate-cap-nan", "simulate {}/x.json --max-activations nan", "nan", whole)
+    yield BadInput("simulate-cap-small", "simulate {}/x.json --max-activations 1", "hold|activation", whole)
+    yield BadInput("simulate-html-nowhere", "simulate {}/x.json --html {}/no/x.html", "cannot write .*--html", whole)
+    yield BadInput("simulate-format", "simulate {}/x.json --format x", "--format", whole)
+    yield BadInput("simulate-no-file", "simulate", "SCHEDULE")
+    for name, content in {
+        "junk": "{", "list": "[]", "deep": DEEP, "no-events": "{}", "empty-events": '{"traceEvents": []}', "binary": b"\xff",
+        "other-events": '{"traceEvents": [{"ph": "X", "name": "x", "tid": 0, "ts": 0, "dur": 1, "cat": "c"}]}',
+        "text-times": '{"traceEvents": [{"ph": "X", "name": "0F0", "tid": 0, "ts": "a", "dur": 1, "cat": "F"}]}',
+        "nan-times": '{"traceEvents": [{"ph": "X", "name": "0F0", "tid": 0, "ts": NaN, "dur": NaN, "cat": "F"}]}',
+        "null-events": '{"traceEvents": null}', "folder": None,
+    }.items():  # fmt: skip
+        yield BadInput(f"timeline-{name}", "simulate {}/x.json --measured {}/t.json", "t.json", {**whole, "t.json": content})
+    yield BadInput("timeline-missing", "simulate {}/x.json --measured {}/t.json", "t.json", whole)
+
+
+MODEL = {
+    "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128,
+    "model_type": "llama",
+}  # fmt: skip
+ARGUMENTS = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 1000"
+
+
+def plan() -> Iterator[BadInput]:
+    for flags, says in {
+        "": "give one model", "--preset x": "unknown model preset", "--preset gemma-2-9b --hardware x": "choose one of",
+        "--preset gemma-2-9b --pp 0": "pp|pipeline", "--preset gemma-2-9b --tp 0": "tp|tensor", "--preset gemma-2-9b --dp 0": "dp|data",
+        "--preset gemma-2-9b --ep 3": "expert", "--preset gemma-2-9b --microbatches 0": "microbatch",
+        "--preset gemma-2-9b --micro-batch-size 0": "micro", "--preset gemma-2-9b --seq-length 0": "--seq-length 0",
+        "--preset gemma-2-9b --memory-gib nan": "memory-gib", "--preset gemma-2-9b --memory-gib -1": "memory-gib",
+        "--preset gemma-2-9b --memory-gib inf": "memory-gib",
+        "--preset gemma-2-9b --pp x": "--pp", "--preset gemma-2-9b --pp 1000": "pp|pipeline|layers", "--preset gemma-2-9b --config y": "give one model",
+        "--preset gemma-2-9b --costs {}/none.json": "none.json", "--script {}/none.sh": "none.sh", "--config {}/none.json": "none.json",
+        f"--pp 2 --html {{}}/no/page.html --microbatches 4 -- {ARGUMENTS}": "cannot write .*--html",
+        f"-- {ARGUMENTS.replace('64', '0')}": "whole number", f"-- {ARGUMENTS.replace('--vocab-size 1000', '')}": "--vocab-size",
+        f"-- {ARGUMENTS} --num-experts x": "--num-experts", "-- --num-layers": "no --hidden-size|whole number",
+        f"-- {ARGUMENTS.replace('1000', '9' * 5000)}": "vocab-size", f"-- {ARGUMENTS.replace('layers 4', 'layers ４')}": "whole number",
+    }.items():  # fmt: skip
+        yield BadInput(f"plan {flags[:60]}", f"plan {flags}", says)
+    yield from junk("plan-config", "plan --config {}/x.json")
+    for name, changes in {
+        "no-size": {"hidden_size": None}, "zero": {"hidden_size": 0}, "text": {"vocab_size": "x"}, "float": {"num_hidden_layers": 1.5},
+        "truth": {"num_attention_heads": True}, "negative": {"intermediate_size": -1}, "experts-text": {"num_experts": "x", "num_experts_per_tok": 2},
+        "position-text": {"max_position_embeddings": "x"}, "position-zero": {"max_position_embeddings": 0}, "text-config": {"text_config": 5},
+        "window-text": {"sliding_window": "x", "use_sliding_window": True}, "types-number": {"sliding_window": 5, "layer_types": 7},
+        "pattern-text": {"sliding_window": 5, "sliding_window_pattern": "x"}, "lora-text": {"kv_lora_rank": "x"},
+        "shared-text": {"num_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": "x"},
+    }.items():  # fmt: skip
+        yield BadInput(f"plan-config-{name}", "plan --pp 2 --microbatches 4 --config {}/x.json", "x.json", {"x.json": changed(MODEL, **changes)})
+    yield BadInput("plan-script-binary", "plan --script {}/x.sh", "x.sh", {"x.sh": b"\xff\0"})
+    yield BadInput("plan-script-folder", "plan --script {}/x.sh", "x.sh", {"x.sh": None})
+    yield BadInput("plan-script-empty", "plan --script {}/x.sh", "give one model|no --num-layers", {"x.sh": ""})
+
+
+def paper() -> Iterator[BadInput]:
+    header = "method,pipeline,num_microbatches,seq_length,hidden,vocab,layers,iteration_ms,F_us_per_rank,B_us_per_rank,output_us_per_rank,IF_us_per_rank,IB_us_per_rank,comm_us\n"
+    row = "vocab-2,2,4,64,64,1000,4,10,1;1,1;1,1;1,1;1,1;1,1\n"
+    yield from (replace_file(bad, "x.csv") for bad in junk("paper", "paper --measured {}/x.csv", "x.csv", but=("null", "number", "list")))
+    for name, text in {
+        "header-alone": header, "other-header": "a,b\n1,2\n", "method": header + row.replace("vocab-2", "x"), "zero": header + row.replace(",2,4", ",0,4"),
+        "text": header + row.replace("64", "x"), "short": header + "vocab-2,2\n", "long": header + row.strip() + ",1,1,1,1\n",
+        "nan": header + row.replace(",10,", ",nan,"), "ranks": header + row.replace("1;1", "1", 1), "zeros": header + "\0\n",
+        "negative": header + row.replace("1;1", "-1;1", 1),
+    }.items():  # fmt: skip
+        yield BadInput(f"paper-{name}", "paper --measured {}/x.csv", "x.csv", {"x.csv": text})
+    for flags, says in {
+        "": "give --measured", "x": "x", "figure17": "--losses", "table3 --output {}/x.svg": "--output is for a figure",
+        "figure17 --losses {}/none.csv --output {}/x.svg": "none.csv", "table3 --losses {}/x.csv": "figure17", "figure10 --output {}/no/x.svg": "cannot write",
+        "table3 --measured {}/x.csv": "give --measured",
+    }.items():  # fmt: skip
+        yield BadInput(f"paper {flags}", f"paper {flags}", says)
+    for name, text in {"empty": "", "header": "a,b\n", "text": "method,iteration,loss\nvocab-2,1,x\n", "binary": b"\xff\0", "folder": None}.items():
+        yield BadInput(f"losses-{name}", "paper figure17 --losses {}/x.csv --output {}/x.svg", "x.csv", {"x.csv": text})
+
+
+def replace_file(bad: BadInput, name: str) -> BadInput:
+    return BadInput(bad.name, bad.arguments, bad.says, dict.fromkeys([name] * len(bad.files), next(iter(bad.files.values()), "")), bad.code)
+
+
+def train() -> Iterator[BadInput]:
+    small = "train --device cpu --output {}/out"
+    for flags, says in {
+        "--pp 0": "--pp is 0", "--pp 9 --layers 8": "--pp 9 is larger", "--layers 7": "cannot be divided", "--tp 3": "--tp 3", "--dp 0": "--dp is 0",
+        "--microbatches 0": "--microbatches is 0", "--lr nan": "--lr is nan", "--lr inf": "--lr is inf", "--lr 0": "--lr is 0", "--lr -1": "--lr is -1",
+        "--warmup -1": "--warmup is -1", "--weight-decay nan": "--weight-decay", "--clip-grad -1": "--clip-grad", "--seed -1": "--seed",
+        "--seed 99999999999999999999999": "--seed", "--steps 0": "--steps is 0", "--steps x": "--steps", "--hidden 65": "--hidden", "--heads 0": "--heads is 0",
+        "--position rope --hidden 12 --heads 4": "rope", "--position x": "--position", "--dtype fp8": "--dtype", "--device tpu": "--device", "--device cuda": "CUDA",
+        "--vocab-size 10": "too small", "--vocab-size 300 --tokenizer-vocab-size 301": "--vocab-size 300", "--tokenizer-vocab-size 5": "too small",
+        "--method vocab2": "did you mean vocab-2", "--compare vocab2": "did you mean vocab-2", "--compare ,,x": "unknown method", "--family x": "--family",
+        "--chunks 0": "--chunks is 0", "--chunks 3 --family v-half": "chunk", "--max-activations 0.5": "--max-activations", "--max-activations nan": "--max-activations",
+        "--final-stage-layers 2": "redis", "--method redis --final-stage-layers 99": "--final-stage-layers", "--method redis --final-stage-layers -1": "--final-stage-layers",
+        "--timeout -1": "--timeout", "--timeout nan": "--timeout", "--keep-checkpoints -1": "--keep-checkpoints", "--save-interval -1": "--save-interval",
+        "--eval-interval -1": "--eval-interval", "--eval-iters 0": "--eval-iters", "--log-interval 0": "--log-interval", "--seq-length 0": "--seq-length is 0",
+        "--seq-length 127 --tp 2": "--seq-length 127", "--text ''": "--text", "--tokenizer {}/none.json": "no such file", "--tokenizer {}/x --tokenizer-vocab-size 300": "leave one",
+        "--resume": "holds no checkpoint", "--resume --overwrite": "give one of the two", "--costs {}/none.json": "none.json", "--nonsense": "nonsense", "word": "word",
+        "--pp": "--pp", "--config {}/none.toml": "none.toml", "--ffn 0": "--ffn is 0", "--ffn 5 --tp 2": "--ffn 5", "--micro-batch-size 0": "--micro-batch-size is 0",
+    }.items():  # fmt: skip
+        yield BadInput(f"train {flags}", f"{small} {flags}", says)
+    for name, text in {
+        "junk": "= [", "binary": b"\xff\0", "unknown": "x = 1", "text-number": 'pp = "x"', "list": "pp = [1, 2]", "table": "[pp]\nx = 1", "truth": "pp = true",
+        "folder": None, "date": "pp = 2020-01-01", "choice": 'dtype = "fp8"', "nested": "compare = [[1]]", "deep": "x = " + DEEP, "float": "pp = 1.5",
+    }.items():  # fmt: skip
+        yield BadInput(
+            f"train-config-{name}", "train --output {}/out --config {}/j.toml", "config|j.toml|--pp|--dtype|pp|compare|method", {"j.toml": text}
+        )
+
+
+RUN = {"name": "a", "logprobs": [-1.0, -2.0], "targets": [1, 2]}
+
+
+def drift() -> Iterator[BadInput]:
+    good = json.dumps(RUN)
+    for bad in junk("drift", "drift {}/x.json {}/good.json"):
+        yield BadInput(bad.name, bad.arguments, bad.says, {**bad.files, "good.json": good})
+    for name, changes in {
+        "logprobs-number": {"logprobs": 5}, "logprobs-text": {"logprobs": ["x", "y"]}, "logprobs-null": {"logprobs": [None, None]}, "targets-text": {"targets": ["a", "b"]},
+        "targets-short": {"targets": [1]}, "unknown": {"x": 1}, "tp-text": {"tp_size": "x"}, "ranges-flat": {"ranges": [1, 2]}, "mask-short": {"mask": [1]},
+        "mask-text": {"mask": ["a", "b"]}, "loss-text": {"loss": "x"}, "lse-flat": {"shard_lse": [1, 2]}, "name-list": {"name": []}, "evidence-short": {"ranges": [[0, 3]], "shard_lse": [[1.0]]},
+        "microbatch-text": {"microbatch": ["a", "b"]}, "nested": {"logprobs": [[1], [2]]}, "range-of-three": {"ranges": [[0, 1, 2]]},
+    }.items():  # fmt: skip
+        yield BadInput(f"drift-{name}", "drift {}/good.json {}/x.json", "x.json|run 'a'", {"good.json": good, "x.json": changed(RUN, **changes)})
+    both = {"a.json": good, "b.json": good}
+    yield BadInput(
+        "drift-other-length",
+        "drift {}/a.json {}/b.json",
+        "token|log-prob|target|length",
+        {"a.json": good, "b.json": changed(RUN, logprobs=[-1.0], targets=[1])},
+    )
+    for flags, says in {
+        "--tolerance nan": "--tolerance",
+        "--tolerance -1": "--tolerance",
+        "--tolerance x": "--tolerance",
+        "--out {}": "cannot",
+        "--out {}/no/x.json": "cannot",
+    }.items():
+        yield BadInput(f"drift {flags}", "drift {}/a.json {}/b.json " + flags, says, both)
+
+
+EXPERIMENT = {
+    "name": "a", "gpus": "2", "tp": "1", "schedule": "1f1b", "method": "vocab-2", "layers": "4", "hidden": "32", "heads": "4", "seq_length": "64", "vocab_k": "16",
+    "micro_batch": "1", "microbatches": "8", "iterations": "8", "warmup": "2", "lr": "1e-3",
+}  # fmt: skip
+
+
+def table(**changes: str) -> str:
+    row = {**EXPERIMENT, **changes}
+    return ",".join(row) + "\n" + ",".join(row.values()) + "\n"
+
+
+def artifact() -> Iterator[BadInput]:
+    run = "artifact run {}/x.csv --megatron {} --dry-run"
+    yield from (replace_file(bad, "x.csv") for bad in junk("artifact", run, "x.csv"))
+    for name, changes in {
+        "method": {"method": "x"}, "schedule": {"schedule": "x"}, "gpus-zero": {"gpus": "0"}, "tp-zero": {"tp": "0"}, "tp-negative": {"tp": "-1"}, "gpus-text": {"gpus": "x"},
+        "layers-empty": {"layers": ""}, "warmup": {"warmup": "8"}, "lr": {"lr": "nan"}, "lr-text": {"lr": "x"}, "odd": {"gpus": "3", "tp": "2"}, "layers-zero": {"layers": "0"},
+        "hidden-negative": {"hidden": "-32"}, "name-empty": {"name": ""}, "name-path": {"name": "../a"}, "heads-zero": {"heads": "0"}, "vocab-zero": {"vocab_k": "0"},
+        "micro-zero": {"microbatches": "0"}, "length-zero": {"seq_length": "0"}, "quote": {"name": '"a'},
+    }.items():  # fmt: skip
+        yield BadInput(f"artifact-{name}", run, "x.csv", {"x.csv": table(**changes)})
+    yield BadInput("artifact-twice", run, "a second 'a'", {"x.csv": table() + table().splitlines()[1] + "\n"})
+    yield BadInput("artifact-short-row", run, "x.csv", {"x.csv": table() + "b,2\n"})
+    yield BadInput("artifact-long-row", run, "x.csv", {"x.csv": table().rstrip() + ",1,2\n"})
+    yield BadInput("artifact-only", run + " --only b", "has no row b", {"x.csv": table()})
+    yield BadInput("artifact-no-checkout", run, "is no checkout", {"x.csv": table()})
+    yield BadInput("artifact-checkout-missing", "artifact run {}/x.csv --megatron {}/none --dry-run", "is no checkout", {"x.csv": table()})
+    yield BadInput("artifact-show-nothing", "artifact show {}", "holds no results")
+    yield BadInput("artifact-show-missing", "artifact show {}/none", "holds no results")
+    yield BadInput("artifact-show-junk", "artifact show {}", "holds no results", {"a/result.0.json": "{"})
+    yield BadInput("artifact-show-deep", "artifact show {}", "holds no results|nested", {"a/result.0.json": DEEP})
+    yield BadInput("artifact-verb", "artifact x", "x")
+    yield BadInput("artifact-peak", "artifact show {} --peak-tflops x", "--peak-tflops")
+
+
+def others() -> Iterator[BadInput]:
+    for arguments, says in {
+        "": "Usage|Verbs", "x": "x", "--nonsense": "nonsense", "doctor --megatron {}/none": "none", "doctor --megatron {}": "megatron/core", "doctor --gpu --megatron {}": "--gpu",
+        "doctor --format x": "--format", "report": "FOLDER", "report {}": "config.json", "report {}/none": "config.json", "patches x": "x",
+        "bench": "Usage|Commands|command", "bench x": "x", "bench runtime --pp 0": "--pp", "bench runtime --pairs 0": "steps|pairs|--steps", "bench runtime --device tpu": "device",
+        "bench runtime --layers 3": "layers", "bench kernels --rounds 0": "rounds", "bench kernels --device tpu": "tpu", "bench kernels --dtype x": "dtype",
+        "bench kernels --device cuda": "cuda", "bench losses": "nothing to compare", "bench losses --verl {}/none": "none", "bench losses --verl {} --ranks 0": "ranks|verl",
+        "emulate x": "no schedule", "emulate v-x:vocab-2": "no schedule", "emulate vocab-2 --pp 0": "p", "emulate vocab-2 --microbatches 0": "microbatch", "emulate vocab-2 --scale 0": "--scale",
+        "emulate vocab-2 --scale nan": "--scale|scale", "emulate vocab-2 --iterations 0": "--iterations", "emulate vocab-2 --report {}/none": "none", "emulate vocab-2 --costs {}/none": "none",
+        "emulate v-half:": "no schedule", "emulate vocab-2 --report {}": "config.json|results", "emulate vocab-2 --pp 2 --microbatches 2 --output {}/no/x.svg": "cannot write",
+        "profile --pp 0": "--pp", "profile --layers 7 --pp 2": "cannot be divided", "profile --hidden 0": "hidden", "profile --iterations 0": "steps|iterations", "profile --dtype x": "dtype",
+        "profile --device tpu": "device", "profile --output {}/no/x.json": "cannot write",
+    }.items():  # fmt: skip
+        yield BadInput(arguments or "nothing", arguments, says)
+
+
+BAD_INPUTS = tuple(bad for verb in (schedule, simulate, plan, paper, train, drift, artifact, others) for bad in verb())

@@ -1,0 +1,707 @@
+# ruff: noqa: E501
+# fmt: off
+"""Faults of a training job, by what is at stake."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megatron_vocabpar.train.intact import write_digests
+from tests.faults import plants
+from tests.faults.case import Fault, Place
+from tests.faults.plants import at, by, ends, instead, spoils
+from tests.faults.warm import Command
+
+RESUME = "train --resume --steps 6 --no-save --save-interval 0 --output {}/out"
+RESUME_SAVING = "train --resume --steps 6 --save-interval 1 --output {}/out"
+KILL, TERM, INT, STOP = signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSTOP
+FRESH = Fault.__dataclass_fields__["arguments"].default
+SAVES_AT_END = FRESH.replace(" --no-save", "")
+SAVING_TWICE = FRESH.replace("--no-save", "--save-interval 2")
+GO_ON = r"last checkpoints: .*go on with: vocabpar train --resume --output \S+out"
+SAVING = "saving results"
+
+
+# ---- not finite
+
+
+def not_finite() -> Iterator[Fault]:
+    for rank, what, where in (
+        (0, "output_layer", r"first not finite in pass \dS0: S of microbatch 0"),
+        (1, "output_layer", r"first not finite in pass \dS0: S of microbatch 0"),
+        (0, "layers.0.mlp", r"first not finite in layer 1 in pass 0F\d: F of microbatch \d on stage 0, rank 0"),
+        (1, "layers.0.mlp", r"first not finite in layer 2 in pass 1F\d: F of microbatch \d on stage 1, rank 1"),
+        (0, "position_embeddings", r"first not finite in the embedded tokens in pass 0F0"),
+        (1, "final_layernorm", r"first not finite in .*rank 1"),
+    ):
+        said = rf"loss nan at step 5; {where}.*; before it in \S*{what}\S* of rank {rank}; .*\n(.*\n)*{GO_ON}"
+        yield Fault(f"nan-in-{what}-of-rank-{rank}", 1, said, RESUME, after="one", plant=spoils(rank, 5, what))
+    yield Fault(
+        "nan-infinite-weight", 1, r"loss (nan|inf) at step 2; first not finite in layer 1",
+        plant=spoils(0, 2, "layers.0.self_attention", float("inf")),
+    )  # fmt: skip
+    yield Fault(
+        "nan-in-stock-last-stage", 1, r"loss nan at step 3; first not finite in .*rank 1",
+        arguments=FRESH + " --method baseline", plant=spoils(1, 3, "output_layer"), 
+    )  # fmt: skip
+    yield Fault("nan-lr-far-too-large", 1, r"(loss|gradient norm) (nan|inf).* at step \d", arguments=FRESH + " --lr 1e30")
+    yield Fault(
+        "nan-goes-on-where-it-is-told-to", 0, r"not finite from step 3", plant=spoils(0, 3, "layers.0.mlp"),
+        arguments=FRESH + " --no-check-finite --compare baseline",
+    )  # fmt: skip
+    yield Fault(
+        "nan-after-resume", 1, rf"loss nan at step 6.*\n(.*\n)*{GO_ON}", RESUME, after="two",
+        plant=spoils(1, 6, "output_layer"),
+    )  # fmt: skip
+
+
+# ---- resume
+
+
+def resume() -> Iterator[Fault]:
+    done = r"step 6/6"
+    yield Fault("resume-plain", 0, rf"{done}(.*\n)*.*steps compared", RESUME, after="two")
+    yield Fault("resume-on-one-stage", 0, done, RESUME + " --pp 1", after="two")
+    yield Fault("resume-with-another-method", 0, done, RESUME + " --method naive", after="one")
+    yield Fault("resume-with-more-replicas", 0, done, RESUME + " --dp 2 --pp 1", after="one")
+    yield Fault("resume-without-more-steps", 2, "has done 4 steps, and --steps is 4; give more", "train --resume --output {}/out", after="two")
+    yield Fault("resume-fewer-steps", 2, "has done 4 steps, and --steps is 3; give more", "train --resume --steps 3 --output {}/out", after="two")
+    yield Fault(
+        "resume-of-another-model",
+        2,
+        r"--hidden 16 \(this job: 32\), --seq-length 16 \(this job: 8\)",
+        RESUME + " --hidden 32 --seq-length 8",
+        after="two",
+    )
+    yield Fault("resume-nothing", 2, "holds no checkpoint", RESUME)
+    yield Fault("resume-and-overwrite", 2, "give one of the two", RESUME + " --overwrite", after="one")
+    yield Fault("resume-pp-too-large", 2, "--pp 4 is larger than --layers 2", RESUME + " --pp 4", after="one")
+    for name, text in (
+        ("cut", '{"pp": 2'),
+        ("no-object", "[]"),
+        ("binary", "\0\1"),
+        ("unknown", '{"x": 1}'),
+        ("types", '{"pp": "two"}'),
+        ("empty", ""),
+    ):
+        yield Fault(
+            f"resume-config-{name}", 2, r"cannot read \S+config.json|unknown field|is 'two'", RESUME, after="two", prepare=writes("config.json", text)
+        )
+        yield Fault(
+            f"resume-method-config-{name}",
+            2,
+            r"cannot read \S+config.json|unknown field|is 'two'",
+            RESUME,
+            after="two",
+            prepare=writes("vocab-2/config.json", text),
+        )
+
+
+def writes(name: str, text: str | bytes) -> Callable[[Place], object]:
+    def prepare(place: Place) -> None:
+        path = place.out / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+
+    return prepare
+
+
+# ---- processes
+
+
+def processes() -> Iterator[Fault]:
+    died = r"rank {} was killed by signal {}(.*\n)*the logs of the ranks are in"
+    for rank, number, step, place in (
+        (0, KILL, 1, ""), (1, KILL, 1, "1S0"), (0, KILL, 3, "0B1"), (1, KILL, 3, "1SEND_B0"), (0, KILL, 2, SAVING),
+        (1, KILL, 4, SAVING), (1, signal.SIGSEGV, 2, "1F0"), (0, signal.SIGABRT, 2, "0F1"),
+        (1, signal.SIGBUS, 3, "1T1"), (0, signal.SIGFPE, 3, "0IF0"),
+    ):  # fmt: skip
+        name = place.replace(" ", "-") or "between"
+        yield Fault(
+            f"orphans-rank-{rank}-{signal.Signals(number).name}-step-{step}-{name}",
+            1,
+            died.format(rank, int(number)),
+            SAVING_TWICE if place == SAVING else FRESH,
+            plant=at(rank, step, place, by(number)),
+        )
+    for rank in (0, 1):
+        yield Fault(f"orphans-rank-{rank}-leaves", 1, f"rank {rank} ended with exit code 7", plant=at(rank, 2, "1F1" if rank else "0F1", ends(7)))
+    for step, place in ((1, ""), (2, "1F0"), (2, SAVING), (4, SAVING)):
+        yield Fault(
+            f"orphans-launcher-killed-step-{step}-{place.replace(' ', '-') or 'between'}",
+            -KILL,
+            "training vocab-2",
+            SAVING_TWICE if place == SAVING else FRESH,
+            plant=at(1, step, place, by(KILL, parent=True)),
+        )
+    yield Fault("orphans-launcher-killed-after-saving", -KILL, "training vocab-2", SAVING_TWICE, plant=at(0, 3, "0F0", by(KILL, parent=True)))
+    for step, place in ((2, "1F0"), (3, SAVING)):
+        yield Fault(
+            f"saved-sigterm-launcher-step-{step}",
+            128 + TERM,
+            f"interrupted; last checkpoints: vocab-2 of step {step}",
+            SAVES_AT_END,
+            plant=at(1, step, place, by(TERM, parent=True)),
+        )
+        yield Fault(
+            f"saved-sigterm-rank-step-{step}",
+            128 + TERM,
+            f"interrupted; last checkpoints: vocab-2 of step {step}",
+            SAVES_AT_END,
+            plant=at(1, step, place, by(TERM)),
+        )
+    yield Fault(
+        "saved-sigterm-all", 128 + TERM, "interrupted; last checkpoints: vocab-2 of step 3", SAVES_AT_END, plant=at(0, 3, "0F1", plants.to_both(TERM))
+    )
+    yield Fault(
+        "saved-sigterm-while-resuming",
+        128 + TERM,
+        "interrupted; last checkpoints: vocab-2 of step 5",
+        RESUME_SAVING,
+        after="two",
+        plant=at(0, 5, "0F1", by(TERM, parent=True)),
+    )
+    for name, function in (
+        ("check", "check"), ("prepare", "prepare"), ("plan", "plan_method"), ("report", "write_report"),
+        ("inputs", "write_inputs"),
+    ):  # fmt: skip
+        for number in (INT, TERM):
+            if number == TERM and name in ("check", "plan"):
+                continue
+            code, said = (130, "vocabpar train: interrupted") if number == INT else (-TERM, "")
+            yield Fault(
+                f"stopped-{signal.Signals(number).name}-in-{name}", code, said, plant=instead("megatron_vocabpar.train.job", function, by(number))
+            )
+    for step, place in ((1, ""), (2, "1F0"), (2, SAVING), (4, SAVING)):
+        yield Fault(
+            f"stopped-ctrl-c-step-{step}-{place.replace(' ', '-') or 'between'}",
+            130,
+            "interrupted; (last|no) checkpoint",
+            plant=at(1, step, place, plants.to_both(INT) if step == 2 else by(INT, parent=True)),
+        )
+    for after_s in (0.15, 0.4, 0.7, 1.0, 1.6):
+        yield Fault(
+            f"stopped-ctrl-c-after-{after_s}-s",
+            130,
+            "vocabpar train: interrupted",
+            real=True,
+            meanwhile=lambda _, command, after_s=after_s: (time.sleep(after_s), os.kill(command.pid, INT)),
+        )
+
+
+# ---- hangs
+
+
+def hangs() -> Iterator[Fault]:
+    said = r"--timeout 2: no rank has got any further for \d+ s: (.*; )?rank {0}.*at step 2.*; rank {0} stopped first"
+    yield Fault("hang-rank-1-stopped", 1, said.format(1), FRESH + " --timeout 2", plant=at(1, 2, "1F1", by(STOP)))
+    yield Fault("hang-rank-0-stopped", 1, said.format(0), FRESH + " --timeout 2", plant=at(0, 2, "0T0", by(STOP)))
+    yield Fault("hang-rank-1-sleeps", 1, said.format(1), FRESH + " --timeout 2", plant=at(1, 2, "1S1", plants.stops))
+    yield Fault("hang-while-saving", 1, said.format(0), FRESH + " --timeout 2", plant=at(0, 2, SAVING, plants.stops))
+    yield Fault(
+        "hang-is-told-and-can-go-on", 0, r"no rank has got any further for 1\d s(.*\n)*.*step 4/4", plant=at(1, 2, "1F1", lambda: time.sleep(17))
+    )
+
+
+# ---- two jobs
+
+
+def two_jobs() -> Iterator[Fault]:
+    for name, extra in (("overwrite", "--steps 4 --overwrite"), ("resume", "--resume --steps 6")):
+        yield Fault(
+            f"two-jobs-second-by-{name}",
+            2,
+            r"--output \S+out is in use by process \d+ on ",
+            FRESH.replace("--steps 4", "") + " " + extra,
+            after="two",
+            prepare=holds_lock,
+        )
+    yield Fault("two-jobs-again-without-a-word", 2, "holds the results of an earlier job; give --resume, --overwrite, or", after="two")
+    yield Fault("two-jobs-lock-of-a-dead-one", 0, "step 6/6", RESUME, after="two", prepare=writes(".lock", "process 1 on nowhere"))
+    yield Fault("two-jobs-overwrite-says-so", 0, "replacing the results of vocab-2, baseline", FRESH + " --overwrite", after="two", spared=False)
+    yield Fault(
+        "two-jobs-in-a-folder-of-something-else",
+        2,
+        "holds no results of an earlier job; give another folder",
+        FRESH + " --overwrite",
+        prepare=writes("thesis.txt", "years of work"),
+    )
+
+
+def holds_lock(place: Place) -> None:
+    """Another process holds the lock of the results folder until this one ends."""
+    import fcntl
+
+    file = open(place.out / ".lock", "a+")  # noqa: SIM115
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    fcntl.flock(file, fcntl.LOCK_EX)
+    _HELD.append(file)
+
+
+_HELD: list[object] = []
+
+
+# ---- damaged checkpoints
+
+
+def flips(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    for place in range(len(data) // 3, min(len(data), len(data) // 3 + 64)):
+        data[place] ^= 0xFF
+    path.write_bytes(data)
+
+
+def empties(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def cuts(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def removes(path: Path) -> None:
+    path.unlink()
+
+
+def becomes_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def becomes_a_loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def becomes_a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+NEWEST, EARLIER = "vocab-2/checkpoint/step_0000004", "vocab-2/checkpoint/step_0000002"
+
+
+def harms(*pairs: tuple[Callable[[Path], None], str]) -> Callable[[Place], None]:
+    def prepare(place: Place) -> None:
+        for harm, name in pairs:
+            harm(place.out / name)
+
+    return prepare
+
+
+def damaged() -> Iterator[Fault]:
+    falls_back = r"step_0000004 is damaged: .*; it is kept as step_0000004.damaged, and the one before it is used(.*\n)*.*step 6/6"
+    files = ("__0_0.distcp", "__1_1.distcp", "common.pt", "metadata.json", ".metadata")
+    for name in files:
+        for harm in (flips, empties, cuts, removes):
+            if (name, harm) not in {("metadata.json", empties), ("common.pt", cuts), ("__1_1.distcp", empties)}:
+                yield Fault(f"damage-{harm.__name__}-{name}", 0, falls_back, RESUME, after="one", prepare=harms((harm, f"{NEWEST}/{name}")))
+    for harm in (becomes_a_folder, becomes_a_loop, becomes_a_pipe):
+        yield Fault(f"damage-{harm.__name__}", 0, falls_back, RESUME, after="one", prepare=harms((harm, f"{NEWEST}/__0_1.distcp")))
+    for harm in (empties, cuts, becomes_a_pipe, becomes_a_loop, becomes_a_folder):
+        yield Fault(
+            f"damage-digests-{harm.__name__}",
+            0,
+            falls_back if harm in (empties, cuts) else "step 6/6",
+            RESUME,
+            after="one",
+            prepare=harms((harm, f"{NEWEST}/digests.json")),
+        )
+    for text in ("[]", '"x"', '{"x": 1}', "\0"):
+        yield Fault(f"damage-digests-hold-{text.strip()[:3]!r}", 0, falls_back, RESUME, after="one", prepare=writes(f"{NEWEST}/digests.json", text))
+    yield Fault("damage-without-digests", 0, "step 6/6", RESUME, after="one", prepare=harms((removes, f"{NEWEST}/digests.json")))
+    yield Fault(
+        "damage-all",
+        2,
+        r"is damaged(.*\n)*.*holds no checkpoint",
+        RESUME,
+        after="one",
+        prepare=harms((flips, f"{NEWEST}/__0_0.distcp"), (flips, f"{EARLIER}/__0_0.distcp")),
+    )
+    yield Fault("damage-of-one-method", 0, falls_back, RESUME, after="two", prepare=harms((flips, f"{NEWEST}/common.pt")))
+    for name in ("step_0000009", "step_later", "step_0000009.partial", "step_0000009.damaged", "notes"):
+        yield Fault(
+            f"damage-stray-folder-{name}",
+            0,
+            "step 6/6",
+            RESUME,
+            after="one",
+            prepare=lambda place, name=name: (place.out / f"vocab-2/checkpoint/{name}").mkdir(),
+        )
+    yield Fault("damage-stray-file", 0, "step 6/6", RESUME, after="one", prepare=writes("vocab-2/checkpoint/step_0000006", "a file in its place"))
+    yield Fault(
+        "damage-partial-with-files",
+        0,
+        "step 6/6",
+        RESUME,
+        after="one",
+        prepare=lambda place: shutil.copytree(place.out / NEWEST, place.out / "vocab-2/checkpoint/step_0000006.partial"),
+    )
+    for name, number in (("rank-1", 1), ("rank-0", 0)):
+        yield Fault(
+            f"damage-killed-while-saving-{name}",
+            1,
+            r"was killed by signal 9(.*\n)*last checkpoints: vocab-2 of step 4",
+            RESUME_SAVING,
+            after="one",
+            plant=instead("megatron_vocabpar.train.trainer", "save_checkpoint", by(KILL), rank=number),
+        )
+
+
+# ---- what would run code
+
+
+class Intruder:
+    def __init__(self, told: str) -> None:
+        self.told = told
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch {self.told}",)
+
+
+def crafted(name: str, as_torch: bool) -> Callable[[Place], None]:
+    def prepare(place: Place) -> None:
+        import torch
+
+        path = place.out / NEWEST / name
+        intruder = Intruder(str(place.folder / "out" / "intruded"))
+        torch.save({"step": intruder}, path) if as_torch else path.write_bytes(pickle.dumps(intruder))
+        write_digests(path.parent)
+
+    return prepare
+
+
+def security() -> Iterator[Fault]:
+    yield Fault(
+        "security-metadata",
+        1,
+        r"\.metadata: it names \S+system, which is no part of the format; take a checkpoint from",
+        RESUME,
+        after="one",
+        prepare=crafted(".metadata", as_torch=False),
+    )
+    yield Fault("security-common", 1, r"common\.pt", RESUME, after="one", prepare=crafted("common.pt", as_torch=True))
+    yield Fault("security-common-pickle", 1, r"common\.pt", RESUME, after="one", prepare=crafted("common.pt", as_torch=False))
+    yield Fault("security-store-on-loopback", 0, "step 4/4", plant=at(0, 2, "0F0", lambda: listens_on_loopback()))
+
+
+def listens_on_loopback() -> None:
+    """No process of the job accepts connections of other machines."""
+    ours = {
+        os.readlink(f"/proc/{pid}/fd/{fd}")
+        for pid in (os.getpid(), os.getppid())
+        for fd in os.listdir(f"/proc/{pid}/fd")
+        if os.path.exists(f"/proc/{pid}/fd/{fd}")
+    }
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in ours:
+                assert fields[1].split(":")[0] in ("0100007F", "0000000000000000FFFF00000100007F"), line
+
+
+# ---- files that cannot be used
+
+
+def in_the_way(name: str, also: str = "") -> Callable[[Place], None]:
+    """A folder with something in it stands where a file should be written."""
+
+    def prepare(place: Place) -> None:
+        path = place.out / name
+        if path.is_file():
+            path.unlink()
+        (path / "something").mkdir(parents=True)
+
+    return prepare
+
+
+def file_in_the_way(name: str) -> Callable[[Place], None]:
+    def prepare(place: Place) -> None:
+        path = place.out / name
+        if path.is_dir():
+            path.rename(place.folder / "moved")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("a file")
+
+    return prepare
+
+
+def small_disk(place: Place) -> None:
+    """The results folder is on a disk of its own, which is nearly full."""
+    moved = place.folder / "moved"
+    if place.out.exists():
+        place.out.rename(moved)
+    place.out.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(place.out)], check=True)
+    if moved.exists():
+        shutil.copytree(moved, place.out, dirs_exist_ok=True)
+
+
+def full_disk(place: Place) -> None:
+    small_disk(place)
+    with open(place.out / "filler", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"\0" * 4096)
+        except OSError:
+            pass
+
+
+def read_only(place: Place) -> None:
+    small_disk(place)
+    subprocess.run(["mount", "-o", "remount,ro", str(place.out)], check=True)
+
+
+def unmount(place: Place) -> None:
+    subprocess.run(["umount", "-l", str(place.out)], check=False, capture_output=True)
+
+
+def files() -> Iterator[Fault]:
+    yield Fault("files-output-is-a-file", 2, "is a file; give a folder", prepare=lambda place: place.out.write_text(""))
+    yield Fault("files-output-below-a-file", 2, "cannot use .*out", FRESH + "/deeper", prepare=lambda place: place.out.write_text(""))
+    for name in ("index.html", "loss.png", "summary.json", "comparison.json"):
+        yield Fault(f"files-folder-instead-of-{name}", 2, rf"cannot use \S+{name}", RESUME, after="two", prepare=in_the_way(name))
+    for name in ("config.json", "job.toml", ".lock"):
+        yield Fault(f"files-folder-instead-of-{name}", 2, rf"{name}", RESUME, after="two", prepare=in_the_way(name))
+    for name in ("metrics.jsonl", "schedule.svg", "timeline.json"):
+        yield Fault(
+            f"files-folder-instead-of-{name}",
+            1,
+            rf"IsADirectoryError.*{name}|{name}",
+            RESUME,
+            after="one",
+            prepare=in_the_way(f"vocab-2/{name}"),
+            spared=name != "metrics.jsonl",
+        )
+    yield Fault("files-file-instead-of-logs", 2, "cannot use .*logs", RESUME, after="one", prepare=file_in_the_way("vocab-2/logs"))
+    yield Fault(
+        "files-file-instead-of-checkpoint",
+        1,
+        "checkpoint",
+        FRESH,
+        prepare=lambda place: None,
+        plant=instead("megatron_vocabpar.train.job", "write_inputs", lambda: Path("out/vocab-2/checkpoint").write_text(""), after=True),
+    )
+    yield Fault("files-file-instead-of-method", 2, "cannot use .*vocab-2", RESUME + " --method naive", after="one", prepare=file_in_the_way("naive"))
+    yield Fault("files-cache-is-a-file", 2, "cannot use .*text.txt", variables={"VOCABPAR_CACHE": "text.txt"})
+    yield Fault("files-cache-cannot-be-made", 2, "cannot use .*/dev/null", variables={"VOCABPAR_CACHE": "/dev/null/cache"})
+    yield Fault("files-full-disk", 2, r"cannot use .*No space left", prepare=full_disk)
+    yield Fault("files-full-disk-at-resume", 2, r"cannot use .*No space left", RESUME, after="one", prepare=full_disk)
+    yield Fault("files-read-only", 2, r"cannot use .*Read-only", RESUME, after="one", prepare=read_only)
+    yield Fault(
+        "files-disk-full-at-save",
+        1,
+        r"rank \d raised .*(\n.*)*last checkpoints: vocab-2 of step 4",
+        RESUME_SAVING,
+        after="one",
+        plant=at(1, 5, SAVING, plants.no_more_than(20_000)),
+    )
+    yield Fault(
+        "files-disk-full-at-save-rank-0",
+        1,
+        r"rank \d raised .*(\n.*)*last checkpoints: vocab-2 of step 4",
+        RESUME_SAVING,
+        after="one",
+        plant=at(0, 5, SAVING, plants.no_more_than(20_000)),
+    )
+    yield Fault(
+        "files-disk-full-at-metrics",
+        1,
+        r"rank 0 raised OSError: .*(\n.*)*last checkpoints: vocab-2 of step 4",
+        RESUME,
+        after="one",
+        plant=at(0, 5, "0F0", plants.no_more_than(700)),
+    )
+    yield Fault(
+        "files-disk-full-at-pictures",
+        1,
+        r"rank 0 raised OSError: .*(\n.*)*last checkpoints: vocab-2 of step 6",
+        RESUME_SAVING,
+        after="one",
+        plant=instead("megatron_vocabpar.train.trainer", "write_pictures", plants.no_more_than(100), rank=0),
+    )
+    yield Fault(
+        "files-disk-full-at-report",
+        2,
+        r"cannot use .*File too large",
+        RESUME,
+        after="one",
+        plant=instead("megatron_vocabpar.train.job", "write_report", plants.no_more_than(100)),
+    )
+    yield Fault(
+        "files-no-descriptors",
+        1,
+        r"rank 1 raised .*Too many open files",
+        RESUME,
+        after="one",
+        plant=at(1, 5, SAVING, lambda: __import__("resource").setrlimit(__import__("resource").RLIMIT_NOFILE, (3, 3))),
+    )
+
+
+# ---- metrics and the report
+
+
+METRICS = "vocab-2/metrics.jsonl"
+
+
+def line(number: int, text: bytes) -> Callable[[Place], None]:
+    """A line of the metrics, counted from 0, is this instead."""
+
+    def prepare(place: Place) -> None:
+        path = place.out / METRICS
+        lines = path.read_bytes().splitlines()
+        lines[number] = text
+        path.write_bytes(b"\n".join(lines) + b"\n")
+
+    return prepare
+
+
+def metrics() -> Iterator[Fault]:
+    for name, text in (
+        ("junk", b"junk"), ("binary", b"\xff\xfe\0\x80"), ("cut", b'{"step": 2, "lo'), ("list", b"[1, 2]"),
+        ("no-step", b'{"loss": 1}'), ("text-step", b'{"step": "2", "loss": 1}'), ("no-loss", b'{"step": 2}'),
+        ("loss-of-text", b'{"step": 2, "loss": "x", "tokens_per_s": 1, "iteration_ms": 1, "peak_memory_mib": [1, 1]}'),
+        ("huge", b'{"step": 2, "loss": ' + b"9" * 5000 + b"}"), ("deep", b"[" * 100_000), ("null", b"null"),
+    ):  # fmt: skip
+        yield Fault(f"metrics-line-{name}-resumed", 0, r"step 6/6(.*\n)*results: ", RESUME, after="two", prepare=line(1, text))
+        yield Fault(f"metrics-line-{name}-reported", 0, "results: ", "report {}/out", after="two", prepare=line(1, text))
+    yield Fault(
+        "report-of-a-job-that-was-killed",
+        0,
+        "results: ",
+        "report {}/out",
+        after="two",
+        prepare=lambda place: [
+            shutil.rmtree(place.out / "baseline/checkpoint"),
+            (place.out / "index.html").unlink(),
+            cuts(place.out / "baseline/metrics.jsonl"),
+        ],
+    )
+    yield Fault("report-of-nothing", 2, "cannot read .*config.json", "report {}/out")
+    yield Fault("report-without-metrics", 2, "holds no metrics", "report {}/out", after="one", prepare=harms((removes, METRICS)), spared=False)
+    yield Fault("report-onto-a-full-disk", 2, "cannot use .*No space left", "report {}/out", after="one", prepare=full_disk)
+    for name, text in (("cut", '{"pp": 2'), ("list", "[]"), ("empty", ""), ("other", '{"pp": 2}'), ("deep", "[" * 100_000)):
+        yield Fault(f"report-emulation-{name}", 2, r"emulation\.json", "report {}/out", after="one", prepare=writes("emulation.json", text))
+        yield Fault(f"report-schedule-{name}", 2, r"schedule\.json", "report {}/out", after="one", prepare=writes("vocab-2/schedule.json", text))
+    yield Fault("report-metrics-are-a-folder", 2, "holds no metrics", "report {}/out", after="one", prepare=in_the_way(METRICS), spared=False)
+    yield Fault(
+        "report-interrupted",
+        130,
+        "vocabpar report: interrupted",
+        "report {}/out",
+        after="one",
+        plant=instead("megatron_vocabpar.train.report", "plot_losses", by(INT)),
+    )
+
+
+# ---- texts
+
+
+def texts() -> Iterator[Fault]:
+    wrong = "train {small} --steps 2 --output {}/out --text "
+    yield Fault("text-pipe", 2, "is neither a file nor a folder", wrong + "{}/pipe", prepare=lambda p: os.mkfifo(p.folder / "pipe"))
+    yield Fault("text-endless", 2, "is neither a file nor a folder", wrong + "/dev/zero")
+    yield Fault("text-missing", 2, "there is no such file", wrong + "{}/nowhere")
+    yield Fault("text-empty", 2, "is empty", wrong + "{}/empty", prepare=lambda p: (p.folder / "empty").write_text(""))
+    yield Fault("text-binary", 2, "is not text", wrong + "{}/b", prepare=lambda p: (p.folder / "b").write_bytes(bytes(range(256)) * 99))
+    yield Fault(
+        "text-binary-later", 2, "is not text", wrong + "{}/b", prepare=lambda p: (p.folder / "b").write_bytes(b"text " * 20_000 + b"\xff\xfe")
+    )
+    yield Fault("text-empty-folder", 2, "holds no text file", wrong + "{}/f", prepare=lambda p: (p.folder / "f").mkdir())
+    yield Fault(
+        "text-folder-of-pipes", 2, "holds no text file", wrong + "{}/f", prepare=lambda p: [(p.folder / "f").mkdir(), os.mkfifo(p.folder / "f/pipe")]
+    )
+    yield Fault(
+        "text-short",
+        2,
+        "too short|fewer than one sequence|cannot fill|give a longer text",
+        wrong + "{}/s",
+        prepare=lambda p: (p.folder / "s").write_text("short"),
+    )
+    yield Fault(
+        "text-loop", 2, "cannot use|there is no such file|levels of symbolic", wrong + "{}/l", prepare=lambda p: (p.folder / "l").symlink_to("l")
+    )
+    yield Fault("text-half-an-indexed-dataset", 2, "--text", wrong + "{}/x.bin", prepare=lambda p: (p.folder / "x.bin").write_bytes(b"\0\1"))
+    yield Fault(
+        "text-indexed-dataset-of-nothing",
+        2,
+        "--text",
+        wrong + "{}/x",
+        prepare=lambda p: [(p.folder / f"x.{e}").write_bytes(b"junk") for e in ("bin", "idx")],
+    )
+    yield Fault(
+        "text-tokenizer-junk", 2, "--tokenizer", wrong + "{}/text.txt --tokenizer {}/t.json", prepare=lambda p: (p.folder / "t.json").write_text("{}")
+    )
+    yield Fault(
+        "text-tokenizer-binary",
+        2,
+        "--tokenizer",
+        wrong + "{}/text.txt --tokenizer {}/t.json",
+        prepare=lambda p: (p.folder / "t.json").write_bytes(b"\xff\0"),
+    )
+    yield Fault("text-tokenizer-is-a-folder", 2, "--tokenizer", wrong + "{}/text.txt --tokenizer {}")
+
+
+# ---- torchrun, and verbs beside training
+
+
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_vocabpar " + FRESH
+
+
+def _under_torchrun(signals_rank: int | None, number: int) -> Callable[[Place, Command], None]:
+    """Once the workers train: the launcher of this rank, or torchrun (None), gets this signal."""
+
+    def meanwhile(place: Place, command: Command) -> None:
+        record = place.out / "vocab-2" / "metrics.jsonl"
+        end = time.monotonic() + 90
+        while not (record.is_file() and record.read_text().count("\n")) and time.monotonic() < end:
+            time.sleep(0.05)
+        if signals_rank is None:
+            os.kill(command.pid, number)
+            return
+        children = Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split()
+        of_rank = [int(pid) for pid in children if f"\0RANK={signals_rank}\0" in Path(f"/proc/{pid}/environ").read_text()]
+        os.kill(of_rank[0], number)
+
+    return meanwhile
+
+
+def torchrun() -> Iterator[Fault]:
+    long = TORCHRUN.replace("--steps 4", "--steps 400")
+    for rank, number in ((0, KILL), (1, KILL)):
+        yield Fault(f"torchrun-launcher-{rank}-killed", 1, "", long, limit_s=150, real=True, launched=True, meanwhile=_under_torchrun(rank, number))
+    yield Fault("torchrun-killed", -KILL, "", long, limit_s=150, real=True, launched=True, meanwhile=_under_torchrun(None, KILL))
+    yield Fault("torchrun-refused", 1, "torchrun started 2 processes, but the job has", TORCHRUN + " --tp 2", limit_s=150, real=True, launched=True)
+
+
+def emulate() -> Iterator[Fault]:
+    small = "emulate vocab-2 --pp 2 --microbatches 2 --scale 1"
+    for number in (KILL, signal.SIGSEGV):
+        yield Fault(
+            f"emulate-rank-1-{number.name}",
+            1,
+            rf"vocabpar emulate: error: rank 1 was killed by signal {int(number)}.*in pass 1S0",
+            small,
+            plant=at(1, 2, "1S0", by(number)),
+        )
+    yield Fault("emulate-launcher-killed", -KILL, "", small, plant=at(1, 2, "1S0", by(KILL, parent=True)))
+    yield Fault("emulate-ctrl-c", 130, "vocabpar emulate: interrupted", small, plant=at(1, 2, "1S0", by(INT, parent=True)))
+    yield Fault("emulate-rank-leaves", 1, "rank 0 ended with exit code 7", small, plant=at(0, 2, "0B1", ends(7)))
+    yield Fault("emulate-disk-full", 2, "cannot use|cannot write", small + " --output /dev/full")
+    yield Fault("emulate-into-a-folder-of-something-else", 2, "config.json", small + " --report {}/out", prepare=writes("thesis.txt", "years"))
+
+
+FAULTS = tuple(
+    fault
+    for group in (not_finite, resume, processes, hangs, two_jobs, damaged, security, files, metrics, texts, torchrun, emulate)
+    for fault in group()
+)

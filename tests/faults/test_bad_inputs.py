@@ -1,0 +1,73 @@
+"""Every bad input is answered by one clear message and exit code 2, soon, and leaves no file."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from megatron_vocabpar.cli.main import main
+from tests.faults.bad_inputs import BAD_INPUTS, BadInput
+
+LIMIT_S = 30
+_MESSAGE = re.compile(r"^(vocabpar[\w ]*: error: |Error: )", re.MULTILINE)
+_REAL = BAD_INPUTS[::40]
+"""Answered by a Python of its own, as from a shell."""
+
+_QUICK = [bad for bad in BAD_INPUTS if bad.arguments.split()[:1] in (["simulate"], ["plan"])][::9]
+"""Some that take milliseconds, in every run of the tests."""
+
+pytestmark = pytest.mark.timeout(LIMIT_S)
+
+
+def _cases() -> list[Any]:
+    return [
+        pytest.param(bad, id=bad.name, marks=[] if bad in _QUICK else [pytest.mark.long])
+        for bad in BAD_INPUTS
+    ]
+
+
+def _words(bad: BadInput, folder: Path) -> list[str]:
+    for name, content in bad.files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if content is None:
+            path.mkdir()
+        else:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return [word.replace("{}", str(folder)) for word in shlex.split(bad.arguments)]
+
+
+def _check(bad: BadInput, code: int, said: str) -> None:
+    assert code == bad.code, f"exit code {code}: {said}"
+    assert "Traceback" not in said
+    assert len(_MESSAGE.findall(said)) == (bad.name not in ("nothing", "bench")), said
+    assert re.search(bad.says, said), f"does not say {bad.says!r}: {said}"
+    assert len(said) < 2000, said
+
+
+@pytest.mark.parametrize("bad", _cases())
+def test_bad_input_is_answered(bad: BadInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = _words(bad, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VOCABPAR_CACHE", str(tmp_path.parent / "cache"))
+    before = sorted(tmp_path.rglob("*"))
+    result = CliRunner().invoke(main, words)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    _check(bad, result.exit_code, result.stderr)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bad", _REAL, ids=[bad.name for bad in _REAL])
+def test_bad_input_is_answered_by_a_process(bad: BadInput, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_vocabpar", *_words(bad, tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=LIMIT_S)
+    _check(bad, result.returncode, result.stderr)
