@@ -113,6 +113,24 @@ def test_generated_is_within_five_percent_of_a_search_in_every_family(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("seed", range(12))
+def test_drawn_searches_are_not_slower_than_a_family_nor_with_more_memory(seed: int) -> None:
+    random = Random(seed)
+    p, method = random.randint(2, 5), random.choice(("vocab-1", "vocab-2"))
+    m = random.randint(p, 3 * p)
+    f, b, s, t = (random.uniform(5, 20) for _ in range(4))
+    costs = times(f, b, random.uniform(0, 20), s, t, random.uniform(0, 5))
+    before = float("inf")
+    for cap in sorted({random.choice((1.5, 2.5)), *(float(random.randint(1, p + 2)) for _ in range(2))}):
+        found = milliseconds(search(method, p, m, costs=costs, max_activations=cap, passes=30_000), costs)
+        for name in families():
+            alone = generate(method, p, m, family=name, costs=costs, max_activations=cap)
+            assert found <= milliseconds(alone, costs) + 1e-6, name
+        assert found <= before + 1e-6
+        before = found
+
+
+@pytest.mark.long
 def test_search_takes_less_than_a_minute() -> None:
     before = time.process_time()
     found = search("vocab-2", 8, 32, costs=PassCosts.paper(8), max_activations=8)

@@ -1,0 +1,66 @@
+"""Which microbatch and pass a loss that is not finite, or not linear, is reported of."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_vocabpar.integration import loss_reports
+from megatron_vocabpar.integration.loss_reports import LossReports
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 7, and a loss function whose gradient is what the losses of its first token are."""
+
+    def loss_and_gradient(token_losses: torch.Tensor, **_: Any) -> Any:
+        return [], 0, torch.full_like(token_losses, float(token_losses[0, 0]))
+
+    monkeypatch.setattr(loss_reports.dist, "get_rank", lambda: 7)
+    monkeypatch.setattr(loss_reports.compat, "loss_and_gradient", loss_and_gradient)
+
+
+def iteration(told: list[str] | None) -> Any:
+    """What ``LossReports`` looks at, on the rank of the loss; announced is a gradient of 1."""
+    place, method = SimpleNamespace(loss_stage=3), SimpleNamespace(late_gradient=False)
+    tell = None if told is None else told.append
+    call = SimpleNamespace(
+        chunks=[None], config=None, num_microbatches=4, cp_group_size=1, collect_non_loss_data=False,
+        forward_only=False,
+    )  # fmt: skip
+    return SimpleNamespace(
+        rank=SimpleNamespace(not_finite=tell, has_loss=True, pipeline_rank=3, placement=place, method=method),
+        call=call,
+        recorded={3: [SimpleNamespace(loss_func=None)] * 4},
+        microbatches=SimpleNamespace(gradient=lambda _: torch.ones(1, 2)),
+        reported=[],
+        num_tokens=0,
+    )
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_the_first_loss_that_is_not_finite_is_told_where_it_is_looked_for(watched: bool) -> None:
+    told: list[str] = []
+    reports = LossReports(iteration(told if watched else None))
+    for i, hidden, loss in ((0, 1.0, 1.0), (2, 1.0, float("inf")), (1, float("nan"), float("nan"))):
+        reports.hidden(i, torch.tensor([[1.0, hidden]]))
+        reports.report(i, torch.tensor([[1.0, loss]]))
+    reports.finish()
+    assert told == ["rank 7: the loss of microbatch 1 is not finite, first before pass 3S1"][: int(watched)]
+    told.clear()
+    reports = LossReports(iteration(told if watched else None))
+    reports.hidden(2, torch.ones(1, 2))
+    reports.report(2, torch.tensor([[1.0, float("nan")]]))
+    reports.finish()
+    assert told == ["rank 7: the loss of microbatch 2 is not finite, first in pass 3S2"][: int(watched)]
+
+
+def test_the_first_microbatch_whose_loss_is_not_linear_is_named() -> None:
+    reports = LossReports(iteration(None))
+    for i, slope in ((0, 1.0), (2, 3.0), (1, 2.0)):
+        reports.report(i, torch.tensor([[slope, 1.0]]))
+    with pytest.raises(ValueError, match="rank 7, microbatch 1: the loss function is not linear"):
+        reports.finish()
