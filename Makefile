@@ -16,7 +16,7 @@ PYTHON ?= python3
 VENV ?= $(or $(VIRTUAL_ENV),.venv)
 TORCH ?= torch==2.13.0
 ARGS ?= --compare baseline --overwrite
-EMULATE ?= --microbatches 16 --scale 6 --report vocabpar-out
+EMULATE ?= --microbatches 12 --scale 6 --report vocabpar-out
 PYTEST_ARGS ?=
 MATRIX ?= 0.14.0 0.15.3 0.16.1
 TRITONS ?= 3.4.0 3.7.1
@@ -25,6 +25,8 @@ TRITONS ?= 3.4.0 3.7.1
 TWO := -n 2 --dist loadfile
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# What pip compiles on one core, this compiles on all.
+COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true
 INSTALLED := $(VENV)/.vocabpar-installed
 
 .PHONY: install train test test-ci test-long test-megatron test-megatron-matrix test-kernels lint format docs bench gpu clean
@@ -36,8 +38,9 @@ $(BIN)/python:
 
 # torch first and by version: the newest that the tests are run with, whatever the index offers.
 $(INSTALLED)-%: pyproject.toml setup.py | $(BIN)/python
-	$(PIP) "$(TORCH)"
-	$(PIP) --editable ".[$*]"
+	$(PIP) --no-compile "$(TORCH)"
+	$(PIP) --no-compile --editable ".[$*]"
+	$(COMPILE)
 	touch $@
 
 train: $(INSTALLED)-train
