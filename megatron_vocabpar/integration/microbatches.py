@@ -119,17 +119,24 @@ class EmbeddedTokens:
 class Microbatch:
     """What every rank knows of one microbatch.
 
+    The output layer sees the ``n`` of its rows that count: those whose label is a true id, in the order of
+    ``Microbatches.rows``; or the first row, if none does. The others' losses and gradients are 0.
+
     Attributes:
         shape: ``(1 + D, b, s)`` on this context-parallel rank, with D further heads.
         embedded: the tokens that stages embed, one entry for each pipeline rank that does.
-        labels: target ids ``[(1 + D) n]``, in the order of ``Microbatches.rows``.
-        grad_loss: gradient of every token's loss ``[(1 + D) n]``, float32, likewise; None in evaluation, and
-            where it comes late.
-        owned_targets: the tokens among them whose targets this rank owns.
+        counted: int64 places ``[n]`` among ``[(1 + D) b s]``; None where all rows count.
+        counts: how many of them are in each of the parts into which sequence parallelism cuts the rows.
+        labels: target ids ``[n]``.
+        grad_loss: gradient of every token's loss ``[n]``, float32; None in evaluation, and where it
+            comes late.
+        owned_targets: the tokens among ``[n]`` whose targets this rank owns.
     """
 
     shape: tuple[int, int, int]
     embedded: tuple[EmbeddedTokens, ...]
+    counted: torch.Tensor | None
+    counts: tuple[int, ...]
     labels: torch.Tensor
     grad_loss: torch.Tensor | None
     owned_targets: OwnedTargets
@@ -141,8 +148,26 @@ class Microbatch:
 
     @property
     def tokens(self) -> int:
-        """``(1 + D) * b * s``: rows of the output layer."""
-        return prod(self.shape)
+        """``n``: rows of the output layer."""
+        return sum(self.counts)
+
+    def counted_in(self, part: int) -> torch.Tensor | None:
+        """Places of the rows that count in one part; None for all."""
+        if self.counted is None:
+            return None
+        start = sum(self.counts[:part])
+        here = self.counted[start : start + self.counts[part]]
+        return here - part * (prod(self.shape) // len(self.counts))
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[n, ...]`` of ``[(1 + D) b s, ...]``: the rows that count."""
+        return rows if self.counted is None else rows.index_select(0, self.counted)
+
+    def spread(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[(1 + D) b s, ...]`` from ``[n, ...]``; 0 for rows that don't count."""
+        if self.counted is None:
+            return rows
+        return rows.new_zeros((prod(self.shape), *rows.shape[1:])).index_copy_(0, self.counted, rows)
 
     @property
     def gradient(self) -> torch.Tensor:
@@ -203,7 +228,7 @@ class Microbatches(dict[int, Microbatch]):
         return self._grad_losses[i].view(self.shapes[i])
 
     def rows(self, i: int, values: torch.Tensor) -> torch.Tensor:
-        """``[(1 + D) n]`` of each token, in the order of C0's hidden states: by part, head, position, row."""
+        """``[(1 + D) b s]`` of each token, in the order of C0's hidden states: by part, head, position, row."""
         k, b, s = self.shapes[i]
         by_position = values.view(k, b, s).transpose(1, 2).reshape(k, self._parts, -1, b)
         return by_position.transpose(0, 1).reshape(-1)
@@ -221,19 +246,34 @@ class Microbatches(dict[int, Microbatch]):
     def _plan(self, i: int) -> Microbatch:
         inputs = [self._embedded(rank, first, ids) for rank, first, ids in self._sets(i)]
         host_labels = self.rows(i, self._host_labels[i])
-        targets = owned_targets(target_rows(host_labels, self._ranges[self._member]))
+        counted = ((host_labels >= 0) & (host_labels < self._ranges[0].vocab_size)).nonzero().flatten()
+        if len(counted) == 0:
+            counted = torch.zeros(1, dtype=torch.int64)  # kernels and collectives want a row
+        counts = torch.bincount(counted // (len(host_labels) // self._parts), minlength=self._parts)
+        targets = owned_targets(target_rows(host_labels[counted], self._ranges[self._member]))
         on_host = [tensor for tokens in inputs for tensor in (tokens.plan.order, tokens.owned)]
         device = self._labels[i].device
-        *placed, a, b, c, d = to_device(
-            (*on_host, targets.tokens, targets.rows, targets.by_token, targets.by_row), device
+        *placed, places, a, b, c, d = to_device(
+            (*on_host, counted, targets.tokens, targets.rows, targets.by_token, targets.by_row), device
         )
         embedded = tuple(
             replace(tokens, plan=replace(tokens.plan, order=order), owned=owned)
             for tokens, order, owned in zip(inputs, placed[::2], placed[1::2], strict=True)
         )
-        grads = None if self._grad_losses is None else self.rows(i, self._grad_losses[i])
-        labels = self.rows(i, self._labels[i])
-        return Microbatch(self.shapes[i], embedded, labels, grads, OwnedTargets(a, b, c, d))
+        rows = places if len(counted) < len(host_labels) else None
+
+        def of_counted(values: torch.Tensor) -> torch.Tensor:
+            return self.rows(i, values) if rows is None else self.rows(i, values).index_select(0, rows)
+
+        return Microbatch(
+            self.shapes[i],
+            embedded,
+            rows,
+            tuple(counts.tolist()),
+            of_counted(self._labels[i]),
+            None if self._grad_losses is None else of_counted(self._grad_losses[i]),
+            OwnedTargets(a, b, c, d),
+        )
 
     def _sets(self, i: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """By pipeline rank, the first of its sets of tokens, and their ids ``[k, b, s]`` on the host."""

@@ -64,30 +64,34 @@ class OutputLayer(LayerHandlers):
         self._reports.finish()
 
     def broadcast_hidden(self, instruction: Comm) -> None:
-        """C0: the last stage's hidden states ``[(1 + D) n, H]`` to every rank.
+        """C0: the last stage's hidden states ``[n, H]`` to every rank, of the rows that count.
 
         With sequence parallelism each tensor-parallel rank of the last stage sends its part of the
         sequence.
         """
         rank, i = self.rank, instruction.microbatch
-        groups = rank.groups
+        groups, microbatch = rank.groups, self.microbatches[i]
         parts = self.iteration.sequence_shards
         members = list(groups.members_of(rank.placement.last_rank))[:parts]
         dtype = self.model.word_embeddings.weight.dtype
-        shape = (self.microbatches[i].tokens, self.call.config.hidden_size)
+        shape = (microbatch.tokens, self.call.config.hidden_size)
         mine: torch.Tensor | None = None
         if rank.is_last:
             mine = self.buffers.take(Pass(PassType.F, rank.placement.last_stage, i), "hidden")
 
+        part = groups.tensor_rank % parts
+        counted = microbatch.counted_in(part)
         source = mine if groups.member in members else None
-        whole = source is not None and parts == 1
+        whole = source is not None and parts == 1 and counted is None
         full = source if whole else torch.empty(shape, dtype=dtype, device=rank.device)
         assert full is not None
 
         def run() -> torch.Tensor:
-            pieces = full.chunk(parts)
-            if source is not None and not whole:
-                pieces[groups.tensor_rank].copy_(source)
+            pieces = full.split(microbatch.counts)
+            if source is not None and counted is not None:
+                torch.index_select(source, 0, counted, out=pieces[part])
+            elif source is not None and not whole:
+                pieces[part].copy_(source)
             broadcast(groups, groups.output, pieces, members)
             return full
 
@@ -374,9 +378,9 @@ class OutputLayer(LayerHandlers):
             if self.early_gradient:
                 _, grad = grad
         parts = self.iteration.sequence_shards
-        part = grad.chunk(parts)[self.groups.tensor_rank % parts]
         if CommType.CG in more:
-            part.mul_(self._scales(i).chunk(parts)[self.groups.tensor_rank % parts].unsqueeze(1))
+            grad.mul_(self._scales(i).unsqueeze(1))
+        part = self.microbatches[i].spread(grad).chunk(parts)[self.groups.tensor_rank % parts]
         _, b, hidden = self.iteration.hidden_shape(i)
         return part.view(-1, b, hidden)
 
@@ -389,5 +393,6 @@ class OutputLayer(LayerHandlers):
 
     def _report_loss(self, i: int, merged: MergedStats) -> torch.Tensor | None:
         """Call the loss function; returns the gradient [n] that it gives the tokens, in training."""
-        grad = self._reports.report(i, self.microbatches.from_rows(i, merged.loss.float()))
-        return None if grad is None else self.microbatches.rows(i, grad)
+        losses = self.microbatches[i].spread(merged.loss.float())
+        grad = self._reports.report(i, self.microbatches.from_rows(i, losses))
+        return None if grad is None else self.microbatches[i].take(self.microbatches.rows(i, grad))

@@ -207,11 +207,13 @@ def batch(case: Case, step: int, replica: int, i: int) -> dict[str, Any]:
     tokens = torch.randint(0, case.vocab_size, shape, generator=generator)
     labels = torch.randint(0, case.vocab_size, shape, generator=generator)
     mask = (torch.rand(shape, generator=generator) > 0.2).float()
-    if case.labels == "one masked microbatch" and i == case.m - 1:
+    if case.labels == "mostly ignored":
+        mask = (torch.rand(shape, generator=generator) > 0.9).float()
+    if case.labels in ("one masked microbatch", "mostly ignored") and i == case.m - 1:
         mask = torch.zeros(shape)
     if case.labels == "all the same":
         labels = torch.full(shape, case.vocab_size - 1)
-    if case.labels == "ignored" and case.method != "stock":
+    if case.labels in ("ignored", "mostly ignored") and case.method != "stock":
         # Stock has no such label: there, a masked token's label is any id.
         labels = labels.masked_fill(mask == 0, -100)
     centre = -math.log(case.vocab_size) - 0.5

@@ -10,10 +10,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from megatron_vocabpar.integration.forward_backward import check_config
+from megatron_vocabpar.integration.iteration import OutputOptions
 from megatron_vocabpar.integration.output_layer import OutputLayer
 from megatron_vocabpar.schedule.generate import generate
+from megatron_vocabpar.schedule.passes import Pass, PassType
 from tests.cases import rest_is_slow
 from tests.integration.gpt import Case, case_of, train, transformer_config
 from tests.integration.test_equality import check
@@ -45,6 +48,45 @@ def test_variable_lengths_in_every_family(family: str) -> None:
 def test_packed_sequences(method: str, sizes: dict[str, int]) -> None:
     options = {"micro_batch_size": 1, "position": "rope", **TOKENS}
     check(Case(method, pp=2, m=3, lengths=PACKED, **options, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("vocab-2", {"tp": 2, **TOKENS}),
+        ("vocab-1", {"lengths": PACKED, "micro_batch_size": 1, "position": "rope", **TOKENS}),
+        *rest_is_slow(
+            [
+                ("naive", {"tp": 2, "lengths": ((8,), (6,))}),
+                ("naive", {"tied": True}),
+                ("vocab-2", {"output_options": OutputOptions(recompute=True)}),
+                ("vocab-1", {"output_options": OutputOptions(invariant=True)}),
+            ]
+        ),
+    ],
+)
+def test_tokens_that_do_not_count(method: str, options: dict[str, Any]) -> None:
+    """Nine tenths of the labels are ignored, and all of the last microbatch's; S sees the others alone."""
+    case = Case(method, pp=2, m=3, labels="mostly ignored", **options)
+    check(case)
+    rows = run_ranks(case.pp * case.tp * case.dp, _rows, case)[0]
+    assert set(rows[2::3]) == {1}  # of no such token
+    assert max(rows) <= case.seq_length
+
+
+def _rows(rank: int, case: Case) -> list[int]:
+    """How many tokens S had, one microbatch after the other, in training and evaluation."""
+    rows: list[int] = []
+    put = OutputLayer._put_state
+
+    def noted(layer: OutputLayer, producer: Pass, state: Any, statistics: torch.Tensor) -> None:
+        if producer.type is PassType.S:
+            rows.append(len(statistics))
+        put(layer, producer, state, statistics)
+
+    with patch.object(OutputLayer, "_put_state", noted):
+        train(rank, case)
+    return rows
 
 
 def _exponentials(rank: int, case: Case) -> int:
