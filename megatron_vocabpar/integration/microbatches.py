@@ -228,7 +228,7 @@ class Microbatches(dict[int, Microbatch]):
         return self._grad_losses[i].view(self.shapes[i])
 
     def rows(self, i: int, values: torch.Tensor) -> torch.Tensor:
-        """``[(1 + D) b s]`` of each token, in the order of C0's hidden states: by part, head, position, row."""
+        """``[(1 + D) b s]`` in the order of C0's hidden states: by part, head, position, row."""
         k, b, s = self.shapes[i]
         by_position = values.view(k, b, s).transpose(1, 2).reshape(k, self._parts, -1, b)
         return by_position.transpose(0, 1).reshape(-1)

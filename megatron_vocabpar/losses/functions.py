@@ -135,13 +135,16 @@ def vocab_argmax(logits: Logits, **layout: Unpack[Layout]) -> Tensor:
     call, tensors = prepare(logits, layout)
     source = call.source(tensors)
 
-    def best(y: Tensor, shard: VocabRange, rows: slice) -> Tensor:
+    def best(i: int, rows: slice) -> Tensor:
+        y = source.logits(i, rows, None)
         if y.shape[1] == 0:
             return y.new_full((len(y), 2), -torch.inf, dtype=torch.float64)
         value, column = y.max(dim=1)
-        return torch.stack((value.double(), column.double() + shard.start), dim=1)
+        return torch.stack((value.double(), column.double() + call.ranges[i].start), dim=1)
 
-    gathered = call.exchange.gather(of_chunks(call, source, best))  # [R, n, 2]
+    slices = source.slices(call.rows_per_chunk) or [slice(0, 0)]
+    found = [torch.cat([best(i, rows) for rows in slices]) for i in range(len(call.ranges))]
+    gathered = call.exchange.gather(found)  # [R, n, 2]
     winner = gathered[..., 0].argmax(dim=0, keepdim=True)  # the first of equal shards
     ids = gathered[..., 1].gather(0, winner).squeeze(0)
     return ids.clamp(min=0).long().view(leading_shape(logits))

@@ -14,7 +14,7 @@ Next: ``summary.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Unpack
 
@@ -26,7 +26,7 @@ from megatron_vocabpar.layers.exponents import power_of_two, subtract_power_log_
 from megatron_vocabpar.layers.gemm import exact
 from megatron_vocabpar.losses.call import Layout, leading_shape, prepare
 from megatron_vocabpar.losses.reductions import reduce_tokens
-from megatron_vocabpar.losses.sources import LazyLogits, Logits, Source
+from megatron_vocabpar.losses.sources import LazyLogits, Logits, Scratch, Source
 from megatron_vocabpar.losses.summary import (
     Call,
     Softmax,
@@ -135,6 +135,7 @@ class _Parts:
     calls: tuple[Call, Call]
     sources: tuple[Source, Source]
     softmaxes: tuple[Softmax, Softmax]
+    places: tuple[Scratch, Scratch] = field(default_factory=lambda: (Scratch(), Scratch()))
 
     def chunks(self) -> Iterator[tuple[slice, int]]:
         """Tokens and shards."""
@@ -147,10 +148,11 @@ class _Parts:
                 yield slice(start, stop), shard
 
     def log_probabilities(self, shard: int, rows: slice) -> tuple[Tensor, Tensor]:
-        """log p and log q of the shard's true ids, [rows, valid]."""
+        """log p and log q of the shard's true ids, [rows, valid], until the next call."""
         found = []
-        for call, source, softmax in zip(self.calls, self.sources, self.softmaxes, strict=True):
-            y = scaled_logits(source, shard, rows, call.temperature)
+        parts = zip(self.calls, self.sources, self.softmaxes, self.places, strict=True)
+        for call, source, softmax, place in parts:
+            y = scaled_logits(source, shard, rows, call.temperature, place)
             subtract_power_log_(y, softmax.offset[rows].unsqueeze(1))
             found.append(y.sub_(torch.log(softmax.total[rows]).unsqueeze(1)))
         return found[0], found[1]

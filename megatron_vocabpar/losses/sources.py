@@ -53,6 +53,24 @@ class LazyLogits:
         return (self.weight,) if isinstance(self.weight, Tensor) else tuple(self.weight)
 
 
+class Scratch:
+    """One tensor to work in, chunk after chunk: fresh pages cost more time than the arithmetic on them."""
+
+    def __init__(self, kept: Tensor | None = None) -> None:
+        self._kept = kept
+
+    def take(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[rows, columns] uninitialised, on top of what was taken before."""
+        size = rows * columns
+        if self._kept is None or self._kept.numel() < size or self._kept.dtype != dtype:
+            self._kept = torch.empty(size, dtype=dtype, device=device)
+        return self._kept[:size].view(rows, columns)
+
+    def like(self, other: Tensor) -> Tensor:
+        """Uninitialised, as another matrix."""
+        return self.take(other.shape[0], other.shape[1], other.dtype, other.device)
+
+
 Logits = Tensor | Sequence[Tensor] | LazyLogits
 """What the losses accept: a shard [..., P], all shards in this process, or ``LazyLogits``."""
 
@@ -85,8 +103,11 @@ class DenseSource:
             for part in within
         ]
 
-    def logits(self, shard: int, rows: slice) -> Tensor:
-        """[rows, P'] fresh logits in fp32 (fp64 for fp64): the caller may overwrite them."""
+    def logits(self, shard: int, rows: slice, place: Scratch | None) -> Tensor:
+        """[rows, P'] a copy of the logits in fp32 (fp64 for fp64), which may be overwritten.
+
+        Without a place for it they are the caller's own, to be read only.
+        """
         flat = self._flat[shard]
         if flat is None:
             flat = self.shards[shard]
@@ -95,25 +116,43 @@ class DenseSource:
                 flat = flat[(outer // stride) % extent]
             rows = slice(start, start + rows.stop - rows.start)
         valid = flat[rows, : self.valid[shard]]
-        return valid.to(self._dtype, copy=True, memory_format=torch.contiguous_format)
+        if place is None:
+            return valid
+        return place.take(valid.shape[0], valid.shape[1], self._dtype, valid.device).copy_(valid)
 
-    def gradients(self, exchange: Exchange, scale: Tensor | None) -> _DenseGradients:
-        """Where to put gradients; ``scale`` [n] asks for sums that don't depend on the sharding."""
-        return _DenseGradients(self)
+    def gradients(self, exchange: Exchange, scale: Tensor | None, in_place: bool = False) -> DenseGradients:
+        """Where to put gradients; ``scale`` [n] asks for sums that don't depend on the sharding.
+
+        ``in_place`` is for exponentials in the place of the logits, which the gradients overwrite.
+        """
+        return DenseGradients(self, in_place)
 
 
-class _DenseGradients:
+class DenseGradients:
     """One tensor like each shard, filled chunk by chunk: no communication, no order of summation."""
 
-    def __init__(self, source: DenseSource) -> None:
-        self._grads = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in source.shards]
+    def __init__(self, source: DenseSource, in_place: bool = False) -> None:
+        self._dtype, self._valid = result_dtype(source.shards[0].dtype), source.valid
+        fresh = (torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in source.shards)
+        self._grads = list(source.shards if in_place else fresh)
         for grad, valid in zip(self._grads, source.valid, strict=True):
             grad[..., valid:] = 0
 
+    def _rows(self, shard: int, rows: slice) -> Tensor:
+        out = self._grads[shard]
+        return out.view(out.shape[:-1].numel(), out.shape[-1])[rows]
+
+    def place(self, shard: int, rows: slice, otherwise: Scratch) -> Scratch:
+        """Where to make ``grad`` of ``add``: where it will lie, if it can be made there."""
+        out = self._rows(shard, rows)
+        fits = out.dtype == self._dtype and out.shape[1] == self._valid[shard]
+        return Scratch(out.view(-1)) if fits else otherwise
+
     def add(self, shard: int, rows: slice, grad: Tensor, bound: Tensor) -> None:
         """Take ``grad`` [rows, P'] of a shard; no element of a row exceeds its ``bound`` [rows]."""
-        out = self._grads[shard]
-        out.view(out.shape[:-1].numel(), out.shape[-1])[rows, : grad.shape[1]] = grad
+        out = self._rows(shard, rows)
+        if out.data_ptr() != grad.data_ptr():
+            out[:, : grad.shape[1]] = grad
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """The gradients, in the order of the source's tensors."""
@@ -143,21 +182,22 @@ class LazySource:
         chunk = BLOCK if self.blocks else rows_per_chunk
         return row_chunks(self.tokens, widest, chunk, transient_bytes=size)
 
-    def logits(self, shard: int, rows: slice) -> Tensor:
+    def logits(self, shard: int, rows: slice, place: Scratch | None) -> Tensor:
         weight, x = self.weights[shard], self.x[rows]
+        out = (place or Scratch()).take(x.shape[0], weight.shape[0], result_dtype(x.dtype), x.device)
         if not self.blocks:
-            return product(x, weight.t())
-        out = x.new_empty((x.shape[0], weight.shape[0]), dtype=result_dtype(x.dtype))
+            return product(x, weight.t(), out=out)
         for columns in blocks_of(len(weight)):
             part = block_product(x, filled(weight[columns]).t())
             out[:, columns] = part[:, : columns.stop - columns.start]
         return out
 
-    def gradients(self, exchange: Exchange, scale: Tensor | None) -> _LazyGradients:
-        return _LazyGradients(self, exchange, scale)
+    def gradients(self, exchange: Exchange, scale: Tensor | None, in_place: bool = False) -> LazyGradients:
+        assert not in_place
+        return LazyGradients(self, exchange, scale)
 
 
-class _LazyGradients:
+class LazyGradients:
     """dX, summed over all shards at the end, and each shard's dW."""
 
     def __init__(self, source: LazySource, exchange: Exchange, scale: Tensor | None) -> None:
@@ -171,6 +211,9 @@ class _LazyGradients:
             peak = exchange.gather([largest_size(weight) for weight in source.weights]).amax()
             self._grid, dtype = grid_of(scale.double() * peak), torch.int64
         self._dx = [source.x.new_zeros(source.x.shape, dtype=dtype) for _ in source.weights]
+
+    def place(self, shard: int, rows: slice, otherwise: Scratch) -> Scratch:
+        return otherwise
 
     def add(self, shard: int, rows: slice, grad: Tensor, bound: Tensor) -> None:
         weight, x, dw = self._source.weights[shard], self._source.x[rows], self._dw[shard]

@@ -37,7 +37,7 @@ from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.softmax_stats import STATS_WIDTH, MergedStats, merge_stats
 from megatron_vocabpar.layers.targets import target_rows
 from megatron_vocabpar.losses.exchange import Exchange
-from megatron_vocabpar.losses.sources import DenseSource, LazySource, Source
+from megatron_vocabpar.losses.sources import DenseGradients, DenseSource, LazySource, Scratch, Source
 
 
 class Summary(NamedTuple):
@@ -65,6 +65,7 @@ class Call:
         invariant: results bit for bit independent of the sharding.
         rows_per_chunk: tokens worked on at one time; None chooses by size and device.
         keep: whether a backward pass may follow.
+        keep_exponentials: whether to keep them for it, where the gradient will lie.
     """
 
     exchange: Exchange
@@ -76,6 +77,7 @@ class Call:
     invariant: bool
     rows_per_chunk: int | None
     keep: bool
+    keep_exponentials: bool
 
     def source(self, tensors: Sequence[Tensor]) -> Source:
         """The logits that ``tensors`` stand for."""
@@ -109,20 +111,26 @@ class SoftmaxSummary(torch.autograd.Function):
     @exact()
     def forward(ctx: Any, call: Call, targets: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         source = call.source(tensors)
-        merged, summary = _forward(call, source, targets)
+        sink = DenseGradients(source) if isinstance(source, DenseSource) and call.keep_exponentials else None
+        merged, summary, offsets = _forward(call, source, targets, sink)
         if call.keep:
             ctx.call = call
-            kept = merged.loss, merged.offset, merged.total, merged.target_deficit, merged.valid
-            ctx.save_for_backward(targets, summary.entropy, *kept, *tensors)
+            numbers = merged.loss, merged.offset, merged.total, merged.target_deficit, merged.valid
+            # In the place of the logits, where exponentials are kept: those may go.
+            held = tensors if sink is None else sink.finish()
+            ctx.save_for_backward(targets, summary.entropy, offsets, *numbers, *held)
         return tuple(summary)
 
     @staticmethod
     @first_derivative
     @exact()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        targets, entropy, loss, offset, total, deficit, valid, *tensors = ctx.saved_tensors
+        call = ctx.call
+        targets, entropy, offsets, loss, offset, total, deficit, valid, *tensors = ctx.saved_tensors
         merged = MergedStats(loss, offset, total, deficit, valid)
-        found = _backward(ctx.call, ctx.call.source(tensors), targets, merged, entropy, grads)
+        if not call.keep_exponentials:
+            offsets = offset.expand_as(offsets)
+        found = _backward(call, call.source(tensors), targets, merged, entropy, grads, offsets)
         return (None, None, *found)
 
 
@@ -135,66 +143,78 @@ class Softmax(NamedTuple):
 
 def softmax_of(call: Call, source: Source) -> Softmax:
     """The normalisers over all shards."""
-    nowhere = source.logits(0, slice(0, 0)).new_full((source.tokens,), -1, dtype=torch.int64)
-    merged, _ = _forward(call, source, nowhere)
+    empty = source.logits(0, slice(0, 0), Scratch())
+    nowhere = empty.new_full((source.tokens,), -1, dtype=torch.int64)
+    merged, _, _ = _forward(call, source, nowhere)
     return Softmax(merged.offset, merged.total)
 
 
-def scaled_logits(source: Source, shard: int, rows: slice, temperature: float) -> Tensor:
-    """A fresh chunk of logits, divided by the temperature."""
-    logits = source.logits(shard, rows)
+def scaled_logits(source: Source, shard: int, rows: slice, temperature: float, place: Scratch) -> Tensor:
+    """A chunk of logits, divided by the temperature."""
+    logits = source.logits(shard, rows, place)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def of_chunks(
-    call: Call, source: Source, function: Callable[[Tensor, VocabRange, slice], Tensor]
+    call: Call,
+    source: Source,
+    function: Callable[[Tensor, VocabRange, slice], Tensor],
+    sink: DenseGradients | None = None,
 ) -> list[Tensor]:
-    """[n, ...] for each shard that is here: a function of its logits [rows, P'], its range and the rows."""
+    """[n, ...] for each shard that is here: a function of its logits [rows, P'], its range and the rows.
+
+    What the function returns must not share the logits' memory, which is the sink's where there is one.
+    """
     # One empty chunk where there are no tokens: it has the columns and the dtype.
-    slices = source.slices(call.rows_per_chunk) or [slice(0, 0)]
-    return [
-        torch.cat(
-            [function(scaled_logits(source, i, rows, call.temperature), shard, rows) for rows in slices]
-        )
-        for i, shard in enumerate(call.ranges)
-    ]
+    slices, place = source.slices(call.rows_per_chunk) or [slice(0, 0)], Scratch()
+
+    def of(i: int, shard: VocabRange, rows: slice) -> Tensor:
+        where = place if sink is None else sink.place(i, rows, place)
+        return function(scaled_logits(source, i, rows, call.temperature, where), shard, rows)
+
+    return [torch.cat([of(i, shard, rows) for rows in slices]) for i, shard in enumerate(call.ranges)]
 
 
-def _forward(call: Call, source: Source, targets: Tensor) -> tuple[MergedStats, Summary]:
+def _forward(
+    call: Call, source: Source, targets: Tensor, sink: DenseGradients | None = None
+) -> tuple[MergedStats, Summary, Tensor]:
+    """The softmax, what follows from it, and the offsets [shards, n] of the shards that are here."""
+    place = Scratch()
+
     def numbers(y: Tensor, shard: VocabRange, rows: slice) -> Tensor:
-        return _chunk_stats(call, y, target_rows(targets[rows], shard))
+        return _chunk_stats(call, y, target_rows(targets[rows], shard), place)
 
-    gathered = call.exchange.gather(of_chunks(call, source, numbers))
+    parts = of_chunks(call, source, numbers, sink)
+    gathered = call.exchange.gather(parts)
     if call.invariant:
-        gathered = _join(call, gathered, source.logits(0, slice(0, 0)).dtype)
+        gathered = _join(call, gathered, source.logits(0, slice(0, 0), place).dtype)
     merged = merge_stats(gathered[..., :STATS_WIDTH])
-    return merged, _summarise(call, gathered, merged)
+    return merged, _summarise(call, gathered, merged), torch.stack([part[:, 0] for part in parts])
 
 
-def _chunk_stats(call: Call, y: Tensor, row: Tensor) -> Tensor:
+def _chunk_stats(call: Call, y: Tensor, row: Tensor, place: Scratch) -> Tensor:
     """[rows, 4 to 6] one shard's numbers: packed statistics, sum of e (log e), sum of logits.
 
     In the invariant mode [rows, 6 to 12] whole numbers, and e y in place of e (log e): it has no offset.
     """
     valid = y.shape[1]
-    logits = y.clone() if call.mean or (call.entropy and call.invariant) else None
-    stored = torch.empty_like(y) if call.entropy or call.invariant else None
+    total = y.sum(dim=1, keepdim=True) if call.mean and not call.invariant else None
+    logits = y.clone() if call.invariant and (call.mean or call.entropy) else None
     # No storage in 16 bits follows, so the dtype (and with it the headroom) is that of the statistics.
     if call.invariant:
-        assert stored is not None
-        part = fixed_point.exponentials(y, row, valid, dtype=y.dtype, out=stored)
-        sums = [fixed_point.digits(stored, part.k)]
+        part = fixed_point.exponentials(y, row, valid, dtype=y.dtype, out=y)
+        sums = [fixed_point.digits(y, part.k)]
         if call.entropy and logits is not None:
-            sums.append(fixed_point.digits(weighted_logs(stored.double(), logits), part.k))
+            sums.append(fixed_point.digits(weighted_logs(y.double(), logits), part.k))
         if call.mean and logits is not None:
             sums.append(fixed_point.digits(logits, torch.zeros_like(part.k)))
         return fixed_point.pack_whole(sums, part.target_logit, row >= 0, y.new_zeros(()))
-    part = exponentials(y, row, valid, dtype=y.dtype, out=stored)
+    part = exponentials(y, row, valid, dtype=y.dtype, out=y)
     extra = []
-    if stored is not None:
-        extra.append(finite_log(stored).mul_(stored).sum(dim=1, keepdim=True))
-    if logits is not None:
-        extra.append(logits.sum(dim=1, keepdim=True))
+    if call.entropy:
+        extra.append(finite_log(y, out=place.like(y)).mul_(y).sum(dim=1, keepdim=True))
+    if total is not None:
+        extra.append(total)
     return torch.cat((part.stats, *extra), dim=1)
 
 
@@ -210,9 +230,9 @@ def _join(call: Call, gathered: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.cat(columns, dim=1).to(dtype).unsqueeze(0)
 
 
-def finite_log(values: Tensor) -> Tensor:
+def finite_log(values: Tensor, out: Tensor) -> Tensor:
     """The logarithm of values of 0 or more, with that of the smallest normal number in place of -inf."""
-    return values.clamp(min=torch.finfo(values.dtype).tiny).log_()
+    return torch.clamp(values, min=torch.finfo(values.dtype).tiny, out=out).log_()
 
 
 def weighted_logs(weights: Tensor, logs: Tensor) -> Tensor:
@@ -252,7 +272,9 @@ def _backward(
     merged: MergedStats,
     entropy: Tensor,
     grads: Sequence[Tensor],
+    offsets: Tensor,
 ) -> tuple[Tensor | None, ...]:
+    """The gradients, from exponentials with given offsets [shards, n]: the source, if kept, or made of it."""
     vocab_size = call.ranges[0].vocab_size
     g_logprob, g_lse, g_entropy, g_mean = (grad / call.temperature for grad in grads)
     g_logprob = torch.where(merged.valid, g_logprob, 0)
@@ -268,21 +290,31 @@ def _backward(
     bound = bound + g_mean.abs() * vocab_size
     # Whole numbers can't say that a row is not finite; its bound does.
     bound = torch.where(merged.total.isfinite() & ~merged.loss.isnan(), bound, torch.nan)
-    sink = source.gradients(call.exchange, bound if call.invariant else None)
+    sink = source.gradients(call.exchange, bound if call.invariant else None, call.keep_exponentials)
+    places = Scratch(), Scratch()
+    log_total = torch.where(merged.total != 0, torch.log(merged.total), 0)
     for rows in source.slices(call.rows_per_chunk):
         for shard, vocab_range in enumerate(call.ranges):
-            y = scaled_logits(source, shard, rows, call.temperature)
-            row = target_rows(targets[rows], vocab_range)
-            grad = torch.empty_like(y)
-            kernel = fixed_point.exponentials if call.invariant else exponentials
-            kernel(y, row, y.shape[1], merged.offset[rows], dtype=y.dtype, out=grad)
-            # grad is 0 for the target, else p_j times the total
-            if call.entropy:
-                grad.mul_(inverse[rows].unsqueeze(1))
-                curve = finite_log(grad).mul_(-g_entropy[rows].unsqueeze(1))
-                grad.mul_(curve.add_((slope - g_entropy * entropy)[rows].unsqueeze(1)))
+            row, offset = target_rows(targets[rows], vocab_range), offsets[shard, rows]
+            place = sink.place(shard, rows, places[0])
+            if call.keep_exponentials:
+                grad = place.take(
+                    rows.stop - rows.start, vocab_range.valid_rows, offsets.dtype, offsets.device
+                )
             else:
-                grad.mul_((slope * inverse)[rows].unsqueeze(1))
+                grad = scaled_logits(source, shard, rows, call.temperature, place)
+                kernel = fixed_point.exponentials if call.invariant else exponentials
+                kernel(grad, row, grad.shape[1], offset, dtype=grad.dtype, out=grad)
+            # grad is 0 for the target, else p_j times total * 2^(K - offset)
+            shift = offset - merged.offset[rows]
+            scale = power_of_two(shift) * inverse[rows]
+            if call.entropy:
+                mean_log = entropy[rows] + log_of_power(shift) - log_total[rows]
+                curve = finite_log(grad, out=places[1].like(grad))
+                curve.mul_((-g_entropy[rows] * scale).unsqueeze(1))
+                grad.mul_(curve.add_(((slope[rows] - g_entropy[rows] * mean_log) * scale).unsqueeze(1)))
+            else:
+                grad.mul_((slope[rows] * scale).unsqueeze(1))
             if call.mean:
                 grad += g_mean[rows].unsqueeze(1)
             put_targets_(grad, row, at_target[rows])

@@ -39,21 +39,23 @@ def zigzag_order(length: int, size: int, cu_seqlens: Sequence[int] | None = None
     Raises:
         ValueError: if a sequence's length is no multiple of 2C, or the boundaries don't fit.
     """
+    positions = torch.arange(length)
+    return torch.stack([zigzag_split(positions, rank, size, 0, cu_seqlens) for rank in range(size)])
+
+
+def _sequences(length: int, size: int, cu_seqlens: Sequence[int] | None) -> list[tuple[int, int]]:
+    """First position of each sequence, and the length of its chunks."""
     edges = [0, length] if cu_seqlens is None else [int(edge) for edge in cu_seqlens]
     if size < 1 or edges[0] != 0 or edges[-1] != length or edges != sorted(edges):
         raise ValueError(
             f"boundaries {edges} for {length} tokens on {size} ranks: need 0 to {length}, ascending"
         )
-    held: list[list[Tensor]] = [[] for _ in range(size)]
     for start, stop in pairwise(edges):
         if (stop - start) % (2 * size):
             raise ValueError(
                 f"a sequence of {stop - start} tokens on {size} ranks: pad it to a multiple of {2 * size}"
             )
-        chunks = torch.arange(start, stop).view(2 * size, -1)
-        for rank in range(size):
-            held[rank].extend((chunks[rank], chunks[2 * size - 1 - rank]))
-    return torch.stack([torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64) for parts in held])
+    return [(start, (stop - start) // (2 * size)) for start, stop in pairwise(edges)]
 
 
 def zigzag_split(
@@ -66,8 +68,9 @@ def zigzag_split(
     """
     if not 0 <= rank < size:
         raise ValueError(f"context-parallel rank {rank} of {size}: give 0 to {size - 1}")
-    order = zigzag_order(x.shape[dim], size, cu_seqlens)
-    return x.index_select(dim, order[rank].to(x.device))
+    sequences = _sequences(x.shape[dim], size, cu_seqlens)
+    mine = [(start + k * chunk, chunk) for start, chunk in sequences for k in (rank, 2 * size - 1 - rank)]
+    return torch.cat([x.narrow(dim, start, chunk) for start, chunk in mine or [(0, 0)]], dim=dim)
 
 
 def zigzag_gather(
@@ -106,11 +109,15 @@ class _Gather(torch.autograd.Function):
         *parts: Tensor,
     ) -> Tensor:
         exchange = make_exchange(group, len(parts))
-        order = zigzag_order(parts[0].shape[dim] * exchange.size, exchange.size, cu_seqlens)
+        sequences = _sequences(parts[0].shape[dim] * exchange.size, exchange.size, cu_seqlens)
         ctx.exchange, ctx.dim, ctx.cu_seqlens = exchange, dim, cu_seqlens
         ctx.sum_gradients = sum_gradients and group is not None
-        joined = torch.cat(exchange.gather(parts).unbind(0), dim=dim)
-        return joined.index_select(dim, order.flatten().argsort().to(joined.device))
+        gathered, pieces = exchange.gather(parts).unbind(0), []
+        for start, chunk in sequences or [(0, 0)]:
+            first = start // exchange.size
+            pieces += [part.narrow(dim, first, chunk) for part in gathered]
+            pieces += [part.narrow(dim, first + chunk, chunk) for part in reversed(gathered)]
+        return torch.cat(pieces, dim=dim)
 
     @staticmethod
     @once_differentiable

@@ -81,6 +81,29 @@ def test_hidden(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
     assert error(torch.cat([part.grad for part in shards]), w.grad) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_kept_exponentials_change_nothing(dtype: torch.dtype) -> None:
+    """Shards that are exponents apart, an impossible id; what was kept serves one backward pass."""
+    hidden, weight, targets = example(dtype)
+    whole = (hidden.double() @ weight.double().t()).to(dtype)
+    whole[..., :100] -= 200
+    whole[0, 0, 7] = -torch.inf
+    found = []
+    for keep in (False, True):
+        shards = [part.clone().requires_grad_() for part in whole.split((100, 0, 300, 200), dim=-1)]
+        both = vocab_logprobs_and_entropy(shards, targets, temperature=0.8, keep_exponentials=keep)
+        alone = vocab_logprobs(shards, targets, temperature=0.8, keep_exponentials=keep)
+        total = weighted((*both, alone.sum()))
+        total.backward(retain_graph=True)
+        found.append([*both, torch.cat([part.grad for part in shards], dim=-1)])
+        if keep and dtype != torch.bfloat16:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                total.backward()
+    for value, expected in zip(*found, strict=True):
+        assert error(value, expected) < 2e-7
+        assert bool(value.isfinite().all())
+
+
 def test_the_published_example() -> None:
     logits, target = torch.tensor([[0.1, -0.2, 1.7, 0.3, 1.2, -0.5]], dtype=torch.float64), torch.tensor([4])
     for sizes in ((6,), (3, 3), (1, 4, 1), (2, 0, 4)):

@@ -29,6 +29,8 @@ def from_parallel_logits_to_logprobs(
 ) -> Tensor:
     """[b, s/C, P] logits and [b, s] unshifted ids to [b, s-1] log-probabilities of the next ids.
 
+    ``chunk_size`` has no effect: chunks are chosen by size.
+
     Raises:
         ValueError: if ``sampling_params`` asks for top-k or top-p.
     """
@@ -52,7 +54,7 @@ def from_parallel_logits_to_logprobs(
         group=tp_group,
         ranges=shard,
         inference_only=inference_only,
-        rows_per_chunk=chunk_size,
+        keep_exponentials=True,
     )
     if cp_group is not None and size > 1:
         logprobs = allgather_cp_sharded_tensor(logprobs, cp_group)

@@ -17,7 +17,10 @@ def vocab_parallel_logprobs(
 ) -> Tensor:
     """[b, s, P] logits and [b, s] ids to [b, s] fp32. ``use_fused_kernel`` has no effect."""
     return functions.vocab_logprobs(
-        vocab_parallel_logits, target, group=parallel_state.get_tensor_model_parallel_group()
+        vocab_parallel_logits,
+        target,
+        group=parallel_state.get_tensor_model_parallel_group(),
+        keep_exponentials=True,
     )
 
 
@@ -33,7 +36,9 @@ def vocab_parallel_entropy(
 ) -> Tensor:
     """[n, P] to [n]. Statistics are always fp32; the two flags have no effect."""
     return functions.vocab_entropy(
-        vocab_parallel_logits, group=parallel_state.get_tensor_model_parallel_group()
+        vocab_parallel_logits,
+        group=parallel_state.get_tensor_model_parallel_group(),
+        keep_exponentials=True,
     )
 
 

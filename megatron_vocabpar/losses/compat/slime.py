@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.layers.targets import target_rows
 from megatron_vocabpar.losses import functions
 from megatron_vocabpar.losses.call import Layout
 
@@ -22,12 +24,13 @@ def calculate_log_probs_and_entropy(
     """[n, P] logits and [n] ids to log-probabilities [n, 1], and entropy [n] or None; of no tokens, [0] each.
 
     ``log_prob_keep_mask`` [n, P] leaves ids, but never the target, out of the log-probability alone.
+    ``chunk_size`` has no effect: chunks are chosen by size.
     """
     if len(logits) == 0:
         return logits.new_zeros(0), logits.new_zeros(0) if with_entropy else None
     group = _group(tp_group)
     kept = logits if log_prob_keep_mask is None else _masked(logits, tokens, group, log_prob_keep_mask)
-    options: Layout = {"group": group, "rows_per_chunk": chunk_size if chunk_size > 0 else None}
+    options: Layout = {"group": group, "keep_exponentials": True}
     entropy = None
     if with_entropy and kept is logits and with_entropy_grad:
         logprobs, entropy = functions.vocab_logprobs_and_entropy(logits, tokens, **options)
@@ -46,5 +49,7 @@ def _group(tp_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 def _masked(logits: Tensor, tokens: Tensor, group: dist.ProcessGroup | None, keep: Tensor) -> Tensor:
     start = 0 if group is None else dist.get_rank(group) * logits.shape[-1]
-    ids = torch.arange(start, start + logits.shape[-1], device=logits.device)
-    return logits.masked_fill(~(keep | (ids == tokens.unsqueeze(-1))), -torch.inf)
+    row = target_rows(tokens, VocabRange(start, start + logits.shape[-1], start + logits.shape[-1]))
+    column, dropped = row.clamp(min=0).unsqueeze(1), ~keep
+    dropped.scatter_(1, column, dropped.gather(1, column) & (row < 0).unsqueeze(1))
+    return logits.masked_fill(dropped, -torch.inf)

@@ -17,13 +17,20 @@ from megatron_vocabpar.losses.sources import LazyLogits
 def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
     """[n, P] to [n] fp32."""
     return functions.vocab_entropy(
-        vocab_parallel_logits, group=parallel_state.get_tensor_model_parallel_group()
+        vocab_parallel_logits,
+        group=parallel_state.get_tensor_model_parallel_group(),
+        keep_exponentials=True,
     )
 
 
 def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
     """[..., P] and [...] to [...] fp32."""
-    return functions.vocab_logprobs(logits, labels, group=parallel_state.get_tensor_model_parallel_group())
+    return functions.vocab_logprobs(
+        logits,
+        labels,
+        group=parallel_state.get_tensor_model_parallel_group(),
+        keep_exponentials=True,
+    )
 
 
 def linear_cross_entropy(
