@@ -21,6 +21,7 @@ from megatron_vocabpar.layers.kernels.dispatch import use_kernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials
 from megatron_vocabpar.layers.softmax_stats import merged_place
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
+from megatron_vocabpar.losses import LazyLogits, vocab_logprobs_and_entropy
 
 from . import reference as exact
 from .shards import METHODS, run
@@ -348,3 +349,28 @@ def test_the_layer_with_triton_kernels(method: str, split: str, dtype: torch.dty
     assert exact.relative_error(got.dx.cpu(), dx) < TOLERANCE[dtype] * truncated
     assert exact.relative_error(got.dw[:V].cpu(), dw) < TOLERANCE[dtype] * truncated
     assert (got.dw[V:] == 0).all()
+
+
+@pytest.mark.parametrize(("lazy", "dtype"), [(True, torch.bfloat16), (False, torch.float32)], ids=str)
+def test_losses_of_the_library(lazy: bool, dtype: torch.dtype) -> None:
+    """Log-probability and entropy of shards, exponentials in the place of their logits, and all gradients."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(size, 8, generator=draw).to(dtype) for size in (5, 60))
+    targets = torch.tensor([0, 19, 20, -100, 59])
+
+    def run(device: str) -> list[Tensor]:
+        leaves = [x.to(device), *weight.to(device).split((20, 0, 40))]
+        if not lazy:
+            leaves = [leaves[0] @ part.t() for part in leaves[1:]]
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        logits = LazyLogits(leaves[0], leaves[1:]) if lazy else leaves
+        found = vocab_logprobs_and_entropy(
+            logits, targets.to(device), keep_exponentials=True, rows_per_chunk=8
+        )
+        return [*found, *torch.autograd.grad((found[0] + 0.3 * found[1]).sum(), leaves)]
+
+    expected = run("cpu")
+    with use_kernels(dispatch.triton_kernels()):
+        got = run(DEVICE)
+    for value, wanted in zip(got, expected, strict=True):
+        torch.testing.assert_close(value.cpu(), wanted, rtol=10 * ROUNDING[dtype], atol=1e-5)
