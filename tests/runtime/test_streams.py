@@ -66,6 +66,21 @@ def test_a_process_does_not_wait_for_work_that_never_ends() -> None:
     assert subprocess.run([sys.executable, "-c", _BUSY], timeout=240).returncode == 0
 
 
+_COMPUTING = """
+import torch
+from megatron_vocabpar.runtime.streams import side_stream
+stream, a = side_stream(torch.device("cpu"), "computing"), torch.ones(100, 100)
+stream.submit(lambda: [torch.mm(a, a) for _ in range(2000)])
+"""
+
+
+@pytest.mark.slow
+def test_a_process_may_end_while_a_side_stream_computes() -> None:
+    """A thread that comes back from C++ when Python is ending is ended inside it, and C++ then aborts."""
+    ended = subprocess.run([sys.executable, "-c", _COMPUTING], capture_output=True, text=True, timeout=240)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_work_builds_no_graph() -> None:
     stream, weight = side_stream(CPU, "test"), torch.ones(2, requires_grad=True)
     assert not stream.submit(lambda: weight * 2).wait().requires_grad
