@@ -16,7 +16,7 @@ PYTHON ?= python3
 VENV ?= $(or $(VIRTUAL_ENV),.venv)
 TORCH ?= torch==2.13.0
 ARGS ?= --compare baseline --overwrite
-EMULATE ?= --microbatches 12 --scale 6 --report vocabpar-out
+EMULATE ?= --microbatches 16 --scale 6 --report vocabpar-out
 PYTEST_ARGS ?=
 MATRIX ?= 0.14.0 0.15.3 0.16.1
 TRITONS ?= 3.4.0 3.7.1

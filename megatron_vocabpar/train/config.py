@@ -93,7 +93,7 @@ class TrainConfig:
 
     micro_batch_size: int = _option(2, "Sequences per microbatch.", "Training")
     microbatches: int = _option(8, "Microbatches per step and data-parallel replica.")
-    steps: int = _option(10, "Optimizer steps in all, those before a resume included.")
+    steps: int = _option(8, "Optimizer steps in all, those before a resume included.")
     lr: float = _option(3e-3, "Learning rate.")
     warmup: int = _option(3, "Steps of linear warm-up (fewer than --steps).")
     weight_decay: float = _option(0.01, "Weight decay.")
@@ -116,7 +116,7 @@ class TrainConfig:
         f"Vocabulary of the tokenizer that is trained (default: {TRAINED_VOCABULARY}, or --vocab-size if "
         "less; the model's other ids are padding).",
     )
-    eval_interval: int = _option(5, "Steps between evaluations (0: never).")
+    eval_interval: int = _option(4, "Steps between evaluations (0: never).")
     eval_iters: int = _option(1, "Steps' worth of microbatches per evaluation.")
 
     output: str = _option("vocabpar-out", "The results folder.", "Results", metavar="FOLDER")
