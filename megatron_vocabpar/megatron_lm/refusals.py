@@ -248,10 +248,10 @@ def _head_problems(args: Any, config: FlagConfig) -> list[str]:
     of_16_bits = _set("bf16")(args) or _set("fp16")(args)
     saves = _set("save")(args) and not _set("no_save_optim")(args)
     loads = _set("load")(args) and not _set("no_load_optim")(args)
-    if config.fp32_head and of_16_bits and (saves or loads) and not _set("use_distributed_optimizer")(args):
+    if config.fp32_head and of_16_bits and (saves or loads):
         problems.append(
-            "--vocab-parallel-fp32-head: Megatron's plain optimizer keeps no state of float32 weights among "
-            "16-bit ones; give --use-distributed-optimizer, or --no-save-optim and --no-load-optim"
+            "--vocab-parallel-fp32-head: Megatron's optimizers keep no state of float32 weights among 16-bit "
+            "ones in a checkpoint; give --no-save-optim and --no-load-optim"
         )
     if config.fp8_head and getattr(args, "hidden_size", 0) % 16:
         problems.append(

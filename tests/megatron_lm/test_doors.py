@@ -206,8 +206,8 @@ def test_every_row_of_the_table_is_refused_and_documented(row: Any) -> None:
     ("head", "right", "wrong", "message"),
     [
         ("fp32_head", {}, {"untie_embeddings_and_output_weights": False}, r"give --untie-embeddings-and-"),
-        ("fp32_head", {"no_save_optim": True}, {"save": "here"}, r"give --use-distributed-optimizer"),
-        ("fp32_head", {"use_distributed_optimizer": True}, {"load": "here"}, r"and --no-load-optim"),
+        ("fp32_head", {"save": "here", "no_save_optim": True}, {"save": "here"}, r"give --no-save-optim"),
+        ("fp32_head", {"load": "here", "no_load_optim": True}, {"load": "here"}, r"and --no-load-optim"),
         ("fp32_head", {"bf16": False, "save": "here"}, {"save": "here"}, r"of float32 weights among 16-bit"),
         ("fp8_head", {"hidden_size": 64}, {"hidden_size": 72}, r"hidden size 72 is no multiple of 16"),
     ],

@@ -83,10 +83,3 @@ def test_half_precision(tmp_path: Path, precision: str, method: str) -> None:
     """Within what 16-bit products allow: the reductions of stock are rounded to 16 bits, ours are not."""
     # Stock rounds its logits to 16 bits, 5e-3 of a log-probability; ours are float32.
     check(tmp_path, words(precision), ("--vocab-parallel-method", method), 5e-3, pp=2)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("head", "rtol"), [("fp32", 5e-3), ("fp8", 2e-2)])
-def test_heads_of_another_precision(tmp_path: Path, head: str, rtol: float) -> None:
-    options = words("--bf16 --use-distributed-optimizer")
-    check(tmp_path, options, (f"--vocab-parallel-{head}-head",), rtol, pp=2)
