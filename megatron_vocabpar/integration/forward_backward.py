@@ -74,7 +74,7 @@ class ForwardBackward:
         mtp_depths: of multi-token prediction, for the default plans.
 
     Raises:
-        ValueError: for naive with recomputation, invariance or label smoothing.
+        ValueError: for naive with recomputation, invariance, label smoothing or entropy.
     """
 
     def __init__(
@@ -264,6 +264,7 @@ def _check_options(method: Method, options: OutputOptions) -> None:
         "has no results that don't depend on the sharding": options.invariant,
         "has no label smoothing": options.terms.label_smoothing,
         "has no 8-bit products": options.fp8,
+        "has no entropy": options.entropy,
     }
     for what, is_asked in refused.items():
         if method.name == "naive" and is_asked:

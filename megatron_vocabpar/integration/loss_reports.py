@@ -35,8 +35,12 @@ class LossReports:
         if self._looks:
             self._finite_hidden[i] = x.isfinite().all()
 
-    def report(self, i: int, token_losses: torch.Tensor) -> torch.Tensor | None:
+    def report(
+        self, i: int, token_losses: torch.Tensor, entropy: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Megatron's loss function on the losses ``[1 + D, b, s]`` float32 of microbatch ``i``.
+
+        Where entropies were asked for, likewise, it gets those of the first head too.
 
         Returns:
             The gradient ``[1 + D, b, s]`` float32 that it gives them; None in an evaluation.
@@ -45,11 +49,12 @@ class LossReports:
         if self._looks:
             self._finite_losses[i] = token_losses.isfinite().all()
         model, recorded = call.chunks[-1], iteration.recorded[iteration.rank.placement.loss_stage][i]
+        loss_func = recorded.loss_func if entropy is None else partial(recorded.loss_func, entropy=entropy[0])
         reported, num_tokens, grad = compat.loss_and_gradient(
             model=model,
             token_losses=token_losses,
             main_loss=partial(heads.main_loss, model, recorded, training=not call.forward_only),
-            loss_func=recorded.loss_func,
+            loss_func=loss_func,
             config=call.config,
             num_microbatches=call.num_microbatches,
             cp_group_size=call.cp_group_size,

@@ -25,6 +25,7 @@ from megatron_vocabpar.integration.iteration import Iteration, LayerHandlers
 from megatron_vocabpar.integration.loss_reports import LossReports
 from megatron_vocabpar.integration.model import PartitionedModel
 from megatron_vocabpar.layers import invariant, output
+from megatron_vocabpar.layers.entropy import entropy_part, merged_entropy
 from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.invariant import FixedPoint
 from megatron_vocabpar.layers.output import OutputState, naive_sum
@@ -127,12 +128,12 @@ class OutputLayer(LayerHandlers):
         """Pass S of ``layers/output.py``; in evaluation the statistics alone."""
         training, options = not self.call.forward_only, self.rank.output_options
         microbatch = self.microbatches[i]
-        return self.model.vocab_output(
+        state, statistics = self.model.vocab_output(
             x,
             microbatch.labels,
             self.model.output_weight,
             with_input_gradient=with_input_gradient and training,
-            keep_state=training,
+            keep_state=training or options.entropy,
             rows_per_chunk=options.rows_per_chunk,
             recompute=options.recompute,
             owned=microbatch.owned_targets,
@@ -141,6 +142,9 @@ class OutputLayer(LayerHandlers):
             invariant=options.invariant,
             terms=self._terms,
         )
+        if options.entropy:
+            statistics = entropy_part(state, statistics)
+        return state if training else None, statistics
 
     def _spare_exponentials(self, tokens: int) -> torch.Tensor | None:
         """A tensor for E of this size that nobody needs any more; if none fits, the oldest is freed."""
@@ -194,10 +198,22 @@ class OutputLayer(LayerHandlers):
 
     def _merge(self, statistics: torch.Tensor) -> Event[MergedStats]:
         """Everyone's statistics, merged, on the side stream."""
-        groups, place, terms = self.groups, merged_place(statistics), self._terms
+        groups, place = self.groups, self._place(statistics)
         return self.rank.output_stream.submit(
-            lambda: merge_stats(all_gather(groups, groups.output, statistics), terms, out=place)
+            lambda: self._joined(all_gather(groups, groups.output, statistics), place)
         )
+
+    def _place(self, statistics: torch.Tensor) -> MergedStats:
+        """Memory of this stream for what the other makes of everyone's statistics."""
+        entropy = statistics.new_empty(len(statistics)) if self.rank.output_options.entropy else None
+        return replace(merged_place(statistics), entropy=entropy)
+
+    def _joined(self, gathered: torch.Tensor, place: MergedStats) -> MergedStats:
+        if place.entropy is None:
+            return merge_stats(gathered, self._terms, out=place)
+        gathered, parts = gathered[..., :-1].contiguous(), gathered[..., -1]
+        merged = merge_stats(gathered, self._terms, out=place)
+        return replace(merged, entropy=place.entropy.copy_(merged_entropy(gathered, parts, merged)))
 
     def _put_statistics(self, instruction: Comm, event: Event[MergedStats]) -> None:
         if not self.call.forward_only:
@@ -238,12 +254,11 @@ class OutputLayer(LayerHandlers):
         state = self.buffers.take(source, "state")
         grad_loss = self._row_gradient(i)
         weight = self.model.output_weight.detach()
-        is_last, terms = self.rank.is_last, self._terms
-        place = merged_place(statistics)
+        is_last, place = self.rank.is_last, self._place(statistics)
         hidden_grad = state.x.new_empty(state.x.shape, dtype=place.total.dtype) if is_last else None
 
         def run() -> tuple[MergedStats, torch.Tensor | None]:
-            merged = merge_stats(all_gather(groups, groups.output, statistics), terms, out=place)
+            merged = self._joined(all_gather(groups, groups.output, statistics), place)
             part = self._passes.input_gradient(state, merged, grad_loss, weight, out=hidden_grad)
             self._total(part)
             return merged, hidden_grad
@@ -393,6 +408,8 @@ class OutputLayer(LayerHandlers):
 
     def _report_loss(self, i: int, merged: MergedStats) -> torch.Tensor | None:
         """Call the loss function; returns the gradient [n] that it gives the tokens, in training."""
-        losses = self.microbatches[i].spread(merged.loss.float())
-        grad = self._reports.report(i, self.microbatches.from_rows(i, losses))
-        return None if grad is None else self.microbatches[i].take(self.microbatches.rows(i, grad))
+        microbatches, microbatch = self.microbatches, self.microbatches[i]
+        values = (merged.loss,) if merged.entropy is None else (merged.loss, merged.entropy)
+        spread = (microbatches.from_rows(i, microbatch.spread(value.float())) for value in values)
+        grad = self._reports.report(i, *spread)
+        return None if grad is None else microbatch.take(microbatches.rows(i, grad))
