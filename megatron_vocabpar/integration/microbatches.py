@@ -17,6 +17,7 @@ from math import prod
 from typing import Any
 
 import torch
+from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.layers.embedding import InputPlan, check_ids, plan_input
 from megatron_vocabpar.layers.partition import VocabRange
@@ -28,13 +29,17 @@ from megatron_vocabpar.schedule.placement import Placement
 ForwardStep = Callable[..., tuple[torch.Tensor, Callable[..., Any]]]
 
 
+def _unknown_loss(*_: Any) -> Any:
+    raise AssertionError("forward_step had not returned yet")
+
+
 @dataclass(frozen=True)
 class ModelCall:
-    """One recorded call of the model by ``forward_step``, and the loss function that it returned."""
+    """One recorded call of the model by ``forward_step``, and the loss function that it returned then."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    loss_func: Callable[..., Any]
+    loss_func: Callable[..., Any] = _unknown_loss
 
     @property
     def input_ids(self) -> torch.Tensor | None:
@@ -63,37 +68,48 @@ def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> An
     return args[position] if len(args) > position else kwargs.get(name)
 
 
-class _Recorder:
-    """Stands in for the model: looks like it, but a call only records the arguments."""
+class StandIn:
+    """Stands in for the model: looks like it, wrapped or not, but a call only records the arguments."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._calls: list[ModelCall] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        return getattr(self._model if hasattr(self._model, name) else unwrap_model(self._model), name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.calls.append((args, kwargs))
-        labels = _argument(args, kwargs, "labels")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls.append(ModelCall(args, kwargs))
+        return self.answer(self._calls[-1])
+
+    def answer(self, call: ModelCall) -> Any:
+        """What a call returns: token losses of 0, where it has labels."""
+        labels = call.labels
         return torch.zeros(()) if labels is None else torch.zeros_like(labels, dtype=torch.float32)
+
+    def only_call(self) -> ModelCall:
+        """The call that was recorded.
+
+        Raises:
+            ValueError: if it is not exactly one.
+        """
+        if len(self._calls) != 1:
+            raise ValueError(
+                f"forward_step called the model {len(self._calls)} times in one microbatch; vocabulary "
+                "parallelism needs exactly one call"
+            )
+        return self._calls[0]
 
 
 def record_call(forward_step_func: ForwardStep, data_iterator: Iterator[Any] | None, model: Any) -> ModelCall:
-    """Run ``forward_step`` with a recorder in the model's place.
+    """Run ``forward_step`` with a stand-in for the model.
 
     Raises:
         ValueError: if it does not call the model exactly once.
     """
-    recorder = _Recorder(model)
-    _, loss_func = forward_step_func(data_iterator, recorder)
-    if len(recorder.calls) != 1:
-        raise ValueError(
-            f"forward_step called the model {len(recorder.calls)} times in one microbatch; vocabulary "
-            "parallelism needs exactly one call"
-        )
-    args, kwargs = recorder.calls[0]
-    return ModelCall(args, kwargs, loss_func)
+    stand_in = StandIn(model)
+    _, loss_func = forward_step_func(data_iterator, stand_in)
+    return replace(stand_in.only_call(), loss_func=loss_func)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ class Binding:
 
     Attributes:
         module, name: where it is defined.
-        copies: modules that take it by value when they are imported (``from ... import``).
+        copies: modules that take it by value when they are imported (``from ... import``); ``module:name``
+            where they give it a name of their own.
         reason: why it is replaced.
         when: what asks for it.
         versions: those that have the name; a version that is not in the table is taken for the newest.
@@ -42,9 +43,10 @@ class Binding:
     versions: tuple[str, ...] = VERSIONS
 
     @property
-    def places(self) -> tuple[str, ...]:
-        """All modules that hold the name."""
-        return (self.module, *self.copies)
+    def places(self) -> tuple[tuple[str, str], ...]:
+        """Modules, and the name by which each holds it."""
+        pairs = (place.partition(":") for place in (self.module, *self.copies))
+        return tuple((module, alias or self.name) for module, _, alias in pairs)
 
     def is_in(self, version: str) -> bool:
         """Whether a version has it."""

@@ -52,10 +52,10 @@ class Patch:
 
 
 def _swap(binding: Binding, current: Any, new: Any) -> None:
-    for place in binding.places:
+    for place, name in binding.places:
         module = sys.modules.get(place)
-        if module is not None and vars(module).get(binding.name) is current:
-            setattr(module, binding.name, new)
+        if module is not None and vars(module).get(name) is current:
+            setattr(module, name, new)
 
 
 def installed() -> Patch | None:

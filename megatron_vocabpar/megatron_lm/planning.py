@@ -63,6 +63,17 @@ def check_same_everywhere() -> None:
     agree("flags and versions", flags | ours, _patience(args) / 2)
 
 
+def output_options(config: FlagConfig) -> OutputOptions:
+    """How our flags have the output layer computed."""
+    return OutputOptions(
+        recompute=config.recompute_logits,
+        rows_per_chunk=config.tokens_per_chunk,
+        invariant=config.invariant,
+        terms=config.terms,
+        fp8=config.fp8_head,
+    )
+
+
 def _patience(args: Any) -> timedelta:
     return timedelta(minutes=args.distributed_timeout_minutes)
 
@@ -98,13 +109,7 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
         late_gradient=config.late_gradient,
         make_plan=plans,
         timeline=timeline,
-        output_options=OutputOptions(
-            recompute=config.recompute_logits,
-            rows_per_chunk=config.tokens_per_chunk,
-            invariant=config.invariant,
-            terms=config.terms,
-            fp8=config.fp8_head,
-        ),
+        output_options=output_options(config),
         not_finite=_report if args.check_for_nan_in_loss_and_grad else None,
     )
     watchers: list[Watcher] = []

@@ -30,9 +30,9 @@ def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
     """What goes in the place of ``original``."""
     makers: dict[str, Callable[[Any, FlagConfig], Any]] = {
         "get_forward_backward_func": _provide_schedule,
-        "GPTModel": _model_class,
-        "HybridModel": _model_class,
-        "MambaModel": _model_class,
+        "GPTModel": model_class,
+        "HybridModel": model_class,
+        "MambaModel": model_class,
         "get_gpt_decoder_block_spec": _layers_of_the_stage,
         "get_gpt_mtp_block_spec": _layers_of_the_stage,
         "select_pipeline_segment": _segment_of_the_stage,
@@ -109,11 +109,23 @@ def _provide_schedule(original: Callable[..., Any], config: FlagConfig) -> Calla
     return get_forward_backward_func
 
 
-def _model_class(original: type, flags: FlagConfig) -> type:
+def model_class(
+    original: type,
+    flags: FlagConfig,
+    true_size: Callable[[int], tuple[int, int]] | None = None,
+    compare: Callable[[], None] | None = None,
+) -> type:
+    """A subclass of ``original``, whose stages are where the schedule has them.
+
+    Args:
+        true_size: what tells the numbers of ``true_vocabulary``, which does by default.
+        compare: what all ranks call before the first is made; ``check_same_everywhere`` by default.
+    """
     bases: tuple[Any, ...] = (PartitionedModel, original) if flags.partitions_vocabulary else (original,)
     signature = inspect.signature(original)
     embeddings: list[Any] = []  # of first stages whose last stage is still to be built
-    compare = cache(check_same_everywhere)  # once, before the first chunk, whose making may communicate
+    # Before the first chunk, whose making may communicate.
+    compare_once = cache(compare or check_same_everywhere)
 
     class Model(*bases):  # type: ignore[misc]
         """megatron-core's model as the training script builds it, where the schedule has it."""
@@ -122,14 +134,14 @@ def _model_class(original: type, flags: FlagConfig) -> type:
         tied_to: tuple[Any, ...] = ()
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            compare()
+            compare_once()
             options = signature.bind_partial(*args, **kwargs).arguments
             vp_stage = options.get("vp_stage")
             if flags.splits_w:
                 options["config"].delay_wgrad_compute = True  # layers of Transformer Engine ask for it
             if flags.partitions_vocabulary:
                 padded_size = options["vocab_size"]
-                vocab_size, divisible_by = vocabulary(padded_size)
+                vocab_size, divisible_by = (true_size or true_vocabulary)(padded_size)
                 if torch.distributed.get_rank() == 0 and not vp_stage and vocab_size < padded_size:
                     print(_padding_notice(vocab_size, padded_size), flush=True)
                 options |= {
@@ -216,7 +228,7 @@ def _padding_notice(true_size: int, padded_size: int) -> str:
     )
 
 
-def vocabulary(padded_size: int) -> tuple[int, int]:
+def true_vocabulary(padded_size: int) -> tuple[int, int]:
     """Number of true token ids, and what the padded size must be divisible by, of the running training.
 
     Args:

@@ -31,11 +31,11 @@ def _held() -> Iterator[tuple[str, str, Any]]:
     """Every place of the table that this version has: module, name and what it holds."""
     version = find_version(live_signature)
     for binding in (each for each in BINDINGS if each.is_in(version)):
-        for place in binding.places:
+        for place, name in binding.places:
             with suppress(ImportError):
                 module = importlib.import_module(place)
-                if hasattr(module, binding.name):
-                    yield place, binding.name, getattr(module, binding.name)
+                if hasattr(module, name):
+                    yield place, name, getattr(module, name)
 
 
 def _differences(before: list[tuple[str, str, Any]]) -> list[str]:

@@ -1,0 +1,101 @@
+"""Which names of the frameworks are replaced: copies of Megatron's, and functions that take logits.
+
+Read at verl v0.7.0, slime v0.3.1, ms-swift v4.5.2 and Megatron Bridge v0.6.0. Next: ``install.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+
+from megatron_vocabpar.frameworks.handle import LogitsError, LogitsHandle
+from megatron_vocabpar.megatron_lm.bindings import BINDINGS, Binding
+
+_COPIES = {
+    "get_forward_backward_func": (
+        "verl.workers.engine.megatron.transformer_impl",
+        "verl.workers.actor.megatron_actor",
+        "slime.backends.megatron_utils.model",
+        "swift.megatron.trainers.base",
+        "megatron.bridge.training.train",
+        "megatron.bridge.training.eval",
+    ),
+    "GPTModel": (
+        "slime.backends.megatron_utils.model",
+        "slime.backends.megatron_utils.model_provider",
+        "verl.models.mcore.model_initializer",
+        "megatron.bridge.models.gpt_provider:MCoreGPTModel",
+        "megatron.bridge.training.mlm_compat.model",
+    ),
+}
+
+MEGATRON = tuple(
+    replace(binding, copies=(*binding.copies, *_COPIES[binding.name]))
+    for binding in BINDINGS
+    if binding.name in _COPIES
+)
+"""Megatron's names, with all modules that take them by value."""
+
+_VERL = "verl.utils.megatron.tensor_parallel"
+_VERL_COPIES = ("verl.workers.engine.megatron.transformer_impl", "verl.workers.actor.megatron_actor")
+_REASON = "answers for a handle; logits go to the framework's own"
+
+FUNCTIONS = (
+    Binding(_VERL, "vocab_parallel_log_probs_from_logits", _VERL_COPIES, _REASON),
+    Binding(_VERL, "vocab_parallel_entropy", _VERL_COPIES, _REASON),
+    Binding(
+        "slime.utils.ppo_utils",
+        "calculate_log_probs_and_entropy",
+        ("slime.backends.megatron_utils.loss",),
+        _REASON,
+    ),
+)
+"""Functions of frameworks that are given the model's output, logits first."""
+
+
+def answering(binding: Binding, original: Callable[..., Any]) -> Callable[..., Any]:
+    """``original`` for logits; for a handle, which takes its place in ``binding``."""
+    answer = _ANSWERS[binding.name]
+
+    @wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        logits = args[0] if args else next(iter(kwargs.values()))
+        return (answer if isinstance(logits, LogitsHandle) else original)(*args, **kwargs)
+
+    return function
+
+
+def _verl_log_probs(logits: LogitsHandle, labels: Tensor) -> Tensor:
+    return logits.logprobs(labels)
+
+
+def _verl_entropy(vocab_parallel_logits: LogitsHandle) -> Tensor:
+    return vocab_parallel_logits.entropy()
+
+
+def _slime_log_probs_and_entropy(
+    logits: LogitsHandle,
+    tokens: Tensor,
+    tp_group: Any,
+    with_entropy: bool = False,
+    chunk_size: int = -1,
+    log_prob_keep_mask: Tensor | None = None,
+    with_entropy_grad: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    if log_prob_keep_mask is not None:
+        raise LogitsError("log-probabilities of the kept ids alone (use --rollout-top-p 1)")
+    if with_entropy and with_entropy_grad:
+        raise LogitsError("entropy with gradient (use --entropy-coef 0)")
+    entropy = logits.entropy().detach() if with_entropy else None
+    return logits.logprobs(tokens).unsqueeze(-1), entropy
+
+
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "vocab_parallel_log_probs_from_logits": _verl_log_probs,
+    "vocab_parallel_entropy": _verl_entropy,
+    "calculate_log_probs_and_entropy": _slime_log_probs_and_entropy,
+}

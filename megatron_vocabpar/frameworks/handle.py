@@ -1,0 +1,219 @@
+"""What a framework's code gets where it expects logits: a handle, which knows each token's numbers alone.
+
+The pipeline never forms logits. Code that only divides them by a temperature and asks for log-probabilities
+or entropies needs none: the handle carries the temperature, and answers. It is asked twice: before the
+iteration, when there is no answer and ``Wanted`` says what the pipeline is to compute; and when there is one.
+
+Next: ``steps.py``, who asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_REMEDY = (
+    "vocabulary parallelism forms no logits; they can be divided by a temperature and given to the "
+    "framework's function of log-probabilities or entropies. Use its loss without this step, or train "
+    "without vocabulary parallelism"
+)
+
+
+class LogitsError(AttributeError, ValueError):
+    """Something that needs logits was asked of a handle; an AttributeError too, so that ``hasattr`` works."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}: {_REMEDY}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a framework wants to know of the tokens of one microbatch.
+
+    Attributes:
+        labels: target ids, int64, in the tokens' shape.
+        temperature: the logits are divided by it.
+        entropy: whether it asked for entropies too.
+    """
+
+    labels: Tensor
+    temperature: float = 1.0
+    entropy: bool = False
+
+
+class Wanted(BaseException):
+    """Ends a framework's code where it asks for what is not known yet; passes ``except Exception``."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__()
+        self.request = request
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The numbers of every token, in any shape with the tokens' order, float32; the first with a gradient."""
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+
+
+class _Metric(torch.autograd.Function):
+    """Entropies that no loss may depend on; the log-probabilities lead the backward pass here."""
+
+    @staticmethod
+    def forward(ctx: Any, entropy: Tensor, logprobs: Tensor) -> Tensor:
+        return entropy.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        if grad.any():
+            raise LogitsError("a loss with an entropy term (use a coefficient of 0)")
+        return None, None
+
+
+class LogitsHandle:
+    """Stands for logits [..., P] float32 of tokens [...].
+
+    Args:
+        tokens: the tokens' shape, ``(b, s)`` as the model returns them.
+        width: P, the ids of a tensor-parallel rank without vocabulary parallelism.
+        device: where the tokens are.
+        answer: what to answer; None raises ``Wanted`` instead.
+
+    Raises:
+        LogitsError: a ValueError, for whatever needs logits.
+    """
+
+    dtype = torch.float32
+    requires_grad = True
+
+    def __init__(
+        self, tokens: tuple[int, ...], width: int, device: torch.device, answer: Answer | None = None
+    ) -> None:
+        self.shape = torch.Size((*tokens, width))
+        self.device = device
+        self._answer = answer
+        self._temperature = 1.0
+        self._wanted: set[str] = set()  # shared with what is made of this handle
+
+    def _like(self, tokens: tuple[int, ...], divisor: float = 1.0) -> LogitsHandle:
+        like = LogitsHandle(tokens, self.shape[-1], self.device, self._answer)
+        like._temperature, like._wanted = self._temperature * divisor, self._wanted
+        return like
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def clone(self) -> LogitsHandle:
+        return self._like(self.shape[:-1])
+
+    contiguous = clone
+
+    def squeeze(self, dim: int) -> LogitsHandle:
+        """Without dimension ``dim`` of the tokens, if its size is 1."""
+        dim = dim % len(self.shape)
+        if dim == len(self.shape) - 1:
+            raise LogitsError("squeeze of the ids")
+        tokens = self.shape[:-1]
+        return self._like(tokens[:dim] + tokens[dim + 1 :] if tokens[dim] == 1 else tokens)
+
+    def unsqueeze(self, dim: int) -> LogitsHandle:
+        """With one more dimension of size 1, before the ids."""
+        dim = dim % (len(self.shape) + 1)
+        if dim == len(self.shape):
+            raise LogitsError("unsqueeze behind the ids")
+        tokens = self.shape[:-1]
+        return self._like((*tokens[:dim], 1, *tokens[dim:]))
+
+    def div(self, temperature: Tensor | float) -> LogitsHandle:
+        """The logits divided by one positive number.
+
+        Raises:
+            ValueError: for another number, or several.
+        """
+        return self._like(self.shape[:-1], _positive(temperature))
+
+    __truediv__ = div
+
+    def div_(self, temperature: Tensor | float) -> LogitsHandle:
+        """``div`` in place."""
+        self._temperature *= _positive(temperature)
+        return self
+
+    __itruediv__ = div_
+
+    def logprobs(self, labels: Tensor) -> Tensor:
+        """Log-probability of each label, in its shape.
+
+        Raises:
+            ValueError: for labels of another shape than the tokens.
+            Wanted: where there is no answer yet.
+        """
+        if labels.shape != self.shape[:-1]:
+            raise ValueError(
+                f"labels of shape {tuple(labels.shape)}: the tokens have {tuple(self.shape[:-1])}"
+            )
+        if self._answer is None:
+            raise Wanted(Request(labels, self._temperature, "entropy" in self._wanted))
+        return self._answer.logprobs.view(labels.shape)
+
+    def entropy(self) -> Tensor:
+        """Entropy of each token in nats, as a metric; zeros where there is no answer yet.
+
+        Raises:
+            LogitsError: where log-probabilities were asked for first, without entropies; in the backward pass
+                of a loss that depends on it.
+        """
+        if self._answer is None:
+            self._wanted.add("entropy")
+            return torch.zeros(self.shape[:-1], device=self.device)
+        if self._answer.entropy is None:
+            raise LogitsError("entropy that was asked for after the log-probabilities")
+        return _Metric.apply(self._answer.entropy, self._answer.logprobs).view(self.shape[:-1])
+
+    def __getattr__(self, name: str) -> Any:
+        raise LogitsError(f"logits.{name}")
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], *_: Any, **__: Any) -> Any:
+        raise LogitsError(f"{getattr(func, '__name__', func)} of logits")
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any) -> Any:
+        raise LogitsError(f"logits.{name}")
+
+    return refuse
+
+
+_OPERATORS = (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "rtruediv", "neg", "pow", "matmul"),
+    *("getitem", "setitem", "iter", "lt", "gt", "le", "ge"),
+)
+for _name in _OPERATORS:
+    setattr(LogitsHandle, f"__{_name}__", _refuse(f"__{_name}__"))
+
+
+def _positive(temperature: Any) -> float:
+    if isinstance(temperature, Tensor) and temperature.numel() != 1:
+        raise ValueError(
+            f"a temperature of shape {tuple(temperature.shape)}: vocabulary parallelism takes one for all "
+            "tokens of an iteration; give one number"
+        )
+    if not 0 < (value := float(temperature)) < float("inf"):
+        raise ValueError(f"temperature {value}: give a positive number")
+    return value

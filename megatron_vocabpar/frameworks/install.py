@@ -1,0 +1,70 @@
+"""Puts our names in the place of Megatron's and the frameworks'. Next: ``runner.py``, what runs then."""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import partial, wraps
+from typing import Any
+
+from megatron_vocabpar.frameworks.bindings import FUNCTIONS, MEGATRON, answering
+from megatron_vocabpar.frameworks.runner import StepRunner
+from megatron_vocabpar.megatron_lm.bindings import Binding, find_version
+from megatron_vocabpar.megatron_lm.flags import FlagConfig, config_from_argv
+from megatron_vocabpar.megatron_lm.patch import Patch, live_signature
+from megatron_vocabpar.megatron_lm.replacements import model_class
+from megatron_vocabpar.runtime.agreement import agree, versions
+
+# A loss of reinforcement learning is no linear function of the tokens' losses.
+_ALWAYS = ("--enable-vocab-parallel", "--vocab-parallel-late-gradient")
+
+
+def config_from(environment: Mapping[str, str]) -> FlagConfig:
+    """What ``VOCAB_PARALLEL_FLAGS`` asks for; vocab-2 in 1f1b without it.
+
+    Raises:
+        ValueError: for flags that frameworks have no use for.
+    """
+    words = shlex.split(environment.get("VOCAB_PARALLEL_FLAGS", ""))
+    config = config_from_argv([*_ALWAYS, *words])
+    defaults = config_from_argv(_ALWAYS)
+    unused = ("timeline", "costs", "redistribute", "independent_init")
+    asked = [name for name in unused if getattr(config, name) != getattr(defaults, name)]
+    if asked or not config.partitions_vocabulary or config.is_placed:
+        raise ValueError(
+            f"VOCAB_PARALLEL_FLAGS {' '.join(words)!r}: give a method that partitions the vocabulary, in a "
+            f"schedule without a V placement{f', and not {asked[0]}' if asked else ''}"
+        )
+    return config
+
+
+def install(config: FlagConfig) -> Patch:
+    """Replace Megatron's names and those of every framework that is being imported or has been.
+
+    Raises:
+        ValueError: for an unknown version of megatron-core.
+    """
+    patch = Patch(config, find_version(live_signature, config.allow_unknown, package="megatron.core"))
+    for binding in (*MEGATRON, *(f for f in FUNCTIONS if f.module.partition(".")[0] in sys.modules)):
+        original = getattr(importlib.import_module(binding.module), binding.name)
+        patch.replace(binding, _replacement(binding, original, config))
+    return patch
+
+
+def _replacement(binding: Binding, original: Any, config: FlagConfig) -> Any:
+    if binding.name == "GPTModel":
+        facts = {"VOCAB_PARALLEL_FLAGS": config} | versions()
+        compare = partial(agree, "flags and versions", facts, timedelta(minutes=5))
+        return model_class(original, config, lambda vocab_size: (vocab_size, 1), compare)
+    if binding.name != "get_forward_backward_func":
+        return answering(binding, original)
+    runner = StepRunner(config, original)
+
+    @wraps(original)
+    def get_forward_backward_func(*_: Any, **__: Any) -> StepRunner:
+        return runner
+
+    return get_forward_backward_func

@@ -1,0 +1,105 @@
+"""The forward-backward function that frameworks get: their steps made Megatron's, then our schedules.
+
+Next: ``bindings.py``, how it gets there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+
+from megatron_vocabpar.frameworks.steps import Step, as_megatron, begin_step
+from megatron_vocabpar.integration import compat
+from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
+from megatron_vocabpar.integration.microbatches import StandIn
+from megatron_vocabpar.integration.model import PartitionedModel, VocabShardOutput
+from megatron_vocabpar.megatron_lm.flags import FlagConfig
+from megatron_vocabpar.megatron_lm.planning import output_options, plan_kind
+from megatron_vocabpar.runtime.comm import broadcast
+
+
+class StepRunner:
+    """A forward-backward function for steps of frameworks; groups and streams exist from its first call on.
+
+    Args:
+        config: what ``VOCAB_PARALLEL_FLAGS`` ask for.
+        stock: gives Megatron's own function, for models whose vocabulary is not partitioned.
+    """
+
+    def __init__(self, config: FlagConfig, stock: Callable[..., Any]) -> None:
+        self._config, self._stock = config, stock
+        self._run: ForwardBackward | None = None
+
+    def __call__(self, **arguments: Any) -> list[Any]:
+        """megatron-core's arguments and results.
+
+        Raises:
+            ValueError: for what cannot be run; also those of ``ForwardBackward``.
+        """
+        model = arguments["model"]
+        chunks = model if isinstance(model, list) else [model]
+        shards = unwrap_model(chunks[0])
+        if not isinstance(shards, PartitionedModel):
+            return self._stock()(**arguments)
+        if not isinstance(shards.output_layer, VocabShardOutput):
+            raise ValueError(
+                f"the model's output layer is a {type(shards.output_layer).__name__}: a critic has no "
+                "vocabulary to partition; train without one (GRPO), or without vocabulary parallelism"
+            )
+        if self._run is None:
+            self._run = self._build(shards, arguments["num_microbatches"], len(chunks))
+        steps = self._begin(arguments, chunks, shards)
+        self._announce(self._run, steps)
+        forward_step = arguments["forward_step_func"]
+
+        def megatron_step(data_iterator: Any, model: Any) -> Any:
+            if isinstance(model, StandIn) and model.post_process:
+                return as_megatron(steps.popleft(), model)
+            return forward_step(data_iterator, model)
+
+        return self._run(**compat.call_arguments(arguments | {"forward_step_func": megatron_step}))
+
+    def _build(self, model: PartitionedModel, m: int, chunks: int) -> ForwardBackward:
+        config, groups = self._config, vocab_groups()
+        kind, _ = plan_kind(config, groups.pipeline, m, chunks, None)
+        return ForwardBackward(
+            kind.method,
+            groups,
+            model.output_weight.device,
+            late_gradient=True,
+            make_plan=kind.plan,
+            output_options=output_options(config),
+        )
+
+    def _begin(
+        self, arguments: dict[str, Any], chunks: list[torch.nn.Module], shards: PartitionedModel
+    ) -> deque[Step]:
+        """The steps of all microbatches, where the loss is."""
+        last: Any = unwrap_model(chunks[-1])
+        if not last.post_process:
+            return deque()
+        iterators = arguments["data_iterator"]
+        iterator = iterators[-1] if isinstance(iterators, list) else iterators
+        width = shards.shard.range.vocab_size // shards.config.tensor_model_parallel_size
+        device = shards.output_weight.device
+        return deque(
+            begin_step(arguments["forward_step_func"], iterator, chunks[-1], width, device)
+            for _ in range(arguments["num_microbatches"])
+        )
+
+    def _announce(self, run: ForwardBackward, steps: deque[Step]) -> None:
+        """Tell all ranks the temperature that the steps ask for, and whether they want entropies."""
+        groups, terms = run.groups, self._config.terms
+        requests = {(step.request.temperature, step.request.entropy) for step in steps}
+        if len(requests) > 1:
+            raise ValueError(f"temperature and entropy {sorted(requests)} in one iteration; use one of each")
+        shared = torch.tensor(next(iter(requests), (1.0, 0.0)), dtype=torch.float64, device=run.device)
+        broadcast(groups, groups.output, [shared], [groups.members_of(groups.pipeline - 1)[0]])
+        temperature, entropy = shared.tolist()
+        terms = replace(terms, logit_scale=terms.logit_scale / temperature)
+        run.output_options = replace(run.output_options, terms=terms, entropy=bool(entropy))

@@ -1,0 +1,132 @@
+"""A framework's ``forward_step`` as Megatron's own would be: labels go into the model, token losses come out.
+
+Megatron's scripts call the model with labels: such a step is taken as it is. Frameworks call it without, and
+their functions of log-probabilities with logits and labels, in ``forward_step`` itself (verl) or in the loss
+function that it returns (slime). Both run up to that point before the iteration, on a handle that has no
+answer, which tells labels and temperature; and to their end with the answer, when the pipeline has the token
+losses. What runs twice is ``forward_step`` in the first case, with the same batch, and the loss function in
+the second.
+
+Next: ``runner.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_vocabpar.frameworks.handle import Answer, LogitsHandle, Request, Wanted
+from megatron_vocabpar.integration.microbatches import ForwardStep, ModelCall, StandIn
+
+
+class _Remembered:
+    """A data iterator that keeps what it gave; looks like the one that it is made of."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+        self.given: list[Any] = []
+
+    def __next__(self) -> Any:
+        self.given.append(next(self._iterator))
+        return self.given[-1]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+class _HandleModel(StandIn):
+    """Stands in for the model of the loss stage: a call without labels gives a handle."""
+
+    def __init__(
+        self, model: torch.nn.Module, width: int, device: torch.device, known: Answer | None = None
+    ) -> None:
+        super().__init__(model)
+        self._handle = partial(LogitsHandle, width=width, device=device, answer=known)
+
+    def answer(self, call: ModelCall) -> Any:
+        return super().answer(call) if call.labels is not None else self._handle(_token_shape(call))
+
+
+def _token_shape(call: ModelCall) -> tuple[int, int]:
+    """``(b, s)`` of a call of the model; a last stage's ids may not be packed yet."""
+    packed = call.kwargs.get("packed_seq_params")
+    ends = getattr(packed, "cu_seqlens_q_padded", None)
+    ends = getattr(packed, "cu_seqlens_q", None) if ends is None else ends
+    ids = call.input_ids
+    if ids is not None and not ids.is_nested:
+        return ids.shape[0], ids.shape[1]
+    if ends is None:
+        raise ValueError(
+            "forward_step gave the model neither padded token ids [b, s] nor packed_seq_params: vocabulary "
+            "parallelism cannot tell the shape of its logits; give it one of them"
+        )
+    return 1, int(ends[-1])
+
+
+@dataclass(frozen=True)
+class Step:
+    """One microbatch of a framework, up to where it wants log-probabilities.
+
+    Attributes:
+        call: how it calls the model.
+        request: what it wants.
+        finish: from an answer to what its loss function returns.
+    """
+
+    call: ModelCall
+    request: Request
+    finish: Callable[[Answer], Any]
+
+
+def begin_step(
+    forward_step: ForwardStep, data_iterator: Any, model: torch.nn.Module, width: int, device: torch.device
+) -> Step:
+    """Run a framework's ``forward_step``, and its loss function if need be, until it wants log-probabilities.
+
+    Raises:
+        ValueError: if it never does, calls the model not exactly once, or needs logits for something else.
+    """
+    batch, stand_in = _Remembered(data_iterator), _HandleModel(model, width, device)
+    returned: tuple[Any, ...] = ()
+    try:
+        output, loss_func = returned = forward_step(batch, stand_in)
+        labels = stand_in.only_call().labels
+        if labels is not None:
+            return Step(stand_in.only_call(), Request(labels), lambda answer: loss_func(-answer.logprobs))
+        loss_func(output)
+    except Wanted as wanted:
+        request = wanted.request
+    else:
+        raise ValueError(
+            "the loss function asked for no log-probabilities by the framework's own function; vocabulary "
+            "parallelism computes nothing else from logits: use a loss of log-probabilities, or train "
+            "without it"
+        )
+
+    def finish(answer: Answer) -> Any:
+        if returned:
+            output, loss_func = returned
+            return loss_func(LogitsHandle(output.shape[:-1], width, device, answer))
+        output, loss_func = forward_step(iter(batch.given), _HandleModel(model, width, device, answer))
+        return loss_func(output)
+
+    return Step(stand_in.only_call(), request, finish)
+
+
+def as_megatron(step: Step, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    """What Megatron's own ``forward_step`` would return for this step."""
+    call = step.call
+    if call.labels is None:
+        call = call.with_labels(step.request.labels.reshape(_token_shape(call)))
+
+    def loss_func(losses: torch.Tensor, entropy: torch.Tensor | None = None) -> Any:
+        return step.finish(Answer(-losses, entropy))
+
+    return model(*call.args, **call.kwargs), loss_func

@@ -1,0 +1,29 @@
+"""What two ranks have with whole vocabulary layers, beside what they have with partitioned ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def check_tensors(ours: Sequence[Tensors], stock: Sequence[Tensors], tolerance: float) -> None:
+    """Gradients or weights of all ranks, relative to the largest; rows of shards make up whole layers."""
+    for theirs, mine in zip(stock, ours, strict=True):
+        assert theirs.keys() <= mine.keys()
+        for name, whole in theirs.items():
+            is_shard = name.endswith(("word_embeddings.weight", "output_layer.weight"))
+            found = torch.cat([rank[name] for rank in ours]) if is_shard else mine[name]
+            assert found.shape == whole.shape, name
+            difference = (found - whole).abs().max() / whole.abs().max()
+            assert difference < tolerance, f"{name}: {difference:.1e}"
+
+
+def check_metrics(ours: Mapping[str, float], stock: Mapping[str, float]) -> None:
+    """All that the framework reports, to 1e-5."""
+    assert ours.keys() == stock.keys()
+    for name, value in stock.items():
+        found, expected = torch.as_tensor(ours[name]).float(), torch.as_tensor(value).float()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")

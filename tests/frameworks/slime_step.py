@@ -1,0 +1,119 @@
+"""One step of slime's actor on this rank: its own model, data, log-probabilities, loss, update; on the CPU.
+
+What stands in for something else: ``train/on_cpu.py``'s answers for CUDA; an attention that takes packed
+sequences (``tests/gathered_attention.py``) for Transformer Engine's; sglang's arguments, which nobody asks
+for; a version of NumPy that slime takes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import types
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from megatron_vocabpar.train import on_cpu
+
+VOCABULARY = 128
+LENGTHS = ((9, 4), (12, 7), (7, 3), (16, 9), (11, 5), (8, 6))
+"""Tokens and response tokens of the samples, two a microbatch."""
+
+_FLAGS = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --seq-length 64 "
+    "--max-position-embeddings 64 --position-embedding-type rope --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --transformer-impl local "
+    "--untie-embeddings-and-output-weights --micro-batch-size 1 --global-batch-size 6 --lr 1e-2 "
+    "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-bias-swiglu-fusion --no-rope-fusion "
+    "--no-masked-softmax-fusion --tokenizer-type NullTokenizer --pipeline-model-parallel-size 2 "
+    f"--vocab-size {VOCABULARY - 1} --make-vocab-size-divisible-by {VOCABULARY // 2} --load nothing "
+    "--num-rollout 1 --rollout-batch-size 3 --n-samples-per-prompt 2 --actor-num-gpus-per-node 2 "
+    "--data-pad-size-multiplier 8 --debug-train-only --eps-clip-high 0.28"
+)
+
+
+def step(rank: int, flags: str, ours: bool) -> dict[str, Any]:
+    """Log-probabilities of the rollout, metrics of the update, gradients and weights of this rank."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    sys.path[:0] = [os.environ["SLIME_PATH"], os.environ["MEGATRON_LM_PATH"]]
+    sys.argv = ["train.py", *_FLAGS.split(), *flags.split()]
+    on_cpu.stand_in()
+    on_cpu.skip_compilation()
+    on_cpu.name_what_is_missing()
+    cpu = importlib.import_module("megatron_vocabpar.train.cpu")
+    with cpu.megatron_on_cpu():
+        return _step(rank, _arguments(rank, ours))
+
+
+def _arguments(rank: int, ours: bool) -> Any:
+    for name in ("arguments", "external"):
+        module: Any = types.ModuleType(f"slime.backends.sglang_utils.{name}")
+        module.sglang_parse_args = module.validate_args = module.apply_external_engine_info_to_args = None
+        sys.modules[module.__name__] = module
+    provider = importlib.import_module("slime.utils.arguments").get_slime_extra_args_provider()
+    arguments = importlib.import_module("slime.backends.megatron_utils.arguments")
+    args = arguments.megatron_parse_args(provider)
+    args.bf16, args.rank = False, rank
+    args.log_probs_chunk_size = -1
+    arguments.validate_args(args)
+    args.custom_megatron_init_path = "megatron_vocabpar.frameworks.door.init" if ours else None
+    return args
+
+
+def _step(rank: int, args: Any) -> dict[str, Any]:
+    backends: Any = importlib.import_module("megatron.core.models.backends")
+    backends.DotProductAttention = importlib.import_module("tests.gathered_attention").GatheredAttention
+    loss = importlib.import_module("slime.backends.megatron_utils.loss")
+    model = importlib.import_module("slime.backends.megatron_utils.model")
+    data = importlib.import_module("slime.backends.megatron_utils.data")
+    with mock.patch.object(np, "__version__", "1.26.4"):  # slime refuses NumPy 2
+        importlib.import_module("slime.backends.megatron_utils.initialize").init(args)
+    chunks, optimizer, scheduler = model.setup_model_and_optimizer(args)
+    rollout = _rollout()
+    iterators = data.get_data_iterator(rollout)
+    results = model.forward_only(
+        loss.get_log_probs_and_entropy, args, chunks, iterators, rollout["num_microbatches"]
+    )
+    gradients: dict[str, torch.Tensor] = {}
+    update = optimizer.step
+
+    def watched_update() -> Any:
+        for name, parameter in chunks[0].named_parameters():
+            gradients[name] = parameter.main_grad.clone()
+        return update()
+
+    optimizer.step = watched_update
+    metrics: dict[str, float] = {}
+    model.logging_utils.log = lambda args, values, **_: metrics.update(values)
+    model.train(
+        0, chunks, optimizer, scheduler, iterators, rollout["num_microbatches"], rollout["global_batch_sizes"]
+    )
+    weights = {name: parameter.detach().clone() for name, parameter in chunks[0].named_parameters()}
+    return {"results": results, "metrics": metrics, "gradients": gradients, "weights": weights}
+
+
+def _rollout() -> dict[str, Any]:
+    """What the rollout workers would have sent: the same on all ranks."""
+    random = torch.Generator().manual_seed(1)
+
+    def per_response(make: Any) -> list[torch.Tensor]:
+        return [make(response) for _, response in LENGTHS]
+
+    masks = per_response(lambda n: (torch.rand(n, generator=random) < 0.9).int())
+    return {
+        "tokens": [torch.randint(VOCABULARY - 1, (total,), generator=random) for total, _ in LENGTHS],
+        "total_lengths": [total for total, _ in LENGTHS],
+        "response_lengths": [response for _, response in LENGTHS],
+        "loss_masks": masks,
+        "rollout_mask_sums": [mask.sum() for mask in masks],
+        "advantages": per_response(lambda n: torch.randn((), generator=random).repeat(n)),
+        "log_probs": per_response(lambda n: -5 + torch.randn(n, generator=random) / 2),
+        "ref_log_probs": per_response(lambda n: -5 + torch.randn(n, generator=random) / 2),
+        "micro_batch_indices": [[0, 1], [2, 3], [4, 5]],
+        "num_microbatches": [3],
+        "global_batch_sizes": [6],
+    }
