@@ -82,7 +82,8 @@ class VerbGroup(click.Group):
         except ModuleNotFoundError as error:
             raise _missing_extra(ctx.invoked_subcommand or "", error) from error
         except KeyboardInterrupt as stop:
-            click.echo(f"vocabpar {ctx.invoked_subcommand}: interrupted", err=True)
+            verb = f" {ctx.invoked_subcommand}" if ctx.invoked_subcommand else ""
+            click.echo(f"vocabpar{verb}: interrupted", err=True)
             raise click.exceptions.Exit(130) from stop
         except OSError as error:
             if error.errno == errno.EPIPE:  # click ends quietly

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -116,6 +117,7 @@ def run_case(case: Fault, folder: Path, templates: Mapping[str, Path]) -> None:
         assert not left, f"alive: {left}; {told}"
     finally:
         kill(descendants() - known)
+    code = 130 if code == -signal.SIGINT else code  # so a shell says it
     assert code == case.code, f"exit code {code}, not {case.code}: {told}"
     assert re.search(case.says, out + err), f"does not say {case.says!r}: {told}"
     expected = case.messages if case.messages is not None else int(code > 0)

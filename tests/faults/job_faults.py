@@ -187,21 +187,22 @@ def processes() -> Iterator[Fault]:
             "interrupted; (last|no) checkpoint",
             plant=at(1, step, place, plants.to_both(INT) if step == 2 else by(INT, parent=True)),
         )
-    for after_s in (0.15, 0.4, 0.7, 1.0, 1.6):
-        yield Fault(
-            f"stopped-ctrl-c-after-{after_s}-s",
-            130,
-            "vocabpar train: interrupted",
-            real=True,
-            meanwhile=lambda _, command, after_s=after_s: (time.sleep(after_s), os.kill(command.pid, INT)),
-        )
+    yield Fault("stopped-ctrl-c-by-the-shell", 130, "vocabpar train: interrupted", real=True, meanwhile=_interrupted_soon)
+
+
+def _interrupted_soon(_: Place, command: Command) -> None:
+    """As soon as the job has said its first word."""
+    end = time.monotonic() + 120
+    while not command.said()[0] and time.monotonic() < end:
+        time.sleep(0.01)
+    os.kill(command.pid, INT)
 
 
 # ---- hangs
 
 
 def hangs() -> Iterator[Fault]:
-    said = r"--timeout 2: no rank has got any further for \d+ s: (.*; )?rank {0}.*at step 2.*; rank {0} stopped first"
+    said = r"--timeout 2: no rank has got any further for \d+ s: (.*; )?rank {0}.*at step 2.*; rank \d stopped first"
     yield Fault("hang-rank-1-stopped", 1, said.format(1), FRESH + " --timeout 2", plant=at(1, 2, "1F1", by(STOP)))
     yield Fault("hang-rank-0-stopped", 1, said.format(0), FRESH + " --timeout 2", plant=at(0, 2, "0T0", by(STOP)))
     yield Fault("hang-rank-1-sleeps", 1, said.format(1), FRESH + " --timeout 2", plant=at(1, 2, "1S1", plants.stops))
@@ -220,7 +221,7 @@ def two_jobs() -> Iterator[Fault]:
             f"two-jobs-second-by-{name}",
             2,
             r"--output \S+out is in use by process \d+ on ",
-            FRESH.replace("--steps 4", "") + " " + extra,
+            RESUME if name == "resume" else FRESH.replace("--steps 4", "") + " " + extra,
             after="two",
             prepare=holds_lock,
         )
