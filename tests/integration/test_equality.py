@@ -31,7 +31,7 @@ def check(case: Case, tolerance: float = 1e-5, drift: float = DRIFT) -> list[Res
     expected = reference(case)
     results = run_ranks(case.pp * case.tp * case.cp * case.dp, train, case, expected)
     reporting = [result for result in results if result.reports_loss]
-    combine = np.mean if case.loss == "per-microbatch" else np.sum
+    combine = np.sum if case.loss.endswith("tokens") else np.mean
     losses = combine([result.losses for result in reporting], axis=0) / (1 if combine is np.mean else case.tp)
     np.testing.assert_allclose(losses, expected.losses, rtol=tolerance)
     for result in reporting:
