@@ -37,7 +37,7 @@ _FLAGS = (
 
 
 def step(rank: int, flags: str, ours: bool) -> dict[str, Any]:
-    """Log-probabilities of the rollout, metrics of the update, gradients and weights of this rank."""
+    """Log-probabilities of the rollout, metrics of the update, and gradients of this rank."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     sys.path[:0] = [os.environ["SLIME_PATH"], os.environ["MEGATRON_LM_PATH"]]
     sys.argv = ["train.py", *_FLAGS.split(), *flags.split()]
@@ -92,8 +92,7 @@ def _step(rank: int, args: Any) -> dict[str, Any]:
     model.train(
         0, chunks, optimizer, scheduler, iterators, rollout["num_microbatches"], rollout["global_batch_sizes"]
     )
-    weights = {name: parameter.detach().clone() for name, parameter in chunks[0].named_parameters()}
-    return {"results": results, "metrics": metrics, "gradients": gradients, "weights": weights}
+    return {"results": results, "metrics": metrics, "gradients": gradients}
 
 
 def _rollout() -> dict[str, Any]:

@@ -115,7 +115,7 @@ def step(_: int, case: Case, name: str, reference: Any = None) -> Any:
         return reports, gradients if reference is None else _differences([module], gradients, reference)
 
 
-@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize(("name", "rows"), [("in_forward_step", 2), ("in_loss_func", 1)])
 def test_a_step_equals_that_on_logits(name: str, rows: int, pp: int) -> None:
     case = Case("vocab-2", pp=pp, m=3, micro_batch_size=rows)

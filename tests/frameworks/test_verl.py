@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 import torch
 
-from tests.frameworks.compare import check_metrics, check_tensors
+from tests.frameworks.compare import check_gradients, check_metrics
 from tests.frameworks.verl_step import step
 from tests.spawn import run_ranks
 
@@ -19,6 +20,8 @@ pytestmark = [
 
 @pytest.mark.parametrize("loss", ["sft_loss", "ppo_loss"])
 def test_a_step_equals_stock(loss: str) -> None:
+    if "megatron.core" in sys.modules:
+        pytest.skip("megatron is imported already: run this file in a session of its own")
     stock = run_ranks(2, step, loss, False, fresh=True)
     ours = run_ranks(2, step, loss, True, fresh=True)
     assert ours[0]["results"] == {}
@@ -27,6 +30,4 @@ def test_a_step_equals_stock(loss: str) -> None:
     for name in theirs:
         torch.testing.assert_close(mine[name], theirs[name], rtol=1e-5, atol=1e-5)
     check_metrics(ours[1]["metrics"], stock[1]["metrics"])
-    # Adam divides a gradient by its own size, so that rounding shows where it is nearly 0.
-    for what, tolerance in (("gradients", 1e-5), ("weights", 1e-3)):
-        check_tensors([rank[what] for rank in ours], [rank[what] for rank in stock], tolerance)
+    check_gradients([rank["gradients"] for rank in ours], [rank["gradients"] for rank in stock])

@@ -26,7 +26,7 @@ PROMPTS, RESPONSES = (5, 3, 6, 4), (4, 7, 3, 9)
 
 
 def step(rank: int, loss: str, ours: bool) -> dict[str, Any]:
-    """Log-probabilities, metrics of the update, gradients and weights of this rank."""
+    """Log-probabilities, metrics of the update, and gradients of this rank."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     sys.path.insert(0, os.environ["VERL_PATH"])
     if ours:
@@ -149,10 +149,9 @@ def _step(engine: Any, loss: str) -> dict[str, Any]:
     engine.optimizer.step = watched_update
     with engine.train_mode(disable_auto_offload=True):
         trained = engine.train_batch(_batch(), partial(getattr(losses, loss), config=actor))
-    weights = {name: parameter.detach().clone() for name, parameter in engine.module[0].named_parameters()}
     results = {name: value.values() for name, value in results.get("model_output", {}).items()}
     metrics = {**trained["metrics"], "loss": trained["loss"]} if trained else {}
-    return {"results": results, "metrics": metrics, "gradients": gradients, "weights": weights}
+    return {"results": results, "metrics": metrics, "gradients": gradients}
 
 
 def _batch(**options: Any) -> Any:
