@@ -93,7 +93,7 @@ class Experiment:
     @property
     def setting(self) -> Experiment:
         """What this has in common with the same training by other methods."""
-        return replace(self, name="", method="baseline", iterations=1, warmup=0)
+        return replace(self, name="setting", method="baseline", iterations=1, warmup=0)
 
 
 def read_experiments(path: Path) -> list[Experiment]:
