@@ -188,6 +188,7 @@ def _planned(self: Microbatches, i: int) -> Microbatch:
     """``Microbatches._plan`` on real ids, and what goes to the device from there."""
     with unset_fake_temporarily(), torch._C.DisableTorchFunction():
         real = _plan(self, i)
+    assert real.counted is None
     targets = real.owned_targets
     embedded = tuple(
         replace(
@@ -197,12 +198,14 @@ def _planned(self: Microbatches, i: int) -> Microbatch:
         )
         for tokens in real.embedded
     )
-    return Microbatch(
-        real.shape,
-        embedded,
-        _on_device(real.labels),
-        None if real.grad_loss is None else _on_device(real.grad_loss),
-        OwnedTargets(*map(_on_device, (targets.tokens, targets.rows, targets.by_token, targets.by_row))),
+    return replace(
+        real,
+        embedded=embedded,
+        labels=_on_device(real.labels),
+        grad_loss=None if real.grad_loss is None else _on_device(real.grad_loss),
+        owned_targets=OwnedTargets(
+            *map(_on_device, (targets.tokens, targets.rows, targets.by_token, targets.by_row))
+        ),
     )
 
 
