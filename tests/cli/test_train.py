@@ -136,15 +136,17 @@ def test_a_whole_job_with_two_methods(tmp_path: Path, text: str, environment: di
     again = vocabpar("train", *arguments, environment=environment)
     assert again.returncode == 2
     assert "give --resume, --overwrite, or another folder" in again.stderr
-    further = subprocess.run(
-        [sys.executable, *fake_job(*arguments, "--resume", "--compare", "baseline,naive")],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert further.returncode == 0, further.stderr
-    assert "baseline has done its 40 steps" in further.stdout
-    assert "rank 0 of 2 trains naive" in further.stdout
+
+
+@pytest.mark.slow
+def test_a_further_method_joins_a_finished_job(tmp_path: Path, text: str, environment: dict[str, str]) -> None:
+    arguments = [*SMALL, "--text", text, "--output", str(tmp_path / "out"), "--compare"]
+    for further in ([*arguments, "baseline"], [*arguments, "baseline,naive", "--resume"]):
+        job = [sys.executable, *fake_job(*further)]
+        result = subprocess.run(job, env=environment, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+    assert "baseline has done its 40 steps" in result.stdout
+    assert "rank 0 of 2 trains naive" in result.stdout
 
 
 @pytest.mark.slow

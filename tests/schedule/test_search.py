@@ -46,7 +46,7 @@ ADVERSE = {
 }
 
 
-FEW = 200_000  # passes: enough for a test
+FEW = 100_000  # passes: enough for a test
 
 
 def milliseconds(schedule: Schedule, costs: PassCosts) -> float:
@@ -81,7 +81,9 @@ def test_chunks_and_families_can_be_prescribed() -> None:
 
 
 def test_the_same_arguments_give_the_same_schedule() -> None:
-    assert search("vocab-2", 2, 5, passes=30_000) == search("vocab-2", 2, 5, passes=30_000)
+    among = [families()["v-half"], families()["zb-h1"]]
+    first, second = (search("vocab-2", 2, 5, among=among, passes=30_000) for _ in range(2))
+    assert first == second
 
 
 def gap(name: str, method: str, p: int, m: int, case: str, passes: int = 400_000) -> float:
@@ -95,7 +97,7 @@ def gap(name: str, method: str, p: int, m: int, case: str, passes: int = 400_000
 
 
 @pytest.mark.parametrize(
-    "case", rest_is_slow(ADVERSE, "B > 2F", "communication as long as F", "uneven ranks")
+    "case", rest_is_slow(ADVERSE, "B > 2F", "communication as long as F")
 )
 def test_generated_is_within_five_percent_of_a_search(case: str) -> None:
     assert gap("1f1b", "vocab-2", 3, 8, case) <= 1.05

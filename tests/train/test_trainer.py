@@ -110,7 +110,7 @@ def weights(config: TrainConfig, pp: int, method: str) -> dict[str, np.ndarray]:
     [
         pytest.param("1f1b", "fp32", False, marks=pytest.mark.slow),
         pytest.param("1f1b", "fp32", True, marks=pytest.mark.slow),
-        ("1f1b", "bf16", False),
+        pytest.param("1f1b", "bf16", False, marks=pytest.mark.slow),
         pytest.param("1f1b", "bf16", True, marks=pytest.mark.slow),
         ("v-half", "bf16", True),
         pytest.param("interleaved", "fp32", False, marks=pytest.mark.slow),
