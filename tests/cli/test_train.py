@@ -139,7 +139,9 @@ def test_a_whole_job_with_two_methods(tmp_path: Path, text: str, environment: di
 
 
 @pytest.mark.slow
-def test_a_further_method_joins_a_finished_job(tmp_path: Path, text: str, environment: dict[str, str]) -> None:
+def test_a_further_method_joins_a_finished_job(
+    tmp_path: Path, text: str, environment: dict[str, str]
+) -> None:
     arguments = [*SMALL, "--text", text, "--output", str(tmp_path / "out"), "--compare"]
     for further in ([*arguments, "baseline"], [*arguments, "baseline,naive", "--resume"]):
         job = [sys.executable, *fake_job(*further)]
