@@ -137,6 +137,19 @@ def runs_in_step(schedule: Schedule, program: Program) -> bool:
     return all(at == len(row) for at, row in zip(position, program, strict=True))
 
 
+def places_in_step(schedule: Schedule, program: Program) -> dict[Instruction, int]:
+    """Where each instruction ends in an order of all ranks' in which none waits for a later one.
+
+    The parts of one communication share a place. So of ranks that stand still the one whose instruction comes
+    first does not wait for the others, but for those that have yet to join that communication.
+    """
+    waits, places = Waits(schedule, program), dict[Hashable, int]()
+    for node in _in_order(waits.under(STRICTEST, range(schedule.p))):
+        if waits.is_end(node):
+            places.setdefault(whole(waits.step(node).item), len(places))
+    return {item: places[whole(item)] for row in program for item in row}
+
+
 def _hang(waits: Waits, model: Model) -> tuple[Wait, ...]:
     for held in _held(waits.schedule.p, model):
         circle = _circle(waits.under(model, held))

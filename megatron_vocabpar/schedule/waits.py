@@ -137,6 +137,10 @@ class Waits:
         """Whether it stands for all ranks, and so for none."""
         return node % _PHASES == _JOINED
 
+    def is_end(self, node: int) -> bool:
+        """Whether an item ends there."""
+        return node % _PHASES == _ENDED
+
     def step(self, node: int) -> Step:
         """What a node says, of one rank."""
         k, phase = divmod(node, _PHASES)

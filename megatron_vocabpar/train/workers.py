@@ -16,12 +16,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from megatron_vocabpar.schedule.hang import places_in_step
+from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import Record, TrainingFailed
-from megatron_vocabpar.train.output import LOG_FOLDER
+from megatron_vocabpar.train.output import LOG_FOLDER, SCHEDULE_DATA_FILE
 
 SAVED = 128 + signal.SIGTERM
 """Exit code of a worker that has saved because of SIGTERM."""
@@ -49,17 +52,21 @@ class Watchdog:
         ranks: number of ranks.
         timeout_s: after which the job ends; 0 is never.
         say: told the lines.
+        places: gives each instruction's place in an order in which none waits for a later one.
     """
 
     logs: Path
     ranks: int
     timeout_s: float
     say: Callable[[str], None]
+    places: Callable[[], Mapping[str, int]] = dict
 
     @classmethod
     def of(cls, config: TrainConfig) -> Watchdog:
         """That of a method's job."""
-        return cls(Path(config.output) / LOG_FOLDER, config.world_size, config.timeout, print)
+        folder = Path(config.output)
+        schedule = folder / SCHEDULE_DATA_FILE
+        return cls(folder / LOG_FOLDER, config.world_size, config.timeout, print, partial(_places, schedule))
 
     def __post_init__(self) -> None:
         self._seen: list[Record] = []
@@ -88,10 +95,34 @@ class Watchdog:
             f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)} {place}"
             for place, ranks in places.items()
         )
-        late = min(range(self.ranks), key=lambda rank: self._seen[rank].began_s)
         return (
-            f"no rank has got any further for {now - self._since:.0f} s: {where}; rank {late} stopped first"
+            f"no rank has got any further for {now - self._since:.0f} s: {where}; "
+            f"rank {self._first()} stopped first"
         )
+
+    def _first(self) -> int:
+        """The rank that does not wait for the others: what it is in comes first in the schedule.
+
+        The last to join a communication does not wait there. Outside the schedule the first that got there is
+        taken to be stuck: a rank stays in its last instruction while it waits for the others' gradients.
+        """
+        places = self.places()
+        behind = max(places.values(), default=0)
+
+        def key(rank: int) -> tuple[int, int, float]:
+            record = self._seen[rank]
+            place = places.get(record.instruction, behind) if record.instruction else -1
+            return record.step or 0, place, record.began_s if place in (-1, behind) else -record.began_s
+
+        return min(range(self.ranks), key=key)
+
+
+def _places(schedule: Path) -> dict[str, int]:
+    """Places of a method's instructions, as ``places_in_step``; each rank's last is behind all others."""
+    plan = plan_from_json(schedule.read_text())
+    places = places_in_step(plan.schedule, plan.program)
+    last = {row[-1] for row in plan.program}
+    return {str(item): len(places) if item in last else place for item, place in places.items()}
 
 
 def run_workers(

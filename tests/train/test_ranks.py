@@ -13,6 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_vocabpar.schedule.generate import make_plan
+from megatron_vocabpar.schedule.passes import POINT_TO_POINT, Comm
+from megatron_vocabpar.schedule.schedule import Program
+from megatron_vocabpar.schedule.serialize import plan_to_json
+from megatron_vocabpar.schedule.waits import whole
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import ProgressRecord, TrainingFailed
 from megatron_vocabpar.train.output import LOG_FOLDER, method_config, open_method
@@ -154,6 +159,43 @@ def test_what_a_worker_has_started_ends_with_it(tmp_path: Path) -> None:
         while started.status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def standing(program: Program, stuck: int, place: int) -> list[int]:
+    """How far ranks get if each waits for its peers at every communication, and one stops at a place."""
+    at = [0] * len(program)
+    while True:
+        meeting: dict[object, list[int]] = {}
+        for rank, row in enumerate(program):
+            if at[rank] < len(row) and (rank, at[rank]) != (stuck, place):
+                meeting.setdefault(whole(row[at[rank]]), []).append(rank)
+        ready = [
+            rank
+            for key, ranks in meeting.items()
+            for rank in ranks
+            if not isinstance(item := program[rank][at[rank]], Comm)
+            or len(ranks) == (2 if item.type in POINT_TO_POINT else len(program))
+        ]
+        if not ready:
+            return at
+        for rank in ready:
+            at[rank] += 1
+
+
+@pytest.mark.parametrize("stuck", range(3))
+def test_the_rank_that_does_not_wait_stopped_first(tmp_path: Path, stuck: int) -> None:
+    config = TrainConfig(output=str(tmp_path), pp=3, layers=3, microbatches=4)
+    plan = make_plan("vocab-2", 3, 4)
+    (tmp_path / "schedule.json").write_text(plan_to_json(plan))
+    dog = Watchdog.of(config)
+    records = [ProgressRecord(tmp_path / "logs", rank) for rank in range(3)]
+    for place in range(0, len(plan.program[stuck]) - 1, 5):
+        at = standing(plan.program, stuck, place)
+        for rank in sorted(range(3), key=lambda rank: rank == stuck):  # which begins what it does last
+            records[rank].write_step(4)
+            records[rank].write(str(plan.program[rank][min(at[rank], len(plan.program[rank]) - 1)]))
+        dog.look()
+        assert dog._first() == stuck, (place, at)
 
 
 def test_a_watchdog_says_who_stands_where_and_ends_the_job(
