@@ -17,6 +17,7 @@ Next: ``comm.py`` (what is submitted), then ``executor.py`` (who submits).
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
 import re
@@ -75,6 +76,7 @@ class _ThreadEvent(Generic[T]):
         return self._future.done()
 
 
+_Queue = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 _TO_END_S = 2.0  # for work that waits for peers which have gone
 
 
@@ -82,16 +84,19 @@ class ThreadStream:
     """The CPU's side stream: one thread that takes work in order.
 
     gloo blocks the calling thread and releases the interpreter lock while it does, so the main thread
-    computes meanwhile. The thread is a daemon: a process that fails does not wait for a collective that its
-    peers will never join. It ends with the stream, at the latest when the process exits: the interpreter ends
-    threads that are still inside a C++ library in a way that C++ answers by ending the process.
+    computes meanwhile. The thread ends with the stream, and a process that ends well waits for it: Python
+    ends a thread that comes back from a C++ library while the interpreter shuts down in a way that C++
+    answers by "terminate called without an active exception". A process that fails waits for two seconds:
+    its work may be a collective that the peers will never join, and the thread is a daemon.
     """
 
     def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self._queue: _Queue = SimpleQueue()
         thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
         thread.start()
-        self._end = weakref.finalize(self, _end, self._queue, thread)
+        self._end = weakref.finalize(self, _end, self._queue, thread, _TO_END_S)
+        self._end.atexit = False
+        atexit.register(_end_at_exit, self._queue, thread)
 
     def submit(self, work: Callable[[], T]) -> Event[T]:
         future: Future[T] = Future()
@@ -102,13 +107,17 @@ class ThreadStream:
         self._end()
 
 
-def _end(queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None], thread: threading.Thread) -> None:
+def _end(queue: _Queue, thread: threading.Thread, limit_s: float | None) -> None:
     queue.put(None)
     if thread is not threading.current_thread():
-        thread.join(_TO_END_S)
+        thread.join(limit_s)
 
 
-def _serve(queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
+def _end_at_exit(queue: _Queue, thread: threading.Thread) -> None:
+    _end(queue, thread, _TO_END_S if hasattr(sys, "last_value") else None)
+
+
+def _serve(queue: _Queue) -> None:
     while (item := queue.get()) is not None:
         work, future = item
         del item

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_vocabpar.runtime.streams import peak_memory_mib, side_stream
+from megatron_vocabpar.runtime.streams import _TO_END_S, peak_memory_mib, side_stream
 from tests.spawn import run_ranks
 
 CPU = torch.device("cpu")
@@ -59,26 +59,36 @@ import time, torch
 from megatron_vocabpar.runtime.streams import side_stream
 stream = side_stream(torch.device("cpu"), "busy")
 stream.submit(lambda: time.sleep(1000))
+raise ValueError("failed")
 """
 
 
-def test_a_process_does_not_wait_for_work_that_never_ends() -> None:
-    assert subprocess.run([sys.executable, "-c", _BUSY], timeout=240).returncode == 0
+def test_a_process_that_fails_does_not_wait_for_work_that_never_ends() -> None:
+    ended = subprocess.run([sys.executable, "-c", _BUSY], capture_output=True, text=True, timeout=240)
+    assert (ended.returncode, ended.stderr.splitlines()[-1]) == (1, "ValueError: failed")
 
 
 _COMPUTING = """
-import torch
+import time, torch
 from megatron_vocabpar.runtime.streams import side_stream
 stream, a = side_stream(torch.device("cpu"), "computing"), torch.ones(100, 100)
-stream.submit(lambda: [torch.mm(a, a) for _ in range(2000)])
+end = time.monotonic() + {seconds}
+def compute():
+    while time.monotonic() < end:
+        torch.mm(a, a)
+    print("done")
+stream.submit(compute)
+{then}
 """
 
 
 @pytest.mark.slow
-def test_a_process_may_end_while_a_side_stream_computes() -> None:
+@pytest.mark.parametrize("then", ["", "stream.close()", "del stream"])
+def test_a_process_may_end_while_a_side_stream_computes(then: str) -> None:
     """A thread that comes back from C++ when Python is ending is ended inside it, and C++ then aborts."""
-    ended = subprocess.run([sys.executable, "-c", _COMPUTING], capture_output=True, text=True, timeout=240)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    program = _COMPUTING.format(seconds=_TO_END_S + 3, then=then)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
 
 
 def test_work_builds_no_graph() -> None:
