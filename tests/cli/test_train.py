@@ -108,6 +108,13 @@ def test_only_our_own_value_errors_are_the_users(monkeypatch: pytest.MonkeyPatch
         assert isinstance(result.exception, ValueError)
 
 
+def test_an_interrupt_while_the_command_line_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text(f"import os\nos.kill(os.getpid(), {int(signal.SIGINT)})\n")
+    root = str(Path(command.__file__).parents[2])
+    interrupted = vocabpar(environment={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"})
+    assert (interrupted.returncode, interrupted.stderr) == (130, "vocabpar: interrupted\n")
+
+
 def fake_job(*arguments: str) -> list[str]:
     """Python's arguments for a job whose workers only pretend."""
     code = (
