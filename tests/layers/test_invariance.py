@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vocabpar.layers.fixed_point import BLOCK
+from megatron_vocabpar.layers.fixed_point import BLOCK, digits, total
 from megatron_vocabpar.layers.invariant import (
     input_gradient,
     output_backward,
@@ -219,3 +219,11 @@ def _over_gloo(rank: int, ranges: tuple[VocabRange, ...], dtype: torch.dtype) ->
 @pytest.mark.parametrize("name", ["3 with an empty one", "5 even", "7 uneven"])
 def test_bitwise_equal_over_processes(name: str) -> None:
     run_ranks(len(SPLITS[name]), _over_gloo, SPLITS[name], torch.bfloat16)
+
+
+@pytest.mark.parametrize("shard", range(3))
+def test_what_is_not_finite_on_one_shard_is_not_finite_in_all(shard: int) -> None:
+    terms = torch.ones(3, 4, 2)  # [R, n, T]
+    terms[shard, :3, 0] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    value, exponent = total(torch.stack([digits(each, torch.zeros(4)) for each in terms]))
+    torch.testing.assert_close(value * 2**exponent, terms.sum(dim=(0, 2)).double(), equal_nan=True)
