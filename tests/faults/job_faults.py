@@ -188,6 +188,14 @@ def processes() -> Iterator[Fault]:
             plant=at(1, step, place, plants.to_both(INT) if step == 2 else by(INT, parent=True)),
         )
     yield Fault("stopped-ctrl-c-by-the-shell", 130, "vocabpar train: interrupted", real=True, meanwhile=_interrupted_soon)
+    interrupts = f"import os; os.kill(os.getpid(), {int(INT)})"
+    yield Fault(
+        "stopped-ctrl-c-while-importing",
+        130,
+        "^vocabpar: interrupted\n$",
+        real=True,
+        prepare=lambda place: (place.folder / "click.py").write_text(interrupts),
+    )
 
 
 def _interrupted_soon(_: Place, command: Command) -> None:
@@ -202,7 +210,7 @@ def _interrupted_soon(_: Place, command: Command) -> None:
 
 
 def hangs() -> Iterator[Fault]:
-    said = r"--timeout 2: no rank has got any further for \d+ s: (.*; )?rank {0}.*at step 2.*; rank \d stopped first"
+    said = r"--timeout 2: no rank has got any further for \d+ s: (.*; )?rank {0}.*at step 2.*; rank {0} stopped first"
     yield Fault("hang-rank-1-stopped", 1, said.format(1), FRESH + " --timeout 2", plant=at(1, 2, "1F1", by(STOP)))
     yield Fault("hang-rank-0-stopped", 1, said.format(0), FRESH + " --timeout 2", plant=at(0, 2, "0T0", by(STOP)))
     yield Fault("hang-rank-1-sleeps", 1, said.format(1), FRESH + " --timeout 2", plant=at(1, 2, "1S1", plants.stops))
@@ -697,6 +705,8 @@ def emulate() -> Iterator[Fault]:
     yield Fault("emulate-launcher-killed", -KILL, "", small, plant=at(1, 2, "1S0", by(KILL, parent=True)))
     yield Fault("emulate-ctrl-c", 130, "vocabpar emulate: interrupted", small, plant=at(1, 2, "1S0", by(INT, parent=True)))
     yield Fault("emulate-rank-leaves", 1, "rank 0 ended with exit code 7", small, plant=at(0, 2, "0B1", ends(7)))
+    long_search = "schedule --family search --chunks 7 --pp 2 --microbatches 2000 --format json --output {}/s.json"
+    yield Fault("search-says-what-it-tries", 0, r"2 of \d+: interleaved, at most 2 microbatches", long_search)
     yield Fault("emulate-disk-full", 2, "cannot use|cannot write", small + " --output /dev/full")
     yield Fault("emulate-into-a-folder-of-something-else", 2, "config.json", small + " --report {}/out", prepare=writes("thesis.txt", "years"))
 
