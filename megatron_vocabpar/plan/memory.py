@@ -109,7 +109,8 @@ def parameters_of(
         numbers[placement.rank_of(stage)] += number
     counts = [number * model.shared_weights / job.t for number in numbers]
     counts[placement.last_rank] += model.mtp_depths * model.head_weights / job.t
-    numbers[placement.last_rank] += model.mtp_depths
+    experts = [number * model.expert_weights for number in numbers]
+    experts[placement.last_rank] += model.mtp_depths * model.head_expert_weights
     whole = model.vocabulary_weights / job.t
     positions = model.seq_length * model.hidden if model.learned_positions else 0
     if method.vocabulary_parallel:
@@ -121,8 +122,8 @@ def parameters_of(
             counts[placement.last_rank] += whole
         if model.mtp_depths and placement.first_rank != placement.last_rank and not model.tied:
             counts[placement.last_rank] += whole  # a copy of the embedding
-    of_layer = model.expert_weights / (job.expert_tensor * job.e)
-    return [Parameters(count, number * of_layer) for count, number in zip(counts, numbers, strict=True)]
+    share = job.expert_tensor * job.e
+    return [Parameters(count, own / share) for count, own in zip(counts, experts, strict=True)]
 
 
 def stage_memory(

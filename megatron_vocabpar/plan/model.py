@@ -2,7 +2,8 @@
 
 Layers are taken to be alike: where some differ (leading dense layers of a mixture of experts, sliding
 windows), each counts as the mean. A head of multi-token prediction has such a layer, a projection of hidden
-states beside embedded tokens, and the output layer's work once more.
+states beside embedded tokens, and the output layer's work once more; its weights are those of a layer with
+experts, where there are any (DeepSeek-V3, README_WEIGHTS.md: 11.5 B in its head).
 
 Source: ``schedule/flops.py`` for operations; Korthikanti et al., Reducing Activation Recomputation (2022),
 section 4.1, for activations, with attention that keeps no scores.
@@ -11,7 +12,7 @@ Next: ``read_model.py``, where they come from; ``times.py``, ``memory.py``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..schedule.flops import STEP, attention_flops, product_flops
 
@@ -143,7 +144,17 @@ class Model:
     @property
     def head_weights(self) -> float:
         """Weights of a head of multi-token prediction that every token passes."""
-        return self.shared_weights + self.projection_weights
+        return self._of_heads.shared_weights + self.projection_weights
+
+    @property
+    def head_expert_weights(self) -> float:
+        """Weights of all routed experts of a head."""
+        return self._of_heads.expert_weights
+
+    @property
+    def _of_heads(self) -> Model:
+        """The same model with layers as heads have them."""
+        return replace(self, dense_layers=0)
 
     @property
     def vocabulary_weights(self) -> int:
@@ -156,7 +167,8 @@ class Model:
         vocabulary = self.vocabulary_weights * (1 if self.tied else 2)
         positions = self.seq_length * self.hidden if self.learned_positions else 0
         layers = self.layers * (self.shared_weights + self.expert_weights)
-        return layers + self.mtp_depths * (self.head_weights + self.expert_weights) + vocabulary + positions
+        heads = self.mtp_depths * (self.head_weights + self.head_expert_weights)
+        return layers + heads + vocabulary + positions
 
     @property
     def activation_bytes(self) -> float:

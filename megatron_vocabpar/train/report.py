@@ -127,24 +127,23 @@ def summarize(method: str, records: Sequence[Mapping[str, Any]]) -> Summary:
 
 def summary_table(summaries: Sequence[Summary]) -> TextTable:
     """The runs, a method a row."""
-    losses = ["loss, first", "loss, last", "evaluation"]
-    headings = ["method", "steps", *losses, "tokens/s", "ms/step", "idle %"]
+    headings = ["method", "tokens/s", "peak MiB by stage", "loss, last", "loss, first"]
     rows = [
         [
             row.method,
-            str(row.steps),
-            f"{row.first_loss:.4f}",
-            f"{row.final_loss:.4f}",
-            "–" if row.eval_loss is None else f"{row.eval_loss:.4f}",
             f"{row.tokens_per_s:,.0f}",
+            memory_text(row.peak_memory_mib),
+            f"{row.final_loss:.4f}",
+            f"{row.first_loss:.4f}",
+            "–" if row.eval_loss is None else f"{row.eval_loss:.4f}",
+            str(row.steps),
             f"{row.iteration_ms:,.0f}",
             f"{_percent(row.idle_planned)}/{_percent(row.idle_measured)}",
-            memory_text(row.peak_memory_mib),
         ]
         for row in summaries
     ]
     title = "Training; idle: as planned / in the last step; memory: peak above what was held before the model"
-    return title, [[*headings, "peak MiB by stage"], *rows]
+    return title, [[*headings, "evaluation", "steps", "ms/step", "idle %"], *rows]
 
 
 def _percent(share: float | None) -> str:

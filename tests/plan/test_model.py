@@ -44,10 +44,10 @@ def test_presets_have_as_many_parameters_as_published() -> None:
 
 
 def test_a_head_of_multi_token_prediction() -> None:
-    """DeepSeek-V3's has 11.5 B parameters of its own, in a layer with experts; here layers are alike."""
+    """DeepSeek-V3's has 11.5 B parameters of its own, in a layer with experts."""
     plain = model_preset("deepseek-v3")
     heads = replace(plain, mtp_depths=1)
-    assert heads.parameters - plain.parameters == pytest.approx(11.5e9, rel=0.05)
+    assert heads.parameters - plain.parameters == pytest.approx(11.5e9, rel=0.01)
     layer = plain.matmul_flops + plain.attention_flops
     head = layer + 2 * heads.hidden * heads.vocab + 4 * heads.hidden**2
     assert heads.step_flops - plain.step_flops == pytest.approx(3 * head)

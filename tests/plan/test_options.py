@@ -74,6 +74,15 @@ def test_the_best_is_the_fastest_that_fits_of_those_simulated_in_full() -> None:
     assert best_of(asked, tried[3:]) is None
 
 
+def test_one_that_a_lighter_candidate_makes_fit_is_chosen() -> None:
+    asked = request("llama-3.1-8b", 32, 61.5, p=8, m=32)
+    faster, slower = family_named("v-zb"), family_named("v-half")
+    assert option_of(asked, "vocab-1", faster).peak_gib > asked.limit_gib
+    best = best_of(asked, all_options(asked, ("vocab-1",), (faster, slower)))
+    assert best is not None
+    assert best.family == faster.name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("limit_gib", [139.0, 60.0])
 def test_a_llama_like_request_over_all_families(limit_gib: float) -> None:
