@@ -163,11 +163,11 @@ def blame(logs: Path, world_size: int, exit_codes: Mapping[int, int]) -> str:
         if record.error:
             causes.append((1, record.time_s, rank, f"raised {record.error}"))
         elif code == -signal.SIGTERM:
-            causes.append((3, 0.0, rank, f"was ended {by_signal}"))
+            causes.append((2, 0.0, rank, f"was ended {by_signal}"))
         elif code < 0:
             causes.append((0, 0.0, rank, f"was killed {by_signal}"))
         elif code > 0:
-            causes.append((2, 0.0, rank, f"ended with exit code {code}"))
+            causes.append((1, 0.0, rank, f"ended with exit code {code}"))  # a peer's error follows from it
     if not causes:
         return "the workers ended, and none of them left a reason"
     _, _, rank, what = min(causes)

@@ -77,7 +77,7 @@ def resume() -> Iterator[Fault]:
     yield Fault(
         "resume-of-another-model",
         2,
-        r"--hidden 16 \(this job: 32\), --seq-length 16 \(this job: 8\)",
+        r"--hidden 16 \(this job: 32\), .*--seq-length 16 \(this job: 8\)",
         RESUME + " --hidden 32 --seq-length 8",
         after="two",
     )
