@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import torch.distributed as dist
+
+# It takes the default group of this moment for a default argument. An optimizer imports it too: where that is
+# the first, the group outlives destroy_process_group and gloo's threads Python, and the process may end with
+# "terminate called without an active exception".
+import torch.distributed.nn.functional  # noqa: F401
 from torch import Tensor
 
 # torch 2.13 renamed it.

@@ -54,3 +54,21 @@ def test_on_two_ranks(name: str) -> None:
     shown = _run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", f"examples/{name}")
     for text in TOGETHER[name]:
         assert text in shown, shown
+
+
+_LATE_IMPORT = """
+import glob, os, torch
+import megatron_vocabpar.losses
+os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+torch.distributed.init_process_group("gloo")
+import torch.distributed.nn
+torch.distributed.destroy_process_group()
+print([name for path in glob.glob("/proc/self/task/*/comm") if "gloo" in (name := open(path).read())])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for threads in /proc")
+def test_no_thread_of_gloo_outlives_its_group() -> None:
+    done = subprocess.run([sys.executable, "-c", _LATE_IMPORT], capture_output=True, text=True, timeout=240)
+    assert done.stdout == "[]\n", done.stderr
