@@ -22,7 +22,7 @@ from ..schedule.methods import Method, method_named
 from ..schedule.passes import PassType
 from ..schedule.peaks import peak_activations
 from ..schedule.placement import Placement
-from ..schedule.problem import Problem
+from ..schedule.problem import TRIAL_PASSES, Problem
 from ..schedule.redistribution import redistribute, with_final_stage
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation
@@ -34,8 +34,8 @@ from .times import Job, estimated_costs, step_ms
 METHODS = ("baseline", "redis", "vocab-1", "vocab-2", "interlaced")
 ONLY_1F1B = ("redis", "interlaced")  # layers move between whole stages; other families' ranks would all stop
 _LEAST = 16  # microbatches, or two a rank, that every option is played for
-_PASSES, _PASSES_IN_FULL = 3_000, 20_000  # that the choice of a candidate may play
-_LIGHTER = 1.04  # of the memory limit: there may be a candidate that holds so much less
+_PASSES = 3_000  # that the choice of a candidate may play
+_LIGHTER = 1.02  # of the memory limit: the whole schedule may hold so much less
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def all_options(
             break
         full = in_full(request, one)
         tried[tried.index(one)] = full
-        if full.fits(request):
+        if full.fits(request):  # it may hold more than it did before
             least = min(least, full.iteration_ms)
     return tried
 
@@ -158,20 +158,15 @@ def option_of(request: Request, method_name: str, family: Family, microbatches: 
 
 
 def in_full(request: Request, option: Option) -> Option:
-    """The option played for all microbatches and simulated: the fastest candidate that fits, if one does."""
+    """The option as its training would run it: its whole schedule, generated and simulated."""
     job, family = request.job, family_named(option.family)
     costs = costs_of(request, option.method, family, option.layers)
     problem = Problem.of(option.method, job.p, job.m, family, costs=costs)
-    done = []
-    for candidate in problem.played(_PASSES_IN_FULL):
-        schedule = problem.schedule(candidate.order)
-        result = Simulation(schedule, run_events(schedule, problem.times, lower(schedule, costs)))
-        idle = sum(result.bubble) / job.p
-        one = _measured_out(request, schedule, family, option.layers, result.iteration_ms, idle)
-        done.append(replace(one, exact=True))
-        if one.fits(request):
-            return done[-1]
-    return done[0]
+    schedule = problem.best(TRIAL_PASSES)
+    result = Simulation(schedule, run_events(schedule, problem.times, lower(schedule, costs)))
+    idle = sum(result.bubble) / job.p
+    done = _measured_out(request, schedule, family, option.layers, result.iteration_ms, idle)
+    return replace(done, exact=True)
 
 
 def layers_of(request: Request, method: Method, family: Family) -> tuple[int, ...]:
