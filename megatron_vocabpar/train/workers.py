@@ -95,26 +95,24 @@ class Watchdog:
             f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)} {place}"
             for place, ranks in places.items()
         )
-        return (
-            f"no rank has got any further for {now - self._since:.0f} s: {where}; "
-            f"rank {self._first()} stopped first"
-        )
+        return f"no rank has got any further for {now - self._since:.0f} s: {where}{self._first()}"
 
-    def _first(self) -> int:
-        """The rank that does not wait for the others: what it is in comes first in the schedule.
+    def _first(self) -> str:
+        """``; rank N stopped first``: what that rank is in comes first in the schedule, so it does not wait.
 
-        The last to join a communication does not wait there. Outside the schedule the first that got there is
-        taken to be stuck: a rank stays in its last instruction while it waits for the others' gradients.
+        The last to join a communication does not wait there. Of ranks that stand together outside the
+        schedule, or in their last instructions, nothing tells which waits for which.
         """
         places = self.places()
         behind = max(places.values(), default=0)
-
-        def key(rank: int) -> tuple[int, int, float]:
-            record = self._seen[rank]
+        stands: dict[tuple[int, int], list[int]] = {}
+        for rank, record in enumerate(self._seen):
             place = places.get(record.instruction, behind) if record.instruction else -1
-            return record.step or 0, place, record.began_s if place in (-1, behind) else -record.began_s
-
-        return min(range(self.ranks), key=key)
+            stands.setdefault((record.step or 0, place), []).append(rank)
+        first = min(stands)
+        if len(stands[first]) > 1 and first[1] in (-1, behind):
+            return ""
+        return f"; rank {max(stands[first], key=lambda rank: self._seen[rank].began_s)} stopped first"
 
 
 def _places(schedule: Path) -> dict[str, int]:

@@ -195,7 +195,7 @@ def test_the_rank_that_does_not_wait_stopped_first(tmp_path: Path, stuck: int) -
             records[rank].write_step(4)
             records[rank].write(str(plan.program[rank][min(at[rank], len(plan.program[rank]) - 1)]))
         dog.look()
-        assert dog._first() == stuck, (place, at)
+        assert dog._first() == f"; rank {stuck} stopped first", (place, at)
 
 
 def test_a_watchdog_says_who_stands_where_and_ends_the_job(
@@ -203,7 +203,7 @@ def test_a_watchdog_says_who_stands_where_and_ends_the_job(
 ) -> None:
     clock, said = [0.0], []
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    dog = Watchdog(tmp_path, 3, 40.0, said.append)
+    dog = Watchdog(tmp_path, 3, 40.0, said.append, lambda: {"1F2": 1, "0S2": 2, "2S2": 3})
     records = [ProgressRecord(tmp_path, rank) for rank in range(3)]
     dog.look()
     clock[0] = 60.0  # before the first step nobody is late
