@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,6 +104,7 @@ def loss_and_gradient(
     *,
     model: torch.nn.Module,
     token_losses: torch.Tensor,
+    entropy: torch.Tensor | None,
     main_loss: Callable[[torch.Tensor], torch.Tensor],
     loss_func: Callable[..., Any],
     config: Any,
@@ -110,19 +112,25 @@ def loss_and_gradient(
     cp_group_size: int,
     collect_non_loss_data: bool,
     with_gradient: bool,
-) -> tuple[list[Any], torch.Tensor, torch.Tensor | None]:
+) -> tuple[list[Any], torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Megatron's loss scaling around ``loss_func``, and the gradient that it gives every token.
 
     Args:
         token_losses: ``[1 + D, b, s]`` float32, of all heads.
+        entropy: ``[b, s]`` float32, of the first, for ``loss_func``; None where it takes none.
         main_loss: makes of them what ``loss_func`` takes, ``[b, s]`` (``heads.py``).
 
     Returns:
-        What ``loss_func`` reported, the number of tokens, and the gradient ``[1 + D, b, s]`` float32 with
-        respect to ``token_losses``, loss scale included (None unless ``with_gradient``).
+        What ``loss_func`` reported, the number of tokens, and the gradients ``[1 + D, b, s]`` float32 with
+        respect to ``token_losses``, and ``[b, s]`` to ``entropy``, loss scale included (None unless
+        ``with_gradient``; the second also where the loss doesn't depend on the entropy).
     """
     store: list[Any] = []
     leaf = token_losses.detach().clone().requires_grad_(with_gradient)
+    leaves = [leaf]
+    if entropy is not None:
+        leaves.append(entropy.detach().clone().requires_grad_(with_gradient))
+        loss_func = partial(loss_func, entropy=leaves[1])
     if config.timers is not None:
         config.timers("forward-compute", log_level=2).start()
     with torch.set_grad_enabled(with_gradient):
@@ -140,11 +148,11 @@ def loss_and_gradient(
             True,
         )
         if not with_gradient:
-            return store, num_tokens, None
+            return store, num_tokens, None, None
         if config.grad_scale_func is not None:
             loss = config.grad_scale_func(loss)
-    (grad,) = torch.autograd.grad(loss, leaf)
-    return store, num_tokens, grad.float()
+    grad, *more = torch.autograd.grad(loss, leaves, allow_unused=entropy is not None)
+    return store, num_tokens, torch.zeros_like(leaf) if grad is None else grad, next(iter(more), None)
 
 
 def report_gradient(chunk: Any, parameter: torch.nn.Parameter) -> None:

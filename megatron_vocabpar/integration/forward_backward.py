@@ -74,7 +74,8 @@ class ForwardBackward:
         mtp_depths: of multi-token prediction, for the default plans.
 
     Raises:
-        ValueError: for naive with recomputation, invariance, label smoothing or entropy.
+        ValueError: for naive with recomputation, invariance, label smoothing or entropy; for entropies where
+            the vocabulary is not partitioned, and for their gradient without late gradients.
     """
 
     def __init__(
@@ -269,6 +270,12 @@ def _check_options(method: Method, options: OutputOptions) -> None:
     for what, is_asked in refused.items():
         if method.name == "naive" and is_asked:
             raise ValueError(f"method naive {what}; use vocab-1 or vocab-2, or leave the option out")
+    if options.entropy and not method.vocabulary_parallel:
+        raise ValueError(
+            f"entropy with {method.name}: its output layer is Megatron's own; use vocab-1 or vocab-2"
+        )
+    if options.entropy_gradient and not method.late_gradient:
+        raise ValueError("entropy_gradient without a late gradient; give late_gradient=True, too")
 
 
 def check_late_gradient(method: Method, placement: Placement) -> None:

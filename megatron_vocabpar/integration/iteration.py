@@ -37,12 +37,13 @@ class OutputOptions:
             multiples of ``fixed_point.BLOCK`` ids; naive is not offered.
         terms: what the loss of a token consists of, in training and in evaluation.
         fp8: products of 8-bit operands (``layers/fp8.py``), at a loss of accuracy; naive is not offered.
-        entropy: give the loss function every token's entropy too, ``entropy=[b, s]`` without gradient; from
+        entropy: give the loss function every token's entropy too, ``entropy=[b, s]`` float32 in nats, from
             the kept exponentials (``layers/entropy.py``).
+        entropy_gradient: the loss may depend on them; one more product, twice the input gradient to reduce.
 
     Raises:
         ValueError: for ``invariant`` with another option, which it has no use for, or label smoothing; for
-            ``entropy`` where no plain exponentials are kept.
+            ``entropy`` where no plain exponentials are kept; for its gradient without it.
     """
 
     recompute: bool = False
@@ -51,12 +52,15 @@ class OutputOptions:
     terms: LossTerms = PLAIN
     fp8: bool = False
     entropy: bool = False
+    entropy_gradient: bool = False
 
     def __post_init__(self) -> None:
         if self.invariant and self.fp8:
             raise ValueError(
                 "no 8-bit products give results that don't depend on the sharding; leave one out"
             )
+        if self.entropy_gradient and not self.entropy:
+            raise ValueError("entropy_gradient without entropy: ask for both")
         if self.entropy and (self.recompute or self.invariant or self.fp8 or self.terms.softcap is not None):
             raise ValueError(
                 "entropy comes from kept exponentials; leave it out, or recomputed logits, a softcap, 8-bit "

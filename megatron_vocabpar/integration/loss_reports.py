@@ -29,6 +29,7 @@ class LossReports:
         self._as_announced: dict[int, torch.Tensor] = {}
         self._finite_hidden: dict[int, torch.Tensor] = {}
         self._finite_losses: dict[int, torch.Tensor] = {}
+        self._takes_entropy: list[int] = []
 
     def hidden(self, i: int, x: torch.Tensor) -> None:
         """Look at the hidden states ``[n, H]`` of microbatch ``i`` that the output layer is given."""
@@ -43,18 +44,19 @@ class LossReports:
         Where entropies were asked for, likewise, it gets those of the first head too.
 
         Returns:
-            The gradient ``[1 + D, b, s]`` float32 that it gives them; None in an evaluation.
+            The gradient ``[k, 1 + D, b, s]`` float32 that it gives them; k is 2 where it may depend on the
+            entropies, else 1; None in an evaluation.
         """
         iteration, call = self.iteration, self.iteration.call
         if self._looks:
             self._finite_losses[i] = token_losses.isfinite().all()
         model, recorded = call.chunks[-1], iteration.recorded[iteration.rank.placement.loss_stage][i]
-        loss_func = recorded.loss_func if entropy is None else partial(recorded.loss_func, entropy=entropy[0])
-        reported, num_tokens, grad = compat.loss_and_gradient(
+        reported, num_tokens, grad, more = compat.loss_and_gradient(
             model=model,
             token_losses=token_losses,
+            entropy=None if entropy is None else entropy[0],
             main_loss=partial(heads.main_loss, model, recorded, training=not call.forward_only),
-            loss_func=loss_func,
+            loss_func=recorded.loss_func,
             config=call.config,
             num_microbatches=call.num_microbatches,
             cp_group_size=call.cp_group_size,
@@ -67,13 +69,23 @@ class LossReports:
             announced = iteration.microbatches.gradient(i)
             close = torch.isclose(grad, announced, rtol=1e-4, atol=0.0, equal_nan=True)
             self._as_announced[i] = close.all()
-        return grad
+        if grad is None:
+            return None
+        if not iteration.rank.output_options.entropy_gradient:
+            if more is not None:
+                self._takes_entropy.append(i)
+            return grad[None]
+        grads = torch.stack([grad, torch.zeros_like(grad)])
+        if more is not None:
+            grads[1, 0] = more
+        return grads
 
     def finish(self) -> None:
         """Check gradients and losses; not in each microbatch, so that the host need not wait for the device.
 
         Raises:
-            ValueError: if the loss function's gradient was not what had been announced.
+            ValueError: if the loss function's gradient was not what had been announced, or there is one of
+                the entropies, which was not asked for.
         """
         bent = _first_broken(self._as_announced)
         rank = f"rank {dist.get_rank()}"
@@ -83,6 +95,11 @@ class LossReports:
                 "gradient depends on their values. Vocabulary parallelism sends the gradient ahead; use a "
                 "(masked) sum or mean, or have it sent when the losses are known: late_gradient=True, in "
                 "Megatron-LM --vocab-parallel-late-gradient"
+            )
+        if self._takes_entropy:
+            raise ValueError(
+                f"{rank}, microbatch {self._takes_entropy[0]}: the loss depends on the entropies, whose "
+                "gradient is not computed; detach them, or ask for it: OutputOptions(entropy_gradient=True)"
             )
         bad = _first_broken(self._finite_losses)
         if bad is not None:

@@ -25,7 +25,12 @@ from megatron_vocabpar.integration.iteration import Iteration, LayerHandlers
 from megatron_vocabpar.integration.loss_reports import LossReports
 from megatron_vocabpar.integration.model import PartitionedModel
 from megatron_vocabpar.layers import invariant, output
-from megatron_vocabpar.layers.entropy import entropy_part, merged_entropy
+from megatron_vocabpar.layers.entropy import (
+    entropy_input_gradient,
+    entropy_part,
+    entropy_weight_gradient,
+    merged_entropy,
+)
 from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.invariant import FixedPoint
 from megatron_vocabpar.layers.output import OutputState, naive_sum
@@ -143,7 +148,9 @@ class OutputLayer(LayerHandlers):
             terms=self._terms,
         )
         if options.entropy:
-            statistics = entropy_part(state, statistics)
+            early = options.entropy_gradient and with_input_gradient and training
+            weight = self.model.output_weight.detach() if early else None
+            state, statistics = entropy_part(state, statistics, weight)
         return state if training else None, statistics
 
     def _spare_exponentials(self, tokens: int) -> torch.Tensor | None:
@@ -205,15 +212,20 @@ class OutputLayer(LayerHandlers):
 
     def _place(self, statistics: torch.Tensor) -> MergedStats:
         """Memory of this stream for what the other makes of everyone's statistics."""
-        entropy = statistics.new_empty(len(statistics)) if self.rank.output_options.entropy else None
-        return replace(merged_place(statistics), entropy=entropy)
+        place = merged_place(statistics)
+        if not self.rank.output_options.entropy:
+            return place
+        entropy, log_probability = statistics.new_empty(2, len(statistics)).unbind()
+        return replace(place, entropy=entropy, log_probability=log_probability)
 
     def _joined(self, gathered: torch.Tensor, place: MergedStats) -> MergedStats:
-        if place.entropy is None:
+        if place.entropy is None or place.log_probability is None:
             return merge_stats(gathered, self._terms, out=place)
         gathered, parts = gathered[..., :-1].contiguous(), gathered[..., -1]
         merged = merge_stats(gathered, self._terms, out=place)
-        return replace(merged, entropy=place.entropy.copy_(merged_entropy(gathered, parts, merged)))
+        entropy, log_probability = merged_entropy(gathered, parts, merged)
+        log_probability = place.log_probability.copy_(log_probability)
+        return replace(merged, entropy=place.entropy.copy_(entropy), log_probability=log_probability)
 
     def _put_statistics(self, instruction: Comm, event: Event[MergedStats]) -> None:
         if not self.call.forward_only:
@@ -255,11 +267,12 @@ class OutputLayer(LayerHandlers):
         grad_loss = self._row_gradient(i)
         weight = self.model.output_weight.detach()
         is_last, place = self.rank.is_last, self._place(statistics)
-        hidden_grad = state.x.new_empty(state.x.shape, dtype=place.total.dtype) if is_last else None
+        shape = self._input_gradient_shape(state)
+        hidden_grad = state.x.new_empty(shape, dtype=place.total.dtype) if is_last else None
 
         def run() -> tuple[MergedStats, torch.Tensor | None]:
             merged = self._joined(all_gather(groups, groups.output, statistics), place)
-            part = self._passes.input_gradient(state, merged, grad_loss, weight, out=hidden_grad)
+            part = self._input_gradient(state, merged, grad_loss, weight, out=hidden_grad)
             self._total(part)
             return merged, hidden_grad
 
@@ -280,8 +293,24 @@ class OutputLayer(LayerHandlers):
         i = instruction.microbatch
         merged, state = self._merged(i), self.buffers.take(self._softmax_pass(i), "state")
         weight = self.model.output_weight.detach()
-        part = self._passes.input_gradient(state, merged, self._row_gradient(i), weight)
+        part = self._input_gradient(state, merged, self._row_gradient(i), weight)
         self.buffers.put(instruction, "hidden_grad", part)
+
+    def _input_gradient_shape(self, state: OutputState) -> tuple[int, ...]:
+        n, hidden = state.x.shape
+        return (2, n, hidden) if self.rank.output_options.entropy_gradient else (n, hidden)
+
+    def _input_gradient(
+        self, state: Any, merged: MergedStats, grad: torch.Tensor, weight: torch.Tensor, out: Any = None
+    ) -> Any:
+        """This rank's part of the losses' input gradient, the entropies' beside it, both times ``grad``."""
+        if not self.rank.output_options.entropy_gradient:
+            return self._passes.input_gradient(state, merged, grad, weight, out=out)
+        if out is None:
+            out = merged.total.new_empty(self._input_gradient_shape(state))
+        output.input_gradient(state, merged, grad, weight, out=out[0])
+        entropy_input_gradient(state, merged, grad, weight, out=out[1])
+        return out
 
     def weight_backward(self, instruction: Pass) -> None:
         """T of vocab-2, and TW: the weight gradient."""
@@ -289,11 +318,19 @@ class OutputLayer(LayerHandlers):
         merged, state = self._merged(i), self.buffers.take(self._softmax_pass(i), "state")
         if self.late_gradient:
             source = Comm(CommType.CG, instruction.stage, i)
-            grad_loss = self.wait(self.buffers.take(source, "event"))
+            grads = self.wait(self.buffers.take(source, "event"))
         else:
-            grad_loss = self.microbatches[i].gradient
-        self._passes.weight_gradient(state, merged, grad_loss, main_grad(self.model.output_weight))
+            grads = self.microbatches[i].gradient[None]
+        self._weight_gradient(state, merged, grads)
         self._wrote(instruction, merged, state)
+
+    def _weight_gradient(self, state: Any, merged: MergedStats, grads: torch.Tensor) -> None:
+        """Add that of the losses, and of the entropies where there are two rows of ``grads`` ``[k, n]``."""
+        grad = main_grad(self.model.output_weight)
+        if len(grads) == 1:
+            self._passes.weight_gradient(state, merged, grads[0], grad)
+        else:
+            entropy_weight_gradient(state, merged, grads[0], grads[1], grad)
 
     def _wrote(self, instruction: Pass, merged: MergedStats, state: Any) -> None:
         """Nobody needs the state any more; the loss function may take its time now."""
@@ -313,7 +350,7 @@ class OutputLayer(LayerHandlers):
         )
 
     def loss_gradient(self, instruction: Pass) -> None:
-        """L: the loss function, and the gradient that it gives every token."""
+        """L: the loss function, and the gradient that it gives every token, and its entropy."""
         i = instruction.microbatch
         grad = self._report_loss(i, self._merged(i))
         self.buffers.put(instruction, "gradient", grad, uses=1 + self.rank.is_last)
@@ -327,11 +364,12 @@ class OutputLayer(LayerHandlers):
         self.buffers.put(instruction, "event", event, uses=self._waiting(instruction.type))
 
     def _shared_gradient(self, i: int, mine: torch.Tensor | None) -> Event[torch.Tensor]:
-        """[n] float32, on the side stream; tensor-parallel ranks have the first one's."""
+        """[k, n] float32, on the side stream; tensor-parallel ranks have the first one's."""
         groups = self.groups
         source = groups.members_of(self.rank.placement.p - 1)[0]
         if mine is None or groups.member != source:
-            mine = torch.empty(self.microbatches[i].tokens, device=self.rank.device)
+            rows = 1 + self.rank.output_options.entropy_gradient
+            mine = torch.empty(rows, self.microbatches[i].tokens, device=self.rank.device)
         grad = mine
 
         def run() -> torch.Tensor:
@@ -374,12 +412,14 @@ class OutputLayer(LayerHandlers):
         if not training:
             return
         late = self.wait(self._shared_gradient(i, mine)) if self.late_gradient else None
-        grad_loss = self.microbatches[i].gradient if late is None else late
-        part = self._passes.input_gradient(state, merged, grad_loss, weight.detach())
+        grads = self.microbatches[i].gradient[None] if late is None else late
+        part = self._passes.input_gradient(state, merged, grads[0], weight.detach())
+        if len(grads) == 2:
+            part += entropy_input_gradient(state, merged, grads[1], weight.detach())
         hidden_grad = self.wait(self._sum(part))
         if rank.is_last:
             self.buffers.put(instruction, "hidden_grad", hidden_grad)
-        self._passes.weight_gradient(state, merged, grad_loss, main_grad(weight))
+        self._weight_gradient(state, merged, grads)
         self.gradients.wrote(PassType.S)
 
     def hidden_gradient(self, i: int) -> torch.Tensor:
@@ -394,22 +434,26 @@ class OutputLayer(LayerHandlers):
                 _, grad = grad
         parts = self.iteration.sequence_shards
         if CommType.CG in more:
-            grad.mul_(self._scales(i).unsqueeze(1))
+            grad.mul_(self._scales(i).view(*grad.shape[:-1], 1))
+        if grad.dim() == 3:
+            grad = grad.sum(0)
         part = self.microbatches[i].spread(grad).chunk(parts)[self.groups.tensor_rank % parts]
         _, b, hidden = self.iteration.hidden_shape(i)
         return part.view(-1, b, hidden)
 
     def _scales(self, i: int) -> torch.Tensor:
-        """[n] the late gradient of every token's loss, on the last stage."""
+        """[k, n] the late gradient of every token's loss, and entropy, on the last stage."""
         rank = self.rank.pipeline_rank
         if self.rank.has_loss:
             return self.buffers.take(Pass(PassType.L, rank, i), "gradient")
         return self.wait(self.buffers.take(Comm(CommType.CG, rank, i), "event"))
 
     def _report_loss(self, i: int, merged: MergedStats) -> torch.Tensor | None:
-        """Call the loss function; returns the gradient [n] that it gives the tokens, in training."""
+        """Call the loss function; returns the gradient [k, n] that it gives the tokens, in training."""
         microbatches, microbatch = self.microbatches, self.microbatches[i]
         values = (merged.loss,) if merged.entropy is None else (merged.loss, merged.entropy)
         spread = (microbatches.from_rows(i, microbatch.spread(value.float())) for value in values)
-        grad = self._reports.report(i, *spread)
-        return None if grad is None else microbatch.take(microbatches.rows(i, grad))
+        grads = self._reports.report(i, *spread)
+        if grads is None:
+            return None
+        return torch.stack([microbatch.take(microbatches.rows(i, grad)) for grad in grads])

@@ -57,7 +57,8 @@ def prepare(
     announced = not (call.forward_only or rank.method.late_gradient)
     grad_losses = None
     if last is not None and announced:
-        grad_losses = [_announced_gradient(recorded, call) for recorded in last]
+        entropy = rank.output_options.entropy
+        grad_losses = [_announced_gradient(recorded, call, entropy) for recorded in last]
     microbatches = share_microbatches(
         groups=rank.groups,
         ranges=model.shard.ranges if model else (),
@@ -124,15 +125,17 @@ def _check_given(tensor: torch.Tensor | None, name: str) -> None:
         )
 
 
-def _announced_gradient(recorded: ModelCall, call: Call) -> torch.Tensor:
-    """The gradient ``[1 + D, b, s]`` that every token's loss gets, from losses of one nat each."""
+def _announced_gradient(recorded: ModelCall, call: Call, entropy: bool) -> torch.Tensor:
+    """The gradient ``[1 + D, b, s]`` that every token's loss gets, from losses, and entropies, of one nat."""
     _check_given(recorded.labels, "labels")
     assert recorded.labels is not None
     model = call.chunks[-1]
     shape = (1 + heads.depths(call.config), *recorded.labels.shape)
-    _, _, grad = compat.loss_and_gradient(
+    losses = recorded.labels.new_ones(shape, dtype=torch.float32)
+    _, _, grad, _ = compat.loss_and_gradient(
         model=model,
-        token_losses=recorded.labels.new_ones(shape, dtype=torch.float32),
+        token_losses=losses,
+        entropy=losses[0] if entropy else None,
         main_loss=partial(heads.main_loss, model, recorded, training=False),
         loss_func=recorded.loss_func,
         config=call.config,

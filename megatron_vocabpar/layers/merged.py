@@ -29,7 +29,8 @@ class MergedStats:
         target_deficit: p_target - 1 = -S_rest / S; 0 for ignored tokens.
         valid: boolean; whether some shard owns the target. Other tokens get loss 0 and no gradient.
         weight_peak: the largest |weight| of all shards, one double; of statistics of whole numbers only.
-        entropy: in nats, of the transformed logits; None where S was not asked for it.
+        entropy: in nats, of the transformed logits; 0 for ignored tokens; None where S was not asked for it.
+        log_probability: of the target, likewise.
         terms: what the loss consists of. Scales below are of the gradient with respect to the shard's
             rows of logits before the logit scale; a softcap's slope is not in them.
     """
@@ -42,6 +43,7 @@ class MergedStats:
     terms: LossTerms = PLAIN
     weight_peak: Tensor | None = None
     entropy: Tensor | None = None
+    log_probability: Tensor | None = None
 
     def logsumexp(self) -> Tensor:
         """[n] of the whole vocabulary's logits."""

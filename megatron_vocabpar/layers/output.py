@@ -28,7 +28,7 @@ Next: ``../runtime/executor.py``, which runs these passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,6 +45,7 @@ from megatron_vocabpar.layers.gemm import (
 )
 from megatron_vocabpar.layers.kernels.dispatch import exponentials, factors, scale_rows, scatter_add_rows_
 from megatron_vocabpar.layers.kernels.reference import Exponentials, lift
+from megatron_vocabpar.layers.kernels.reference_stats import Factors
 from megatron_vocabpar.layers.merged import STATS_WIDTH, MergedStats
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.targets import OwnedTargets, local_targets, owned_targets, target_rows
@@ -150,6 +151,8 @@ class OutputState:
         a: [n, H] fp32 (fp64 for fp64) E W, where S was asked for it (vocab-2); else None.
         target_slope: [n] slope of the softcap at the target's logit, where there is a softcap; else None.
         weight_sum: [H] sum of the weight's true rows, where labels are smoothed; else None.
+        log_a: [n, H] like A, (E ln E) W, where the entropy's gradient is wanted as early (``entropy.py``);
+            else None.
     """
 
     tokens: Tokens
@@ -159,6 +162,7 @@ class OutputState:
     a: Tensor | None = None
     target_slope: Tensor | None = None
     weight_sum: Tensor | None = None
+    log_a: Tensor | None = None
 
     @property
     def x(self) -> Tensor:
@@ -324,7 +328,7 @@ def input_gradient(
     """
     check_gradient_place(out, state.x, merged)
     grad = merged.total.new_empty(state.x.shape) if out is None else out
-    _add_gradients(state, merged, grad_loss, weight, grad, None)
+    add_gradients(state, loss_factors(state, merged, grad_loss), weight, grad, None)
     return grad
 
 
@@ -342,7 +346,7 @@ def weight_gradient(state: OutputState, merged: MergedStats, grad_loss: Tensor, 
         ValueError: if ``main_grad`` has another shape, or a dtype that the operands can't add to.
     """
     check_main_grad(state.x, state.tokens.shard, main_grad)
-    _add_gradients(state, merged, grad_loss, None, None, main_grad)
+    add_gradients(state, loss_factors(state, merged, grad_loss), None, None, main_grad)
 
 
 @exact()
@@ -358,30 +362,46 @@ def output_backward(
     """
     check_main_grad(state.x, state.tokens.shard, main_grad)
     grad = merged.total.new_empty(state.x.shape)
-    _add_gradients(state, merged, grad_loss, weight, grad, main_grad)
+    add_gradients(state, loss_factors(state, merged, grad_loss), weight, grad, main_grad)
     return grad
 
 
-def _add_gradients(
+def loss_factors(state: OutputState, merged: MergedStats, grad_loss: Tensor) -> Factors:
+    """What scales the rows of this shard's part of the loss's gradient; the arguments are those of T."""
+    owned, vocab_size = state.tokens.owned, state.tokens.shard.vocab_size
+    assert owned is not None
+    return factors(merged, state.k, grad_loss, owned.tokens, state.target_slope, vocab_size=vocab_size)
+
+
+def add_gradients(
     state: OutputState,
-    merged: MergedStats,
-    grad_loss: Tensor,
+    scales: Factors,
     weight: Tensor | None,
     grad: Tensor | None,
     main_grad: Tensor | None,
+    exponentials: Iterable[tuple[slice, Tensor]] | None = None,
 ) -> None:
-    """Write dX to ``grad``, where it is given with the weight; add dW to ``main_grad``, where it is given."""
-    x, shard, owned = state.x, state.tokens.shard, state.tokens.owned
+    """Write dX to ``grad``, where it is given with the weight; add dW to ``main_grad``, where it is given.
+
+    Args:
+        state: as for T.
+        scales: of the rows.
+        weight: [P, H].
+        grad: [n, H].
+        main_grad: [P, H].
+        exponentials: [c, P] a chunk of tokens at a time, in the place of those of ``state``.
+    """
+    x, owned, valid = state.x, state.tokens.owned, state.tokens.shard.valid_rows
     assert owned is not None
-    valid, slope = shard.valid_rows, state.target_slope
-    scales = factors(merged, state.k, grad_loss, owned.tokens, slope, vocab_size=shard.vocab_size)
+    if exponentials is None:
+        exponentials = _exponentials(state)
     if grad is not None and state.a is not None:
         scale_rows(state.a, scales.row, grad)
     lifted = scaled = None
     if main_grad is not None:
         lifted = lift(x, scales.row)
         scaled = scale_rows(x, scales.row if lifted is None else scales.row * lifted)
-    for rows, e in _exponentials(state) if scaled is not None or state.a is None else ():
+    for rows, e in exponentials if scaled is not None or state.a is None else ():
         if grad is not None and weight is not None and state.a is None:
             state.tokens.input_gradient(e, weight, grad[rows])
             grad[rows].mul_(scales.row[rows].unsqueeze(1))

@@ -236,8 +236,15 @@ def batch(case: Case, step: int, replica: int, i: int) -> dict[str, Any]:
     return fields | {"attention_mask": torch.triu(torch.ones(s, s, dtype=torch.bool), 1)[None, None]}
 
 
-def _loss(fields: dict[str, Any], output: torch.Tensor, kind: str, **_: Any) -> tuple[Any, ...]:
+def _loss(
+    fields: dict[str, Any], output: torch.Tensor, kind: str, entropy: torch.Tensor | None = None, **_: Any
+) -> tuple[Any, ...]:
     """``kind`` names one of ``LOSSES`` or a plain one; with ``tokens`` at its end, divided by Megatron."""
+    if output.dim() == 3:  # the stock model's logits
+        softmax = torch.distributions.Categorical(logits=output.double())
+        output, entropy = -softmax.log_prob(fields["labels"]), softmax.entropy().float()
+    if entropy is not None:
+        fields = fields | {"entropy": entropy}
     losses, metrics = output.float(), {}
     mask, name = fields["loss_mask"], kind.removesuffix("tokens").rstrip("-")
     if name in LOSSES:
@@ -254,14 +261,16 @@ def _loss(fields: dict[str, Any], output: torch.Tensor, kind: str, **_: Any) -> 
     return total, tokens, {"lm loss": report.clone(), **metrics}
 
 
-def forward_step(data_iterator: Iterator[Any] | None, model: Any, kind: str) -> tuple[Any, Any]:
-    """As Megatron's: middle stages have no batch."""
+def forward_step(
+    data_iterator: Iterator[Any] | None, model: Any, kind: str, logits: bool = False
+) -> tuple[Any, Any]:
+    """As Megatron's: middle stages have no batch. The loss function gets losses, or ``logits``."""
     fields: dict[str, Any] = {} if data_iterator is None else next(data_iterator)
     output = model(
         fields.get("tokens"),
         fields.get("position_ids"),
         fields.get("attention_mask"),
-        labels=fields.get("labels"),
+        labels=None if logits else fields.get("labels"),
         loss_mask=fields.get("loss_mask"),
         packed_seq_params=fields.get("packed_seq_params"),
     )
@@ -372,7 +381,9 @@ def iterate(
 ) -> list[Any]:
     """One call of a forward-backward function, as Megatron's training loop makes it."""
     return run(
-        forward_step_func=partial(forward_step, kind=case.loss),
+        forward_step_func=partial(
+            forward_step, kind=case.loss, logits=case.loss == "entropy" and case.method == "stock"
+        ),
         data_iterator=iterators,
         model=model,
         num_microbatches=case.m,

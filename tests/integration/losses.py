@@ -25,6 +25,14 @@ def grpo(fields: Fields, logp: torch.Tensor) -> tuple[torch.Tensor, dict[str, to
     return losses + 0.3 * kl, metrics | {"kl": (kl * fields["loss_mask"]).sum()}
 
 
+def entropy_bonus(fields: Fields, logp: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """PPO's with all terms: the tokens' entropies are part of the loss; its equation 9."""
+    losses, metrics = ppo(fields, logp)
+    entropy = fields["entropy"]
+    losses = losses - 0.4 * entropy + 0.1 * (entropy + logp) ** 2
+    return losses, metrics | {"entropy": (entropy * fields["loss_mask"]).sum()}
+
+
 def focal(fields: Fields, logp: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Lin et al. (2017), equation 4, with an exponent of 2."""
     return -((1 - logp.exp()) ** 2) * logp, {}
@@ -49,4 +57,4 @@ def _surrogate(
     return -torch.minimum(ratio * advantages, clipped * advantages), {"clipped": share}
 
 
-LOSSES: dict[str, Loss] = {"ppo": ppo, "grpo": grpo, "focal": focal, "dpo": dpo}
+LOSSES: dict[str, Loss] = {"ppo": ppo, "grpo": grpo, "focal": focal, "dpo": dpo, "entropy": entropy_bonus}

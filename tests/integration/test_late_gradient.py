@@ -29,16 +29,49 @@ Late = partial(Case, late_gradient=True, micro_batch_size=4, steps=1)
 # Adam amplifies rounding more under these losses: a key's bias has gradients of nothing else.
 check = partial(equality.check, drift=10.0)
 
+WITH_ENTROPY: dict[str, Any] = {
+    "loss": "entropy",
+    "output_options": OutputOptions(entropy=True, entropy_gradient=True),
+}
 
-@covering(("method", ["vocab-1", "vocab-2"]), ("pp", [1, 2, 3, 4]), ("loss", LOSSES), ("tied", [False, True]))
+
+@covering(
+    ("method", ["vocab-1", "vocab-2"]),
+    ("pp", [1, 2, 3, 4]),
+    ("loss", [name for name in LOSSES if name != "entropy"]),
+    ("tied", [False, True]),
+)
 def test_any_loss_trains_as_stock(method: str, pp: int, loss: str, tied: bool) -> None:
-    case = Late(method=method, pp=pp, m=pp + 1, loss=loss, tied=tied, layers=equality.layers(pp))
+    check_with_metrics(Late(method=method, pp=pp, m=pp + 1, loss=loss, tied=tied, layers=equality.layers(pp)))
+
+
+def check_with_metrics(case: Case) -> None:
     check(case)
-    *_, last = run_ranks(pp, train, case)
+    *_, last = run_ranks(case.pp * case.tp * case.dp, train, case)
     expected = equality.reference(case).metrics
     assert [row.keys() for row in last.metrics] == [row.keys() for row in expected]
     for found, row in zip(last.metrics, expected, strict=True):
         np.testing.assert_allclose(list(found.values()), list(row.values()), rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("method", "pp", "options"),
+    [
+        ("vocab-2", 3, {"labels": "ignored"}),
+        *rest_is_slow(
+            [
+                *((f"vocab-{k}", pp, {"tied": pp % 2 == 0}) for k in (1, 2) for pp in (1, 2, 3, 4)),
+                ("vocab-1", 2, {"tp": 2, "loss_scale": 65536.0}),
+                ("vocab-2", 2, {"labels": "one masked microbatch", "vocab_size": 33}),
+                ("interlaced", 2, {}),
+            ]
+        ),
+    ],
+)
+def test_a_loss_may_depend_on_entropies(method: str, pp: int, options: dict[str, Any]) -> None:
+    check_with_metrics(
+        Late(method=method, pp=pp, m=pp + 1, layers=equality.layers(pp), **WITH_ENTROPY, **options)
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,6 +117,7 @@ def test_in_every_family(family: str, method: str, p: int, loss: str, sizes: dic
             [
                 {"loss": "grpo", "tp": 2, "loss_scale": 65536.0},
                 {"loss": "ppo", "tp": 2, "dp": 2, "method": "vocab-1"},
+                {"tp": 2, "dp": 2, "overlap_grad_reduce": True, **WITH_ENTROPY},
                 {"loss": "ppo", "labels": "ignored"},
                 {"loss": "ppo", "labels": "one masked microbatch", "method": "vocab-1"},
                 {"loss": "focal", "output_options": OutputOptions(recompute=True), "method": "vocab-1"},
@@ -154,6 +188,21 @@ def test_a_plan_of_another_kind_and_a_distant_output_layer_are_refused() -> None
     run.method = METHODS["baseline"].with_late_gradient()
     with pytest.raises(ValueError, match="late_gradient with baseline: in a V shape"):
         ForwardBackward._check_plan(run, v_shaped, 2)
+
+
+@pytest.mark.parametrize(
+    ("method", "late", "told"),
+    [
+        ("vocab-2", False, "entropy_gradient without a late gradient; give late_gradient=True"),
+        ("baseline", True, "entropy with baseline: its output layer is Megatron's own"),
+    ],
+)
+def test_entropies_are_refused_where_there_are_none(method: str, late: bool, told: str) -> None:
+    options = OutputOptions(entropy=True, entropy_gradient=True)
+    with pytest.raises(ValueError, match=told):
+        ForwardBackward(method, Mock(), torch.device("cpu"), late_gradient=late, output_options=options)
+    with pytest.raises(ValueError, match="entropy_gradient without entropy: ask for both"):
+        OutputOptions(entropy_gradient=True)
 
 
 def test_plans_made_in_the_background_are_of_the_same_kind() -> None:

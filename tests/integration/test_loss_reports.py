@@ -16,8 +16,8 @@ from megatron_vocabpar.integration.loss_reports import LossReports
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 7, and a loss function whose gradient is what the losses of its first token are."""
 
-    def loss_and_gradient(token_losses: torch.Tensor, **_: Any) -> Any:
-        return [], 0, torch.full_like(token_losses, float(token_losses[0, 0]))
+    def loss_and_gradient(token_losses: torch.Tensor, entropy: torch.Tensor | None, **_: Any) -> Any:
+        return [], 0, torch.full_like(token_losses, float(token_losses[0, 0])), entropy
 
     monkeypatch.setattr(loss_reports.dist, "get_rank", lambda: 7)
     monkeypatch.setattr(loss_reports.compat, "loss_and_gradient", loss_and_gradient)
@@ -26,13 +26,21 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def iteration(told: list[str] | None) -> Any:
     """What ``LossReports`` looks at, on the rank of the loss; announced is a gradient of 1."""
     place, method = SimpleNamespace(loss_stage=3), SimpleNamespace(late_gradient=False)
+    options = SimpleNamespace(entropy_gradient=False)
     tell = None if told is None else told.append
     call = SimpleNamespace(
         chunks=[None], config=None, num_microbatches=4, cp_group_size=1, collect_non_loss_data=False,
         forward_only=False,
     )  # fmt: skip
     return SimpleNamespace(
-        rank=SimpleNamespace(not_finite=tell, has_loss=True, pipeline_rank=3, placement=place, method=method),
+        rank=SimpleNamespace(
+            not_finite=tell,
+            has_loss=True,
+            pipeline_rank=3,
+            placement=place,
+            method=method,
+            output_options=options,
+        ),
         call=call,
         recorded={3: [SimpleNamespace(loss_func=None)] * 4},
         microbatches=SimpleNamespace(gradient=lambda _: torch.ones(1, 2)),
@@ -64,4 +72,12 @@ def test_the_first_microbatch_whose_loss_is_not_linear_is_named() -> None:
         reports.report(i, torch.tensor([[slope, 1.0]]))
     told = "rank 7, microbatch 1: the loss function is not linear.*late_gradient=True"
     with pytest.raises(ValueError, match=told):
+        reports.finish()
+
+
+def test_a_loss_of_entropies_whose_gradient_was_not_asked_for_is_named() -> None:
+    reports = LossReports(iteration(None))
+    for i, entropy in ((0, None), (2, torch.ones(1, 1, 2))):
+        reports.report(i, torch.ones(1, 2), entropy)
+    with pytest.raises(ValueError, match="rank 7, microbatch 2: the loss depends on the entropies, whose"):
         reports.finish()

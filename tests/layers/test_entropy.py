@@ -1,46 +1,87 @@
-"""Entropy from the stored exponentials of all shards, beside that of the whole softmax."""
+"""Entropy and its gradient from all shards' stored exponentials, beside the whole softmax in float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from megatron_vocabpar.layers.entropy import entropy_part, merged_entropy
-from megatron_vocabpar.layers.output import OutputState, output_forward
+from megatron_vocabpar.layers.entropy import (
+    entropy_input_gradient,
+    entropy_part,
+    entropy_weight_gradient,
+    merged_entropy,
+)
+from megatron_vocabpar.layers.merged import MergedStats
+from megatron_vocabpar.layers.output import OutputState, input_gradient, output_forward
 from megatron_vocabpar.layers.partition import even_ranges
 from megatron_vocabpar.layers.softmax_stats import merge_stats
 from megatron_vocabpar.layers.terms import LossTerms
+from tests.layers.reference import relative_error
 
 N, H, V, SHARDS = 9, 16, 61, 4
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "terms", "size", "tolerance"),
     [
         (torch.float32, LossTerms(), 1.0, 2e-6),
-        (torch.float32, LossTerms(logit_scale=0.7), 10.0, 2e-6),
+        (torch.float32, LossTerms(logit_scale=0.7), 10.0, 5e-6),
         (torch.float32, LossTerms(), 200.0, 2e-4),
         (torch.bfloat16, LossTerms(label_smoothing=0.1), 1.0, 1e-2),
+        (torch.float16, LossTerms(z_loss=0.1), 1.0, 2e-3),
     ],
 )
-def test_entropy(dtype: torch.dtype, terms: LossTerms, size: float, tolerance: float) -> None:
+def test_entropy(dtype: torch.dtype, terms: LossTerms, size: float, tolerance: float, early: bool) -> None:
     random = torch.Generator().manual_seed(0)
     x, w = (torch.randn(rows, H, generator=random).to(dtype) for rows in (N, 64))
     x *= size
     targets = torch.randint(V, (N,), generator=random)
     targets[3] = -100
     targets[4] = (x[4].double() @ w[:V].double().T).argmax()  # a target that has nearly all
-    gathered, parts = [], []
-    for shard in even_ranges(64, SHARDS, V):
+    g, h = torch.randn(2, N, generator=random)
+    g[5] = h[6] = 0
+    ranges = even_ranges(64, SHARDS, V)
+    states, merged = softmax(x, w, targets, ranges, terms, early)
+    dx, dw = torch.zeros(N, H), []
+    for state, shard in zip(states, ranges, strict=True):
         rows = w[shard.start : shard.stop]
-        state, statistics = output_forward(x, rows, targets, shard, with_input_gradient=False, terms=terms)
+        dx += input_gradient(state, merged, g, rows) + entropy_input_gradient(state, merged, h, rows)
+        dw.append(torch.zeros(rows.shape))
+        entropy_weight_gradient(state, merged, g, h, dw[-1])
+
+    xd, wd = x.double().requires_grad_(), w[:V].double().requires_grad_()
+    logits = terms.logit_scale * xd @ wd.T
+    entropy = torch.distributions.Categorical(logits=logits).entropy() * (targets >= 0)
+    loss = torch.nn.functional.cross_entropy(
+        logits, targets, reduction="none", label_smoothing=terms.label_smoothing
+    ) + terms.z_loss * logits.logsumexp(1).square() * (targets >= 0)
+    (g * loss + h * entropy).sum().backward()
+    assert merged.entropy is not None
+    assert xd.grad is not None
+    assert wd.grad is not None
+    torch.testing.assert_close(merged.entropy.double(), entropy, rtol=tolerance, atol=tolerance)
+    assert relative_error(dx, xd.grad) < tolerance
+    assert relative_error(torch.cat(dw)[:V], wd.grad) < tolerance
+    assert not torch.cat(dw)[V:].any()
+
+
+def softmax(
+    x: torch.Tensor, w: torch.Tensor, targets: torch.Tensor, ranges: tuple, terms: LossTerms, early: bool
+) -> tuple[list[OutputState], MergedStats]:
+    """S of every shard, and the statistics of all."""
+    states, packed = [], []
+    for shard in ranges:
+        rows = w[shard.start : shard.stop]
+        state, stats = output_forward(x, rows, targets, shard, with_input_gradient=early, terms=terms)
         assert isinstance(state, OutputState)
-        packed = entropy_part(state, statistics)
-        gathered.append(packed[:, :-1])
-        parts.append(packed[:, -1])
-    stack = torch.stack(gathered)
-    merged = merge_stats(stack, terms)
-    found = merged_entropy(stack, torch.stack(parts), merged)
-    logits = terms.transform(x.double() @ w[:V].double().T)
-    expected = torch.distributions.Categorical(logits=logits).entropy()
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+        state, stats = entropy_part(state, stats, rows if early else None)
+        states.append(state)
+        packed.append(stats)
+    gathered = torch.stack(packed)
+    merged = merge_stats(gathered[..., :-1].contiguous(), terms)
+    entropy, logp = merged_entropy(gathered[..., :-1], gathered[..., -1], merged)
+    return states, MergedStats(
+        *(merged.loss, merged.offset, merged.total, merged.target_deficit, merged.valid),
+        terms=terms, entropy=entropy, log_probability=logp,
+    )  # fmt: skip
