@@ -126,13 +126,14 @@ def check(case: Case, kind: PlanKind, switches: int, broken: bool = False) -> li
     return ours[0]["lines"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "family", "chunks"),
     [
         ("vocab-2", "1f1b", 1),
-        pytest.param("vocab-1", "zb-h1", 1, marks=pytest.mark.slow),
-        pytest.param("vocab-2", "interleaved", 2, marks=pytest.mark.slow),
-        pytest.param("interlaced", "1f1b", 1, marks=pytest.mark.slow),
+        ("vocab-1", "zb-h1", 1),
+        ("vocab-2", "interleaved", 2),
+        ("interlaced", "1f1b", 1),
     ],
 )
 def test_a_run_that_switches_has_the_bits_of_one_that_does_not(method: str, family: str, chunks: int) -> None:

@@ -98,7 +98,7 @@ def test_svg_widths_are_times() -> None:
     assert widths["0B0"] == pytest.approx(2 * widths["0F0"], rel=0.01)
 
 
-@pytest.mark.parametrize(("p", "m"), [(4, 8), (32, 64)])
+@pytest.mark.parametrize(("p", "m"), [(4, 8), pytest.param(32, 64, marks=pytest.mark.slow)])
 def test_svg_stays_within_its_own_frame(p: int, m: int) -> None:
     root = ElementTree.fromstring(draw_svg(simulated(generate("vocab-2", p, m))))
     width, height = float(root.attrib["width"]), float(root.attrib["height"])

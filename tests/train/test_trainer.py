@@ -171,10 +171,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(
     assert steps_done(tmp_path) == 1  # the last good one
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("v-half", "interleaved"), pytest.param("1f1b", "v-half", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [("v-half", "interleaved"), ("1f1b", "v-half")])
 def test_a_checkpoint_goes_on_in_another_family(
     base: TrainConfig, tmp_path: Path, before: str, after: str
 ) -> None:
