@@ -114,25 +114,21 @@ def test_the_queue_of_a_group_delays_collectives() -> None:
     assert result.iteration_ms > max(play_passes(schedule, PassTimes.of(slow, schedule)).ends)
 
 
-@given(st.sampled_from(SHAPES), st.integers(0, 10**6))
-def test_any_order_of_any_shape_equals_an_independent_simulation(shape: Shape, seed: int) -> None:
-    data = random_data(shape, seed)
-    ms = {
-        "F": 10.0,
-        "B": 12.0,
-        "W": 8.0,
-        "IF": 1.0,
-        "IB": 2.0,
-        "S": 3.0,
-        "S2": 1.0,
-        "T": 4.0,
-        "L": 0.5,
-        "TW": 2.0,
-    }
+def pass_ms(shape: Shape) -> tuple[dict[str, float], dict[str, float]]:
+    """Times by pass, and those of the method as a cost file has them."""
+    ms = {"F": 10.0, "B": 12.0, "W": 8.0, "IF": 1.0, "IB": 2.0}
+    ms |= {"S": 3.0, "S2": 1.0, "T": 4.0, "L": 0.5, "TW": 2.0}
     method = {f"{name}_ms": ms[name] for name in ("S", "S2", "T", "L")}
     method["T_ms"] *= shape.algorithm != "interlaced"
     if shape.late and shape.algorithm != "vocab-2":
         method["TW_ms"] = ms["TW"]
+    return ms, method
+
+
+@given(st.sampled_from(SHAPES), st.integers(0, 10**6))
+def test_any_order_of_any_shape_equals_an_independent_simulation(shape: Shape, seed: int) -> None:
+    data = random_data(shape, seed)
+    ms, method = pass_ms(shape)
     costs = PassCosts(10.0, 12.0, 8.0, 1.0, 2.0, {shape.algorithm: method})
     if not shape.split:
         ms["B"] += ms["W"]
@@ -146,22 +142,7 @@ def test_any_order_of_any_shape_equals_an_independent_simulation(shape: Shape, s
 @given(st.sampled_from(SHAPES), st.integers(0, 10**6), st.integers(0, 30), st.integers(0, 30))
 def test_queues_equal_an_independent_simulation(shape: Shape, seed: int, p2p: int, collective: int) -> None:
     """Transfers and collectives as long as passes, so that they queue."""
-    ms = {
-        "F": 10.0,
-        "B": 12.0,
-        "W": 8.0,
-        "IF": 1.0,
-        "IB": 2.0,
-        "S": 3.0,
-        "S2": 1.0,
-        "T": 4.0,
-        "L": 0.5,
-        "TW": 2.0,
-    }
-    method = {f"{name}_ms": ms[name] for name in ("S", "S2", "T", "L")}
-    method["T_ms"] *= shape.algorithm != "interlaced"
-    if shape.late and shape.algorithm != "vocab-2":
-        method["TW_ms"] = ms["TW"]
+    ms, method = pass_ms(shape)
     costs = PassCosts(
         10.0, 12.0, 8.0, 1.0, 2.0, {shape.algorithm: method}, float(p2p), collective + 1.0, collective / 2
     )
