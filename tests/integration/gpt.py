@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,8 @@ from megatron_vocabpar.integration.chunks import chunk_positions
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
 from megatron_vocabpar.integration.iteration import OutputOptions
 from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
+from megatron_vocabpar.schedule.costs import PassCosts
+from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.passes import Pass, PassType
 from megatron_vocabpar.schedule.placement import Placement
@@ -44,6 +46,7 @@ from megatron_vocabpar.train.weights import global_parameters, initialise_weight
 from tests.gathered_attention import GatheredAttention, positions
 from tests.integration.delayed import delayed_spec
 from tests.integration.losses import LOSSES
+from tests.spawn import run_ranks
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,10 @@ class Case:
         changes = {"method": "stock", "pp": 1, "tp": 1, "dp": 1, "cp": 1, "m": self.m * self.dp}
         options = {"output_options": OutputOptions(), "delayed": False, "late_gradient": False}
         return replace(self, **changes, schedule="1f1b", chunks=1, shape="standard", **options)
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.tp * self.cp * self.dp
 
     @property
     def packed(self) -> bool:
@@ -425,10 +432,23 @@ def parallel_groups(case: Case) -> Iterator[None]:
         parallel_state.destroy_model_parallel()
 
 
+def run(case: Case, *arguments: Any, body: Callable[..., Any] = train) -> list[Any]:
+    """``body(rank, case, *arguments)`` on all ranks, with the schedule that each would generate."""
+    if case.schedule == "1f1b" and case.method != "stock":
+        case = replace(case, schedule=_generated(case.method, case.late_gradient, case.pp, case.m, case.mtp))
+    return run_ranks(case.ranks, body, case, *arguments)
+
+
+@cache
+def _generated(method: str, late_gradient: bool, p: int, m: int, mtp: int) -> Schedule:
+    kind = METHODS[method].with_late_gradient() if late_gradient else METHODS[method]
+    return generate(kind, p, m, costs=PassCosts.default(p, mtp))
+
+
 def plan_maker(case: Case) -> Callable[[int], Plan] | None:
     """How the case's plans are made; ``sequential`` is one microbatch after the other, W split off."""
     if isinstance(case.schedule, Schedule):
-        return {case.m: Plan.of(case.schedule)}.__getitem__
+        return {case.m: Plan.of(case.schedule, PassCosts.default(case.pp, case.mtp))}.__getitem__
     return (lambda m: Plan.of(sequential(case, m))) if case.schedule == "sequential" else None
 
 

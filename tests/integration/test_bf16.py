@@ -18,7 +18,7 @@ from megatron_vocabpar.train.cpu import megatron_on_cpu
 from megatron_vocabpar.train.weights import global_parameters, initialise_weights
 from tests.cases import rest_is_slow
 from tests.integration import gpt
-from tests.integration.gpt import Case, Result, batch, build_model, parallel_groups, train
+from tests.integration.gpt import Case, Result, batch, build_model, parallel_groups, run, train
 from tests.spawn import run_ranks
 
 CASE = Case(pp=2, m=2, dtype=torch.bfloat16, hidden=64, seq_length=32, vocab_size=256, steps=1, init_std=0.05)
@@ -79,8 +79,8 @@ def test_error_is_no_larger_than_stocks(method: str, confident: bool, late_gradi
     case = replace(CASE, output_scale=64.0 if confident else 1.0)
     arrays, loss, expected = run_ranks(1, float64_run, replace(case, method="stock", pp=1), confident)[0]
     given = [{name: torch.from_numpy(value) for name, value in fields.items()} for fields in arrays]
-    stock = run_ranks(2, train, replace(case, method="stock"), None, given)
-    ours = run_ranks(2, train, replace(case, method=method, late_gradient=late_gradient), None, given)
+    stock = run(replace(case, method="stock"), None, given)
+    ours = run(replace(case, method=method, late_gradient=late_gradient), None, given)
     stock_errors, our_errors = errors(stock, expected), errors(ours, expected)
     assert our_errors.keys() == stock_errors.keys()
     # Where the output layer's rounding arrives first, ours is smaller.
@@ -115,7 +115,7 @@ def test_fp32_head(method: str, invariant: bool) -> None:
     sizes = {"vocab_size": 512} if invariant else {}
     case = replace(CASE, method=method, steps=2, fp32_head=True, output_options=options, **sizes)
     (expected,) = run_ranks(1, _unsharded_fp32_head, case)
-    results = run_ranks(2, train, case, expected)
+    results = run(case, expected)
     np.testing.assert_allclose(results[-1].losses[0], expected.losses[0], rtol=1e-6)
     np.testing.assert_allclose(results[-1].evaluation, expected.evaluation, rtol=1e-4)
     for result in results:
@@ -130,8 +130,8 @@ def test_fp32_head(method: str, invariant: bool) -> None:
 def test_fp8_head(method: str, recompute: bool) -> None:
     """Trains with 8-bit products: as with 16 bits, but for what they cost in accuracy."""
     case = replace(CASE, method=method, output_options=OutputOptions(fp8=True, recompute=recompute))
-    plain = run_ranks(2, train, replace(case, output_options=OutputOptions()))
-    results = run_ranks(2, train, case)
+    plain = run(replace(case, output_options=OutputOptions()))
+    results = run(case)
     for name in ("losses", "evaluation"):
         assert getattr(results[-1], name)[0] == pytest.approx(getattr(plain[-1], name)[0], rel=2e-3)
     output = "output_layer.weight"

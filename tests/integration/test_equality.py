@@ -13,7 +13,7 @@ from megatron_vocabpar.integration.forward_backward import ForwardBackward
 from megatron_vocabpar.integration.iteration import OutputOptions
 from megatron_vocabpar.runtime.comm import VocabGroups
 from tests.cases import covering, rest_is_slow
-from tests.integration.gpt import Case, Result, train
+from tests.integration.gpt import Case, Result, run, train
 from tests.spawn import run_ranks
 
 METHODS = ("vocab-1", "vocab-2", "naive")
@@ -23,13 +23,14 @@ DRIFT = 3.0
 
 @cache
 def reference(case: Case) -> Result:
-    return run_ranks(1, train, case.unsharded())[0]
+    (result,) = run(case.unsharded())
+    return result
 
 
 def check(case: Case, tolerance: float = 1e-5, drift: float = DRIFT) -> list[Result]:
     """Losses, evaluation losses, first gradients and final weights of all ranks equal the reference's."""
     expected = reference(case)
-    results = run_ranks(case.pp * case.tp * case.cp * case.dp, train, case, expected)
+    results = run(case, expected)
     reporting = [result for result in results if result.reports_loss]
     combine = np.sum if case.loss.endswith("tokens") else np.mean
     losses = combine([result.losses for result in reporting], axis=0) / (1 if combine is np.mean else case.tp)

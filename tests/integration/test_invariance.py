@@ -13,16 +13,16 @@ from megatron_vocabpar.integration.forward_backward import ForwardBackward
 from megatron_vocabpar.integration.iteration import OutputOptions
 from megatron_vocabpar.runtime.comm import VocabGroups
 from tests.cases import rest_is_slow
-from tests.integration.gpt import Case, Result, train
+from tests.integration.gpt import Case, Result, run
 from tests.integration.test_equality import check
-from tests.spawn import run_ranks
 
 ONE = Case(method="vocab-1", m=4, layers=6, vocab_size=1100, output_options=OutputOptions(invariant=True))
 
 
 @cache
 def one_process() -> Result:
-    return run_ranks(1, train, ONE)[0]
+    (result,) = run(ONE)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def one_process() -> Result:
 )
 def test_same_bits_on_every_pipeline(method: str, pp: int) -> None:
     expected = one_process()
-    results = run_ranks(pp, train, replace(ONE, method=method, pp=pp), expected)
+    results = run(replace(ONE, method=method, pp=pp), expected)
     reporting = [result for result in results if result.reports_loss]
     assert reporting
     for result in reporting:

@@ -18,9 +18,8 @@ from megatron_vocabpar.integration.output_layer import OutputLayer
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.passes import Pass, PassType
 from tests.cases import rest_is_slow
-from tests.integration.gpt import Case, case_of, train, transformer_config
+from tests.integration.gpt import Case, case_of, run, train, transformer_config
 from tests.integration.test_equality import check
-from tests.spawn import run_ranks
 
 TOKENS: dict[str, Any] = {"loss": "tokens", "calculate_per_token_loss": True}
 VARIABLE = ((8,), (3,), (6,), (4,), (7,))
@@ -69,7 +68,7 @@ def test_tokens_that_do_not_count(method: str, options: dict[str, Any]) -> None:
     """Nine tenths of the labels are ignored, and all of the last microbatch's; S sees the others alone."""
     case = Case(method, pp=2, m=3, labels="mostly ignored", **options)
     check(case)
-    rows = run_ranks(case.pp * case.tp * case.dp, _rows, case)[0]
+    rows = run(case, body=_rows)[0]
     assert set(rows[2::3]) == {1}  # of no such token
     assert max(rows) <= case.seq_length
 
@@ -105,8 +104,8 @@ def _exponentials(rank: int, case: Case) -> int:
 
 def test_variable_lengths_keep_no_more_exponentials() -> None:
     case = Case(pp=2, m=5)
-    fixed = run_ranks(2, _exponentials, case)
-    assert run_ranks(2, _exponentials, replace(case, lengths=VARIABLE)) == fixed
+    fixed = run(case, body=_exponentials)
+    assert run(replace(case, lengths=VARIABLE), body=_exponentials) == fixed
 
 
 def test_methods_without_shared_shapes_refuse_variable_lengths() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_vocabpar.schedule.generate import generate
+from tests.cases import rest_is_slow
 from tests.integration.gpt import Case, Result, case_of, train
 from tests.integration.test_equality import reference
 from tests.runtime.rendezvous import rendezvous
@@ -33,12 +34,10 @@ def _train_all(rank: int, cases: list[tuple[Case, Result]]) -> list[Result]:
         return [train(rank, case, expected) for case, expected in cases]
 
 
-@pytest.mark.parametrize("p", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_family_trains(p: int) -> None:
+@pytest.mark.parametrize(("p", "counts"), [(2, [2]), *rest_is_slow([(2, [1]), (4, [1, 2, 4])])])
+def test_every_family_trains(p: int, counts: list[int]) -> None:
     cases = [
-        case_of(generate(method, p, m, family=family), steps=1)
-        for method, family in FAMILIES
-        for m in sorted({1, 2, p})
+        case_of(generate(method, p, m, family=family), steps=1) for method, family in FAMILIES for m in counts
     ]
     references = [reference(case.unsharded()) for case in cases]
     ranks = run_ranks(p, _train_all, list(zip(cases, references, strict=True)))

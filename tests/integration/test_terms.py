@@ -14,7 +14,7 @@ from megatron_vocabpar.integration.forward_backward import ForwardBackward
 from megatron_vocabpar.integration.iteration import OutputOptions
 from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.runtime.comm import VocabGroups
-from tests.integration.gpt import Case, Result, train
+from tests.integration.gpt import Case, Result, run, train
 from tests.spawn import run_ranks
 
 CASES = {
@@ -51,7 +51,7 @@ def test_same_training_as_unsharded(name: str) -> None:
         method, pp=2, m=3, vocab_size=97, mup_output_mult=mup, output_options=OutputOptions(terms=terms)
     )
     (expected,) = run_ranks(1, _unsharded, case, terms)
-    results = run_ranks(2, train, case, expected)
+    results = run(case, expected)
     (reporting,) = [result for result in results if result.reports_loss]
     np.testing.assert_allclose(reporting.losses, expected.losses, rtol=1e-5)
     np.testing.assert_allclose(reporting.evaluation, expected.evaluation, rtol=1e-5)

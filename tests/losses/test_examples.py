@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases import rest_is_slow
-
 ROOT = Path(__file__).parents[2]
 
 ALONE = {
@@ -49,7 +47,8 @@ def test_alone(name: str) -> None:
         assert len(means) == 1  # whatever the microbatches
 
 
-@pytest.mark.parametrize("name", rest_is_slow(TOGETHER, "losses_context_parallel.py"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOGETHER)
 def test_on_two_ranks(name: str) -> None:
     shown = _run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", f"examples/{name}")
     for text in TOGETHER[name]:

@@ -83,7 +83,7 @@ def check(family: str, method: str, p: int, m: int) -> None:
     validate_program(schedule, lower(schedule))
 
 
-@covering(("method", METHODS), ("family", families()), ("p", [1, 2, 3, 5]), pairs=True)
+@covering(("method", METHODS), ("family", families()), ("p", [1, 2, 3, 5]))
 def test_keeps_every_rule_by_an_independent_reading(family: str, method: str, p: int) -> None:
     for m in {1, p, 2 * p + 1}:
         check(family, method, p, m)

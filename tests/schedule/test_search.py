@@ -74,9 +74,9 @@ def test_more_memory_is_not_slower_and_less_is_kept() -> None:
 
 
 def test_chunks_and_families_can_be_prescribed() -> None:
-    assert search("vocab-2", 2, 4, chunks=1, passes=FEW).chunks == 1
-    assert search("vocab-2", 2, 4, chunks=3, passes=FEW).placement.num_stages == 6
-    only = search("vocab-2", 3, 6, among=[families()["v-half"]], passes=FEW)
+    assert search("vocab-2", 2, 4, chunks=1, passes=30_000).chunks == 1
+    assert search("vocab-2", 2, 4, chunks=3, passes=30_000).placement.num_stages == 6
+    only = search("vocab-2", 3, 6, among=[families()["v-half"]], passes=30_000)
     assert only.placement.shape == "vshape"
 
 

@@ -23,6 +23,7 @@ from megatron_vocabpar.train.failure import ProgressRecord, TrainingFailed
 from megatron_vocabpar.train.output import LOG_FOLDER, method_config, open_method
 from megatron_vocabpar.train.ranks import launch
 from megatron_vocabpar.train.workers import SAVED, Interrupted, Watchdog, run_workers
+from tests.cases import rest_is_slow
 
 RANKS = 3
 FAKE = "tests.train.fake_worker"
@@ -93,7 +94,7 @@ def test_a_failing_rank_ends_the_job(
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sent", rest_is_slow([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
 def test_a_signal_to_the_launcher_leaves_no_process(config_path: Path, sent: signal.Signals) -> None:
     code = (
         f"import sys; from tests.train.test_ranks import Interrupted, run; from pathlib import Path\n"
