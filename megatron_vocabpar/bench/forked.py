@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vocabpar.train.failure import ProgressRecord, TrainingFailed, blame, write_error
+from megatron_vocabpar.train.failure import ProgressRecord, TrainingFailed, blame
 from megatron_vocabpar.train.worker import follow_parent
 
 _SETTLE_S = 0.5  # in which peers of a failed rank say why they fail
@@ -95,14 +95,15 @@ def _run_rank(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its ranks
     follow_parent(folder)
     torch.set_num_threads(1)
+    record = ProgressRecord(folder, rank)
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timeout
         )
-        result = body(rank, ProgressRecord(folder, rank))
+        result = body(rank, record)
         dist.barrier()  # a rank that leaves early closes connections that others still use
         results.send_bytes(pickle.dumps(result))
     except Exception as error:
-        write_error(folder, rank, error)
+        record.write_error(error)
         os._exit(1)
     os._exit(0)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import pickle
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -82,6 +83,7 @@ class _FormatOnly(pickle.Unpickler):
         return found
 
 
+_NOT_WEIGHTS = "it does not hold tensors and plain values alone"
 _RECORDS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
 _OTHERS = (
     ("collections", "OrderedDict"),
@@ -92,20 +94,26 @@ _OTHERS = (
 )
 
 
-def check_metadata(folder: Path) -> None:
-    """Refuse a checkpoint whose metadata, which torch unpickles, holds anything else.
+def check_files(folder: Path) -> None:
+    """Refuse a checkpoint with a file that could run code, or that is not of the format.
 
-    Objects inside its files are read by ``torch.load``; the launcher asks for ``weights_only`` there.
+    The metadata, which torch unpickles, holds its own classes alone; ``common.pt`` what ``torch.load`` takes
+    with ``weights_only``, which the launcher asks for in all other files.
 
     Raises:
         ValueError: naming the file.
     """
-    path = folder / ".metadata"
-    with open(path, "rb") as file:
-        try:
-            _FormatOnly(file).load()
-        except Exception as error:
-            raise ValueError(f"{path}: {error}; take a checkpoint from whom you trust") from error
+    readers: dict[str, Callable[[BinaryIO], object]] = {
+        ".metadata": lambda file: _FormatOnly(file).load(),
+        "common.pt": partial(torch.load, weights_only=True),
+    }
+    for name, read in readers.items():
+        with open(folder / name, "rb") as file:
+            try:
+                read(file)
+            except Exception as error:
+                why = _NOT_WEIGHTS if isinstance(error, pickle.UnpicklingError) else error
+                raise ValueError(f"{folder / name}: {why}; take a checkpoint from whom you trust") from error
 
 
 def load_checkpoint(folder: Path, state: TrainState) -> int:
@@ -115,9 +123,9 @@ def load_checkpoint(folder: Path, state: TrainState) -> int:
         The number of steps done.
 
     Raises:
-        ValueError: as ``check_metadata``.
+        ValueError: as ``check_files``.
     """
-    check_metadata(folder)
+    check_files(folder)
     with _one_cause():
         loaded = dist_checkpointing.load(_sharded(state, is_loading=True), str(folder))
     for i, chunk in enumerate(state.chunks):

@@ -1,8 +1,9 @@
 """What a rank was doing when it failed, and what went wrong: one message with rank, error, step and pass.
 
-Each rank has a record, a small file beside its log. Its step and instruction are mapped into memory: to note
-them is a memory copy, so the executor can do it before every instruction, and the file outlives a process
-that is killed. Behind them goes the exception that ends the rank.
+Each rank has a record, a small file beside its log, mapped into memory. To note a step and an instruction is
+a memory copy, so the executor can do it before every instruction, and the file outlives a process that is
+killed. Behind them goes the exception that ends the rank: the room is there from the start, so it needs
+neither a free disk nor a free file descriptor.
 
 When a rank fails, its peers fail too, because their connections close. A rank that was killed from outside
 is the cause; otherwise it is the rank whose error came first.
@@ -19,7 +20,6 @@ import struct
 import time
 import traceback
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ from typing import Any
 from megatron_vocabpar.schedule.passes import Pass, parse
 
 _STEP_BYTES, _TIME_BYTES, _TEXT_BYTES = 16, 8, 48
-_ERROR_BYTES = 16384  # kept free, for an error that says that the disk is full
+_ERROR_BYTES = 65536
+_ERROR_CHARACTERS = 4000
 _PROGRESS_BYTES = _STEP_BYTES + _TIME_BYTES + _TEXT_BYTES
 _TRACEBACK_LINES = 12
 _SIGNALS = {number.value: f", {number.name}" for number in signal.Signals}
@@ -42,48 +43,49 @@ class TrainingFailed(Exception):
 
 
 class ProgressRecord:
-    """Where one rank notes its step and instruction; its record in the folder ``logs`` is begun anew."""
+    """Where one rank notes its step, its instruction and its error, in the folder ``logs``.
+
+    What the rank had noted before is gone; an earlier object of the same rank writes into the same record.
+
+    Raises:
+        OSError: if the disk has no room for it.
+    """
 
     def __init__(self, logs: Path, rank: int) -> None:
         logs.mkdir(parents=True, exist_ok=True)
+        size = _PROGRESS_BYTES + _ERROR_BYTES
         with open(record_path(logs, rank), "w+b") as file:
-            file.truncate(_PROGRESS_BYTES + _ERROR_BYTES)
-            with suppress(OSError):  # where the file system cannot
-                os.posix_fallocate(file.fileno(), 0, _PROGRESS_BYTES + _ERROR_BYTES)
-            self._map = mmap.mmap(file.fileno(), _PROGRESS_BYTES)
+            os.posix_fallocate(file.fileno(), 0, size)
+            self._map = mmap.mmap(file.fileno(), size)
 
     def write(self, instruction: str) -> None:
         """Note the instruction that is about to run; at most 48 bytes are kept."""
         text = instruction.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-        self._map[_STEP_BYTES:] = struct.pack("d", time.time()) + text
+        self._map[_STEP_BYTES:_PROGRESS_BYTES] = struct.pack("d", time.time()) + text
 
     def write_step(self, step: int) -> None:
         """Note the step that is about to run, and that none of its instructions has begun."""
         self._map[:_STEP_BYTES] = str(step).encode().ljust(_STEP_BYTES, b"\0")
         self.write("")
 
+    def write_error(self, error: BaseException) -> None:
+        """Leave an exception for the launcher; call it as soon as the exception is caught.
+
+        The text of a ``NotFinite``, the same on all ranks, says all by itself, and so does an ``OSError``'s.
+        """
+        text = str(error) if isinstance(error, NotFinite) else f"{type(error).__name__}: {error}"
+        found: dict[str, Any] = {"time_s": time.time(), "error": text[:_ERROR_CHARACTERS]}
+        if isinstance(error, NotFinite):
+            found["of_all"] = True
+        elif not isinstance(error, OSError):
+            lines = "".join(traceback.format_exception(error)).rstrip().splitlines()[-_TRACEBACK_LINES:]
+            found["traceback"] = "\n".join(lines)[-_ERROR_CHARACTERS:]
+        self._map[_PROGRESS_BYTES:] = json.dumps(found).encode()[:_ERROR_BYTES].ljust(_ERROR_BYTES, b"\0")
+
 
 def record_path(logs: Path, rank: int) -> Path:
     """The file of a rank's record."""
     return logs / f"rank{rank}.record"
-
-
-def write_error(logs: Path, rank: int, error: BaseException) -> None:
-    """Leave an exception for the launcher; call it as soon as the exception is caught.
-
-    The text of a ``NotFinite``, the same on all ranks, says all by itself, and that of an ``OSError`` too.
-    """
-    found: dict[str, Any] = {"time_s": time.time(), "error": str(error)}
-    if isinstance(error, NotFinite):
-        found["of_all"] = True
-    else:
-        found["error"] = f"{type(error).__name__}: {error}"
-    if not isinstance(error, NotFinite | OSError):
-        found["traceback"] = "".join(traceback.format_exception(error))
-    with suppress(OSError):
-        file = os.open(record_path(logs, rank), os.O_CREAT | os.O_WRONLY)
-        os.pwrite(file, json.dumps(found).encode(), _PROGRESS_BYTES)
-        os.close(file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ class Record:
         (began_s,) = struct.unpack_from("d", raw, _STEP_BYTES)
         try:
             error = json.loads(raw[_PROGRESS_BYTES:].rstrip(b"\0") or b"{}")
-        except ValueError:  # cut short, by a full disk
+        except ValueError:  # cut short
             error = {}
         instruction = text.rstrip(b"\0").decode(errors="replace")
         return cls(int(step) if step else None, instruction, began_s, **error)
@@ -171,6 +173,6 @@ def blame(logs: Path, world_size: int, exit_codes: Mapping[int, int]) -> str:
     if not causes:
         return "the workers ended, and none of them left a reason"
     _, _, rank, what = min(causes)
-    trace = records[rank].traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]
+    trace = records[rank].traceback.splitlines()
     first = records[rank].error if records[rank].of_all else f"rank {rank} {what} ({records[rank].place})"
     return "\n".join([first, *trace])

@@ -143,7 +143,7 @@ def resumed(config: TrainConfig, given: Collection[str]) -> TrainConfig:
         ValueError: if the folder's configuration cannot be read.
     """
     folder = Path(config.output)
-    if not (folder / CONFIG_FILE).is_file():
+    if not (folder / CONFIG_FILE).exists():
         return config  # check_output says what is wrong
     saved = read_config(folder)
     asked = [name for name in config.methods if {"method", "compare"} & set(given)]

@@ -21,6 +21,7 @@ from pathlib import Path
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import TrainingFailed, explain
 from megatron_vocabpar.train.output import CONFIG_FILE, LOG_FOLDER
+from megatron_vocabpar.train.worker import follow_parent
 from megatron_vocabpar.train.workers import Watchdog, run_workers
 
 WORKER_MODULE = "megatron_vocabpar.train.worker"
@@ -61,7 +62,7 @@ class OwnProcesses:
 
 
 class TorchrunRank(OwnProcesses):
-    """One rank of a job that torchrun has started; they meet at torchrun's store.
+    """One rank of a job that torchrun has started; they meet at torchrun's store, and end when it is gone.
 
     The results folder and the cache must be on a disk that all ranks see.
     """
@@ -69,6 +70,7 @@ class TorchrunRank(OwnProcesses):
     def __init__(self) -> None:
         from torch.distributed.rendezvous import rendezvous
 
+        follow_parent(None)
         self._store, self._rank, _ = next(rendezvous("env://"))
         self.leads = self._rank == 0
 

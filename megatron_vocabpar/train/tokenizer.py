@@ -44,7 +44,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"cannot read the tokenizer {path}: {error}; give a tokenizer.json") from error
+        raise ValueError(f"--tokenizer {path} cannot be read: {error}; give a tokenizer.json") from error
     end_of_text(tokenizer)
     return tokenizer
 

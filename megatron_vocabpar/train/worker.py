@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.failure import write_error
+from megatron_vocabpar.train.failure import ProgressRecord
 from megatron_vocabpar.train.output import LOG_FOLDER
 from megatron_vocabpar.train.quiet import quiet_megatron
 from megatron_vocabpar.train.workers import TEMPORARY
@@ -39,10 +39,10 @@ def run_worker(config_path: str, run: Callable[[TrainConfig], int | None]) -> No
     """
     rank = int(os.environ["RANK"])
     config = TrainConfig.from_json(Path(config_path).read_text())
-    temporary = os.environ.get(TEMPORARY)
-    follow_parent(Path(temporary) if temporary else None)
+    temporary = Path(os.environ[TEMPORARY]) if TEMPORARY in os.environ else None
+    follow_parent(temporary)
     logs = Path(config.output) / LOG_FOLDER
-    logs.mkdir(parents=True, exist_ok=True)
+    record = ProgressRecord(logs, rank)
     if rank != 0:
         _log_to(logs / f"rank{rank}.log")
     faulthandler.enable()
@@ -50,14 +50,14 @@ def run_worker(config_path: str, run: Callable[[TrainConfig], int | None]) -> No
         with quiet_megatron() if rank == 0 else nullcontext():
             code = run(config) or 0
     except KeyboardInterrupt:
-        _leave(130)
+        _leave(130, temporary)
     except BaseException as error:  # torch's CheckpointException is no Exception
-        write_error(logs, rank, error)
-        _leave(1)
-    _leave(code)
+        record.write_error(error)
+        _leave(1, temporary)
+    _leave(code, temporary)
 
 
-def _leave(code: int) -> NoReturn:
+def _leave(code: int, temporary: Path | None) -> NoReturn:
     """End this process now: a normal exit would join threads and free groups in which it waits for peers.
 
     Nor does a training that went well need it: gloo's threads may still let go of their last tensors, and an
@@ -70,6 +70,8 @@ def _leave(code: int) -> NoReturn:
     if os.getpgrp() == os.getpid():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)
+    if temporary is not None:
+        shutil.rmtree(temporary, ignore_errors=True)
     os._exit(code)
 
 
@@ -84,7 +86,7 @@ def follow_parent(temporary: Path | None) -> None:
     """End this process, and all that it has started, soon after its launcher has died, however that died.
 
     Args:
-        temporary: a folder that the launcher would have removed.
+        temporary: a folder to remove then.
     """
     parent = os.getppid()
 

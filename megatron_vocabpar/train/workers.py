@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from megatron_vocabpar.train.output import LOG_FOLDER, SCHEDULE_DATA_FILE
 SAVED = 128 + signal.SIGTERM
 """Exit code of a worker that has saved because of SIGTERM."""
 TEMPORARY = "VOCABPAR_TEMPORARY"
-"""The variable that names the folder of temporary files; a worker removes it if its launcher is gone."""
+"""The variable that names a worker's folder of temporary files, which it removes when it ends."""
 _POLL_S = 0.1
 _TO_SAVE_S = 300.0
 _QUIET_S = 15.0
@@ -66,7 +66,8 @@ class Watchdog:
         """That of a method's job."""
         folder = Path(config.output)
         schedule = folder / SCHEDULE_DATA_FILE
-        return cls(folder / LOG_FOLDER, config.world_size, config.timeout, print, partial(_places, schedule))
+        say = partial(print, flush=True)
+        return cls(folder / LOG_FOLDER, config.world_size, config.timeout, say, partial(_places, schedule))
 
     def __post_init__(self) -> None:
         self._seen: list[Record] = []
@@ -143,12 +144,13 @@ def run_workers(
     with (
         on_signal(signal.SIGTERM, _interrupt),
         on_signal(signal.SIGINT, _interrupt),
-        TemporaryDirectory(prefix="vocabpar-", ignore_cleanup_errors=True) as temporary,
+        ExitStack() as stack,
     ):
         processes: dict[int, subprocess.Popen[bytes]] = {}
         try:
             for rank, environment in environments.items():
-                own = {**environment, "TMPDIR": temporary, TEMPORARY: temporary}
+                temporary = TemporaryDirectory(prefix="vocabpar-", ignore_cleanup_errors=True)
+                own = {**environment, **dict.fromkeys(("TMPDIR", TEMPORARY), stack.enter_context(temporary))}
                 processes[rank] = subprocess.Popen(
                     [sys.executable, *command], env=own, start_new_session=True
                 )

@@ -123,7 +123,10 @@ def run_case(case: Fault, folder: Path, templates: Mapping[str, Path]) -> None:
     expected = case.messages if case.messages is not None else int(code > 0)
     assert case.launched or len(_SAID.findall(err)) == expected, f"{expected} messages expected: {told}"
     assert case.launched or not _NOISE.search(err), told
-    temporary_files = list(temporary.iterdir())
+    of_torchrun = "torchelastic_"  # it leaves its folder after a failure
+    temporary_files = [
+        path for path in temporary.iterdir() if not (case.launched and path.name.startswith(of_torchrun))
+    ]
     shutil.rmtree(temporary)
     assert not temporary_files, f"{temporary_files} are left: {told}"
     if case.spared:
@@ -147,7 +150,9 @@ class _Kept:
 def _kept(out: Path) -> _Kept:
     """Intact checkpoints, and the loss of each step by file, up to the newest checkpoint's."""
     intact = frozenset(
-        path.parent for path in out.glob("*/checkpoint/step_*/digests.json") if damage(path.parent) is None
+        path.parent
+        for path in out.glob("*/checkpoint/step_*[0-9]/digests.json")
+        if damage(path.parent) is None
     )
     losses = {}
     for path in out.glob("*/metrics.jsonl"):

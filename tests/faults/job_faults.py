@@ -147,7 +147,7 @@ def processes() -> Iterator[Fault]:
         yield Fault(
             f"saved-sigterm-launcher-step-{step}",
             128 + TERM,
-            f"interrupted; last checkpoints: vocab-2 of step {step}",
+            f"interrupted; last checkpoints: vocab-2 of step [{step}{step + 1}]",  # when the launcher gets to it
             SAVES_AT_END,
             plant=at(1, step, place, by(TERM, parent=True)),
         )
@@ -485,7 +485,7 @@ def files() -> Iterator[Fault]:
     for name in ("metrics.jsonl", "schedule.svg", "timeline.json"):
         yield Fault(
             f"files-folder-instead-of-{name}",
-            1,
+            2 if name == "schedule.svg" else 1,  # the report draws it
             rf"IsADirectoryError.*{name}|{name}",
             RESUME,
             after="one",
@@ -497,15 +497,21 @@ def files() -> Iterator[Fault]:
         "files-file-instead-of-checkpoint",
         1,
         "checkpoint",
-        FRESH,
-        prepare=lambda place: None,
+        SAVES_AT_END,
         plant=instead("megatron_vocabpar.train.job", "write_inputs", lambda: Path("out/vocab-2/checkpoint").write_text(""), after=True),
     )
-    yield Fault("files-file-instead-of-method", 2, "cannot use .*vocab-2", RESUME + " --method naive", after="one", prepare=file_in_the_way("naive"))
+    yield Fault("files-file-instead-of-method", 2, "cannot use .*naive", RESUME + " --method naive", after="one", prepare=file_in_the_way("naive"))
     yield Fault("files-cache-is-a-file", 2, "cannot use .*text.txt", variables={"VOCABPAR_CACHE": "text.txt"})
     yield Fault("files-cache-cannot-be-made", 2, "cannot use .*/dev/null", variables={"VOCABPAR_CACHE": "/dev/null/cache"})
-    yield Fault("files-full-disk", 2, r"cannot use .*No space left", prepare=full_disk)
-    yield Fault("files-full-disk-at-resume", 2, r"cannot use .*No space left", RESUME, after="one", prepare=full_disk)
+    yield Fault("files-full-disk", 2, r"cannot use .*No space left", FRESH + "/deeper", prepare=full_disk)
+    yield Fault(
+        "files-full-disk-at-resume",
+        1,
+        r"rank \d raised .*saving results(.*\n)*last checkpoints: vocab-2 of step 4",
+        RESUME_SAVING,
+        after="one",
+        prepare=full_disk,
+    )
     yield Fault("files-read-only", 2, r"cannot use .*Read-only", RESUME, after="one", prepare=read_only)
     yield Fault(
         "files-disk-full-at-save",
@@ -598,7 +604,7 @@ def metrics() -> Iterator[Fault]:
     )
     yield Fault("report-of-nothing", 2, "cannot read .*config.json", "report {}/out")
     yield Fault("report-without-metrics", 2, "holds no metrics", "report {}/out", after="one", prepare=harms((removes, METRICS)), spared=False)
-    yield Fault("report-onto-a-full-disk", 2, "cannot use .*No space left", "report {}/out", after="one", prepare=full_disk)
+    yield Fault("report-onto-a-full-disk", 2, "cannot use .*No space left", "report {}/out", after="one", prepare=lambda p: [(p.out / "index.html").unlink(), full_disk(p)])
     for name, text in (("cut", '{"pp": 2'), ("list", "[]"), ("empty", ""), ("other", '{"pp": 2}'), ("deep", "[" * 100_000)):
         yield Fault(f"report-emulation-{name}", 2, r"emulation\.json", "report {}/out", after="one", prepare=writes("emulation.json", text))
         yield Fault(f"report-schedule-{name}", 2, r"schedule\.json", "report {}/out", after="one", prepare=writes("vocab-2/schedule.json", text))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.failure import ProgressRecord, Record, explain, write_error
+from megatron_vocabpar.train.failure import ProgressRecord, Record, explain
 from megatron_vocabpar.train.output import LOG_FOLDER, open_method
 
 
@@ -56,7 +56,7 @@ def test_a_text_that_is_too_long_is_cut(tmp_path: Path) -> None:
 def test_an_error_keeps_the_place(tmp_path: Path) -> None:
     record = ProgressRecord(tmp_path, 0)
     record.write_step(3)
-    write_error(tmp_path, 0, RuntimeError("boom"))
+    record.write_error(RuntimeError("boom"))
     record.write("2S5")
     found = Record.read(tmp_path, 0)
     assert (found.step, found.instruction, found.error) == (3, "2S5", "RuntimeError: boom")
@@ -67,7 +67,7 @@ def test_an_error_keeps_the_place(tmp_path: Path) -> None:
 def test_records_of_an_earlier_job_are_removed_and_logs_kept(tmp_path: Path) -> None:
     told = TrainConfig(output=str(tmp_path))
     logs = open_method(told).parent / LOG_FOLDER
-    write_error(logs, 0, RuntimeError("of the earlier job"))
+    ProgressRecord(logs, 0).write_error(RuntimeError("of the earlier job"))
     (logs / "rank1.log").write_text("kept")
     open_method(told)
     assert [path.name for path in logs.iterdir()] == ["rank1.log"]
@@ -97,7 +97,7 @@ def test_who_is_to_blame(
 ) -> None:
     for rank, (time_s, text) in errors.items():
         monkeypatch.setattr(time, "time", lambda time_s=time_s: time_s)
-        write_error(tmp_path, rank, RuntimeError(text))
+        ProgressRecord(tmp_path, rank).write_error(RuntimeError(text))
     said = explain(tmp_path, 4, exit_codes).splitlines()[0]
     assert said.removesuffix(" (before its first step)") == first_line
 
@@ -106,7 +106,7 @@ def test_the_traceback_and_the_logs_are_shown(tmp_path: Path) -> None:
     try:
         raise RuntimeError("boom")
     except RuntimeError as error:
-        write_error(tmp_path, 1, error)
+        ProgressRecord(tmp_path, 1).write_error(error)
     lines = explain(tmp_path, 4, {1: 1}).splitlines()
     assert 'raise RuntimeError("boom")' in "\n".join(lines)
     assert lines[-2:] == ["RuntimeError: boom", f"the logs of the ranks are in {tmp_path}"]
