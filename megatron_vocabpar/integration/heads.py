@@ -55,8 +55,18 @@ def head_labels(model: torch.nn.Module, call: ModelCall) -> torch.Tensor:
     return torch.stack([heads.labels[-1], *heads.labels[:-1]])
 
 
+def log_acceptance(config: Any) -> bool:
+    """Whether it logs how often a head's most likely id is the target: from 0.19 on."""
+    return depths(config) > 0 and hasattr(multi_token_prediction, _COUNTS)
+
+
 def main_loss(
-    model: torch.nn.Module, call: ModelCall, losses: torch.Tensor, *, training: bool
+    model: torch.nn.Module,
+    call: ModelCall,
+    losses: torch.Tensor,
+    *,
+    training: bool,
+    wins: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The losses ``[b, s]`` that the loss function takes; what the other heads add hangs on their gradient.
 
@@ -65,23 +75,35 @@ def main_loss(
         call: as the training script makes it on the stage with the labels.
         losses: ``[1 + D, b, s]`` of all heads.
         training: log the losses of the further heads.
+        wins: likewise, 1 where the target is the most likely id; without it NaN is logged of that.
     """
     if len(losses) == 1:
         return losses[0]
-    return _Heads(unwrap_model(model), losses, training).main_loss(call)
+    with _acceptance_counts(wins):
+        return _Heads(unwrap_model(model), losses, training).main_loss(call)
 
 
 @contextmanager
-def _without_acceptance_rates() -> Iterator[None]:
-    """From 0.19 on it logs how often a head's most likely id is the target; without logits that is NaN."""
-    counts = getattr(multi_token_prediction, _COUNTS, None)
-    if counts is not None:
-        setattr(multi_token_prediction, _COUNTS, lambda *_: (torch.tensor(torch.nan), torch.tensor(0.0)))
+def _acceptance_counts(wins: torch.Tensor | None) -> Iterator[None]:
+    """Where Megatron counts, in logits, how often a head's most likely id is the target: the known answer."""
+    stock = getattr(multi_token_prediction, _COUNTS, None)
+    if stock is None:
+        yield
+        return
+    heads = iter(() if wins is None else wins[1:].bool())
+
+    def counts(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        counted = arguments[2].bool()  # the loss mask
+        total = counted.sum().float()
+        if wins is None:
+            return torch.full_like(total, torch.nan), total
+        return (next(heads) & counted).sum().float(), total
+
+    setattr(multi_token_prediction, _COUNTS, counts)
     try:
         yield
     finally:
-        if counts is not None:
-            setattr(multi_token_prediction, _COUNTS, counts)
+        setattr(multi_token_prediction, _COUNTS, stock)
 
 
 def _arguments(inner: Any, call: ModelCall) -> dict[str, Any]:
@@ -134,6 +156,5 @@ class _Heads:
         }
         options = {"loss_mask": None, **given}
         accepted = inspect.signature(_PROCESS).parameters
-        with _without_acceptance_rates():
-            hidden = _PROCESS(**{name: value for name, value in options.items() if name in accepted})
+        hidden = _PROCESS(**{name: value for name, value in options.items() if name in accepted})
         return self.compute_language_model_loss(given["labels"], hidden)

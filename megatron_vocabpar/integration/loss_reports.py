@@ -37,11 +37,16 @@ class LossReports:
             self._finite_hidden[i] = x.isfinite().all()
 
     def report(
-        self, i: int, token_losses: torch.Tensor, entropy: torch.Tensor | None = None
+        self,
+        i: int,
+        token_losses: torch.Tensor,
+        entropy: torch.Tensor | None = None,
+        wins: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Megatron's loss function on the losses ``[1 + D, b, s]`` float32 of microbatch ``i``.
 
-        Where entropies were asked for, likewise, it gets those of the first head too.
+        Where entropies were asked for, likewise, it gets those of the first head too. ``wins``, likewise, is
+        1 where the target is the most likely id, for Megatron's log of the further heads.
 
         Returns:
             The gradient ``[k, 1 + D, b, s]`` float32 that it gives them; k is 2 where it may depend on the
@@ -51,11 +56,12 @@ class LossReports:
         if self._looks:
             self._finite_losses[i] = token_losses.isfinite().all()
         model, recorded = call.chunks[-1], iteration.recorded[iteration.rank.placement.loss_stage][i]
+        main_loss = partial(heads.main_loss, model, recorded, training=not call.forward_only, wins=wins)
         reported, num_tokens, grad, more = compat.loss_and_gradient(
             model=model,
             token_losses=token_losses,
             entropy=None if entropy is None else entropy[0],
-            main_loss=partial(heads.main_loss, model, recorded, training=not call.forward_only),
+            main_loss=main_loss,
             loss_func=recorded.loss_func,
             config=call.config,
             num_microbatches=call.num_microbatches,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vocabpar.integration import compat
+from megatron_vocabpar.integration import compat, heads
 from megatron_vocabpar.integration.gradients import main_grad
 from megatron_vocabpar.integration.iteration import Iteration, LayerHandlers
 from megatron_vocabpar.integration.loss_reports import LossReports
@@ -34,6 +34,7 @@ from megatron_vocabpar.layers.entropy import (
 from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.invariant import FixedPoint
 from megatron_vocabpar.layers.output import OutputState, naive_sum
+from megatron_vocabpar.layers.rivals import merged_target_wins, rival_part
 from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats, merged_place
 from megatron_vocabpar.runtime.comm import all_gather, all_reduce, broadcast
 from megatron_vocabpar.runtime.streams import Event
@@ -59,6 +60,13 @@ class OutputLayer(LayerHandlers):
         waits = method.waits_for
         self.early_gradient = PassType.T in waits and waits[PassType.T][0] is waits[PassType.B][0]
         self.late_gradient = method.late_gradient
+        self._counts_wins = heads.log_acceptance(iteration.call.config) and self._can_count_wins()
+
+    def _can_count_wins(self) -> bool:
+        """Whether S of a training keeps plain exponentials of the operands' dtype."""
+        options, training = self.rank.output_options, not self.call.forward_only
+        others = options.recompute or options.invariant or options.fp8 or self._terms.softcap is not None
+        return training and PassType.S2 not in self.rank.method.passes and not others
 
     def finish(self) -> None:
         """In evaluation: report the losses that are still on their way. In training: check the gradients.
@@ -151,6 +159,8 @@ class OutputLayer(LayerHandlers):
             early = options.entropy_gradient and with_input_gradient and training
             weight = self.model.output_weight.detach() if early else None
             state, statistics = entropy_part(state, statistics, weight)
+        if self._counts_wins:
+            statistics = rival_part(state, statistics)
         return state if training else None, statistics
 
     def _spare_exponentials(self, tokens: int) -> torch.Tensor | None:
@@ -213,12 +223,17 @@ class OutputLayer(LayerHandlers):
     def _place(self, statistics: torch.Tensor) -> MergedStats:
         """Memory of this stream for what the other makes of everyone's statistics."""
         place = merged_place(statistics)
-        if not self.rank.output_options.entropy:
-            return place
-        entropy, log_probability = statistics.new_empty(2, len(statistics)).unbind()
-        return replace(place, entropy=entropy, log_probability=log_probability)
+        if self.rank.output_options.entropy:
+            entropy, log_probability = statistics.new_empty(2, len(statistics)).unbind()
+            place = replace(place, entropy=entropy, log_probability=log_probability)
+        return replace(place, target_wins=torch.empty_like(place.valid)) if self._counts_wins else place
 
     def _joined(self, gathered: torch.Tensor, place: MergedStats) -> MergedStats:
+        if place.target_wins is not None:
+            gathered, largest = gathered[..., :-1].contiguous(), gathered[..., -1]
+            merged = self._joined(gathered, replace(place, target_wins=None))
+            wins = place.target_wins.copy_(merged_target_wins(gathered, largest, merged))
+            return replace(merged, target_wins=wins)
         if place.entropy is None or place.log_probability is None:
             return merge_stats(gathered, self._terms, out=place)
         gathered, parts = gathered[..., :-1].contiguous(), gathered[..., -1]
@@ -451,9 +466,13 @@ class OutputLayer(LayerHandlers):
     def _report_loss(self, i: int, merged: MergedStats) -> torch.Tensor | None:
         """Call the loss function; returns the gradient [k, n] that it gives the tokens, in training."""
         microbatches, microbatch = self.microbatches, self.microbatches[i]
-        values = (merged.loss,) if merged.entropy is None else (merged.loss, merged.entropy)
-        spread = (microbatches.from_rows(i, microbatch.spread(value.float())) for value in values)
-        grads = self._reports.report(i, *spread)
+        values = {"token_losses": merged.loss, "entropy": merged.entropy, "wins": merged.target_wins}
+        spread = {
+            name: microbatches.from_rows(i, microbatch.spread(value.float()))
+            for name, value in values.items()
+            if value is not None
+        }
+        grads = self._reports.report(i, **spread)
         if grads is None:
             return None
         return torch.stack([microbatch.take(microbatches.rows(i, grad)) for grad in grads])

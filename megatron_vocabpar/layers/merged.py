@@ -31,6 +31,7 @@ class MergedStats:
         weight_peak: the largest |weight| of all shards, one double; of statistics of whole numbers only.
         entropy: in nats, of the transformed logits; 0 for ignored tokens; None where S was not asked for it.
         log_probability: of the target, likewise.
+        target_wins: boolean; whether no id is likelier than the target; None where S was not asked for it.
         terms: what the loss consists of. Scales below are of the gradient with respect to the shard's
             rows of logits before the logit scale; a softcap's slope is not in them.
     """
@@ -44,6 +45,7 @@ class MergedStats:
     weight_peak: Tensor | None = None
     entropy: Tensor | None = None
     log_probability: Tensor | None = None
+    target_wins: Tensor | None = None
 
     def logsumexp(self) -> Tensor:
         """[n] of the whole vocabulary's logits."""

@@ -59,6 +59,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("heads")
 
 
+COMPARED = re.compile(r"mtp_\d( loss|_acceptance_rate)|lm loss|grad-norm")
+
+
 def train(setting: str, layout: str, until: int, *options: str) -> Log:
     flags, sizes = LAYOUTS[layout]
     options = ("--exit-interval", str(until), "--eval-interval", str(LAST), *options)
@@ -97,11 +100,11 @@ def run(folder: Path, setting: str, layout: str) -> tuple[Log, Log]:
 
 
 def check(folder: Path, setting: str, layout: str) -> None:
-    """Losses of every head, gradient norms and evaluation; likewise of stock that goes on."""
+    """Losses and acceptance rates of all heads, gradient norms, evaluation; likewise stock that goes on."""
     expected, ours = run(folder, setting, "stock pp1"), run(folder, setting, layout)
     assert "vocabulary parallelism: method" in ours[0].text
     for theirs, mine, steps in zip(expected, ours, (LAST - SAVED, LATER - LAST), strict=True):
-        tags = [tag for tag in theirs.scalars if re.fullmatch(r"mtp_\d loss|lm loss|grad-norm", tag)]
+        tags = [tag for tag in theirs.scalars if COMPARED.fullmatch(tag)]
         assert len(tags) >= (2 if setting in ("pattern", "pattern with experts") else 3)
         assert len(mine.losses) == steps
         for tag in tags:

@@ -1,0 +1,45 @@
+"""Whether the target is the most likely id, from all shards' stored exponentials, beside a whole argmax."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_vocabpar.layers.output import output_forward
+from megatron_vocabpar.layers.partition import even_ranges
+from megatron_vocabpar.layers.rivals import merged_target_wins, rival_part
+from megatron_vocabpar.layers.softmax_stats import merge_stats
+
+N, H, V, SHARDS = 64, 16, 61, 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        (torch.float64, 1.0),
+        (torch.float32, 1.0),
+        (torch.float32, 50.0),
+        (torch.bfloat16, 1.0),
+        (torch.float16, 20.0),
+    ],
+)
+def test_the_target_wins_where_it_is_the_argmax(dtype: torch.dtype, size: float) -> None:
+    random = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(rows, H, generator=random).mul(size**0.5).to(dtype) for rows in (N, 64))
+    logits = x.double() @ w[:V].double().T
+    best = logits.argmax(1)
+    targets = best.clone()
+    targets[1::4] = torch.randint(V, (N // 4,), generator=random)
+    targets[2::4] = logits[2::4].topk(2).indices[:, 1]  # the second
+    targets[3::4] = -100
+    targets[7] = 62  # padding
+    gathered = []
+    for shard in even_ranges(64, SHARDS, V):
+        rows = w[shard.start : shard.stop]
+        state, statistics = output_forward(x, rows, targets, shard, with_input_gradient=False)
+        gathered.append(rival_part(state, statistics))
+    *_, largest = (stacked := torch.stack(gathered)).unbind(2)
+    merged = merge_stats(stacked[..., :-1].contiguous())
+    wins = merged_target_wins(stacked[..., :-1], largest, merged)
+    assert wins.equal(targets == best)
+    assert 0 < wins.sum() < N // 2
