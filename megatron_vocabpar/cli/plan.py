@@ -6,6 +6,7 @@ Exit code 0: something fits; 2: nothing does (what would is said), or bad input.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from dataclasses import replace
 
@@ -30,6 +31,7 @@ from megatron_vocabpar.plan.tables import advice_json, advise, print_advice
 from megatron_vocabpar.plan.times import Job
 from megatron_vocabpar.schedule.costs import PassCosts
 
+_WORKERS = 4
 _FILE_COLUMNS = 100  # of the tables where they are not shown on a terminal
 
 
@@ -98,7 +100,8 @@ def plan_command(
         if value is not None and value is not False and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: give at least 1")
     costs = PassCosts.load(costs_file) if costs_file is not None else None
-    advice = advise(Request(model, _job(given, source, sizes), gpu, limit, costs))
+    request = Request(model, _job(given, source, sizes), gpu, limit, costs)
+    advice = advise(request, workers=min(_WORKERS, os.cpu_count() or 1))
     if html_file is not None:
         from megatron_vocabpar.plan.page import draw_page
 

@@ -187,7 +187,7 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
 
 def _fitting(request: Request) -> Option | None:
     """The fastest of the lean options that fits."""
-    tried = [option_of(request, method, family_named(family)) for method, family in _LEAN]
+    tried = [option_of(request, method, family) for method, family in _LEAN]
     return min((one for one in tried if one.fits(request)), key=lambda one: one.iteration_ms, default=None)
 
 

@@ -9,9 +9,12 @@ Next: ``advice.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import partial
+from itertools import islice, product
 from math import inf
 
 from ..schedule.costs import PassCosts, PerRank
@@ -105,30 +108,52 @@ class Option:
 
 
 def all_options(
-    request: Request, methods: Sequence[str] = METHODS, among: Iterable[Family] | None = None
+    request: Request,
+    methods: Sequence[str] = METHODS,
+    among: Iterable[str] | None = None,
+    *,
+    workers: int = 1,
 ) -> list[Option]:
     """Every method in every family, the fastest of those that fit simulated in full.
+
+    Args:
+        request: what is planned.
+        methods: their names.
+        among: names of the families; None takes all.
+        workers: processes that share the work; the result is the same.
 
     Raises:
         ValueError: if none can run, as the costs list other ranks, or the layers cannot fill the stages.
     """
-    tried = [
-        option_of(request, method, family)
-        for family, method in product(among or families().values(), methods)
-        if family.name == "1f1b" or method not in ONLY_1F1B
+    pairs = [
+        (method, family)
+        for family, method in product(among or families(), methods)
+        if family == "1f1b" or method not in ONLY_1F1B
     ]
-    if all(one.problem for one in tried):
-        raise ValueError(tried[0].problem)
-    least = inf
-    nearly = replace(request, limit_gib=_LIGHTER * request.limit_gib)
-    for one in sorted((one for one in tried if one.fits(nearly)), key=lambda one: one.iteration_ms):
-        if one.iteration_ms >= least:
-            break
-        full = in_full(request, one)
-        tried[tried.index(one)] = full
-        if full.fits(request):  # it may hold more than it did before
-            least = min(least, full.iteration_ms)
+    with _mapping(workers) as each:
+        tried = list(each(partial(option_of, request), *zip(*pairs, strict=True)))
+        if all(one.problem for one in tried):
+            raise ValueError(tried[0].problem)
+        nearly, least = replace(request, limit_gib=_LIGHTER * request.limit_gib), inf
+        fitting = iter(sorted((one for one in tried if one.fits(nearly)), key=lambda one: one.iteration_ms))
+        while promising := [one for one in islice(fitting, workers) if one.iteration_ms < least]:
+            for one, full in zip(promising, each(partial(in_full, request), promising), strict=True):
+                if one.iteration_ms >= least:
+                    break
+                tried[tried.index(one)] = full
+                if full.fits(request):  # it may hold more than it did before
+                    least = min(least, full.iteration_ms)
     return tried
+
+
+@contextmanager
+def _mapping(workers: int) -> Iterator[Callable[..., Iterator[Option]]]:
+    """``map``, in this process or in so many others."""
+    if workers == 1:
+        yield map
+    else:
+        with ProcessPoolExecutor(workers) as pool:
+            yield pool.map
 
 
 def best_of(request: Request, options: Sequence[Option]) -> Option | None:
@@ -138,9 +163,9 @@ def best_of(request: Request, options: Sequence[Option]) -> Option | None:
     return min(exact or fitting, key=lambda option: option.iteration_ms, default=None)
 
 
-def option_of(request: Request, method_name: str, family: Family, microbatches: int | None = None) -> Option:
+def option_of(request: Request, method_name: str, name: str, microbatches: int | None = None) -> Option:
     """One method in one family, played for so many microbatches; by default for a few."""
-    method, job = method_named(method_name), request.job
+    method, family, job = method_named(method_name), family_named(name), request.job
     m = min(job.m, microbatches or max(_LEAST, 2 * job.p))
     try:
         layers = layers_of(request, method, family)

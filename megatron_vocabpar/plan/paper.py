@@ -58,7 +58,7 @@ def estimated_ms(cell: Cell) -> float:
     """The iteration of a cell, from estimated passes."""
     gpu = hardware_named("A100")
     request = Request(cell.model, cell.job, gpu, gpu.memory_gib)
-    option = option_of(request, cell.method, cell.family, cell.job.m)
+    option = option_of(request, cell.method, cell.family.name, cell.job.m)
     assert not option.problem, option.problem
     return option.iteration_ms
 

@@ -44,9 +44,9 @@ class Advice:
     remedies: tuple[str, ...]
 
 
-def advise(request: Request) -> Advice:
-    """Try every option and say which is best, or what would make one fit."""
-    options = tuple(all_options(request))
+def advise(request: Request, *, workers: int = 1) -> Advice:
+    """Try every option and say which is best, or what would make one fit; with so many processes."""
+    options = tuple(all_options(request, workers=workers))
     best = best_of(request, options)
     if best is None:
         return Advice(

@@ -15,13 +15,13 @@ from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.options import Option, Request, all_options, best_of, option_of
 from megatron_vocabpar.plan.read_model import model_preset
 from megatron_vocabpar.plan.times import Job, estimated_costs
-from megatron_vocabpar.schedule.families import Family, families, family_named
+from megatron_vocabpar.schedule.families import families
 from megatron_vocabpar.schedule.generate import make_plan
 from megatron_vocabpar.schedule.redistribution import layout
 from megatron_vocabpar.schedule.simulate import simulate
 
 H200 = hardware_named("h200")
-SOME = (family_named("1f1b"), family_named("interleaved"))
+SOME = ("1f1b", "interleaved")
 
 
 def request(name: str, layers: int, limit_gib: float, p: int = 4, m: int = 40) -> Request:
@@ -35,7 +35,7 @@ def simulated_ms(model: Model, job: Job, method: str, family: str) -> float:
     return simulate(make_plan(method, job.p, job.m, family=family, costs=costs)).iteration_ms
 
 
-def check_best(asked: Request, methods: tuple[str, ...], among: tuple[Family, ...]) -> Option:
+def check_best(asked: Request, methods: tuple[str, ...], among: tuple[str, ...]) -> Option:
     """The recommended one against the simulator's own times, in full, of all that fit."""
     options = all_options(asked, methods, among)
     best = best_of(asked, options)
@@ -76,11 +76,11 @@ def test_the_best_is_the_fastest_that_fits_of_those_simulated_in_full() -> None:
 
 def test_one_whose_whole_schedule_is_lighter_is_chosen() -> None:
     asked = replace(request("llama-3.1-8b", 32, 61.5, p=8, m=32), hardware=hardware_named("h100"))
-    faster, slower = family_named("v-zb"), family_named("v-half")
+    faster, slower = "v-zb", "v-half"
     assert option_of(asked, "vocab-1", faster).peak_gib > asked.limit_gib
     best = best_of(asked, all_options(asked, ("vocab-1",), (faster, slower)))
     assert best is not None
-    assert best.family == faster.name
+    assert best.family == faster
 
 
 @pytest.mark.slow
@@ -92,16 +92,16 @@ def test_a_llama_like_request_over_all_families(limit_gib: float) -> None:
 
 def test_uneven_layers_are_placed_and_written_into_the_launch_line() -> None:
     asked = request("gemma-2-9b", 10, 139.0)
-    option = option_of(asked, "vocab-2", family_named("1f1b"))
+    option = option_of(asked, "vocab-2", "1f1b")
     assert option.layers == (2, 2, 3, 3)
     assert f"--pipeline-model-parallel-layout '{layout(option.layers)}'" in launch_line(asked, option)
     # Megatron counts stages along the pipeline; rank 3 of the V holds the fourth and the fifth of them.
-    shaped = option_of(asked, "vocab-2", family_named("v-half"))
+    shaped = option_of(asked, "vocab-2", "v-half")
     assert shaped.layers == (1, 1, 2, 2, 1, 1, 1, 1)
     # Megatron takes the number of chunks from the layout, and refuses both.
     assert "--num-virtual-stages" not in launch_line(asked, shaped)
-    assert option_of(asked, "baseline", family_named("1f1b")).layers == (2, 3, 3, 2)
-    assert option_of(replace(asked, job=Job(p=16)), "vocab-2", family_named("1f1b")).problem
+    assert option_of(asked, "baseline", "1f1b").layers == (2, 3, 3, 2)
+    assert option_of(replace(asked, job=Job(p=16)), "vocab-2", "1f1b").problem
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_uneven_layers_are_placed_and_written_into_the_launch_line() -> None:
 )
 def test_our_flags_read_the_launch_line(method: str, family: str) -> None:
     asked = request("llama-3.1-8b", 8, 139.0)
-    option = option_of(asked, method, family_named(family))
+    option = option_of(asked, method, family)
     line = launch_line(asked, option).replace("\\\n", " ")
     words = line.split("pretrain_gpt.py")[1].split()
     config = config_from_argv(words)
@@ -152,3 +152,10 @@ def test_a_larger_shard_of_experts_and_replicas_saves_memory() -> None:
     assert stage.weights < plain.weights / 4
     # Of the experts there is one replica, of the rest there are eight.
     assert stage.weights * 6 / 8 < stage.optimizer < stage.weights * 6
+
+
+def test_several_workers_give_the_same() -> None:
+    asked = request("gemma-2-9b", 40, 170.0, m=12)
+    alone = all_options(asked, ("vocab-1", "vocab-2"), SOME)
+    assert all_options(asked, ("vocab-1", "vocab-2"), SOME, workers=2) == alone
+    assert any(option.exact for option in alone)
