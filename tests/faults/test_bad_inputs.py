@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from megatron_vocabpar.cli.main import main
 from tests.faults.bad_inputs import BAD_INPUTS, BadInput
 
-LIMIT_S = 30
+LIMIT_S = 90
 _MESSAGE = re.compile(r"^(vocabpar[\w ]*: error: |Error: )", re.MULTILINE)
 _REAL = BAD_INPUTS[::40]
 """Answered by a Python of its own, as from a shell."""

@@ -31,6 +31,19 @@ def test_the_example_learns() -> None:
     assert losses[-1] < losses[0] / 1.5
 
 
+@pytest.mark.long
+def test_grpo_raises_its_reward_and_equals_an_unsharded_model() -> None:
+    """That its first steps equal those of a stock model is asserted inside."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "examples" / "grpo.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    rewards = [float(reward) for reward in re.findall(r"^step \d+ reward (\S+) ", done.stdout, re.MULTILINE)]
+    assert len(rewards) == 4
+    assert rewards[-1] > 1.5 * rewards[0]
+    assert len(re.findall("equal the unsharded model's", done.stdout)) == 3
+
+
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SNIPPETS = [
     pytest.param(code, id=path.name)
