@@ -171,6 +171,7 @@ def test_overlap_is_the_part_of_the_shorter_work_that_is_hidden(
     assert judge(times, "copy").outcome == outcome
 
 
+@pytest.mark.slow
 def test_communicators() -> None:
     finding = communicators.communicators("cpu", 3, large_mib=1)
     assert finding.outcome == "ok", finding

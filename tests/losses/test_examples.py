@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import rest_is_slow
+
 ROOT = Path(__file__).parents[2]
 
 ALONE = {
@@ -37,7 +39,7 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", rest_is_slow(ALONE, "losses_logprobs.py", "losses_reductions.py"))
 def test_alone(name: str) -> None:
     shown = _run(f"examples/{name}")
     for text in ALONE[name]:

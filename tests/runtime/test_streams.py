@@ -63,6 +63,7 @@ raise ValueError("failed")
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_does_not_wait_for_work_that_never_ends() -> None:
     ended = subprocess.run([sys.executable, "-c", _BUSY], capture_output=True, text=True, timeout=240)
     assert (ended.returncode, ended.stderr.splitlines()[-1]) == (1, "ValueError: failed")

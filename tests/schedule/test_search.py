@@ -96,7 +96,8 @@ def gap(name: str, method: str, p: int, m: int, case: str, passes: int = 400_000
     return milliseconds(generated, costs) / milliseconds(found, costs)
 
 
-@pytest.mark.parametrize("case", rest_is_slow(ADVERSE, "communication as long as F"))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ADVERSE)
 def test_generated_is_within_five_percent_of_a_search(case: str) -> None:
     assert gap("1f1b", "vocab-2", 3, 8, case) <= 1.05
 

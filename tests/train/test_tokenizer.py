@@ -61,5 +61,5 @@ def test_load(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no token"):
         load_tokenizer(path)
     path.write_text("{}")
-    with pytest.raises(ValueError, match=r"cannot read the tokenizer .*; give a tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"--tokenizer .* cannot be read: .*; give a tokenizer\.json"):
         load_tokenizer(path)
