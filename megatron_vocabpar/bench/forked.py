@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_vocabpar.parent import follow_parent
 from megatron_vocabpar.train.failure import ProgressRecord, TrainingFailed, blame
-from megatron_vocabpar.train.worker import follow_parent
 
 _SETTLE_S = 0.5  # in which peers of a failed rank say why they fail
 

@@ -9,6 +9,7 @@ Next: ``advice.py``.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from functools import partial
 from itertools import islice, product
 from math import inf
 
+from ..parent import follow_parent
 from ..schedule.costs import PassCosts, PerRank
 from ..schedule.events import run_events
 from ..schedule.families import Family, families, family_named
@@ -152,8 +154,14 @@ def _mapping(workers: int) -> Iterator[Callable[..., Iterator[Option]]]:
     if workers == 1:
         yield map
     else:
-        with ProcessPoolExecutor(workers) as pool:
+        with ProcessPoolExecutor(workers, initializer=_follow) as pool:
             yield pool.map
+
+
+def _follow() -> None:
+    """In each worker: the parent answers Ctrl-C, and none outlives it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    follow_parent()
 
 
 def best_of(request: Request, options: Sequence[Option]) -> Option | None:

@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
+from megatron_vocabpar.parent import follow_parent
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import TrainingFailed, explain
 from megatron_vocabpar.train.output import CONFIG_FILE, LOG_FOLDER
-from megatron_vocabpar.train.worker import follow_parent
 from megatron_vocabpar.train.workers import Watchdog, run_workers
 
 WORKER_MODULE = "megatron_vocabpar.train.worker"
@@ -70,7 +70,7 @@ class TorchrunRank(OwnProcesses):
     def __init__(self) -> None:
         from torch.distributed.rendezvous import rendezvous
 
-        follow_parent(None)
+        follow_parent()
         self._store, self._rank, _ = next(rendezvous("env://"))
         self.leads = self._rank == 0
 

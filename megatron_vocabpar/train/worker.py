@@ -14,20 +14,17 @@ import os
 import shutil
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_vocabpar.parent import follow_parent
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import ProgressRecord
 from megatron_vocabpar.train.output import LOG_FOLDER
 from megatron_vocabpar.train.quiet import quiet_megatron
 from megatron_vocabpar.train.workers import TEMPORARY
-
-_PARENT_CHECK_S = 1.0
 
 
 def run_worker(config_path: str, run: Callable[[TrainConfig], int | None]) -> NoReturn:
@@ -80,26 +77,6 @@ def _log_to(path: Path) -> None:
     with open(path, "ab", buffering=0) as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
-
-
-def follow_parent(temporary: Path | None) -> None:
-    """End this process, and all that it has started, soon after its launcher has died, however that died.
-
-    Args:
-        temporary: a folder to remove then.
-    """
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_PARENT_CHECK_S)
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
-        if os.getpgrp() == os.getpid():
-            os.killpg(0, signal.SIGKILL)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="vocabpar-parent-watch", daemon=True).start()
 
 
 def _train(config: TrainConfig) -> int:

@@ -699,6 +699,20 @@ def torchrun() -> Iterator[Fault]:
     yield Fault("torchrun-refused", 1, "torchrun started 2 processes, but the job has", TORCHRUN + " --tp 2", limit_s=150, real=True, launched=True)
 
 
+def _once_it_has_workers(number: int) -> Callable[[Place, Command], None]:
+    """Its whole process group gets this signal, as from a terminal; of SIGKILL it alone."""
+
+    def meanwhile(_: Place, command: Command) -> None:
+        children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
+        end = time.monotonic() + 60
+        while not children.read_text() and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        os.kill(command.pid, number) if number == KILL else os.killpg(command.pid, number)
+
+    return meanwhile
+
+
 def emulate() -> Iterator[Fault]:
     small = "emulate vocab-2 --pp 2 --microbatches 2 --scale 1"
     for number in (KILL, signal.SIGSEGV):
@@ -712,6 +726,9 @@ def emulate() -> Iterator[Fault]:
     yield Fault("emulate-launcher-killed", -KILL, "", small, plant=at(1, 2, "1S0", by(KILL, parent=True)))
     yield Fault("emulate-ctrl-c", 130, "vocabpar emulate: interrupted", small, plant=at(1, 2, "1S0", by(INT, parent=True)))
     yield Fault("emulate-rank-leaves", 1, "rank 0 ended with exit code 7", small, plant=at(0, 2, "0B1", ends(7)))
+    for number, code, said in ((KILL, -KILL, ""), (INT, 130, "^vocabpar plan: interrupted\n$")):
+        meanwhile = _once_it_has_workers(number)
+        yield Fault(f"plan-{number.name}", code, said, "plan --preset gemma-2-9b --pp 16", real=True, meanwhile=meanwhile)
     long_search = "schedule --family search --chunks 7 --pp 2 --microbatches 2000 --format json --output {}/s.json"
     yield Fault("search-says-what-it-tries", 0, r"2 of \d+: interleaved, at most 2 microbatches", long_search)
     yield Fault("emulate-disk-full", 2, "cannot use|cannot write", small + " --output /dev/full")
