@@ -55,7 +55,7 @@ def head_labels(model: torch.nn.Module, call: ModelCall) -> torch.Tensor:
     return torch.stack([heads.labels[-1], *heads.labels[:-1]])
 
 
-def log_acceptance(config: Any) -> bool:
+def logs_acceptance(config: Any) -> bool:
     """Whether it logs how often a head's most likely id is the target: from 0.19 on."""
     return depths(config) > 0 and hasattr(multi_token_prediction, _COUNTS)
 

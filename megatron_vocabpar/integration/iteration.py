@@ -61,7 +61,7 @@ class OutputOptions:
             )
         if self.entropy_gradient and not self.entropy:
             raise ValueError("entropy_gradient without entropy: ask for both")
-        if self.entropy and (self.recompute or self.invariant or self.fp8 or self.terms.softcap is not None):
+        if self.entropy and not self.keeps_exponentials:
             raise ValueError(
                 "entropy comes from kept exponentials; leave it out, or recomputed logits, a softcap, 8-bit "
                 "products, and results that don't depend on the sharding"
@@ -76,6 +76,11 @@ class OutputOptions:
                 f"label smoothing {self.terms.label_smoothing} depends on the sharding; leave it out, or the "
                 "invariance"
             )
+
+    @property
+    def keeps_exponentials(self) -> bool:
+        """Whether S leaves the plain exponentials of all logits, which entropies and the like are made of."""
+        return not (self.recompute or self.invariant or self.fp8 or self.terms.softcap is not None)
 
 
 @dataclass(frozen=True, kw_only=True)

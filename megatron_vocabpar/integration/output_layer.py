@@ -60,13 +60,9 @@ class OutputLayer(LayerHandlers):
         waits = method.waits_for
         self.early_gradient = PassType.T in waits and waits[PassType.T][0] is waits[PassType.B][0]
         self.late_gradient = method.late_gradient
-        self._counts_wins = heads.log_acceptance(iteration.call.config) and self._can_count_wins()
-
-    def _can_count_wins(self) -> bool:
-        """Whether S of a training keeps plain exponentials of the operands' dtype."""
-        options, training = self.rank.output_options, not self.call.forward_only
-        others = options.recompute or options.invariant or options.fp8 or self._terms.softcap is not None
-        return training and PassType.S2 not in self.rank.method.passes and not others
+        one_pass = PassType.S2 not in method.passes
+        logs = heads.logs_acceptance(iteration.call.config) and not iteration.call.forward_only
+        self._counts_wins = logs and one_pass and iteration.rank.output_options.keeps_exponentials
 
     def finish(self) -> None:
         """In evaluation: report the losses that are still on their way. In training: check the gradients.

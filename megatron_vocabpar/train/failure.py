@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import signal
 import struct
 import time
@@ -55,7 +54,8 @@ class ProgressRecord:
         logs.mkdir(parents=True, exist_ok=True)
         size = _PROGRESS_BYTES + _ERROR_BYTES
         with open(record_path(logs, rank), "w+b") as file:
-            os.posix_fallocate(file.fileno(), 0, size)
+            file.write(bytes(size))  # takes the room on every file system
+            file.flush()
             self._map = mmap.mmap(file.fileno(), size)
 
     def write(self, instruction: str) -> None:
