@@ -142,6 +142,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         pipeline_dtype=case.dtype,
         params_dtype=case.dtype,
         bf16=case.dtype is torch.bfloat16,
+        fp16=case.dtype is torch.float16,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=case.init_std,
@@ -326,7 +327,8 @@ def train(
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, overlap_grad_reduce=case.overlap_grad_reduce, bucket_size=4000
         )
-        wrapped = [Float16Module(config, module) if config.bf16 else module for module in modules]
+        half = config.bf16 or config.fp16
+        wrapped = [Float16Module(config, module) if half else module for module in modules]
         model = [DistributedDataParallel(config, ddp_config, module) for module in wrapped]
         for module in modules:
             module.config.finalize_model_grads_func = finalize_model_grads

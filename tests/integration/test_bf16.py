@@ -1,4 +1,4 @@
-"""In bf16 with fp32 main gradients, our error against float64 is no larger than stock Megatron's own."""
+"""In 16 bits with fp32 main gradients, our error against float64 is no larger than stock Megatron's own."""
 
 from __future__ import annotations
 
@@ -68,19 +68,27 @@ def errors(results: list[Result], expected: dict[str, np.ndarray]) -> dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("method", "confident", "late_gradient"),
+    ("method", "confident", "late_gradient", "dtype"),
     rest_is_slow(
-        product(["vocab-1", "vocab-2", "naive"], [False, True], [False, True]),
-        ("vocab-1", False, False),
-        ("vocab-2", True, False),
+        [
+            *product(["vocab-1", "vocab-2", "naive"], [False, True], [False, True], [torch.bfloat16]),
+            *product(["vocab-1", "vocab-2"], [False], [False, True], [torch.float16]),
+        ],
+        ("vocab-1", False, False, torch.bfloat16),
+        ("vocab-2", True, False, torch.bfloat16),
     ),
 )
-def test_error_is_no_larger_than_stocks(method: str, confident: bool, late_gradient: bool) -> None:
-    case = replace(CASE, output_scale=64.0 if confident else 1.0)
+def test_error_is_no_larger_than_stocks(
+    method: str, confident: bool, late_gradient: bool, dtype: torch.dtype
+) -> None:
+    """With fp16 the loss is scaled, so that gradients don't underflow."""
+    scale = 1024.0 if dtype is torch.float16 else 1.0
+    case = replace(CASE, output_scale=64.0 if confident else 1.0, dtype=dtype, loss_scale=scale)
     arrays, loss, expected = run_ranks(1, float64_run, replace(case, method="stock", pp=1), confident)[0]
     given = [{name: torch.from_numpy(value) for name, value in fields.items()} for fields in arrays]
     stock = run(replace(case, method="stock"), None, given)
     ours = run(replace(case, method=method, late_gradient=late_gradient), None, given)
+    expected = {name: gradient * scale for name, gradient in expected.items()}
     stock_errors, our_errors = errors(stock, expected), errors(ours, expected)
     assert our_errors.keys() == stock_errors.keys()
     # Where the output layer's rounding arrives first, ours is smaller.
@@ -106,14 +114,20 @@ def _unsharded_fp32_head(_: int, case: Case) -> Result:
         return train(0, case.unsharded())
 
 
+INVARIANT: dict[str, Any] = {"output_options": OutputOptions(invariant=True), "vocab_size": 512}
+LATE: dict[str, Any] = {"late_gradient": True}
+
+
 @pytest.mark.parametrize(
-    ("method", "invariant"), rest_is_slow(product(["vocab-1", "vocab-2"], [False, True]), ("vocab-2", False))
+    ("method", "options"),
+    [
+        ("vocab-2", {}),
+        *rest_is_slow([("vocab-1", {}), *product(["vocab-1", "vocab-2"], [INVARIANT, LATE])]),
+    ],
 )
-def test_fp32_head(method: str, invariant: bool) -> None:
+def test_fp32_head(method: str, options: dict[str, Any]) -> None:
     """The weight is neither rounded at the start nor after a step, and multiplied as it is."""
-    options = OutputOptions(invariant=invariant)
-    sizes = {"vocab_size": 512} if invariant else {}
-    case = replace(CASE, method=method, steps=2, fp32_head=True, output_options=options, **sizes)
+    case = replace(CASE, method=method, steps=2, fp32_head=True, **options)
     (expected,) = run_ranks(1, _unsharded_fp32_head, case)
     results = run(case, expected)
     np.testing.assert_allclose(results[-1].losses[0], expected.losses[0], rtol=1e-6)
@@ -124,12 +138,16 @@ def test_fp32_head(method: str, invariant: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "recompute"),
-    rest_is_slow(product(["vocab-1", "vocab-2", "interlaced"], [False, True]), ("vocab-2", False)),
+    ("method", "recompute", "late_gradient"),
+    rest_is_slow(
+        [*product(["vocab-1", "vocab-2", "interlaced"], [False, True], [False]), ("vocab-1", False, True)],
+        ("vocab-2", False, False),
+    ),
 )
-def test_fp8_head(method: str, recompute: bool) -> None:
+def test_fp8_head(method: str, recompute: bool, late_gradient: bool) -> None:
     """Trains with 8-bit products: as with 16 bits, but for what they cost in accuracy."""
-    case = replace(CASE, method=method, output_options=OutputOptions(fp8=True, recompute=recompute))
+    options = OutputOptions(fp8=True, recompute=recompute)
+    case = replace(CASE, method=method, late_gradient=late_gradient, output_options=options)
     plain = run(replace(case, output_options=OutputOptions()))
     results = run(case)
     for name in ("losses", "evaluation"):
