@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.gemm import result_dtype
 from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.losses.exchange import local_ranges, make_exchange
 from megatron_vocabpar.losses.realign import Realign, aligned_ranges
 from megatron_vocabpar.losses.sources import LazyLogits, Logits
@@ -28,10 +29,13 @@ class Layout(TypedDict, total=False):
         ranges: rows of each shard: all ranks' ranges, or this rank's alone; None for even shards.
         vocab_size: true ids where ``ranges`` is None; None counts every row.
         temperature: the logits are divided by it.
+        softcap: c, bound of the logits as in Gemma 2: c tanh(y / c), before the temperature divides them; so
+            a logit of -inf becomes -c.
         inference_only: nothing is kept for a backward pass, and results carry no gradient.
         invariant: results bit for bit independent of the sharding and of the batch around a token; slower.
         keep_exponentials: keep them from the forward to the backward pass, in the memory of the gradient, for
-            fp32 and fp64 logits that exist, without padding or ``invariant``: faster, and one backward alone.
+            fp32 and fp64 logits that exist, without padding, ``softcap`` or ``invariant``: faster, and one
+            backward alone.
         rows_per_chunk: tokens worked on at one time; None bounds a chunk to 32 MiB, on the CPU to 4 MiB of
             logits that exist and 8 MiB of others.
     """
@@ -40,6 +44,7 @@ class Layout(TypedDict, total=False):
     ranges: Sequence[VocabRange] | VocabRange | None
     vocab_size: int | None
     temperature: float
+    softcap: float | None
     inference_only: bool
     invariant: bool
     keep_exponentials: bool
@@ -89,6 +94,8 @@ def prepare(
     temperature = float(layout.get("temperature", 1.0))
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature {temperature}: give a positive number")
+    softcap = layout.get("softcap")
+    LossTerms(softcap=softcap)  # raises for what is no bound
     invariant = layout.get("invariant", False)
     exchange = make_exchange(layout.get("group"), len(shards))
     widths = [shard.shape[0] if lazy else shard.shape[-1] for shard in shards]
@@ -101,18 +108,19 @@ def prepare(
         tensors = (tensors[0], *Realign.apply(exchange, ranges, homes, *tensors[1:]))
         ranges = homes
     wide = result_dtype(tensors[0].dtype) == tensors[0].dtype and not lazy and not invariant
-    whole = all(shard.valid_rows == shard.rows for shard in ranges)
+    plain = wide and softcap is None and all(shard.valid_rows == shard.rows for shard in ranges)
     call = Call(
         exchange=exchange,
         ranges=ranges,
         lazy=lazy,
         temperature=temperature,
+        softcap=softcap,
         entropy=entropy,
         mean=mean,
         invariant=invariant,
         rows_per_chunk=layout.get("rows_per_chunk"),
         keep=keep,
-        keep_exponentials=keep and wide and whole and layout.get("keep_exponentials", False),
+        keep_exponentials=keep and plain and layout.get("keep_exponentials", False),
     )
     return call, tensors
 

@@ -12,6 +12,7 @@ share are ``call.Layout``. Nothing writes into an argument. Next: ``summary.py``
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Unpack
 
 import torch
@@ -126,6 +127,8 @@ def vocab_cross_entropy(
 def vocab_argmax(logits: Logits, **layout: Unpack[Layout]) -> Tensor:
     """The id with the largest logit of the whole vocabulary; the smallest of equal ones.
 
+    Neither a softcap nor a temperature changes it.
+
     Returns:
         [...] int64, the same on every rank; without gradient. For rows of NaN, any id.
 
@@ -157,7 +160,8 @@ def vocab_target_rank(
     """How many ids have a larger logit than the target: 0 where the target is the most likely.
 
     Args:
-        logits, targets, ignore_index, layout: as in ``vocab_logprobs``.
+        logits, targets, ignore_index, layout: as in ``vocab_logprobs``; neither a softcap nor a temperature
+            changes it.
 
     Returns:
         [...] int64, the same on every rank; -1 for ignored tokens; without gradient.
@@ -166,6 +170,7 @@ def vocab_target_rank(
         ValueError: naming the argument that does not fit.
     """
     call, tensors = prepare(logits, layout)
+    call = replace(call, softcap=None, temperature=1.0)
     source = call.source(tensors)
     ids, counted = check_targets(targets, leading_shape(logits), ignore_index, call.ranges[0].vocab_size)
 

@@ -31,7 +31,6 @@ from megatron_vocabpar.losses.summary import (
     Call,
     Softmax,
     first_derivative,
-    scaled_logits,
     softmax_of,
     weighted_logs,
 )
@@ -45,7 +44,8 @@ def vocab_kl(
     Args:
         p: logits of the first distribution, as in ``vocab_logprobs``; gradients flow into them.
         q: logits of the second, sharded alike; gradients flow into them where they require them. One may be
-            ``LazyLogits`` and the other not. Both are divided by ``temperature``.
+            ``LazyLogits`` and the other not. Both get the same
+            ``softcap`` and ``temperature``.
         mask: [...] weights of the tokens.
         reduction: ``none``, ``sum`` or ``mean``.
         layout: see ``call.Layout``. ``invariant`` wants logits of one kind, both existing or both lazy.
@@ -115,13 +115,14 @@ class _Divergence(torch.autograd.Function):
         ]
         parts = _Parts(calls, sources, softmaxes)
         for rows, shard in parts.chunks():
-            log_p, log_q = parts.log_probabilities(shard, rows)
+            (log_p, log_q), caps = parts.log_probabilities(shard, rows)
             p, g = log_p.exp(), grad[rows].unsqueeze(1)
+            slopes = [g if cap is None else cap.mul_(g) for cap in caps]
             if sinks[0] is not None:
                 slope = weighted_logs(p, log_p.sub_(log_q).sub_(divergence[rows].unsqueeze(1)))
-                sinks[0].add(shard, rows, slope.mul_(g), bounds[0][rows])
+                sinks[0].add(shard, rows, slope.mul_(slopes[0]), bounds[0][rows])
             if sinks[1] is not None:
-                sinks[1].add(shard, rows, log_q.exp_().sub_(p).mul_(g), bounds[1][rows])
+                sinks[1].add(shard, rows, log_q.exp_().sub_(p).mul_(slopes[1]), bounds[1][rows])
         found: list[Tensor | None] = []
         for sink, count in zip(sinks, (split, len(tensors) - split), strict=True):
             found.extend([None] * count if sink is None else sink.finish())
@@ -147,21 +148,22 @@ class _Parts:
             for shard in range(len(self.calls[0].ranges)):
                 yield slice(start, stop), shard
 
-    def log_probabilities(self, shard: int, rows: slice) -> tuple[Tensor, Tensor]:
-        """log p and log q of the shard's true ids, [rows, valid], until the next call."""
-        found = []
+    def log_probabilities(self, shard: int, rows: slice) -> tuple[list[Tensor], list[Tensor | None]]:
+        """log p and log q of the shard's true ids, [rows, valid], until the next call; the caps' slopes."""
+        found, caps = [], []
         parts = zip(self.calls, self.sources, self.softmaxes, self.places, strict=True)
         for call, source, softmax, place in parts:
-            y = scaled_logits(source, shard, rows, call.temperature, place)
+            y, cap = call.transformed(source, shard, rows, place)
             subtract_power_log_(y, softmax.offset[rows].unsqueeze(1))
             found.append(y.sub_(torch.log(softmax.total[rows]).unsqueeze(1)))
-        return found[0], found[1]
+            caps.append(cap)
+        return found, caps
 
     def per_token(self, reduce: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """[n, ...] for each shard that is here: ``reduce`` of the terms [rows, valid] of the divergence."""
         found: list[list[Tensor]] = [[] for _ in self.calls[0].ranges]
         for rows, shard in self.chunks():
-            log_p, log_q = self.log_probabilities(shard, rows)
+            (log_p, log_q), _ = self.log_probabilities(shard, rows)
             p = log_p.exp()
             d = log_p.sub_(log_q)
             far = d < -1  # exp(-d) may overflow, and q - p has no cancellation

@@ -33,9 +33,11 @@ from megatron_vocabpar.layers import fixed_point
 from megatron_vocabpar.layers.exponents import log_of_power, power_of_two
 from megatron_vocabpar.layers.gemm import exact
 from megatron_vocabpar.layers.kernels.dispatch import exponentials
+from megatron_vocabpar.layers.kernels.reference import transform_logits_
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.softmax_stats import STATS_WIDTH, MergedStats, merge_stats
 from megatron_vocabpar.layers.targets import target_rows
+from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.losses.exchange import Exchange
 from megatron_vocabpar.losses.sources import DenseGradients, DenseSource, LazySource, Scratch, Source
 
@@ -60,7 +62,8 @@ class Call:
         exchange: how the shards meet.
         ranges: rows of the shards that are here.
         lazy: the tensors are hidden states and weight shards, not logits.
-        temperature: the logits are divided by it.
+        temperature: the logits are divided by it, after the cap.
+        softcap: bound of the logits' size, or None.
         entropy, mean: which of the costlier numbers to compute.
         invariant: results bit for bit independent of the sharding.
         rows_per_chunk: tokens worked on at one time; None chooses by size and device.
@@ -72,6 +75,7 @@ class Call:
     ranges: tuple[VocabRange, ...]
     lazy: bool
     temperature: float
+    softcap: float | None
     entropy: bool
     mean: bool
     invariant: bool
@@ -84,6 +88,17 @@ class Call:
         if self.lazy:
             return LazySource(tensors[0], tensors[1:], self.ranges, blocks=self.invariant)
         return DenseSource(tensors, self.ranges)
+
+    def transformed(
+        self, source: Source, shard: int, rows: slice, place: Scratch
+    ) -> tuple[Tensor, Tensor | None]:
+        """A chunk of logits, capped and divided by the temperature; and the slope of the cap, or None."""
+        logits = source.logits(shard, rows, place)
+        if self.softcap is None:
+            return logits if self.temperature == 1.0 else logits.div_(self.temperature), None
+        # c tanh(y / c) / T
+        terms = LossTerms(logit_scale=1 / self.temperature, softcap=self.softcap / self.temperature)
+        return logits, transform_logits_(logits, terms)
 
 
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,12 +164,6 @@ def softmax_of(call: Call, source: Source) -> Softmax:
     return Softmax(merged.offset, merged.total)
 
 
-def scaled_logits(source: Source, shard: int, rows: slice, temperature: float, place: Scratch) -> Tensor:
-    """A chunk of logits, divided by the temperature."""
-    logits = source.logits(shard, rows, place)
-    return logits if temperature == 1.0 else logits.div_(temperature)
-
-
 def of_chunks(
     call: Call,
     source: Source,
@@ -170,7 +179,7 @@ def of_chunks(
 
     def of(i: int, shard: VocabRange, rows: slice) -> Tensor:
         where = place if sink is None else sink.place(i, rows, place)
-        return function(scaled_logits(source, i, rows, call.temperature, where), shard, rows)
+        return function(call.transformed(source, i, rows, where)[0], shard, rows)
 
     return [torch.cat([of(i, shard, rows) for rows in slices]) for i, shard in enumerate(call.ranges)]
 
@@ -296,13 +305,13 @@ def _backward(
     for rows in source.slices(call.rows_per_chunk):
         for shard, vocab_range in enumerate(call.ranges):
             row, offset = target_rows(targets[rows], vocab_range), offsets[shard, rows]
-            place = sink.place(shard, rows, places[0])
+            place, cap = sink.place(shard, rows, places[0]), None
             if call.keep_exponentials:
                 grad = place.take(
                     rows.stop - rows.start, vocab_range.valid_rows, offsets.dtype, offsets.device
                 )
             else:
-                grad = scaled_logits(source, shard, rows, call.temperature, place)
+                grad, cap = call.transformed(source, shard, rows, place)
                 kernel = fixed_point.exponentials if call.invariant else exponentials
                 kernel(grad, row, grad.shape[1], offset, dtype=grad.dtype, out=grad)
             # grad is 0 for the target, else p_j times total * 2^(K - offset)
@@ -318,6 +327,8 @@ def _backward(
             if call.mean:
                 grad += g_mean[rows].unsqueeze(1)
             put_targets_(grad, row, at_target[rows])
+            if cap is not None:
+                grad.mul_(cap)
             sink.add(shard, rows, grad, bound[rows])
     return sink.finish()
 

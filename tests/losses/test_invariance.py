@@ -55,7 +55,8 @@ def results(logits: list, targets: Tensor, leaves: list[Tensor], **layout: Unpac
     """Log-probability, entropy, loss and divergence, and the gradients of a sum of them."""
     layout = {"invariant": True, "temperature": 0.9} | layout
     logprob, entropy = vocab_logprobs_and_entropy(logits[0], targets, **layout)
-    loss = vocab_cross_entropy(logits[0], targets, label_smoothing=0.1, z_loss=1e-4, **layout)
+    capped = {"softcap": 40.0} | layout
+    loss = vocab_cross_entropy(logits[0], targets, label_smoothing=0.1, z_loss=1e-4, **capped)
     divergence = vocab_kl(*logits, **layout)
     total = (logprob * 0.3).sum() + entropy.sum() + loss + 0.2 * divergence.sum()
     return [logprob, entropy, loss, divergence, *torch.autograd.grad(total, leaves)]
@@ -166,7 +167,7 @@ def test_the_same_token_in_every_batch(dtype: torch.dtype) -> None:
         logits = LazyLogits(x, example.weight[0])
         logprob, entropy = vocab_logprobs_and_entropy(logits, targets, invariant=True)
         loss = vocab_cross_entropy(
-            logits, targets, label_smoothing=0.1, z_loss=1e-3, reduction="none", invariant=True
+            logits, targets, label_smoothing=0.1, z_loss=1e-3, reduction="none", softcap=40.0, invariant=True
         )
         (dx,) = torch.autograd.grad((logprob + entropy + loss).sum(), x)
         return [logprob[place], entropy[place], loss[place], dx[place]]

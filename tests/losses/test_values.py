@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -38,7 +40,7 @@ def losses(logits: object, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return logprob, entropy, vocab_cross_entropy(logits, targets, label_smoothing=0.1, z_loss=1e-3, **options)
 
 
-def weighted(parts: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def weighted(parts: Sequence[Tensor]) -> Tensor:
     """One scalar with another gradient for each token."""
     ramp = torch.linspace(-1, 2, 12, dtype=parts[0].dtype).view(2, 6)
     return (parts[0] * ramp).sum() + 2 * (parts[1] * ramp).sum() + 3 * parts[2]
@@ -161,6 +163,44 @@ def test_gradcheck(lazy: bool) -> None:
     )
 
 
+def softcapped(p: object, q: object, targets: Tensor, **options: object) -> list[Tensor]:
+    logprob, entropy = vocab_logprobs_and_entropy(p, targets, **options)
+    cross = vocab_cross_entropy(p, targets, label_smoothing=0.1, z_loss=1e-3, **options)
+    return [logprob, entropy, cross, vocab_kl(p, q, **options)]
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_softcap_comes_before_the_temperature(dtype: torch.dtype, lazy: bool) -> None:
+    """Logits of several caps: the slope is 1e-4 and less where they are flat. Kept exponentials don't fit."""
+    hidden, weight, targets = example(dtype)
+    leaves = [hidden, weight] if lazy else [(hidden.double() @ weight.double().t()).to(dtype)]
+    leaves += [(part.double() * 0.3).to(dtype) for part in leaves]
+    exact = [leaf.double().requires_grad_() for leaf in leaves]
+    p, q = (
+        5 * torch.tanh(y / 5) for y in ((exact[0] @ exact[1].t(), exact[2] @ exact[3].t()) if lazy else exact)
+    )
+    logs = reference.log_softmax(p, 1.3), reference.log_softmax(q, 1.3)
+    divergence = (logs[0].exp() * (logs[0] - logs[1])).sum(dim=-1)
+    expected = [*reference.all_losses(p, targets, 1.3), divergence]
+    gradients = torch.autograd.grad(weighted(expected) + divergence.square().sum(), exact)
+
+    mine = [leaf.clone().requires_grad_() for leaf in leaves]
+    sizes = (1, 599)
+    if lazy:
+        both = [LazyLogits(x, w.split(sizes)) for x, w in (mine[:2], mine[2:])]
+    else:
+        both = [y.split(sizes, dim=-1) for y in mine]
+    options = {"softcap": 5.0, "temperature": 1.3, "rows_per_chunk": 5, "keep_exponentials": True}
+    found = softcapped(*both, targets, **options)
+    for value, wanted in zip(found, expected, strict=True):
+        assert error(value, wanted) < min(TOLERANCE[dtype], 2e-6)
+    for grad, wanted in zip(
+        torch.autograd.grad(weighted(found) + found[3].square().sum(), mine), gradients, strict=True
+    ):
+        assert error(grad, wanted) < 2 * TOLERANCE[dtype]
+
+
 def losses_small(logits: object, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logprob, entropy = vocab_logprobs_and_entropy(logits, targets, temperature=0.7)
     return logprob, entropy, vocab_cross_entropy(logits, targets, label_smoothing=0.2, z_loss=0.1)
@@ -212,6 +252,9 @@ def test_argmax_and_rank(sizes: tuple[int, ...]) -> None:
     target_logit = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1))
     rank = torch.where(targets == -100, -1, (logits > target_logit).sum(dim=-1))
     assert torch.equal(vocab_target_rank(shards, targets), rank)
+    assert torch.equal(
+        vocab_target_rank(shards, targets, softcap=1e-3), rank
+    )  # where all capped ones are equal
 
 
 def test_padding_takes_no_probability_and_no_gradient() -> None:
@@ -280,6 +323,7 @@ def halves(x: Tensor, targets: Tensor, second: VocabRange, size: int | None = No
         (lambda x, t: vocab_logprobs(x, t.float()), "integer ids"),
         (lambda x, t: vocab_logprobs(x, t + 10), "outside the vocabulary of 10"),
         (lambda x, t: vocab_logprobs(x, t, temperature=0.0), "temperature 0"),
+        (lambda x, t: vocab_entropy(x, softcap=0.0), "softcap 0.0: give a positive"),
         (lambda x, t: vocab_logprobs(x, t, ranges=VocabRange(0, 4, 10)), "has 10 vocabulary entries"),
         (lambda x, t: vocab_logprobs(x, t, ranges=VocabRange(5, 15, 20)), "no shard holds id 0"),
         (lambda x, t: vocab_logprobs(x, t, ranges=VocabRange(0, 10, 11)), "no shard holds id 10 of 11"),
