@@ -128,3 +128,21 @@ def check(folder: Path, setting: str, layout: str) -> None:
 )
 def test_trains_as_stock(folder: Path, setting: str, layout: str) -> None:
     check(folder, setting, layout)
+
+
+@pytest.mark.long
+def test_acceptance_rates_of_heads_that_have_learnt(folder: Path) -> None:
+    """Elsewhere no head guesses any token yet, and all rates are 0."""
+    learnt = str(folder / "learnt")
+    learning = (
+        *SETTINGS["two further heads"],
+        *words("--lr 0.03 --min-lr 0.02 --override-opt-param-scheduler"),
+    )
+    stock = pretrain(*learning, "--exit-interval", "16", "--save", learnt)
+    if not any("acceptance_rate" in tag for tag in stock.scalars):
+        pytest.skip("this version of Megatron reports no acceptance rates")
+    later = (*learning, "--exit-interval", "18", "--load", learnt)
+    expected, ours = pretrain(*later), pretrain(*later, *OURS, pp=2)
+    for tag in ("mtp_1_acceptance_rate", "mtp_2_acceptance_rate"):
+        assert any(expected.scalars[tag]), tag
+        np.testing.assert_allclose(ours.scalars[tag], expected.scalars[tag], rtol=1e-5, err_msg=tag)
