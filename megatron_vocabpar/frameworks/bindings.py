@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_vocabpar.frameworks.handle import LogitsError, LogitsHandle
+from megatron_vocabpar.frameworks.labels import slime_labels, verl_forward
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, Binding
 
 _COPIES = {
@@ -56,6 +57,16 @@ FUNCTIONS = (
 )
 """Functions of frameworks that are given the model's output, logits first."""
 
+_READ = "what a framework never reads isn't computed"
+
+LABELS: dict[Binding, Callable[..., Any]] = {
+    Binding(
+        "verl.models.mcore.registry", "get_mcore_forward_no_padding_fn", ("verl.models.mcore",), _READ
+    ): verl_forward,
+    Binding("slime.backends.megatron_utils.loss", "_build_shifted_tokens", (), _READ): slime_labels,
+}
+"""Functions of frameworks that make labels, and what makes ours of them."""
+
 
 def answering(binding: Binding, original: Callable[..., Any]) -> Callable[..., Any]:
     """``original`` for logits; for a handle, which takes its place in ``binding``."""
@@ -88,9 +99,7 @@ def _slime_log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     if log_prob_keep_mask is not None:
         raise LogitsError("log-probabilities of the kept ids alone (use --rollout-top-p 1)")
-    if with_entropy and with_entropy_grad:
-        raise LogitsError("entropy with gradient (use --entropy-coef 0)")
-    entropy = logits.entropy().detach() if with_entropy else None
+    entropy = logits.entropy(gradient=with_entropy_grad) if with_entropy else None
     return logits.logprobs(tokens).unsqueeze(-1), entropy
 
 

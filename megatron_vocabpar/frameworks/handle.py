@@ -38,11 +38,13 @@ class Request:
         labels: target ids, int64, in the tokens' shape.
         temperature: the logits are divided by it.
         entropy: whether it asked for entropies too.
+        entropy_gradient: whether a loss may depend on them.
     """
 
     labels: Tensor
     temperature: float = 1.0
     entropy: bool = False
+    entropy_gradient: bool = False
 
 
 class Wanted(BaseException):
@@ -55,24 +57,27 @@ class Wanted(BaseException):
 
 @dataclass(frozen=True)
 class Answer:
-    """The numbers of every token, in any shape with the tokens' order, float32; the first with a gradient."""
+    """The numbers of every token, in any shape with the tokens' order, float32; NaN where none was asked for.
+
+    In training both have a gradient, the entropies where it was asked for.
+    """
 
     logprobs: Tensor
     entropy: Tensor | None = None
 
 
-class _Metric(torch.autograd.Function):
-    """Entropies that no loss may depend on; the log-probabilities lead the backward pass here."""
+class _Sum:
+    """Of all logits, which loss functions multiply by 0, so that a loss without tokens has a gradient."""
 
-    @staticmethod
-    def forward(ctx: Any, entropy: Tensor, logprobs: Tensor) -> Tensor:
-        return entropy.clone()
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        if grad.any():
-            raise LogitsError("a loss with an entropy term (use a coefficient of 0)")
-        return None, None
+    def __rmul__(self, factor: Any) -> Tensor:
+        if isinstance(factor, Tensor) or factor != 0:
+            raise LogitsError(f"{factor} times the sum of the logits")
+        return self._answer.logprobs.flatten()[:0].sum()
+
+    __mul__ = __rmul__
 
 
 class LogitsHandle:
@@ -168,22 +173,36 @@ class LogitsHandle:
                 f"labels of shape {tuple(labels.shape)}: the tokens have {tuple(self.shape[:-1])}"
             )
         if self._answer is None:
-            raise Wanted(Request(labels, self._temperature, "entropy" in self._wanted))
+            wanted = dict.fromkeys(self._wanted, True)
+            raise Wanted(Request(labels, self._temperature, **wanted))
         return self._answer.logprobs.view(labels.shape)
 
-    def entropy(self) -> Tensor:
-        """Entropy of each token in nats, as a metric; zeros where there is no answer yet.
+    def entropy(self, gradient: bool = True) -> Tensor:
+        """Entropy of each token in nats; zeros where there is no answer yet.
+
+        Args:
+            gradient: whether a loss may depend on it; else it is a metric.
 
         Raises:
-            LogitsError: where log-probabilities were asked for first, without entropies; in the backward pass
-                of a loss that depends on it.
+            LogitsError: where log-probabilities were asked for first, without entropies.
         """
         if self._answer is None:
-            self._wanted.add("entropy")
+            self._wanted |= {"entropy", "entropy_gradient"} if gradient else {"entropy"}
             return torch.zeros(self.shape[:-1], device=self.device)
         if self._answer.entropy is None:
             raise LogitsError("entropy that was asked for after the log-probabilities")
-        return _Metric.apply(self._answer.entropy, self._answer.logprobs).view(self.shape[:-1])
+        entropy = self._answer.entropy.view(self.shape[:-1])
+        return entropy if gradient else entropy.detach()
+
+    def sum(self, *dims: Any, **options: Any) -> _Sum:
+        """Of all logits: nothing but 0 times it is known.
+
+        Raises:
+            LogitsError: for anything else, where it is asked for.
+        """
+        if dims or options or self._answer is None:
+            raise LogitsError("logits.sum")
+        return _Sum(self._answer)
 
     def __getattr__(self, name: str) -> Any:
         raise LogitsError(f"logits.{name}")

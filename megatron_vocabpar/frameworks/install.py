@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import partial, wraps
 from typing import Any
 
-from megatron_vocabpar.frameworks.bindings import FUNCTIONS, MEGATRON, answering
+from megatron_vocabpar.frameworks.bindings import FUNCTIONS, LABELS, MEGATRON, answering
 from megatron_vocabpar.frameworks.runner import StepRunner
 from megatron_vocabpar.megatron_lm.bindings import Binding, find_version
 from megatron_vocabpar.megatron_lm.flags import FlagConfig, config_from_argv
@@ -48,7 +48,8 @@ def install(config: FlagConfig) -> Patch:
         ValueError: for an unknown version of megatron-core.
     """
     patch = Patch(config, find_version(live_signature, config.allow_unknown, package="megatron.core"))
-    for binding in (*MEGATRON, *(f for f in FUNCTIONS if f.module.partition(".")[0] in sys.modules)):
+    theirs = [f for f in (*FUNCTIONS, *LABELS) if f.module.partition(".")[0] in sys.modules]
+    for binding in (*MEGATRON, *theirs):
         original = getattr(importlib.import_module(binding.module), binding.name)
         patch.replace(binding, _replacement(binding, original, config))
     return patch
@@ -59,6 +60,8 @@ def _replacement(binding: Binding, original: Any, config: FlagConfig) -> Any:
         facts = {"VOCAB_PARALLEL_FLAGS": config} | versions()
         compare = partial(agree, "flags and versions", facts, timedelta(minutes=5))
         return model_class(original, config, lambda vocab_size: (vocab_size, 1), compare)
+    if binding in LABELS:
+        return LABELS[binding](original)
     if binding.name != "get_forward_backward_func":
         return answering(binding, original)
     runner = StepRunner(config, original)

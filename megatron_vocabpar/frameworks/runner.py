@@ -15,7 +15,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.frameworks.steps import Step, as_megatron, begin_step
 from megatron_vocabpar.integration import compat
-from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
+from megatron_vocabpar.integration.forward_backward import ForwardBackward, check_options, vocab_groups
 from megatron_vocabpar.integration.microbatches import StandIn
 from megatron_vocabpar.integration.model import PartitionedModel, VocabShardOutput
 from megatron_vocabpar.megatron_lm.flags import FlagConfig
@@ -54,7 +54,7 @@ class StepRunner:
         if self._run is None:
             self._run = self._build(shards, arguments["num_microbatches"], len(chunks))
         steps = self._begin(arguments, chunks, shards)
-        self._announce(self._run, steps)
+        self._announce(self._run, steps, arguments.get("forward_only", False))
         forward_step = arguments["forward_step_func"]
 
         def megatron_step(data_iterator: Any, model: Any) -> Any:
@@ -92,14 +92,25 @@ class StepRunner:
             for _ in range(arguments["num_microbatches"])
         )
 
-    def _announce(self, run: ForwardBackward, steps: deque[Step]) -> None:
-        """Tell all ranks the temperature that the steps ask for, and whether they want entropies."""
+    def _announce(self, run: ForwardBackward, steps: deque[Step], forward_only: bool) -> None:
+        """Tell all ranks the temperature that the steps ask for, and what they want of entropies."""
         groups, terms = run.groups, self._config.terms
-        requests = {(step.request.temperature, step.request.entropy) for step in steps}
+        asked = [step.request for step in steps]
+        requests = {
+            (request.temperature, request.entropy, request.entropy_gradient and not forward_only)
+            for request in asked
+        }
         if len(requests) > 1:
-            raise ValueError(f"temperature and entropy {sorted(requests)} in one iteration; use one of each")
-        shared = torch.tensor(next(iter(requests), (1.0, 0.0)), dtype=torch.float64, device=run.device)
+            raise ValueError(
+                f"temperature, entropy and its gradient {sorted(requests)} in one iteration; use one of each"
+            )
+        shared = torch.tensor(next(iter(requests), (1.0, 0.0, 0.0)), dtype=torch.float64, device=run.device)
         broadcast(groups, groups.output, [shared], [groups.members_of(groups.pipeline - 1)[0]])
-        temperature, entropy = shared.tolist()
-        terms = replace(terms, logit_scale=terms.logit_scale / temperature)
-        run.output_options = replace(run.output_options, terms=terms, entropy=bool(entropy))
+        temperature, entropy, gradient = shared.tolist()
+        run.output_options = replace(
+            run.output_options,
+            terms=replace(terms, logit_scale=terms.logit_scale / temperature),
+            entropy=bool(entropy),
+            entropy_gradient=bool(gradient),
+        )
+        check_options(run.method, run.output_options)

@@ -41,13 +41,23 @@ class _Remembered:
         return getattr(self._iterator, name)
 
 
-class _HandleModel(StandIn):
-    """Stands in for the model of the loss stage: a call without labels gives a handle."""
+class HandleModel(StandIn):
+    """Stands in for the model of the loss stage: a call without labels gives a handle.
+
+    Attributes:
+        batches: what ``forward_step`` has taken from its iterator.
+    """
 
     def __init__(
-        self, model: torch.nn.Module, width: int, device: torch.device, known: Answer | None = None
+        self,
+        model: torch.nn.Module,
+        batches: list[Any],
+        width: int,
+        device: torch.device,
+        known: Answer | None = None,
     ) -> None:
         super().__init__(model)
+        self.batches = batches
         self._handle = partial(LogitsHandle, width=width, device=device, answer=known)
 
     def answer(self, call: ModelCall) -> Any:
@@ -93,7 +103,8 @@ def begin_step(
     Raises:
         ValueError: if it never does, calls the model not exactly once, or needs logits for something else.
     """
-    batch, stand_in = _Remembered(data_iterator), _HandleModel(model, width, device)
+    batch = _Remembered(data_iterator)
+    stand_in = HandleModel(model, batch.given, width, device)
     returned: tuple[Any, ...] = ()
     try:
         output, loss_func = returned = forward_step(batch, stand_in)
@@ -114,19 +125,26 @@ def begin_step(
         if returned:
             output, loss_func = returned
             return loss_func(LogitsHandle(output.shape[:-1], width, device, answer))
-        output, loss_func = forward_step(iter(batch.given), _HandleModel(model, width, device, answer))
+        answering = HandleModel(model, batch.given, width, device, answer)
+        output, loss_func = forward_step(iter(batch.given), answering)
         return loss_func(output)
 
     return Step(stand_in.only_call(), request, finish)
 
 
 def as_megatron(step: Step, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """What Megatron's own ``forward_step`` would return for this step."""
+    """What Megatron's own ``forward_step`` would return for this step.
+
+    To a framework, numbers of tokens whose labels are no ids are NaN: it doesn't read them.
+    """
     call = step.call
-    if call.labels is None:
-        call = call.with_labels(step.request.labels.reshape(_token_shape(call)))
+    if call.labels is not None:
+        return model(*call.args, **call.kwargs), lambda losses: step.finish(Answer(-losses))
+    labels = step.request.labels.reshape(_token_shape(call))
+    call, unknown = call.with_labels(labels), labels < 0
 
     def loss_func(losses: torch.Tensor, entropy: torch.Tensor | None = None) -> Any:
-        return step.finish(Answer(-losses, entropy))
+        entropy = None if entropy is None else entropy.masked_fill(unknown, torch.nan)
+        return step.finish(Answer(-losses.masked_fill(unknown, torch.nan), entropy))
 
     return model(*call.args, **call.kwargs), loss_func

@@ -94,7 +94,7 @@ class ForwardBackward:
     ) -> None:
         self.method = method_named(method, late_gradient=late_gradient)
         self.output_options = output_options or OutputOptions()
-        _check_options(self.method, self.output_options)
+        check_options(self.method, self.output_options)
         self._not_finite = not_finite
         self.groups = groups
         self.device = device
@@ -259,7 +259,12 @@ def _profiler_range(device: torch.device, instruction: Instruction) -> AbstractC
     return named_range(device, str(instruction))
 
 
-def _check_options(method: Method, options: OutputOptions) -> None:
+def check_options(method: Method, options: OutputOptions) -> None:
+    """Refuse what the method can't compute.
+
+    Raises:
+        ValueError: naming the remedy.
+    """
     refused = {
         "keeps its logits between two barriers and cannot recompute them": options.recompute,
         "has no results that don't depend on the sharding": options.invariant,

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 from megatron_vocabpar.train import on_cpu
+from tests.frameworks.compare import counting_rows
 
 VOCABULARY = 128
-LENGTHS = ((9, 4), (12, 7), (7, 3), (16, 9), (11, 5), (8, 6))
-"""Tokens and response tokens of the samples, two a microbatch."""
+TOTAL = (9, 12, 7, 16, 11, 8)
+"""Tokens of the samples, two a microbatch."""
 
 _FLAGS = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --seq-length 64 "
@@ -36,8 +37,12 @@ _FLAGS = (
 )
 
 
-def step(rank: int, flags: str, ours: bool) -> dict[str, Any]:
-    """Log-probabilities of the rollout, metrics of the update, and gradients of this rank."""
+def step(rank: int, flags: str, responses: tuple[int, ...], ours: bool) -> dict[str, Any]:
+    """Log-probabilities of the rollout, metrics of the update, and gradients of this rank.
+
+    Args:
+        responses: tokens of each sample's response.
+    """
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     sys.path[:0] = [os.environ["SLIME_PATH"], os.environ["MEGATRON_LM_PATH"]]
     sys.argv = ["train.py", *_FLAGS.split(), *flags.split()]
@@ -46,7 +51,7 @@ def step(rank: int, flags: str, ours: bool) -> dict[str, Any]:
     on_cpu.name_what_is_missing()
     cpu = importlib.import_module("megatron_vocabpar.train.cpu")
     with cpu.megatron_on_cpu():
-        return _step(rank, _arguments(rank, ours))
+        return _step(responses, _arguments(rank, ours))
 
 
 def _arguments(rank: int, ours: bool) -> Any:
@@ -64,7 +69,7 @@ def _arguments(rank: int, ours: bool) -> Any:
     return args
 
 
-def _step(rank: int, args: Any) -> dict[str, Any]:
+def _step(responses: tuple[int, ...], args: Any) -> dict[str, Any]:
     backends: Any = importlib.import_module("megatron.core.models.backends")
     backends.DotProductAttention = importlib.import_module("tests.gathered_attention").GatheredAttention
     loss = importlib.import_module("slime.backends.megatron_utils.loss")
@@ -73,7 +78,7 @@ def _step(rank: int, args: Any) -> dict[str, Any]:
     with mock.patch.object(np, "__version__", "1.26.4"):  # slime refuses NumPy 2
         importlib.import_module("slime.backends.megatron_utils.initialize").init(args)
     chunks, optimizer, scheduler = model.setup_model_and_optimizer(args)
-    rollout = _rollout()
+    rollout, rows = _rollout(responses), counting_rows(chunks[0].module)
     iterators = data.get_data_iterator(rollout)
     results = model.forward_only(
         loss.get_log_probs_and_entropy, args, chunks, iterators, rollout["num_microbatches"]
@@ -92,21 +97,21 @@ def _step(rank: int, args: Any) -> dict[str, Any]:
     model.train(
         0, chunks, optimizer, scheduler, iterators, rollout["num_microbatches"], rollout["global_batch_sizes"]
     )
-    return {"results": results, "metrics": metrics, "gradients": gradients}
+    return {"results": results, "metrics": metrics, "gradients": gradients, "rows": rows}
 
 
-def _rollout() -> dict[str, Any]:
+def _rollout(responses: tuple[int, ...]) -> dict[str, Any]:
     """What the rollout workers would have sent: the same on all ranks."""
     random = torch.Generator().manual_seed(1)
 
     def per_response(make: Any) -> list[torch.Tensor]:
-        return [make(response) for _, response in LENGTHS]
+        return [make(response) for response in responses]
 
     masks = per_response(lambda n: (torch.rand(n, generator=random) < 0.9).int())
     return {
-        "tokens": [torch.randint(VOCABULARY - 1, (total,), generator=random) for total, _ in LENGTHS],
-        "total_lengths": [total for total, _ in LENGTHS],
-        "response_lengths": [response for _, response in LENGTHS],
+        "tokens": [torch.randint(VOCABULARY - 1, (total,), generator=random) for total in TOTAL],
+        "total_lengths": list(TOTAL),
+        "response_lengths": list(responses),
         "loss_masks": masks,
         "rollout_mask_sums": [mask.sum() for mask in masks],
         "advantages": per_response(lambda n: torch.randn((), generator=random).repeat(n)),

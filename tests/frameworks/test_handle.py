@@ -33,10 +33,14 @@ class Model(torch.nn.Module):
 
     post_process = True
 
+    def __init__(self, expected: torch.Tensor = LABELS) -> None:
+        super().__init__()
+        self.expected = expected
+
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         assert labels is not None
         assert labels.shape == (B, S)
-        assert torch.equal(labels, LABELS)
+        assert torch.equal(labels, self.expected)
         return LOSSES
 
 
@@ -48,7 +52,7 @@ def test_it_tells_what_is_wanted() -> None:
     with pytest.raises(Wanted) as wanted:
         log_probs((kept / 4).contiguous(), LABELS)
     request = wanted.value.request
-    assert (request.temperature, request.entropy) == (2.0, True)
+    assert (request.temperature, request.entropy, request.entropy_gradient) == (2.0, True, True)
     assert torch.equal(request.labels, LABELS)
 
 
@@ -76,7 +80,9 @@ def test_it_answers_in_the_shape_of_the_labels() -> None:
         (lambda x: x.div_(0), "temperature 0.0: give a positive number"),
         (lambda x: log_probs(x, LABELS[0]), r"labels of shape \(5,\): the tokens have \(2, 5\)"),
         (lambda x: both(x, LABELS, None, log_prob_keep_mask=LABELS), "--rollout-top-p 1"),
-        (lambda x: both(x, LABELS, None, with_entropy=True), "--entropy-coef 0"),
+        (lambda x: x.sum(), "logits.sum"),
+        (lambda x: handle(Answer(-LOSSES)).sum(-1), "logits.sum"),
+        (lambda x: 2 * handle(Answer(-LOSSES)).sum(), "2 times the sum"),
         (lambda x: entropy(handle(Answer(-LOSSES))), "entropy that was asked for after"),
     ],
 )
@@ -86,13 +92,45 @@ def test_what_needs_logits_is_refused(use: Any, named: str) -> None:
     assert not hasattr(handle(), "softmax")
 
 
-def test_a_loss_with_an_entropy_term_is_refused() -> None:
-    logprobs = (-LOSSES).requires_grad_()
-    logits = handle(Answer(logprobs, 3 * LOSSES))
-    (grad,) = torch.autograd.grad((log_probs(logits, LABELS) + 0 * entropy(logits)).sum(), logprobs)
+def test_entropies_have_a_gradient_where_it_is_asked_for() -> None:
+    asked = LogitsHandle((B * S,), P, torch.device("cpu"))
+    with pytest.raises(Wanted) as wanted:
+        both(asked, LABELS.flatten(), None, with_entropy=True, with_entropy_grad=False)
+    assert (wanted.value.request.entropy, wanted.value.request.entropy_gradient) == (True, False)
+    entropies = (3 * LOSSES).requires_grad_()
+    logits = LogitsHandle((B * S,), P, torch.device("cpu"), Answer(-LOSSES, entropies))
+    _, metric = both(logits, LABELS.flatten(), None, with_entropy=True, with_entropy_grad=False)
+    assert not metric.requires_grad
+    _, term = both(logits, LABELS.flatten(), None, with_entropy=True)
+    (grad,) = torch.autograd.grad(term.sum(), entropies)
     assert torch.equal(grad, torch.ones(B, S))
-    with pytest.raises(ValueError, match="entropy term"):
-        torch.autograd.grad((log_probs(logits, LABELS) + entropy(logits)).sum(), logprobs)
+
+
+def test_a_loss_of_no_token_has_a_gradient() -> None:
+    logprobs = torch.full((B, S), torch.nan).requires_grad_()
+    loss = 3 + 0 * handle(Answer(logprobs)).sum()
+    assert loss == 3
+    (grad,) = torch.autograd.grad(loss, logprobs)
+    assert torch.equal(grad, torch.zeros(B, S))
+
+
+def test_numbers_of_tokens_that_are_not_read_are_nan() -> None:
+    labels = LABELS.masked_fill(LABELS % 3 == 0, -1)
+
+    def step(iterator: Iterator[torch.Tensor], model: Any) -> tuple[Any, Any]:
+        logits = model(input_ids=next(iterator))
+        entropies = entropy(logits)
+        return (log_probs(logits, labels), entropies), lambda output: (output[0].nansum(), output)
+
+    _, loss_func = as_megatron(
+        begin_step(step, iter([LABELS]), Model(labels), P, torch.device("cpu")), Model(labels)
+    )
+    losses = LOSSES.clone().requires_grad_()
+    loss, (found, entropies) = loss_func(losses, 3 * LOSSES)
+    assert torch.equal(found.isnan(), labels < 0)
+    assert torch.equal(entropies.nan_to_num(), (3 * LOSSES).masked_fill(labels < 0, 0))
+    (grad,) = torch.autograd.grad(loss, losses)
+    assert torch.equal(grad, -(labels >= 0).float())
 
 
 def verl_step(iterator: Iterator[torch.Tensor], model: Any) -> tuple[Any, Any]:

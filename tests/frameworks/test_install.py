@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_vocabpar.frameworks.bindings import FUNCTIONS, MEGATRON
+from megatron_vocabpar.frameworks.bindings import FUNCTIONS, LABELS, MEGATRON
 from megatron_vocabpar.frameworks.install import config_from, install
 from megatron_vocabpar.frameworks.runner import StepRunner
 
 
 def test_every_copy_is_reached_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    packages = {place.partition(".")[0] for b in FUNCTIONS for place, _ in b.places}
+    packages = {place.partition(".")[0] for b in (*FUNCTIONS, *LABELS) for place, _ in b.places}
     for name in packages:
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     held: list[tuple[Any, str, Any]] = []
-    for binding in (*MEGATRON, *FUNCTIONS):
+    for binding in (*MEGATRON, *FUNCTIONS, *LABELS):
         original: Any = lambda *_: None  # noqa: E731
         if binding in MEGATRON:
             original = getattr(importlib.import_module(binding.module), binding.name)

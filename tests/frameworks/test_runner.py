@@ -24,15 +24,15 @@ from tests.spawn import run_ranks
 
 
 def _log_probs(logits: Tensor, labels: Tensor) -> Tensor:
-    return logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
 
 
 def _entropy(logits: Tensor) -> Tensor:
-    return torch.distributions.Categorical(logits=logits.detach()).entropy()
+    return torch.distributions.Categorical(logits=logits).entropy()
 
 
 def _both(logits: Tensor, tokens: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    return _log_probs(logits, tokens).unsqueeze(-1), _entropy(logits)
+    return _log_probs(logits, tokens).unsqueeze(-1), _entropy(logits.detach())
 
 
 _FUNCTIONS = {
@@ -42,7 +42,7 @@ _FUNCTIONS = {
 
 
 def in_forward_step(iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Callable[..., Any]]:
-    """As verl: divides in place, asks at once."""
+    """As verl: divides in place, asks at once; its loss has an entropy term."""
     fields = next(iterator)
     output = _model(model, fields)
     if not _has_loss(model):
@@ -51,19 +51,19 @@ def in_forward_step(iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any
     kept = output.clone()
     entropy = _FUNCTIONS["vocab_parallel_entropy"](output)
     log_probs = _FUNCTIONS["vocab_parallel_log_probs_from_logits"](kept, fields["labels"])
-    return {"log_probs": log_probs, "entropy": entropy}, lambda found: _loss(fields, **found)
+    return {"log_probs": log_probs, "entropy": entropy}, lambda found: _loss(fields, 0.3, **found)
 
 
 def in_loss_func(iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Callable[..., Any]]:
-    """As slime: the loss function asks, about rows of tokens."""
+    """As slime: the loss function asks, about rows of tokens; of some it reads nothing."""
     fields = next(iterator)
 
     def loss_func(logits: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        tokens = fields["labels"].squeeze(0)
+        tokens = fields["labels"].masked_fill(fields["loss_mask"] == 0, -1).squeeze(0)
         found, entropy = _FUNCTIONS["calculate_log_probs_and_entropy"](
             logits.squeeze(0) / 0.7, tokens, None, with_entropy=True, with_entropy_grad=False
         )
-        return _loss(fields, found.view(1, -1), entropy.view(1, -1))
+        return _loss(fields, 0.0, found.view(1, -1), entropy.view(1, -1))
 
     return _model(model, fields), loss_func
 
@@ -79,13 +79,17 @@ def _model(model: Any, fields: dict[str, Any]) -> Any:
     return model(**{name: fields[field] for name, field in names.items()})
 
 
-def _loss(fields: dict[str, Any], log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    ratio = (log_probs - fields["old_logp"]).exp()
-    advantages = fields["advantages"]
+def _loss(
+    fields: dict[str, Any], coefficient: float, log_probs: Tensor, entropy: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    read = fields["loss_mask"] != 0
+    log_probs, entropy, advantages = log_probs[read], entropy[read], fields["advantages"][read]
+    ratio = (log_probs - fields["old_logp"][read]).exp()
     loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+    loss = loss - coefficient * entropy.mean()
     return loss, {
         "log_probs": log_probs.detach().clone(),
-        "entropy": entropy.clone(),
+        "entropy": entropy.detach().clone(),
         "loss": loss.detach().clone(),
     }
 

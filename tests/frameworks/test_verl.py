@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.frameworks.compare import check_gradients, check_metrics
-from tests.frameworks.verl_step import step
+from tests.frameworks.verl_step import PROMPTS, RESPONSES, step
 from tests.spawn import run_ranks
 
 pytestmark = [
@@ -18,16 +18,19 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("loss", ["sft_loss", "ppo_loss"])
-def test_a_step_equals_stock(loss: str) -> None:
+@pytest.mark.parametrize(("loss", "entropy_coeff"), [("sft_loss", 0.0), ("ppo_loss", 0.0), ("ppo_loss", 0.3)])
+def test_a_step_equals_stock(loss: str, entropy_coeff: float) -> None:
     if "megatron.core" in sys.modules:
         pytest.skip("megatron is imported already: run this file in a session of its own")
-    stock = run_ranks(2, step, loss, False, fresh=True)
-    ours = run_ranks(2, step, loss, True, fresh=True)
+    stock = run_ranks(2, step, loss, entropy_coeff, False, fresh=True)
+    ours = run_ranks(2, step, loss, entropy_coeff, True, fresh=True)
+    assert [rank["rows"] for rank in ours] == [[11, 12, 11, 12]] * 2  # response tokens alone
     assert ours[0]["results"] == {}
     mine, theirs = ours[1]["results"], stock[1]["results"]
     assert mine.keys() == theirs.keys() == {"log_probs", "entropy"}
+    read = torch.cat([torch.arange(p + r) >= p for p, r in zip(PROMPTS, RESPONSES, strict=True)]).roll(-1)
     for name in theirs:
-        torch.testing.assert_close(mine[name], theirs[name], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(mine[name][read], theirs[name][read], rtol=1e-5, atol=1e-5)
+        assert mine[name][~read].isnan().all()
     check_metrics(ours[1]["metrics"], stock[1]["metrics"])
     check_gradients([rank["gradients"] for rank in ours], [rank["gradients"] for rank in stock])

@@ -19,13 +19,14 @@ from unittest import mock
 import torch
 
 from megatron_vocabpar.train import on_cpu
+from tests.frameworks.compare import counting_rows
 
 VOCABULARY = 128
 PROMPTS, RESPONSES = (5, 3, 6, 4), (4, 7, 3, 9)
 """Tokens of the samples' two parts, two samples a microbatch."""
 
 
-def step(rank: int, loss: str, ours: bool) -> dict[str, Any]:
+def step(rank: int, loss: str, entropy_coeff: float, ours: bool) -> dict[str, Any]:
     """Log-probabilities, metrics of the update, and gradients of this rank."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     sys.path.insert(0, os.environ["VERL_PATH"])
@@ -37,7 +38,7 @@ def step(rank: int, loss: str, ours: bool) -> dict[str, Any]:
         importlib.import_module("verl")
         backends: Any = importlib.import_module("megatron.core.models.backends")
         backends.DotProductAttention = importlib.import_module("tests.gathered_attention").GatheredAttention
-        return _step(_engine(), loss)
+        return _step(_engine(), loss, entropy_coeff)
 
 
 class _Bridge:
@@ -131,11 +132,16 @@ def _engine() -> Any:
     return engine
 
 
-def _step(engine: Any, loss: str) -> dict[str, Any]:
+def _step(engine: Any, loss: str, entropy_coeff: float) -> dict[str, Any]:
     losses = importlib.import_module("verl.workers.utils.losses")
     actor = importlib.import_module("verl.workers.config").ActorConfig(
-        strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=2, use_kl_loss=True
+        strategy="megatron",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=2,
+        use_kl_loss=True,
+        entropy_coeff=entropy_coeff,
     )
+    rows = counting_rows(engine.module[0].module)
     with engine.eval_mode(disable_auto_offload=True):
         results = engine.infer_batch(_batch(calculate_entropy=True))
     gradients: dict[str, torch.Tensor] = {}
@@ -148,10 +154,11 @@ def _step(engine: Any, loss: str) -> dict[str, Any]:
 
     engine.optimizer.step = watched_update
     with engine.train_mode(disable_auto_offload=True):
-        trained = engine.train_batch(_batch(), partial(getattr(losses, loss), config=actor))
+        batch = _batch(calculate_entropy=entropy_coeff != 0)  # as verl's trainer asks for them
+        trained = engine.train_batch(batch, partial(getattr(losses, loss), config=actor))
     results = {name: value.values() for name, value in results.get("model_output", {}).items()}
     metrics = {**trained["metrics"], "loss": trained["loss"]} if trained else {}
-    return {"results": results, "metrics": metrics, "gradients": gradients}
+    return {"results": results, "metrics": metrics, "gradients": gradients, "rows": rows}
 
 
 def _batch(**options: Any) -> Any:
