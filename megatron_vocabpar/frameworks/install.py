@@ -31,7 +31,7 @@ def config_from(environment: Mapping[str, str]) -> FlagConfig:
     words = shlex.split(environment.get("VOCAB_PARALLEL_FLAGS", ""))
     config = config_from_argv([*_ALWAYS, *words])
     defaults = config_from_argv(_ALWAYS)
-    unused = ("timeline", "costs", "redistribute", "independent_init")
+    unused = ("timeline", "costs", "redistribute", "independent_init", "metrics")
     asked = [name for name in unused if getattr(config, name) != getattr(defaults, name)]
     if asked or not config.partitions_vocabulary or config.is_placed:
         raise ValueError(

@@ -8,7 +8,7 @@ the order of passes and the vocabulary layers are ours. What differs between ver
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -104,7 +104,7 @@ def loss_and_gradient(
     *,
     model: torch.nn.Module,
     token_losses: torch.Tensor,
-    entropy: torch.Tensor | None,
+    values: Mapping[str, torch.Tensor],
     main_loss: Callable[[torch.Tensor], torch.Tensor],
     loss_func: Callable[..., Any],
     config: Any,
@@ -117,20 +117,21 @@ def loss_and_gradient(
 
     Args:
         token_losses: ``[1 + D, b, s]`` float32, of all heads.
-        entropy: ``[b, s]`` float32, of the first, for ``loss_func``; None where it takes none.
+        values: ``[b, s]`` float32, of the first, further arguments of ``loss_func``.
         main_loss: makes of them what ``loss_func`` takes, ``[b, s]`` (``heads.py``).
 
     Returns:
         What ``loss_func`` reported, the number of tokens, and the gradients ``[1 + D, b, s]`` float32 with
-        respect to ``token_losses``, and ``[b, s]`` to ``entropy``, loss scale included (None unless
+        respect to ``token_losses``, and ``[b, s]`` to the value ``entropy``, loss scale included (None unless
         ``with_gradient``; the second also where the loss doesn't depend on the entropy).
     """
     store: list[Any] = []
     leaf = token_losses.detach().clone().requires_grad_(with_gradient)
+    values = {name: value.detach().clone() for name, value in values.items()}
     leaves = [leaf]
-    if entropy is not None:
-        leaves.append(entropy.detach().clone().requires_grad_(with_gradient))
-        loss_func = partial(loss_func, entropy=leaves[1])
+    if "entropy" in values:
+        leaves.append(values["entropy"].requires_grad_(with_gradient))
+    loss_func = partial(loss_func, **values)
     if config.timers is not None:
         config.timers("forward-compute", log_level=2).start()
     with torch.set_grad_enabled(with_gradient):
@@ -151,7 +152,7 @@ def loss_and_gradient(
             return store, num_tokens, None, None
         if config.grad_scale_func is not None:
             loss = config.grad_scale_func(loss)
-    grad, *more = torch.autograd.grad(loss, leaves, allow_unused=entropy is not None)
+    grad, *more = torch.autograd.grad(loss, leaves, allow_unused=len(leaves) > 1)
     return store, num_tokens, torch.zeros_like(leaf) if grad is None else grad, next(iter(more), None)
 
 

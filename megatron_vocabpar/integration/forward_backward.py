@@ -74,8 +74,8 @@ class ForwardBackward:
         mtp_depths: of multi-token prediction, for the default plans.
 
     Raises:
-        ValueError: for naive with recomputation, invariance, label smoothing or entropy; for entropies where
-            the vocabulary is not partitioned, and for their gradient without late gradients.
+        ValueError: for naive with recomputation, invariance, label smoothing, entropy or accuracy; for these
+            where the vocabulary is not partitioned; for the entropy's gradient without late gradients.
     """
 
     def __init__(
@@ -270,14 +270,15 @@ def check_options(method: Method, options: OutputOptions) -> None:
         "has no results that don't depend on the sharding": options.invariant,
         "has no label smoothing": options.terms.label_smoothing,
         "has no 8-bit products": options.fp8,
-        "has no entropy": options.entropy,
+        "has no entropy and no accuracy": options.entropy or options.accuracy,
     }
     for what, is_asked in refused.items():
         if method.name == "naive" and is_asked:
             raise ValueError(f"method naive {what}; use vocab-1 or vocab-2, or leave the option out")
-    if options.entropy and not method.vocabulary_parallel:
+    if (options.entropy or options.accuracy) and not method.vocabulary_parallel:
         raise ValueError(
-            f"entropy with {method.name}: its output layer is Megatron's own; use vocab-1 or vocab-2"
+            f"entropy and accuracy with {method.name}: its output layer is Megatron's own; use vocab-1 or "
+            "vocab-2"
         )
     if options.entropy_gradient and not method.late_gradient:
         raise ValueError("entropy_gradient without a late gradient; give late_gradient=True, too")

@@ -38,12 +38,14 @@ class OutputOptions:
         terms: what the loss of a token consists of, in training and in evaluation.
         fp8: products of 8-bit operands (``layers/fp8.py``), at a loss of accuracy; naive is not offered.
         entropy: give the loss function every token's entropy too, ``entropy=[b, s]`` float32 in nats, from
-            the kept exponentials (``layers/entropy.py``).
+            the kept exponentials (``layers/entropy.py``); ``loss_reports.py`` says what if it takes none.
         entropy_gradient: the loss may depend on them; one more product, twice the input gradient to reduce.
+        accuracy: likewise ``correct=[b, s]``, 1 where no id is likelier than the target (``rivals.py``).
 
     Raises:
         ValueError: for ``invariant`` with another option, which it has no use for, or label smoothing; for
-            ``entropy`` where no plain exponentials are kept; for its gradient without it.
+            ``entropy`` and ``accuracy`` where no plain exponentials are kept; for the entropy's gradient
+            without it.
     """
 
     recompute: bool = False
@@ -53,6 +55,7 @@ class OutputOptions:
     fp8: bool = False
     entropy: bool = False
     entropy_gradient: bool = False
+    accuracy: bool = False
 
     def __post_init__(self) -> None:
         if self.invariant and self.fp8:
@@ -61,10 +64,10 @@ class OutputOptions:
             )
         if self.entropy_gradient and not self.entropy:
             raise ValueError("entropy_gradient without entropy: ask for both")
-        if self.entropy and not self.keeps_exponentials:
+        if (self.entropy or self.accuracy) and not self.keeps_exponentials:
             raise ValueError(
-                "entropy comes from kept exponentials; leave it out, or recomputed logits, a softcap, 8-bit "
-                "products, and results that don't depend on the sharding"
+                "entropy and accuracy come from kept exponentials; leave them out, or recomputed logits, a "
+                "softcap, 8-bit products, and results that don't depend on the sharding"
             )
         if self.invariant and (self.recompute or self.rows_per_chunk is not None):
             raise ValueError(

@@ -2,21 +2,44 @@
 
 Its loss function runs on the token losses that arrive there. Its gradient was sent ahead
 (``microbatches.py``), where it is linear in them; a late gradient is what it gives now.
+
+Entropies, and whether a token's target is the most likely id, are further arguments. A loss function
+without a parameter of that name is called on them too, in the place of the losses: as it is linear, what it
+reports first is their masked mean, as it is the losses'. So Megatron's ``lm loss`` gets an ``entropy`` and an
+``accuracy`` beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_vocabpar.integration import compat, heads
-from megatron_vocabpar.integration.iteration import Iteration
+from megatron_vocabpar.integration.iteration import Iteration, OutputOptions
 from megatron_vocabpar.runtime.comm import broadcast
 from megatron_vocabpar.schedule.passes import Pass, PassType
+
+_METRICS = {"entropy": "entropy", "correct": "accuracy"}
+"""What a loss function may take beside the losses, and what the mean of it is called in its report."""
+
+
+def further_arguments(options: OutputOptions) -> list[str]:
+    """What there is for the loss function to take."""
+    asked = {"entropy": options.entropy, "correct": options.accuracy}
+    return [name for name in _METRICS if asked[name]]
+
+
+def taken_by(loss_func: Callable[..., Any], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those values that the loss function has a parameter of that name for, or takes by any name."""
+    parameters = inspect.signature(loss_func).parameters
+    any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in values.items() if any_name or name in parameters}
 
 
 class LossReports:
@@ -46,7 +69,8 @@ class LossReports:
         """Megatron's loss function on the losses ``[1 + D, b, s]`` float32 of microbatch ``i``.
 
         Where entropies were asked for, likewise, it gets those of the first head too. ``wins``, likewise, is
-        1 where the target is the most likely id, for Megatron's log of the further heads.
+        1 where the target is the most likely id, for Megatron's log of the further heads, and of the first
+        one for the loss function where that was asked for.
 
         Returns:
             The gradient ``[k, 1 + D, b, s]`` float32 that it gives them; k is 2 where it may depend on the
@@ -55,12 +79,14 @@ class LossReports:
         iteration, call = self.iteration, self.iteration.call
         if self._looks:
             self._finite_losses[i] = token_losses.isfinite().all()
+        given, asked = {"entropy": entropy, "correct": wins}, further_arguments(iteration.rank.output_options)
+        values = {name: value[0] for name, value in given.items() if name in asked and value is not None}
         model, recorded = call.chunks[-1], iteration.recorded[iteration.rank.placement.loss_stage][i]
         main_loss = partial(heads.main_loss, model, recorded, training=not call.forward_only, wins=wins)
         reported, num_tokens, grad, more = compat.loss_and_gradient(
             model=model,
             token_losses=token_losses,
-            entropy=None if entropy is None else entropy[0],
+            values=(taken := taken_by(recorded.loss_func, values)),
             main_loss=main_loss,
             loss_func=recorded.loss_func,
             config=call.config,
@@ -69,6 +95,9 @@ class LossReports:
             collect_non_loss_data=call.collect_non_loss_data,
             with_gradient=not call.forward_only,
         )
+        others = {name: value for name, value in values.items() if name not in taken}
+        if others and not call.collect_non_loss_data:
+            reported = [self._with_metrics(reported[0], recorded.loss_func, others)]
         iteration.reported.extend(reported)
         iteration.num_tokens = iteration.num_tokens + num_tokens
         if grad is not None and not iteration.rank.method.late_gradient:
@@ -85,6 +114,25 @@ class LossReports:
         if more is not None:
             grads[1, 0] = more
         return grads
+
+    def _with_metrics(
+        self, report: Any, loss_func: Callable[..., Any], values: Mapping[str, torch.Tensor]
+    ) -> dict[str, Any]:
+        """What the loss function reported, and of these values in the losses' place.
+
+        Raises:
+            ValueError: if it may be no linear one, or reports no numbers by name.
+        """
+        late = self.iteration.rank.method.late_gradient
+        if late or not (isinstance(report, Mapping) and report):
+            why = "with late gradients it may report no mean" if late else "it reports no mean by name"
+            raise ValueError(
+                f"the loss function has no parameter {' and no '.join(values)}, and {why} that could be made "
+                f"of it; give it one, or don't ask for {' and '.join(_METRICS[name] for name in values)}"
+            )
+        with torch.no_grad():
+            means = {_METRICS[name]: loss_func(value.clone())[-1] for name, value in values.items()}
+        return dict(report) | {name: next(iter(mean.values())) for name, mean in means.items()}
 
     def finish(self) -> None:
         """Check gradients and losses; not in each microbatch, so that the host need not wait for the device.

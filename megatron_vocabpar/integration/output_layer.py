@@ -61,8 +61,9 @@ class OutputLayer(LayerHandlers):
         self.early_gradient = PassType.T in waits and waits[PassType.T][0] is waits[PassType.B][0]
         self.late_gradient = method.late_gradient
         one_pass = PassType.S2 not in method.passes
+        options = iteration.rank.output_options
         logs = heads.logs_acceptance(iteration.call.config) and not iteration.call.forward_only
-        self._counts_wins = logs and one_pass and iteration.rank.output_options.keeps_exponentials
+        self._counts_wins = options.accuracy or (logs and one_pass and options.keeps_exponentials)
 
     def finish(self) -> None:
         """In evaluation: report the losses that are still on their way. In training: check the gradients.
@@ -142,7 +143,7 @@ class OutputLayer(LayerHandlers):
             microbatch.labels,
             self.model.output_weight,
             with_input_gradient=with_input_gradient and training,
-            keep_state=training or options.entropy,
+            keep_state=training or options.entropy or self._counts_wins,
             rows_per_chunk=options.rows_per_chunk,
             recompute=options.recompute,
             owned=microbatch.owned_targets,
@@ -228,7 +229,9 @@ class OutputLayer(LayerHandlers):
         if place.target_wins is not None:
             gathered, largest = gathered[..., :-1].contiguous(), gathered[..., -1]
             merged = self._joined(gathered, replace(place, target_wins=None))
-            wins = place.target_wins.copy_(merged_target_wins(gathered, largest, merged))
+            wins = place.target_wins.copy_(
+                merged_target_wins(gathered, largest, merged, self.model.output_weight.dtype)
+            )
             return replace(merged, target_wins=wins)
         if place.entropy is None or place.log_probability is None:
             return merge_stats(gathered, self._terms, out=place)

@@ -13,6 +13,7 @@ from megatron.core.utils import unwrap_model
 from megatron_vocabpar.integration import compat, heads
 from megatron_vocabpar.integration.gradients import GradientSync
 from megatron_vocabpar.integration.iteration import Call, Iteration, Rank
+from megatron_vocabpar.integration.loss_reports import further_arguments, taken_by
 from megatron_vocabpar.integration.microbatches import ModelCall, record_call, share_microbatches
 from megatron_vocabpar.integration.model import PartitionedModel
 from megatron_vocabpar.integration.weight_gradients import WeightGradients
@@ -57,8 +58,8 @@ def prepare(
     announced = not (call.forward_only or rank.method.late_gradient)
     grad_losses = None
     if last is not None and announced:
-        entropy = rank.output_options.entropy
-        grad_losses = [_announced_gradient(recorded, call, entropy) for recorded in last]
+        names = further_arguments(rank.output_options)
+        grad_losses = [_announced_gradient(recorded, call, names) for recorded in last]
     microbatches = share_microbatches(
         groups=rank.groups,
         ranges=model.shard.ranges if model else (),
@@ -125,8 +126,8 @@ def _check_given(tensor: torch.Tensor | None, name: str) -> None:
         )
 
 
-def _announced_gradient(recorded: ModelCall, call: Call, entropy: bool) -> torch.Tensor:
-    """The gradient ``[1 + D, b, s]`` that every token's loss gets, from losses, and entropies, of one nat."""
+def _announced_gradient(recorded: ModelCall, call: Call, names: Sequence[str]) -> torch.Tensor:
+    """The gradient ``[1 + D, b, s]`` that every token's loss gets, from losses, and other arguments, of 1."""
     _check_given(recorded.labels, "labels")
     assert recorded.labels is not None
     model = call.chunks[-1]
@@ -135,7 +136,7 @@ def _announced_gradient(recorded: ModelCall, call: Call, entropy: bool) -> torch
     _, _, grad, _ = compat.loss_and_gradient(
         model=model,
         token_losses=losses,
-        entropy=losses[0] if entropy else None,
+        values=taken_by(recorded.loss_func, dict.fromkeys(names, losses[0])),
         main_loss=partial(heads.main_loss, model, recorded, training=False),
         loss_func=recorded.loss_func,
         config=call.config,

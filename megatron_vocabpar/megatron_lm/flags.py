@@ -24,6 +24,9 @@ SCHEDULES = (*families(), SEARCH, AUTO)
 PROFILE_ITERATIONS = 5
 """Iterations that are measured by default, after the first."""
 
+METRICS = ("entropy", "entropy-gradient", "accuracy")
+"""What may be computed of every token beside its loss, by its flag's names."""
+
 _HELP = ("-h", "--help")
 
 
@@ -170,6 +173,16 @@ OPTIONS = (
         },
     ),
     Option(
+        "--vocab-parallel-metrics",
+        {
+            "nargs": "+",
+            "choices": METRICS,
+            "default": [],
+            "help": "What is given of every token to a loss function that has a parameter for it (entropy, "
+            "correct), else logged as its mean; entropy-gradient lets the loss depend on the entropies.",
+        },
+    ),
+    Option(
         "--vocab-parallel-independent-init",
         {
             "action": "store_true",
@@ -233,6 +246,7 @@ class FlagConfig:
         fp32_head: the output weight is float32 in a 16-bit model.
         fp8_head: the output layer multiplies 8-bit operands.
         late_gradient: the loss function may be any function of the tokens' losses.
+        metrics: which of ``METRICS`` are computed.
         independent_init: each rank draws its initial vocabulary rows.
     """
 
@@ -249,6 +263,7 @@ class FlagConfig:
     fp32_head: bool = False
     fp8_head: bool = False
     late_gradient: bool = False
+    metrics: tuple[str, ...] = ()
     independent_init: bool = False
     methods: tuple[str, ...] = ()
     costs: str | None = None
@@ -371,6 +386,7 @@ def config_from(args: Any) -> FlagConfig:
         fp32_head=args.vocab_parallel_fp32_head,
         fp8_head=args.vocab_parallel_fp8_head,
         late_gradient=args.vocab_parallel_late_gradient,
+        metrics=_metrics(args, method),
         methods=_open_methods(args, terms, methods) if args.vocab_parallel_schedule == AUTO else (),
         costs=args.vocab_parallel_costs,
         profile_iterations=profile_iterations,
@@ -388,11 +404,33 @@ def _open_methods(args: Any, terms: LossTerms, named: dict[str, str]) -> tuple[s
         args.vocab_parallel_recompute_logits
         or args.vocab_parallel_invariant
         or args.vocab_parallel_fp8_head
+        or args.vocab_parallel_metrics
         or terms.label_smoothing
     )
     return tuple(
         name for name, method in METHODS.items() if method.vocabulary_parallel and (naive or name != "naive")
     )
+
+
+def _metrics(args: Any, method: str) -> tuple[str, ...]:
+    asked = tuple(name for name in METRICS if name in args.vocab_parallel_metrics)
+    flag = f"--vocab-parallel-metrics {' '.join(asked)}"
+    others = {
+        f"method {method}": method == "naive" or not method_named(method).vocabulary_parallel,
+        "--vocab-parallel-recompute-logits": args.vocab_parallel_recompute_logits,
+        "--vocab-parallel-invariant": args.vocab_parallel_invariant,
+        "--vocab-parallel-fp8-head": args.vocab_parallel_fp8_head,
+        "--vocab-parallel-logit-softcap": args.vocab_parallel_logit_softcap is not None,
+    }
+    against = [other for other, is_given in others.items() if is_given]
+    if asked and against:
+        raise ValueError(
+            f"{flag}: made of the exponentials that vocab-1, vocab-2 and interlaced keep; not with "
+            f"{' and '.join(against)}"
+        )
+    if "entropy-gradient" in asked and not args.vocab_parallel_late_gradient:
+        raise ValueError(f"{flag}: its gradient comes late; give --vocab-parallel-late-gradient, too")
+    return asked
 
 
 def _check_planning(args: Any, method: str) -> None:

@@ -71,6 +71,9 @@ def output_options(config: FlagConfig) -> OutputOptions:
         invariant=config.invariant,
         terms=config.terms,
         fp8=config.fp8_head,
+        entropy=any(name.startswith("entropy") for name in config.metrics),
+        entropy_gradient="entropy-gradient" in config.metrics,
+        accuracy="accuracy" in config.metrics,
     )
 
 

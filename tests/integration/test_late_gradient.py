@@ -9,7 +9,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_vocabpar.integration.forward_backward import ForwardBackward
 from megatron_vocabpar.integration.iteration import OutputOptions
@@ -17,13 +16,10 @@ from megatron_vocabpar.runtime.background_plan import PlanKind
 from megatron_vocabpar.runtime.comm import VocabGroups
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.methods import METHODS
-from megatron_vocabpar.train.cpu import megatron_on_cpu
 from tests.cases import covering, rest_is_slow
-from tests.integration import gpt
 from tests.integration import test_equality as equality
 from tests.integration.gpt import Case, case_of
 from tests.integration.losses import LOSSES
-from tests.spawn import run_ranks
 
 Late = partial(Case, late_gradient=True, micro_batch_size=4, steps=1)
 # Adam amplifies rounding more under these losses: a key's bias has gradients of nothing else.
@@ -133,51 +129,6 @@ def test_with_everything_else(options: dict[str, Any]) -> None:
     check(Late(**{"pp": 2, "m": 3, **options}))
 
 
-def log_probabilities(_: int, case: Case) -> list[np.ndarray]:
-    """Of every token, as a script asks for them: forward only, the output of the model as data."""
-
-    def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
-        output, _ = gpt.forward_step(data_iterator, model, case.loss)
-        return output, lambda losses, non_loss_data: -losses.float().clone()
-
-    with megatron_on_cpu(), gpt.parallel_groups(case), torch.no_grad():
-        run: Any = get_forward_backward_func()
-        if case.method != "stock":
-            run = ForwardBackward(
-                case.method,
-                gpt.vocab_groups(),
-                torch.device("cpu"),
-                late_gradient=case.late_gradient,
-                make_plan=gpt.plan_maker(case),
-            )
-        data = [gpt.batch(case, 0, 0, i) for i in range(case.m)]
-        collected = run(
-            forward_step_func=forward_step,
-            data_iterator=[iter(data) for _ in range(case.chunks)],
-            model=gpt.build_chunks(case),
-            num_microbatches=case.m,
-            seq_length=case.seq_length,
-            micro_batch_size=case.micro_batch_size,
-            forward_only=True,
-            collect_non_loss_data=True,
-        )
-        return [values.numpy() for values in collected]
-
-
-@pytest.mark.parametrize(
-    ("family", "method"),
-    [("v-half", "vocab-2"), *rest_is_slow([("1f1b", "vocab-1"), ("1f1b", "interlaced")])],
-)
-def test_log_probabilities_come_from_the_same_pipeline(family: str, method: str) -> None:
-    """Those of an old policy or a reference, before a step of training."""
-    schedule = generate(METHODS[method].with_late_gradient(), 2, 3, family=family)
-    case = case_of(schedule, micro_batch_size=4)
-    (expected,) = run_ranks(1, log_probabilities, case.unsharded())
-    *others, found = run_ranks(2, log_probabilities, case)
-    assert not any(others)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_a_plan_of_another_kind_and_a_distant_output_layer_are_refused() -> None:
     groups = VocabGroups((0,), 1, 1, 0, *[Mock()] * 4)
     usual, v_shaped = generate("vocab-2", 1, 2), generate("baseline", 2, 2, family="v-half")
@@ -193,7 +144,7 @@ def test_a_plan_of_another_kind_and_a_distant_output_layer_are_refused() -> None
     ("method", "late", "told"),
     [
         ("vocab-2", False, "entropy_gradient without a late gradient; give late_gradient=True"),
-        ("baseline", True, "entropy with baseline: its output layer is Megatron's own"),
+        ("baseline", True, "entropy and accuracy with baseline: its output layer is Megatron's own"),
     ],
 )
 def test_entropies_are_refused_where_there_are_none(method: str, late: bool, told: str) -> None:

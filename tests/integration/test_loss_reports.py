@@ -16,17 +16,18 @@ from megatron_vocabpar.integration.loss_reports import LossReports
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 7, and a loss function whose gradient is what the losses of its first token are."""
 
-    def loss_and_gradient(token_losses: torch.Tensor, entropy: torch.Tensor | None, **_: Any) -> Any:
-        return [], 0, torch.full_like(token_losses, float(token_losses[0, 0])), entropy
+    def loss_and_gradient(token_losses: torch.Tensor, values: dict[str, torch.Tensor], **_: Any) -> Any:
+        slope = torch.full_like(token_losses, float(token_losses[0, 0]))
+        return [{}], 0, slope, values.get("entropy")
 
     monkeypatch.setattr(loss_reports.dist, "get_rank", lambda: 7)
     monkeypatch.setattr(loss_reports.compat, "loss_and_gradient", loss_and_gradient)
 
 
-def iteration(told: list[str] | None) -> Any:
+def iteration(told: list[str] | None = None, loss_func: Any = lambda losses, entropy: None) -> Any:
     """What ``LossReports`` looks at, on the rank of the loss; announced is a gradient of 1."""
     place, method = SimpleNamespace(loss_stage=3), SimpleNamespace(late_gradient=False)
-    options = SimpleNamespace(entropy_gradient=False)
+    options = SimpleNamespace(entropy=True, entropy_gradient=False, accuracy=False)
     tell = None if told is None else told.append
     call = SimpleNamespace(
         chunks=[None], config=None, num_microbatches=4, cp_group_size=1, collect_non_loss_data=False,
@@ -42,7 +43,7 @@ def iteration(told: list[str] | None) -> Any:
             output_options=options,
         ),
         call=call,
-        recorded={3: [SimpleNamespace(loss_func=None)] * 4},
+        recorded={3: [SimpleNamespace(loss_func=loss_func)] * 4},
         microbatches=SimpleNamespace(gradient=lambda _: torch.ones(1, 2)),
         reported=[],
         num_tokens=0,
@@ -67,7 +68,7 @@ def test_the_first_loss_that_is_not_finite_is_told_where_it_is_looked_for(watche
 
 
 def test_the_first_microbatch_whose_loss_is_not_linear_is_named() -> None:
-    reports = LossReports(iteration(None))
+    reports = LossReports(iteration())
     for i, slope in ((0, 1.0), (2, 3.0), (1, 2.0)):
         reports.report(i, torch.tensor([[slope, 1.0]]))
     told = "rank 7, microbatch 1: the loss function is not linear.*late_gradient=True"
@@ -76,8 +77,18 @@ def test_the_first_microbatch_whose_loss_is_not_linear_is_named() -> None:
 
 
 def test_a_loss_of_entropies_whose_gradient_was_not_asked_for_is_named() -> None:
-    reports = LossReports(iteration(None))
+    reports = LossReports(iteration())
     for i, entropy in ((0, None), (2, torch.ones(1, 1, 2))):
         reports.report(i, torch.ones(1, 2), entropy)
     with pytest.raises(ValueError, match="rank 7, microbatch 2: the loss depends on the entropies, whose"):
         reports.finish()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_no_mean_of_entropies_is_made_up(late: bool) -> None:
+    """The loss function has no parameter for them, and may not be linear, or reports nothing by name."""
+    given = iteration(loss_func=lambda losses: None)
+    given.rank.method.late_gradient = late
+    why = "with late gradients it may report no mean" if late else "it reports no mean by name"
+    with pytest.raises(ValueError, match=f"no parameter entropy, and {why}.*don't ask for entropy"):
+        LossReports(given).report(0, torch.ones(1, 2), torch.ones(1, 1, 2))

@@ -33,6 +33,12 @@ def test_the_target_wins_where_it_is_the_argmax(dtype: torch.dtype, size: float)
     targets[2::4] = logits[2::4].topk(2).indices[:, 1]  # the second
     targets[3::4] = -100
     targets[7] = 62  # padding
+    wins = target_wins(x, w, targets)
+    assert wins.equal(targets == best)
+    assert 0 < wins.sum() < N // 2
+
+
+def target_wins(x: torch.Tensor, w: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     gathered = []
     for shard in even_ranges(64, SHARDS, V):
         rows = w[shard.start : shard.stop]
@@ -40,6 +46,17 @@ def test_the_target_wins_where_it_is_the_argmax(dtype: torch.dtype, size: float)
         gathered.append(rival_part(state, statistics))
     *_, largest = (stacked := torch.stack(gathered)).unbind(2)
     merged = merge_stats(stacked[..., :-1].contiguous())
-    wins = merged_target_wins(stacked[..., :-1], largest, merged)
-    assert wins.equal(targets == best)
-    assert 0 < wins.sum() < N // 2
+    return merged_target_wins(stacked[..., :-1], largest, merged, x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_target_wins_of_equals(dtype: torch.dtype) -> None:
+    """Every id has a twin, on another shard."""
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(N, H, generator=random).to(dtype)
+    twins = torch.randn(30, H, generator=random).to(dtype)
+    w = torch.cat([twins, twins, torch.zeros(4, H, dtype=dtype)])
+    first, second = (x.double() @ twins.double().T).topk(2).indices.T
+    assert bool(target_wins(x, w, first).all())
+    assert bool(target_wins(x, w, first + 30).all())
+    assert not bool(target_wins(x, w, second).any())

@@ -283,6 +283,13 @@ def test_a_legacy_checkpoint_is_refused(
         ("--vocab-parallel-fp32-head", "head: method baseline does not partition"),
         ("--vocab-parallel-independent-init", "init: method baseline does not partition"),
         ("--vocab-parallel-late-gradient", "gradient: method baseline does not partition"),
+        ("--vocab-parallel-metrics entropy", "metrics entropy: .* not with method baseline"),
+        (
+            f"{ENABLE} --vocab-parallel-metrics accuracy --vocab-parallel-recompute-logits "
+            "--vocab-parallel-logit-softcap 30",
+            "not with --vocab-parallel-recompute-logits and --vocab-parallel-logit-softcap",
+        ),
+        (f"{ENABLE} --vocab-parallel-metrics entropy-gradient", "give --vocab-parallel-late-gradient, too"),
         (f"{ENABLE} --vocab-parallel-invariant --vocab-parallel-method naive", "not with naive"),
         (f"{ENABLE} --vocab-parallel-invariant --vocab-parallel-recompute-logits", "keep one of them"),
         ("--vocab-parallel-z-loss 0.1", "vocab-parallel-z-loss: method baseline does not partition"),
@@ -362,6 +369,10 @@ def test_contradicting_options(argv: str, message: str) -> None:
         (f"{ENABLE} --vocab-parallel-fp32-head", FlagConfig(True, "vocab-2", fp32_head=True)),
         (f"{ENABLE} --vocab-parallel-fp8-head", FlagConfig(True, "vocab-2", fp8_head=True)),
         (f"{ENABLE} --vocab-parallel-late-gradient", FlagConfig(True, "vocab-2", late_gradient=True)),
+        (
+            f"{ENABLE} --vocab-parallel-metrics accuracy entropy --num-layers 4",
+            FlagConfig(True, "vocab-2", metrics=("entropy", "accuracy")),
+        ),
         (
             f"{ENABLE} --vocab-parallel-independent-init --vocab-parallel-invariant",
             FlagConfig(True, "vocab-2", invariant=True, independent_init=True),
