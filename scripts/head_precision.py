@@ -14,12 +14,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.fp8 import Fp8Weight
+from megatron_vocabpar.layers.fp8 import MXFP8, ROW, Fp8Recipe, Fp8Weight
 from megatron_vocabpar.layers.output import input_gradient, output_forward
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.softmax_stats import merge_stats
 
 BINS = (0.0, 1e-6, 1e-4, 1e-2, 0.1, 0.5, 0.9, 0.99, 0.999, 1.0)
+HEADS = {"bf16": None, "fp8": ROW, "mxfp8": MXFP8}
 TOKENS, HIDDEN, VOCABULARY = 4096, 1024, 8192
 
 
@@ -44,10 +45,10 @@ def reference(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
     return logs.gather(1, targets.unsqueeze(1)).squeeze(1), dx
 
 
-def measured(x: Tensor, weight: Tensor, targets: Tensor, fp8: bool) -> tuple[Tensor, Tensor]:
+def measured(x: Tensor, weight: Tensor, targets: Tensor, recipe: Fp8Recipe | None) -> tuple[Tensor, Tensor]:
     """The same by the output layer."""
     shard = VocabRange(0, len(weight), len(weight))
-    quantised = Fp8Weight.of(weight, shard) if fp8 else None
+    quantised = None if recipe is None else Fp8Weight.of(weight, shard, recipe)
     state, stats = output_forward(x, weight, targets, shard, with_input_gradient=True, fp8=quantised)
     assert state is not None
     merged = merge_stats(stats.unsqueeze(0))
@@ -59,12 +60,13 @@ def main(file: str | None) -> None:
     x, weight, targets = data["x"].bfloat16(), data["w"].bfloat16(), data["t"]
     log_p, dx = reference(x, weight, targets)
     columns = []
-    for fp8 in (False, True):
-        got_log_p, got_dx = measured(x, weight, targets, fp8)
+    for recipe in HEADS.values():
+        got_log_p, got_dx = measured(x, weight, targets, recipe)
         row_errors = (got_dx.double() - dx).norm(dim=1) / dx.norm(dim=1)
         columns.append(((got_log_p.double() - log_p).abs(), row_errors))
-    print("| p_target | tokens | log p, bf16 | log p, fp8 | dX, bf16 | dX, fp8 |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    names = [f"{what}, {head}" for what in ("log p", "dX") for head in HEADS]
+    print(f"| p_target | tokens | {' | '.join(names)} |")
+    print(f"| --- |{' ---: |' * (1 + len(names))}")
     for low, high in pairwise(BINS):
         here = (log_p.exp() >= low) & ((log_p.exp() < high) | (high == 1.0))
         if here.any():

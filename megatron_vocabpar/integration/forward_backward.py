@@ -95,6 +95,8 @@ class ForwardBackward:
         self.method = method_named(method, late_gradient=late_gradient)
         self.output_options = output_options or OutputOptions()
         check_options(self.method, self.output_options)
+        if self.output_options.fp8 is not None:
+            self.output_options.fp8.check_device(device)
         self._not_finite = not_finite
         self.groups = groups
         self.device = device

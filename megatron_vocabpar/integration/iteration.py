@@ -18,6 +18,7 @@ import torch
 
 from megatron_vocabpar.integration.gradients import GradientSync
 from megatron_vocabpar.integration.microbatches import ForwardStep, Microbatches, ModelCall, no_microbatches
+from megatron_vocabpar.layers.fp8 import Fp8Recipe
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.runtime.buffers import Buffers
 from megatron_vocabpar.runtime.comm import PointToPoint, Receive, VocabGroups
@@ -36,7 +37,8 @@ class OutputOptions:
         invariant: the same bits for every sharding (``layers/invariant.py``), at a cost. Shards must end at
             multiples of ``fixed_point.BLOCK`` ids; naive is not offered.
         terms: what the loss of a token consists of, in training and in evaluation.
-        fp8: products of 8-bit operands (``layers/fp8.py``), at a loss of accuracy; naive is not offered.
+        fp8: products of 8-bit operands by this recipe (``layers/fp8.py``), at a loss of accuracy; naive is
+            not offered. None: of the operands as they are.
         entropy: give the loss function every token's entropy too, ``entropy=[b, s]`` float32 in nats, from
             the kept exponentials (``layers/entropy.py``); ``loss_reports.py`` says what if it takes none.
         entropy_gradient: the loss may depend on them; one more product, twice the input gradient to reduce.
@@ -52,7 +54,7 @@ class OutputOptions:
     rows_per_chunk: int | None = None
     invariant: bool = False
     terms: LossTerms = PLAIN
-    fp8: bool = False
+    fp8: Fp8Recipe | None = None
     entropy: bool = False
     entropy_gradient: bool = False
     accuracy: bool = False

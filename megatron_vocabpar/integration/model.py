@@ -31,7 +31,7 @@ from megatron_vocabpar.integration.initial_weights import scatter_rows
 from megatron_vocabpar.layers import invariant as invariant_passes
 from megatron_vocabpar.layers.embedding import embedding_forward
 from megatron_vocabpar.layers.fixed_point import BLOCK
-from megatron_vocabpar.layers.fp8 import MULTIPLE, Fp8Weight
+from megatron_vocabpar.layers.fp8 import Fp8Recipe, Fp8Weight
 from megatron_vocabpar.layers.invariant import BlockState
 from megatron_vocabpar.layers.output import NaiveState, OutputState, naive_maximum, output_forward
 from megatron_vocabpar.layers.partition import VocabRange, even_ranges, padded_vocab_size
@@ -58,7 +58,7 @@ class VocabShard:
 
 
 def vocab_shard(
-    vocab_size: int, divisible_by: int = 1, *, invariant: bool = False, fp8: bool = False
+    vocab_size: int, divisible_by: int = 1, *, invariant: bool = False, fp8: Fp8Recipe | None = None
 ) -> VocabShard:
     """The even partition of ``vocab_size`` true ids over this process's PP x TP ranks.
 
@@ -66,7 +66,7 @@ def vocab_shard(
         vocab_size: ``V``, the number of true ids; ``padded_vocab_size`` says how much padding is added.
         divisible_by: a further divisor of the padded size (Megatron's ``make_vocab_size_divisible_by``).
         invariant: shards are to end between the blocks of ``OutputOptions.invariant``.
-        fp8: shards are to fit ``OutputOptions.fp8``.
+        fp8: shards are to fit this recipe of ``OutputOptions.fp8``.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
     tensor = parallel_state.get_tensor_model_parallel_world_size()
@@ -74,8 +74,8 @@ def vocab_shard(
         parallel_state.get_pipeline_model_parallel_rank() * tensor
         + parallel_state.get_tensor_model_parallel_rank()
     )
-    for is_asked, rows in ((invariant, BLOCK), (fp8, MULTIPLE)):
-        divisible_by = lcm(divisible_by, rows * pipeline * tensor) if is_asked else divisible_by
+    for rows in (BLOCK if invariant else 1, 1 if fp8 is None else fp8.multiple):
+        divisible_by = lcm(divisible_by, rows * pipeline * tensor) if rows > 1 else divisible_by
     padded = padded_vocab_size(vocab_size, pipeline, tensor, divisible_by)
     return VocabShard(even_ranges(padded, pipeline * tensor, vocab_size), member)
 

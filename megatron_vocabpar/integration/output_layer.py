@@ -52,8 +52,10 @@ class OutputLayer(LayerHandlers):
         self._spare: list[torch.Tensor] = []
         self._terms = compat.with_mup_scale(iteration.rank.output_options.terms, iteration.call.config)
         # The weight in 8 bits, once an iteration, when the first S has it.
-        fp8 = cache(lambda: Fp8Weight.of(model.output_weight.detach(), model.shard.range))
-        self._fp8 = fp8 if iteration.rank.output_options.fp8 else None
+        recipe = iteration.rank.output_options.fp8
+        self._fp8 = recipe and cache(
+            lambda: Fp8Weight.of(model.output_weight.detach(), model.shard.range, recipe)
+        )
         self._passes: Any = invariant if iteration.rank.output_options.invariant else output
         method = iteration.rank.method
         # Whether the input gradient comes with the statistics, from what S left, and T has the rest.

@@ -1,16 +1,23 @@
 """The three products of the output layer of 8-bit operands, on request: S, A and dW at lower precision.
 
-Operands are e4m3 numbers, 3 bits behind the point, each row with an fp32 scale of its own that takes its
-largest entry to 448; a product is rounded to bf16. What needs no product of [n, P] stays exact: the target's
-logit and its part of both gradients, the sums of the exponentials, the statistics.
+Operands are e4m3 numbers, 3 bits behind the point, with scales of one of two recipes; a product is rounded
+to bf16. What needs no product of [n, P] stays exact: the target's logit and its part of both gradients, the
+sums of the exponentials, the statistics.
+
+    row     each row has an fp32 scale, which takes its largest entry to 448
+    mxfp8   each 32 neighbours of a row have a power of two, the smallest that takes none above 448
 
     logits  X W^T    rows of X and of W, once more for each target in fp32
-    A       E W      E is stored in 8 bits, at most 362 (``reference.HEADROOM``), without a scale; rows of W^T
-    dW      E^T X'   X' the scaled rows of X; rows of X'^T
+    A       E W      rows of E and of W^T
+    dW      E^T X'   rows of E^T and of X'^T, X' the scaled rows of X
 
-On a GPU, of compute capability 8.9 or more, that is ``torch._scaled_mm`` with bf16 results, the only ones
-that every version and device offers with a scale per row; elsewhere the same numbers are multiplied in fp32.
-Next: ``output.py``.
+With ``row`` E is stored in 8 bits, at most 362 (``reference.HEADROOM``), and multiplied so, without a scale.
+With ``mxfp8`` it is stored in the operands' dtype and rounded for each of its two products.
+
+On a GPU that is ``torch._scaled_mm`` with bf16 results, the only ones that every version and device offers
+with a scale per row; elsewhere the same numbers are multiplied in fp32.
+Source of mxfp8: OCP Microscaling Formats (MX) Specification 1.0, with the scale rounded up as in "Recipes for
+Pre-training LLMs with MXFP8" (arXiv 2506.08027), so that nothing saturates. Next: ``output.py``.
 """
 
 from __future__ import annotations
@@ -20,53 +27,139 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.gemm import row_chunks
+from megatron_vocabpar.layers.exponents import power_of_two
+from megatron_vocabpar.layers.gemm import row_chunks, transient_bytes
 from megatron_vocabpar.layers.partition import VocabRange
 
 E4M3 = torch.float8_e4m3fn
-MULTIPLE = 16
-"""What hidden size and rows of a shard must be divisible by: the library's loads are of 16 bytes."""
 
 _LARGEST = 448.0
+_BLOCK = 32
+_TILE = (128, 4)
+"""Rows and blocks whose scales lie together, in the order in which the library reads them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Recipe:
+    """How a matrix is made of 8-bit numbers.
+
+    Attributes:
+        name: of the recipe.
+        block: entries of a row that share a scale; None: all of them.
+        multiple: what hidden size and rows of a shard must be divisible by: the library's loads are of 16
+            bytes, and a block is whole.
+        storage: of the exponentials; None: the operands' dtype.
+        capability: the least compute capability of a GPU that multiplies such numbers.
+    """
+
+    name: str
+    block: int | None
+    multiple: int
+    storage: torch.dtype | None
+    capability: tuple[int, int]
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise unless the device multiplies such numbers, or is none whose products are emulated.
+
+        Raises:
+            ValueError: naming what it has.
+        """
+        if device.type == "cuda" and (has := torch.cuda.get_device_capability(device)) < self.capability:
+            other = next((f", or {r.name}" for r in RECIPES.values() if r.capability <= has), "")
+            raise ValueError(
+                f"8-bit products ({self.name}) need compute capability {_dotted(self.capability)}, and "
+                f"{device} has {_dotted(has)}; use 16-bit ones{other}"
+            )
+
+    def scale(self, largest: Tensor) -> Tensor:
+        """By which numbers up to ``largest``, fp32 of any shape, are divided; NaN or inf where that is."""
+        if self.block is None:
+            return (largest / _LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
+        mantissa, exponent = torch.frexp(largest)  # 448 is 0.875 * 2^9
+        exponent = exponent.sub_(9).add_(mantissa > 0.875).clamp_(min=-127)
+        scale = power_of_two(exponent.float() + 1) * 0.5  # 2^-127 is below the normal numbers
+        return scale.masked_fill_(~largest.isfinite(), torch.nan)
+
+
+ROW = Fp8Recipe("row", None, 16, E4M3, (8, 9))
+MXFP8 = Fp8Recipe("mxfp8", _BLOCK, _BLOCK, None, (10, 0))
+RECIPES = {recipe.name: recipe for recipe in (ROW, MXFP8)}
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledRows:
-    """A matrix of which row i is ``scale[i] * values[i]``.
+    """A matrix of 8-bit numbers times their scales.
 
     Attributes:
-        values: [M, K] e4m3, contiguous; K a multiple of 16.
-        scale: [M, 1] fp32.
+        values: [M, K] e4m3, contiguous; K a multiple of the recipe's.
+        scale: [M, 1] fp32, of rows; or e8m0, of blocks of 32: those of [M, K / 32], filled up to whole tiles
+            of [128, 4], tile after tile; inside one, row r and block b are at 16 (r % 32) + 4 (r // 32) + b
+            (cuBLAS, "1D block scaling factors layout").
     """
 
     values: Tensor
     scale: Tensor
 
+    def numbers(self) -> Tensor:
+        """[M, K] fp32."""
+        scale, (m, k) = self.scale, self.values.shape
+        if scale.dtype != torch.float32:
+            across = -(-k // (_BLOCK * _TILE[1]))
+            tiles = scale.view(torch.uint8).view(-1, across, 32, 4, 4)
+            codes = _exchanged(tiles).reshape(-1, across * _TILE[1])[:m, : k // _BLOCK]
+            scale = codes.view(torch.float8_e8m0fnu).float()
+        blocks = self.values.float().unflatten(1, (scale.shape[1], -1))
+        return blocks.mul_(scale.unsqueeze(2)).flatten(1)
 
-def scaled_rows(matrix: Tensor) -> ScaledRows:
-    """[M, K] of any floating dtype, rounded; K is filled up with zeros to a multiple of 16."""
-    wide = matrix.float()
-    scale = wide.abs().amax(dim=1, keepdim=True).div_(_LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
-    return ScaledRows(_filled(wide / scale).to(E4M3), scale)
+
+def scaled_rows(matrix: Tensor, recipe: Fp8Recipe) -> ScaledRows:
+    """[M, K] of any floating dtype, rounded; e4m3 as it is. K is filled up with zeros to the multiple."""
+    m, k = matrix.shape
+    if matrix.dtype == E4M3:
+        ones = torch.ones((m, 1), dtype=torch.float32, device=matrix.device)
+        return ScaledRows(_filled(matrix.view(torch.uint8), recipe).view(E4M3), ones)
+    width = k + -k % recipe.multiple
+    block = recipe.block or width
+    values = torch.empty((m, width), dtype=E4M3, device=matrix.device)
+    scale = torch.empty((m, width // block), dtype=torch.float32, device=matrix.device)
+    for rows in row_chunks(m, width, transient_bytes=transient_bytes(matrix.device)):
+        blocks = _filled(matrix[rows].float(), recipe).unflatten(1, (-1, block))
+        scale[rows] = recipe.scale(blocks.abs().amax(2))
+        values[rows] = (blocks / scale[rows].unsqueeze(2)).flatten(1)
+    return ScaledRows(values, scale if recipe.block is None else _tiles(scale))
 
 
-def _filled(matrix: Tensor) -> Tensor:
+def _filled(matrix: Tensor, recipe: Fp8Recipe) -> Tensor:
     """Filled up with columns of zeros, contiguous."""
-    return torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % MULTIPLE)).contiguous()
+    return torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % recipe.multiple)).contiguous()
 
 
-def _unscaled(values: Tensor) -> ScaledRows:
-    return ScaledRows(values, torch.ones((len(values), 1), dtype=torch.float32, device=values.device))
+def _tiles(scale: Tensor) -> Tensor:
+    """Powers of two [M, blocks] as ``ScaledRows.scale`` has them: one dimension."""
+    codes = scale.to(torch.float8_e8m0fnu).view(torch.uint8)
+    down, across = (-(-size // tile) for size, tile in zip(scale.shape, _TILE, strict=True))
+    whole = torch.nn.functional.pad(
+        codes, (0, across * _TILE[1] - scale.shape[1], 0, down * _TILE[0] - len(scale))
+    )
+    return _exchanged(whole.view(down, 4, 32, across, 4)).flatten().view(torch.float8_e8m0fnu)
+
+
+def _exchanged(tiles: Tensor) -> Tensor:
+    """From rows of tiles ``[down, 4, 32, across, 4]`` to tiles ``[down, across, 32, 4, 4]``, or back."""
+    return tiles.permute(0, 3, 2, 1, 4)
 
 
 def product_of_rows(a: ScaledRows, b: ScaledRows) -> Tensor:
-    """``a b^T``, [M, N] bf16, for [M, K] and [N, K]; N a multiple of 16."""
+    """``a b^T``, [M, N] bf16, for [M, K] and [N, K] of one recipe; N a multiple of 16."""
     if a.values.is_cuda:
         return torch._scaled_mm(
             a.values, b.values.t(), scale_a=a.scale, scale_b=b.scale.t(), out_dtype=torch.bfloat16
         )
-    wide = a.values.float() @ b.values.float().t()
-    return wide.mul_(a.scale).mul_(b.scale.t()).bfloat16()
+    return (a.numbers() @ b.numbers().t()).bfloat16()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,30 +169,35 @@ class Fp8Weight:
     Attributes:
         rows: of W [P, H], for the logits; zero where ids are padding.
         columns: rows of W^T [H, P], for the input gradient.
+        recipe: of these, and of what they are multiplied with.
     """
 
     rows: ScaledRows
     columns: ScaledRows
+    recipe: Fp8Recipe
 
     @staticmethod
-    def of(weight: Tensor, shard: VocabRange) -> Fp8Weight:
+    def of(weight: Tensor, shard: VocabRange, recipe: Fp8Recipe = ROW) -> Fp8Weight:
         """From [P, H], whose padding is not read.
 
         Raises:
-            ValueError: if P or H is not a multiple of 16, or the weight is fp64.
+            ValueError: if P or H is not a multiple of the recipe's, or the weight is fp64.
         """
         if weight.dtype == torch.float64:
             raise ValueError("weight in torch.float64: 8-bit products are for bfloat16, float16 and float32")
         for what, size in (("hidden size", weight.shape[1]), ("rows of a shard", len(weight))):
-            if size % MULTIPLE:
-                raise ValueError(f"{what} {size}: 8-bit products need a multiple of {MULTIPLE}; pad it")
+            if size % recipe.multiple:
+                raise ValueError(
+                    f"{what} {size}: 8-bit products ({recipe.name}) need a multiple of {recipe.multiple}; "
+                    "pad it"
+                )
         if shard.valid_rows < len(weight):
             weight = torch.cat((weight[: shard.valid_rows], torch.zeros_like(weight[shard.valid_rows :])))
-        return Fp8Weight(scaled_rows(weight), scaled_rows(weight.t()))
+        return Fp8Weight(scaled_rows(weight, recipe), scaled_rows(weight.t(), recipe), recipe)
 
     def logits(self, x: Tensor, weight: Tensor, target_row: Tensor, valid_rows: int) -> Tensor:
         """[n, P] fp32 of x [n, H]; a target's is of the weight [P, H] itself."""
-        logits = product_of_rows(scaled_rows(x), self.rows).float()
+        logits = product_of_rows(scaled_rows(x, self.recipe), self.rows).float()
         if valid_rows:
             column = target_row.clamp(0, valid_rows - 1)
             exact = (x.float() * weight[column].float()).sum(1)
@@ -109,23 +207,22 @@ class Fp8Weight:
         return logits
 
     def input_gradient(self, e: Tensor) -> Tensor:
-        """``E W``, [n, H] bf16, of e [n, P] e4m3."""
-        return product_of_rows(_unscaled(e), self.columns)
+        """``E W``, [n, H] bf16, of e [n, P] in the recipe's storage."""
+        return product_of_rows(scaled_rows(e, self.recipe), self.columns)
 
+    def add_weight_gradient_(
+        self, main_grad: Tensor, e: Tensor, x: Tensor, valid_rows: int, factor: Tensor | None
+    ) -> None:
+        """``main_grad += factor * E^T x`` in the true rows, by parts that can be added from the cache.
 
-def add_weight_gradient_(
-    main_grad: Tensor, e: Tensor, x: Tensor, valid_rows: int, factor: Tensor | None
-) -> None:
-    """``main_grad += factor * E^T x`` in the true rows, by parts that can be added from the cache.
-
-    Args:
-        main_grad: [P, H] of any floating dtype.
-        e: [n, P] e4m3.
-        x: [n, H] rows of X, scaled.
-        valid_rows: of the shard.
-        factor: one element, or None for 1.
-    """
-    columns, transposed = scaled_rows(x.t()), _filled(e.view(torch.uint8).t()).view(E4M3)
-    for rows in row_chunks(valid_rows, max(e.shape[0], x.shape[1])):
-        part = product_of_rows(_unscaled(transposed[rows]), columns).to(main_grad.dtype)
-        main_grad[rows].add_(part if factor is None else part * factor)
+        Args:
+            main_grad: [P, H] of any floating dtype.
+            e: [n, P] in the recipe's storage.
+            x: [n, H] rows of X, scaled.
+            valid_rows: of the shard.
+            factor: one element, or None for 1.
+        """
+        columns = scaled_rows(x.t(), self.recipe)
+        for rows in row_chunks(valid_rows, max(e.shape[0], x.shape[1])):
+            part = product_of_rows(scaled_rows(e[:, rows].t(), self.recipe), columns).to(main_grad.dtype)
+            main_grad[rows].add_(part if factor is None else part * factor)

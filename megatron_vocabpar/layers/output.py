@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.fp8 import E4M3, Fp8Weight, add_weight_gradient_
+from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.gemm import (
     add_product_,
     exact,
@@ -78,7 +78,8 @@ class Tokens:
     @property
     def storage(self) -> torch.dtype:
         """Of the exponentials."""
-        return self.x.dtype if self.fp8 is None else E4M3
+        recipe = None if self.fp8 is None else self.fp8.recipe
+        return self.x.dtype if recipe is None or recipe.storage is None else recipe.storage
 
     def logits(self, weight: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
         """[c, P] of a chunk of tokens."""
@@ -99,7 +100,7 @@ class Tokens:
         """``main_grad += factor * E^T x`` of any tokens' exponentials [c, P] and scaled rows x [c, H]."""
         valid = self.shard.valid_rows
         if self.fp8 is not None:
-            add_weight_gradient_(main_grad, e, x, valid, factor)
+            self.fp8.add_weight_gradient_(main_grad, e, x, valid, factor)
         else:
             add_product_(main_grad[:valid], e[:, :valid].t(), x, factor)
 
@@ -209,8 +210,8 @@ def output_forward(
         terms: what the loss consists of; ``merge_stats`` wants the same.
         owned: the tokens with a target here, where the caller knows them; None finds them, which on a GPU
             waits for the device.
-        e: [n, P] of the operands' dtype (e4m3 with ``fp8``), where to keep the exponentials, such as those of
-            a microbatch that is done; None allocates.
+        e: [n, P] of the operands' dtype (with ``fp8`` its recipe's storage), where to keep the exponentials,
+            such as those of a microbatch that is done; None allocates.
         fp8: the weight in 8 bits, whose products take the place of all three here and in T (``fp8.py``).
 
     Returns:

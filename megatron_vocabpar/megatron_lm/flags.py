@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_vocabpar.layers.fp8 import RECIPES, ROW, Fp8Recipe
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.schedule.families import SEARCH, Family, families, family_named
 from megatron_vocabpar.schedule.methods import METHODS, method_named
@@ -160,8 +161,11 @@ OPTIONS = (
     Option(
         "--vocab-parallel-fp8-head",
         {
-            "action": "store_true",
-            "help": "Multiply 8-bit operands in the output layer, at a loss of accuracy.",
+            "nargs": "?",
+            "choices": tuple(RECIPES),
+            "const": ROW.name,
+            "help": "Multiply 8-bit operands in the output layer, with a scale for each row or (mxfp8) each "
+            "32 neighbours: log-probabilities of trained models were off by hundredths of a nat.",
         },
     ),
     Option(
@@ -244,7 +248,7 @@ class FlagConfig:
         invariant: the same bits for every sharding of the vocabulary.
         terms: what the loss consists of.
         fp32_head: the output weight is float32 in a 16-bit model.
-        fp8_head: the output layer multiplies 8-bit operands.
+        fp8_head: the recipe of 8-bit operands that the output layer multiplies; None: of none.
         late_gradient: the loss function may be any function of the tokens' losses.
         metrics: which of ``METRICS`` are computed.
         independent_init: each rank draws its initial vocabulary rows.
@@ -261,7 +265,7 @@ class FlagConfig:
     invariant: bool = False
     terms: LossTerms = PLAIN
     fp32_head: bool = False
-    fp8_head: bool = False
+    fp8_head: Fp8Recipe | None = None
     late_gradient: bool = False
     metrics: tuple[str, ...] = ()
     independent_init: bool = False
@@ -384,7 +388,7 @@ def config_from(args: Any) -> FlagConfig:
         invariant=args.vocab_parallel_invariant,
         terms=terms,
         fp32_head=args.vocab_parallel_fp32_head,
-        fp8_head=args.vocab_parallel_fp8_head,
+        fp8_head=RECIPES.get(args.vocab_parallel_fp8_head),
         late_gradient=args.vocab_parallel_late_gradient,
         metrics=_metrics(args, method),
         methods=_open_methods(args, terms, methods) if args.vocab_parallel_schedule == AUTO else (),

@@ -149,7 +149,7 @@ REFUSALS = (
     Refusal(
         "--fp8-output-proj",
         _set("fp8_output_proj"),
-        "MXFP8 is not offered; leave it out, or use --vocab-parallel-fp8-head, which has a scale per row",
+        "it is a layer of Transformer Engine; use --vocab-parallel-fp8-head mxfp8, which needs no other flag",
         {"fp8_output_proj": True},
     ),
     Refusal(
@@ -253,9 +253,11 @@ def _head_problems(args: Any, config: FlagConfig) -> list[str]:
             "--vocab-parallel-fp32-head: Megatron's optimizers keep no state of float32 weights among 16-bit "
             "ones in a checkpoint; give --no-save-optim and --no-load-optim"
         )
-    if config.fp8_head and getattr(args, "hidden_size", 0) % 16:
+    recipe = config.fp8_head
+    if recipe is not None and getattr(args, "hidden_size", 0) % recipe.multiple:
         problems.append(
-            f"--vocab-parallel-fp8-head: hidden size {args.hidden_size} is no multiple of 16; leave it out"
+            f"--vocab-parallel-fp8-head {recipe.name}: hidden size {args.hidden_size} is no multiple of "
+            f"{recipe.multiple}; leave it out"
         )
     return problems
 

@@ -14,6 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
 from megatron_vocabpar.integration.iteration import OutputOptions
+from megatron_vocabpar.layers.fp8 import RECIPES
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from megatron_vocabpar.train.weights import global_parameters, initialise_weights
 from tests.cases import rest_is_slow
@@ -138,15 +139,18 @@ def test_fp32_head(method: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "recompute", "late_gradient"),
+    ("method", "recompute", "recipe", "late_gradient"),
     rest_is_slow(
-        [*product(["vocab-1", "vocab-2", "interlaced"], [False, True], [False]), ("vocab-1", False, True)],
-        ("vocab-2", False, False),
+        [
+            *product(["vocab-1", "vocab-2", "interlaced"], [False, True], RECIPES, [False]),
+            ("vocab-1", False, "row", True),
+        ],
+        ("vocab-2", False, "row", False),
     ),
 )
-def test_fp8_head(method: str, recompute: bool, late_gradient: bool) -> None:
+def test_fp8_head(method: str, recompute: bool, recipe: str, late_gradient: bool) -> None:
     """Trains with 8-bit products: as with 16 bits, but for what they cost in accuracy."""
-    options = OutputOptions(fp8=True, recompute=recompute)
+    options = OutputOptions(fp8=RECIPES[recipe], recompute=recompute)
     case = replace(CASE, method=method, late_gradient=late_gradient, output_options=options)
     plain = run(replace(case, output_options=OutputOptions()))
     results = run(case)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_vocabpar.layers.fp8 import Fp8Weight
+from megatron_vocabpar.layers.fp8 import Fp8Recipe, Fp8Weight
 from megatron_vocabpar.layers.gemm import result_dtype
 from megatron_vocabpar.layers.kernels.dispatch import REFERENCE, RowKernels, use_kernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials
@@ -42,7 +42,7 @@ class Case:
     recompute: bool = False
     terms: LossTerms = PLAIN
     main_grad: torch.dtype | None = None
-    fp8: bool = False
+    fp8: Fp8Recipe | None = None
 
 
 def _kernels(launched: Callable[[str], None]) -> RowKernels:
@@ -204,7 +204,7 @@ def _run(case: Case) -> None:
         recompute=case.recompute,
         terms=case.terms,
         owned=owned,
-        fp8=Fp8Weight.of(weight, shard) if case.fp8 else None,
+        fp8=Fp8Weight.of(weight, shard, case.fp8) if case.fp8 else None,
     )
     assert state is not None
     merged = merge_stats(gathered, case.terms)

@@ -22,6 +22,7 @@ from click.testing import CliRunner
 
 from megatron_vocabpar.cli.doctor import PATCHED, doctor_command
 from megatron_vocabpar.cli.patches import table
+from megatron_vocabpar.layers.fp8 import MXFP8, ROW
 from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.megatron_lm import bindings
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, SIGNATURES, VERSIONS, find_version
@@ -202,20 +203,24 @@ def test_every_row_of_the_table_is_refused_and_documented(row: Any) -> None:
     assert f"| `{row.flag}` | {row.remedy} |" in (ROOT / "docs" / "megatron.md").read_text()
 
 
+FP32 = {"fp32_head": True}
+
+
 @pytest.mark.parametrize(
     ("head", "right", "wrong", "message"),
     [
-        ("fp32_head", {}, {"untie_embeddings_and_output_weights": False}, r"give --untie-embeddings-and-"),
-        ("fp32_head", {"save": "here", "no_save_optim": True}, {"save": "here"}, r"give --no-save-optim"),
-        ("fp32_head", {"load": "here", "no_load_optim": True}, {"load": "here"}, r"and --no-load-optim"),
-        ("fp32_head", {"bf16": False, "save": "here"}, {"save": "here"}, r"of float32 weights among 16-bit"),
-        ("fp8_head", {"hidden_size": 64}, {"hidden_size": 72}, r"hidden size 72 is no multiple of 16"),
+        (FP32, {}, {"untie_embeddings_and_output_weights": False}, r"give --untie-embeddings-and-"),
+        (FP32, {"save": "here", "no_save_optim": True}, {"save": "here"}, r"give --no-save-optim"),
+        (FP32, {"load": "here", "no_load_optim": True}, {"load": "here"}, r"and --no-load-optim"),
+        (FP32, {"bf16": False, "save": "here"}, {"save": "here"}, r"of float32 weights among 16-bit"),
+        ({"fp8_head": ROW}, {"hidden_size": 48}, {"hidden_size": 72}, r"row: hidden size 72 is no mul.* 16;"),
+        ({"fp8_head": MXFP8}, {"hidden_size": 64}, {"hidden_size": 48}, r"mxfp8: hidden size 48 .* 32;"),
     ],
 )
 def test_a_head_of_another_precision_fits_the_model(
-    head: str, right: dict[str, Any], wrong: dict[str, Any], message: str
+    head: dict[str, Any], right: dict[str, Any], wrong: dict[str, Any], message: str
 ) -> None:
-    config = FlagConfig(enabled=True, method="vocab-2", **{head: True})
+    config = FlagConfig(enabled=True, method="vocab-2", **head)
     plain = PLAIN | {"untie_embeddings_and_output_weights": True, "bf16": True}
     check(SimpleNamespace(**plain | right), config)
     with pytest.raises(ValueError, match=message):
@@ -367,7 +372,8 @@ def test_contradicting_options(argv: str, message: str) -> None:
         ),
         (f"{ENABLE} --vocab-parallel-invariant", FlagConfig(True, "vocab-2", invariant=True)),
         (f"{ENABLE} --vocab-parallel-fp32-head", FlagConfig(True, "vocab-2", fp32_head=True)),
-        (f"{ENABLE} --vocab-parallel-fp8-head", FlagConfig(True, "vocab-2", fp8_head=True)),
+        (f"{ENABLE} --vocab-parallel-fp8-head", FlagConfig(True, "vocab-2", fp8_head=ROW)),
+        (f"{ENABLE} --vocab-parallel-fp8-head mxfp8", FlagConfig(True, "vocab-2", fp8_head=MXFP8)),
         (f"{ENABLE} --vocab-parallel-late-gradient", FlagConfig(True, "vocab-2", late_gradient=True)),
         (
             f"{ENABLE} --vocab-parallel-metrics accuracy entropy --num-layers 4",
