@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.fp8 import MXFP8, ROW, Fp8Recipe, Fp8Weight
-from megatron_vocabpar.layers.output import input_gradient, output_forward
+from megatron_vocabpar.layers.output import OutputState, input_gradient, output_forward, weight_gradient
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.layers.softmax_stats import merge_stats
+from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats
 
 BINS = (0.0, 1e-6, 1e-4, 1e-2, 0.1, 0.5, 0.9, 0.99, 0.999, 1.0)
 HEADS = {"bf16": None, "fp8": ROW, "mxfp8": MXFP8}
 TOKENS, HIDDEN, VOCABULARY = 4096, 1024, 8192
+LAST = 512
 
 
 def gaussian() -> tuple[Tensor, Tensor, Tensor]:
@@ -45,14 +46,29 @@ def reference(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
     return logs.gather(1, targets.unsqueeze(1)).squeeze(1), dx
 
 
-def measured(x: Tensor, weight: Tensor, targets: Tensor, recipe: Fp8Recipe | None) -> tuple[Tensor, Tensor]:
-    """The same by the output layer."""
+def computed(
+    x: Tensor, weight: Tensor, targets: Tensor, recipe: Fp8Recipe | None
+) -> tuple[OutputState, MergedStats]:
+    """What S leaves, and the statistics, on one shard."""
     shard = VocabRange(0, len(weight), len(weight))
     quantised = None if recipe is None else Fp8Weight.of(weight, shard, recipe)
     state, stats = output_forward(x, weight, targets, shard, with_input_gradient=True, fp8=quantised)
     assert state is not None
-    merged = merge_stats(stats.unsqueeze(0))
-    return -merged.loss, input_gradient(state, merged, torch.ones(len(x)), weight)
+    return state, merge_stats(stats.unsqueeze(0))
+
+
+def unlikely(x: Tensor, weight: Tensor, targets: Tensor) -> None:
+    """Print how far dW of the ids is off that are no target."""
+    others = torch.ones(len(weight), dtype=torch.bool)
+    others[targets] = False
+    expected = (torch.softmax(x.double() @ weight.double().t(), 1).t() @ x.double())[others]
+    print(f"\ndW of the last {len(x)} tokens, rows of the {len(expected)} ids that are no target:")
+    for name, recipe in HEADS.items():
+        got = torch.zeros(weight.shape)
+        weight_gradient(*computed(x, weight, targets, recipe), torch.ones(len(x)), got)
+        errors = (got[others].double() - expected).norm(dim=1) / expected.norm(dim=1)
+        zero = (got[others] == 0).all(1).float().mean()
+        print(f"{name}: median error {float(errors.median()):.1e}, {100 * float(zero):.1f} % are zero")
 
 
 def main(file: str | None) -> None:
@@ -61,9 +77,10 @@ def main(file: str | None) -> None:
     log_p, dx = reference(x, weight, targets)
     columns = []
     for recipe in HEADS.values():
-        got_log_p, got_dx = measured(x, weight, targets, recipe)
+        state, merged = computed(x, weight, targets, recipe)
+        got_dx = input_gradient(state, merged, torch.ones(len(x)), weight)
         row_errors = (got_dx.double() - dx).norm(dim=1) / dx.norm(dim=1)
-        columns.append(((got_log_p.double() - log_p).abs(), row_errors))
+        columns.append(((-merged.loss.double() - log_p).abs(), row_errors))
     names = [f"{what}, {head}" for what in ("log p", "dX") for head in HEADS]
     print(f"| p_target | tokens | {' | '.join(names)} |")
     print(f"| --- |{' ---: |' * (1 + len(names))}")
@@ -73,6 +90,7 @@ def main(file: str | None) -> None:
             logs = [f"{float(error[here].square().mean().sqrt()):.1e}" for error, _ in columns]
             rows = [f"{float(error[here].median()):.1e}" for _, error in columns]
             print(f"| {low:g} to {high:g} | {int(here.sum())} | {' | '.join(logs + rows)} |")
+    unlikely(x[-LAST:], weight, targets[-LAST:])
 
 
 if __name__ == "__main__":
