@@ -29,6 +29,7 @@ _COPIES = {
         "slime.backends.megatron_utils.model",
         "slime.backends.megatron_utils.model_provider",
         "verl.models.mcore.model_initializer",
+        "mbridge.core.llm_bridge",
         "megatron.bridge.models.gpt_provider:MCoreGPTModel",
         "megatron.bridge.training.mlm_compat.model",
     ),

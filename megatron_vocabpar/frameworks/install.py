@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import shlex
 import sys
 from collections.abc import Mapping
@@ -12,9 +11,10 @@ from typing import Any
 
 from megatron_vocabpar.frameworks.bindings import FUNCTIONS, LABELS, MEGATRON, answering
 from megatron_vocabpar.frameworks.runner import StepRunner
+from megatron_vocabpar.frameworks.weights import WALKS
 from megatron_vocabpar.megatron_lm.bindings import Binding, find_version
 from megatron_vocabpar.megatron_lm.flags import FlagConfig, config_from_argv
-from megatron_vocabpar.megatron_lm.patch import Patch, live_signature
+from megatron_vocabpar.megatron_lm.patch import Patch, live_signature, original_of
 from megatron_vocabpar.megatron_lm.replacements import model_class
 from megatron_vocabpar.runtime.agreement import agree, versions
 
@@ -50,8 +50,10 @@ def install(config: FlagConfig) -> Patch:
     patch = Patch(config, find_version(live_signature, config.allow_unknown, package="megatron.core"))
     theirs = [f for f in (*FUNCTIONS, *LABELS) if f.module.partition(".")[0] in sys.modules]
     for binding in (*MEGATRON, *theirs):
-        original = getattr(importlib.import_module(binding.module), binding.name)
-        patch.replace(binding, _replacement(binding, original, config))
+        patch.replace(binding, _replacement(binding, original_of(binding), config))
+    for walk in WALKS:
+        if walk.is_found():
+            patch.replace(walk.binding, walk.on_whole_layers(original_of(walk.binding)))
     return patch
 
 

@@ -27,7 +27,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 
 from megatron_vocabpar.integration import compat
-from megatron_vocabpar.integration.initial_weights import scatter_rows
+from megatron_vocabpar.integration.whole_rows import WholeRows, scatter_rows
 from megatron_vocabpar.layers import invariant as invariant_passes
 from megatron_vocabpar.layers.embedding import embedding_forward
 from megatron_vocabpar.layers.fixed_point import BLOCK
@@ -336,8 +336,8 @@ class PartitionedModel(LanguageModule):
         if stock_vocab_size and config.perform_initialization:
             last = parallel_state.get_pipeline_model_parallel_world_size() - 1
             # A tied weight is the first stage's.
-            for weight, rows, source in zip(self.vocabulary_weights(), drawn, (0, last), strict=False):
-                scatter_rows(rows, weight, shard.ranges, shard.member, source, stock_vocab_size)
+            for weight, whole, stage in zip(self.vocabulary_weights(), drawn, (0, last), strict=False):
+                scatter_rows(whole, weight, self.whole_rows(stage, stock_vocab_size))
         if fp32_head:
             self.vocab_output.keep_fp32()
 
@@ -360,6 +360,15 @@ class PartitionedModel(LanguageModule):
         """The parameters of this rank's shards: one if tied, else embedding and output."""
         embedding = self.word_embeddings.weight
         return (embedding,) if self.tied else (embedding, self.output_weight)
+
+    def whole_rows(self, stage: int, size: int | None = None) -> WholeRows:
+        """Rows of a whole layer on ``stage``, ``size`` of them, and of this rank's shard.
+
+        Args:
+            size: with stock's padding; by default as many as the model has ids.
+        """
+        shard, tensor = self.shard, self.config.tensor_model_parallel_size
+        return WholeRows(shard.ranges, shard.member, stage, size or shard.range.vocab_size, tensor)
 
     def _scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """What stock does after its output layer; ours has muP's factor in its terms."""

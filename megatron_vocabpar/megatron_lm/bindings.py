@@ -27,7 +27,7 @@ class Binding:
     """A replaced name.
 
     Attributes:
-        module, name: where it is defined.
+        module, name: where it is defined; ``class.name`` for a method.
         copies: modules that take it by value when they are imported (``from ... import``); ``module:name``
             where they give it a name of their own.
         reason: why it is replaced.

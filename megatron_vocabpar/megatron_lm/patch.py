@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from operator import attrgetter
 from typing import Any
 
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, Binding, Parameters, find_version
@@ -37,7 +38,7 @@ class Patch:
 
     def replace(self, binding: Binding, replacement: Any) -> None:
         """Put ``replacement`` wherever the name of ``binding`` is held by a loaded module."""
-        original = getattr(importlib.import_module(binding.module), binding.name)
+        original = original_of(binding)
         setattr(replacement, _MARK, self)
         _swap(binding, original, replacement)
         self._replaced.append((binding, original, replacement))
@@ -51,11 +52,19 @@ class Patch:
             sys.excepthook = self._report
 
 
+def original_of(binding: Binding) -> Any:
+    """What its module has by this name."""
+    return attrgetter(binding.name)(importlib.import_module(binding.module))
+
+
 def _swap(binding: Binding, current: Any, new: Any) -> None:
-    for place, name in binding.places:
-        module = sys.modules.get(place)
-        if module is not None and vars(module).get(name) is current:
-            setattr(module, name, new)
+    for place, path in binding.places:
+        holder: Any = sys.modules.get(place)
+        *classes, name = path.split(".")
+        for part in classes:
+            holder = getattr(holder, part, None)
+        if holder is not None and vars(holder).get(name) is current:
+            setattr(holder, name, new)
 
 
 def installed() -> Patch | None:
@@ -88,8 +97,7 @@ def apply(config: FlagConfig) -> Patch:
     try:
         for binding in BINDINGS:
             if binding.is_in(version) and binding.is_needed(config):
-                original = getattr(importlib.import_module(binding.module), binding.name)
-                patch.replace(binding, replacement_for(binding, original, config))
+                patch.replace(binding, replacement_for(binding, original_of(binding), config))
     except BaseException:
         patch.undo()
         raise

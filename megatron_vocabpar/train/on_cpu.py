@@ -75,6 +75,7 @@ def _cuda_names() -> dict[str, Any]:
         "device_count": _answer(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         "set_device": _answer(),
         "empty_cache": _answer(),
+        "ipc_collect": _answer(),
         "get_device_name": _answer("cpu"),
         "get_device_capability": _answer((9, 0)),
         "get_device_properties": _answer(_PROPERTIES),

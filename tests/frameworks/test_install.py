@@ -13,14 +13,16 @@ import torch
 from megatron_vocabpar.frameworks.bindings import FUNCTIONS, LABELS, MEGATRON
 from megatron_vocabpar.frameworks.install import config_from, install
 from megatron_vocabpar.frameworks.runner import StepRunner
+from megatron_vocabpar.frameworks.weights import WALKS
 
 
 def test_every_copy_is_reached_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    walks = [walk.binding for walk in WALKS]
     packages = {place.partition(".")[0] for b in (*FUNCTIONS, *LABELS) for place, _ in b.places}
-    for name in packages:
+    for name in packages | {walk.framework for walk in WALKS}:
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     held: list[tuple[Any, str, Any]] = []
-    for binding in (*MEGATRON, *FUNCTIONS, *LABELS):
+    for binding in (*MEGATRON, *FUNCTIONS, *LABELS, *walks):
         original: Any = lambda *_: None  # noqa: E731
         if binding in MEGATRON:
             original = getattr(importlib.import_module(binding.module), binding.name)
@@ -31,8 +33,10 @@ def test_every_copy_is_reached_and_put_back(monkeypatch: pytest.MonkeyPatch) -> 
                     module = types.ModuleType(place)
                     module.made_up = True  # type: ignore[attr-defined]
                     monkeypatch.setitem(sys.modules, place, module)
-                setattr(module, name, original)
-                held.append((module, name, original))
+                owner, _, name = name.rpartition(".")
+                holder = vars(module).setdefault(owner, type(owner, (), {})) if owner else module
+                setattr(holder, name, original)
+                held.append((holder, name, original))
     patch = install(config_from({}))
     try:
         assert [f"{m.__name__}.{n}" for m, n, original in held if getattr(m, n) is original] == []
@@ -47,6 +51,8 @@ def test_every_copy_is_reached_and_put_back(monkeypatch: pytest.MonkeyPatch) -> 
         "megatron.bridge.training.train.get_forward_backward_func",
         "megatron.bridge.training.eval.get_forward_backward_func",
         "megatron.bridge.models.gpt_provider.MCoreGPTModel",
+        "slime.backends.megatron_utils.actor.named_params_and_buffers",
+        "Bridge.export_weights",
     } <= names
 
 

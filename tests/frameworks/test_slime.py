@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.frameworks.compare import check_gradients, check_metrics
+from tests.frameworks.hugging_face import check_weights, read_checkpoint, write_checkpoint
 from tests.frameworks.slime_step import step
 from tests.spawn import run_ranks
 
@@ -34,11 +36,12 @@ _POLICY = "--loss-type policy_loss"
         (f"{_POLICY} --recompute-loss-function --calculate-per-token-loss", (4, 7, 0, 0, 5, 6)),
     ],
 )
-def test_a_step_equals_stock(flags: str, responses: tuple[int, ...]) -> None:
+def test_a_step_equals_stock(flags: str, responses: tuple[int, ...], tmp_path: Path) -> None:
     if "megatron.core" in sys.modules:
         pytest.skip("megatron is imported already: run this file in a session of its own")
-    stock = run_ranks(2, step, flags, responses, False, fresh=True)
-    ours = run_ranks(2, step, flags, responses, True, fresh=True)
+    write_checkpoint(tmp_path)
+    stock = run_ranks(2, step, flags, responses, False, tmp_path, fresh=True)
+    ours = run_ranks(2, step, flags, responses, True, tmp_path, fresh=True)
     # Response tokens alone, in both passes; the pipeline wants a row where there is none.
     rows = [max(1, sum(pair)) for pair in zip(responses[::2], responses[1::2], strict=True)]
     assert [rank["rows"] for rank in ours] == [2 * rows] * 2
@@ -49,3 +52,10 @@ def test_a_step_equals_stock(flags: str, responses: tuple[int, ...]) -> None:
         torch.testing.assert_close(mine[name], theirs[name], rtol=1e-5, atol=1e-5)
     check_metrics(ours[1]["metrics"], stock[1]["metrics"])
     check_gradients([rank["gradients"] for rank in ours], [rank["gradients"] for rank in stock])
+    check_weights([rank["weights"] for rank in ours], [rank["weights"] for rank in stock], tmp_path)
+    saved, loaded = read_checkpoint(tmp_path / "saved"), read_checkpoint(tmp_path)
+    assert saved.keys() == loaded.keys()
+    for name, value in loaded.items():
+        assert torch.equal(saved[name], value), name
+    for before, _, restored in (rank["weights"] for rank in ours):
+        assert all(torch.equal(restored[name], value) for name, value in before.items())

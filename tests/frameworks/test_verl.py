@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.frameworks.compare import check_gradients, check_metrics
+from tests.frameworks.hugging_face import check_weights, write_checkpoint
 from tests.frameworks.verl_step import PROMPTS, RESPONSES, step
 from tests.spawn import run_ranks
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif("VERL_PATH" not in os.environ, reason="set VERL_PATH"),
+    pytest.mark.skipif(
+        "VERL_PATH" not in os.environ or importlib.util.find_spec("mbridge") is None,
+        reason="set VERL_PATH, install mbridge",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("loss", "entropy_coeff"), [("sft_loss", 0.0), ("ppo_loss", 0.0), ("ppo_loss", 0.3)])
-def test_a_step_equals_stock(loss: str, entropy_coeff: float) -> None:
+def test_a_step_equals_stock(loss: str, entropy_coeff: float, tmp_path: Path) -> None:
     if "megatron.core" in sys.modules:
         pytest.skip("megatron is imported already: run this file in a session of its own")
-    stock = run_ranks(2, step, loss, entropy_coeff, False, fresh=True)
-    ours = run_ranks(2, step, loss, entropy_coeff, True, fresh=True)
+    write_checkpoint(tmp_path)
+    stock = run_ranks(2, step, loss, entropy_coeff, False, tmp_path, fresh=True)
+    ours = run_ranks(2, step, loss, entropy_coeff, True, tmp_path, fresh=True)
     assert [rank["rows"] for rank in ours] == [[11, 12, 11, 12]] * 2  # response tokens alone
     assert ours[0]["results"] == {}
     mine, theirs = ours[1]["results"], stock[1]["results"]
@@ -34,3 +41,4 @@ def test_a_step_equals_stock(loss: str, entropy_coeff: float) -> None:
         assert mine[name][~read].isnan().all()
     check_metrics(ours[1]["metrics"], stock[1]["metrics"])
     check_gradients([rank["gradients"] for rank in ours], [rank["gradients"] for rank in stock])
+    check_weights([rank["weights"] for rank in ours], [rank["weights"] for rank in stock], tmp_path)

@@ -1,9 +1,8 @@
 """One step of verl's Megatron engine on this rank: its packing, log-probabilities, loss, update; on the CPU.
 
 What stands in for something else: ``train/on_cpu.py``'s answers for CUDA; an attention that takes packed
-sequences (``tests/gathered_attention.py``) for Transformer Engine's; ``mbridge``, of which the engine wants a
-model of its configuration, and weights that stay as they are drawn; the checkpoint manager, which is not
-called.
+sequences (``tests/gathered_attention.py``) and layers with norms (``tests/normed_layers.py``) for Transformer
+Engine's; 32 bits for 16; the checkpoint manager, which is not called.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import types
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,14 +19,20 @@ import torch
 
 from megatron_vocabpar.train import on_cpu
 from tests.frameworks.compare import counting_rows
+from tests.frameworks.hugging_face import VOCABULARY
 
-VOCABULARY = 128
+_NOT_HERE = (
+    "masked_softmax_fusion",
+    "gradient_accumulation_fusion",
+    "persist_layer_norm",
+    "apply_rope_fusion",
+)
 PROMPTS, RESPONSES = (5, 3, 6, 4), (4, 7, 3, 9)
 """Tokens of the samples' two parts, two samples a microbatch."""
 
 
-def step(rank: int, loss: str, entropy_coeff: float, ours: bool) -> dict[str, Any]:
-    """Log-probabilities, metrics of the update, and gradients of this rank."""
+def step(rank: int, loss: str, entropy_coeff: float, ours: bool, folder: Path) -> dict[str, Any]:
+    """Log-probabilities, metrics and gradients of the update on this rank, weights before and after it."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     sys.path.insert(0, os.environ["VERL_PATH"])
     if ours:
@@ -38,93 +43,53 @@ def step(rank: int, loss: str, entropy_coeff: float, ours: bool) -> dict[str, An
         importlib.import_module("verl")
         backends: Any = importlib.import_module("megatron.core.models.backends")
         backends.DotProductAttention = importlib.import_module("tests.gathered_attention").GatheredAttention
-        return _step(_engine(), loss, entropy_coeff)
+        return _step(_engine(folder), loss, entropy_coeff)
 
 
-class _Bridge:
-    """What the engine asks of ``mbridge.AutoBridge``."""
+def _single_precision(bridges: Any) -> None:
+    """verl knows 16 bits alone, in which gradients say less."""
+    from_config = bridges.AutoBridge.from_config
 
-    def __init__(self) -> None:
-        config = importlib.import_module("megatron.core.transformer").TransformerConfig
-        self.config = config(
-            num_layers=4,
-            hidden_size=32,
-            num_attention_heads=4,
-            ffn_hidden_size=64,
-            normalization="RMSNorm",
-            gated_linear_unit=True,
-            activation_func=torch.nn.functional.silu,
-            add_bias_linear=False,
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-            pipeline_model_parallel_size=torch.distributed.get_world_size(),
-            pipeline_dtype=torch.float32,
-            variable_seq_lengths=True,
-            moe_token_dispatcher_type="alltoall",
-            masked_softmax_fusion=False,
-            gradient_accumulation_fusion=False,
-            persist_layer_norm=False,
-            apply_rope_fusion=False,
-        )
+    def fp32(config: Any, dtype: torch.dtype) -> Any:
+        bridge = from_config(config, dtype=torch.float32)
+        get_model = bridge.get_model
 
-    @classmethod
-    def from_config(cls, *_: Any, **__: Any) -> _Bridge:
-        return cls()
+        def get_fp32_model(**options: Any) -> Any:
+            bridge.config.bf16 = False
+            importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(1)
+            return get_model(**options | {"bf16": False})
 
-    def set_extra_args(self, **_: Any) -> None:
-        pass
+        bridge.get_model = get_fp32_model
+        return bridge
 
-    def load_weights(self, *_: Any) -> None:
-        pass
-
-    def get_model(self, **_: Any) -> list[Any]:
-        self.config.bf16 = False  # verl knows 16 bits alone, in which gradients say less
-        mpu = importlib.import_module("megatron.core.parallel_state")
-        distributed = importlib.import_module("megatron.core.distributed")
-        specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
-        importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(1)
-        model = importlib.import_module("megatron.core.models.gpt").GPTModel(
-            config=self.config,
-            transformer_layer_spec=specs.get_gpt_layer_local_spec(),
-            vocab_size=VOCABULARY,
-            max_sequence_length=64,
-            pre_process=mpu.is_pipeline_first_stage(),
-            post_process=mpu.is_pipeline_last_stage(),
-            share_embeddings_and_output_weights=False,
-            position_embedding_type="rope",
-        )
-        return [
-            distributed.DistributedDataParallel(
-                self.config, distributed.DistributedDataParallelConfig(use_distributed_optimizer=True), model
-            )
-        ]
+    bridges.AutoBridge.from_config = fp32
 
 
-def _engine() -> Any:
-    mbridge: Any = types.ModuleType("mbridge")
-    mbridge.AutoBridge = _Bridge
-    callbacks: Any = types.ModuleType("mbridge.utils.post_creation_callbacks")
-    callbacks.freeze_moe_router = callbacks.make_value_model = None
-    sys.modules |= {"mbridge": mbridge, "mbridge.utils": mbridge, callbacks.__name__: callbacks}
+def _engine(folder: Path) -> Any:
+    _single_precision(importlib.import_module("mbridge"))
+    llm_bridge = vars(importlib.import_module("mbridge.core.llm_bridge"))
+    llm_bridge["get_gpt_decoder_block_spec"] = importlib.import_module("tests.normed_layers").layer_spec
     implementation = importlib.import_module("verl.workers.engine.megatron.transformer_impl")
     implementation.MegatronCheckpointManager = mock.Mock()
     config = importlib.import_module("verl.workers.config")
     model_config = mock.MagicMock()
-    model_config.architectures = ["LlamaForCausalLM"]
-    model_config.hf_config = types.SimpleNamespace(architectures=model_config.architectures)
+    model_config.architectures = ["Qwen2ForCausalLM"]
+    model_config.hf_config = importlib.import_module("transformers").AutoConfig.from_pretrained(folder)
     model_config.tokenizer.pad_token_id = 0
-    model_config.local_path, model_config.lora_rank, model_config.lora = "nothing", 0, {}
+    model_config.local_path, model_config.lora_rank, model_config.lora = str(folder), 0, {}
     model_config.get = lambda name, default=None: {"lora": {}}.get(name, default)
     engine = implementation.MegatronEngineWithLMHead(
         model_config,
         config.McoreEngineConfig(
-            pipeline_model_parallel_size=torch.distributed.get_world_size(), sequence_parallel=False
+            pipeline_model_parallel_size=torch.distributed.get_world_size(),
+            sequence_parallel=False,
+            override_transformer_config=dict.fromkeys(_NOT_HERE, False),
         ),
         config.McoreOptimizerConfig(
-            lr=1e-2,
+            lr=1,
             lr_decay_steps=10,
             total_training_steps=10,
-            override_optimizer_config={"bf16": False, "params_dtype": torch.float32},
+            override_optimizer_config={"bf16": False, "params_dtype": torch.float32, "adam_eps": 1.0},
         ),
         mock.Mock(),
     )
@@ -133,6 +98,7 @@ def _engine() -> Any:
 
 
 def _step(engine: Any, loss: str, entropy_coeff: float) -> dict[str, Any]:
+    weights = [_exported(engine)]
     losses = importlib.import_module("verl.workers.utils.losses")
     actor = importlib.import_module("verl.workers.config").ActorConfig(
         strategy="megatron",
@@ -157,8 +123,24 @@ def _step(engine: Any, loss: str, entropy_coeff: float) -> dict[str, Any]:
         batch = _batch(calculate_entropy=entropy_coeff != 0)  # as verl's trainer asks for them
         trained = engine.train_batch(batch, partial(getattr(losses, loss), config=actor))
     results = {name: value.values() for name, value in results.get("model_output", {}).items()}
+    weights.append(_exported(engine))
     metrics = {**trained["metrics"], "loss": trained["loss"]} if trained else {}
-    return {"results": results, "metrics": metrics, "gradients": gradients, "rows": rows}
+    found = {"results": results, "metrics": metrics, "gradients": gradients}
+    return found | {"rows": rows, "weights": weights}
+
+
+def _exported(engine: Any) -> dict[str, torch.Tensor]:
+    """What the engine would send to the rollout; verl's own converter gives the same."""
+    weights, _ = engine.get_per_tensor_param()
+    found = {name: value.detach().clone() for name, value in weights}
+    config = engine.model_config.hf_config
+    convert = importlib.import_module("verl.models.mcore").get_mcore_weight_converter(config, torch.float32)
+    names = {"qkv_layer_name": "self_attention.linear_qkv.", "gate_proj_layer_name": "linear_fc1."}
+    walk = importlib.import_module("verl.utils.megatron_utils").per_tensor_generator
+    other = dict(walk(engine.module, config, convert, engine.tf_config, names))
+    assert other.keys() == found.keys()
+    assert all(torch.equal(other[name], value) for name, value in found.items())
+    return found
 
 
 def _batch(**options: Any) -> Any:

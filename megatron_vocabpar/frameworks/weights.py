@@ -1,0 +1,113 @@
+"""Functions of frameworks and converters that walk a model's parameters, to load weights or to hand them out.
+
+While they run the model shows stock's vocabulary layers. Read at slime v0.3.1, verl v0.7.0, mbridge 0.15.1
+and Megatron Bridge v0.6.0. Next: ``integration/whole_layers.py``, what they see.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from megatron_vocabpar.integration.whole_layers import whole_layers
+from megatron_vocabpar.megatron_lm.bindings import Binding
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A function that walks a rank's model chunks; on all ranks at the same time.
+
+    Attributes:
+        binding: its name.
+        framework: the package that calls it.
+        chunks: its argument that is a chunk or a list of them.
+        iterates: whether it returns an iterator, which does the walking.
+        writes: whether it, or who iterates, writes to parameters.
+    """
+
+    binding: Binding
+    framework: str
+    chunks: str
+    iterates: bool
+    writes: bool
+
+    def is_found(self) -> bool:
+        """Whether the framework is being imported or has been, and has what the function is in."""
+        if self.framework not in sys.modules:
+            return False
+        try:
+            importlib.import_module(self.binding.module)
+        except ModuleNotFoundError:
+            return False
+        return True
+
+    def on_whole_layers(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``original`` on a model that shows stock's layers."""
+        signature = inspect.signature(original)
+
+        def chunks(args: Any, kwargs: Any) -> list[Any]:
+            found = signature.bind(*args, **kwargs).arguments[self.chunks]
+            return list(found) if isinstance(found, (list, tuple)) else [found]
+
+        @wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with whole_layers(chunks(args, kwargs), self.writes):
+                return original(*args, **kwargs)
+
+        @wraps(original)
+        def iterate(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            with whole_layers(chunks(args, kwargs), self.writes):
+                yield from original(*args, **kwargs)
+
+        return iterate if self.iterates else run
+
+
+_SLIME = "slime.backends.megatron_utils"
+_SLIME_COPIES = (
+    f"{_SLIME}.actor",
+    f"{_SLIME}.update_weight.hf_weight_iterator_direct",
+    f"{_SLIME}.update_weight.update_weight_from_distributed",
+)
+_MBRIDGE, _BRIDGE = "mbridge.core.bridge", "megatron.bridge.models.conversion.model_bridge"
+
+
+def _walk(framework: str, chunks: str, module: str, name: str, *copies: str, **does: bool) -> Walk:
+    return Walk(Binding(module, name, copies, "expects whole vocabulary layers"), framework, chunks, **does)
+
+
+WALKS = (
+    # Who loads, backs up, restores and sends weights iterates over this one, and may write to them.
+    _walk(
+        "slime",
+        "model",
+        f"{_SLIME}.update_weight.common",
+        "named_params_and_buffers",
+        *_SLIME_COPIES,
+        iterates=True,
+        writes=True,
+    ),
+    _walk(
+        "verl",
+        "actor_module",
+        "verl.utils.megatron_utils",
+        "per_tensor_generator",
+        "verl.workers.megatron_workers",
+        iterates=True,
+        writes=False,
+    ),
+    _walk("verl", "models", _MBRIDGE, "Bridge.load_weights", iterates=False, writes=True),
+    _walk("verl", "models", _MBRIDGE, "Bridge.export_weights", iterates=True, writes=False),
+    *(
+        _walk("megatron.bridge", "megatron_model", _BRIDGE, f"MegatronModelBridge.{name}", **does)
+        for name, does in (
+            ("load_weights_hf_to_megatron", {"iterates": False, "writes": True}),
+            ("stream_weights_megatron_to_hf", {"iterates": True, "writes": False}),
+        )
+    ),
+)
+"""What is bound of each framework."""
