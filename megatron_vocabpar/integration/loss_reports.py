@@ -97,7 +97,9 @@ class LossReports:
         )
         others = {name: value for name, value in values.items() if name not in taken}
         if others and not call.collect_non_loss_data:
-            reported = [self._with_metrics(reported[0], recorded.loss_func, others)]
+            late = iteration.rank.method.late_gradient
+            why = "with late gradients it need not be linear" if late else f"it takes {' and '.join(taken)}"
+            reported = [_with_metrics(reported[0], recorded.loss_func, others, why if late or taken else "")]
         iteration.reported.extend(reported)
         iteration.num_tokens = iteration.num_tokens + num_tokens
         if grad is not None and not iteration.rank.method.late_gradient:
@@ -114,25 +116,6 @@ class LossReports:
         if more is not None:
             grads[1, 0] = more
         return grads
-
-    def _with_metrics(
-        self, report: Any, loss_func: Callable[..., Any], values: Mapping[str, torch.Tensor]
-    ) -> dict[str, Any]:
-        """What the loss function reported, and of these values in the losses' place.
-
-        Raises:
-            ValueError: if it may be no linear one, or reports no numbers by name.
-        """
-        late = self.iteration.rank.method.late_gradient
-        if late or not (isinstance(report, Mapping) and report):
-            why = "with late gradients it may report no mean" if late else "it reports no mean by name"
-            raise ValueError(
-                f"the loss function has no parameter {' and no '.join(values)}, and {why} that could be made "
-                f"of it; give it one, or don't ask for {' and '.join(_METRICS[name] for name in values)}"
-            )
-        with torch.no_grad():
-            means = {_METRICS[name]: loss_func(value.clone())[-1] for name, value in values.items()}
-        return dict(report) | {name: next(iter(mean.values())) for name, mean in means.items()}
 
     def finish(self) -> None:
         """Check gradients and losses; not in each microbatch, so that the host need not wait for the device.
@@ -164,6 +147,26 @@ class LossReports:
             tell = self.iteration.rank.not_finite
             assert tell is not None
             tell(f"{rank}: the loss of microbatch {bad} is not finite, first {where}")
+
+
+def _with_metrics(
+    report: Any, loss_func: Callable[..., Any], values: Mapping[str, torch.Tensor], against: str
+) -> dict[str, Any]:
+    """What the loss function reported, and what it reports of these values in the losses' place.
+
+    Raises:
+        ValueError: where something is against that, or nothing is reported by name.
+    """
+    against = against or ("" if isinstance(report, Mapping) and report else "it reports nothing by name")
+    if against:
+        raise ValueError(
+            f"the loss function has no parameter {' and no '.join(values)}, nor can a mean be had from what "
+            f"it reports: {against}; give it the parameter, or don't ask for "
+            f"{' and '.join(_METRICS[name] for name in values)}"
+        )
+    with torch.no_grad():
+        reports = {_METRICS[name]: loss_func(value.clone())[-1] for name, value in values.items()}
+    return dict(report) | {name: next(iter(means.values())) for name, means in reports.items()}
 
 
 def _first_broken(holds: Mapping[int, torch.Tensor]) -> int | None:

@@ -17,6 +17,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 7, and a loss function whose gradient is what the losses of its first token are."""
 
     def loss_and_gradient(token_losses: torch.Tensor, values: dict[str, torch.Tensor], **_: Any) -> Any:
+        assert "correct" not in values  # given for the log of further heads, and not asked for
         slope = torch.full_like(token_losses, float(token_losses[0, 0]))
         return [{}], 0, slope, values.get("entropy")
 
@@ -79,16 +80,26 @@ def test_the_first_microbatch_whose_loss_is_not_linear_is_named() -> None:
 def test_a_loss_of_entropies_whose_gradient_was_not_asked_for_is_named() -> None:
     reports = LossReports(iteration())
     for i, entropy in ((0, None), (2, torch.ones(1, 1, 2))):
-        reports.report(i, torch.ones(1, 2), entropy)
+        reports.report(i, torch.ones(1, 2), entropy, wins=torch.ones(1, 1, 2))
     with pytest.raises(ValueError, match="rank 7, microbatch 2: the loss depends on the entropies, whose"):
         reports.finish()
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_no_mean_of_entropies_is_made_up(late: bool) -> None:
-    """The loss function has no parameter for them, and may not be linear, or reports nothing by name."""
-    given = iteration(loss_func=lambda losses: None)
-    given.rank.method.late_gradient = late
-    why = "with late gradients it may report no mean" if late else "it reports no mean by name"
-    with pytest.raises(ValueError, match=f"no parameter entropy, and {why}.*don't ask for entropy"):
-        LossReports(given).report(0, torch.ones(1, 2), torch.ones(1, 1, 2))
+@pytest.mark.parametrize(
+    ("late", "loss_func", "why"),
+    [
+        (True, lambda losses: None, "no parameter entropy and no correct.*: with late gradients it need not"),
+        (False, lambda losses: None, "no parameter entropy and no correct.*: it reports nothing by name"),
+        (
+            False,
+            lambda losses, entropy: None,
+            "no parameter correct.*: it takes entropy; .* ask for accuracy",
+        ),
+    ],
+)
+def test_no_mean_of_entropies_is_made_up(late: bool, loss_func: Any, why: str) -> None:
+    """Where the loss function does not take them, and need not be linear, or reports nothing."""
+    given = iteration(loss_func=loss_func)
+    given.rank.method.late_gradient, given.rank.output_options.accuracy = late, True
+    with pytest.raises(ValueError, match=why):
+        LossReports(given).report(0, torch.ones(1, 2), torch.ones(1, 1, 2), torch.ones(1, 1, 2))

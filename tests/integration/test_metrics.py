@@ -60,9 +60,20 @@ def pipelined(_: int, late: Case, case: Case, data: Batches) -> tuple[list[np.nd
     The first with late gradients: those of an old policy or a reference, before a step of training.
     """
 
-    def forward_step(data_iterator: Any, model: Any, loss_func: Any = None) -> tuple[Any, Any]:
+    def forward_step(data_iterator: Any, model: Any, kind: str) -> tuple[Any, Any]:
         output, usual = gpt.forward_step(data_iterator, model, case.loss)
-        return output, loss_func or (lambda losses: usual(losses))  # it takes nothing else
+
+        def takes_both(losses: torch.Tensor, entropy: torch.Tensor, correct: torch.Tensor) -> tuple[Any, ...]:
+            *rest, report = usual(losses)
+            own = {"entropy": entropy.detach(), "accuracy": correct}
+            return *rest, report | {name: usual(value)[-1]["lm loss"] for name, value in own.items()}
+
+        kinds = {
+            "data": per_token,
+            "takes both": takes_both,
+            "takes nothing": lambda losses: usual(losses),
+        }
+        return output, kinds[kind]
 
     with megatron_on_cpu(), gpt.parallel_groups(case):
         model = gpt.build_chunks(case)
@@ -77,11 +88,16 @@ def pipelined(_: int, late: Case, case: Case, data: Batches) -> tuple[list[np.nd
             )
             for one in (late, case)
         ]
-        values = call(runs[0], case, partial(forward_step, loss_func=per_token), data, model=model)
+        values = call(runs[0], case, partial(forward_step, kind="data"), data, model=model)
         reports = []
-        for forward_only in (True, False):
+        for forward_only, kind in (
+            (True, "takes nothing"),
+            (False, "takes both"),
+            (False, "takes nothing"),
+        ):
+            step = partial(forward_step, kind=kind)
             options = {"forward_only": forward_only, "collect_non_loss_data": False}
-            reports += call(runs[1], case, forward_step, data, model=model, **options)
+            reports += call(runs[1], case, step, data, model=model, **options)
         return [value.numpy() for value in values], reports
 
 

@@ -53,7 +53,7 @@ def target_wins(x: torch.Tensor, w: torch.Tensor, targets: torch.Tensor) -> torc
 def test_the_target_wins_of_equals(dtype: torch.dtype) -> None:
     """Every id has a twin, on another shard."""
     random = torch.Generator().manual_seed(1)
-    x = torch.randn(N, H, generator=random).to(dtype)
+    x = (20 * torch.randn(N, H, generator=random)).to(dtype)
     twins = torch.randn(30, H, generator=random).to(dtype)
     w = torch.cat([twins, twins, torch.zeros(4, H, dtype=dtype)])
     first, second = (x.double() @ twins.double().T).topk(2).indices.T
