@@ -75,7 +75,8 @@ class ForwardBackward:
 
     Raises:
         ValueError: for naive with recomputation, invariance, label smoothing, entropy or accuracy; for these
-            where the vocabulary is not partitioned; for the entropy's gradient without late gradients.
+            where the vocabulary is not partitioned; for the entropy's gradient without late gradients; for
+            ``drop_masked`` in both of these cases.
     """
 
     def __init__(
@@ -284,6 +285,11 @@ def check_options(method: Method, options: OutputOptions) -> None:
         )
     if options.entropy_gradient and not method.late_gradient:
         raise ValueError("entropy_gradient without a late gradient; give late_gradient=True, too")
+    if options.drop_masked and (method.late_gradient or not method.vocabulary_parallel):
+        raise ValueError(
+            "drop_masked knows masked tokens by the gradient that partitioned output layers are sent ahead; "
+            "with another method or a late gradient, give such tokens labels of -100"
+        )
 
 
 def check_late_gradient(method: Method, placement: Placement) -> None:

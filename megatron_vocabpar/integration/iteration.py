@@ -29,7 +29,9 @@ from megatron_vocabpar.schedule.placement import Placement
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """How the output layer is computed; all but ``terms`` and ``fp8`` change its result by rounding alone.
+    """How the output layer is computed.
+
+    All but ``terms``, ``fp8`` and ``drop_masked`` change its result by rounding alone.
 
     Attributes:
         recompute: keep no exponentials ``[n, P]`` from S to T; T computes them again.
@@ -43,6 +45,8 @@ class OutputOptions:
             the kept exponentials (``layers/entropy.py``); ``loss_reports.py`` says what if it takes none.
         entropy_gradient: the loss may depend on them; one more product, twice the input gradient to reduce.
         accuracy: likewise ``correct=[b, s]``, 1 where no id is likelier than the target (``rivals.py``).
+        drop_masked: in training, leave out the tokens whose losses the loss function masks, by the gradient
+            that is sent ahead: it gets 0 for them, as for labels that are no ids.
 
     Raises:
         ValueError: for ``invariant`` with another option, which it has no use for, or label smoothing; for
@@ -58,6 +62,7 @@ class OutputOptions:
     entropy: bool = False
     entropy_gradient: bool = False
     accuracy: bool = False
+    drop_masked: bool = False
 
     def __post_init__(self) -> None:
         if self.invariant and self.fp8:

@@ -56,16 +56,20 @@ def prepare(
     recorded = _record(rank, call, [placement.last_stage] * (model is None and rank.is_last))
     first, last = recorded.get(0), recorded.get(placement.loss_stage)
     announced = not (call.forward_only or rank.method.late_gradient)
+    labels = None if last is None else [_labels(recorded, call) for recorded in last]
     grad_losses = None
     if last is not None and announced:
         names = further_arguments(rank.output_options)
         grad_losses = [_announced_gradient(recorded, call, names) for recorded in last]
+        if labels is not None and rank.output_options.drop_masked:
+            pairs = zip(labels, grad_losses, strict=True)
+            labels = [label.masked_fill(grad == 0, -1) for label, grad in pairs]
     microbatches = share_microbatches(
         groups=rank.groups,
         ranges=model.shard.ranges if model else (),
         placement=placement,
         tokens=None if first is None else [_tokens(recorded, call) for recorded in first],
-        labels=None if last is None else [_labels(recorded, call) for recorded in last],
+        labels=labels,
         grad_losses=grad_losses,
         num_microbatches=call.num_microbatches,
         device=rank.device,

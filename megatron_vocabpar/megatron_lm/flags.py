@@ -177,6 +177,14 @@ OPTIONS = (
         },
     ),
     Option(
+        "--vocab-parallel-drop-masked",
+        {
+            "action": "store_true",
+            "help": "In training, leave tokens that the loss function masks out of the output layer: it gets "
+            "losses of 0 for them.",
+        },
+    ),
+    Option(
         "--vocab-parallel-metrics",
         {
             "nargs": "+",
@@ -251,6 +259,7 @@ class FlagConfig:
         fp8_head: the recipe of 8-bit operands that the output layer multiplies; None: of none.
         late_gradient: the loss function may be any function of the tokens' losses.
         metrics: which of ``METRICS`` are computed.
+        drop_masked: masked tokens take no part in the output layer.
         independent_init: each rank draws its initial vocabulary rows.
     """
 
@@ -267,6 +276,7 @@ class FlagConfig:
     fp32_head: bool = False
     fp8_head: Fp8Recipe | None = None
     late_gradient: bool = False
+    drop_masked: bool = False
     metrics: tuple[str, ...] = ()
     independent_init: bool = False
     methods: tuple[str, ...] = ()
@@ -390,6 +400,7 @@ def config_from(args: Any) -> FlagConfig:
         fp32_head=args.vocab_parallel_fp32_head,
         fp8_head=RECIPES.get(args.vocab_parallel_fp8_head),
         late_gradient=args.vocab_parallel_late_gradient,
+        drop_masked=args.vocab_parallel_drop_masked,
         metrics=_metrics(args, method),
         methods=_open_methods(args, terms, methods) if args.vocab_parallel_schedule == AUTO else (),
         costs=args.vocab_parallel_costs,
@@ -506,6 +517,7 @@ def _check_output_options(args: Any, method: str) -> None:
     others = {
         "--vocab-parallel-independent-init": args.vocab_parallel_independent_init,
         "--vocab-parallel-late-gradient": args.vocab_parallel_late_gradient,
+        "--vocab-parallel-drop-masked": args.vocab_parallel_drop_masked,
         **heads,
     }
     needs = [*asked, *(flag for flag, is_asked in others.items() if is_asked)]
@@ -518,6 +530,11 @@ def _check_output_options(args: Any, method: str) -> None:
         raise ValueError(
             f"{' and '.join(needs)}: method {method} does not partition the output layer; use "
             "--enable-vocab-parallel with another method"
+        )
+    if args.vocab_parallel_drop_masked and args.vocab_parallel_late_gradient:
+        raise ValueError(
+            "--vocab-parallel-drop-masked: masked tokens are known by the gradient that is sent ahead, not "
+            "with --vocab-parallel-late-gradient; give such tokens labels of -100"
         )
     if args.vocab_parallel_invariant and len(asked) > 1:
         raise ValueError(f"{' and '.join(asked)}: the last has blocks of its own; keep one of them")

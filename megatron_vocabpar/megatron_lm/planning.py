@@ -74,6 +74,7 @@ def output_options(config: FlagConfig) -> OutputOptions:
         entropy=any(name.startswith("entropy") for name in config.metrics),
         entropy_gradient="entropy-gradient" in config.metrics,
         accuracy="accuracy" in config.metrics,
+        drop_masked=config.drop_masked,
     )
 
 

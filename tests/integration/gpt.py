@@ -215,9 +215,9 @@ def batch(case: Case, step: int, replica: int, i: int) -> dict[str, Any]:
     tokens = torch.randint(0, case.vocab_size, shape, generator=generator)
     labels = torch.randint(0, case.vocab_size, shape, generator=generator)
     mask = (torch.rand(shape, generator=generator) > 0.2).float()
-    if case.labels == "mostly ignored":
+    if case.labels in ("mostly ignored", "mostly masked"):
         mask = (torch.rand(shape, generator=generator) > 0.9).float()
-    if case.labels in ("one masked microbatch", "mostly ignored") and i == case.m - 1:
+    if case.labels in ("one masked microbatch", "mostly ignored", "mostly masked") and i == case.m - 1:
         mask = torch.zeros(shape)
     if case.labels == "all the same":
         labels = torch.full(shape, case.vocab_size - 1)

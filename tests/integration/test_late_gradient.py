@@ -155,6 +155,13 @@ def test_entropies_are_refused_where_there_are_none(method: str, late: bool, tol
         OutputOptions(entropy_gradient=True)
 
 
+@pytest.mark.parametrize(("method", "late"), [("vocab-2", True), ("baseline", False)])
+def test_masked_tokens_are_known_by_an_announced_gradient(method: str, late: bool) -> None:
+    options = OutputOptions(drop_masked=True)
+    with pytest.raises(ValueError, match="give such tokens labels of -100"):
+        ForwardBackward(method, Mock(), torch.device("cpu"), late_gradient=late, output_options=options)
+
+
 def test_plans_made_in_the_background_are_of_the_same_kind() -> None:
     kind = PlanKind("vocab-1", "1f1b", 2, 1, late_gradient=True)
     assert kind.plan(2).schedule.method == METHODS["vocab-1"].with_late_gradient()

@@ -16,7 +16,7 @@ from megatron_vocabpar.integration.forward_backward import check_config
 from megatron_vocabpar.integration.iteration import OutputOptions
 from megatron_vocabpar.integration.output_layer import OutputLayer
 from megatron_vocabpar.schedule.generate import generate
-from megatron_vocabpar.schedule.passes import Pass, PassType
+from megatron_vocabpar.schedule.passes import Pass
 from tests.cases import rest_is_slow
 from tests.integration.gpt import Case, case_of, run, train, transformer_config
 from tests.integration.test_equality import check
@@ -73,17 +73,41 @@ def test_tokens_that_do_not_count(method: str, options: dict[str, Any]) -> None:
     assert max(rows) <= case.seq_length
 
 
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("vocab-2", {"steps": 1}),
+        *rest_is_slow(
+            [
+                ("vocab-1", {"tp": 2, "mtp": 1, "position": "rope", "steps": 1, **TOKENS}),
+                ("interlaced", {"lengths": PACKED, "micro_batch_size": 1, "position": "rope"}),
+                ("naive", {"tied": True}),
+            ]
+        ),
+    ],
+)
+def test_masked_tokens_are_dropped(method: str, options: dict[str, Any]) -> None:
+    """Nine tenths are masked, and all of the last microbatch: S sees the others alone in training."""
+    drops = OutputOptions(drop_masked=True)
+    case = Case(method, pp=2, m=3, labels="mostly masked", output_options=drops, **options)
+    check(case)
+    training, evaluation = torch.tensor(run(case, body=_rows)[0]).view(-1, 2, 3).unbind(1)
+    assert evaluation.min() >= case.micro_batch_size * case.seq_length * (1 + case.mtp)
+    assert training.sum() < evaluation.sum() / 4
+    assert set(training[:, 2].tolist()) == {1}
+
+
 def _rows(rank: int, case: Case) -> list[int]:
     """How many tokens S had, one microbatch after the other, in training and evaluation."""
     rows: list[int] = []
-    put = OutputLayer._put_state
+    hidden_states = OutputLayer._hidden_states
 
-    def noted(layer: OutputLayer, producer: Pass, state: Any, statistics: torch.Tensor) -> None:
-        if producer.type is PassType.S:
-            rows.append(len(statistics))
-        put(layer, producer, state, statistics)
+    def noted(layer: OutputLayer, instruction: Pass) -> torch.Tensor:
+        x = hidden_states(layer, instruction)
+        rows.append(len(x))
+        return x
 
-    with patch.object(OutputLayer, "_put_state", noted):
+    with patch.object(OutputLayer, "_hidden_states", noted):
         train(rank, case)
     return rows
 

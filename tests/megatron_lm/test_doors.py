@@ -288,6 +288,8 @@ def test_a_legacy_checkpoint_is_refused(
         ("--vocab-parallel-fp32-head", "head: method baseline does not partition"),
         ("--vocab-parallel-independent-init", "init: method baseline does not partition"),
         ("--vocab-parallel-late-gradient", "gradient: method baseline does not partition"),
+        ("--vocab-parallel-drop-masked", "masked: method baseline does not partition"),
+        (f"{ENABLE} --vocab-parallel-drop-masked --vocab-parallel-late-gradient", "give such tokens labels"),
         ("--vocab-parallel-metrics entropy", "metrics entropy: .* not with method baseline"),
         (
             f"{ENABLE} --vocab-parallel-metrics accuracy --vocab-parallel-recompute-logits "
@@ -375,6 +377,7 @@ def test_contradicting_options(argv: str, message: str) -> None:
         (f"{ENABLE} --vocab-parallel-fp8-head", FlagConfig(True, "vocab-2", fp8_head=ROW)),
         (f"{ENABLE} --vocab-parallel-fp8-head mxfp8", FlagConfig(True, "vocab-2", fp8_head=MXFP8)),
         (f"{ENABLE} --vocab-parallel-late-gradient", FlagConfig(True, "vocab-2", late_gradient=True)),
+        (f"{ENABLE} --vocab-parallel-drop-masked", FlagConfig(True, "vocab-2", drop_masked=True)),
         (
             f"{ENABLE} --vocab-parallel-metrics accuracy entropy --num-layers 4",
             FlagConfig(True, "vocab-2", metrics=("entropy", "accuracy")),

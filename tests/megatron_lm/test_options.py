@@ -21,6 +21,7 @@ PAIRS = {
         "--vocab-parallel-recompute-logits --vocab-parallel-method vocab-1",
     ),
     "invariant": ("", "--vocab-parallel-invariant"),
+    "masked tokens": ("--eod-mask-loss", "--vocab-parallel-drop-masked"),
     "full recompute": (
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "",
