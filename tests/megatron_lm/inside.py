@@ -29,7 +29,8 @@ if not hasattr(typing, "override"):
 
 def _held() -> Iterator[tuple[str, str, Any]]:
     """Every place of the table that this version has: module, name and what it holds."""
-    version = find_version(live_signature)
+    patch = installed()
+    version = find_version(live_signature) if patch is None else patch.version
     for binding in (each for each in BINDINGS if each.is_in(version)):
         for place, name in binding.places:
             with suppress(ImportError):

@@ -186,9 +186,9 @@ def test_launch_scripts_say_what_is_missing() -> None:
 
 
 def test_a_refused_launch_line_names_every_flag() -> None:
-    flags = (ENABLE, "--use-legacy-models", "--inprocess-restart")
+    flags = (ENABLE, "--fp16-lm-cross-entropy", "--inprocess-restart")
     message = inside("refused", (*PUBLISHED, *flags), world_size=8)["message"]
-    assert "--use-legacy-models: only" in message
+    assert "--fp16-lm-cross-entropy: logits" in message
     assert "--inprocess-restart: the vocabulary groups" in message
 
 
