@@ -74,9 +74,9 @@ class ForwardBackward:
         mtp_depths: of multi-token prediction, for the default plans.
 
     Raises:
-        ValueError: for naive with recomputation, invariance, label smoothing, entropy or accuracy; for these
-            where the vocabulary is not partitioned; for the entropy's gradient without late gradients; for
-            ``drop_masked`` in both of these cases.
+        ValueError: for naive with recomputation, invariance, label smoothing, entropies and the like; for
+            these where the vocabulary is not partitioned; for the entropy's gradient without late gradients;
+            for ``drop_masked`` in both of these cases.
     """
 
     def __init__(
@@ -273,15 +273,15 @@ def check_options(method: Method, options: OutputOptions) -> None:
         "has no results that don't depend on the sharding": options.invariant,
         "has no label smoothing": options.terms.label_smoothing,
         "has no 8-bit products": options.fp8,
-        "has no entropy and no accuracy": options.entropy or options.accuracy,
+        "has no entropy, accuracy and target rank": options.needs_exponentials,
     }
     for what, is_asked in refused.items():
         if method.name == "naive" and is_asked:
             raise ValueError(f"method naive {what}; use vocab-1 or vocab-2, or leave the option out")
-    if (options.entropy or options.accuracy) and not method.vocabulary_parallel:
+    if options.needs_exponentials and not method.vocabulary_parallel:
         raise ValueError(
-            f"entropy and accuracy with {method.name}: its output layer is Megatron's own; use vocab-1 or "
-            "vocab-2"
+            f"entropy, accuracy or target rank with {method.name}: its output layer is Megatron's own; use "
+            "vocab-1 or vocab-2"
         )
     if options.entropy_gradient and not method.late_gradient:
         raise ValueError("entropy_gradient without a late gradient; give late_gradient=True, too")

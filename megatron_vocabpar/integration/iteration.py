@@ -45,13 +45,15 @@ class OutputOptions:
             the kept exponentials (``layers/entropy.py``); ``loss_reports.py`` says what if it takes none.
         entropy_gradient: the loss may depend on them; one more product, twice the input gradient to reduce.
         accuracy: likewise ``correct=[b, s]``, 1 where no id is likelier than the target (``rivals.py``).
+        target_rank: in forward-only calls likewise ``rank=[b, s]``, how many ids are likelier. The loss
+            function is called at their end then, and three microbatches' exponentials are kept.
         drop_masked: in training, leave out the tokens whose losses the loss function masks, by the gradient
             that is sent ahead: it gets 0 for them, as for labels that are no ids.
 
     Raises:
         ValueError: for ``invariant`` with another option, which it has no use for, or label smoothing; for
-            ``entropy`` and ``accuracy`` where no plain exponentials are kept; for the entropy's gradient
-            without it.
+            ``entropy``, ``accuracy`` and ``target_rank`` where no plain exponentials are kept; for the
+            entropy's gradient without it.
     """
 
     recompute: bool = False
@@ -62,6 +64,7 @@ class OutputOptions:
     entropy: bool = False
     entropy_gradient: bool = False
     accuracy: bool = False
+    target_rank: bool = False
     drop_masked: bool = False
 
     def __post_init__(self) -> None:
@@ -71,10 +74,10 @@ class OutputOptions:
             )
         if self.entropy_gradient and not self.entropy:
             raise ValueError("entropy_gradient without entropy: ask for both")
-        if (self.entropy or self.accuracy) and not self.keeps_exponentials:
+        if self.needs_exponentials and not self.keeps_exponentials:
             raise ValueError(
-                "entropy and accuracy come from kept exponentials; leave them out, or recomputed logits, a "
-                "softcap, 8-bit products, and results that don't depend on the sharding"
+                "entropy, accuracy and target rank come from kept exponentials; leave them out, or "
+                "recomputed logits, a softcap, 8-bit products, and results that don't depend on the sharding"
             )
         if self.invariant and (self.recompute or self.rows_per_chunk is not None):
             raise ValueError(
@@ -86,6 +89,11 @@ class OutputOptions:
                 f"label smoothing {self.terms.label_smoothing} depends on the sharding; leave it out, or the "
                 "invariance"
             )
+
+    @property
+    def needs_exponentials(self) -> bool:
+        """Whether more is wanted of every token than its loss."""
+        return self.entropy or self.accuracy or self.target_rank
 
     @property
     def keeps_exponentials(self) -> bool:

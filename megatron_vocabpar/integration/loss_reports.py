@@ -3,7 +3,7 @@
 Its loss function runs on the token losses that arrive there. Its gradient was sent ahead
 (``microbatches.py``), where it is linear in them; a late gradient is what it gives now.
 
-Entropies, and whether a token's target is the most likely id, are further arguments. A loss function
+Entropies, whether a token's target is the most likely id, and its rank are further arguments. A loss function
 without a parameter of that name is called on them too, in the place of the losses: as it is linear, what it
 reports first is their masked mean, as it is the losses'. So Megatron's ``lm loss`` gets an ``entropy`` and an
 ``accuracy`` beside it.
@@ -25,13 +25,14 @@ from megatron_vocabpar.integration.iteration import Iteration, OutputOptions
 from megatron_vocabpar.runtime.comm import broadcast
 from megatron_vocabpar.schedule.passes import Pass, PassType
 
-_METRICS = {"entropy": "entropy", "correct": "accuracy"}
+_METRICS = {"entropy": "entropy", "correct": "accuracy", "rank": "target rank"}
 """What a loss function may take beside the losses, and what the mean of it is called in its report."""
 
 
-def further_arguments(options: OutputOptions) -> list[str]:
+def further_arguments(options: OutputOptions, forward_only: bool) -> list[str]:
     """What there is for the loss function to take."""
-    asked = {"entropy": options.entropy, "correct": options.accuracy}
+    rank = options.target_rank and forward_only
+    asked = {"entropy": options.entropy, "correct": options.accuracy, "rank": rank}
     return [name for name in _METRICS if asked[name]]
 
 
@@ -65,12 +66,13 @@ class LossReports:
         token_losses: torch.Tensor,
         entropy: torch.Tensor | None = None,
         wins: torch.Tensor | None = None,
+        rank: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Megatron's loss function on the losses ``[1 + D, b, s]`` float32 of microbatch ``i``.
 
         Where entropies were asked for, likewise, it gets those of the first head too. ``wins``, likewise, is
         1 where the target is the most likely id, for Megatron's log of the further heads, and of the first
-        one for the loss function where that was asked for.
+        one for the loss function where that was asked for, as ``rank`` is.
 
         Returns:
             The gradient ``[k, 1 + D, b, s]`` float32 that it gives them; k is 2 where it may depend on the
@@ -79,7 +81,8 @@ class LossReports:
         iteration, call = self.iteration, self.iteration.call
         if self._looks:
             self._finite_losses[i] = token_losses.isfinite().all()
-        given, asked = {"entropy": entropy, "correct": wins}, further_arguments(iteration.rank.output_options)
+        given = {"entropy": entropy, "correct": wins, "rank": rank}
+        asked = further_arguments(iteration.rank.output_options, call.forward_only)
         values = {name: value[0] for name, value in given.items() if name in asked and value is not None}
         model, recorded = call.chunks[-1], iteration.recorded[iteration.rank.placement.loss_stage][i]
         main_loss = partial(heads.main_loss, model, recorded, training=not call.forward_only, wins=wins)

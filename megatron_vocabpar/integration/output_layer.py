@@ -34,7 +34,7 @@ from megatron_vocabpar.layers.entropy import (
 from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.invariant import FixedPoint
 from megatron_vocabpar.layers.output import OutputState, naive_sum
-from megatron_vocabpar.layers.rivals import merged_target_wins, rival_part
+from megatron_vocabpar.layers.rivals import likelier_ids, merged_rivals, rival_part
 from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats, merged_place
 from megatron_vocabpar.runtime.comm import all_gather, all_reduce, broadcast
 from megatron_vocabpar.runtime.streams import Event
@@ -66,6 +66,9 @@ class OutputLayer(LayerHandlers):
         options = iteration.rank.output_options
         logs = heads.logs_acceptance(iteration.call.config) and not iteration.call.forward_only
         self._counts_wins = options.accuracy or (logs and one_pass and options.keeps_exponentials)
+        self._counts_ranks = options.target_rank and iteration.call.forward_only
+        self._counts_wins |= self._counts_ranks
+        self._ranked: dict[int, tuple[MergedStats, torch.Tensor]] = {}
 
     def finish(self) -> None:
         """In evaluation: report the losses that are still on their way. In training: check the gradients.
@@ -74,6 +77,7 @@ class OutputLayer(LayerHandlers):
             ValueError: if the loss function's gradient was not what had been announced.
         """
         self._report_evaluations(keep=0)
+        self._report_ranks()
         self._reports.finish()
 
     def broadcast_hidden(self, instruction: Comm) -> None:
@@ -160,7 +164,7 @@ class OutputLayer(LayerHandlers):
             state, statistics = entropy_part(state, statistics, weight)
         if self._counts_wins:
             statistics = rival_part(state, statistics)
-        return state if training else None, statistics
+        return state if training or self._counts_ranks else None, statistics
 
     def _spare_exponentials(self, tokens: int) -> torch.Tensor | None:
         """A tensor for E of this size that nobody needs any more; if none fits, the oldest is freed."""
@@ -174,6 +178,7 @@ class OutputLayer(LayerHandlers):
         if state is not None:
             # Beside T, an early input gradient reads what the softmax left, and TW does.
             twice = self.early_gradient or PassType.TW in self.rank.method.passes
+            twice = twice and not self.call.forward_only
             is_softmax = producer == self._softmax_pass(producer.microbatch)
             self.buffers.put(producer, "state", state, uses=1 + (twice and is_softmax))
         self.buffers.put(producer, "statistics", statistics)
@@ -225,16 +230,14 @@ class OutputLayer(LayerHandlers):
         if self.rank.output_options.entropy:
             entropy, log_probability = statistics.new_empty(2, len(statistics)).unbind()
             place = replace(place, entropy=entropy, log_probability=log_probability)
-        return replace(place, target_wins=torch.empty_like(place.valid)) if self._counts_wins else place
+        return replace(place, rivals=statistics.new_empty(2, len(statistics))) if self._counts_wins else place
 
     def _joined(self, gathered: torch.Tensor, place: MergedStats) -> MergedStats:
-        if place.target_wins is not None:
+        if place.rivals is not None:
             gathered, largest = gathered[..., :-1].contiguous(), gathered[..., -1]
-            merged = self._joined(gathered, replace(place, target_wins=None))
-            wins = place.target_wins.copy_(
-                merged_target_wins(gathered, largest, merged, self.model.output_weight.dtype)
-            )
-            return replace(merged, target_wins=wins)
+            merged = self._joined(gathered, replace(place, rivals=None))
+            rivals = merged_rivals(gathered, largest, merged.offset, self.model.output_weight.dtype)
+            return replace(merged, rivals=place.rivals.copy_(rivals))
         if place.entropy is None or place.log_probability is None:
             return merge_stats(gathered, self._terms, out=place)
         gathered, parts = gathered[..., :-1].contiguous(), gathered[..., -1]
@@ -246,7 +249,7 @@ class OutputLayer(LayerHandlers):
     def _put_statistics(self, instruction: Comm, event: Event[MergedStats]) -> None:
         if not self.call.forward_only:
             self.buffers.put(instruction, "event", event, uses=self._waiting(instruction.type))
-        elif not self.rank.has_loss:
+        elif not (self.rank.has_loss or self._counts_ranks):
             self.iteration.unclaim(event)
         else:
             # In evaluation no pass consumes the statistics: report with a lag that hides the collective.
@@ -269,7 +272,28 @@ class OutputLayer(LayerHandlers):
     def _report_evaluations(self, keep: int) -> None:
         while len(self._evaluations) > keep:
             i, event = self._evaluations.popleft()
-            self._report_loss(i, event.wait())
+            merged = event.wait()
+            if self._counts_ranks:
+                self._count_likelier(i, merged, self.buffers.take(self._softmax_pass(i), "state"))
+            else:
+                self._report_loss(i, merged)
+
+    def _count_likelier(self, i: int, merged: MergedStats, state: OutputState) -> None:
+        self._ranked[i] = merged, likelier_ids(state, merged)
+        assert state.e is not None
+        self._spare.append(state.e)
+
+    def _report_ranks(self) -> None:
+        """Where ranks are counted: one sum over all shards for all microbatches, and then their losses."""
+        if not self._counts_ranks:
+            return
+        groups, order = self.groups, sorted(self._ranked)
+        counts = [self._ranked[i][1] for i in order]
+        flat = torch.cat(counts)
+        total = self.wait(self.rank.output_stream.submit(lambda: all_reduce(groups, groups.output, flat)))
+        for i, ranks in zip(order, total.split([len(count) for count in counts]), strict=True):
+            if self.rank.has_loss:
+                self._report_loss(i, self._ranked[i][0], ranks)
 
     def gather_statistics_and_input_gradient(self, instruction: Comm) -> None:
         """C1 of vocab-2: the statistics, then the input gradient from what S left."""
@@ -424,6 +448,9 @@ class OutputLayer(LayerHandlers):
         training = not self.call.forward_only
         state, statistics = self._softmax(i, x, with_input_gradient=True)
         merged = self.wait(self._merge(statistics))
+        if self._counts_ranks:
+            self._count_likelier(i, merged, state)
+            return
         mine = self._report_loss(i, merged) if rank.has_loss else None
         if not training:
             return
@@ -464,10 +491,17 @@ class OutputLayer(LayerHandlers):
             return self.buffers.take(Pass(PassType.L, rank, i), "gradient")
         return self.wait(self.buffers.take(Comm(CommType.CG, rank, i), "event"))
 
-    def _report_loss(self, i: int, merged: MergedStats) -> torch.Tensor | None:
+    def _report_loss(
+        self, i: int, merged: MergedStats, ranks: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Call the loss function; returns the gradient [k, n] that it gives the tokens, in training."""
         microbatches, microbatch = self.microbatches, self.microbatches[i]
-        values = {"token_losses": merged.loss, "entropy": merged.entropy, "wins": merged.target_wins}
+        values = {
+            "token_losses": merged.loss,
+            "entropy": merged.entropy,
+            "wins": merged.target_wins,
+            "rank": ranks,
+        }
         spread = {
             name: microbatches.from_rows(i, microbatch.spread(value.float()))
             for name, value in values.items()

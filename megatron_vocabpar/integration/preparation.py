@@ -59,7 +59,7 @@ def prepare(
     labels = None if last is None else [_labels(recorded, call) for recorded in last]
     grad_losses = None
     if last is not None and announced:
-        names = further_arguments(rank.output_options)
+        names = further_arguments(rank.output_options, call.forward_only)
         grad_losses = [_announced_gradient(recorded, call, names) for recorded in last]
         if labels is not None and rank.output_options.drop_masked:
             pairs = zip(labels, grad_losses, strict=True)

@@ -31,7 +31,8 @@ class MergedStats:
         weight_peak: the largest |weight| of all shards, one double; of statistics of whole numbers only.
         entropy: in nats, of the transformed logits; 0 for ignored tokens; None where S was not asked for it.
         log_probability: of the target, likewise.
-        target_wins: boolean; whether no id is likelier than the target; None where S was not asked for it.
+        rivals: [2, n] the target's exponential, as it would be stored, and the largest other one, relative to
+            2^K; likewise.
         terms: what the loss consists of. Scales below are of the gradient with respect to the shard's
             rows of logits before the logit scale; a softcap's slope is not in them.
     """
@@ -45,7 +46,12 @@ class MergedStats:
     weight_peak: Tensor | None = None
     entropy: Tensor | None = None
     log_probability: Tensor | None = None
-    target_wins: Tensor | None = None
+    rivals: Tensor | None = None
+
+    @property
+    def target_wins(self) -> Tensor | None:
+        """[n] boolean: no id is likelier than the target; False for ignored tokens."""
+        return None if self.rivals is None else self.valid & (self.rivals[0] >= self.rivals[1])
 
     def logsumexp(self) -> Tensor:
         """[n] of the whole vocabulary's logits."""

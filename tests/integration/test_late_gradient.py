@@ -144,7 +144,11 @@ def test_a_plan_of_another_kind_and_a_distant_output_layer_are_refused() -> None
     ("method", "late", "told"),
     [
         ("vocab-2", False, "entropy_gradient without a late gradient; give late_gradient=True"),
-        ("baseline", True, "entropy and accuracy with baseline: its output layer is Megatron's own"),
+        (
+            "baseline",
+            True,
+            "entropy, accuracy or target rank with baseline: its output layer is Megatron's own",
+        ),
     ],
 )
 def test_entropies_are_refused_where_there_are_none(method: str, late: bool, told: str) -> None:

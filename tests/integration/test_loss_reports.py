@@ -28,7 +28,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def iteration(told: list[str] | None = None, loss_func: Any = lambda losses, entropy: None) -> Any:
     """What ``LossReports`` looks at, on the rank of the loss; announced is a gradient of 1."""
     place, method = SimpleNamespace(loss_stage=3), SimpleNamespace(late_gradient=False)
-    options = SimpleNamespace(entropy=True, entropy_gradient=False, accuracy=False)
+    options = SimpleNamespace(entropy=True, entropy_gradient=False, accuracy=False, target_rank=False)
     tell = None if told is None else told.append
     call = SimpleNamespace(
         chunks=[None], config=None, num_microbatches=4, cp_group_size=1, collect_non_loss_data=False,

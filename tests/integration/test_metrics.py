@@ -50,8 +50,8 @@ def call(run: Any, case: Case, forward_step: Any, data: Batches, **options: Any)
     )
 
 
-def per_token(losses: torch.Tensor, non_loss_data: bool, entropy: Any, correct: Any) -> torch.Tensor:
-    return torch.stack([-losses, entropy, correct])
+def per_token(losses: torch.Tensor, non_loss_data: bool, **values: torch.Tensor) -> torch.Tensor:
+    return torch.stack([-losses, *(values[name] for name in ("entropy", "correct", "rank"))])
 
 
 def pipelined(_: int, late: Case, case: Case, data: Batches) -> tuple[list[np.ndarray], list[dict[str, Any]]]:
@@ -84,7 +84,7 @@ def pipelined(_: int, late: Case, case: Case, data: Batches) -> tuple[list[np.nd
                 torch.device("cpu"),
                 late_gradient=one.late_gradient,
                 make_plan=gpt.plan_maker(one),
-                output_options=OutputOptions(entropy=True, accuracy=True),
+                output_options=OutputOptions(entropy=True, accuracy=True, target_rank=one is late),
             )
             for one in (late, case)
         ]
@@ -129,6 +129,8 @@ def test_log_probabilities_entropies_and_accuracy(family: str, method: str, opti
         fields["labels"][:, ::2] = best[:, ::2]
         logp = logs.gather(-1, fields["labels"][..., None])[..., 0]
         rows = torch.stack([logp, -(logs.exp() * logs).sum(-1), (fields["labels"] == best).double()])
+        rank = (logs > logp[..., None]).sum(-1)
+        rows = torch.cat([rows, rank[None]])
         wanted.append(rows * mask)
         fields["labels"] = fields["labels"].masked_fill(mask == 0, -100)
     *others, (values, reports) = run_ranks(case.ranks, pipelined, late, case, data)
@@ -138,7 +140,11 @@ def test_log_probabilities_entropies_and_accuracy(family: str, method: str, opti
     for i, report in enumerate(reports):
         rows, tokens = wanted[i % case.m], data[i % case.m]["loss_mask"].sum()
         sums = dict(
-            zip(["lm loss", "entropy", "accuracy"], rows.sum((1, 2)) * torch.tensor([-1, 1, 1]), strict=True)
+            zip(
+                ["lm loss", "entropy", "accuracy"],
+                rows[:3].sum((1, 2)) * torch.tensor([-1, 1, 1]),
+                strict=True,
+            )
         )
         assert report.keys() == sums.keys()
         for name, value in sums.items():

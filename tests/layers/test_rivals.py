@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from megatron_vocabpar.layers.output import output_forward
+from megatron_vocabpar.layers.output import OutputState, output_forward
 from megatron_vocabpar.layers.partition import even_ranges
-from megatron_vocabpar.layers.rivals import merged_target_wins, rival_part
+from megatron_vocabpar.layers.rivals import likelier_ids, merged_rivals, rival_part
 from megatron_vocabpar.layers.softmax_stats import merge_stats
 
 N, H, V, SHARDS = 64, 16, 61, 4
@@ -39,14 +41,22 @@ def test_the_target_wins_where_it_is_the_argmax(dtype: torch.dtype, size: float)
 
 
 def target_wins(x: torch.Tensor, w: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    gathered = []
+    """Which win; those are the ones of rank 0."""
+    gathered, states = [], []
     for shard in even_ranges(64, SHARDS, V):
         rows = w[shard.start : shard.stop]
         state, statistics = output_forward(x, rows, targets, shard, with_input_gradient=False)
+        assert isinstance(state, OutputState)
+        states.append(state)
         gathered.append(rival_part(state, statistics))
     *_, largest = (stacked := torch.stack(gathered)).unbind(2)
     merged = merge_stats(stacked[..., :-1].contiguous())
-    return merged_target_wins(stacked[..., :-1], largest, merged, x.dtype)
+    rivals = merged_rivals(stacked[..., :-1], largest, merged.offset, x.dtype)
+    merged = replace(merged, rivals=rivals)
+    rank = torch.stack([likelier_ids(state, merged) for state in states]).sum(0)
+    assert merged.target_wins is not None
+    assert merged.target_wins.equal((rank == 0) & merged.valid)
+    return merged.target_wins
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
