@@ -27,6 +27,11 @@ LN2_HIGH = 355 / 512
 LN2_LOW = -2.1219444005469057e-4
 
 
+def whole_exponent(y: Tensor) -> Tensor:
+    """The q of ``split_exponent``."""
+    return (y * LOG2_E).round_().clamp_(-EXPONENT_LIMIT, EXPONENT_LIMIT)
+
+
 def split_exponent(y: Tensor) -> tuple[Tensor, Tensor]:
     """Split natural-log values into integer exponents and remainders.
 
@@ -38,7 +43,7 @@ def split_exponent(y: Tensor) -> tuple[Tensor, Tensor]:
         except where q was clamped: -inf gives the lowest q and r = -inf, so that exp(r) = 0. NaN and
         +inf come out as NaN or inf.
     """
-    q = (y * LOG2_E).round_().clamp_(-EXPONENT_LIMIT, EXPONENT_LIMIT)
+    q = whole_exponent(y)
     # Two separate multiplications: a fused one would round differently from one layout to another.
     r = (y - q * LN2_HIGH).sub_(q * LN2_LOW)
     return q, r

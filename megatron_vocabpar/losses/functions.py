@@ -28,6 +28,9 @@ from megatron_vocabpar.losses.reductions import reduce_tokens
 from megatron_vocabpar.losses.sources import Logits
 from megatron_vocabpar.losses.summary import of_chunks
 
+_SEGMENT = 256
+"""Columns in which a largest logit is looked for together."""
+
 
 def vocab_logprobs(
     logits: Logits,
@@ -142,7 +145,7 @@ def vocab_argmax(logits: Logits, **layout: Unpack[Layout]) -> Tensor:
         y = source.logits(i, rows, None)
         if y.shape[1] == 0:
             return y.new_full((len(y), 2), -torch.inf, dtype=torch.float64)
-        value, column = y.max(dim=1)
+        value, column = _first_largest(y)
         return torch.stack((value.double(), column.double() + call.ranges[i].start), dim=1)
 
     slices = source.slices(call.rows_per_chunk) or [slice(0, 0)]
@@ -184,6 +187,21 @@ def vocab_target_rank(
 
     rank = call.exchange.total(of_chunks(call, source, larger))
     return torch.where(counted, rank.view(counted.shape), -1)
+
+
+def _first_largest(y: Tensor) -> tuple[Tensor, Tensor]:
+    """[n] values and [n] columns of [n, P]: the first of each segment's maxima, then of its columns.
+
+    ``max`` with indices takes several times as long as ``amax`` on the CPU.
+    """
+    whole = y.shape[1] // _SEGMENT * _SEGMENT
+    peaks = [y[:, :whole].unflatten(1, (-1, _SEGMENT)).amax(2)]
+    if whole < y.shape[1]:
+        peaks.append(y[:, whole:].amax(1, keepdim=True))
+    start = torch.cat(peaks, dim=1).max(dim=1, keepdim=True).indices * _SEGMENT
+    columns = start + torch.arange(_SEGMENT, device=y.device)
+    found = y.gather(1, columns.clamp_(max=y.shape[1] - 1)).max(dim=1)
+    return found.values, start.squeeze(1) + found.indices
 
 
 def _weights(mask: Tensor | None, counted: Tensor | None, reduction: str) -> Tensor | None:

@@ -56,15 +56,17 @@ class LazyLogits:
 class Scratch:
     """One tensor to work in, chunk after chunk: fresh pages cost more time than the arithmetic on them."""
 
-    def __init__(self, kept: Tensor | None = None) -> None:
-        self._kept = kept
+    def __init__(self, taken: Tensor | None = None) -> None:
+        self._kept = self._taken = taken
 
     def take(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """[rows, columns] uninitialised, on top of what was taken before."""
-        size = rows * columns
-        if self._kept is None or self._kept.numel() < size or self._kept.dtype != dtype:
-            self._kept = torch.empty(size, dtype=dtype, device=device)
-        return self._kept[:size].view(rows, columns)
+        if self._taken is None or self._taken.shape != (rows, columns) or self._taken.dtype != dtype:
+            size = rows * columns
+            if self._kept is None or self._kept.numel() < size or self._kept.dtype != dtype:
+                self._kept = torch.empty(size, dtype=dtype, device=device)
+            self._taken = self._kept.view(-1)[:size].view(rows, columns)
+        return self._taken
 
     def like(self, other: Tensor) -> Tensor:
         """Uninitialised, as another matrix."""
@@ -115,10 +117,15 @@ class DenseSource:
             for extent, stride in _digits(flat.shape[:-2]):
                 flat = flat[(outer // stride) % extent]
             rows = slice(start, start + rows.stop - rows.start)
-        valid = flat[rows, : self.valid[shard]]
+        valid = flat[rows].narrow(1, 0, self.valid[shard])
         if place is None:
             return valid
         return place.take(valid.shape[0], valid.shape[1], self._dtype, valid.device).copy_(valid)
+
+    def whole(self, shard: int) -> Tensor | None:
+        """[n, P'] the caller's own logits, to be read only; None where their strides don't allow it."""
+        flat = self._flat[shard]
+        return None if flat is None else flat.narrow(1, 0, self.valid[shard])
 
     def gradients(self, exchange: Exchange, scale: Tensor | None, in_place: bool = False) -> DenseGradients:
         """Where to put gradients; ``scale`` [n] asks for sums that don't depend on the sharding.
@@ -137,22 +144,23 @@ class DenseGradients:
         self._grads = list(source.shards if in_place else fresh)
         for grad, valid in zip(self._grads, source.valid, strict=True):
             grad[..., valid:] = 0
+        self._flat = [grad.view(source.tokens, grad.shape[-1]) for grad in self._grads]
 
-    def _rows(self, shard: int, rows: slice) -> Tensor:
-        out = self._grads[shard]
-        return out.view(out.shape[:-1].numel(), out.shape[-1])[rows]
+    def whole(self, shard: int) -> Tensor:
+        """[n, P'] where all of a shard's gradient will lie."""
+        return self._flat[shard].narrow(1, 0, self._valid[shard])
 
     def place(self, shard: int, rows: slice, otherwise: Scratch) -> Scratch:
         """Where to make ``grad`` of ``add``: where it will lie, if it can be made there."""
-        out = self._rows(shard, rows)
+        out = self._flat[shard]
         fits = out.dtype == self._dtype and out.shape[1] == self._valid[shard]
-        return Scratch(out.view(-1)) if fits else otherwise
+        return Scratch(out[rows]) if fits else otherwise
 
     def add(self, shard: int, rows: slice, grad: Tensor, bound: Tensor) -> None:
         """Take ``grad`` [rows, P'] of a shard; no element of a row exceeds its ``bound`` [rows]."""
-        out = self._rows(shard, rows)
+        out = self._flat[shard][rows]
         if out.data_ptr() != grad.data_ptr():
-            out[:, : grad.shape[1]] = grad
+            out.narrow(1, 0, grad.shape[1]).copy_(grad)
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """The gradients, in the order of the source's tensors."""

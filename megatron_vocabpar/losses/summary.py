@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from math import log
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +32,8 @@ from torch import Tensor
 
 from megatron_vocabpar.layers import fixed_point
 from megatron_vocabpar.layers.exponents import log_of_power, power_of_two
-from megatron_vocabpar.layers.gemm import exact
-from megatron_vocabpar.layers.kernels.dispatch import exponentials
+from megatron_vocabpar.layers.gemm import exact, result_dtype
+from megatron_vocabpar.layers.kernels.dispatch import exponentials, row_kernels
 from megatron_vocabpar.layers.kernels.reference import transform_logits_
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.softmax_stats import STATS_WIDTH, MergedStats, merge_stats
@@ -127,13 +128,13 @@ class SoftmaxSummary(torch.autograd.Function):
     def forward(ctx: Any, call: Call, targets: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         source = call.source(tensors)
         sink = DenseGradients(source) if isinstance(source, DenseSource) and call.keep_exponentials else None
-        merged, summary, offsets = _forward(call, source, targets, sink)
+        merged, summary, offsets, rests = _forward(call, source, targets, sink)
         if call.keep:
             ctx.call = call
             numbers = merged.loss, merged.offset, merged.total, merged.target_deficit, merged.valid
             # In the place of the logits, where exponentials are kept: those may go.
             held = tensors if sink is None else sink.finish()
-            ctx.save_for_backward(targets, summary.entropy, offsets, *numbers, *held)
+            ctx.save_for_backward(targets, summary.entropy, offsets, rests, *numbers, *held)
         return tuple(summary)
 
     @staticmethod
@@ -141,11 +142,12 @@ class SoftmaxSummary(torch.autograd.Function):
     @exact()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call = ctx.call
-        targets, entropy, offsets, loss, offset, total, deficit, valid, *tensors = ctx.saved_tensors
-        merged = MergedStats(loss, offset, total, deficit, valid)
+        targets, entropy, offsets, rests, loss, offset, total, deficit, valid, *tensors = ctx.saved_tensors
+        merged, source = MergedStats(loss, offset, total, deficit, valid), call.source(tensors)
         if not call.keep_exponentials:
-            offsets = offset.expand_as(offsets)
-        found = _backward(call, call.source(tensors), targets, merged, entropy, grads, offsets)
+            offsets, kernels = offset.expand_as(offsets), _kernels_of_shards(call, source)
+            rests = torch.zeros_like(offsets) if kernels is None else kernels.rest_of(offsets)
+        found = _backward(call, source, targets, merged, entropy, grads, offsets, rests)
         return (None, None, *found)
 
 
@@ -160,7 +162,7 @@ def softmax_of(call: Call, source: Source) -> Softmax:
     """The normalisers over all shards."""
     empty = source.logits(0, slice(0, 0), Scratch())
     nowhere = empty.new_full((source.tokens,), -1, dtype=torch.int64)
-    merged, _, _ = _forward(call, source, nowhere)
+    merged = _forward(call, source, nowhere)[0]
     return Softmax(merged.offset, merged.total)
 
 
@@ -184,21 +186,49 @@ def of_chunks(
     return [torch.cat([of(i, shard, rows) for rows in slices]) for i, shard in enumerate(call.ranges)]
 
 
+def _kernels_of_shards(call: Call, source: Source) -> ModuleType | None:
+    """The kernels that take a shard of logits whole, where there are any and they can serve this call."""
+    plain = call.softcap is None and call.rows_per_chunk is None and not (call.invariant or call.mean)
+    if not plain or not isinstance(source, DenseSource) or source.tokens == 0:
+        return None
+    shards = [source.whole(i) for i in range(len(call.ranges))]
+    if any(shard is None or shard.shape[1] == 0 for shard in shards):
+        return None
+    return row_kernels(source.shards[0].device, result_dtype(source.shards[0].dtype)).softmax
+
+
 def _forward(
     call: Call, source: Source, targets: Tensor, sink: DenseGradients | None = None
-) -> tuple[MergedStats, Summary, Tensor]:
-    """The softmax, what follows from it, and the offsets [shards, n] of the shards that are here."""
-    place = Scratch()
+) -> tuple[MergedStats, Summary, Tensor, Tensor]:
+    """The softmax, what follows from it, and the offsets of the shards that are here.
+
+    Exponentials are ``exp(Y - k ln 2 - rest)``: k and rest, each [shards, n].
+    """
+    place, kernels = Scratch(), _kernels_of_shards(call, source)
+    target_row = {shard: target_rows(targets, shard) for shard in call.ranges}
 
     def numbers(y: Tensor, shard: VocabRange, rows: slice) -> Tensor:
-        return _chunk_stats(call, y, target_rows(targets[rows], shard), place)
+        return _chunk_stats(call, y, target_row[shard][rows], place)
 
-    parts = of_chunks(call, source, numbers, sink)
+    rests = None
+    if kernels is None or not isinstance(source, DenseSource):
+        parts = of_chunks(call, source, numbers, sink)
+    else:
+        options = {"temperature": call.temperature, "entropy": call.entropy}
+        found = [
+            kernels.softmax_sums(
+                source.whole(i), target_row[shard], out=None if sink is None else sink.whole(i), **options
+            )
+            for i, shard in enumerate(call.ranges)
+        ]
+        parts, rests = [part for part, _ in found], torch.stack([rest for _, rest in found])
     gathered = call.exchange.gather(parts)
     if call.invariant:
         gathered = _join(call, gathered, source.logits(0, slice(0, 0), place).dtype)
     merged = merge_stats(gathered[..., :STATS_WIDTH])
-    return merged, _summarise(call, gathered, merged), torch.stack([part[:, 0] for part in parts])
+    offsets = torch.stack([part[:, 0] for part in parts])
+    rests = torch.zeros_like(offsets) if rests is None else rests
+    return merged, _summarise(call, gathered, merged), offsets, rests
 
 
 def _chunk_stats(call: Call, y: Tensor, row: Tensor, place: Scratch) -> Tensor:
@@ -282,8 +312,9 @@ def _backward(
     entropy: Tensor,
     grads: Sequence[Tensor],
     offsets: Tensor,
+    rests: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients, from exponentials with given offsets [shards, n]: the source, if kept, or made of it."""
+    """The gradients, from exponentials with given offsets: the source, if kept, or made of it."""
     vocab_size = call.ranges[0].vocab_size
     g_logprob, g_lse, g_entropy, g_mean = (grad / call.temperature for grad in grads)
     g_logprob = torch.where(merged.valid, g_logprob, 0)
@@ -301,10 +332,26 @@ def _backward(
     bound = torch.where(merged.total.isfinite() & ~merged.loss.isnan(), bound, torch.nan)
     sink = source.gradients(call.exchange, bound if call.invariant else None, call.keep_exponentials)
     places = Scratch(), Scratch()
-    log_total = torch.where(merged.total != 0, torch.log(merged.total), 0)
+    # What is made here for all tokens at once is not made once more for every chunk.
+    target_row = [target_rows(targets, vocab_range) for vocab_range in call.ranges]
+    shift = offsets - merged.offset
+    scale = (power_of_two(shift) * rests.exp() * inverse).unsqueeze(2)  # [shards, n, 1]
+    constant, factor = slope.unsqueeze(1) * scale, -g_entropy.unsqueeze(1) * scale
+    if call.entropy:
+        log_total = torch.where(merged.total != 0, torch.log(merged.total), 0)
+        mean_log = entropy + log_of_power(shift) + rests - log_total
+        constant = (slope - g_entropy * mean_log).unsqueeze(2) * scale
+    kernels = _kernels_of_shards(call, source)
+    if kernels is not None and isinstance(source, DenseSource) and isinstance(sink, DenseGradients):
+        for shard in range(len(call.ranges)):
+            grad, logits = sink.whole(shard), None if call.keep_exponentials else source.whole(shard)
+            slopes = constant[shard], factor[shard] if call.entropy else None
+            kernels.softmax_gradient_(grad, logits, offsets[shard], *slopes, temperature=call.temperature)
+            put_targets_(grad, target_row[shard], at_target)
+        return sink.finish()
     for rows in source.slices(call.rows_per_chunk):
         for shard, vocab_range in enumerate(call.ranges):
-            row, offset = target_rows(targets[rows], vocab_range), offsets[shard, rows]
+            row = target_row[shard][rows]
             place, cap = sink.place(shard, rows, places[0]), None
             if call.keep_exponentials:
                 grad = place.take(
@@ -313,17 +360,13 @@ def _backward(
             else:
                 grad, cap = call.transformed(source, shard, rows, place)
                 kernel = fixed_point.exponentials if call.invariant else exponentials
-                kernel(grad, row, grad.shape[1], offset, dtype=grad.dtype, out=grad)
+                kernel(grad, row, grad.shape[1], offsets[shard, rows], dtype=grad.dtype, out=grad)
             # grad is 0 for the target, else p_j times total * 2^(K - offset)
-            shift = offset - merged.offset[rows]
-            scale = power_of_two(shift) * inverse[rows]
             if call.entropy:
-                mean_log = entropy[rows] + log_of_power(shift) - log_total[rows]
                 curve = finite_log(grad, out=places[1].like(grad))
-                curve.mul_((-g_entropy[rows] * scale).unsqueeze(1))
-                grad.mul_(curve.add_(((slope[rows] - g_entropy[rows] * mean_log) * scale).unsqueeze(1)))
+                grad.mul_(curve.mul_(factor[shard, rows]).add_(constant[shard, rows]))
             else:
-                grad.mul_((slope[rows] * scale).unsqueeze(1))
+                grad.mul_(constant[shard, rows])
             if call.mean:
                 grad += g_mean[rows].unsqueeze(1)
             put_targets_(grad, row, at_target[rows])
@@ -337,6 +380,6 @@ def put_targets_(grad: Tensor, row: Tensor, values: Tensor) -> None:
     """Write each owned target's value into its column, in place; ``row`` [n] is -1 for the others."""
     if grad.shape[1] == 0:
         return
-    column = row.clamp(min=0).unsqueeze(1)
-    found = grad.gather(1, column).squeeze(1)
-    grad.scatter_(1, column, torch.where(row >= 0, values, found).unsqueeze(1))
+    # Not scatter_, which copies all of a 16-bit tensor on the CPU.
+    at = torch.arange(len(row), device=row.device), row.clamp(min=0)
+    grad[at] = torch.where(row >= 0, values.to(grad.dtype), grad[at])

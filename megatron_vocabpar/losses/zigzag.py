@@ -20,7 +20,6 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_vocabpar.losses.call import Layout
 from megatron_vocabpar.losses.exchange import make_exchange
@@ -68,7 +67,10 @@ def zigzag_split(
     """
     if not 0 <= rank < size:
         raise ValueError(f"context-parallel rank {rank} of {size}: give 0 to {size - 1}")
-    sequences = _sequences(x.shape[dim], size, cu_seqlens)
+    return _part(x, rank, size, dim, _sequences(x.shape[dim], size, cu_seqlens))
+
+
+def _part(x: Tensor, rank: int, size: int, dim: int, sequences: Sequence[tuple[int, int]]) -> Tensor:
     mine = [(start + k * chunk, chunk) for start, chunk in sequences for k in (rank, 2 * size - 1 - rank)]
     return torch.cat([x.narrow(dim, start, chunk) for start, chunk in mine or [(0, 0)]], dim=dim)
 
@@ -109,25 +111,25 @@ class _Gather(torch.autograd.Function):
         *parts: Tensor,
     ) -> Tensor:
         exchange = make_exchange(group, len(parts))
-        sequences = _sequences(parts[0].shape[dim] * exchange.size, exchange.size, cu_seqlens)
-        ctx.exchange, ctx.dim, ctx.cu_seqlens = exchange, dim, cu_seqlens
+        size = exchange.size
+        sequences = _sequences(parts[0].shape[dim] * size, size, cu_seqlens)
+        ctx.exchange, ctx.size, ctx.dim, ctx.sequences = exchange, size, dim, sequences
         ctx.sum_gradients = sum_gradients and group is not None
         gathered, pieces = exchange.gather(parts).unbind(0), []
         for start, chunk in sequences or [(0, 0)]:
-            first = start // exchange.size
+            first = start // size
             pieces += [part.narrow(dim, first, chunk) for part in gathered]
             pieces += [part.narrow(dim, first + chunk, chunk) for part in reversed(gathered)]
         return torch.cat(pieces, dim=dim)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        exchange = ctx.exchange
-        whole = exchange.total([grad]) if ctx.sum_gradients else grad
-        parts = [
-            zigzag_split(whole, rank, exchange.size, ctx.dim, ctx.cu_seqlens) for rank in exchange.members
-        ]
-        return (None, None, None, None, *parts)
+        if ctx.sum_gradients:
+            if grad.requires_grad:
+                raise RuntimeError("sum_gradients=True: the sum over the ranks has no second derivative")
+            grad = ctx.exchange.total([grad])
+        members = ctx.exchange.members
+        return (None,) * 4 + tuple(_part(grad, rank, ctx.size, ctx.dim, ctx.sequences) for rank in members)
 
 
 def context_parallel_logprobs(

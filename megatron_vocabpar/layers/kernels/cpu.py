@@ -9,13 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.exponents import LN2_HIGH, LN2_LOW, LOG2_E, split_exponent
+from megatron_vocabpar.layers.exponents import LN2_HIGH, LN2_LOW, LOG2_E, whole_exponent
 from megatron_vocabpar.layers.gemm import row_chunks
 from megatron_vocabpar.layers.kernels import reference
 from megatron_vocabpar.layers.kernels.reference import (
     Exponentials,
-    is_owned,
-    take_target_,
     transform_logits_,
 )
 from megatron_vocabpar.layers.merged import STATS_WIDTH
@@ -75,14 +73,19 @@ def _direct(
 ) -> None:
     """2^((y - k ln 2) log2 e). The difference is exact for the largest terms, so nothing is lost for
     logits of any size, and rounding is relative to the distance from the largest for the others."""
-    target_logit = take_target_(logits, target_row, valid_rows)
-    k = split_exponent(logits.amax(dim=1))[0] if offset is None else offset
+    if valid_rows < logits.shape[1]:
+        logits[:, valid_rows:] = -torch.inf
+    target_row = target_row.unsqueeze(1)
+    column = target_row.clamp(0, valid_rows - 1)
+    found, owned = logits.gather(1, column), column == target_row
+    logits.scatter_(1, column, found.masked_fill(owned, -torch.inf))
+    k = whole_exponent(logits.amax(1, keepdim=True)) if offset is None else offset.unsqueeze(1)
     values = logits if out is None else out
-    if bool((k.abs() < _SMALL_OFFSET).all()):
-        torch.add(-k.unsqueeze(1), logits, alpha=LOG2_E, out=values)
+    if float(k.abs().amax()) < _SMALL_OFFSET:
+        torch.add(-k, logits, alpha=LOG2_E, out=values)
     else:
-        torch.sub(logits, (k * LN2_HIGH).unsqueeze(1), out=values)
-        torch.add((k * (-LN2_LOW * LOG2_E)).unsqueeze(1), values, alpha=LOG2_E, out=values)
+        torch.sub(logits, k * LN2_HIGH, out=values)
+        torch.add(k * (-LN2_LOW * LOG2_E), values, alpha=LOG2_E, out=values)
     values.exp2_()  # ids 2^126 below the largest leave subnormal numbers where the reference has 0
-    stats[:, 0], stats[:, 1], stats[:, 2] = k, values.sum(dim=1), target_logit
-    stats[:, 3] = is_owned(target_row, valid_rows)
+    target_logit, total = torch.where(owned, found, 0), values.sum(1, keepdim=True)
+    stats[:, :STATS_WIDTH] = torch.cat((k, total, target_logit, owned), dim=1)

@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, wraps
+from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.kernels import cpu, reference, reference_stats
+from megatron_vocabpar.layers.kernels import cpu, cpu_softmax, reference, reference_stats
 from megatron_vocabpar.layers.kernels.reference import Exponentials
 from megatron_vocabpar.layers.kernels.reference_stats import Factors
 from megatron_vocabpar.layers.merged import MergedStats
@@ -39,6 +40,8 @@ class RowKernels:
     scatter_add_rows_: Callable[..., None]
     merge: Callable[..., MergedStats]
     factors: Callable[..., Factors]
+    softmax: ModuleType | None = None
+    """The functions of ``cpu_softmax.py``, for whole shards of logits; None where they are done in chunks."""
 
 
 REFERENCE = RowKernels(
@@ -49,7 +52,7 @@ REFERENCE = RowKernels(
     reference_stats.merge,
     reference_stats.factors,
 )
-CPU = replace(REFERENCE, name="cpu", exponentials=cpu.exponentials)
+CPU = replace(REFERENCE, name="cpu", exponentials=cpu.exponentials, softmax=cpu_softmax)
 
 _chosen: ContextVar[RowKernels | None] = ContextVar("row kernels chosen by use_kernels", default=None)
 

@@ -29,13 +29,16 @@ def calculate_log_probs_and_entropy(
     if len(logits) == 0:
         return logits.new_zeros(0), logits.new_zeros(0) if with_entropy else None
     group = _group(tp_group)
-    kept = logits if log_prob_keep_mask is None else _masked(logits, tokens, group, log_prob_keep_mask)
     options: Layout = {"group": group, "keep_exponentials": True}
     entropy = None
-    if with_entropy and kept is logits and with_entropy_grad:
+    if with_entropy and log_prob_keep_mask is None and with_entropy_grad:
         logprobs, entropy = functions.vocab_logprobs_and_entropy(logits, tokens, **options)
     else:
-        logprobs = functions.vocab_logprobs(kept, tokens, **options)
+        mask = log_prob_keep_mask
+        # Not by a name: the masked copy may go once its exponentials are kept.
+        logprobs = functions.vocab_logprobs(
+            logits if mask is None else _masked(logits, tokens, group, mask), tokens, **options
+        )
         if with_entropy:
             options["inference_only"] = not with_entropy_grad
             entropy = functions.vocab_entropy(logits, **options)
@@ -50,6 +53,6 @@ def _group(tp_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 def _masked(logits: Tensor, tokens: Tensor, group: dist.ProcessGroup | None, keep: Tensor) -> Tensor:
     start = 0 if group is None else dist.get_rank(group) * logits.shape[-1]
     row = target_rows(tokens, VocabRange(start, start + logits.shape[-1], start + logits.shape[-1]))
-    column, dropped = row.clamp(min=0).unsqueeze(1), ~keep
-    dropped.scatter_(1, column, dropped.gather(1, column) & (row < 0).unsqueeze(1))
+    at, dropped = (torch.arange(len(row), device=row.device), row.clamp(min=0)), ~keep
+    dropped[at] &= row < 0
     return logits.masked_fill(dropped, -torch.inf)

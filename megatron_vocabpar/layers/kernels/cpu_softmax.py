@@ -1,0 +1,141 @@
+"""Softmax of logits that exist, on the CPU: a few rows at a time, and for them the large operations alone.
+
+A block of 256 KiB stays in the core's own cache from the first pass over it to the last. There are many of
+them, so what is one number a row is computed for all rows together, before the blocks or behind them. Offsets
+are the rows' maxima m for that reason, split behind the blocks into the powers of two of
+``../softmax_stats.py``: m = k ln 2 + rest. What is computed is specified by ``reference.exponentials`` and by
+the chunks of ``losses/summary.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log
+
+import torch
+from torch import Tensor
+
+from megatron_vocabpar.layers.exponents import log_of_power, subtract_power_log_, whole_exponent
+from megatron_vocabpar.layers.gemm import result_dtype
+
+_EMPTY = -1e4
+"""A rest whose exponential is 0, for rows of -inf: finite, and so is its product with a gradient."""
+
+_BLOCK_BYTES = 2**18
+"""Of a block in the dtype that is computed in."""
+
+
+def softmax_sums(
+    logits: Tensor, target_row: Tensor, *, temperature: float, entropy: bool, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """One shard's statistics, the target's own term left out.
+
+    Args:
+        logits: [n, P] fp16, bf16, fp32 or fp64, only read; P at least 1.
+        target_row: [n] int64 the target's column, -1 where another shard owns it.
+        temperature: the logits are divided by it.
+        entropy: whether to sum ``e log e``.
+        out: [n, P] fp32 (fp64), where ``exp(Y - k ln 2 - rest)`` is kept, 0 for the target; or None.
+
+    Returns:
+        [n, 4], or 5 with the entropy, in fp32 (fp64): k, the sum of ``e = exp(Y) / 2^k``, the target's logit,
+        1 where it is owned, the sum of ``e log e``; and [n] the rests.
+    """
+    dtype = result_dtype(logits.dtype)
+    m, total, weighted = numbers = torch.empty(3, len(logits), 1, dtype=dtype)
+    column, owned = target_row.clamp(min=0).unsqueeze(1), (target_row >= 0).unsqueeze(1)
+    target = logits.gather(1, column).to(dtype).div_(temperature)
+    size = _rows(logits, dtype)
+    es = _places(logits, dtype, size) if out is None else out.split(size)
+    xs = _places(logits, dtype, size) if entropy else es
+    tokens = (logits, column, target.masked_fill(owned, -torch.inf), *numbers)
+    for e, x, y, at, value, largest, sum_, weighted_sum in zip(
+        es, xs, *(of.split(size) for of in tokens), strict=True
+    ):
+        e.copy_(y)
+        if temperature != 1:
+            e.div_(temperature)
+        e.scatter_(1, at, value)
+        torch.amax(e, 1, keepdim=True, out=largest)
+        largest.clamp_(min=torch.finfo(dtype).min)  # of a row of -inf
+        torch.exp(torch.sub(e, largest, out=x), out=e)
+        torch.sum(e, 1, keepdim=True, out=sum_)
+        if entropy:
+            torch.sum(x.clamp_(min=_lowest(dtype)).mul_(e), 1, keepdim=True, out=weighted_sum)
+    k = whole_exponent(m)
+    rest = subtract_power_log_(m, k).clamp_(min=_EMPTY)
+    factor = rest.exp()
+    columns = [k, factor * total, torch.where(owned, target, 0), owned]
+    if entropy:
+        columns.append(factor * (weighted + rest * total))
+    return torch.cat(columns, dim=1), rest.squeeze(1)
+
+
+def softmax_gradient_(
+    out: Tensor,
+    logits: Tensor | None,
+    k: Tensor,
+    constant: Tensor,
+    factor: Tensor | None,
+    *,
+    temperature: float,
+) -> None:
+    """Write ``e (constant + factor log e)``, for ``e = exp(Y - k ln 2 - rest_of(k))``; 0 where e is 0.
+
+    Args:
+        out: [n, P], like the logits; without them fp32 (fp64) exponentials that are kept, of any offset.
+        logits: [n, P], only read, or None.
+        k: [n] whole numbers.
+        constant, factor: [n, 1] fp32 (fp64); no factor is one of 0.
+        temperature: the logits are divided by it.
+    """
+    dtype = constant.dtype
+    narrow = out.dtype != dtype
+    size = _rows(out, dtype)
+    es = _places(out, dtype, size) if narrow else out.split(size)
+    xs = _places(out, dtype, size) if factor is not None else es
+    read = out if logits is None else logits
+    tokens = (out, read, _offset(k).unsqueeze(1), constant, constant if factor is None else factor)
+    for e, x, into, y, largest, constant_, factor_ in zip(
+        es, xs, *(of.split(size) for of in tokens), strict=True
+    ):
+        if logits is None:
+            if factor is not None:
+                torch.clamp(e, min=torch.finfo(dtype).tiny, out=x).log_().mul_(factor_).add_(constant_)
+            e.mul_(constant_ if factor is None else x)
+            continue
+        e.copy_(y)
+        if temperature != 1:
+            e.div_(temperature)
+        e.sub_(largest)
+        if factor is None:
+            e.exp_().mul_(constant_)
+        else:
+            torch.exp(e, out=x)
+            e.clamp_(min=_lowest(dtype)).mul_(factor_).add_(constant_).mul_(x)
+        if narrow:
+            into.copy_(e)
+
+
+def rest_of(k: Tensor) -> Tensor:
+    """What the offset of ``softmax_gradient_``, k ln 2 rounded, is more than k ln 2."""
+    return subtract_power_log_(_offset(k), k)
+
+
+def _offset(k: Tensor) -> Tensor:
+    return log_of_power(k)
+
+
+def _lowest(dtype: torch.dtype) -> float:
+    """In the place of the logarithm of an exponential that is 0."""
+    return 2 * log(torch.finfo(dtype).tiny)
+
+
+def _rows(like: Tensor, dtype: torch.dtype) -> int:
+    return max(1, _BLOCK_BYTES // (dtype.itemsize * like.shape[1]))
+
+
+def _places(like: Tensor, dtype: torch.dtype, size: int) -> Sequence[Tensor]:
+    """The same place for every block."""
+    place = torch.empty(min(size, len(like)), like.shape[1], dtype=dtype)
+    return [place[: len(block)] for block in like.split(size)]
