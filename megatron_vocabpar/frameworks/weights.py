@@ -73,7 +73,10 @@ _SLIME_COPIES = (
     f"{_SLIME}.update_weight.hf_weight_iterator_direct",
     f"{_SLIME}.update_weight.update_weight_from_distributed",
 )
-_MBRIDGE, _BRIDGE = "mbridge.core.bridge", "megatron.bridge.models.conversion.model_bridge"
+_MBRIDGE = "mbridge.core.bridge"
+_BRIDGE, _OWNER = "megatron.bridge.models.conversion.model_bridge", "MegatronModelBridge"
+_LOADS = {"iterates": False, "writes": True}
+_EXPORTS = {"iterates": True, "writes": False}
 
 
 def _walk(framework: str, chunks: str, module: str, name: str, *copies: str, **does: bool) -> Walk:
@@ -97,17 +100,13 @@ WALKS = (
         "verl.utils.megatron_utils",
         "per_tensor_generator",
         "verl.workers.megatron_workers",
-        iterates=True,
-        writes=False,
+        **_EXPORTS,
     ),
-    _walk("verl", "models", _MBRIDGE, "Bridge.load_weights", iterates=False, writes=True),
-    _walk("verl", "models", _MBRIDGE, "Bridge.export_weights", iterates=True, writes=False),
-    *(
-        _walk("megatron.bridge", "megatron_model", _BRIDGE, f"MegatronModelBridge.{name}", **does)
-        for name, does in (
-            ("load_weights_hf_to_megatron", {"iterates": False, "writes": True}),
-            ("stream_weights_megatron_to_hf", {"iterates": True, "writes": False}),
-        )
+    _walk("verl", "models", _MBRIDGE, "Bridge.load_weights", **_LOADS),
+    _walk("verl", "models", _MBRIDGE, "Bridge.export_weights", **_EXPORTS),
+    _walk("megatron.bridge", "megatron_model", _BRIDGE, f"{_OWNER}.load_weights_hf_to_megatron", **_LOADS),
+    _walk(
+        "megatron.bridge", "megatron_model", _BRIDGE, f"{_OWNER}.stream_weights_megatron_to_hf", **_EXPORTS
     ),
 )
 """What is bound of each framework."""

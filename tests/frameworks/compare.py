@@ -13,8 +13,9 @@ Tensors = Mapping[str, torch.Tensor]
 def check_gradients(ours: Sequence[Tensors], stock: Sequence[Tensors]) -> None:
     """Of all ranks, to 1e-5 of the largest; rows of shards make up whole layers."""
     for theirs, mine in zip(stock, ours, strict=True):
-        assert theirs.keys() <= mine.keys()
-        for name, whole in theirs.items():
+        for key, whole in theirs.items():
+            # Stock has a tied weight twice.
+            name = key if key in mine else key.replace("output_layer", "embedding.word_embeddings")
             is_shard = name.endswith(("word_embeddings.weight", "output_layer.weight"))
             found = torch.cat([rank[name] for rank in ours]) if is_shard else mine[name]
             found = found[: len(whole)]  # ours may have more padding

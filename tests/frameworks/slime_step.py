@@ -20,7 +20,7 @@ import torch
 
 from megatron_vocabpar.train import on_cpu
 from tests.frameworks.compare import counting_rows
-from tests.frameworks.hugging_face import FFN, HEADS, HIDDEN, LAYERS, VOCABULARY
+from tests.frameworks.hugging_face import FFN, HEADS, HIDDEN, LAYERS, VOCABULARY, is_tied
 
 TOTAL = (9, 12, 7, 16, 11, 8)
 """Tokens of the samples, two a microbatch."""
@@ -30,7 +30,7 @@ _FLAGS = (
     f"--group-query-attention --num-query-groups {HEADS} --seq-length 64 --max-position-embeddings 64 "
     "--position-embedding-type rope --normalization RMSNorm "
     "--swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --transformer-impl local "
-    "--untie-embeddings-and-output-weights --micro-batch-size 1 --global-batch-size 6 --lr 1 --adam-eps 1 "
+    "--micro-batch-size 1 --global-batch-size 6 --lr 1 --adam-eps 1 "
     "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-bias-swiglu-fusion --no-rope-fusion "
     "--no-masked-softmax-fusion --tokenizer-type NullTokenizer --pipeline-model-parallel-size 2 "
     f"--vocab-size {VOCABULARY} --make-vocab-size-divisible-by 2 --add-qkv-bias --norm-epsilon 1e-5 "
@@ -49,6 +49,8 @@ def step(rank: int, flags: str, responses: tuple[int, ...], ours: bool, folder: 
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     sys.path[:0] = [os.environ["SLIME_PATH"], os.environ["MEGATRON_LM_PATH"]]
     checkpoint = f"--load {folder} --hf-checkpoint {folder}"
+    if not is_tied(folder):
+        checkpoint += " --untie-embeddings-and-output-weights"
     sys.argv = ["train.py", *_FLAGS.split(), *flags.split(), *checkpoint.split()]
     on_cpu.stand_in()
     on_cpu.skip_compilation()

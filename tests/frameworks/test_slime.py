@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.frameworks.compare import check_gradients, check_metrics
-from tests.frameworks.hugging_face import check_weights, read_checkpoint, write_checkpoint
+from tests.frameworks.hugging_face import check_loaded, check_weights, read_checkpoint, write_checkpoint
 from tests.frameworks.slime_step import step
 from tests.spawn import run_ranks
 
@@ -28,18 +28,18 @@ _POLICY = "--loss-type policy_loss"
 
 
 @pytest.mark.parametrize(
-    ("flags", "responses"),
+    ("flags", "responses", "tied"),
     [
-        ("--loss-type sft_loss", _RESPONSES),
-        (f"{_POLICY} --use-kl-loss --kl-loss-coef 0.1 --rollout-temperature 0.7", _RESPONSES),
-        (f"{_POLICY} --entropy-coef 0.3 --use-rollout-entropy --rollout-temperature 0.7", _RESPONSES),
-        (f"{_POLICY} --recompute-loss-function --calculate-per-token-loss", (4, 7, 0, 0, 5, 6)),
+        ("--loss-type sft_loss", _RESPONSES, False),
+        (f"{_POLICY} --use-kl-loss --kl-loss-coef 0.1 --rollout-temperature 0.7", _RESPONSES, False),
+        (f"{_POLICY} --entropy-coef 0.3 --use-rollout-entropy --rollout-temperature 0.7", _RESPONSES, False),
+        (f"{_POLICY} --recompute-loss-function --calculate-per-token-loss", (4, 7, 0, 0, 5, 6), True),
     ],
 )
-def test_a_step_equals_stock(flags: str, responses: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_step_equals_stock(flags: str, responses: tuple[int, ...], tied: bool, tmp_path: Path) -> None:
     if "megatron.core" in sys.modules:
         pytest.skip("megatron is imported already: run this file in a session of its own")
-    write_checkpoint(tmp_path)
+    write_checkpoint(tmp_path, tied)
     stock = run_ranks(2, step, flags, responses, False, tmp_path, fresh=True)
     ours = run_ranks(2, step, flags, responses, True, tmp_path, fresh=True)
     # Response tokens alone, in both passes; the pipeline wants a row where there is none.
@@ -53,9 +53,6 @@ def test_a_step_equals_stock(flags: str, responses: tuple[int, ...], tmp_path: P
     check_metrics(ours[1]["metrics"], stock[1]["metrics"])
     check_gradients([rank["gradients"] for rank in ours], [rank["gradients"] for rank in stock])
     check_weights([rank["weights"] for rank in ours], [rank["weights"] for rank in stock], tmp_path)
-    saved, loaded = read_checkpoint(tmp_path / "saved"), read_checkpoint(tmp_path)
-    assert saved.keys() == loaded.keys()
-    for name, value in loaded.items():
-        assert torch.equal(saved[name], value), name
+    check_loaded(read_checkpoint(tmp_path / "saved"), tmp_path)
     for before, _, restored in (rank["weights"] for rank in ours):
         assert all(torch.equal(restored[name], value) for name, value in before.items())

@@ -24,11 +24,14 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("loss", "entropy_coeff"), [("sft_loss", 0.0), ("ppo_loss", 0.0), ("ppo_loss", 0.3)])
-def test_a_step_equals_stock(loss: str, entropy_coeff: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("loss", "entropy_coeff", "tied"),
+    [("sft_loss", 0.0, False), ("ppo_loss", 0.0, True), ("ppo_loss", 0.3, False)],
+)
+def test_a_step_equals_stock(loss: str, entropy_coeff: float, tied: bool, tmp_path: Path) -> None:
     if "megatron.core" in sys.modules:
         pytest.skip("megatron is imported already: run this file in a session of its own")
-    write_checkpoint(tmp_path)
+    write_checkpoint(tmp_path, tied)
     stock = run_ranks(2, step, loss, entropy_coeff, False, tmp_path, fresh=True)
     ours = run_ranks(2, step, loss, entropy_coeff, True, tmp_path, fresh=True)
     assert [rank["rows"] for rank in ours] == [[11, 12, 11, 12]] * 2  # response tokens alone
