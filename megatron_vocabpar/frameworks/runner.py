@@ -17,7 +17,7 @@ from megatron_vocabpar.frameworks.steps import Step, as_megatron, begin_step
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, check_options, vocab_groups
 from megatron_vocabpar.integration.microbatches import StandIn
-from megatron_vocabpar.integration.model import PartitionedModel, VocabShardOutput
+from megatron_vocabpar.integration.model import PartitionedModel
 from megatron_vocabpar.megatron_lm.flags import FlagConfig
 from megatron_vocabpar.megatron_lm.planning import output_options, plan_kind
 from megatron_vocabpar.runtime.comm import broadcast
@@ -46,11 +46,7 @@ class StepRunner:
         shards = unwrap_model(chunks[0])
         if not isinstance(shards, PartitionedModel):
             return self._stock()(**arguments)
-        if not isinstance(shards.output_layer, VocabShardOutput):
-            raise ValueError(
-                f"the model's output layer is a {type(shards.output_layer).__name__}: a critic has no "
-                "vocabulary to partition; train without one (GRPO), or without vocabulary parallelism"
-            )
+        shards.check_output_layer()
         if self._run is None:
             self._run = self._build(shards, arguments["num_microbatches"], len(chunks))
         steps = self._begin(arguments, chunks, shards)

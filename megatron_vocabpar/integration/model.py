@@ -361,6 +361,14 @@ class PartitionedModel(LanguageModule):
         embedding = self.word_embeddings.weight
         return (embedding,) if self.tied else (embedding, self.output_weight)
 
+    def check_output_layer(self) -> None:
+        """Raise a ValueError if the output layer was replaced, as frameworks do for a critic."""
+        if not isinstance(self.output_layer, VocabShardOutput):
+            raise ValueError(
+                f"the model's output layer is a {type(self.output_layer).__name__}: a critic has no "
+                "vocabulary to partition; train without one (GRPO), or without vocabulary parallelism"
+            )
+
     def whole_rows(self, stage: int, size: int | None = None) -> WholeRows:
         """Rows of a whole layer on ``stage``, ``size`` of them, and of this rank's shard.
 

@@ -40,13 +40,14 @@ def whole_layers(chunks: Sequence[torch.nn.Module], keep: bool) -> Iterator[None
         keep: whether whole layers are written to in this context: they are scattered at its end.
 
     Raises:
-        ValueError: for rows that stock cannot divide over its tensor-parallel ranks.
+        ValueError: for rows that stock cannot divide over its tensor-parallel ranks; for a critic.
     """
     models: list[Any] = [unwrap_model(chunk) for chunk in chunks]
     first, last = models[0], models[-1]
     if not isinstance(first, PartitionedModel):
         yield
         return
+    first.check_output_layer()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     weights = (first.word_embeddings.weight, first.output_weight)
     rows = (first.whole_rows(0), first.whole_rows(stages - 1))

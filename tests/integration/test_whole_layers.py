@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_vocabpar.integration.model import VocabParallelGPTModel
 from megatron_vocabpar.integration.whole_layers import whole_layers
 from megatron_vocabpar.integration.whole_rows import WholeRows
 from megatron_vocabpar.layers.partition import even_ranges
@@ -68,3 +69,14 @@ def test_it_shows_stocks_parameters_and_takes_what_is_written(case: Case) -> Non
 def test_a_vocabulary_that_stock_cannot_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="91 rows on 2 tensor-parallel ranks"):
         WholeRows(even_ranges(96, 4, 91), member=0, stage=0, size=91, tensor=2)
+
+
+def test_a_critic_is_refused() -> None:
+    critic = VocabParallelGPTModel.__new__(VocabParallelGPTModel)
+    torch.nn.Module.__init__(critic)
+    critic.output_layer = torch.nn.Linear(1, 1)
+    with (
+        pytest.raises(ValueError, match="output layer is a Linear: a critic has no"),
+        whole_layers([critic], True),
+    ):
+        pass
