@@ -20,8 +20,10 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from megatron_vocabpar.integration import compat, heads
+from megatron_vocabpar.integration.graph_options import asks_for_graphs
 from megatron_vocabpar.integration.handlers import handlers_of
 from megatron_vocabpar.integration.iteration import Call, Iteration, OutputOptions, Rank
+from megatron_vocabpar.integration.layer_graphs import LayerGraphs
 from megatron_vocabpar.integration.preparation import chunk_with_shards, prepare
 from megatron_vocabpar.integration.weight_gradients import split_weight_gradients
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_groups, warm_up
@@ -114,6 +116,7 @@ class ForwardBackward:
         self._point_to_point = PointToPoint(groups)
         warm_up(groups, device)
         self._plans: dict[int, Plan] = {}
+        self._graphs = LayerGraphs()
 
     def plan(self, num_microbatches: int, forward_only: bool = False) -> Plan:
         """The plan that a call with these arguments runs; it is made once.
@@ -198,6 +201,8 @@ class ForwardBackward:
             collect_non_loss_data=collect_non_loss_data,
             first_microbatch_flag=first_val_step if forward_only and first_val_step is not None else True,
         )
+        if asks_for_graphs(config):
+            self._graphs.check(self.plan(num_microbatches), chunks, forward_only)
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         iteration = self._run(call)
@@ -208,6 +213,8 @@ class ForwardBackward:
             compat.finalize_gradients(config, chunks, tokens, pg_collection, force_all_reduce)
         if config.timers is not None:
             config.timers("forward-backward").stop()
+        if asks_for_graphs(config):
+            self._graphs.capture(self.plan(num_microbatches), forward_only)
         return iteration.reported
 
     def _run(self, call: Call) -> Iteration:
@@ -318,6 +325,12 @@ def check_config(config: Any, adjust_tensor_shapes_fn: Any, vocabulary_parallel:
             config.num_microbatches_with_partial_activation_checkpoints is not None,
             "num_microbatches_with_partial_activation_checkpoints",
             "use a recompute_granularity that is the same for all microbatches",
+        ),
+        (
+            getattr(config, "external_cuda_graph", False)
+            or getattr(config, "cuda_graph_impl", "none") not in ("none", "local"),
+            "cuda_graph_impl other than none and local",
+            "use local, which captures single layers",
         ),
         (adjust_tensor_shapes_fn is not None, "adjust_tensor_shapes_fn", "do not pass it"),
         (

@@ -11,6 +11,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.iteration import Iteration, LayerHandlers
+from megatron_vocabpar.integration.layer_graphs import kept
 from megatron_vocabpar.integration.loss_reports import DistantLoss
 from megatron_vocabpar.integration.microbatches import ModelCall
 from megatron_vocabpar.integration.weight_gradients import WeightGradients
@@ -71,7 +72,7 @@ class Stages(LayerHandlers):
             )
         self.iteration.num_tokens = self.iteration.num_tokens + num_tokens
         if not is_last_stage:
-            self.buffers.put(instruction, "output", output.detach())
+            self.buffers.put(instruction, "output", kept(output.detach(), call.config))
         elif partitioned:
             # Megatron's half-precision wrapper turns the last stage's output into float32: exact either way.
             hidden = output.detach().to(call.config.params_dtype)

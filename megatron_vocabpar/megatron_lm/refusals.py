@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from megatron_vocabpar.integration.graph_options import asks_for_graphs, beside_graphs
 from megatron_vocabpar.megatron_lm.checkpoints import is_legacy, starting_checkpoint
 from megatron_vocabpar.megatron_lm.flags import AUTO, FlagConfig
 from megatron_vocabpar.schedule.families import SEARCH, families, family_named
@@ -45,6 +46,12 @@ def _other_than(attribute: str, *allowed: Any) -> Callable[[Any], bool]:
         return value is not None and getattr(value, "value", value) not in allowed
 
     return is_asked
+
+
+def _cuda_graph_scopes(args: Any) -> set[str]:
+    """What ``--cuda-graph-scope`` names: a word, a list of them, or of members of an enumeration."""
+    scopes = getattr(args, "cuda_graph_scope", None) or []
+    return {getattr(scope, "name", scope) for scope in ([scopes] if isinstance(scopes, str) else scopes)}
 
 
 def _chunks(args: Any) -> Fraction:
@@ -113,14 +120,44 @@ REFUSALS = (
         {"use_torch_fsdp2": True},
     ),
     Refusal(
-        "--enable-cuda-graph, --external-cuda-graph, --cuda-graph-impl other than none",
+        "--cuda-graph-impl full_iteration, --cuda-graph-scope full_iteration",
         lambda args: (
-            _set("enable_cuda_graph")(args)
-            or _set("external_cuda_graph")(args)
-            or _other_than("cuda_graph_impl", "none")(args)
+            _other_than("cuda_graph_impl", "none", "local", "transformer_engine")(args)
+            or "full_iteration" in _cuda_graph_scopes(args)
         ),
-        "side streams cannot be captured; leave it out",
-        {"cuda_graph_impl": "local"},
+        "waits of the host and side streams cannot be in one graph; use --cuda-graph-impl local",
+        {"cuda_graph_impl": "full_iteration"},
+    ),
+    Refusal(
+        "--external-cuda-graph, --cuda-graph-impl transformer_engine",
+        lambda args: (
+            _set("external_cuda_graph")(args)
+            or getattr(args, "cuda_graph_impl", None) == "transformer_engine"
+        ),
+        "its graphs are captured in the order of Megatron's own schedule; use --cuda-graph-impl local",
+        {"cuda_graph_impl": "transformer_engine"},
+    ),
+    Refusal(
+        "--cuda-graph-impl local, --enable-cuda-graph with Megatron 0.16 or 0.17",
+        lambda args: (
+            asks_for_graphs(args)
+            and isinstance(getattr(args, "cuda_graph_scope", None), list)
+            and not hasattr(args, "cuda_graph_modules")
+        ),
+        "Megatron's graphs overwrite a stage's first input before B reads it: wrong gradients; leave it out",
+        {"cuda_graph_impl": "local", "cuda_graph_scope": []},
+    ),
+    Refusal(
+        "--cuda-graph-impl local, --enable-cuda-graph with Megatron 0.19 or later",
+        lambda args: asks_for_graphs(args) and hasattr(args, "mtp_detach_heads"),
+        "Megatron's graphs free what B reads, and later ones skip weight gradients; leave it out",
+        {"cuda_graph_impl": "local", "mtp_detach_heads": False},
+    ),
+    Refusal(
+        "--optimizer-cuda-graph",
+        _set("optimizer_cuda_graph"),
+        "a graph of the optimizer has not been run with gradients of vocabulary shards; leave it out",
+        {"optimizer_cuda_graph": True},
     ),
     Refusal(
         "--defer-embedding-wgrad-compute",
@@ -232,6 +269,7 @@ def check(args: Any, config: FlagConfig) -> None:
         problems += _chunk_problems(args, config)
         problems += _weight_gradient_problems(args, config)
         problems += _model_problems(args, config)
+        problems += _graph_problems(args, config)
     problems += _checkpoint_problems(args) if config.partitions_vocabulary else []
     problems += _head_problems(args, config)
     if problems:
@@ -340,6 +378,30 @@ def _model_problems(args: Any, config: FlagConfig) -> list[str]:
             "different ranks; use vocab-1 or vocab-2, or 1f1b or interleaved"
         ]
     return []
+
+
+def _graph_problems(args: Any, config: FlagConfig) -> list[str]:
+    if not asks_for_graphs(args):
+        return []
+    flag, problems = "--cuda-graph-impl local, --enable-cuda-graph", []
+    if config.schedule not in ("1f1b", "interleaved"):
+        problems.append(
+            f"{flag}: graphs of B hold the weight gradients, which --vocab-parallel-schedule "
+            f"{config.schedule} may split off; use 1f1b or interleaved"
+        )
+    if config.profile_iterations:
+        problems.append(
+            f"{flag}: graphs are replayed in the order in which they were captured; give "
+            "--vocab-parallel-profile-iterations 0"
+        )
+    beside = beside_graphs(args) + (
+        ["--pipeline-model-parallel-size 1"] if args.pipeline_model_parallel_size == 1 else []
+    )
+    if beside:
+        problems.append(
+            f"{flag}: not shown to train alike with {', '.join(beside)}; leave out the one or the other"
+        )
+    return problems
 
 
 def _redistribution_problems(args: Any, config: FlagConfig) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from typing import Any
 
@@ -44,6 +44,7 @@ from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from megatron_vocabpar.train.weights import global_parameters, initialise_weights, local_part
 from tests.gathered_attention import GatheredAttention, positions
+from tests.integration.cpu_graphs import cuda_graphs_on_cpu
 from tests.integration.delayed import delayed_spec
 from tests.integration.losses import LOSSES
 from tests.spawn import run_ranks
@@ -90,11 +91,17 @@ class Case:
     mtp: int = 0
     late_gradient: bool = False
     loss_scale: float = 1.0
+    graphs: bool = False
 
     def unsharded(self) -> Case:
         """The same training on one process, without any of our code."""
         changes = {"method": "stock", "pp": 1, "tp": 1, "dp": 1, "cp": 1, "m": self.m * self.dp}
-        options = {"output_options": OutputOptions(), "delayed": False, "late_gradient": False}
+        options = {
+            "output_options": OutputOptions(),
+            "delayed": False,
+            "late_gradient": False,
+            "graphs": False,
+        }
         return replace(self, **changes, schedule="1f1b", chunks=1, shape="standard", **options)
 
     @property
@@ -156,10 +163,19 @@ def transformer_config(case: Case) -> TransformerConfig:
         moe_token_dispatcher_type="alltoall",  # asked for with variable lengths, experts or not
         mtp_num_layers=case.mtp or None,
         mtp_loss_scaling_factor=0.1,
+        **(layer_graphs() if case.graphs else {}),
     )
     if case.mup_output_mult != 1:  # versions before 0.17 have no such fields, and ignore them
         config.use_mup, config.mup_output_mult = True, case.mup_output_mult
     return config
+
+
+def layer_graphs() -> dict[str, Any]:
+    """What asks for CUDA graphs of single layers in this version of megatron-core."""
+    named = "cuda_graph_impl" in {each.name for each in fields(TransformerConfig)}
+    return {"cuda_graph_warmup_steps": 0} | (
+        {"cuda_graph_impl": "local"} if named else {"enable_cuda_graph": True}
+    )
 
 
 def layer_spec(case: Case) -> ModuleSpec:
@@ -241,6 +257,8 @@ def batch(case: Case, step: int, replica: int, i: int) -> dict[str, Any]:
         ends = torch.tensor([0, *lengths]).cumsum(0).int()
         packed = PackedSeqParams("thd", ends, ends, None, None, max(lengths), max(lengths))
         return fields | {"packed_seq_params": packed, "attention_mask": None}
+    if case.graphs:
+        return fields | {"attention_mask": None}
     return fields | {"attention_mask": torch.triu(torch.ones(s, s, dtype=torch.bool), 1)[None, None]}
 
 
@@ -321,7 +339,8 @@ def train(
     part of the reference's, relative to the norm of the reference's whole tensor. Given batches replace
     the random ones.
     """
-    with megatron_on_cpu(), parallel_groups(case):
+    graphs = cuda_graphs_on_cpu() if case.graphs else contextlib.nullcontext()
+    with megatron_on_cpu(), graphs, parallel_groups(case):
         modules = build_chunks(case)
         config = modules[0].config
         ddp_config = DistributedDataParallelConfig(
@@ -366,7 +385,8 @@ def train(
             for forward_only, record in ((False, losses), (True, evaluation)):
                 data = given or [batch(case, step, replica, i) for i in range(case.m)]
                 iterators = [iter(data) if has else None for has in has_batch]
-                reported = iterate(run, case, model, iterators, forward_only=forward_only)
+                with torch.set_grad_enabled(not forward_only):  # as Megatron's evaluate() calls it
+                    reported = iterate(run, case, model, iterators, forward_only=forward_only)
                 record.append(_summary(reported))
                 if not forward_only:  # stock logs in evaluation, too, where nobody calls eval()
                     head_losses.append(MTPLossLoggingHelper.tracker.get("values", torch.empty(0)).tolist())
@@ -427,7 +447,8 @@ def _arrays(modules: list[GPTModel], gradients: bool) -> dict[str, np.ndarray]:
 @contextlib.contextmanager
 def parallel_groups(case: Case) -> Iterator[None]:
     parallel_state.initialize_model_parallel(case.tp, case.pp, context_parallel_size=case.cp)
-    model_parallel_cuda_manual_seed(case.seed)
+    # The generators that CUDA graphs take are a GPU's; those for inference draw nothing.
+    model_parallel_cuda_manual_seed(case.seed, inference_rng_tracker=case.graphs, force_reset_rng=True)
     try:
         yield
     finally:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -201,6 +202,21 @@ def test_every_row_of_the_table_is_refused_and_documented(row: Any) -> None:
     assert f"{row.flag}: {row.remedy}" in str(error.value)
     check(SimpleNamespace(**(PLAIN | row.example)), FlagConfig())
     assert f"| `{row.flag}` | {row.remedy} |" in (ROOT / "docs" / "megatron.md").read_text()
+
+
+def test_graphs_of_layers_go_with_what_was_shown() -> None:
+    plain = PLAIN | {"cuda_graph_impl": "local", "cuda_graph_scope": "full", "hidden_dropout": 0.0}
+    config = FlagConfig(enabled=True, method="vocab-2", profile_iterations=0)
+    check(SimpleNamespace(**plain), config)
+    for arguments, flags, message in (
+        ({}, {"schedule": "zb-h1"}, "which --vocab-parallel-schedule zb-h1 may split off"),
+        ({}, {"profile_iterations": 3}, "give --vocab-parallel-profile-iterations 0"),
+        ({"hidden_dropout": 0.1, "num_experts": 8}, {}, "with --num-experts, --hidden-dropout other than 0;"),
+        ({"pipeline_model_parallel_size": 1}, {}, "with --pipeline-model-parallel-size 1;"),
+        ({"cuda_graph_scope": "full_iteration"}, {}, "use --cuda-graph-impl local"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check(SimpleNamespace(**plain | arguments), replace(config, **flags))
 
 
 FP32 = {"fp32_head": True}

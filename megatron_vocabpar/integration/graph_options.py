@@ -1,0 +1,47 @@
+"""What CUDA graphs of single layers have been shown to go with, by name; standard library only.
+
+``docs/megatron.md`` says what was run. Next: ``layer_graphs.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_ALONE: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...] = (
+    ("--tensor-model-parallel-size", ("tensor_model_parallel_size",), (1,)),
+    ("--context-parallel-size", ("context_parallel_size",), (1,)),
+    ("--num-experts", ("num_experts", "num_moe_experts"), ()),
+    ("--mtp-num-layers", ("mtp_num_layers",), (0,)),
+    ("--hybrid-layer-pattern", ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"), ()),
+    ("--hidden-dropout other than 0", ("hidden_dropout",), (0,)),
+    ("--attention-dropout other than 0", ("attention_dropout",), (0,)),
+    ("--recompute-granularity", ("recompute_granularity",), ()),
+    ("--fp8-format", ("fp8",), ()),
+    ("--fp4-format", ("fp4",), ()),
+    ("--cuda-graph-scope", ("cuda_graph_scope", "cuda_graph_modules"), ("full",)),
+    ("--cpu-offloading", ("cpu_offloading",), ()),
+    ("--overlap-param-gather", ("overlap_param_gather",), ()),
+    ("--rampup-batch-size", ("rampup_batch_size",), ()),
+)
+"""Flags, the attributes that hold them in Megatron's arguments or a TransformerConfig, and what is plain."""
+
+
+def asks_for_graphs(options: Any) -> bool:
+    """Whether layers are captured one by one: ``--cuda-graph-impl local``, ``--enable-cuda-graph``.
+
+    Args:
+        options: Megatron's arguments, or a TransformerConfig.
+    """
+    implementation = getattr(options, "cuda_graph_impl", None) or "none"
+    return implementation == "local" or bool(getattr(options, "enable_cuda_graph", False))
+
+
+def beside_graphs(options: Any) -> list[str]:
+    """The flags among ``options`` with which graphs have not been shown to train equal to without."""
+    return [
+        flag
+        for flag, attributes, plain in _ALONE
+        if any(
+            value and value not in plain for value in (getattr(options, name, None) for name in attributes)
+        )
+    ]
