@@ -261,7 +261,8 @@ class PartitionedModel(LanguageModule):
             rows of both lie on the same rank, and nothing needs an all-reduce.
 
     Raises:
-        ValueError: for a tied weight in float32.
+        ValueError: for a tied weight in float32; for learned positions with multi-token prediction on several
+            stages, where stock's copies differ too.
     """
 
     embedding: Any
@@ -280,8 +281,16 @@ class PartitionedModel(LanguageModule):
         **kwargs: Any,
     ) -> None:
         build: Any = super().__init__
-        options = inspect.signature(build).bind(*args, **kwargs).arguments
+        given = inspect.signature(build).bind(*args, **kwargs)
+        options = dict(given.arguments)
         config = options["config"]
+        given.apply_defaults()
+        learned = given.arguments.get("position_embedding_type") == "learned_absolute"
+        if learned and getattr(config, "mtp_num_layers", None) and config.pipeline_model_parallel_size > 1:
+            raise ValueError(
+                "multi-token prediction with learned positions: the last stage would learn a copy of its own "
+                "of them; use position_embedding_type rope or none"
+            )
         shard = shard or vocab_shard(options["vocab_size"])
         tied = options.get("share_embeddings_and_output_weights", False)
         if fp32_head and tied:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from megatron_vocabpar.integration.model import VocabParallelGPTModel
 from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.generate import generate
 from tests.cases import rest_is_slow
@@ -52,3 +54,10 @@ def test_same_training_as_stock(name: str) -> None:
 def test_in_other_families(family: str, method: str, tied: bool) -> None:
     schedule = generate(method, 2, 3, family=family, costs=PassCosts.default(2, mtp_depths=2))
     check_heads(case_of(schedule, position="rope", tied=tied, mtp=2))
+
+
+def test_learned_positions_are_refused() -> None:
+    """Megatron's arguments do so, too: the last stage would have a copy that no other stage sees."""
+    config = Mock(mtp_num_layers=1, pipeline_model_parallel_size=2)
+    with pytest.raises(ValueError, match="prediction with learned positions: the last stage"):
+        VocabParallelGPTModel(config, Mock(), 64, 32)
