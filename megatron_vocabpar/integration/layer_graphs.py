@@ -27,7 +27,7 @@ OF_THIS_VERSION_ARE_WRONG = "alloc_tensor_from_graph_mempool" in _NAMES or (
     "TensorReusePool" in _NAMES
     and "cache_key" not in inspect.signature(cuda_graphs.CudaGraphManager.__call__).parameters
 )
-"""Whether gradients of Megatron's graphs are wrong: 0.16, 0.17, 0.19 and main (``docs/megatron.md``)."""
+"""Whether graphs of this Megatron, emulated, gave wrong gradients: 0.16, 0.17, 0.19 and main."""
 
 
 def kept(output: torch.Tensor, config: Any) -> torch.Tensor:
@@ -75,7 +75,7 @@ class LayerGraphs:
 
 def _problem(schedule: Schedule, config: Any) -> str | None:
     if OF_THIS_VERSION_ARE_WRONG:
-        return "the gradients of this megatron-core's are wrong; use 0.14, 0.15 or 0.18"
+        return "emulated ones of this megatron-core gave wrong gradients; use 0.14, 0.15 or 0.18"
     if schedule.splits_w:
         return (
             "a graph of B holds the weight gradients, which this schedule splits off; use 1f1b or interleaved"

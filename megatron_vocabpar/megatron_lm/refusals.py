@@ -144,13 +144,13 @@ REFUSALS = (
             and isinstance(getattr(args, "cuda_graph_scope", None), list)
             and not hasattr(args, "cuda_graph_modules")
         ),
-        "Megatron's graphs overwrite a stage's first input before B reads it: wrong gradients; leave it out",
+        "emulated, Megatron's graphs overwrite a stage's first input before B reads it; leave it out",
         {"cuda_graph_impl": "local", "cuda_graph_scope": []},
     ),
     Refusal(
         "--cuda-graph-impl local, --enable-cuda-graph with Megatron 0.19 or later",
         lambda args: asks_for_graphs(args) and hasattr(args, "mtp_detach_heads"),
-        "Megatron's graphs free what B reads, and later ones skip weight gradients; leave it out",
+        "emulated, Megatron's graphs free what B reads, and later ones skip weight gradients; leave it out",
         {"cuda_graph_impl": "local", "mtp_detach_heads": False},
     ),
     Refusal(
