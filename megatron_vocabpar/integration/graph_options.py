@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+SCOPES = ("cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules")
+"""The attributes that hold the parts of a layer that are captured; 0.18 has another name for them."""
+
 _ALONE: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...] = (
     ("--tensor-model-parallel-size", ("tensor_model_parallel_size",), (1,)),
     ("--context-parallel-size", ("context_parallel_size",), (1,)),
@@ -18,7 +21,7 @@ _ALONE: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...] = (
     ("--recompute-granularity", ("recompute_granularity",), ()),
     ("--fp8-format", ("fp8",), ()),
     ("--fp4-format", ("fp4",), ()),
-    ("--cuda-graph-scope", ("cuda_graph_scope", "cuda_graph_modules"), ("full",)),
+    ("--cuda-graph-scope", SCOPES, ("full", ["full"])),
     ("--cpu-offloading", ("cpu_offloading",), ()),
     ("--overlap-param-gather", ("overlap_param_gather",), ()),
     ("--rampup-batch-size", ("rampup_batch_size",), ()),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from megatron_vocabpar.integration.graph_options import asks_for_graphs, beside_graphs
+from megatron_vocabpar.integration.graph_options import SCOPES, asks_for_graphs, beside_graphs
 from megatron_vocabpar.megatron_lm.checkpoints import is_legacy, starting_checkpoint
 from megatron_vocabpar.megatron_lm.flags import AUTO, FlagConfig
 from megatron_vocabpar.schedule.families import SEARCH, families, family_named
@@ -50,8 +50,9 @@ def _other_than(attribute: str, *allowed: Any) -> Callable[[Any], bool]:
 
 def _cuda_graph_scopes(args: Any) -> set[str]:
     """What ``--cuda-graph-scope`` names: a word, a list of them, or of members of an enumeration."""
-    scopes = getattr(args, "cuda_graph_scope", None) or []
-    return {getattr(scope, "name", scope) for scope in ([scopes] if isinstance(scopes, str) else scopes)}
+    given = [getattr(args, name, None) or [] for name in SCOPES]
+    scopes = [scope for each in given for scope in ([each] if isinstance(each, str) else each)]
+    return {getattr(scope, "name", scope) for scope in scopes}
 
 
 def _chunks(args: Any) -> Fraction:

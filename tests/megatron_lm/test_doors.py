@@ -213,7 +213,8 @@ def test_graphs_of_layers_go_with_what_was_shown() -> None:
         ({}, {"profile_iterations": 3}, "give --vocab-parallel-profile-iterations 0"),
         ({"hidden_dropout": 0.1, "num_experts": 8}, {}, "with --num-experts, --hidden-dropout other than 0;"),
         ({"pipeline_model_parallel_size": 1}, {}, "with --pipeline-model-parallel-size 1;"),
-        ({"cuda_graph_scope": "full_iteration"}, {}, "use --cuda-graph-impl local"),
+        ({"cuda_graph_scope_deprecated": ["full_iteration"]}, {}, "use --cuda-graph-impl local"),
+        ({"cuda_graph_scope": "attn"}, {}, "with --cuda-graph-scope;"),
     ):
         with pytest.raises(ValueError, match=message):
             check(SimpleNamespace(**plain | arguments), replace(config, **flags))
