@@ -36,8 +36,9 @@ class Layout(TypedDict, total=False):
         keep_exponentials: keep them from the forward to the backward pass, in the memory of the gradient, for
             fp32 and fp64 logits that exist, without padding, ``softcap`` or ``invariant``: faster, and one
             backward alone.
-        rows_per_chunk: tokens worked on at one time; None bounds a chunk to 32 MiB, on the CPU to 4 MiB of
-            logits that exist and 8 MiB of others.
+        rows_per_chunk: tokens worked on at one time; None bounds a chunk to 32 MiB, on the CPU to 256 KiB
+            of logits that exist (4 MiB with ``softcap``, ``invariant``, label smoothing, in ``vocab_kl``) and
+            8 MiB of others.
     """
 
     group: dist.ProcessGroup | None

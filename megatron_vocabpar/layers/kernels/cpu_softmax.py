@@ -9,7 +9,7 @@ the chunks of ``losses/summary.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from math import log
 
 import torch
@@ -45,13 +45,9 @@ def softmax_sums(
     m, total, weighted = numbers = torch.empty(3, len(logits), 1, dtype=dtype)
     column, owned = target_row.clamp(min=0).unsqueeze(1), (target_row >= 0).unsqueeze(1)
     target = logits.gather(1, column).to(dtype).div_(temperature)
-    size = _rows(logits, dtype)
-    es = _places(logits, dtype, size) if out is None else out.split(size)
-    xs = _places(logits, dtype, size) if entropy else es
     tokens = (logits, column, target.masked_fill(owned, -torch.inf), *numbers)
-    for e, x, y, at, value, largest, sum_, weighted_sum in zip(
-        es, xs, *(of.split(size) for of in tokens), strict=True
-    ):
+    blocks = _blocks(dtype, out, entropy, *tokens)
+    for e, x, y, at, value, largest, sum_, weighted_sum in blocks:
         e.copy_(y)
         if temperature != 1:
             e.div_(temperature)
@@ -91,14 +87,10 @@ def softmax_gradient_(
     """
     dtype = constant.dtype
     narrow = out.dtype != dtype
-    size = _rows(out, dtype)
-    es = _places(out, dtype, size) if narrow else out.split(size)
-    xs = _places(out, dtype, size) if factor is not None else es
     read = out if logits is None else logits
-    tokens = (out, read, _offset(k).unsqueeze(1), constant, constant if factor is None else factor)
-    for e, x, into, y, largest, constant_, factor_ in zip(
-        es, xs, *(of.split(size) for of in tokens), strict=True
-    ):
+    tokens = (read, out, _offset(k).unsqueeze(1), constant, constant if factor is None else factor)
+    blocks = _blocks(dtype, None if narrow else out, factor is not None, *tokens)
+    for e, x, y, into, largest, constant_, factor_ in blocks:
         if logits is None:
             if factor is not None:
                 torch.clamp(e, min=torch.finfo(dtype).tiny, out=x).log_().mul_(factor_).add_(constant_)
@@ -131,11 +123,18 @@ def _lowest(dtype: torch.dtype) -> float:
     return 2 * log(torch.finfo(dtype).tiny)
 
 
-def _rows(like: Tensor, dtype: torch.dtype) -> int:
-    return max(1, _BLOCK_BYTES // (dtype.itemsize * like.shape[1]))
+def _blocks(dtype: torch.dtype, out: Tensor | None, second: bool, *tokens: Tensor) -> Iterator[list[Tensor]]:
+    """A few rows of ``tokens``, behind two places for them: the first in ``out`` or its own.
 
-
-def _places(like: Tensor, dtype: torch.dtype, size: int) -> Sequence[Tensor]:
-    """The same place for every block."""
-    place = torch.empty(min(size, len(like)), like.shape[1], dtype=dtype)
-    return [place[: len(block)] for block in like.split(size)]
+    Without a second the first comes twice. Cut when their turn comes: all views would take 0.3 MiB.
+    """
+    n, columns = tokens[0].shape
+    places = (out is None) + second
+    size = min(n, max(1, _BLOCK_BYTES // (dtype.itemsize * columns)))
+    own = [torch.empty(size, columns, dtype=dtype) for _ in range(places)]
+    for start in range(0, n, size):
+        rows = min(size, n - start)
+        here = [place.narrow(0, 0, rows) for place in own]
+        if out is not None:
+            here.insert(0, out.narrow(0, start, rows))
+        yield [here[0], here[-1], *(of.narrow(0, start, rows) for of in tokens)]
