@@ -47,11 +47,21 @@ class Walk:
         return True
 
     def on_whole_layers(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``original`` on a model that shows stock's layers."""
+        """``original`` on a model that shows stock's layers.
+
+        Raises:
+            ValueError: when it is called, for tasks that Megatron Bridge has prepared on another view.
+        """
         signature = inspect.signature(original)
 
         def chunks(args: Any, kwargs: Any) -> list[Any]:
-            found = signature.bind(*args, **kwargs).arguments[self.chunks]
+            given = signature.bind(*args, **kwargs).arguments
+            if given.get("conversion_tasks") is not None:
+                raise ValueError(
+                    "conversion_tasks: they were prepared before the model showed whole vocabulary layers; "
+                    "leave them out"
+                )
+            found = given[self.chunks]
             return list(found) if isinstance(found, (list, tuple)) else [found]
 
         @wraps(original)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import Parameter
 from math import prod
 from typing import Any
 
@@ -37,9 +38,16 @@ def further_arguments(options: OutputOptions, forward_only: bool) -> list[str]:
 
 
 def taken_by(loss_func: Callable[..., Any], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those values that the loss function has a parameter of that name for, or takes by any name."""
-    parameters = inspect.signature(loss_func).parameters
-    any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    """Those values that the loss function has a parameter of that name for, or takes by any name.
+
+    One that hands on all that it is given, or has no signature, takes none.
+    """
+    try:
+        parameters = inspect.signature(loss_func).parameters if values else {}
+    except (TypeError, ValueError):
+        return {}
+    kinds = {parameter.kind for parameter in parameters.values()}
+    any_name = Parameter.VAR_KEYWORD in kinds and Parameter.VAR_POSITIONAL not in kinds
     return {name: value for name, value in values.items() if any_name or name in parameters}
 
 
@@ -160,16 +168,21 @@ def _with_metrics(
     Raises:
         ValueError: where something is against that, or nothing is reported by name.
     """
-    against = against or ("" if isinstance(report, Mapping) and report else "it reports nothing by name")
+    names = [_METRICS[name] for name in values]
+    if not (isinstance(report, Mapping) and report):
+        against = against or "it reports nothing by name"
+    elif taken := [name for name in names if name in report]:
+        against = against or f"it reports {' and '.join(taken)} of its own"
     if against:
         raise ValueError(
             f"the loss function has no parameter {' and no '.join(values)}, nor can a mean be had from what "
             f"it reports: {against}; give it the parameter, or don't ask for "
-            f"{' and '.join(_METRICS[name] for name in values)}"
+            f"{' and '.join(names)}"
         )
+    mean = "lm loss" if "lm loss" in report else next(iter(report))
     with torch.no_grad():
-        reports = {_METRICS[name]: loss_func(value.clone())[-1] for name, value in values.items()}
-    return dict(report) | {name: next(iter(means.values())) for name, means in reports.items()}
+        reports = [loss_func(value.clone())[-1][mean] for value in values.values()]
+    return dict(report) | dict(zip(names, reports, strict=True))
 
 
 def _first_broken(holds: Mapping[int, torch.Tensor]) -> int | None:

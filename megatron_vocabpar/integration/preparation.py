@@ -21,6 +21,9 @@ from megatron_vocabpar.schedule.methods import Method
 from megatron_vocabpar.schedule.passes import PassType
 from megatron_vocabpar.schedule.schedule import Schedule
 
+_OTHER_LOSSES = (0.01, 100.0)
+"""Of tokens, in nats, that the loss function is asked about where masked ones are dropped."""
+
 
 def chunk_with_shards(method: Method, chunks: Sequence[torch.nn.Module]) -> PartitionedModel | None:
     """The chunk of this rank that holds the vocabulary shards, unwrapped; None where there are none.
@@ -62,8 +65,8 @@ def prepare(
         names = further_arguments(rank.output_options, call.forward_only)
         grad_losses = [_announced_gradient(recorded, call, names) for recorded in last]
         if labels is not None and rank.output_options.drop_masked:
-            pairs = zip(labels, grad_losses, strict=True)
-            labels = [label.masked_fill(grad == 0, -1) for label, grad in pairs]
+            masked = [_masked(*pair, call, names) for pair in zip(last, grad_losses, strict=True)]
+            labels = [label.masked_fill(mask, -1) for label, mask in zip(labels, masked, strict=True)]
     microbatches = share_microbatches(
         groups=rank.groups,
         ranges=model.shard.ranges if model else (),
@@ -130,13 +133,29 @@ def _check_given(tensor: torch.Tensor | None, name: str) -> None:
         )
 
 
-def _announced_gradient(recorded: ModelCall, call: Call, names: Sequence[str]) -> torch.Tensor:
-    """The gradient ``[1 + D, b, s]`` that every token's loss gets, from losses, and other arguments, of 1."""
+def _masked(recorded: ModelCall, grad: torch.Tensor, call: Call, names: Sequence[str]) -> torch.Tensor:
+    """Tokens ``[1 + D, b, s]`` whose gradient is 0, not only where their losses are 1, as ``grad``'s.
+
+    Where a threshold makes it 0, a token takes part, and the loss function is found not to be linear. So do
+    tokens of further heads whose losses are logged alone.
+    """
+    masked = grad == 0
+    for value in _OTHER_LOSSES:
+        masked &= _announced_gradient(recorded, call, names, value) == 0
+    if not getattr(call.config, "mtp_loss_scaling_factor", None):
+        masked[1:] = False
+    return masked
+
+
+def _announced_gradient(
+    recorded: ModelCall, call: Call, names: Sequence[str], value: float = 1.0
+) -> torch.Tensor:
+    """The gradient ``[1 + D, b, s]`` that every token's loss gets, from losses, and others, of ``value``."""
     _check_given(recorded.labels, "labels")
     assert recorded.labels is not None
     model = call.chunks[-1]
     shape = (1 + heads.depths(call.config), *recorded.labels.shape)
-    losses = recorded.labels.new_ones(shape, dtype=torch.float32)
+    losses = recorded.labels.new_full(shape, value, dtype=torch.float32)
     _, _, grad, _ = compat.loss_and_gradient(
         model=model,
         token_losses=losses,

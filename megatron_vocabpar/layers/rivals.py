@@ -5,7 +5,8 @@ other id, one more number a token. When the statistics have met, it can count th
 for softcapped logits, whose stored exponentials are weighted. They are rounded to the operands' dtype, and so
 is the target's here; where two are equal, the target has won. So of ids with one logit the target is the most
 likely, where an argmax takes the smallest; and in bf16 an id that is likelier than the target by less than
-0.4 % passes for as likely (fp16: 0.05 %, fp32: 5e-7).
+0.4 % passes for as likely (fp16: 0.05 %, fp32: 5e-7). A target below 2^-14 (fp16) or 2^-126 of the most
+likely id has few digits or none: fewer ids may be counted, and how many depends on the shards.
 
 Next: ``output.py``.
 """

@@ -167,7 +167,8 @@ def vocab_target_rank(
             changes it.
 
     Returns:
-        [...] int64, the same on every rank; -1 for ignored tokens; without gradient.
+        [...] int64, the same on every rank; -1 for ignored tokens; without gradient. 0 where the
+        target's logit is NaN, than which nothing is larger.
 
     Raises:
         ValueError: naming the argument that does not fit.

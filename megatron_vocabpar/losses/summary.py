@@ -12,7 +12,7 @@ layer (``layers/softmax_stats.py``): power-of-two offsets, and the target's own 
     dY_j = p_j (g_lse - g_logprob - g_entropy (log p_j + entropy)) + g_logprob [j = target] + g_mean / V
 
 For logits that exist it needs no communication, and allocates one tensor like them. What is saved is the
-caller's own logits (or hidden states and weight) and four numbers per token.
+caller's own logits (or hidden states and weight) and seven numbers per token.
 
 Source: sections 4.3 and 4.4 of Balancing Pipeline Parallelism with Vocabulary Parallelism for the
 statistics; the identity d log p_t / dY_j = [j = t] - p_j for the gradient. Next: ``functions.py``.

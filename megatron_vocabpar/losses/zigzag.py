@@ -45,7 +45,7 @@ def zigzag_order(length: int, size: int, cu_seqlens: Sequence[int] | None = None
 def _sequences(length: int, size: int, cu_seqlens: Sequence[int] | None) -> list[tuple[int, int]]:
     """First position of each sequence, and the length of its chunks."""
     edges = [0, length] if cu_seqlens is None else [int(edge) for edge in cu_seqlens]
-    if size < 1 or edges[0] != 0 or edges[-1] != length or edges != sorted(edges):
+    if size < 1 or not edges or edges[0] != 0 or edges[-1] != length or edges != sorted(edges):
         raise ValueError(
             f"boundaries {edges} for {length} tokens on {size} ranks: need 0 to {length}, ascending"
         )

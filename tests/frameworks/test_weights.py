@@ -45,3 +45,12 @@ def test_a_function_runs_on_whole_layers(monkeypatch: pytest.MonkeyPatch) -> Non
     assert events == [(["m", "n"], False)]
     assert list(walk) == ["y"]
     assert events[1:] == ["end"]
+
+
+def test_tasks_prepared_on_another_view_are_refused() -> None:
+    def export(model: Any, conversion_tasks: Any = None) -> Iterator[str]:
+        raise AssertionError("it would export shards")
+
+    walk = Walk(NAME, "", "model", iterates=True, writes=False).on_whole_layers(export)
+    with pytest.raises(ValueError, match="conversion_tasks: they were prepared before"):
+        next(walk("m", conversion_tasks=["task"]))

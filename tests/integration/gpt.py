@@ -277,6 +277,8 @@ def _loss(
         losses, metrics = LOSSES[name](fields, -losses)
     elif name == "squared":
         losses = losses**2
+    elif name == "threshold":
+        losses = losses * (losses.detach() > 2)
     total = (losses * mask).sum()
     metrics = {key: value.detach().clone() for key, value in metrics.items()}
     if not kind.endswith("tokens"):

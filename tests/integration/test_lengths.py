@@ -97,6 +97,13 @@ def test_masked_tokens_are_dropped(method: str, options: dict[str, Any]) -> None
     assert set(training[:, 2].tolist()) == {1}
 
 
+def test_tokens_below_a_threshold_are_not_taken_for_masked() -> None:
+    """Their losses are asked about at 1, where the loss function leaves them out."""
+    drops = OutputOptions(drop_masked=True)
+    with pytest.raises(Exception, match="the loss function is not linear in the per-token losses"):
+        run(Case("vocab-2", pp=1, m=1, layers=1, loss="threshold", output_options=drops))
+
+
 def _rows(rank: int, case: Case) -> list[int]:
     """How many tokens S had, one microbatch after the other, in training and evaluation."""
     rows: list[int] = []

@@ -95,6 +95,8 @@ def test_a_loss_of_entropies_whose_gradient_was_not_asked_for_is_named() -> None
             lambda losses, entropy: None,
             "no parameter correct.*: it takes entropy; .* ask for accuracy",
         ),
+        (False, lambda *losses, **options: None, "no parameter entropy and no correct.*: it reports nothing"),
+        (False, print, "no parameter entropy and no correct.*: it reports nothing"),
     ],
 )
 def test_no_mean_of_entropies_is_made_up(late: bool, loss_func: Any, why: str) -> None:
@@ -103,3 +105,12 @@ def test_no_mean_of_entropies_is_made_up(late: bool, loss_func: Any, why: str) -
     given.rank.method.late_gradient, given.rank.output_options.accuracy = late, True
     with pytest.raises(ValueError, match=why):
         LossReports(given).report(0, torch.ones(1, 2), torch.ones(1, 1, 2), torch.ones(1, 1, 2))
+
+
+def test_what_a_loss_function_reports_is_not_overwritten() -> None:
+    reported = {"tokens": torch.tensor(2), "lm loss": torch.tensor(1.0)}
+    loss_func = lambda losses: (losses.sum(), {"tokens": torch.tensor(2), "lm loss": losses.mean()})  # noqa: E731
+    metrics = loss_reports._with_metrics(reported, loss_func, {"entropy": torch.tensor([3.0, 5.0])}, "")
+    assert metrics == {**reported, "entropy": torch.tensor(4.0)}
+    with pytest.raises(ValueError, match="it reports entropy of its own; give it the parameter"):
+        loss_reports._with_metrics(metrics, loss_func, {"entropy": torch.ones(2)}, "")

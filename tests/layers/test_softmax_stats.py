@@ -123,6 +123,8 @@ def test_rows_without_any_probability_are_not_undefined() -> None:
     assert merged.loss.item() == math.inf
     assert merged.target_scale(torch.ones(1)).item() == 0
     assert merged.row_scale(merged.offset, torch.ones(1)).item() == 0
+    # a logit that has overflowed, the target's too, is no certain prediction
+    assert merge(torch.tensor([0.0, torch.inf, 1.0]), 1, [1]).loss.isnan().all()
     # an impossible target among possible ids: its gradient is -W_target, as always
     some = torch.tensor([0.0, -torch.inf, 1.0])
     merged = merge(some, 1, [1])

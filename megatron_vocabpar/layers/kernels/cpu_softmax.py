@@ -42,7 +42,7 @@ def softmax_sums(
         1 where it is owned, the sum of ``e log e``; and [n] the rests.
     """
     dtype = result_dtype(logits.dtype)
-    m, total, weighted = numbers = torch.empty(3, len(logits), 1, dtype=dtype)
+    m, total, weighted = numbers = torch.empty(3, len(logits), 1, dtype=dtype, device=logits.device)
     column, owned = target_row.clamp(min=0).unsqueeze(1), (target_row >= 0).unsqueeze(1)
     target = logits.gather(1, column).to(dtype).div_(temperature)
     tokens = (logits, column, target.masked_fill(owned, -torch.inf), *numbers)
@@ -132,7 +132,10 @@ def _blocks(
     """
     n, columns = tokens[0].shape
     size = min(n, max(1, _BLOCK_BYTES // (dtype.itemsize * columns)))
-    own = [torch.empty(size, columns, dtype=dtype) for _ in range((out is None) + second)]
+    own = [
+        torch.empty(size, columns, dtype=dtype, device=tokens[0].device)
+        for _ in range((out is None) + second)
+    ]
     given = tokens if out is None else (out, *tokens)
     for group in zip(*(of.split(16 * size) for of in given), strict=True):
         cut = [of.split(size) for of in group]

@@ -50,6 +50,7 @@ def merge(gathered: Tensor, terms: LossTerms, out: MergedStats | None = None) ->
     owned = owner != 0
     valid = owned.any(dim=0)
     target = torch.where(owned, target_logit, 0).sum(dim=0)
+    target = target.masked_fill_(target == torch.inf, torch.nan)  # an overflow is no certain prediction
     target_q, target_r = split_exponent(target)
     # 2. the largest exponent, and all terms relative to it, added in rank order
     highest = k.amax(dim=0)

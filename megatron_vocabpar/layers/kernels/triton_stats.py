@@ -79,6 +79,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
         highest = tl.maximum(highest, tl.load(here, mask=inside, other=_NOTHING))
         here += rank_stride
     valid = owners != 0.0
+    target = tl.where(target == float("inf"), float("nan"), target)  # an overflow is no certain prediction
 
     # 2. all terms relative to it, added in rank order
     target_q = exponent(target)
