@@ -136,7 +136,7 @@ def test_acceptance_rates_of_heads_that_have_learnt(folder: Path) -> None:
     learnt = str(folder / "learnt")
     learning = (
         *SETTINGS["two further heads"],
-        *words("--lr 0.03 --min-lr 0.02 --override-opt-param-scheduler"),
+        *words("--lr 0.03 --min-lr 0.02"),
     )
     stock = pretrain(*learning, "--exit-interval", "16", "--save", learnt)
     if not any("acceptance_rate" in tag for tag in stock.scalars):
