@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import lcm
@@ -228,6 +228,21 @@ class VocabShardOutput(_VocabRows, ColumnParallelLinear):
         )
 
 
+def _check_arguments(given: Mapping[str, Any], fp32_head: bool) -> None:
+    """Raise for arguments of a model, defaults included, that a partitioned one can't have."""
+    config, learned = given["config"], given.get("position_embedding_type") == "learned_absolute"
+    if learned and getattr(config, "mtp_num_layers", None) and config.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            "multi-token prediction with learned positions: the last stage would learn a copy of its own of "
+            "them; use position_embedding_type rope or none"
+        )
+    if fp32_head and given["share_embeddings_and_output_weights"]:
+        raise ValueError(
+            "fp32_head with tied weights: the embedding would be float32 too; untie them (in Megatron-LM "
+            "with --untie-embeddings-and-output-weights), or leave it out"
+        )
+
+
 class _GivenRows(torch.nn.Module):
     """In the place of the input embedding, in a last stage whose rank holds its shard in another chunk."""
 
@@ -283,21 +298,10 @@ class PartitionedModel(LanguageModule):
         build: Any = super().__init__
         given = inspect.signature(build).bind(*args, **kwargs)
         options = dict(given.arguments)
-        config = options["config"]
         given.apply_defaults()
-        learned = given.arguments.get("position_embedding_type") == "learned_absolute"
-        if learned and getattr(config, "mtp_num_layers", None) and config.pipeline_model_parallel_size > 1:
-            raise ValueError(
-                "multi-token prediction with learned positions: the last stage would learn a copy of its own "
-                "of them; use position_embedding_type rope or none"
-            )
+        _check_arguments(given.arguments, fp32_head)
+        config, tied = options["config"], given.arguments["share_embeddings_and_output_weights"]
         shard = shard or vocab_shard(options["vocab_size"])
-        tied = options.get("share_embeddings_and_output_weights", False)
-        if fp32_head and tied:
-            raise ValueError(
-                "fp32_head with tied weights: the embedding would be float32 too; untie them (in Megatron-LM "
-                "with --untie-embeddings-and-output-weights), or leave it out"
-            )
         build(
             **options
             | {

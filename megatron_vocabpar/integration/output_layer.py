@@ -62,12 +62,11 @@ class OutputLayer(LayerHandlers):
         waits = method.waits_for
         self.early_gradient = PassType.T in waits and waits[PassType.T][0] is waits[PassType.B][0]
         self.late_gradient = method.late_gradient
-        one_pass = PassType.S2 not in method.passes
-        options = iteration.rank.output_options
-        logs = heads.logs_acceptance(iteration.call.config) and not iteration.call.forward_only
-        self._counts_wins = options.accuracy or (logs and one_pass and options.keeps_exponentials)
-        self._counts_ranks = options.target_rank and iteration.call.forward_only
-        self._counts_wins |= self._counts_ranks
+        options, training = iteration.rank.output_options, not iteration.call.forward_only
+        can_count = options.keeps_exponentials and PassType.S2 not in method.passes
+        logs = training and can_count and heads.logs_acceptance(iteration.call.config)
+        self._counts_ranks = options.target_rank and not training
+        self._counts_wins = options.accuracy or self._counts_ranks or logs
         self._ranked: dict[int, tuple[MergedStats, torch.Tensor]] = {}
 
     def finish(self) -> None:
