@@ -14,9 +14,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.fp8 import MXFP8, ROW, Fp8Recipe, Fp8Weight
+from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.output import OutputState, input_gradient, output_forward, weight_gradient
 from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.layers.recipes import MXFP8, ROW, Fp8Recipe
 from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats
 
 BINS = (0.0, 1e-6, 1e-4, 1e-2, 0.1, 0.5, 0.9, 0.99, 0.999, 1.0)

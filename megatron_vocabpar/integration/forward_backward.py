@@ -26,6 +26,7 @@ from megatron_vocabpar.integration.iteration import Call, Iteration, OutputOptio
 from megatron_vocabpar.integration.layer_graphs import LayerGraphs
 from megatron_vocabpar.integration.preparation import chunk_with_shards, prepare
 from megatron_vocabpar.integration.weight_gradients import split_weight_gradients
+from megatron_vocabpar.layers.fp8 import check_device
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_groups, warm_up
 from megatron_vocabpar.runtime.executor import Observer, execute
 from megatron_vocabpar.runtime.profile import INPUT, OUTPUT, Timeline
@@ -99,7 +100,7 @@ class ForwardBackward:
         self.output_options = output_options or OutputOptions()
         check_options(self.method, self.output_options)
         if self.output_options.fp8 is not None:
-            self.output_options.fp8.check_device(device)
+            check_device(self.output_options.fp8, device)
         self._not_finite = not_finite
         self.groups = groups
         self.device = device

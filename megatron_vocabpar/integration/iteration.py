@@ -18,7 +18,7 @@ import torch
 
 from megatron_vocabpar.integration.gradients import GradientSync
 from megatron_vocabpar.integration.microbatches import ForwardStep, Microbatches, ModelCall, no_microbatches
-from megatron_vocabpar.layers.fp8 import Fp8Recipe
+from megatron_vocabpar.layers.recipes import Fp8Recipe
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.runtime.buffers import Buffers
 from megatron_vocabpar.runtime.comm import PointToPoint, Receive, VocabGroups

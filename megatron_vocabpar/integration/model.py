@@ -31,10 +31,11 @@ from megatron_vocabpar.integration.whole_rows import WholeRows, scatter_rows
 from megatron_vocabpar.layers import invariant as invariant_passes
 from megatron_vocabpar.layers.embedding import embedding_forward
 from megatron_vocabpar.layers.fixed_point import BLOCK
-from megatron_vocabpar.layers.fp8 import Fp8Recipe, Fp8Weight
+from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.invariant import BlockState
 from megatron_vocabpar.layers.output import NaiveState, OutputState, naive_maximum, output_forward
 from megatron_vocabpar.layers.partition import VocabRange, even_ranges, padded_vocab_size
+from megatron_vocabpar.layers.recipes import Fp8Recipe
 from megatron_vocabpar.layers.targets import OwnedTargets
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 

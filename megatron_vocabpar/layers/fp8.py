@@ -17,7 +17,8 @@ With ``mxfp8`` it is stored in the operands' dtype and rounded for each of its t
 On a GPU that is ``torch._scaled_mm`` with bf16 results, the only ones that every version and device offers
 with a scale per row; elsewhere the same numbers are multiplied in fp32.
 Source of mxfp8: OCP Microscaling Formats (MX) Specification 1.0, with the scale rounded up as in "Recipes for
-Pre-training LLMs with MXFP8" (arXiv 2506.08027), so that nothing saturates. Next: ``output.py``.
+Pre-training LLMs with MXFP8" (arXiv 2506.08027), so that nothing saturates.
+Read ``recipes.py`` first. Next: ``output.py``.
 """
 
 from __future__ import annotations
@@ -30,60 +31,37 @@ from torch import Tensor
 from megatron_vocabpar.layers.exponents import power_of_two
 from megatron_vocabpar.layers.gemm import row_chunks, transient_bytes
 from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.layers.recipes import MXFP8, RECIPES, ROW, Fp8Recipe
 
 E4M3 = torch.float8_e4m3fn
 
 _LARGEST = 448.0
-_BLOCK = 32
 _TILE = (128, 4)
 """Rows and blocks whose scales lie together, in the order in which the library reads them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8Recipe:
-    """How a matrix is made of 8-bit numbers.
+def check_device(recipe: Fp8Recipe, device: torch.device) -> None:
+    """Raise unless the device multiplies such numbers, or is none whose products are emulated.
 
-    Attributes:
-        name: of the recipe.
-        block: entries of a row that share a scale; None: all of them.
-        multiple: what hidden size and rows of a shard must be divisible by: the library's loads are of 16
-            bytes, and a block is whole.
-        storage: of the exponentials; None: the operands' dtype.
-        capability: the least compute capability of a GPU that multiplies such numbers.
+    Raises:
+        ValueError: naming what it has.
     """
-
-    name: str
-    block: int | None
-    multiple: int
-    storage: torch.dtype | None
-    capability: tuple[int, int]
-
-    def check_device(self, device: torch.device) -> None:
-        """Raise unless the device multiplies such numbers, or is none whose products are emulated.
-
-        Raises:
-            ValueError: naming what it has.
-        """
-        if device.type == "cuda" and (has := torch.cuda.get_device_capability(device)) < self.capability:
-            other = next((f", or {r.name}" for r in RECIPES.values() if r.capability <= has), "")
-            raise ValueError(
-                f"8-bit products ({self.name}) need compute capability {_dotted(self.capability)}, and "
-                f"{device} has {_dotted(has)}; use 16-bit ones{other}"
-            )
-
-    def scale(self, largest: Tensor) -> Tensor:
-        """By which numbers up to ``largest``, fp32 of any shape, are divided; NaN or inf where that is."""
-        if self.block is None:
-            return (largest / _LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
-        mantissa, exponent = torch.frexp(largest)  # 448 is 0.875 * 2^9
-        exponent = exponent.sub_(9).add_(mantissa > 0.875).clamp_(min=-127)
-        scale = power_of_two(exponent.float() + 1) * 0.5  # 2^-127 is below the normal numbers
-        return scale.masked_fill_(~largest.isfinite(), torch.nan)
+    if device.type == "cuda" and (has := torch.cuda.get_device_capability(device)) < recipe.capability:
+        other = next((f", or {r.name}" for r in RECIPES.values() if r.capability <= has), "")
+        raise ValueError(
+            f"8-bit products ({recipe.name}) need compute capability {_dotted(recipe.capability)}, and "
+            f"{device} has {_dotted(has)}; use 16-bit ones{other}"
+        )
 
 
-ROW = Fp8Recipe("row", None, 16, E4M3, (8, 9))
-MXFP8 = Fp8Recipe("mxfp8", _BLOCK, _BLOCK, None, (10, 0))
-RECIPES = {recipe.name: recipe for recipe in (ROW, MXFP8)}
+def _scale(recipe: Fp8Recipe, largest: Tensor) -> Tensor:
+    """By which numbers up to ``largest``, fp32 of any shape, are divided; NaN or inf where that is."""
+    if recipe.block is None:
+        return (largest / _LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
+    mantissa, exponent = torch.frexp(largest)  # 448 is 0.875 * 2^9
+    exponent = exponent.sub_(9).add_(mantissa > 0.875).clamp_(min=-127)
+    scale = power_of_two(exponent.float() + 1) * 0.5  # 2^-127 is below the normal numbers
+    return scale.masked_fill_(~largest.isfinite(), torch.nan)
 
 
 def _dotted(capability: tuple[int, int]) -> str:
@@ -108,9 +86,9 @@ class ScaledRows:
         """[M, K] fp32."""
         scale, (m, k) = self.scale, self.values.shape
         if scale.dtype != torch.float32:
-            across = -(-k // (_BLOCK * _TILE[1]))
+            across = -(-k // (MXFP8.multiple * _TILE[1]))
             tiles = scale.view(torch.uint8).view(-1, across, 32, 4, 4)
-            codes = _exchanged(tiles).reshape(-1, across * _TILE[1])[:m, : k // _BLOCK]
+            codes = _exchanged(tiles).reshape(-1, across * _TILE[1])[:m, : k // MXFP8.multiple]
             scale = codes.view(torch.float8_e8m0fnu).float()
         blocks = self.values.float().unflatten(1, (scale.shape[1], -1))
         return blocks.mul_(scale.unsqueeze(2)).flatten(1)
@@ -128,7 +106,7 @@ def scaled_rows(matrix: Tensor, recipe: Fp8Recipe) -> ScaledRows:
     scale = torch.empty((m, width // block), dtype=torch.float32, device=matrix.device)
     for rows in row_chunks(m, width, transient_bytes=transient_bytes(matrix.device)):
         blocks = _filled(matrix[rows].float(), recipe).unflatten(1, (-1, block))
-        scale[rows] = recipe.scale(blocks.abs().amax(2))
+        scale[rows] = _scale(recipe, blocks.abs().amax(2))
         values[rows] = (blocks / scale[rows].unsqueeze(2)).flatten(1)
     return ScaledRows(values, scale if recipe.block is None else _tiles(scale))
 
@@ -207,7 +185,7 @@ class Fp8Weight:
         return logits
 
     def input_gradient(self, e: Tensor) -> Tensor:
-        """``E W``, [n, H] bf16, of e [n, P] in the recipe's storage."""
+        """``E W``, [n, H] bf16, of e [n, P], in 8 bits or not, as the recipe keeps them."""
         return product_of_rows(scaled_rows(e, self.recipe), self.columns)
 
     def add_weight_gradient_(
@@ -217,7 +195,7 @@ class Fp8Weight:
 
         Args:
             main_grad: [P, H] of any floating dtype.
-            e: [n, P] in the recipe's storage.
+            e: [n, P], in 8 bits or not, as the recipe keeps them.
             x: [n, H] rows of X, scaled.
             valid_rows: of the shard.
             factor: one element, or None for 1.

@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.fp8 import Fp8Weight
+from megatron_vocabpar.layers.fp8 import E4M3, Fp8Weight
 from megatron_vocabpar.layers.gemm import (
     add_product_,
     exact,
@@ -78,8 +78,7 @@ class Tokens:
     @property
     def storage(self) -> torch.dtype:
         """Of the exponentials."""
-        recipe = None if self.fp8 is None else self.fp8.recipe
-        return self.x.dtype if recipe is None or recipe.storage is None else recipe.storage
+        return E4M3 if self.fp8 is not None and self.fp8.recipe.keeps_exponentials else self.x.dtype
 
     def logits(self, weight: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
         """[c, P] of a chunk of tokens."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:  # flags of a launch line are read where no torch is
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vocabpar.layers.fp8 import RECIPES, ROW, Fp8Recipe
+from megatron_vocabpar.layers.recipes import RECIPES, ROW, Fp8Recipe
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.schedule.families import SEARCH, Family, families, family_named
 from megatron_vocabpar.schedule.methods import METHODS, method_named

@@ -14,7 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
 from megatron_vocabpar.integration.iteration import OutputOptions
-from megatron_vocabpar.layers.fp8 import RECIPES
+from megatron_vocabpar.layers.recipes import RECIPES
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from megatron_vocabpar.train.weights import global_parameters, initialise_weights
 from tests.cases import rest_is_slow

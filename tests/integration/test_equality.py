@@ -11,7 +11,7 @@ import torch
 
 from megatron_vocabpar.integration.forward_backward import ForwardBackward
 from megatron_vocabpar.integration.iteration import OutputOptions
-from megatron_vocabpar.layers.fp8 import MXFP8
+from megatron_vocabpar.layers.recipes import MXFP8
 from megatron_vocabpar.runtime.comm import VocabGroups
 from tests.cases import covering, rest_is_slow
 from tests.integration.gpt import Case, Result, run, train

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_vocabpar.layers.fp8 import Fp8Recipe, Fp8Weight
+from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.gemm import result_dtype
 from megatron_vocabpar.layers.kernels.dispatch import REFERENCE, RowKernels, use_kernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials
@@ -23,6 +23,7 @@ from megatron_vocabpar.layers.kernels.reference_stats import Factors
 from megatron_vocabpar.layers.merged import STATS_WIDTH, MergedStats, empty_merged
 from megatron_vocabpar.layers.output import input_gradient, output_backward, output_forward, weight_gradient
 from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.layers.recipes import Fp8Recipe
 from megatron_vocabpar.layers.softmax_stats import merge_stats
 from megatron_vocabpar.layers.targets import OwnedTargets
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms

@@ -12,8 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_vocabpar.layers import gemm
-from megatron_vocabpar.layers.fp8 import RECIPES, ROW, Fp8Recipe
 from megatron_vocabpar.layers.gemm import addmm_takes_fp32
+from megatron_vocabpar.layers.recipes import RECIPES, ROW, Fp8Recipe
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
 from .cuda_device import Case, ProductCall, ScaledCall, run

@@ -10,18 +10,16 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.fp8 import (
     E4M3,
-    MXFP8,
-    RECIPES,
-    ROW,
-    Fp8Recipe,
     Fp8Weight,
     ScaledRows,
+    check_device,
     product_of_rows,
     scaled_rows,
 )
 from megatron_vocabpar.layers.kernels.dispatch import exponentials
 from megatron_vocabpar.layers.output import input_gradient, output_forward, weight_gradient
 from megatron_vocabpar.layers.partition import VocabRange, even_ranges
+from megatron_vocabpar.layers.recipes import MXFP8, RECIPES, ROW, Fp8Recipe
 from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
@@ -120,17 +118,17 @@ def test_what_is_not_finite_does_not_vanish(recipe: Fp8Recipe, value: float) -> 
 def test_a_gpu_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 3)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    ROW.check_device(gpu)
+    check_device(ROW, gpu)
     with pytest.raises(
         ValueError, match=r"\(mxfp8\) need .* 10\.0, and cuda:3 has 9\.0; use 16-bit .* or row"
     ):
-        MXFP8.check_device(gpu)
+        check_device(MXFP8, gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match=r"\(row\) need .* 8\.9, and cuda:3 has 8\.0; use 16-bit ones$"):
-        ROW.check_device(gpu)
-    MXFP8.check_device(torch.device("cpu"))
+        check_device(ROW, gpu)
+    check_device(MXFP8, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: MXFP8.capability)
-    MXFP8.check_device(gpu)
+    check_device(MXFP8, gpu)
 
 
 def test_exponentials_use_the_whole_range() -> None:
@@ -177,7 +175,7 @@ def run(
     dx = torch.zeros(x.shape)
     for (state, _), part, main_grad in zip(done, weights, main_grads, strict=True):
         assert state is not None
-        assert state.e is None or state.e.dtype == (recipe.storage or x.dtype)
+        assert state.e is None or state.e.dtype == (E4M3 if recipe.keeps_exponentials else x.dtype)
         dx += input_gradient(state, merged, g, part)
         weight_gradient(state, merged, g, main_grad)
     assert not main_grads[1][ranges[1].valid_rows :].any()

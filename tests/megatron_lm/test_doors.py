@@ -23,7 +23,7 @@ from click.testing import CliRunner
 
 from megatron_vocabpar.cli.doctor import PATCHED, doctor_command
 from megatron_vocabpar.cli.patches import table
-from megatron_vocabpar.layers.fp8 import MXFP8, ROW
+from megatron_vocabpar.layers.recipes import MXFP8, ROW
 from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.megatron_lm import bindings
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, SIGNATURES, VERSIONS, find_version
