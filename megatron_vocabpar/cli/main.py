@@ -80,7 +80,9 @@ class VerbGroup(click.Group):
         try:
             return super().invoke(ctx)
         except ModuleNotFoundError as error:
-            raise _missing_extra(ctx.invoked_subcommand or "", error) from error
+            if ctx.invoked_subcommand is None:  # a bare verb's own module: what every installation has
+                raise
+            raise _missing_extra(ctx.invoked_subcommand, error) from error
         except KeyboardInterrupt as stop:
             verb = f" {ctx.invoked_subcommand}" if ctx.invoked_subcommand else ""
             click.echo(f"vocabpar{verb}: interrupted", err=True)
@@ -104,7 +106,7 @@ def _missing_extra(verb: str, error: ModuleNotFoundError) -> Exception:
     if verb in _BARE or (error.name or "").partition(".")[0] == "megatron_vocabpar":
         return error
     return VerbError(
-        verb, f"the module {error.name!r} is not installed; run: pip install 'megatron-vocabpar[train]'"
+        verb, f"the module {error.name!r} is not installed; run in the clone: pip install '.[train]'"
     )
 
 

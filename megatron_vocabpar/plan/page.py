@@ -30,7 +30,7 @@ def draw_page(advice: Advice) -> str:
         from jinja2 import Environment
     except ModuleNotFoundError as error:
         raise ValueError(
-            "a page needs jinja2, which is not installed; run: pip install 'megatron-vocabpar[draw]'"
+            "a page needs jinja2, which is not installed; run in the clone: pip install '.[draw]'"
         ) from error
     request = advice.request
     shown = [one for one in dict.fromkeys((advice.best, advice.options[0])) if one and not one.problem]

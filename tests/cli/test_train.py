@@ -92,7 +92,7 @@ def test_a_module_of_an_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch) -
     assert result.exit_code == 2
     assert result.stderr == (
         "vocabpar train: error: the module 'torch' is not installed; "
-        "run: pip install 'megatron-vocabpar[train]'\n"
+        "run in the clone: pip install '.[train]'\n"
     )
 
 

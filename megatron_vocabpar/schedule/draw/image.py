@@ -29,7 +29,7 @@ def draw_image(charts: Sequence[Chart], file_format: str, widest: float | None =
     except ModuleNotFoundError as error:
         raise ValueError(
             f"{file_format} pictures need matplotlib, which is not installed; "
-            "run: pip install 'megatron-vocabpar[draw]', or choose svg or html"
+            "run in the clone: pip install '.[draw]', or choose svg or html"
         ) from error
     scene = lay_out(charts, widest)
     figure = Figure(figsize=(scene.width / _DOTS_PER_INCH, scene.height / _DOTS_PER_INCH))
