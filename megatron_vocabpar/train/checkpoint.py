@@ -6,22 +6,19 @@ method, pipeline and tensor-parallel size can load what another one saved.
 
 from __future__ import annotations
 
-import pickle
 import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_vocabpar.train.build import TrainState
+from megatron_vocabpar.train.checkpoint_format import check_files, unify_metadata
 from megatron_vocabpar.train.intact import write_digests
 
 
@@ -64,56 +61,11 @@ def save_checkpoint(folder: Path, state: TrainState, step: int) -> None:
         dist_checkpointing.save(saved, str(partial))
     dist.barrier()
     if dist.get_rank() == 0:
+        unify_metadata(partial)
         write_digests(partial)
         shutil.rmtree(folder, ignore_errors=True)  # of a step that a run resumed before had reached
         partial.rename(folder)
     dist.barrier()
-
-
-class _FormatOnly(pickle.Unpickler):
-    """Reads the classes of the format; a pickle could name any function, to be called on reading."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        found = getattr(sys.modules.get(module), name, None)
-        own = isinstance(found, type) and found.__module__ == module and module in _RECORDS
-        if not own and (module, name) not in _OTHERS:
-            raise ValueError(f"it names {module}.{name}, which is no part of the format")
-        return found
-
-
-_NOT_WEIGHTS = "it does not hold tensors and plain values alone"
-_RECORDS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
-_OTHERS = (
-    ("collections", "OrderedDict"),
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-)
-
-
-def check_files(folder: Path) -> None:
-    """Refuse a checkpoint with a file that could run code, or that is not of the format.
-
-    The metadata, which torch unpickles, holds its own classes alone; ``common.pt`` what ``torch.load`` takes
-    with ``weights_only``, which the launcher asks for in all other files.
-
-    Raises:
-        ValueError: naming the file.
-    """
-    readers: dict[str, Callable[[BinaryIO], object]] = {
-        ".metadata": lambda file: _FormatOnly(file).load(),
-        "common.pt": partial(torch.load, weights_only=True),
-    }
-    for name, read in readers.items():
-        with open(folder / name, "rb") as file:
-            try:
-                read(file)
-            except Exception as error:
-                why = _NOT_WEIGHTS if isinstance(error, pickle.UnpicklingError) else error
-                raise ValueError(f"{folder / name}: {why}; take a checkpoint from whom you trust") from error
 
 
 def load_checkpoint(folder: Path, state: TrainState) -> int:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from megatron_vocabpar.train.checkpoint import check_files
 from megatron_vocabpar.train.intact import DIGESTS_FILE, damage, write_digests
 from megatron_vocabpar.train.output import checkpoint_folder, keep_newest, set_damaged_aside, steps_done
 
@@ -73,35 +68,3 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
         "step_0000020",
         "step_0000030",
     ]
-
-
-class Intruder:
-    """Runs code where it is unpickled."""
-
-    def __init__(self, told: Path) -> None:
-        self.told = told
-
-    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
-        return os.system, (f"touch {self.told}",)
-
-
-def test_files_that_would_run_code_are_refused(tmp_path: Path) -> None:
-    file, common = tmp_path / ".metadata", tmp_path / "common.pt"
-    torch.save({"step": 4}, common)
-    own = Metadata({"weight": BytesStorageMetadata()}, planner_data=[torch.float32, torch.Size([2])])
-    file.write_bytes(pickle.dumps(own))
-    check_files(tmp_path)
-    dotted = b"\x80\x04\x8c\x27torch.distributed.checkpoint.filesystem\x8c\x09os.system\x93."
-    intruders = (Intruder(tmp_path / "told"), torch.load, [own, Intruder(tmp_path / "told")])
-    for crafted in (dotted, *map(pickle.dumps, intruders)):
-        file.write_bytes(crafted)
-        with pytest.raises(ValueError, match=r"\.metadata: it names [\w.]+, which is no part of the format"):
-            check_files(tmp_path)
-    file.write_bytes(b"\x80\x05no pickle")
-    with pytest.raises(ValueError, match=r"\.metadata: "):
-        check_files(tmp_path)
-    file.write_bytes(pickle.dumps(own))
-    torch.save({"step": Intruder(tmp_path / "told")}, common)
-    with pytest.raises(ValueError, match=r"common\.pt: it does not hold tensors and plain values alone"):
-        check_files(tmp_path)
-    assert not (tmp_path / "told").exists()
