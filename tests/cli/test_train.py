@@ -196,10 +196,7 @@ def torchrun(
     script.write_text(f"import sys\nsys.argv[1:] = {words!r}\n{code}\n")
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
-        env={
-            **environment,
-            "PYTHONPATH": os.pathsep.join([str(Path.cwd()), environment.get("PYTHONPATH", "")]),
-        },
+        env=environment,
         capture_output=True,
         text=True,
         timeout=240,

@@ -241,7 +241,7 @@ def test_png_and_pdf() -> None:
 def test_png_without_matplotlib_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     schedule = generate("baseline", 1, 1)
-    with pytest.raises(ValueError, match=r"png pictures need matplotlib.*'megatron-vocabpar\[draw\]'"):
+    with pytest.raises(ValueError, match=r"png pictures need matplotlib.*'\.\[draw\]'"):
         draw_image([planned_chart(simulated(schedule))], "png")
 
 
