@@ -23,7 +23,7 @@ from megatron_vocabpar.bench.kernels import Shape, measure_input
 from megatron_vocabpar.runtime.streams import machine
 from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.methods import METHODS
-from megatron_vocabpar.train.check import check, count_gpus, resolve_device
+from megatron_vocabpar.train.check import check_run, count_gpus, resolve_device
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.output import open_method
 from megatron_vocabpar.train.ranks import launch
@@ -46,7 +46,7 @@ def profile(config: TrainConfig) -> dict[str, Any]:
         ValueError: if the layers cannot be divided over the ranks.
         TrainingFailed: if a process fails.
     """
-    check(replace(config, pp=1))
+    check_run(replace(config, pp=1))
     if config.pp < 1 or config.layers % config.pp:
         raise ValueError(
             f"--layers {config.layers} cannot be divided over --pp {config.pp}; give a multiple of it"

@@ -35,10 +35,10 @@ def bench_command() -> None:
 def runtime_command(pairs: int, output_format: str, **options: Any) -> None:
     """Our executor against megatron-core's own 1F1B, on the same stock model in one run."""
     from megatron_vocabpar.bench.runtime import measure_runtime
-    from megatron_vocabpar.train.check import check
+    from megatron_vocabpar.train.check import check_run
 
     config = TrainConfig(method="baseline", steps=pairs, **options)
-    check(config)
+    check_run(config)
     result = measure_runtime(config)
     ours, theirs = statistics.median(result.ours_ms), statistics.median(result.megatron_ms)
     if output_format == "json":

@@ -54,7 +54,24 @@ def check(
     environment: Mapping[str, str] = os.environ,
     gpus: Callable[[], int] = count_gpus,
 ) -> None:
-    """Refuse a job that cannot run as asked.
+    """Refuse a job that cannot run as asked, and one that would spoil the results folder.
+
+    Arguments and errors are those of ``check_run``.
+    """
+    check_run(config, environment, gpus)
+    check_source(config.text)
+    for package in ("tensorboard", "wandb"):
+        if getattr(config, package) and importlib.util.find_spec(package) is None:
+            raise ValueError(f"--{package} needs a package: pip install {package}")
+    check_output(config)
+
+
+def check_run(
+    config: TrainConfig,
+    environment: Mapping[str, str] = os.environ,
+    gpus: Callable[[], int] = count_gpus,
+) -> None:
+    """Refuse a model, a schedule or processes that cannot run; a measurement needs no more.
 
     Args:
         config: the job.
@@ -71,11 +88,6 @@ def check(
     _check_model(config)
     _check_processes(config, environment, gpus)
     _check_vocabulary(config)
-    check_source(config.text)
-    for package in ("tensorboard", "wandb"):
-        if getattr(config, package) and importlib.util.find_spec(package) is None:
-            raise ValueError(f"--{package} needs a package: pip install {package}")
-    check_output(config)
 
 
 def resolve_device(

@@ -54,6 +54,19 @@ def test_what_was_measured_becomes_a_cost_file(monkeypatch: pytest.MonkeyPatch) 
         make_plan(method, 4, 4, costs=costs)
 
 
+def test_results_in_the_working_directory_are_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``vocabpar profile`` and ``bench runtime`` write no results, and may follow ``vocabpar train``."""
+    (tmp_path / TrainConfig().output).mkdir()
+    (tmp_path / TrainConfig().output / "letter.txt").write_text("dear")
+    monkeypatch.chdir(tmp_path)
+    for words in (["profile", "--pp", "3"], ["bench", "runtime", "--pp", "3"]):
+        result = CliRunner().invoke(command.main, [*words, "--layers", "4", "--device", "cpu"])
+        assert result.exit_code == 2
+        assert "--layers 4 cannot be divided over --pp 3" in result.stderr
+
+
 def test_layers_that_cannot_be_divided() -> None:
     result = CliRunner().invoke(command.main, ["profile", "--pp", "3", "--device", "cpu"])
     assert result.exit_code == 2
