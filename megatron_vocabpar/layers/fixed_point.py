@@ -9,7 +9,8 @@ Floating-point sums change with the order of the terms, and so with the sharding
 - **A grid.** Where a bound of the sum is known (dX, after the statistics have met), terms are rounded to
   multiples of one power of two and added as int64.
 - **Blocks.** A matrix product is made of products of one shape, of ``BLOCK`` tokens and ``BLOCK`` ids, filled
-  up with zeros: an element then comes from the same instructions everywhere.
+  up with zeros. On a GPU an element then comes from the same instructions everywhere. On a CPU it does not:
+  the edge of a thread's share has other instructions. So its sum is exact there (``split_product.py``).
 
 Source: the digits are those of reproducible summation (Demmel and Nguyen, 2015). Next: ``invariant.py``.
 """
@@ -26,6 +27,7 @@ from megatron_vocabpar.layers.exponents import NOTHING, power_of_two
 from megatron_vocabpar.layers.gemm import product, result_dtype, row_chunks
 from megatron_vocabpar.layers.kernels.dispatch import CPU, REFERENCE, row_kernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials
+from megatron_vocabpar.layers.split_product import split_product
 
 BLOCK = 256
 """Ids, and tokens, that are always computed together."""
@@ -175,7 +177,13 @@ def blocks_of(rows: int) -> list[slice]:
 
 
 def block_product(a: Tensor, b: Tensor) -> Tensor:
-    """``product(a, b)`` of [n, J] and [J, K], a block of a's rows at a time."""
+    """``product(a, b)`` of [n, J] and [J, K], whose elements don't depend on their place.
+
+    The CPU's library does not keep that, so sums are exact there (``split_product.py``). Elsewhere every call
+    of the library has one shape: it takes a block of a's rows.
+    """
+    if a.device.type == "cpu":
+        return split_product(a, b)
     out = a.new_empty((len(a), b.shape[1]), dtype=result_dtype(a.dtype))
     for rows in blocks_of(len(a)):
         if rows.stop - rows.start == BLOCK:

@@ -4,8 +4,8 @@ Same functions and arguments as ``output.py``. Loss, log-probabilities, dX and d
 pipeline and tensor-parallel size and every uneven split whose shards end between blocks of ``BLOCK`` ids;
 loss, log-probabilities and dX of a token also for every batch around it:
 
-- a block is computed by calls of one shape, wherever it lies: its logits, exponentials (with an offset of
-  its own), and its part of dX, over ``BLOCK`` tokens; its part of dW over all tokens;
+- a block is computed alike wherever it lies: its logits, exponentials (with an offset of its own), and its
+  part of dX, over ``BLOCK`` tokens; its part of dW over all tokens (``fixed_point.block_product``);
 - sums over blocks, which are the sums over shards too, are of whole numbers (``fixed_point.py``): the
   statistics, and dX, on a grid that all shards know after the statistics have met;
 - a row of dW belongs to one block, and its targets' tokens are added in the order of the tokens.
@@ -33,7 +33,7 @@ from megatron_vocabpar.layers.fixed_point import (
     grid_of,
     pack_whole,
 )
-from megatron_vocabpar.layers.gemm import exact, largest_size, product, result_dtype
+from megatron_vocabpar.layers.gemm import exact, largest_size, result_dtype
 from megatron_vocabpar.layers.kernels.dispatch import scale_rows, scatter_add_rows_
 from megatron_vocabpar.layers.kernels.reference import lift
 from megatron_vocabpar.layers.merged import MergedStats
@@ -184,7 +184,7 @@ def weight_gradient(state: BlockState, merged: MergedStats, grad_loss: Tensor, m
         scale = merged.row_scale(state.k[block], grad_loss)
         lifted = lift(state.x, scale)
         scaled = scale_rows(state.x, scale if lifted is None else scale * lifted)
-        part = product(state.e[block].t(), scaled)[: rows.stop - rows.start]
+        part = block_product(state.e[block].t(), scaled)[: rows.stop - rows.start]
         main_grad[rows].add_(part if lifted is None else part / lifted)
     target, owned = _target_factors(state, merged, grad_loss), state.owned
     scatter_add_rows_(main_grad, owned.rows, state.x, target, source=owned.tokens, order=owned.by_row)

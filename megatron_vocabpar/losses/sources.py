@@ -236,9 +236,9 @@ class LazyGradients:
         tokens = filled(x).to(dtype)
         for columns in blocks_of(len(weight)):
             part = filled(filled(grad[:, columns].to(dtype).t()).t())  # [BLOCK, BLOCK]
-            dx = product(part, filled(weight[columns]).to(dtype))
+            dx = block_product(part, filled(weight[columns]).to(dtype))
             add_whole_(self._dx[shard], dx[: len(x)], self._grid[rows], rows)
-            dw[columns] += product(part.t(), tokens)[: columns.stop - columns.start]
+            dw[columns] += block_product(part.t(), tokens)[: columns.stop - columns.start]
 
     def finish(self) -> tuple[Tensor | None, ...]:
         source = self._source

@@ -159,7 +159,7 @@ def test_one_shard_alone_is_not_finite() -> None:
     assert result.dx[torch.arange(N) != 5].isnan().all()
 
 
-BATCHES = [(2, 1, 1), (3, 2, 3), (7, 0, 1), (64, 40, 2), (257, 256, 1), (513, 300, 1), (2048, 2047, 1)]
+BATCHES = [(2, 1, 1), (3, 2, 3), (7, 0, 1), (64, 40, 2), (257, 256, 8), (513, 300, 1), (2048, 2047, 1)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
