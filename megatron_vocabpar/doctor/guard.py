@@ -7,7 +7,7 @@ missing never returns. Hence no two checks share a process, and this one never t
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -109,6 +109,13 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:_LONGEST_REASON]
 
 
+def _missing(error: Exception) -> bool:
+    """Whether a library that the check needs is not installed."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return False
+    return importlib.util.find_spec(error.name.partition(".")[0]) is None
+
+
 def _answer(target: str, arguments: str, answer: str) -> None:
     """The check's process: call the function, leave its finding, and end without waiting for anything."""
     module, _, function = target.partition(":")
@@ -116,7 +123,7 @@ def _answer(target: str, arguments: str, answer: str) -> None:
         finding = getattr(importlib.import_module(module), function)(**json.loads(arguments))
     except Exception as error:
         traceback.print_exc()
-        finding = Finding("failed", reason=one_line(error))
+        finding = Finding("not run" if _missing(error) else "failed", reason=one_line(error))
     Path(answer).write_text(json.dumps(dataclasses.asdict(finding)))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 
 from megatron_vocabpar.doctor.result import Finding, within
+from megatron_vocabpar.train.check import require_modules
 from megatron_vocabpar.train.compare import differences, loss_curve
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.job import run_job
@@ -36,6 +37,7 @@ def train(device: str, method: str, dtype: str, pp: int, folder: str, vocab_size
         vocab_size: of the model and its tokenizer.
 
     Raises:
+        ModuleNotFoundError: if a library that a training needs is not installed.
         TrainingFailed: if a rank of the training fails, with what went wrong.
     """
 
@@ -65,6 +67,7 @@ def train(device: str, method: str, dtype: str, pp: int, folder: str, vocab_size
         output=str(output(method)),
         save=False,
     )
+    require_modules()
     run_job(config, print)
     curve = losses(method)
     finite = [step for step, loss in curve.items() if math.isfinite(loss)]

@@ -21,6 +21,12 @@ def raises() -> Finding:
     raise RuntimeError("CUDA error: an illegal memory access was encountered\nand advice")
 
 
+def lacks_a_library() -> Finding:
+    import no_such_library  # noqa: F401
+
+    return Finding("ok")
+
+
 def is_killed() -> Finding:
     os.kill(os.getpid(), signal.SIGSEGV)
     return Finding("ok")

@@ -24,6 +24,7 @@ def test_whatever_a_check_does_the_rest_go_on() -> None:
         check("leaves"),
         check("fine", after="leaves", figure="unseen"),
         check("unknown"),
+        check("lacks_a_library"),
         check("fine", figure="1 ms"),
     ]
     found = list(run_all(every, said.append))
@@ -34,6 +35,7 @@ def test_whatever_a_check_does_the_rest_go_on() -> None:
         ("failed", "its process ended with exit code 7"),
         ("not run", "leaves: failed"),
         ("failed", "AttributeError: module 'tests.doctor.fake_checks' has no attribute 'unknown'"),
+        ("not run", "ModuleNotFoundError: No module named 'no_such_library'"),
         ("ok", ""),
     ]
     assert found[0].log[0] == "said before"
