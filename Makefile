@@ -8,8 +8,9 @@
 #   make lint        ruff and mypy
 #   make docs        the documentation as a site, in site/
 #   make bench       the runtime against stock Megatron
-#   make gpu         on a machine with GPUs: vocabpar doctor --gpu, the tests that need one, the kernel benchmark
-# Variables: PYTHON (3.11 to 3.13), VENV, TORCH, ARGS (of vocabpar train), EMULATE (of vocabpar emulate), PYTEST_ARGS,
+#   make gpu         on a machine with GPUs, with the torch that it has: vocabpar doctor --gpu, the tests that need a GPU,
+#                    the kernel benchmark
+# Variables: PYTHON (3.11 to 3.13), VENV, TORCH, GPU_PYTHON, ARGS (of vocabpar train), EMULATE (of vocabpar emulate), PYTEST_ARGS,
 # MATRIX (versions of megatron-core), TRITONS (of the oldest and the newest supported torch).
 
 PYTHON ?= python3
@@ -117,12 +118,19 @@ docs: $(BIN)/python
 bench: $(INSTALLED)-train
 	$(BIN)/vocabpar bench runtime
 
-# All three run, whatever one of them finds; without a GPU it ends at the doctor's line (exit code 2).
-gpu: $(INSTALLED)-test
-	@status=0; $(BIN)/vocabpar doctor --gpu || status=$$?; \
+# With the torch that is there, and without a network: nothing is taken from an index. Wheels that were carried to the
+# machine in .whl/ (megatron-core, fastjsonschema) are unpacked beside it. All three commands run, whatever one of them
+# finds; without a GPU it ends at the doctor's line (exit code 2).
+GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),$(PYTHON))
+CARRIED := $(CURDIR)/.whl
+gpu:
+	@if ls "$(CARRIED)"/*.whl > /dev/null 2>&1; then $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --upgrade \
+		--target "$(CARRIED)/unpacked" "$(CARRIED)"/*.whl || exit 1; fi; \
+	export PYTHONPATH="$(CURDIR):$(CARRIED)/unpacked$${PYTHONPATH:+:$$PYTHONPATH}"; \
+	status=0; $(GPU_PYTHON) -m megatron_vocabpar doctor --gpu || status=$$?; \
 	if [ $$status -eq 2 ]; then exit 2; fi; \
-	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS) || status=1; \
-	$(BIN)/vocabpar bench kernels --device cuda --save bench/results || status=1; \
+	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS) || status=1; \
+	$(GPU_PYTHON) -m megatron_vocabpar bench kernels --device cuda --save bench/results || status=1; \
 	exit $$status
 
 clean:

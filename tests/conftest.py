@@ -6,27 +6,33 @@ that: here Ctrl-C is what it is in the foreground.
 The working directory is an empty folder, and must be empty after every test: what a run of ``vocabpar`` has
 left where the tests are started is no part of them.
 
-Hypothesis draws the same few examples in every run; ``--hypothesis-profile long`` draws many and others.
+A file that imports a library which is not installed is skipped and names it, so that a GPU image without
+megatron-core or Hypothesis runs what it can. Hypothesis draws the same few examples in every run;
+``--hypothesis-profile long`` draws many and others.
 """
 
+import importlib.util
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis.configuration import set_hypothesis_home_dir
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
-settings.register_profile("default", max_examples=40, deadline=None, derandomize=True)
-settings.register_profile("long", max_examples=400, deadline=None)
-settings.load_profile("default")
 ROOT = Path(__file__).parents[1]
-set_hypothesis_home_dir(ROOT / ".hypothesis")
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import settings
+    from hypothesis.configuration import set_hypothesis_home_dir
+
+    settings.register_profile("default", max_examples=40, deadline=None, derandomize=True)
+    settings.register_profile("long", max_examples=400, deadline=None)
+    settings.load_profile("default")
+    set_hypothesis_home_dir(ROOT / ".hypothesis")
 # Processes that tests start import ``tests.train.fake_worker`` and others from wherever they are.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
@@ -41,3 +47,26 @@ def _nothing_here(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.chdir(empty_folder)
     yield
     assert os.listdir(empty_folder) == [], "the test wrote into the working directory"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not importlib.util.find_spec("pytest_timeout"):
+        config.addinivalue_line("markers", "timeout: kept by pytest-timeout, which is not installed")
+
+
+class FileWithLibraries(pytest.Module):
+    """A test file that is skipped where a library that it imports is not installed."""
+
+    def _getobj(self) -> Any:
+        try:
+            return super()._getobj()
+        except self.CollectError as error:
+            missing = getattr(error.__cause__, "name", None) or ""
+            library = missing.partition(".")[0]
+            if not isinstance(error.__cause__, ModuleNotFoundError) or importlib.util.find_spec(library):
+                raise
+            pytest.skip(f"needs {library}, which is not installed", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return FileWithLibraries.from_parent(parent, path=module_path)
