@@ -5,13 +5,14 @@
 #   make test-megatron-matrix   install every supported megatron-core wheel by itself, and run the integration tests on it
 #   make test-megatron  with MEGATRON_LM_PATH=/path/to/Megatron-LM: its own pretrain_gpt.py on CPU processes, beside stock
 #   make test-kernels   compile the Triton kernels for sm_80, sm_90 and sm_100 and interpret them, on every Triton in TRITONS
+#   make test-machines   the README's commands and the tests on other Pythons, torches, processor settings and surroundings
 #   make lint        ruff and mypy
 #   make docs        the documentation as a site, in site/
 #   make bench       the runtime against stock Megatron
 #   make gpu         on a machine with GPUs, with the torch that it has: vocabpar doctor --gpu, the tests that need a GPU,
 #                    the kernel benchmark
 # Variables: PYTHON (3.11 to 3.13), VENV, TORCH, GPU_PYTHON, ARGS (of vocabpar train), EMULATE (of vocabpar emulate), PYTEST_ARGS,
-# MATRIX (versions of megatron-core), TRITONS (of the oldest and the newest supported torch).
+# MATRIX (versions of megatron-core), ROWS (words of test-machines), TRITONS (of the oldest and the newest supported torch).
 
 PYTHON ?= python3
 VENV ?= $(or $(VIRTUAL_ENV),.venv)
@@ -30,7 +31,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true
 INSTALLED := $(VENV)/.vocabpar-installed
 
-.PHONY: install train test test-ci test-long test-megatron test-megatron-matrix test-kernels lint format docs bench gpu clean
+.PHONY: install train test test-ci test-long test-machines test-megatron test-megatron-matrix test-kernels lint format docs bench gpu clean
 
 install: $(INSTALLED)-test $(INSTALLED)-lint
 
@@ -81,6 +82,9 @@ $(MATRIX:%=.venv-matrix/%.log): .venv-matrix/%.log: .venv-matrix/%/.installed
 	.venv-matrix/$*/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	.venv-matrix/$*/bin/python -m pip install --quiet --disable-pip-version-check "megatron-core==$*" --editable ".[test]"
 	touch $@
+
+test-machines:
+	$(PYTHON) scripts/machines.py $(ROWS)
 
 # No GPU needed, and none used: a torch for the CPU beside a Triton that it does not ask for. The interpreter of
 # Triton 3.4 makes numbers of arrays in a way that numpy 2.4 refuses.
@@ -134,4 +138,4 @@ gpu:
 	exit $$status
 
 clean:
-	rm -rf site .venv .venv-ci .venv-matrix .venv-kernels build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site .machines .venv .venv-ci .venv-matrix .venv-kernels build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
