@@ -55,8 +55,11 @@ AN_OLDER_JOB = (
 )
 BUSY = "for i in 1 2; do (while :; do :; done) & done; trap 'kill $(jobs -p)' EXIT;"
 NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
-NO_IPV6 = 'ip link set lo up; echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6; exec "$@"'
-SMALL_SHM = 'mount -t tmpfs -o size=64m tmpfs /dev/shm; exec "$@"'
+SMALL = (
+    "mount -t tmpfs -o size=64m tmpfs /dev/shm && ip link set lo up"
+    ' && echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6 && exec "$@"'
+)
+"""For ``unshare``: a small /dev/shm, and no network but this machine's own IPv4."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,28 +98,34 @@ def rows() -> list[Row]:
     def tests(name: str, command: str = PYTEST, **options: Any) -> Row:
         return Row(name=name, command=command, **options)
 
-    def settings(variable: str, *values: str) -> list[Row]:
-        return [tests(f"{variable}={value}", PROMISES, environment={variable: value}) for value in values]
+    def settings(threads: int, variable: str, value: str) -> Row:
+        environment = {variable: value, "OMP_NUM_THREADS": str(threads)}
+        return tests(f"{variable}={value}, {threads} threads", PROMISES, environment=environment)
 
     home = {"HOME": "/nonexistent"}
-    language = {"LANG": "C", "LC_ALL": "C", "TZ": "Asia/Kathmandu"}
+    words = {"LANG": "C", "LC_ALL": "C", "TZ": "Asia/Kathmandu", "TMPDIR": "{elsewhere}"}
+    small = ("unshare", "-m", "-n", "sh", "-c", SMALL, "sh")
     both = f"{TRAIN} && {PYTEST}"
     return [
         readme("the system's Python"),
-        *(readme(f"Python {version}", python=version) for version in ("3.11", "3.12", "3.13")),
-        readme("spaces and umlauts in the path", folder="ein Ördner für alles"),
-        readme("a user without root and without a home", environment=home, inside=NOBODY, owner=65534),
+        readme(
+            "user without root or home, spaces and umlauts",
+            environment=home,
+            inside=NOBODY,
+            owner=65534,
+            folder="ein Ördner für alles",
+        ),
+        *(tests(f"Python {version}", python=version) for version in ("3.11", "3.12", "3.13")),
         *(tests(f"torch {version}", ROOMS, torch=f"torch=={version}") for version in ("2.8.0", "2.11.0")),
-        *settings("ATEN_CPU_CAPABILITY", "default", "avx2"),
-        *settings("MKL_ENABLE_INSTRUCTIONS", "SSE4_2", "AVX2"),
-        *settings("ONEDNN_MAX_CPU_ISA", "SSE41"),
-        *settings("OMP_NUM_THREADS", "1", "2", "3", "8"),
+        settings(1, "ATEN_CPU_CAPABILITY", "default"),
+        settings(2, "ATEN_CPU_CAPABILITY", "avx2"),
+        settings(3, "MKL_ENABLE_INSTRUCTIONS", "SSE4_2"),
+        settings(8, "MKL_ENABLE_INSTRUCTIONS", "AVX2"),
+        settings(2, "ONEDNN_MAX_CPU_ISA", "SSE41"),
         tests("a read-only installation and clone", inside=NOBODY),
-        tests("TMPDIR elsewhere", environment={"TMPDIR": "{elsewhere}"}),
-        tests("LANG=C, TZ=Asia/Kathmandu", environment=language),
+        tests("LANG=C, TZ=Asia/Kathmandu, TMPDIR elsewhere", environment=words),
         tests("one core", inside=("taskset", "-c", "0")),
-        tests("64 MiB of /dev/shm", both, inside=("unshare", "-m", "sh", "-c", SMALL_SHM, "sh")),
-        tests("no network, no IPv6", both, inside=("unshare", "-n", "sh", "-c", NO_IPV6, "sh")),
+        tests("64 MiB of /dev/shm, no network, no IPv6", both, inside=small),
         *(tests(f"a busy machine, run {i} of 5", f"{BUSY} {PYTEST}") for i in range(1, 6)),
         tests("after an interrupted make train", f"{INTERRUPTED}; {both}"),
         tests("both commands, twice in a row", f"{both} && {both}"),
