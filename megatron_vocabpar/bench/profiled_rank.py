@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from functools import partial
 from statistics import median
 from typing import Any
@@ -25,7 +24,7 @@ from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.train.build import DTYPES, build_chunks
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.cpu import megatron_on_cpu
+from megatron_vocabpar.train.cpu import megatron_on
 from megatron_vocabpar.train.trainer import forward_step
 
 _FAMILY = "zb-h1"  # it splits W from B
@@ -34,7 +33,7 @@ _STATISTICS = 2  # numbers a token
 
 def measure_passes(config: TrainConfig, groups: VocabGroups, device: torch.device) -> dict[str, Any]:
     """For every method that partitions the vocabulary, ms of its passes by name: medians."""
-    chunks = build_chunks(config, Placement(1))
+    chunks = build_chunks(config, Placement(1), device)
     return {
         name: dict(RankTimes.of(list(_iterations(name, config, chunks, groups, device))).passes)
         for name, method in METHODS.items()
@@ -104,9 +103,7 @@ def _slowest_ms(run: Callable[[], None], config: TrainConfig, device: torch.devi
 def measure(config: TrainConfig) -> dict[str, Any] | None:
     """What this job measures, on rank 0; all its processes call it."""
     device = default_device(config.device, int(os.environ["LOCAL_RANK"]))
-    with ExitStack() as stack:
-        if device.type == "cpu":
-            stack.enter_context(megatron_on_cpu())
+    with megatron_on(device):
         dist.init_process_group(backend(device))
         parallel_state.initialize_model_parallel(1, config.pp)
         model_parallel_cuda_manual_seed(config.seed)

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -66,18 +65,17 @@ def _run_rank(config: TrainConfig) -> None:
     from megatron_vocabpar.runtime.streams import backend, default_device
     from megatron_vocabpar.schedule.placement import Placement
     from megatron_vocabpar.train.build import build_chunks
-    from megatron_vocabpar.train.cpu import megatron_on_cpu
+    from megatron_vocabpar.train.cpu import megatron_on
     from megatron_vocabpar.train.trainer import forward_step
 
     device = default_device(config.device, int(os.environ["LOCAL_RANK"]))
-    with ExitStack() as stack:
-        if device.type == "cpu":
-            torch.set_num_threads(1)
-            stack.enter_context(megatron_on_cpu())
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    with megatron_on(device):
         dist.init_process_group(backend(device))
         parallel_state.initialize_model_parallel(config.tp, config.pp)
         model_parallel_cuda_manual_seed(config.seed)
-        chunks = build_chunks(config, Placement(config.pp))
+        chunks = build_chunks(config, Placement(config.pp), device)
         chunks[0].config.batch_p2p_sync = False
         ours = ForwardBackward("baseline", vocab_groups(), device)
         has_batch = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()

@@ -38,9 +38,9 @@ class TrainState:
     scheduler: OptimizerParamScheduler
 
 
-def build(config: TrainConfig, placement: Placement) -> TrainState:
-    """The state before the first step."""
-    chunks = build_chunks(config, placement)
+def build(config: TrainConfig, placement: Placement, device: torch.device) -> TrainState:
+    """The state before the first step, on ``device``."""
+    chunks = build_chunks(config, placement, device)
     return TrainState(chunks, *_optimizer(config, chunks))
 
 
@@ -88,8 +88,10 @@ def _layout(layers: tuple[int, ...]) -> list[list[str]] | None:
     return layout
 
 
-def build_chunks(config: TrainConfig, placement: Placement) -> list[DistributedDataParallel]:
-    """This rank's chunks with the weights that ``config.seed`` gives, each inside Megatron's DDP."""
+def build_chunks(
+    config: TrainConfig, placement: Placement, device: torch.device
+) -> list[DistributedDataParallel]:
+    """This rank's chunks on ``device`` with the weights of ``config.seed``, each inside Megatron's DDP."""
     transformer = transformer_config(config, placement)
     transformer.finalize_model_grads_func = finalize_model_grads
     ddp_config = DistributedDataParallelConfig(
@@ -114,6 +116,7 @@ def build_chunks(config: TrainConfig, placement: Placement) -> list[DistributedD
             model: GPTModel = VocabParallelGPTModel(**options)
         else:
             model = GPTModel(**options)
+        model.to(device)  # megatron-core leaves norms and position embeddings on the host
         initialise_weights(model, config.seed)
         wrapped = Float16Module(transformer, model) if transformer.bf16 else model
         chunks.append(DistributedDataParallel(transformer, ddp_config, wrapped))

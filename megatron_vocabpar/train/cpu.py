@@ -2,15 +2,15 @@
 
 megatron-core trains on the CPU but for a few names and literals that mean "the current CUDA device".
 ``megatron_on_cpu`` replaces those names, all in one table, and reads the literals as the CPU while its
-context is open; nothing changes on a machine with a GPU, where it is not entered.
+context is open; on a GPU ``megatron_on`` replaces the norm alone, which needs apex otherwise.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -70,8 +70,16 @@ def _gradient_norm(
     return torch.linalg.vector_norm(torch.stack(norms)).float().reshape(1), None
 
 
+_Replacement = tuple[Any, str, Any, str]
+_NORM: _Replacement = (
+    WrappedTorchNorm,
+    "__new__",
+    staticmethod(_torch_norm),
+    "sequence parallelism without apex or TE",
+)
+
 # Each entry: owner, name, replacement, reason.
-_REPLACED: tuple[tuple[Any, str, Any, str], ...] = (
+_REPLACED: tuple[_Replacement, ...] = (
     (torch.cuda, "current_device", lambda: _CPU, "DDP and parameters are allocated on it"),
     (torch.cuda, "synchronize", lambda *_: None, "checkpoints, point-to-point"),
     (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state(), "tensor-parallel RNG tracker"),
@@ -80,7 +88,7 @@ _REPLACED: tuple[tuple[Any, str, Any, str], ...] = (
     (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state(), "likewise"),
     (megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state), "likewise"),
     (clip_grads, "l2_norm_impl", _gradient_norm, "clipping needs the norm to all its digits"),
-    (WrappedTorchNorm, "__new__", staticmethod(_torch_norm), "sequence parallelism without apex or TE"),
+    _NORM,
 )
 
 
@@ -90,17 +98,30 @@ def _same_generator(record: logging.LogRecord) -> bool:
 
 
 @contextmanager
+def _replaced(entries: Sequence[_Replacement]) -> Iterator[None]:
+    """The replacements of a table in their places, inside this context."""
+    originals = [(owner, name, inspect.getattr_static(owner, name)) for owner, name, _, _ in entries]
+    for owner, name, replacement, _ in entries:
+        setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+def megatron_on(device: torch.device) -> AbstractContextManager[None]:
+    """What our own jobs need to build and run megatron-core's models on ``device``."""
+    return megatron_on_cpu() if device.type == "cpu" else _replaced([_NORM])
+
+
+@contextmanager
 def megatron_on_cpu() -> Iterator[None]:
     """Run megatron-core on the CPU inside this context."""
-    originals = [(owner, name, inspect.getattr_static(owner, name)) for owner, name, _, _ in _REPLACED]
-    for owner, name, replacement, _ in _REPLACED:
-        setattr(owner, name, replacement)
     logger = logging.getLogger(megatron_random.__name__)
     logger.addFilter(_same_generator)
     try:
-        with _CudaMeansCpu():
+        with _replaced(_REPLACED), _CudaMeansCpu():
             yield
     finally:
         logger.removeFilter(_same_generator)
-        for owner, name, original in originals:
-            setattr(owner, name, original)

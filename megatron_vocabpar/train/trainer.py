@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -37,7 +37,7 @@ from megatron_vocabpar.train import output
 from megatron_vocabpar.train.build import build
 from megatron_vocabpar.train.checkpoint import load_checkpoint, save_checkpoint
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.cpu import megatron_on_cpu
+from megatron_vocabpar.train.cpu import megatron_on
 from megatron_vocabpar.train.datasets import build_datasets, microbatches
 from megatron_vocabpar.train.failure import ProgressRecord
 from megatron_vocabpar.train.finite import Watch, check_norm, end_at
@@ -70,7 +70,7 @@ def run(config: TrainConfig) -> int:
 
 def train(config: TrainConfig, device: torch.device) -> bool:
     """Train in the process group that there is; see ``run``. Returns whether SIGTERM has ended it."""
-    with megatron_on_cpu() if device.type == "cpu" else nullcontext():
+    with megatron_on(device):
         parallel_state.initialize_model_parallel(config.tp, config.pp)
         torch.manual_seed(config.seed)
         model_parallel_cuda_manual_seed(config.seed)
@@ -122,7 +122,7 @@ class _Trainer:
         )
         self.placement = self.plan.schedule.placement
         self.held_before_mib = held_memory_mib(device)
-        self.state = build(config, self.placement)
+        self.state = build(config, self.placement, device)
         files = DataFiles.from_json((self.folder / output.DATA_FILE).read_text())
         self.train_data, self.valid_data = build_datasets(config, files)
 

@@ -90,7 +90,7 @@ def _weights(_: int, config: TrainConfig) -> dict[str, np.ndarray]:
     with megatron_on_cpu():
         parallel_state.initialize_model_parallel(config.tp, config.pp)
         model_parallel_cuda_manual_seed(config.seed)
-        state, folder = build(config, Placement(config.pp)), Path(config.output)
+        state, folder = build(config, Placement(config.pp), torch.device("cpu")), Path(config.output)
         load_checkpoint(checkpoint_folder(folder, steps_done(folder)), state)
         model = unwrap(state.chunks[0])
         return {name: p.detach().float().numpy().copy() for name, p in global_parameters(model)}
