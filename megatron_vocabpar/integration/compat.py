@@ -8,7 +8,8 @@ the order of passes and the vocabulary layers are ours. What differs between ver
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import make_viewless_tensor
 
@@ -154,6 +156,21 @@ def loss_and_gradient(
             loss = config.grad_scale_func(loss)
     grad, *more = torch.autograd.grad(loss, leaves, allow_unused=len(leaves) > 1)
     return store, num_tokens, torch.zeros_like(leaf) if grad is None else grad, next(iter(more), None)
+
+
+@contextmanager
+def unvalidated() -> Iterator[None]:
+    """Megatron's validation of losses looks at nothing inside this context.
+
+    The loss function of ``pretrain_gpt.py`` has its loss looked at for NaN, for which the host waits. Where it
+    is called once more, on values of our own, it would wait once more.
+    """
+    validate = RerunStateMachine.validate_result
+    RerunStateMachine.validate_result = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        RerunStateMachine.validate_result = validate
 
 
 def report_gradient(chunk: Any, parameter: torch.nn.Parameter) -> None:

@@ -156,18 +156,19 @@ def _announced_gradient(
     model = call.chunks[-1]
     shape = (1 + heads.depths(call.config), *recorded.labels.shape)
     losses = recorded.labels.new_full(shape, value, dtype=torch.float32)
-    _, _, grad, _ = compat.loss_and_gradient(
-        model=model,
-        token_losses=losses,
-        values=taken_by(recorded.loss_func, dict.fromkeys(names, losses[0])),
-        main_loss=partial(heads.main_loss, model, recorded, training=False),
-        loss_func=recorded.loss_func,
-        config=call.config,
-        num_microbatches=call.num_microbatches,
-        cp_group_size=call.cp_group_size,
-        collect_non_loss_data=False,
-        with_gradient=True,
-    )
+    with compat.unvalidated():
+        _, _, grad, _ = compat.loss_and_gradient(
+            model=model,
+            token_losses=losses,
+            values=taken_by(recorded.loss_func, dict.fromkeys(names, losses[0])),
+            main_loss=partial(heads.main_loss, model, recorded, training=False),
+            loss_func=recorded.loss_func,
+            config=call.config,
+            num_microbatches=call.num_microbatches,
+            cp_group_size=call.cp_group_size,
+            collect_non_loss_data=False,
+            with_gradient=True,
+        )
     assert grad is not None
     return grad
 
