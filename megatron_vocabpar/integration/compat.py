@@ -162,7 +162,7 @@ def loss_and_gradient(
 def unvalidated() -> Iterator[None]:
     """Megatron's validation of losses looks at nothing inside this context.
 
-    The loss function of ``pretrain_gpt.py`` has its loss looked at for NaN, for which the host waits. Where it
+    The loss function of ``pretrain_gpt.py`` has its loss looked at for NaN, and the host waits. Where it
     is called once more, on values of our own, it would wait once more.
     """
     validate = RerunStateMachine.validate_result

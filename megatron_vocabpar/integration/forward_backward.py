@@ -212,6 +212,8 @@ class ForwardBackward:
             if config.calculate_per_token_loss:
                 tokens = torch.as_tensor(iteration.num_tokens, dtype=torch.int, device=self.device)
             compat.finalize_gradients(config, chunks, tokens, pg_collection, force_all_reduce)
+        for check in iteration.checks:
+            check()
         if config.timers is not None:
             config.timers("forward-backward").stop()
         if asks_for_graphs(config):

@@ -165,6 +165,7 @@ class Iteration:
         buffers: tensors and events between instructions.
         reported: what the loss function reported, in order (Megatron's forward_data_store).
         num_tokens: tokens of the loss, where the loss is computed.
+        checks: to be called when everything is queued, for they wait for the device; each may raise.
     """
 
     rank: Rank
@@ -175,6 +176,7 @@ class Iteration:
     buffers: Buffers = field(default_factory=Buffers)
     reported: list[Any] = field(default_factory=list)
     num_tokens: torch.Tensor | int = 0
+    checks: list[Callable[[], None]] = field(default_factory=list)
     _unclaimed: deque[Event[Any]] = field(default_factory=deque)
 
     def wait(self, event: Event[Any] | Receive) -> Any:

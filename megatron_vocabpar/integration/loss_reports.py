@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron_vocabpar.integration import compat, heads
 from megatron_vocabpar.integration.iteration import Iteration, OutputOptions
 from megatron_vocabpar.runtime.comm import broadcast
+from megatron_vocabpar.runtime.streams import HostCopy, start_to_host
 from megatron_vocabpar.schedule.passes import Pass, PassType
 
 _METRICS = {"entropy": "entropy", "correct": "accuracy", "rank": "target rank"}
@@ -129,13 +130,29 @@ class LossReports:
         return grads
 
     def finish(self) -> None:
-        """Check gradients and losses; not in each microbatch, so that the host need not wait for the device.
+        """Have gradients and losses checked when the host has nothing left to queue.
+
+        What is to hold goes to the host in one copy, which nobody waits for here.
+        """
+        held = (self._as_announced, self._finite_hidden, self._finite_losses)
+        values = [value for kind in held for value in kind.values()]
+        if values or self._takes_entropy:
+            copy = start_to_host(torch.stack(values)) if values else HostCopy(torch.empty(0))
+            self.iteration.checks.append(partial(self._check, copy))
+
+    def _check(self, copy: HostCopy) -> None:
+        """Look at what arrived.
 
         Raises:
             ValueError: if the loss function's gradient was not what had been announced, or there is one of
                 the entropies, which was not asked for.
         """
-        bent = _first_broken(self._as_announced)
+        values = iter(copy.wait().tolist())  # each dictionary takes as many as it has microbatches
+        as_announced, finite_hidden, finite_losses = (
+            dict(zip(kind, values, strict=False))
+            for kind in (self._as_announced, self._finite_hidden, self._finite_losses)
+        )
+        bent = _first_broken(as_announced)
         rank = f"rank {dist.get_rank()}"
         if bent is not None:
             raise ValueError(
@@ -149,12 +166,12 @@ class LossReports:
                 f"{rank}, microbatch {self._takes_entropy[0]}: the loss depends on the entropies, whose "
                 "gradient is not computed; detach them, or ask for it: OutputOptions(entropy_gradient=True)"
             )
-        bad = _first_broken(self._finite_losses)
+        bad = _first_broken(finite_losses)
         if bad is not None:
             where = "in the output layer or before"
-            if bad in self._finite_hidden:
+            if bad in finite_hidden:
                 softmax = Pass(PassType.S, self.iteration.rank.pipeline_rank, bad)
-                where = f"{'in' if self._finite_hidden[bad] else 'before'} pass {softmax}"
+                where = f"{'in' if finite_hidden[bad] else 'before'} pass {softmax}"
             tell = self.iteration.rank.not_finite
             assert tell is not None
             tell(f"{rank}: the loss of microbatch {bad} is not finite, first {where}")
@@ -180,16 +197,14 @@ def _with_metrics(
             f"{' and '.join(names)}"
         )
     mean = "lm loss" if "lm loss" in report else next(iter(report))
-    with torch.no_grad():
+    with torch.no_grad(), compat.unvalidated():
         reports = [loss_func(value.clone())[-1][mean] for value in values.values()]
     return dict(report) | dict(zip(names, reports, strict=True))
 
 
-def _first_broken(holds: Mapping[int, torch.Tensor]) -> int | None:
+def _first_broken(holds: Mapping[int, bool]) -> int | None:
     """The first microbatch of which it does not hold."""
-    if not holds or torch.stack(list(holds.values())).all():
-        return None
-    return min(i for i, value in holds.items() if not value)
+    return min((i for i, value in holds.items() if not value), default=None)
 
 
 class DistantLoss:
@@ -208,11 +223,7 @@ class DistantLoss:
         return self.iteration.microbatches.gradient(i)[0]
 
     def finish(self) -> None:
-        """Send the token losses of all microbatches, and report them.
-
-        Raises:
-            ValueError: if the loss function is not linear in them.
-        """
+        """Send the token losses of all microbatches, and report them."""
         rank, shapes = self.iteration.rank, self.iteration.microbatches.shapes
         sizes = [prod(shape) for shape in shapes]
         if rank.is_last:

@@ -23,7 +23,7 @@ from megatron_vocabpar.layers.embedding import InputPlan, check_ids, plan_input
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.targets import OwnedTargets, owned_targets, target_rows
 from megatron_vocabpar.runtime.comm import VocabGroups, broadcast
-from megatron_vocabpar.runtime.streams import to_device, to_host
+from megatron_vocabpar.runtime.streams import queue_to_device, to_device, to_host
 from megatron_vocabpar.schedule.placement import Placement
 
 ForwardStep = Callable[..., tuple[torch.Tensor, Callable[..., Any]]]
@@ -347,13 +347,13 @@ def share_microbatches(
 
     def share(flat: torch.Tensor, values: list[torch.Tensor] | None, member: int) -> torch.Tensor:
         if values is not None:
-            flat.copy_(torch.cat([value.reshape(-1) for value in values]))
+            flat.copy_(queue_to_device(torch.cat([value.reshape(-1) for value in values]), device))
         broadcast(groups, groups.input, [flat], [member])
         return flat
 
     sizes = None if tokens is None else [torch.tensor([list(t.shape) for t in tokens])]
     flat = share(torch.empty(3 * num_microbatches, dtype=torch.int64, device=device), sizes, first_member)
-    shapes = [(int(k), int(b), int(s)) for k, b, s in flat.view(-1, 3).tolist()]
+    shapes = [(int(k), int(b), int(s)) for k, b, s in to_host(flat).view(-1, 3).tolist()]
     total = sum(prod(shape) for shape in shapes)
     ids = torch.empty((2, total), dtype=torch.int64, device=device)
     share(ids[0], tokens, first_member)

@@ -70,11 +70,7 @@ class OutputLayer(LayerHandlers):
         self._ranked: dict[int, tuple[MergedStats, torch.Tensor]] = {}
 
     def finish(self) -> None:
-        """In evaluation: report the losses that are still on their way. In training: check the gradients.
-
-        Raises:
-            ValueError: if the loss function's gradient was not what had been announced.
-        """
+        """In evaluation: report the losses that are still on their way. Have gradients checked later."""
         self._report_evaluations(keep=0)
         self._report_ranks()
         self._reports.finish()

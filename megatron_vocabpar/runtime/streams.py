@@ -29,6 +29,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
@@ -275,14 +276,44 @@ def communicator_options(timeout: timedelta | None) -> Any:
     return options
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` on the host, in memory that a device copies to without a detour; waits for it."""
+@dataclass(frozen=True)
+class HostCopy:
+    """A tensor on its way to the host.
+
+    Attributes:
+        tensor: on the host, in memory that a device copies to without a detour.
+        arrived: behind the copy; None where the tensor was on the host already.
+    """
+
+    tensor: torch.Tensor
+    arrived: torch.cuda.Event | None = None
+
+    def wait(self) -> torch.Tensor:
+        """The tensor with its values; the host waits for what was queued before the copy, and no more."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.tensor
+
+
+def start_to_host(tensor: torch.Tensor) -> HostCopy:
+    """Queue the copy of ``tensor`` to the host."""
     if tensor.device.type == "cpu":
-        return tensor
+        return HostCopy(tensor)
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensor.device).synchronize()
-    return host
+    return HostCopy(host, torch.cuda.current_stream(tensor.device).record_event())
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` on the host; waits for it."""
+    return start_to_host(tensor).wait()
+
+
+def queue_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` on ``device``; from the host by way of pinned memory, for a copy that nobody waits for."""
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)  # the host's allocator keeps it until then
 
 
 def to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:

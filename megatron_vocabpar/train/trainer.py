@@ -29,7 +29,13 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
 from megatron_vocabpar.runtime.agreement import agree, program_digest, versions
 from megatron_vocabpar.runtime.profile import Timeline, gather_trace
-from megatron_vocabpar.runtime.streams import backend, default_device, held_memory_mib, peak_memory_mib
+from megatron_vocabpar.runtime.streams import (
+    backend,
+    default_device,
+    held_memory_mib,
+    peak_memory_mib,
+    queue_to_device,
+)
 from megatron_vocabpar.schedule.draw.pictures import write_pictures
 from megatron_vocabpar.schedule.passes import Instruction, Pass, PassType
 from megatron_vocabpar.schedule.serialize import plan_from_json
@@ -92,7 +98,7 @@ def forward_step(device: torch.device, data_iterator: Iterator[Any] | None, mode
     """Megatron's: middle stages have no batch."""
     batch: dict[str, Any] = {}
     if data_iterator is not None:
-        batch = {k: v if v is None else v.to(device) for k, v in next(data_iterator).items()}
+        batch = {k: v if v is None else queue_to_device(v, device) for k, v in next(data_iterator).items()}
     inputs = (batch.get(name) for name in ("tokens", "position_ids", "attention_mask"))
     losses = model(*inputs, labels=batch.get("labels"))
     return losses, partial(loss_func, batch.get("loss_mask"))

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-from megatron_vocabpar.integration import loss_reports
+from megatron_vocabpar.integration import loss_reports, preparation
 from megatron_vocabpar.integration.loss_reports import LossReports
+from megatron_vocabpar.integration.microbatches import ModelCall
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +50,15 @@ def iteration(told: list[str] | None = None, loss_func: Any = lambda losses, ent
         microbatches=SimpleNamespace(gradient=lambda _: torch.ones(1, 2)),
         reported=[],
         num_tokens=0,
+        checks=[],
     )
+
+
+def finish(reports: LossReports) -> None:
+    """What the end of an iteration has checked when everything is queued."""
+    reports.finish()
+    for check in reports.iteration.checks:
+        check()
 
 
 @pytest.mark.parametrize("watched", [True, False])
@@ -58,13 +68,13 @@ def test_the_first_loss_that_is_not_finite_is_told_where_it_is_looked_for(watche
     for i, hidden, loss in ((0, 1.0, 1.0), (2, 1.0, float("inf")), (1, float("nan"), float("nan"))):
         reports.hidden(i, torch.tensor([[1.0, hidden]]))
         reports.report(i, torch.tensor([[1.0, loss]]))
-    reports.finish()
+    finish(reports)
     assert told == ["rank 7: the loss of microbatch 1 is not finite, first before pass 3S1"][: int(watched)]
     told.clear()
     reports = LossReports(iteration(told if watched else None))
     reports.hidden(2, torch.ones(1, 2))
     reports.report(2, torch.tensor([[1.0, float("nan")]]))
-    reports.finish()
+    finish(reports)
     assert told == ["rank 7: the loss of microbatch 2 is not finite, first in pass 3S2"][: int(watched)]
 
 
@@ -74,7 +84,7 @@ def test_the_first_microbatch_whose_loss_is_not_linear_is_named() -> None:
         reports.report(i, torch.tensor([[slope, 1.0]]))
     told = "rank 7, microbatch 1: the loss function is not linear.*late_gradient=True"
     with pytest.raises(ValueError, match=told):
-        reports.finish()
+        finish(reports)
 
 
 def test_a_loss_of_entropies_whose_gradient_was_not_asked_for_is_named() -> None:
@@ -82,7 +92,7 @@ def test_a_loss_of_entropies_whose_gradient_was_not_asked_for_is_named() -> None
     for i, entropy in ((0, None), (2, torch.ones(1, 1, 2))):
         reports.report(i, torch.ones(1, 2), entropy, wins=torch.ones(1, 1, 2))
     with pytest.raises(ValueError, match="rank 7, microbatch 2: the loss depends on the entropies, whose"):
-        reports.finish()
+        finish(reports)
 
 
 @pytest.mark.parametrize(
@@ -114,3 +124,32 @@ def test_what_a_loss_function_reports_is_not_overwritten() -> None:
     assert metrics == {**reported, "entropy": torch.tensor(4.0)}
     with pytest.raises(ValueError, match="it reports entropy of its own; give it the parameter"):
         loss_reports._with_metrics(metrics, loss_func, {"entropy": torch.ones(2)}, "")
+
+
+def test_only_the_true_losses_are_validated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of 1 whose gradient is sent ahead, nor what takes the losses' place: the host would wait."""
+    monkeypatch.undo()
+    looked_at: list[float] = []
+
+    def loss_func(losses: torch.Tensor) -> Any:
+        looks = lambda loss: looked_at.append(float(loss))  # noqa: E731
+        get_rerun_state_machine().validate_result(result=losses.sum(), rejection_func=looks, message="loss")
+        return losses.sum(), {"lm loss": losses.mean()}
+
+    config = SimpleNamespace(
+        timers=None,
+        grad_scale_func=None,
+        calculate_per_token_loss=False,
+        num_moe_experts=None,
+        mtp_num_layers=None,
+    )
+    call = SimpleNamespace(
+        chunks=[torch.nn.Module()], config=config, num_microbatches=4, cp_group_size=1, forward_only=False
+    )
+    recorded = ModelCall((), {"labels": torch.zeros(1, 2, dtype=torch.int64)}, loss_func)
+    announced = preparation._announced_gradient(recorded, call, [])
+    assert announced.tolist() == [[[0.25, 0.25]]]
+    loss_reports._with_metrics({"lm loss": torch.tensor(1.0)}, loss_func, {"entropy": torch.ones(2)}, "")
+    assert looked_at == []
+    loss_func(torch.tensor([2.0, 3.0]))
+    assert looked_at == [5.0]

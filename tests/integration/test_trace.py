@@ -84,7 +84,7 @@ class _Waits(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in WAITS_FOR_THE_DEVICE and self._instruction is not None:
             self.found.append(f"{name} in {self._instruction}")
-        if name == "__bool__":
+        if name == "item":
             return True  # outside of passes: the check of the announced gradients
         return func(*args, **(kwargs or {}))
 

@@ -1,7 +1,7 @@
 """Where the model of ``vocabpar train`` lies: all of it on the rank's device.
 
-The device is ``meta``: ``torch.cuda.current_device`` names it, as it names the GPU, so that megatron-core
-puts there what it would put on a GPU, and leaves on the host what it would leave there.
+The device is ``meta``: to megatron-core it is what ``cuda`` is on a GPU, so that it puts there what it would
+put on a GPU, and leaves on the host what it would leave there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.train import cpu
 from megatron_vocabpar.train.build import build_chunks
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.cpu import megatron_on
@@ -42,7 +43,7 @@ def elsewhere(_: int, config: TrainConfig, placement: Placement) -> list[str]:
     with megatron_on(torch.device("cpu")):
         parallel_state.initialize_model_parallel(1, config.pp)
         model_parallel_cuda_manual_seed(config.seed)
-        with patch.object(torch.cuda, "current_device", lambda: FAR):
+        with patch.object(cpu, "_CPU", FAR):
             chunks = build_chunks(config, placement, FAR)
         return [name for chunk in chunks for name, tensor in tensors_of(chunk) if tensor.device != FAR]
 
