@@ -1,0 +1,316 @@
+"""Computes on the host what CUDA kernels of the stand-in do not.
+
+Every ATen operation first runs as it is: PyTorch checks devices, shapes and dtypes, allocates, and launches
+kernels that do nothing. The same operation is then queued in the stream that it was given, on CPU tensors over
+the same memory, and the stream's thread carries it out. So an operation whose stream does not wait for what it
+reads finds what is there: NaN, or other numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import waits
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+_library = ctypes.CDLL(None)
+_Callback = ctypes.CFUNCTYPE(None, ctypes.c_ulong)
+_library.emulated_enqueue.argtypes = [ctypes.c_void_p, _Callback, ctypes.c_ulong]
+_library.emulated_enqueue.restype = None
+
+aten = torch.ops.aten
+
+# Nothing is computed: they allocate, look at metadata, or are the runtime's own work.
+_AS_IT_IS = {
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_", "set_"),
+    *("_local_scalar_dense", "record_stream", "is_pinned", "_pin_memory", "lift", "lift_fresh", "set_data"),
+    *("_unsafe_view", "_reshape_alias", "is_same_size", "_has_compatible_shallow_copy_type"),
+}
+# The shape of the result depends on values, so the host waits.
+_BY_VALUES = {
+    *("nonzero", "masked_select", "unique_dim", "_unique", "_unique2", "unique_consecutive", "equal", "bincount"),
+    "repeat_interleave",
+}
+_INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+
+_jobs: dict[int, Callable[[], None]] = {}
+_numbers = itertools.count(1)
+
+
+def _run_job(number: int) -> None:
+    """In a stream's thread. An error there has no caller: it ends the process, as a fault of a kernel would."""
+    try:
+        with torch.no_grad():
+            _jobs.pop(number)()
+    except BaseException:
+        sys.stderr.write(f"[emulated gpu] a job of a stream failed:\n{traceback.format_exc()}")
+        sys.stderr.flush()
+        os._exit(98)
+
+
+_run_job_from_c = _Callback(_run_job)
+
+
+def queue(stream: torch.cuda.Stream, job: Callable[[], None]) -> None:
+    """Have ``job`` run in the thread of ``stream``."""
+    number = next(_numbers)
+    _jobs[number] = job
+    _library.emulated_enqueue(stream.cuda_stream, _run_job_from_c, number)
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor over the memory of a CUDA tensor, which it does not keep alive."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == 0:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    memory = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), torch.device("cpu"), storage.nbytes()
+    )
+    view = torch.empty(0, dtype=tensor.dtype)
+    return view.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _is_cuda(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_cuda
+
+
+def _widened(value: Any) -> Any:
+    """16-bit and 8-bit tensors as float32; everything else as it is."""
+    narrow = isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize < 4
+    return value.float() if narrow else value
+
+
+def _product_with_out_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Products in a dtype that their operands do not have, which the CPU lacks."""
+    dtypes = [value for value in (*args, kwargs.pop("out_dtype", None)) if isinstance(value, torch.dtype)]
+    out = kwargs.pop("out", None)
+    operands = [_widened(value) for value in args if not isinstance(value, torch.dtype)]
+    result = func.overloadpacket(*operands, **kwargs).to(dtypes[0])
+    return result if out is None else out.copy_(result)
+
+
+def _scaled_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale_result: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """``_scaled_mm`` of 8-bit operands, with one scale, or one for each row and each column."""
+    product = (a.float() @ b.float()) * scale_a * scale_b
+    return (product if bias is None else product + bias).to(out_dtype or torch.bfloat16)
+
+
+def _host_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+    """The operation on the host, bound to memory now and carried out when it is called."""
+
+    def place(value: Any) -> Any:
+        if _is_cuda(value):
+            return on_host(value)
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    args, kwargs = tree_map(place, (args, kwargs))
+    args = tuple(None if isinstance(value, torch.Generator) else value for value in args)
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("pin_memory", "generator")}
+    name = func._schema.name.removeprefix("aten::")
+    if name in _PRODUCTS and "dtype" in func._overloadname:
+        return lambda: _product_with_out_dtype(func, args, dict(kwargs))
+    if name == "_scaled_mm" and func._overloadname == "default":
+        return lambda: _scaled_product(*args, **kwargs)
+
+    def call() -> Any:
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            # CUDA takes float32 statistics beside 16-bit values: on the CPU all of it is float32 then.
+            if func._schema.is_mutable or "expected scalar type" not in str(error):
+                raise
+            return func(*tree_map(_widened, args), **tree_map(_widened, kwargs))
+
+    return call
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """Memory that the operation writes in place."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    values = [
+        given[argument.name]
+        for argument in func._schema.arguments
+        if argument.name in given and argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(values) if _is_cuda(tensor)}
+
+
+class Emulation(TorchDispatchMode):
+    """Queues what CUDA operations compute; see the module."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = [value for value in tree_leaves((args, kwargs)) if _is_cuda(value)]
+        device = inputs[0].device if inputs else _device_of(kwargs)
+        name = func._schema.name
+        if device is None or not name.startswith(("aten::", "prims::")):
+            return func(*args, **kwargs)
+        name = name.split("::")[1]
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self:  # where autograd is off they are not taken apart before they come here
+                return func.decompose(*args, **kwargs)
+        if name in _AS_IT_IS or func.is_view:
+            return func(*args, **kwargs)
+        if name in ("_to_copy", "copy_"):
+            return self._copy(func, args, kwargs)
+        if name in _PRODUCTS and _OLDER_TORCH:
+            _refuse_as_older_torch(func, name, args, kwargs)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        if name in _BY_VALUES or random or (name in _INDEXING and _reads_mask(args[1])):
+            return self._at_once(func, args, kwargs, device, random)
+        return self._later(func, args, kwargs, device)
+
+    def _later(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
+        result = func(*args, **kwargs)
+        call, written = _host_call(func, args, kwargs), _written(func, args, kwargs)
+        new = [on_host(value) if _is_cuda(value) else None for value in tree_leaves(result)]
+
+        def job() -> None:
+            for mine, computed in zip(new, tree_leaves(call()), strict=False):
+                if mine is None or not isinstance(computed, torch.Tensor) or mine.numel() == 0:
+                    continue
+                if mine.untyped_storage().data_ptr() not in written:
+                    mine.copy_(computed.reshape(mine.shape))
+
+        queue(torch.cuda.current_stream(device), job)
+        return result
+
+    def _at_once(self, func: Any, args: Any, kwargs: Any, device: torch.device, random: bool) -> Any:
+        """On the host now: what is drawn at random does not wait on a GPU, the others do."""
+        if not random:
+            waits.note(func._schema.name)
+        with waits.uncounted():
+            torch.cuda.current_stream(device).synchronize()
+            with _drawing(kwargs.get("generator"), device) if random else torch.no_grad():
+                result = _host_call(func, args, kwargs)()
+            if func._schema.is_mutable:
+                return args[0]
+            with self:
+                return tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, result)
+
+    def _copy(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Between devices and the host, and conversions; a copy of plain bytes is the runtime's own."""
+        if func._schema.name == "aten::_to_copy":
+            source = args[0]
+            target = _device_of(kwargs) or torch.device(kwargs.get("device") or source.device)
+            dtype = kwargs.get("dtype") or source.dtype
+            if source.is_cuda and target == source.device:
+                return self._later(func, args, kwargs, source.device)
+            wait = not kwargs.get("non_blocking", False)
+            here = source if target.type == "cpu" else source.to(dtype)
+            pinned = target.type == "cpu" and not wait
+            result = torch.empty(source.shape, dtype=here.dtype, device=target, pin_memory=pinned)
+            with self:
+                aten.copy_.default(result, here.contiguous(), not wait)
+                return result.to(dtype)
+        target, source = args[:2]
+        if target.is_cuda and source.is_cuda:
+            return self._later(func, args, kwargs, target.device)
+        alike = target.dtype == source.dtype and target.shape == source.shape
+        if alike and target.is_contiguous() and source.is_contiguous():
+            return func(*args, **kwargs)
+        with self:
+            dense = source.to(target.dtype).expand(target.shape).contiguous()
+            moved = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+            return target.copy_(aten.copy_.default(moved, dense, False))
+
+
+def _device_of(kwargs: dict[str, Any]) -> torch.device | None:
+    """The CUDA device that is asked for, with its number."""
+    device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
+    if device is None or device.type != "cuda":
+        return None
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def _reads_mask(indices: Any) -> bool:
+    """Whether a tensor among indices is a mask, or on the host."""
+    tensors = [index for index in indices if index is not None]
+    return any(index.dtype in (torch.bool, torch.uint8) or not index.is_cuda for index in tensors)
+
+
+class _drawing:
+    """The CPU's generator in the state that the GPU's is in; the GPU's moves on."""
+
+    def __init__(self, generator: torch.Generator | None, device: torch.device) -> None:
+        self._generator = generator or torch.cuda.default_generators[device.index]
+
+    def __enter__(self) -> None:
+        self._state = torch.default_generator.get_state()
+        offset = self._generator.get_offset()
+        self._generator.set_offset(offset + 4)
+        torch.default_generator.manual_seed((self._generator.initial_seed() * 10007 + offset) % 2**63)
+
+    def __exit__(self, *_: object) -> None:
+        torch.default_generator.set_state(self._state)
+
+
+_OLDER_TORCH = os.environ.get("EMULATED_TORCH", "")
+
+
+def _refuse_as_older_torch(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise where PyTorch ``EMULATED_TORCH`` refuses the product; the table is that of the layers' tests."""
+    from tests.layers.cuda_device import ProductCall
+    from tests.layers.cuda_products import refusal
+
+    operands = [value for value in args if isinstance(value, torch.Tensor)]
+    a, b = operands[-2:]
+    dtypes = [value for value in (*args, kwargs.get("out_dtype")) if isinstance(value, torch.dtype)]
+    out = kwargs.get("out")
+    call = ProductCall(
+        name=name,
+        a=a.dtype,
+        b=b.dtype,
+        addend=operands[0].dtype if len(operands) == 3 else None,
+        out=None if out is None else out.dtype,
+        out_dtype=dtypes[0] if dtypes else None,
+    )
+    reason = refusal(call, _OLDER_TORCH)
+    if reason:
+        raise RuntimeError(f"PyTorch {_OLDER_TORCH} on CUDA: {reason}")
+
+
+def install() -> None:
+    """Enter the mode in this thread and in every one that Python starts; once, when torch is imported."""
+    Emulation().__enter__()
+    run, initialise = threading.Thread.run, torch.cuda._lazy_init
+
+    def run_with_mode(thread: threading.Thread) -> None:
+        with Emulation():
+            run(thread)
+
+    def initialise_and_watch() -> None:
+        fresh = not torch.cuda._initialized
+        initialise()
+        if fresh and os.environ.get("EMULATED_POISON") != "0":
+            ctypes.CDLL(str(Path(__file__).parents[1] / "build/libfreed.so")).emulated_watch_allocator()
+
+    threading.Thread.run = run_with_mode
+    torch.cuda._lazy_init = initialise_and_watch
+    # Fused attention has kernels of its own, which do nothing.
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    waits.install()

@@ -1,0 +1,85 @@
+"""Counts where the host waits for a GPU, by the instruction of the schedule that it was in.
+
+``EMULATED_WAITS=FOLDER``: when a process ends, ``FOLDER/RANK.json`` has ``[iteration, instruction, kind, place,
+count]`` rows. ``instruction`` is null between passes, and ``iteration`` counts the calls of the
+forward-backward function. The place is the innermost line outside of torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+KINDS = (
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaEventSynchronize",
+    "cudaMemcpy",
+    "copy of pageable memory",
+    "cudaFree",
+)
+_SKIPPED = ("/torch/", "importlib", "/tests/cuda_emulated/site/", "contextlib")
+
+_library = ctypes.CDLL(None)
+_Told = ctypes.CFUNCTYPE(None, ctypes.c_int)
+_found: Counter[tuple[int, str | None, str, str]] = Counter()
+_local = threading.local()
+_iterations: list[int] = []  # ids of the calls' frames, in order
+_lock = threading.Lock()
+
+
+def note(kind: str) -> None:
+    """Count a wait of this thread, where it is now."""
+    if not _counts or getattr(_local, "quiet", 0):
+        return
+    frame: FrameType | None = sys._getframe(1)
+    place, instruction, iteration = "", None, None
+    while frame is not None:
+        code = frame.f_code
+        if not place and not any(part in code.co_filename for part in _SKIPPED):
+            place = f"{'/'.join(Path(code.co_filename).parts[-2:])}:{frame.f_lineno}"
+        if code.co_name == "execute" and code.co_filename.endswith("runtime/executor.py"):
+            instruction = str(frame.f_locals.get("instruction"))
+        if code.co_name == "__call__" and code.co_filename.endswith("integration/forward_backward.py"):
+            iteration = id(frame)
+        frame = frame.f_back
+    with _lock:
+        if iteration is not None and iteration not in _iterations[-1:]:
+            _iterations.append(iteration)
+        _found[len(_iterations), instruction, kind, place] += 1
+
+
+class uncounted:
+    """Waits of the stand-in itself."""
+
+    def __enter__(self) -> None:
+        _local.quiet = getattr(_local, "quiet", 0) + 1
+
+    def __exit__(self, *_: Any) -> None:
+        _local.quiet -= 1
+
+
+_counts = bool(os.environ.get("EMULATED_WAITS"))
+_told = _Told(lambda kind: note(KINDS[kind]))
+
+
+def _write() -> None:
+    rows = [[*key, count] for key, count in sorted(_found.items(), key=str)]
+    folder = Path(os.environ["EMULATED_WAITS"])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{os.environ.get('RANK', 'launcher')}.json").write_text(json.dumps(rows))
+
+
+def install() -> None:
+    """Start counting, where it is asked for."""
+    if _counts:
+        _library.emulated_count_waits(_told)
+        atexit.register(_write)
