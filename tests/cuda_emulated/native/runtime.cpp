@@ -55,6 +55,8 @@ size_t memory() {
 
 extern "C" {
 
+int emulated_devices() { return gpu::count(); }
+
 cudaError_t cudaGetDeviceCount(int* out) {
   *out = gpu::count();
   return cudaSuccess;

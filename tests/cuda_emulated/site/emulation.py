@@ -175,8 +175,8 @@ class Emulation(TorchDispatchMode):
             return func(*args, **kwargs)
         if name in ("_to_copy", "copy_"):
             return self._copy(func, args, kwargs)
-        if name in _PRODUCTS and _OLDER_TORCH:
-            _refuse_as_older_torch(func, name, args, kwargs)
+        if name in _PRODUCTS and "EMULATED_TORCH" in os.environ:
+            _refuse_as_older_torch(name, args, kwargs, os.environ["EMULATED_TORCH"])
         random = torch.Tag.nondeterministic_seeded in func.tags
         if name in _BY_VALUES or random or (name in _INDEXING and _reads_mask(args[1])):
             return self._at_once(func, args, kwargs, device, random)
@@ -267,11 +267,8 @@ class _drawing:
         torch.default_generator.set_state(self._state)
 
 
-_OLDER_TORCH = os.environ.get("EMULATED_TORCH", "")
-
-
-def _refuse_as_older_torch(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise where PyTorch ``EMULATED_TORCH`` refuses the product; the table is that of the layers' tests."""
+def _refuse_as_older_torch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], version: str) -> None:
+    """Raise where PyTorch of this version refuses the product; the table is that of the layers' tests."""
     from tests.layers.cuda_device import ProductCall
     from tests.layers.cuda_products import refusal
 
@@ -287,9 +284,9 @@ def _refuse_as_older_torch(func: Any, name: str, args: tuple[Any, ...], kwargs: 
         out=None if out is None else out.dtype,
         out_dtype=dtypes[0] if dtypes else None,
     )
-    reason = refusal(call, _OLDER_TORCH)
+    reason = refusal(call, version)
     if reason:
-        raise RuntimeError(f"PyTorch {_OLDER_TORCH} on CUDA: {reason}")
+        raise RuntimeError(f"PyTorch {version} on CUDA: {reason}")
 
 
 def install() -> None:
@@ -307,6 +304,17 @@ def install() -> None:
         if fresh and os.environ.get("EMULATED_POISON") != "0":
             ctypes.CDLL(str(Path(__file__).parents[1] / "build/libfreed.so")).emulated_watch_allocator()
 
+    show = torch._tensor_str._str
+
+    def shown(tensor: torch.Tensor, **options: Any) -> str:
+        if tensor.is_cuda:  # torch leaves all modes before it prints
+            with Emulation(), waits.uncounted():
+                tensor = tensor.detach().cpu()
+        return show(tensor, **options)
+
+    torch._tensor_str._str = shown
+    # Asked through torch, the number would leave every fork without GPUs (jobs.py).
+    torch._C._cuda_getDeviceCount = lambda: _library.emulated_devices()
     threading.Thread.run = run_with_mode
     torch.cuda._lazy_init = initialise_and_watch
     # Fused attention has kernels of its own, which do nothing.

@@ -1,8 +1,8 @@
 """Counts where the host waits for a GPU, by the instruction of the schedule that it was in.
 
 ``EMULATED_WAITS=FOLDER``: when a process ends, ``FOLDER/RANK.json`` has ``[iteration, instruction, kind, place,
-count]`` rows. ``instruction`` is null between passes, and ``iteration`` counts the calls of the
-forward-backward function. The place is the innermost line outside of torch.
+count]`` rows. ``instruction`` is null between passes, and ``iteration`` is the training loop's own number, -1
+before it. The place is the innermost line outside of torch.
 """
 
 from __future__ import annotations
@@ -32,29 +32,26 @@ _library = ctypes.CDLL(None)
 _Told = ctypes.CFUNCTYPE(None, ctypes.c_int)
 _found: Counter[tuple[int, str | None, str, str]] = Counter()
 _local = threading.local()
-_iterations: list[int] = []  # ids of the calls' frames, in order
 _lock = threading.Lock()
 
 
 def note(kind: str) -> None:
     """Count a wait of this thread, where it is now."""
-    if not _counts or getattr(_local, "quiet", 0):
+    if "EMULATED_WAITS" not in os.environ or getattr(_local, "quiet", 0):
         return
     frame: FrameType | None = sys._getframe(1)
-    place, instruction, iteration = "", None, None
+    place, instruction, iteration = "", None, -1
     while frame is not None:
         code = frame.f_code
         if not place and not any(part in code.co_filename for part in _SKIPPED):
             place = f"{'/'.join(Path(code.co_filename).parts[-2:])}:{frame.f_lineno}"
         if code.co_name == "execute" and code.co_filename.endswith("runtime/executor.py"):
             instruction = str(frame.f_locals.get("instruction"))
-        if code.co_name == "__call__" and code.co_filename.endswith("integration/forward_backward.py"):
-            iteration = id(frame)
+        if code.co_name == "train":  # the trainer's, and Megatron-LM's
+            iteration = frame.f_locals.get("step", frame.f_locals.get("iteration", -1))
         frame = frame.f_back
     with _lock:
-        if iteration is not None and iteration not in _iterations[-1:]:
-            _iterations.append(iteration)
-        _found[len(_iterations), instruction, kind, place] += 1
+        _found[iteration, instruction, kind, place] += 1
 
 
 class uncounted:
@@ -67,11 +64,11 @@ class uncounted:
         _local.quiet -= 1
 
 
-_counts = bool(os.environ.get("EMULATED_WAITS"))
 _told = _Told(lambda kind: note(KINDS[kind]))
 
 
-def _write() -> None:
+def write() -> None:
+    """Leave what was found so far."""
     rows = [[*key, count] for key, count in sorted(_found.items(), key=str)]
     folder = Path(os.environ["EMULATED_WAITS"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -80,6 +77,6 @@ def _write() -> None:
 
 def install() -> None:
     """Start counting, where it is asked for."""
-    if _counts:
+    if os.environ.get("EMULATED_WAITS"):
         _library.emulated_count_waits(_told)
-        atexit.register(_write)
+        atexit.register(write)
