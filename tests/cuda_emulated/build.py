@@ -44,7 +44,9 @@ def build() -> None:
     """Compile all three libraries."""
     site = Path(sysconfig.get_paths()["purelib"])
     torch, cuda = site / "torch", site / "nvidia/cu13/include"
-    includes = [f"-I{path}" for path in (cuda, site / "nvidia/nccl/include", site / "triton/backends/nvidia/include")]
+    includes = [
+        f"-I{path}" for path in (cuda, site / "nvidia/nccl/include", site / "triton/backends/nvidia/include")
+    ]
     # The headers of 16-bit and 8-bit numbers are for nvcc; their guards keep them out.
     own_numbers = [f"-D__CUDA_{kind}_H__" for kind in ("FP16", "BF16", "FP8")] + ["-include", "numbers.h"]
     compile_ = ["g++", "-O1", "-g", "-fPIC", "-w"]
@@ -54,7 +56,9 @@ def build() -> None:
         objects.append(BUILD / f"{name}.o")
         _run(*compile_, "-std=c++17", *includes, *own_numbers, "-c", f"{name}.cpp", "-o", objects[-1])
     ours = set().union(*(symbols(file, "--defined-only") for file in objects))
-    wanted = set().union(*(symbols(file, "-D", "--undefined-only") for file in (torch / "lib").glob("lib*.so")))
+    wanted = set().union(
+        *(symbols(file, "-D", "--undefined-only") for file in (torch / "lib").glob("lib*.so"))
+    )
     rest = sorted(name for name in wanted - ours if _OF_CUDA.fullmatch(name))
     stubs = BUILD / "stubs.cpp"
     stubs.write_text('extern "C" {\n' + "".join(f"long {name}() {{ return 0; }}\n" for name in rest) + "}\n")

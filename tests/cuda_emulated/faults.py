@@ -28,7 +28,8 @@ from tests.cuda_emulated import jobs
 from tests.cuda_emulated.jobs import SMALL, Outcome
 
 RUNS, ENOUGH = 10, 9
-DELAYS = {"EMULATED_DELAY_US": "3000"}
+DELAYS = {"EMULATED_DELAY_US": "500"}
+JOB = replace(SMALL, layers=2, microbatches=3, steps=2)
 ROUNDING = 1e-5
 """Relative, of a loss: the most that the same sums in other orders make in these jobs."""
 
@@ -93,7 +94,9 @@ def collectives_change_places(rank: int) -> None:
     execute = forward_backward.execute
 
     def changed(number: int, program: Sequence[Any], *rest: Any) -> None:
-        order = [item for item in program if isinstance(item, Comm) and item.type in (CommType.C0, CommType.C1)]
+        order = [
+            item for item in program if isinstance(item, Comm) and item.type in (CommType.C0, CommType.C1)
+        ]
         pairs = zip(order, order[1:], strict=False)
         first, second = next(pair for pair in pairs if [c.type for c in pair] == [CommType.C1, CommType.C0])
         program = [item for item in program if item != second]
@@ -165,7 +168,7 @@ def symptom(outcome: Outcome, expected: Sequence[float], tolerance: float) -> st
 
 def find(fault: Fault, folder: Path, runs: int = RUNS) -> Counter[str]:
     """The symptoms of so many runs, each with delays of its own."""
-    config = replace(SMALL, **fault.changes)
+    config = replace(JOB, **fault.changes)
     expected = jobs.run(replace(config, device="cpu"), folder / "cpu").losses
     tolerance = ROUNDING if config.dtype == "fp32" else 2e-3
     found: Counter[str] = Counter()

@@ -32,13 +32,31 @@ aten = torch.ops.aten
 
 # Nothing is computed: they allocate, look at metadata, or are the runtime's own work.
 _AS_IT_IS = {
-    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_", "set_"),
+    *(
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "resize_",
+        "resize_as_",
+        "set_",
+    ),
     *("_local_scalar_dense", "record_stream", "is_pinned", "_pin_memory", "lift", "lift_fresh", "set_data"),
     *("_unsafe_view", "_reshape_alias", "is_same_size", "_has_compatible_shallow_copy_type"),
 }
 # The shape of the result depends on values, so the host waits.
 _BY_VALUES = {
-    *("nonzero", "masked_select", "unique_dim", "_unique", "_unique2", "unique_consecutive", "equal", "bincount"),
+    *(
+        "nonzero",
+        "masked_select",
+        "unique_dim",
+        "_unique",
+        "_unique2",
+        "unique_consecutive",
+        "equal",
+        "bincount",
+    ),
     "repeat_interleave",
 }
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
