@@ -11,6 +11,8 @@
 #   make bench       the runtime against stock Megatron
 #   make gpu         on a machine with GPUs, with the torch that it has: vocabpar doctor --gpu, the tests that need a GPU,
 #                    the kernel benchmark
+#   make cuda-emulated  install torch's CUDA build by itself, and run training on emulated GPUs: faults that are found,
+#                    methods and families against the CPU (tests/cuda_emulated/README.md); gigabytes, and an hour
 # Variables: PYTHON (3.11 to 3.13), VENV, TORCH, GPU_PYTHON, ARGS (of vocabpar train), EMULATE (of vocabpar emulate), PYTEST_ARGS,
 # MATRIX (versions of megatron-core), ROWS (words of test-machines), TRITONS (of the oldest and the newest supported torch).
 
@@ -31,7 +33,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true
 INSTALLED := $(VENV)/.vocabpar-installed
 
-.PHONY: install train test test-ci test-long test-machines test-megatron test-megatron-matrix test-kernels lint format docs bench gpu clean
+.PHONY: install train test test-ci test-long test-machines test-megatron test-megatron-matrix test-kernels cuda-emulated lint format docs bench gpu clean
 
 install: $(INSTALLED)-test $(INSTALLED)-lint
 
@@ -136,6 +138,22 @@ gpu:
 	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS) || status=1; \
 	$(GPU_PYTHON) -m megatron_vocabpar bench kernels --device cuda --save bench/results || status=1; \
 	exit $$status
+
+# No GPU needed, and none used: CUDA's libraries are replaced beneath torch.
+EMULATED := .venv-cuda/bin/python tests/cuda_emulated/start.py
+cuda-emulated:
+	@$(MAKE) --silent .venv-cuda/.installed || { echo "the CUDA build of torch cannot be had here: nothing was run"; exit 2; }
+	.venv-cuda/bin/python tests/cuda_emulated/build.py
+	@status=0; $(EMULATED) -m pytest tests/cuda_emulated $(PYTEST_ARGS) || status=1; \
+	for table in faults sweep; do $(EMULATED) -m tests.cuda_emulated.$$table || status=1; done; \
+	exit $$status
+
+.venv-cuda/.installed: pyproject.toml setup.py
+	test -x .venv-cuda/bin/python || $(PYTHON) -m venv .venv-cuda
+	.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		"torch==2.11.0" "triton==3.6.0" "megatron-core==0.16.1" "numpy<2.4" --editable ".[test]"
+	.venv-cuda/bin/python -c "import sys, torch; sys.exit(torch.version.cuda is None)"
+	touch $@
 
 clean:
 	rm -rf site .machines .venv .venv-ci .venv-matrix .venv-kernels build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

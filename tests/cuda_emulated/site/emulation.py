@@ -1,9 +1,9 @@
 """Computes on the host what CUDA kernels of the stand-in do not.
 
-Every ATen operation first runs as it is: PyTorch checks devices, shapes and dtypes, allocates, and launches
-kernels that do nothing. The same operation is then queued in the stream that it was given, on CPU tensors over
-the same memory, and the stream's thread carries it out. So an operation whose stream does not wait for what it
-reads finds what is there: NaN, or other numbers.
+Every ATen operation first runs as it is: PyTorch checks devices, shapes and dtypes, allocates, and starts
+kernels that do nothing. Then the same operation is queued in the stream that it was given, on CPU tensors on
+the same memory, and the stream's thread carries it out. So an operation in a stream that does not wait for
+what it reads finds what is there: NaN, or other numbers.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _numbers = itertools.count(1)
 
 
 def _run_job(number: int) -> None:
-    """In a stream's thread. An error there has no caller: it ends the process, as a fault of a kernel would."""
+    """In a stream's thread. An error has no caller there: it ends the process, as a kernel's fault would."""
     try:
         with torch.no_grad():
             _jobs.pop(number)()

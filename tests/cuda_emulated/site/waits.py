@@ -1,8 +1,8 @@
 """Counts where the host waits for a GPU, by the instruction of the schedule that it was in.
 
-``EMULATED_WAITS=FOLDER``: when a process ends, ``FOLDER/RANK.json`` has ``[iteration, instruction, kind, place,
-count]`` rows. ``instruction`` is null between passes, and ``iteration`` is the training loop's own number, -1
-before it. The place is the innermost line outside of torch.
+``EMULATED_WAITS=FOLDER``: when a process ends, ``FOLDER/RANK.json`` has ``[iteration, instruction, kind,
+place, count]`` rows. ``instruction`` is null between passes, and ``iteration`` is the training loop's own
+number, -1 before it. The place is the innermost line outside of torch.
 """
 
 from __future__ import annotations
