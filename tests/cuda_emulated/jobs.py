@@ -5,7 +5,6 @@ A rank is a fork of this process and runs the worker of ``vocabpar train``. A fa
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -192,8 +191,7 @@ def _wait(ranks: Sequence[int], limit_s: float) -> tuple[int | None, ...]:
 
 
 def _waits(folder: Path, ranks: int) -> list[tuple[int, int, str | None, str, str, int]]:
-    files = [(rank, folder / f"{rank}.json") for rank in range(ranks)]
-    return [(rank, *row) for rank, file in files if file.exists() for row in json.loads(file.read_text())]
+    return [(rank, *row) for rank in range(ranks) for row in waits.read(folder / f"{rank}.json")]
 
 
 def scratch() -> tempfile.TemporaryDirectory[str]:

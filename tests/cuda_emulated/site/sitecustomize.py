@@ -30,4 +30,8 @@ class _AfterTorch:
 if os.environ.get("EMULATED_GPUS") == "1":
     sys.meta_path.insert(0, _AfterTorch())
     if os.environ.get("EMULATED_TRITON") != "1":
-        sys.modules["triton"] = None  # as if it were not installed: a compiled kernel would do nothing
+        # The package looks for Triton so; a compiled kernel would do nothing. Megatron-LM imports it.
+        _find = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, package=None: (
+            None if name == "triton" else _find(name, package)
+        )

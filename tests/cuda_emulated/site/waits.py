@@ -47,7 +47,7 @@ def note(kind: str) -> None:
             place = f"{'/'.join(Path(code.co_filename).parts[-2:])}:{frame.f_lineno}"
         if code.co_name == "execute" and code.co_filename.endswith("runtime/executor.py"):
             instruction = str(frame.f_locals.get("instruction"))
-        if code.co_name == "train":  # the trainer's, and Megatron-LM's
+        if code.co_name == "train" and iteration == -1:  # the trainer's loop, and Megatron-LM's
             iteration = frame.f_locals.get("step", frame.f_locals.get("iteration", -1))
         frame = frame.f_back
     with _lock:
@@ -73,6 +73,11 @@ def write() -> None:
     folder = Path(os.environ["EMULATED_WAITS"])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{os.environ.get('RANK', 'launcher')}.json").write_text(json.dumps(rows))
+
+
+def read(file: Path) -> tuple[tuple[int, str | None, str, str, int], ...]:
+    """The rows that a process left; none where it left no file."""
+    return tuple(map(tuple, json.loads(file.read_text()))) if file.exists() else ()
 
 
 def install() -> None:
