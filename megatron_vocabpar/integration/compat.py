@@ -87,9 +87,13 @@ def backward_step(
     output_grad: torch.Tensor | None,
     config: Any,
 ) -> torch.Tensor | None:
-    """One stage's backward as in Megatron; returns the gradient of its input."""
+    """One stage's backward as in Megatron; returns the gradient of its input.
+
+    That is zero where the output has no graph, such as a loss that is a constant.
+    """
     model_type = [ModelType.encoder_or_decoder] if "model_type" in _BACKWARD_PARAMETERS else []
-    return schedules.backward_step([input_tensor], [output_tensor], [output_grad], *model_type, config)[0]
+    grad = schedules.backward_step([input_tensor], [output_tensor], [output_grad], *model_type, config)[0]
+    return torch.zeros_like(input_tensor) if grad is None and input_tensor is not None else grad
 
 
 def released(output_tensor: torch.Tensor, config: Any) -> torch.Tensor:
@@ -125,7 +129,8 @@ def loss_and_gradient(
     Returns:
         What ``loss_func`` reported, the number of tokens, and the gradients ``[1 + D, b, s]`` float32 with
         respect to ``token_losses``, and ``[b, s]`` to the value ``entropy``, loss scale included (None unless
-        ``with_gradient``; the second also where the loss doesn't depend on the entropy).
+        ``with_gradient``; the second also where the loss doesn't depend on the entropy). The first is zero
+        for a loss without a graph, such as a constant, as it is in Megatron's own backward.
     """
     store: list[Any] = []
     leaf = token_losses.detach().clone().requires_grad_(with_gradient)
@@ -154,6 +159,8 @@ def loss_and_gradient(
             return store, num_tokens, None, None
         if config.grad_scale_func is not None:
             loss = config.grad_scale_func(loss)
+    if not loss.requires_grad:
+        return store, num_tokens, torch.zeros_like(leaf), None
     grad, *more = torch.autograd.grad(loss, leaves, allow_unused=len(leaves) > 1)
     return store, num_tokens, torch.zeros_like(leaf) if grad is None else grad, next(iter(more), None)
 

@@ -283,6 +283,8 @@ def _loss(
     metrics = {key: value.detach().clone() for key, value in metrics.items()}
     if not kind.endswith("tokens"):
         mean = total / mask.sum().clamp(min=1)
+        if name == "constant of masked" and not mask.any():
+            mean = torch.zeros(())
         return mean, {"lm loss": mean.detach().clone(), **metrics}
     tokens = mask.sum().to(torch.int)
     report = torch.stack([total.detach(), tokens.float()])

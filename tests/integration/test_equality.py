@@ -126,6 +126,12 @@ def test_awkward_vocabularies_and_labels(method: str, vocab_size: int, labels: s
     check(Case(method=method, pp=4, m=3, vocab_size=vocab_size, labels=labels))
 
 
+@pytest.mark.parametrize("method", ["vocab-1", "baseline"])
+def test_a_loss_without_a_graph_is_no_gradient(method: str) -> None:
+    """The last microbatch counts no token, and its loss is ``torch.zeros(())``."""
+    check(Case(method=method, pp=2, m=3, labels="one masked microbatch", loss="constant of masked"))
+
+
 @pytest.mark.parametrize(
     ("method", "recompute"),
     [("vocab-1", True), ("vocab-2", True), *rest_is_slow([("interlaced", True)]), ("naive", False)],
