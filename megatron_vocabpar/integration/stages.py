@@ -111,10 +111,9 @@ class Stages(LayerHandlers):
         else:
             output_grad = self.wait(self.buffers.take(Comm(CommType.RECV_B, stage, i), "received"))
         chunk = placement.chunk_of(stage)
-        if self.weight_gradients:
-            self.weight_gradients[chunk].begin(i)
         self.gradients.before_backward(chunk)
-        input_grad = compat.backward_step(stage_input, output, output_grad, self.call.config)
+        with self.weight_gradients[chunk].left_by(i) if self.weight_gradients else nullcontext():
+            input_grad = compat.backward_step(stage_input, output, output_grad, self.call.config)
         self.gradients.after_backward(chunk)
         if stage > 0:
             self.buffers.put(instruction, "input_grad", input_grad)
