@@ -1,7 +1,8 @@
 """Trainings one after another, their ranks forked from one interpreter that has imported Megatron already.
 
 Importing torch and Megatron takes longer than the short trainings of the tests, once for every rank of every
-job. ``python -m tests.megatron_lm.ranks CHECKOUT`` reads jobs from its input, one JSON object a line:
+job. ``python -m tests.megatron_lm.ranks CHECKOUT [TRANSFORMER_ENGINE]``, the second to train with the layers
+that Megatron takes where that can be imported, reads jobs from its input, one JSON object a line:
 ``{"arguments": [...], "processes": n, "port": of the store where they meet, "output": path}``; runs each as
 torchrun would run ``megatron_vocabpar.train.on_cpu``; and prints the exit statuses of its ranks as a JSON
 list. What the ranks print goes to ``output``.
@@ -19,15 +20,19 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 from megatron_vocabpar.train import on_cpu
+from tests.transformer_engine import hook
 
 
-def serve(checkout: str) -> dict[str, Any] | None:
+def serve(checkout: str, transformer_engine: str | None = None) -> dict[str, Any] | None:
     """Run the jobs; returns None when there are no more, and in a forked rank the job to do."""
     sys.path.insert(0, checkout)
     on_cpu.stand_in()
+    if transformer_engine is not None:
+        hook.install(Path(transformer_engine))
     cpu = importlib.import_module("megatron_vocabpar.train.cpu")  # imports Megatron
     with cpu.megatron_on_cpu():
         for module in ("megatron.training.training", "megatron.training.checkpointing", "torch._dynamo"):
@@ -76,6 +81,6 @@ def _wait(ranks: list[int]) -> list[int]:
 
 
 if __name__ == "__main__":
-    mine = serve(sys.argv[1])
+    mine = serve(*sys.argv[1:])
     if mine is not None:
         on_cpu.main(mine["arguments"])

@@ -22,6 +22,7 @@ from torch.distributed import TCPStore
 
 from megatron_vocabpar.megatron_lm.bindings import find_version
 from megatron_vocabpar.megatron_lm.checkout import source_signatures
+from tests.transformer_engine import hook
 
 ON_CPU = "megatron_vocabpar.train.on_cpu"
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,10 +37,14 @@ def words(text: str) -> tuple[str, ...]:
 
 MODEL = words(
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--transformer-impl local --attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion "
-    "--no-masked-softmax-fusion --no-persist-layer-norm --no-bias-gelu-fusion --no-bias-swiglu-fusion "
-    "--no-bias-dropout-fusion --no-rope-fusion"
+    "--attention-dropout 0 --hidden-dropout 0"
 )
+LOCAL = words(
+    "--transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
+    "--no-persist-layer-norm --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion "
+    "--no-rope-fusion"
+)
+"""Megatron's own layers without what only a GPU has; else those of Transformer Engine, its default."""
 TRAINING = words(
     "--micro-batch-size 2 --global-batch-size 12 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine "
     "--weight-decay 0.01 --clip-grad 1.0 --seed 1234 --distributed-backend gloo "
@@ -128,6 +133,7 @@ def pretrain(
     script: Path | None = None,
     fresh: bool = False,
     fails: bool = False,
+    transformer_engine: bool = False,
 ) -> Log:
     """Run ``pretrain_gpt.py`` on ``pp * tp * dp * cp`` processes.
 
@@ -137,12 +143,14 @@ def pretrain(
         script: to run instead of the checkout's own.
         fresh: start the processes as a user does, through torchrun.
         fails: whether the run is to fail rather than to succeed.
+        transformer_engine: train with Megatron's default layers; skips the test where there are none.
     """
     megatron = checkout()
+    layers = () if transformer_engine else LOCAL
     build_dataset_helpers(megatron)
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            *(str(script or megatron / "pretrain_gpt.py"), *MODEL, *TRAINING),
+            *(str(script or megatron / "pretrain_gpt.py"), *MODEL, *layers, *TRAINING),
             *("--pipeline-model-parallel-size", str(pp), "--tensor-model-parallel-size", str(tp)),
             *(["--context-parallel-size", str(cp)] if cp > 1 else []),
             *("--vocab-size", str(vocab_size - _added_ids(megatron))),
@@ -153,8 +161,11 @@ def pretrain(
             *("--tensorboard-dir", folder, "--tensorboard-log-interval", "1"),
             *arguments,
         ]
-        run = _torchrun if fresh else _forked
-        succeeded, text = run(megatron, pp * tp * dp * cp, command)
+        ranks = pp * tp * dp * cp
+        if fresh:
+            succeeded, text = _torchrun(megatron, ranks, command)
+        else:
+            succeeded, text = _ranks(megatron, _wheel() if transformer_engine else None).run(ranks, command)
         log = Log(text, scalars(folder))
     assert succeeded != fails, log.text[-6000:]
     return log
@@ -186,22 +197,26 @@ def _torchrun(megatron: Path, processes: int, command: list[str]) -> tuple[bool,
     return done.returncode == 0, done.stdout
 
 
-def _forked(megatron: Path, processes: int, command: list[str]) -> tuple[bool, str]:
-    """The same without the start of the processes."""
-    return _ranks(megatron).run(processes, command)
+def _wheel() -> Path:
+    """Transformer Engine's Python; skips the test where there is none."""
+    folder = hook.wheel()
+    if folder is None:
+        pytest.skip(hook.MISSING)
+    return folder
 
 
 @cache
-def _ranks(megatron: Path) -> Ranks:
-    """One for the whole session; ends with it."""
-    return Ranks(megatron)
+def _ranks(megatron: Path, transformer_engine: Path | None) -> Ranks:
+    """The same as torchrun without the start of the processes; ends with the session."""
+    return Ranks(megatron, transformer_engine)
 
 
 class Ranks:
     """The interpreter of ``ranks.py``, started again after a job that hangs."""
 
-    def __init__(self, megatron: Path) -> None:
-        self._command = [sys.executable, "-m", "tests.megatron_lm.ranks", str(megatron)]
+    def __init__(self, megatron: Path, transformer_engine: Path | None) -> None:
+        folders = [megatron, *([transformer_engine] if transformer_engine else [])]
+        self._command = [sys.executable, "-m", "tests.megatron_lm.ranks", *map(str, folders)]
         self._environment = _environment(megatron)
         self._process: subprocess.Popen[str] | None = None
         atexit.register(self.end)

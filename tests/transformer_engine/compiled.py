@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.transformer_engine import activations, norms, optimizers, products, rotation, softmax
-from tests.transformer_engine.dtypes import DType
+from tests.transformer_engine.dtypes import DType, wide
 from tests.transformer_engine.unserved import enumeration
 
 
@@ -34,6 +36,17 @@ class FP8BwdTensors(enum.IntEnum):
 
 def _constant(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
+
+
+def accumulation(name: str) -> ModuleType:
+    """A module whose functions add a weight's gradient to a buffer: ``buffer += grad^T input``."""
+
+    def add(input_: Tensor, grad: Tensor, buffer: Tensor) -> None:
+        buffer += wide(grad).flatten(0, -2).t() @ wide(input_).flatten(0, -2)
+
+    module = ModuleType(name)
+    vars(module).update(wgrad_gemm_accum_fp32=add, wgrad_gemm_accum_fp16=add)
+    return module
 
 
 def names() -> dict[str, Any]:

@@ -26,6 +26,8 @@ from tests.transformer_engine import compiled
 from tests.transformer_engine.unserved import unserved
 
 PACKAGE, COMPILED = "transformer_engine", "transformer_engine_torch"
+ACCUMULATION = "fused_weight_gradient_mlp_cuda"
+"""apex's extension, with which Megatron's own output layer adds to ``main_grad``, by default."""
 MISSING = (
     "no Transformer Engine: pip install --no-deps --target FOLDER transformer_engine, and set "
     "TRANSFORMER_ENGINE_PATH to that folder"
@@ -47,6 +49,7 @@ def install(folder: Path) -> None:
     torch.cuda.device = lambda *_: contextlib.nullcontext()  # type: ignore[assignment,misc]
     sys.path.append(str(folder))  # where importlib.metadata finds its version
     sys.meta_path.insert(0, _Finder(folder))
+    sys.modules[ACCUMULATION] = compiled.accumulation(ACCUMULATION)
 
 
 class _OnCpu(ast.NodeTransformer):

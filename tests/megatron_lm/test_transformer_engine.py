@@ -1,0 +1,186 @@
+"""Megatron's default layers, those of Transformer Engine: with our flags they train as in stock with them.
+
+Their Python is Transformer Engine's own, over a stand-in of its compiled part (``tests/transformer_engine``).
+Stock runs on one process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_vocabpar.megatron_lm.bindings import find_version
+from megatron_vocabpar.megatron_lm.checkout import source_signatures
+from tests.megatron_lm.test_schedules import CHUNKS, EIGHT_LAYERS, UNTIED
+from tests.megatron_lm.test_training import FROM_WEIGHTS
+from tests.megatron_lm.training import Log, checkout, pretrain, words
+
+ITERATIONS = 4
+NOT_FUSED = "--no-gradient-accumulation-fusion"
+EXPERTS = (
+    "--disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 "
+    "--moe-token-dispatcher-type alltoall --moe-layer-freq [0,1,1,0,1,0,0,1]"
+)
+LLAMA = (
+    "--disable-bias-linear --normalization RMSNorm --swiglu --position-embedding-type rope "
+    "--group-query-attention --num-query-groups 2 --qk-layernorm"
+)
+LATENT = (
+    "--disable-bias-linear --multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 "
+    "--qk-pos-emb-head-dim 8 --v-head-dim 8 --qk-layernorm --normalization RMSNorm "
+    "--position-embedding-type rope"
+)
+MODELS = {
+    "default": "",
+    "no biases": "--disable-bias-linear",
+    "tied": "",
+    "llama": LLAMA,
+    "grouped experts": f"{EXPERTS} --moe-grouped-gemm",
+    "sequential experts": EXPERTS,
+    "two more heads": "--mtp-num-layers 2 --position-embedding-type rope",
+    "a repeated head": (
+        "--mtp-num-layers 2 --mtp-use-repeated-layer --position-embedding-type rope --disable-bias-linear"
+    ),
+    "latent attention": LATENT,
+}
+"""By name, the options of an architecture."""
+SINCE = {"a repeated head": ("0.17", "0.18", "0.19", "main")}
+"""Versions of Megatron that have an architecture; for others all."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training with our flags.
+
+    Attributes:
+        schedule, method: ours.
+        pp, tp, dp: sizes.
+        model: a key of ``MODELS``.
+        both: further options, of stock too.
+        ours: further ones that do not change what stock computes.
+    """
+
+    schedule: str
+    method: str = "vocab-2"
+    pp: int = 2
+    tp: int = 1
+    dp: int = 1
+    model: str = "default"
+    both: str = ""
+    ours: str = ""
+
+    def __str__(self) -> str:
+        sizes = f"pp{self.pp}-tp{self.tp}-dp{self.dp}"
+        return "-".join([self.schedule, self.method, sizes, self.model, *words(f"{self.both} {self.ours}")])
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        ours = ("--vocab-parallel-schedule", self.schedule, "--vocab-parallel-method", self.method)
+        chunks = () if self.schedule in ("1f1b", "zb-h1") else CHUNKS
+        return ("--enable-vocab-parallel", *ours, *chunks, *words(self.ours))
+
+
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "v-half", "v-zb")
+SPLIT = ("zb-h1", "v-half")
+METHODS = ("vocab-1", "vocab-2")
+DISTRIBUTED = "--use-distributed-optimizer"
+SELECTIVE = "--recompute-granularity selective"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+MATRIX = (
+    *(
+        Case(schedule, method, pp)
+        for schedule in SCHEDULES
+        for method in ("vocab-1", "vocab-2")
+        for pp in (2, 4)
+    ),
+    *(Case(schedule, both=NOT_FUSED) for schedule in ("1f1b", *SPLIT)),
+    *(Case(schedule, model="no biases", both=options) for schedule in SPLIT for options in ("", NOT_FUSED)),
+    *(Case(schedule, tp=2) for schedule in ("1f1b", *SPLIT)),
+    *(Case(schedule, "vocab-1", dp=2, ours=DISTRIBUTED) for schedule in ("1f1b", *SPLIT)),
+    Case("1f1b", dp=2, ours=f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"),
+    Case("v-zb", tp=2, dp=2, model="tied"),
+    *(Case(schedule, "vocab-1", model="tied") for schedule in ("1f1b", *SPLIT)),
+    *(Case(schedule, model="llama") for schedule in SCHEDULES),
+    *(
+        Case(schedule, model=model, both=options)
+        for schedule in ("1f1b", *SPLIT)
+        for model in ("grouped experts", "sequential experts")
+        for options in ("", NOT_FUSED)
+    ),
+    *(
+        Case("zb-h1", dp=2, model=model, ours="--expert-model-parallel-size 2")
+        for model in ("grouped experts", "sequential experts")
+    ),
+    *(Case(schedule, model="two more heads") for schedule in ("1f1b", *SPLIT)),
+    *(Case(schedule, model="a repeated head", both=NOT_FUSED) for schedule in ("1f1b", *SPLIT)),
+    *(Case(schedule, model="latent attention") for schedule in ("1f1b", *SPLIT)),
+    *(Case(schedule, ours=RECOMPUTED) for schedule in ("1f1b", *SPLIT)),
+    *(Case(schedule, ours="--recompute-granularity selective") for schedule in SPLIT),
+    Case(
+        "zb-h1", model="no biases", ours="--recompute-granularity selective --recompute-modules mlp layernorm"
+    ),
+)
+ROUNDED = tuple(Case(schedule, model="llama", both="--bf16") for schedule in ("1f1b", *SPLIT))
+
+
+@cache
+def weights(model: str) -> Path:
+    """A stock checkpoint after three iterations on one process."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    train(model, "--save", str(folder), iterations=3)
+    return folder
+
+
+def train(model: str, *options: str, iterations: int = ITERATIONS, **sizes: int) -> Log:
+    version = find_version(source_signatures(checkout()))
+    if version not in SINCE.get(model, (version,)):
+        pytest.skip(f"Megatron {version} has no such model")
+    tied = () if model == "tied" else UNTIED
+    return pretrain(
+        *EIGHT_LAYERS,
+        *tied,
+        *words(MODELS[model]),
+        *options,
+        iterations=iterations,
+        transformer_engine=True,
+        **sizes,
+    )
+
+
+@cache
+def stock(model: str, options: str) -> Log:
+    return train(model, "--load", str(weights(model)), *FROM_WEIGHTS, *words(options))
+
+
+def check(case: Case, **tolerances: float) -> None:
+    """Losses, gradient norms and evaluations are stock's, each to its relative tolerance."""
+    expected = stock(case.model, case.both)
+    load = ("--load", str(weights(case.model)), *FROM_WEIGHTS)
+    sizes = {"pp": case.pp, "tp": case.tp, "dp": case.dp}
+    ours = train(case.model, *load, *words(case.both), *case.flags, **sizes)
+    assert f"method {case.method}, schedule {case.schedule}" in ours.text
+    assert len(ours.losses) == len(ours.norms) == ITERATIONS
+    assert len(ours.evaluations) > 0
+    for name, tolerance in tolerances.items():
+        np.testing.assert_allclose(getattr(ours, name), getattr(expected, name), tolerance, err_msg=name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", MATRIX, ids=str)
+def test_trains_as_stock(case: Case) -> None:
+    check(case, losses=1e-5, norms=1e-5, evaluations=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ROUNDED, ids=str)
+def test_trains_as_stock_in_16_bits(case: Case) -> None:
+    """Stock rounds its logits to 16 bits, and ours does not."""
+    check(case, losses=1e-4, norms=1e-2, evaluations=1e-4)
