@@ -94,12 +94,7 @@ DISTRIBUTED = "--use-distributed-optimizer"
 SELECTIVE = "--recompute-granularity selective"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 MATRIX = (
-    *(
-        Case(schedule, method, pp)
-        for schedule in SCHEDULES
-        for method in ("vocab-1", "vocab-2")
-        for pp in (2, 4)
-    ),
+    *(Case(schedule, method, pp) for schedule in SCHEDULES for method in METHODS for pp in (2, 4)),
     *(Case(schedule, both=NOT_FUSED) for schedule in ("1f1b", *SPLIT)),
     *(Case(schedule, model="no biases", both=options) for schedule in SPLIT for options in ("", NOT_FUSED)),
     *(Case(schedule, tp=2) for schedule in ("1f1b", *SPLIT)),
@@ -122,10 +117,8 @@ MATRIX = (
     *(Case(schedule, model="a repeated head", both=NOT_FUSED) for schedule in ("1f1b", *SPLIT)),
     *(Case(schedule, model="latent attention") for schedule in ("1f1b", *SPLIT)),
     *(Case(schedule, ours=RECOMPUTED) for schedule in ("1f1b", *SPLIT)),
-    *(Case(schedule, ours="--recompute-granularity selective") for schedule in SPLIT),
-    Case(
-        "zb-h1", model="no biases", ours="--recompute-granularity selective --recompute-modules mlp layernorm"
-    ),
+    *(Case(schedule, ours=SELECTIVE) for schedule in SPLIT),
+    Case("zb-h1", model="no biases", ours=f"{SELECTIVE} --recompute-modules mlp layernorm"),
 )
 ROUNDED = tuple(Case(schedule, model="llama", both="--bf16") for schedule in ("1f1b", *SPLIT))
 
