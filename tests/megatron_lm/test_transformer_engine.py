@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed.checkpoint as dcp
 
 from megatron_vocabpar.megatron_lm.bindings import find_version
 from megatron_vocabpar.megatron_lm.checkout import source_signatures
@@ -49,9 +50,12 @@ MODELS = {
         "--mtp-num-layers 2 --mtp-use-repeated-layer --position-embedding-type rope --disable-bias-linear"
     ),
     "latent attention": LATENT,
+    "fused operations": (
+        "--use-transformer-engine-op-fuser --normalization RMSNorm --swiglu --disable-bias-linear"
+    ),
 }
 """By name, the options of an architecture."""
-SINCE = {"a repeated head": ("0.17", "0.18", "0.19", "main")}
+SINCE = {"a repeated head": ("0.17", "0.18", "0.19", "main"), "fused operations": ("0.18", "0.19", "main")}
 """Versions of Megatron that have an architecture; for others all."""
 
 
@@ -115,6 +119,7 @@ MATRIX = (
     ),
     *(Case(schedule, model="two more heads") for schedule in ("1f1b", *SPLIT)),
     *(Case(schedule, model="a repeated head", both=NOT_FUSED) for schedule in ("1f1b", *SPLIT)),
+    *(Case(schedule, model="fused operations") for schedule in ("1f1b", *SPLIT)),
     *(Case(schedule, model="latent attention") for schedule in ("1f1b", *SPLIT)),
     *(Case(schedule, ours=RECOMPUTED) for schedule in ("1f1b", *SPLIT)),
     *(Case(schedule, ours=SELECTIVE) for schedule in SPLIT),
@@ -166,8 +171,14 @@ def check(case: Case, **tolerances: float) -> None:
         np.testing.assert_allclose(getattr(ours, name), getattr(expected, name), tolerance, err_msg=name)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("case", MATRIX, ids=str)
+DEFAULT = (Case("zb-h1"), Case("v-half", model="grouped experts", both=NOT_FUSED))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*DEFAULT, *(pytest.param(case, marks=pytest.mark.long) for case in MATRIX if case not in DEFAULT)],
+    ids=str,
+)
 def test_trains_as_stock(case: Case) -> None:
     check(case, losses=1e-5, norms=1e-5, evaluations=1e-5)
 
@@ -177,3 +188,35 @@ def test_trains_as_stock(case: Case) -> None:
 def test_trains_as_stock_in_16_bits(case: Case) -> None:
     """Stock rounds its logits to 16 bits, and ours does not."""
     check(case, losses=1e-4, norms=1e-2, evaluations=1e-4)
+
+
+def keys(folder: Path, iteration: int) -> set[str]:
+    """Of all that a checkpoint holds, tensors and others."""
+    reader = dcp.FileSystemReader(str(folder / f"iter_{iteration:07d}"))
+    return set(reader.read_metadata().state_dict_metadata)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "case", [Case("zb-h1"), Case("v-half", "vocab-1"), Case("1f1b", tp=2, ours=DISTRIBUTED)], ids=str
+)
+def test_checkpoints_go_to_stock_and_back(case: Case, tmp_path: Path) -> None:
+    """Of six iterations the last three: ours from stock's, stock's from ours, ours from ours."""
+    sizes = {"pp": case.pp, "tp": case.tp, "iterations": 6}
+    save = ("--save-interval", "3", "--save")
+    start = ("--load", str(weights(case.model)), *FROM_WEIGHTS)
+    at_three = ("--ckpt-step", "3", "--load")
+    theirs = train(case.model, *start, *save, str(tmp_path / "stock"), iterations=6)
+    ours = train(case.model, *start, *save, str(tmp_path / "ours"), *case.flags, **sizes)
+    extra = {key for key in keys(tmp_path / "stock", 3) if "_extra_state" in key}
+    assert extra
+    assert extra == {key for key in keys(tmp_path / "ours", 3) if "_extra_state" in key}
+    from_stock = train(case.model, *at_three, str(tmp_path / "stock"), *case.flags, **sizes)
+    to_stock = train(case.model, *at_three, str(tmp_path / "ours"), iterations=6)
+    resumed = train(case.model, *at_three, str(tmp_path / "ours"), *case.flags, **sizes)
+    for name in ("losses", "norms"):
+        expected = getattr(theirs, name)[3:]
+        assert len(expected) == 3
+        np.testing.assert_allclose(getattr(from_stock, name), expected, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(getattr(to_stock, name), expected, rtol=1e-5, err_msg=name)
+        np.testing.assert_array_equal(getattr(resumed, name), getattr(ours, name)[3:], name)
