@@ -14,6 +14,7 @@ from pathlib import Path
 
 import click
 
+from megatron_vocabpar.megatron_lm import te_version
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, VERSIONS, Binding
 from megatron_vocabpar.megatron_lm.checkout import (
     holds_core,
@@ -93,6 +94,7 @@ def _look_at(megatron: Path, allow_unknown: bool) -> None:
     for binding in BINDINGS:
         if source_file(megatron, binding.module) is not None and binding.is_in(version):
             click.echo("\n".join(_lines(megatron, binding)))
+    click.echo(te_version.line(te_version.installed(), *te_version.named_by(megatron)))
     click.echo(_door(megatron, version))
 
 
