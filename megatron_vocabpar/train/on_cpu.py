@@ -153,6 +153,19 @@ def name_what_is_missing() -> None:
                 layers[name] = type(name, (), {})
 
 
+def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """In place of Megatron's function of experts' sizes, which leaves those on the CPU as they are."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def exchange_tokens_by_sizes() -> None:
+    """Of expert parallelism: ``all_to_all_single`` takes lists and arrays, no tensors."""
+    for name in ("moe_utils", "token_dispatcher"):
+        module = vars(importlib.import_module(f"megatron.core.transformer.moe.{name}"))
+        if "maybe_move_tensor_to_cpu" in module:
+            module["maybe_move_tensor_to_cpu"] = _to_cpu
+
+
 def fork_instead_of_spawn() -> None:
     """Let the helper process of a checkpoint start without importing the script and Megatron again."""
     contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
@@ -197,6 +210,7 @@ def main(argv: list[str]) -> None:
     skip_compilation()
     make_up_fewer_documents()
     name_what_is_missing()
+    exchange_tokens_by_sizes()
     with megatron_on_cpu():
         from megatron_vocabpar import launch
 

@@ -36,7 +36,7 @@ LLAMA = (
 LATENT = (
     "--disable-bias-linear --multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 "
     "--qk-pos-emb-head-dim 8 --v-head-dim 8 --qk-layernorm --normalization RMSNorm "
-    "--position-embedding-type rope"
+    "--position-embedding-type rope --no-rope-fusion"
 )
 MODELS = {
     "default": "",
