@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.transformer_engine.dtypes import wide
+from tests.transformer_engine.quantized import quantize
 
 Function = Callable[[Tensor], Tensor]
 
@@ -54,22 +55,20 @@ def _gate(function: Function) -> Function:
 
 
 def _forward(function: Function) -> Callable[..., Tensor]:
-    def call(x: Tensor, quantizer: Any = None, *_: Any) -> Tensor:
-        if quantizer is not None:
-            raise NotImplementedError("an activation with an 8-bit output")
-        return function(wide(x)).to(x.dtype)
+    def call(x: Tensor, quantizer: Any = None, *_: Any) -> Any:
+        value = function(wide(x)).to(x.dtype)
+        return value if quantizer is None else quantize(value, quantizer)
 
     return call
 
 
 def _backward(function: Function) -> Callable[..., Tensor]:
-    def call(grad: Tensor, x: Tensor, quantizer: Any = None, *_: Any) -> Tensor:
-        if quantizer is not None:
-            raise NotImplementedError("an activation's gradient with an 8-bit output")
+    def call(grad: Tensor, x: Tensor, quantizer: Any = None, *_: Any) -> Any:
         with torch.enable_grad():
             leaf = wide(x.detach()).requires_grad_()
             (result,) = torch.autograd.grad(function(leaf), leaf, wide(grad))
-        return result.to(x.dtype)
+        value = result.to(x.dtype)
+        return value if quantizer is None else quantize(value, quantizer)
 
     return call
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.transformer_engine import activations, norms, optimizers, products, rotation, softmax
+from tests.transformer_engine import activations, norms, optimizers, products, quantized, rotation, softmax
 from tests.transformer_engine.dtypes import DType, wide
 from tests.transformer_engine.unserved import enumeration
 
@@ -58,6 +58,7 @@ def names() -> dict[str, Any]:
         "get_cudnn_version": _constant(91400),
         "get_fused_attn_backend": _constant(backends.NVTE_No_Backend),
         **products.FUNCTIONS,
+        **quantized.FUNCTIONS,
         **norms.FUNCTIONS,
         **activations.functions(),
         **softmax.FUNCTIONS,

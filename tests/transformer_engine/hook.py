@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,6 +34,9 @@ MISSING = (
 )
 _EMPTY = ("common.triton", "pytorch.triton", "pytorch.onnx_extensions")
 _CPU = torch.device("cpu")
+_GPU = SimpleNamespace(
+    name="cpu", major=10, minor=0, total_memory=1 << 34, multi_processor_count=1, warp_size=32
+)
 
 
 def wheel() -> Path | None:
@@ -46,7 +49,11 @@ def install(folder: Path) -> None:
     """Let this process import Transformer Engine from there; it imports nothing by itself."""
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # or its import looks for CUDA's libraries
     os.environ["NVTE_TORCH_COMPILE"] = "0"
+    os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"  # scales follow from sizes in Python
     torch.cuda.device = lambda *_: contextlib.nullcontext()  # type: ignore[assignment,misc]
+    torch.cuda.get_device_capability = lambda *_: (10, 0)  # which has every kind of 8-bit products
+    torch.cuda.get_device_properties = lambda *_: _GPU  # type: ignore[assignment]
+    torch.version.cuda = "13.0"
     sys.path.append(str(folder))  # where importlib.metadata finds its version
     sys.meta_path.insert(0, _Finder(folder))
     sys.modules[ACCUMULATION] = compiled.accumulation(ACCUMULATION)

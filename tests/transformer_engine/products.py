@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tests.transformer_engine.dtypes import torch_dtype, wide
+from tests.transformer_engine.quantized import plain
 
 Result = tuple[Any, Tensor | None, None, Tensor | None]
 
@@ -38,14 +39,14 @@ def generic_gemm(
     """One product: the output, and the bias's gradient where a bias is given and ``grad``.
 
     Args:
-        A: ``[m, k]``, with ``transa`` ``[k, m]`` for a product of k columns.
+        A: ``[m, k]``, with ``transa`` ``[k, m]`` for a product of k columns; like B, perhaps of 8 bits.
         B: ``[..., n]`` with the leading dimensions of the output; with ``transb`` they are summed over.
         D: the output, added to with ``accumulate``, else written; None makes one of ``output_dtype``.
         bias: added, or with ``grad`` what has the gradient ``sum(B)``.
     """
     if comm_overlap is not None or gelu or quantizer is not None:
         raise NotImplementedError("a product with userbuffers, GELU or an 8-bit output")
-    a, b = wide(A).flatten(0, -2), wide(B).flatten(0, -2)
+    a, b = plain(A, rowwise=transa).flatten(0, -2), plain(B, rowwise=not transb).flatten(0, -2)
     value = alpha * ((b.t() if transb else b) @ (a.t() if transa else a))
     grad_bias = None
     if bias is not None and bias.numel():
