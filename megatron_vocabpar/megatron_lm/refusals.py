@@ -333,7 +333,19 @@ def _chunk_problems(args: Any, config: FlagConfig) -> list[str]:
         ]
     if config.is_placed and getattr(args, "experimental_attention_variant", None):
         return [f"--experimental-attention-variant: {flag} does not place its layers; use interleaved"]
+    if config.families(chunks.numerator)[0].shape == "vshape" and _resets_mask(args):
+        return [
+            f"--reset-attention-mask: Megatron gives masks to its first and last chunk alone, and {flag} has "
+            "the last stage in another; use 1f1b or interleaved"
+        ]
     return [] if config.redistribute else _layer_problems(args, chunks.numerator)
+
+
+def _resets_mask(args: Any) -> bool:
+    """Whether the data come with masks that keep attention within a document."""
+    return _set("reset_attention_mask")(args) and _other_than("create_attention_mask_in_dataloader", False)(
+        args
+    )
 
 
 def _layer_problems(args: Any, chunks: int) -> list[str]:

@@ -153,6 +153,7 @@ def test_saves_and_resumes_with_overlapped_reduction(schedule: str, tmp_path: Pa
 
 TWO = {"num_virtual_stages_per_pipeline_rank": 2, "transformer_impl": "local"}
 TE = {"transformer_impl": "transformer_engine"}
+MASKS = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": True}
 
 
 @pytest.mark.parametrize(
@@ -179,6 +180,8 @@ TE = {"transformer_impl": "transformer_engine"}
             "--no-overlap-p2p-communication: Megatron refuses it",
         ),
         ("v-half", TWO | {"experimental_attention_variant": "dsa"}, "does not place its layers"),
+        ("v-half", TWO | MASKS, "--reset-attention-mask: .* v-half has the last stage in another; use 1f1b"),
+        ("search", TWO | MASKS, "--reset-attention-mask: .* search has the last stage in another"),
         ("zb-h1", {"transformer_impl": "inference_optimized"}, "zb-h1: splits weight gradients .* local"),
         ("zb-h1", TE | {"overlap_grad_reduce": True}, "after --overlap-grad-reduce would reduce"),
     ],
@@ -210,6 +213,9 @@ def test_heads_of_whole_layers_in_a_v(asked: dict[str, object]) -> None:
         ("zb-h1", {"transformer_impl": "local"}),
         ("zb-h1", TE),
         ("v-half", TWO | {"num_layers": 16}),
+        ("v-half", TWO | MASKS | {"create_attention_mask_in_dataloader": False}),
+        ("interleaved", TWO | MASKS),
+        ("search", MASKS | {"transformer_impl": "local"}),
         ("search", TWO),
     ],
 )
