@@ -1,4 +1,4 @@
-"""Which checkpoint a training would start from, and whether it is a legacy one. Standard library only."""
+"""Which checkpoint a training starts from, and whether we cannot load it. Standard library only."""
 
 from __future__ import annotations
 
@@ -25,3 +25,8 @@ def starting_checkpoint(args: Any) -> Path | None:
 def is_legacy(checkpoint: Path) -> bool:
     """Whether it holds the layers of single ranks (``--ckpt-format torch``), as Megatron itself tells it."""
     return any(checkpoint.glob("mp_rank_0*"))
+
+
+def is_of_modelopt(checkpoint: Path) -> bool:
+    """Whether ModelOpt wrote its state into it, by which Megatron switches ModelOpt on."""
+    return (checkpoint / "modelopt_state").is_dir()

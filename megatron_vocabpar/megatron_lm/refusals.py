@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from megatron_vocabpar.integration.graph_options import SCOPES, asks_for_graphs, beside_graphs
-from megatron_vocabpar.megatron_lm.checkpoints import is_legacy, starting_checkpoint
+from megatron_vocabpar.megatron_lm.checkpoints import is_legacy, is_of_modelopt, starting_checkpoint
 from megatron_vocabpar.megatron_lm.flags import AUTO, FlagConfig
 from megatron_vocabpar.schedule.families import SEARCH, families, family_named
 from megatron_vocabpar.schedule.redistribution import layout, redistribute_by_flops, with_final_stage
@@ -246,6 +246,45 @@ REFUSALS = (
         {"inprocess_restart": True},
     ),
     Refusal(
+        "--overlap-param-gather-with-optimizer-step",
+        _set("overlap_param_gather_with_optimizer_step"),
+        "Megatron's own schedule asks for the parameters of later chunks; use --overlap-param-gather alone",
+        {"overlap_param_gather_with_optimizer_step": True},
+    ),
+    Refusal(
+        "--reuse-grad-buf-for-mxfp8-param-ag with --overlap-param-gather",
+        lambda args: _set("reuse_grad_buf_for_mxfp8_param_ag")(args) and _set("overlap_param_gather")(args),
+        "S, T and IB write gradients where gathered parameters may still lie; leave out the one or the other",
+        {"reuse_grad_buf_for_mxfp8_param_ag": True, "overlap_param_gather": True},
+    ),
+    Refusal(
+        "--tensor-parallel-num-weight-shards, --expert-tensor-parallel-num-weight-shards",
+        lambda args: (
+            _set("tensor_parallel_num_weight_shards")(args)
+            or _set("expert_tensor_parallel_num_weight_shards")(args)
+        ),
+        "vocabulary shards are divided among pipeline and tensor ranks alone; leave them out",
+        {"tensor_parallel_num_weight_shards": 4},
+    ),
+    Refusal(
+        "--enable-mhc-connections, --enable-hyper-connections",
+        lambda args: _set("enable_mhc_connections")(args) or _set("enable_hyper_connections")(args),
+        "several residual streams have not been run through stages here; leave it out",
+        {"enable_mhc_connections": True},
+    ),
+    Refusal(
+        "--logits-save-dir, --logits-load-dir",
+        lambda args: _set("logits_save_dir")(args) or _set("logits_load_dir")(args),
+        "they hook the output layer for logits, which no rank holds; leave them out",
+        {"logits_save_dir": "logits"},
+    ),
+    Refusal(
+        "--modelopt-enabled, --export-kd-teacher-load",
+        lambda args: _set("modelopt_enabled")(args) or _set("export_kd_teacher_load")(args),
+        "ModelOpt puts a model and losses of its own in place, which see logits; leave them out",
+        {"export_kd_teacher_load": "teacher"},
+    ),
+    Refusal(
         "--perform-rl-step",
         _set("perform_rl_step"),
         "it needs logits, which no rank holds; leave it out",
@@ -303,6 +342,11 @@ def _head_problems(args: Any, config: FlagConfig) -> list[str]:
 
 def _checkpoint_problems(args: Any) -> list[str]:
     checkpoint = starting_checkpoint(args)
+    if checkpoint is not None and is_of_modelopt(checkpoint):
+        return [
+            f"--load, --pretrained-checkpoint: {checkpoint} is a checkpoint of ModelOpt (modelopt_state), "
+            "which puts a model of its own in place; train it without --enable-vocab-parallel"
+        ]
     if checkpoint is None or not is_legacy(checkpoint):
         return []
     return [
@@ -338,7 +382,37 @@ def _chunk_problems(args: Any, config: FlagConfig) -> list[str]:
             f"--reset-attention-mask: Megatron gives masks to its first and last chunk alone, and {flag} has "
             "the last stage in another; use 1f1b or interleaved"
         ]
-    return [] if config.redistribute else _layer_problems(args, chunks.numerator)
+    problems = [
+        *_skipping_problems(args, p, chunks.numerator),
+        *(_heterogeneous_problems(args) if chunks > 1 else []),
+    ]
+    return problems + ([] if config.redistribute else _layer_problems(args, chunks.numerator))
+
+
+def _skipping_problems(args: Any, p: int, chunks: int) -> list[str]:
+    """Megatron skips an iteration by reading its data on every rank, from one iterator."""
+    on_every_rank = _set("sft")(args) or _set("dataloader_inter_document_masking")(args)
+    if chunks == 1 and (p <= 2 or on_every_rank):
+        return []
+    skipped = " ".join(map(str, getattr(args, "iterations_to_skip", None) or ()))
+    tracker = getattr(args, "result_rejected_tracker_filename", None)
+    given = {"--iterations-to-skip": skipped, "--result-rejected-tracker-filename": tracker}
+    return [
+        f"{flag} {value}: Megatron skips data on ranks that have some, of one model chunk each; use 1f1b or "
+        "zb-h1 on 2 stages at most, or leave it out"
+        for flag, value in given.items()
+        if value
+    ]
+
+
+def _heterogeneous_problems(args: Any) -> list[str]:
+    names = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
+    if not any(getattr(args, name, None) for name in names):
+        return []
+    return [
+        "--heterogeneous-layers-config-path: Megatron makes its layers for one model chunk a rank alone; use "
+        "1f1b or zb-h1"
+    ]
 
 
 def _resets_mask(args: Any) -> bool:

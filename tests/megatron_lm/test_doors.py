@@ -204,6 +204,27 @@ def test_every_row_of_the_table_is_refused_and_documented(row: Any) -> None:
     assert f"| `{row.flag}` | {row.remedy} |" in (ROOT / "docs" / "megatron.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("asked", "flag"),
+    [
+        ({"logits_load_dir": "teacher"}, "--logits-load-dir"),
+        ({"modelopt_enabled": True}, "--modelopt-enabled"),
+        ({"expert_tensor_parallel_num_weight_shards": 2}, "--expert-tensor-parallel-num-weight-shards"),
+        ({"enable_hyper_connections": True}, "--enable-hyper-connections"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
+        ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
+    ],
+)
+def test_every_flag_of_a_row_is_refused(asked: dict[str, Any], flag: str) -> None:
+    with pytest.raises(ValueError, match=f"{flag}.*: "):
+        check(SimpleNamespace(**PLAIN | asked), FlagConfig(enabled=True, method="vocab-2"))
+
+
+def test_a_buffer_that_gathered_parameters_leave_is_not_refused() -> None:
+    args = SimpleNamespace(**PLAIN, reuse_grad_buf_for_mxfp8_param_ag=True, overlap_param_gather=False)
+    check(args, FlagConfig(enabled=True, method="vocab-2"))
+
+
 def test_graphs_of_layers_go_with_what_was_shown() -> None:
     plain = PLAIN | {"cuda_graph_impl": "local", "cuda_graph_scope": "full", "hidden_dropout": 0.0}
     config = FlagConfig(enabled=True, method="vocab-2", profile_iterations=0)
@@ -275,6 +296,16 @@ def test_a_legacy_checkpoint_is_refused(
     message = r"one/\w+ is a legacy checkpoint .* --ckpt-convert-format torch_dist"
     with pytest.raises(ValueError, match=message) if refused else nullcontext():
         check(args, FlagConfig(enabled=True, method="vocab-2"))
+
+
+def test_a_checkpoint_of_modelopt_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    args = SimpleNamespace(**PLAIN, load=str(tmp_path))
+    config = FlagConfig(enabled=True, method="vocab-2")
+    check(args, config)
+    (tmp_path / "iter_0000003" / "modelopt_state").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"iter_0000003 is a checkpoint of ModelOpt .* train it without"):
+        check(args, config)
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,7 @@ def test_saves_and_resumes_with_overlapped_reduction(schedule: str, tmp_path: Pa
 
 TWO = {"num_virtual_stages_per_pipeline_rank": 2, "transformer_impl": "local"}
 TE = {"transformer_impl": "transformer_engine"}
+TWO_RANKS = TWO | {"pipeline_model_parallel_size": 2}
 MASKS = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": True}
 
 
@@ -182,6 +183,15 @@ MASKS = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": Tr
         ("v-half", TWO | {"experimental_attention_variant": "dsa"}, "does not place its layers"),
         ("v-half", TWO | MASKS, "--reset-attention-mask: .* v-half has the last stage in another; use 1f1b"),
         ("search", TWO | MASKS, "--reset-attention-mask: .* search has the last stage in another"),
+        ("interleaved", TWO_RANKS | {"iterations_to_skip": [3, 4]}, "--iterations-to-skip 3 4: .* on 2 st"),
+        ("1f1b", {"iterations_to_skip": [3]}, "--iterations-to-skip 3: .* use 1f1b or zb-h1 on 2 stages at"),
+        ("1f1b", {"result_rejected_tracker_filename": "a"}, "-rejected-tracker-filename a: Megatron skips"),
+        (
+            "v-half",
+            TWO | {"heterogeneous_layers_config_path": "a.json"},
+            "-config-path: .* use 1f1b or zb-h1",
+        ),
+        ("v-half", TWO | {"heterogeneous_layers_config_encoded_json": "{}"}, "one model chunk a rank alone;"),
         ("zb-h1", {"transformer_impl": "inference_optimized"}, "zb-h1: splits weight gradients .* local"),
         ("zb-h1", TE | {"overlap_grad_reduce": True}, "after --overlap-grad-reduce would reduce"),
     ],
@@ -216,6 +226,10 @@ def test_heads_of_whole_layers_in_a_v(asked: dict[str, object]) -> None:
         ("v-half", TWO | MASKS | {"create_attention_mask_in_dataloader": False}),
         ("interleaved", TWO | MASKS),
         ("search", MASKS | {"transformer_impl": "local"}),
+        ("1f1b", {"heterogeneous_layers_config_path": "a.json"}),
+        ("1f1b", {"iterations_to_skip": [3], "pipeline_model_parallel_size": 2}),
+        ("1f1b", {"iterations_to_skip": [3], "sft": True}),
+        ("interleaved", TWO | {"iterations_to_skip": []}),
         ("search", TWO),
     ],
 )
