@@ -122,6 +122,12 @@ def _tokens(recorded: ModelCall, call: Call) -> torch.Tensor:
 
 def _labels(recorded: ModelCall, call: Call) -> torch.Tensor:
     _check_given(recorded.labels, "labels")
+    if recorded.kwargs.get("output_processor") is not None:
+        raise ValueError(
+            "forward_step passed an output_processor to the model, which would see the hidden states and the "
+            "whole output layer in place of the loss; vocabulary parallelism has neither on one rank: leave "
+            "it out"
+        )
     return heads.head_labels(call.chunks[-1], recorded)
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_vocabpar.megatron_lm.bindings import find_version
+from megatron_vocabpar.megatron_lm.checkout import source_signatures
 from tests.megatron_lm.training import Log, checkout, pretrain, words
 
 SAVED, LAST, LATER = 2, 5, 7
@@ -22,6 +24,7 @@ SETTINGS = {
     "one further head": (*GPT, *words("--mtp-num-layers 1")),
     "two further heads": (*GPT, *words("--mtp-num-layers 2 --calculate-per-token-loss")),
     "tied": words("--position-embedding-type rope --num-layers 4 --mtp-num-layers 2"),
+    "repeated layer": (*GPT, *words("--mtp-num-layers 2 --mtp-use-repeated-layer")),
     "experts": (*GPT, *EXPERTS, *words("--mtp-num-layers 1 --moe-token-dispatcher-type alltoall")),
 }
 BY_PATTERN = words(
@@ -66,6 +69,8 @@ def train(setting: str, layout: str, until: int, *options: str) -> Log:
     flags, sizes = LAYOUTS[layout]
     options = ("--exit-interval", str(until), "--eval-interval", str(LAST), *options)
     stages = sizes.get("pp", 1) * (2 if "v-half" in layout else 1)
+    if setting == "repeated layer" and find_version(source_signatures(checkout())) < "0.17":
+        pytest.skip("this version of Megatron has no --mtp-use-repeated-layer")
     if setting in SETTINGS:
         return pretrain(*SETTINGS[setting], *flags, *options, **sizes)
     layers, heads, others = PATTERNS[setting]
@@ -123,6 +128,8 @@ def check(folder: Path, setting: str, layout: str) -> None:
         ("tied", "pp2 tp2"),
         ("tied", "v-half pp2"),
         ("experts", "pp2"),
+        ("repeated layer", "pp2"),
+        ("repeated layer", "pp4"),
         *((setting, layout) for setting in PATTERNS for layout in ("pp2", "pp4", "v-half pp2")),
     ],
 )

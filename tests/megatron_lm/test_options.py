@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,53 @@ def check(folder: Path, options: tuple[str, ...], ours: tuple[str, ...], rtol: f
 def test_trains_as_stock(tmp_path: Path, name: str) -> None:
     options, ours = PAIRS[name]
     check(tmp_path, words(options), words(ours), 1e-5, pp=2)
+
+
+BLOCK = {
+    "attention": {"n_heads_in_group": 2, "no_op": False, "replace_with_linear": False},
+    "ffn": {"ffn_mult": 1.0, "no_op": False, "replace_with_linear": False},
+}
+NO_ATTENTION = {
+    "attention": {"n_heads_in_group": None, "no_op": True, "replace_with_linear": False},
+    "ffn": {"ffn_mult": 2.0, "no_op": False, "replace_with_linear": False},
+}
+MODEL_OF_BLOCKS = {
+    "hidden_act": "silu",
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000,
+    "rope_scaling": {"factor": 8.0},
+    "block_configs": [BLOCK, NO_ATTENTION, BLOCK, BLOCK],
+}
+OF_BLOCKS = (
+    "--swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2 "
+    "--position-embedding-type rope --use-rope-scaling --use-rotary-position-embeddings "
+    "--disable-bias-linear --kv-channels 8"
+)
+
+
+def check_from_seed(options: str, steps: int) -> None:
+    """Losses, gradient norms and evaluation on two stages, from the initial weights of stock."""
+    both = ("--untie-embeddings-and-output-weights", *words(options))
+    expected, result = pretrain(*both, pp=2, iterations=4), pretrain(ENABLE, *both, pp=2, iterations=4)
+    assert "vocabulary parallelism: method" in result.text
+    assert len(result.losses) == len(result.norms) == steps
+    for name in ("losses", "norms", "evaluations"):
+        np.testing.assert_allclose(getattr(result, name), getattr(expected, name), rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.long
+def test_layers_of_their_own_kind(tmp_path: Path) -> None:
+    file = tmp_path / "layers.json"
+    file.write_text(json.dumps(MODEL_OF_BLOCKS))
+    check_from_seed(f"{OF_BLOCKS} --heterogeneous-layers-config-path {file}", steps=4)
+
+
+@pytest.mark.long
+def test_skipped_iterations() -> None:
+    check_from_seed("--iterations-to-skip 2 3", steps=2)
 
 
 @pytest.mark.long
