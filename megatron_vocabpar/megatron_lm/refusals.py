@@ -279,6 +279,12 @@ REFUSALS = (
         {"logits_save_dir": "logits"},
     ),
     Refusal(
+        "--save-dgrads-interval, --save-activations-interval",
+        lambda args: _set("save_dgrads_interval")(args) or _set("save_activations_interval")(args),
+        "they hook the calls of linear layers, which S, T and IB do not make as stock does; leave them out",
+        {"save_dgrads_interval": 10},
+    ),
+    Refusal(
         "--modelopt-enabled, --export-kd-teacher-load",
         lambda args: _set("modelopt_enabled")(args) or _set("export_kd_teacher_load")(args),
         "ModelOpt puts a model and losses of its own in place, which see logits; leave them out",

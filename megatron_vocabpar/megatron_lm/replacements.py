@@ -19,6 +19,7 @@ from megatron_vocabpar.integration.watched import Watched
 from megatron_vocabpar.megatron_lm.bindings import Binding
 from megatron_vocabpar.megatron_lm.checkpoints import starting_checkpoint
 from megatron_vocabpar.megatron_lm.flags import FlagConfig, chain
+from megatron_vocabpar.megatron_lm.parsed import Declared, check_read, declared, not_run
 from megatron_vocabpar.megatron_lm.planning import build, check_costs, check_same_everywhere
 from megatron_vocabpar.megatron_lm.refusals import check, place_layers
 from megatron_vocabpar.schedule.families import families
@@ -42,12 +43,22 @@ def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
     return makers[binding.name](original, config)
 
 
-def _parse_with_our_options(original: Callable[..., Any], _: FlagConfig) -> Callable[..., Any]:
+def _parse_with_our_options(original: Callable[..., Any], config: FlagConfig) -> Callable[..., Any]:
     @wraps(original)
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
-        args = original(chain(extra_args_provider), ignore_unknown_args)
+        own: dict[str, Declared] = {}
+
+        def provider(parser: Any) -> Any:
+            own.update(declared(parser))  # before the script adds its own
+            return chain(extra_args_provider)(parser)
+
+        args = original(provider, ignore_unknown_args)
         if not hasattr(args, "enable_vocab_parallel"):
             raise ValueError("--yaml-cfg drops all flags, ours too; give the settings as flags instead")
+        if config.runs_our_schedule:
+            check_read(own, args)
+            for line in not_run(own, args) if args.rank == 0 else ():
+                print(f"> vocabulary parallelism: {line}", flush=True)
         return args
 
     return parse_args

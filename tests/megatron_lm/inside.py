@@ -7,6 +7,7 @@ JSON. With a second argument, forks find Megatron imported.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -21,6 +22,7 @@ import typing_extensions
 
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, find_version
 from megatron_vocabpar.megatron_lm.flags import OPTIONS, config_from_argv
+from megatron_vocabpar.megatron_lm.parsed import declared
 from megatron_vocabpar.megatron_lm.patch import apply, installed, live_signature
 
 if not hasattr(typing, "override"):
@@ -83,6 +85,13 @@ def arguments(argv: list[str]) -> dict[str, Any]:
     }
 
 
+def parser(_: list[str]) -> dict[str, Any]:
+    """The names that Megatron's own parser has in parsed arguments."""
+    module = importlib.import_module("megatron.training.arguments")
+    found = declared(module.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    return {"options": sorted(found)}
+
+
 def refused(argv: list[str]) -> dict[str, Any]:
     """The message with which a command line is refused."""
     try:
@@ -94,7 +103,7 @@ def refused(argv: list[str]) -> dict[str, Any]:
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """The result of a job, or ``{"error": traceback}``."""
-    program = {f.__name__: f for f in (adaptor, adaptor_first, arguments, refused)}[job["program"]]
+    program = {f.__name__: f for f in (adaptor, adaptor_first, arguments, parser, refused)}[job["program"]]
     os.environ |= job["environment"]
     sys.argv = ["pretrain_gpt.py", *job["argv"]]
     try:

@@ -211,6 +211,7 @@ def test_every_row_of_the_table_is_refused_and_documented(row: Any) -> None:
         ({"modelopt_enabled": True}, "--modelopt-enabled"),
         ({"expert_tensor_parallel_num_weight_shards": 2}, "--expert-tensor-parallel-num-weight-shards"),
         ({"enable_hyper_connections": True}, "--enable-hyper-connections"),
+        ({"save_activations_interval": 10}, "--save-activations-interval"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
     ],
