@@ -204,6 +204,12 @@ def test_every_row_of_the_table_is_refused_and_documented(row: Any) -> None:
     assert f"| `{row.flag}` | {row.remedy} |" in (ROOT / "docs" / "megatron.md").read_text()
 
 
+def test_the_documented_table_has_no_other_rows() -> None:
+    section = (ROOT / "docs" / "megatron.md").read_text().partition("## What is refused")[2]
+    documented = re.findall(r"^\| `(.+?)` \| (.+?) \|$", section.partition("\n## ")[0], re.MULTILINE)
+    assert sorted(documented) == sorted((row.flag, row.remedy) for row in REFUSALS)
+
+
 @pytest.mark.parametrize(
     ("asked", "flag"),
     [

@@ -17,10 +17,11 @@ from megatron_vocabpar.megatron_lm.bindings import VERSIONS, find_version
 from megatron_vocabpar.megatron_lm.checkout import source_signatures
 from megatron_vocabpar.megatron_lm.flags import FlagConfig
 from megatron_vocabpar.megatron_lm.options import REFUSED, ROW_OF, ROWS
+from megatron_vocabpar.megatron_lm.options_page import page
 from megatron_vocabpar.megatron_lm.refusals import REFUSALS, check
 from megatron_vocabpar.megatron_lm.replacements import _parse_with_our_options
 from tests.megatron_lm.test_doors import PLAIN, inside
-from tests.megatron_lm.training import checkout, words
+from tests.megatron_lm.training import ROOT, checkout, words
 
 FOUND = words(
     "add_bias_linear moe_grouped_gemm mtp_use_repeated_layer freeze_all_layers "
@@ -168,6 +169,10 @@ def test_what_nobody_has_run_is_said(
 ) -> None:
     parse(monkeypatch, "--batch-invariant-mode", OURS)
     assert "--batch-invariant-mode has not been run with partitioned" in capsys.readouterr().out
+
+
+def test_the_page_is_current() -> None:
+    assert (ROOT / "docs" / "options.md").read_text() == "\n".join(page()) + "\n"
 
 
 def test_verdicts_have_reasons() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron_vocabpar.megatron_lm.bindings import VERSIONS, find_version
+from megatron_vocabpar.megatron_lm.checkout import source_signatures
 from tests.megatron_lm.training import checkout, pretrain, words
 
 SAVED = 4
@@ -97,21 +100,78 @@ OF_BLOCKS = (
 )
 
 
-def check_from_seed(options: str, steps: int) -> None:
-    """Losses, gradient norms and evaluation on two stages, from the initial weights of stock."""
-    both = ("--untie-embeddings-and-output-weights", *words(options))
-    expected, result = pretrain(*both, pp=2, iterations=4), pretrain(ENABLE, *both, pp=2, iterations=4)
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+ROUTER = f"{EXPERTS} --moe-token-dispatcher-type alltoall --moe-router-score-function sigmoid"
+FROM_SEED = {
+    "buckets": ("0.14", f"{OVERLAP} --ddp-num-buckets 3 --ddp-pad-buckets-for-high-nccl-busbw", {"dp": 2}),
+    "unaligned": ("0.14", f"{OVERLAP} --no-align-grad-reduce --no-align-param-gather", {"dp": 2}),
+    "averages": ("0.14", f"{OVERLAP} --ddp-bucket-size 5000 --ddp-average-in-collective", {"dp": 2}),
+    "other order of ranks": ("0.14", "--use-tp-pp-dp-mapping", {"dp": 2, "tp": 2}),
+    "norms of parameters": (
+        "0.14",
+        "--use-distributed-optimizer --log-params-norm --log-num-zeros-in-grad",
+        {"dp": 2},
+    ),
+    "hashes of weights": ("0.14", "--check-weight-hash-across-dp-replicas-interval 2", {"dp": 2}),
+    "initial weights": ("0.14", "--embedding-init-method-std 0.1 --init-method-std 0.01", {}),
+    "other data": (
+        "0.14",
+        "--dataloader-type cyclic --num-workers 1 --reset-position-ids --eod-mask-loss",
+        {},
+    ),
+    "experts' biases": (
+        "0.14",
+        f"{ROUTER} --moe-router-enable-expert-bias --moe-z-loss-coeff 1e-3 --moe-per-layer-logging",
+        {},
+    ),
+    "layers beside the ends": (
+        "0.14",
+        "--num-layers 6 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+        {"pp": 4},
+    ),
+    "uneven end": ("0.14", "--decoder-last-pipeline-num-layers 1", {}),
+    "weight of further heads": (
+        "0.14",
+        "--position-embedding-type rope --mtp-num-layers 1 --mtp-loss-scaling-factor 0.7",
+        {},
+    ),
+    "other batches in evaluation": (
+        "0.18",
+        "--eval-micro-batch-size 1 --eval-global-batch-size 4 --eval-interval 2 --start-eval-at-iter 3",
+        {},
+    ),
+    "frozen": ("0.19", "--freeze-all-layers", {}),
+    "heads in one pass": ("main", "--position-embedding-type rope --mtp-num-layers 2 --mtp-hsm", {}),
+}
+"""By name: the first version that has them, options of both, and sizes other than pp 2."""
+COMPARED = re.compile(r"(?!.* vs )(lm loss|grad-norm|params-norm|num-zeros|mtp_1 loss)")
+
+
+def check_from_seed(options: str, steps: int = 4, **sizes: int) -> None:
+    """What both report and evaluate, from the initial weights of stock."""
+    both, sizes = ("--untie-embeddings-and-output-weights", *words(options)), {"pp": 2} | sizes
+    expected, result = (pretrain(*ours, *both, iterations=4, **sizes) for ours in ((), (ENABLE,)))
     assert "vocabulary parallelism: method" in result.text
     assert len(result.losses) == len(result.norms) == steps
-    for name in ("losses", "norms", "evaluations"):
-        np.testing.assert_allclose(getattr(result, name), getattr(expected, name), rtol=1e-5, err_msg=name)
+    for tag in filter(COMPARED.match, expected.scalars):
+        np.testing.assert_allclose(result.scalars[tag], expected.scalars[tag], rtol=1e-5, err_msg=tag)
+    np.testing.assert_allclose(result.evaluations, expected.evaluations, rtol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FROM_SEED)
+def test_trains_as_stock_from_its_seed(name: str) -> None:
+    since, options, sizes = FROM_SEED[name]
+    if VERSIONS.index(find_version(source_signatures(checkout()))) < VERSIONS.index(since):
+        pytest.skip(f"needs Megatron {since}")
+    check_from_seed(options, **sizes)
 
 
 @pytest.mark.long
 def test_layers_of_their_own_kind(tmp_path: Path) -> None:
     file = tmp_path / "layers.json"
     file.write_text(json.dumps(MODEL_OF_BLOCKS))
-    check_from_seed(f"{OF_BLOCKS} --heterogeneous-layers-config-path {file}", steps=4)
+    check_from_seed(f"{OF_BLOCKS} --heterogeneous-layers-config-path {file}")
 
 
 @pytest.mark.long
