@@ -432,6 +432,21 @@ ROWS = (
         """,
     ),
     _row(
+        NOT_RUN,
+        "of Mamba layers, which were not run: they need mamba-ssm",
+        """
+        mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads mamba_training_ssm_states_dtype
+        hybrid_attention_ratio hybrid_mlp_ratio disable_mamba_mem_eff_path use_mamba_mem_eff_path
+        """,
+    ),
+    _row(
+        CANNOT_MATTER,
+        "other names of --num-layers and --seq-length",
+        """
+        encoder_num_layers encoder_seq_length
+        """,
+    ),
+    _row(
         CANNOT_MATTER,
         "read only with --use-megatron-fsdp or --use-torch-fsdp2, which are refused",
         """
@@ -541,16 +556,15 @@ ROWS = (
         CANNOT_MATTER,
         "read by models and scripts without a language model's head: retrieval, images, RETRO, BERT's head",
         """
-        encoder_num_layers decoder_num_layers relative_attention_num_buckets
-        relative_attention_max_distance onnx_safe bert_binary_head encoder_seq_length decoder_seq_length
-        retriever_seq_length sample_rate mask_prob short_seq_prob output_bert_embeddings
-        bert_embedder_type ict_head_size biencoder_projection_dim biencoder_shared_query_context_model
-        ict_load bert_load titles_data_path query_in_block_prob use_one_sent_docs evidence_data_path
-        retriever_report_topk_accuracies retriever_score_scaling block_data_path embedding_path
-        indexer_batch_size indexer_log_interval num_classes img_h img_w num_channels patch_dim
-        classes_fraction data_per_class_fraction data_sharding head_lr_mult vision_pretraining
-        vision_pretraining_type vision_backbone_type swin_backbone_type mask_type mask_factor
-        iter_per_epoch dino_local_img_size dino_local_crops_number dino_head_hidden_size
+        decoder_num_layers relative_attention_num_buckets relative_attention_max_distance onnx_safe
+        bert_binary_head decoder_seq_length retriever_seq_length sample_rate mask_prob short_seq_prob
+        output_bert_embeddings bert_embedder_type ict_head_size biencoder_projection_dim
+        biencoder_shared_query_context_model ict_load bert_load titles_data_path query_in_block_prob
+        use_one_sent_docs evidence_data_path retriever_report_topk_accuracies retriever_score_scaling
+        block_data_path embedding_path indexer_batch_size indexer_log_interval num_classes img_h img_w
+        num_channels patch_dim classes_fraction data_per_class_fraction data_sharding head_lr_mult
+        vision_pretraining vision_pretraining_type vision_backbone_type swin_backbone_type mask_type
+        mask_factor iter_per_epoch dino_local_img_size dino_local_crops_number dino_head_hidden_size
         dino_bottleneck_size dino_freeze_last_layer dino_norm_last_layer dino_warmup_teacher_temp
         dino_teacher_temp dino_warmup_teacher_temp_epochs retro_project_dir retro_add_retriever
         retro_cyclic_train_iters retro_encoder_layers retro_encoder_hidden_dropout
@@ -675,11 +689,10 @@ ROWS = (
     ),
     _row(
         CANNOT_MATTER,
-        "which parts Megatron or older versions take them for; another option is what is read",
+        "deprecated, set by the launcher, or said by the pattern of layers",
         """
         batch_size deprecated_use_mcore_models tp_comm_split_ag tp_comm_split_rs model_parallel_size
-        local_rank moe_extended_tp hybrid_attention_ratio hybrid_mlp_ratio is_hybrid_model
-        disable_mamba_mem_eff_path use_mamba_mem_eff_path
+        local_rank moe_extended_tp is_hybrid_model
         """,
     ),
     _row(
@@ -707,17 +720,16 @@ ROWS = (
         moe_router_topk_scaling_factor moe_router_force_load_balancing moe_router_padding_for_fp8
         moe_input_jitter_eps moe_enable_deepep moe_deepep_num_sms moe_permute_fusion
         moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy
-        moe_apply_probs_on_input mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
-        softmax_type window_size window_attn_skip_freq quick_geglu activation_func_clamp_value
-        glu_linear_offset use_te_activation_func layernorm_epsilon layernorm_zero_centered_gamma qk_clip
-        qk_clip_alpha qk_clip_threshold attention_output_gate dsa_indexer_n_heads dsa_indexer_head_dim
-        dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss linear_conv_kernel_dim
-        linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
-        use_kitchen_attention kitchen_attention_backend moe_shared_expert_gate
-        moe_router_padding_for_quantization moe_flex_dispatcher_backend moe_latent_size
-        moe_hybridep_num_sms linear_attention_freq log_max_attention_logit mup_width_mult
-        mup_base_head_dim mup_attn_scale_power fused_residual_rmsnorm moe_router_force_biased
-        moe_permute_fusion_into_hybridep moe_hybridep_num_blocks_permute
+        moe_apply_probs_on_input softmax_type window_size window_attn_skip_freq quick_geglu
+        activation_func_clamp_value glu_linear_offset use_te_activation_func layernorm_epsilon
+        layernorm_zero_centered_gamma qk_clip qk_clip_alpha qk_clip_threshold attention_output_gate
+        dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff
+        dsa_indexer_use_sparse_loss linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
+        linear_num_key_heads linear_num_value_heads use_kitchen_attention kitchen_attention_backend
+        moe_shared_expert_gate moe_router_padding_for_quantization moe_flex_dispatcher_backend
+        moe_latent_size moe_hybridep_num_sms linear_attention_freq log_max_attention_logit
+        mup_width_mult mup_base_head_dim mup_attn_scale_power fused_residual_rmsnorm
+        moe_router_force_biased moe_permute_fusion_into_hybridep moe_hybridep_num_blocks_permute
         moe_hybridep_num_blocks_unpermute use_grouped_gemm_for_dense_mlp moe_single_grouped_weight
         moe_single_grouped_bias moe_hybridep_num_sms_preprocessing moe_mlp_glu_interleave_size
         moe_expert_rank_capacity_factor mlp_chunks_for_training save_tokens_per_expert_interval
@@ -727,12 +739,12 @@ ROWS = (
         moe_shared_expert_glu_interleave_size moe_router_quantile_balancing_ema
         moe_hybridep_pad_uneven_dispatch_inputs moe_flex_dispatcher_num_sms moe_ncclep_static_shape
         moe_ncclep_zero_copy yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
-        yarn_correction_range_round_to_int mamba_training_ssm_states_dtype moe_routing_trace_path
-        moe_routing_trace_max_training_iters moe_routing_trace_capture_logits
-        moe_routing_trace_capture_hidden_states moe_routing_trace_dump_weights moe_use_grouped_tensor
-        moe_dispatch_fwd_dtype moe_combine_bwd_dtype gdp_num_householder gdp_cutedsl_kernel
-        gdp_num_chunk_states_to_recompute q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim
-        v_head_dim rotary_scaling_factor mscale mscale_all_dim mla_down_proj_fusion
+        yarn_correction_range_round_to_int moe_routing_trace_path moe_routing_trace_max_training_iters
+        moe_routing_trace_capture_logits moe_routing_trace_capture_hidden_states
+        moe_routing_trace_dump_weights moe_use_grouped_tensor moe_dispatch_fwd_dtype
+        moe_combine_bwd_dtype gdp_num_householder gdp_cutedsl_kernel gdp_num_chunk_states_to_recompute
+        q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor mscale
+        mscale_all_dim mla_down_proj_fusion
         """,
     ),
     _row(
