@@ -70,6 +70,17 @@ ROWS = (
     ),
     _row(
         WORKS,
+        "beside stock by tests/megatron_lm/test_options.py, run on 22 November 2026 with 0.16.1 and main",
+        """
+        align_grad_reduce ddp_num_buckets ddp_bucket_size ddp_pad_buckets_for_high_nccl_busbw
+        ddp_average_in_collective align_param_gather check_weight_hash_across_dp_replicas_interval
+        use_tp_pp_dp_mapping init_method_std embedding_init_method_std dataloader_type num_workers
+        reset_position_ids mtp_loss_scaling_factor eval_global_batch_size eval_micro_batch_size
+        start_eval_at_iter freeze_all_layers mtp_hsm
+        """,
+    ),
+    _row(
+        WORKS,
         "beside stock by tests/megatron_lm/test_schedules.py; what no schedule fits is refused",
         """
         num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank moe_layer_freq
@@ -114,32 +125,23 @@ ROWS = (
         WORKS,
         "run on 22 November 2026 with 0.16.1, four iterations beside stock on pp 2 x dp 2",
         """
-        data_parallel_random_init align_grad_reduce ddp_num_buckets ddp_bucket_size
-        ddp_pad_buckets_for_high_nccl_busbw ddp_average_in_collective align_param_gather
-        check_for_large_grads enable_gloo_process_groups check_weight_hash_across_dp_replicas_interval
-        num_distributed_optimizer_instances """,
-    ),
-    _row(
-        WORKS,
-        "run on 22 November 2026 with 0.16.1, four iterations beside stock on pp 2 x tp 2 x dp 2",
-        """
-        use_tp_pp_dp_mapping
+        data_parallel_random_init check_for_large_grads enable_gloo_process_groups
+        num_distributed_optimizer_instances
         """,
     ),
     _row(
         WORKS,
         "run on 22 November 2026 with 0.16.1, four iterations beside stock on pp 2",
         """
-        dataloader_type init_method_std embedding_init_method_std num_workers reset_position_ids
-        mtp_loss_scaling_factor train_sync_interval log_num_zeros_in_grad check_for_nan_in_loss_and_grad
-        skip_train te_rng_tracker
+        train_sync_interval log_num_zeros_in_grad check_for_nan_in_loss_and_grad skip_train
+        te_rng_tracker
         """,
     ),
     _row(
         WORKS,
         "run on 22 November 2026 with 0.19.0, four iterations beside stock on pp 2",
         """
-        disable_jit_fuser start_eval_at_iter eval_global_batch_size eval_micro_batch_size
+        disable_jit_fuser
         """,
     ),
     _row(
@@ -180,13 +182,6 @@ ROWS = (
         "losses to 3e-6, gradient norms to 3e-3",
         """
         grad_reduce_in_bf16 accumulate_allreduce_grads_in_fp32
-        """,
-    ),
-    _row(
-        WORKS,
-        "run on 22 November 2026 with main, four iterations beside stock on pp 2",
-        """
-        freeze_all_layers mtp_hsm
         """,
     ),
     _row(
