@@ -205,6 +205,8 @@ def process_groups() -> Any:
     groups.dp_cp = parallel_state.get_data_parallel_group(
         with_context_parallel=True, partial_data_parallel=False
     )
+    # The biases of routers take their counts from it, from 0.18 on.
+    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return groups
 
 

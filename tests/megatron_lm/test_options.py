@@ -101,6 +101,7 @@ OF_BLOCKS = (
 
 
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+ROUTER = f"{EXPERTS} --moe-token-dispatcher-type alltoall --moe-router-score-function sigmoid"
 FROM_SEED = {
     "buckets": ("0.14", f"{OVERLAP} --ddp-num-buckets 3 --ddp-pad-buckets-for-high-nccl-busbw", {"dp": 2}),
     "unaligned": ("0.14", f"{OVERLAP} --no-align-grad-reduce --no-align-param-gather", {"dp": 2}),
@@ -116,6 +117,11 @@ FROM_SEED = {
     "other data": (
         "0.14",
         "--dataloader-type cyclic --num-workers 1 --reset-position-ids --eod-mask-loss",
+        {},
+    ),
+    "experts' biases": (
+        "0.14",
+        f"{ROUTER} --moe-router-enable-expert-bias --moe-z-loss-coeff 1e-3 --moe-per-layer-logging",
         {},
     ),
     "layers beside the ends": (
