@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -25,8 +25,8 @@ from torch import Tensor
 from megatron_vocabpar.train import on_cpu
 from tests.transformer_engine import hook
 
-SIZE, ROWS = 8, 6
-SPLITS = [2, 0, 4]
+SIZE, ROWS = 16, 24  # multiples of what 8-bit products take
+SPLITS = [8, 0, 16]
 ORDERS = ("B0 W0 B1 W1 B2 W2", "B0 B1 B2 W0 W1 W2", "B0 B1 W0 B2 W2 W1", "")
 """Of backwards and weight gradients; without any, W is not split off."""
 KINDS = (
@@ -38,14 +38,16 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One layer, whether its products are added to ``main_grad`` by themselves, and an order."""
+    """One layer, whether its products are added to ``main_grad`` by themselves, an order, and operands."""
 
     kind: str
     fused: bool
     order: str
+    in_8_bits: bool = False
 
     def __str__(self) -> str:
-        return f"{self.kind}, {'fused' if self.fused else 'not fused'}: {self.order or 'not split'}"
+        how = ", ".join(["fused" if self.fused else "not fused", *(["8 bits"] if self.in_8_bits else [])])
+        return f"{self.kind}, {how}: {self.order or 'not split'}"
 
 
 def _is_lost(case: Case) -> bool:
@@ -53,7 +55,10 @@ def _is_lost(case: Case) -> bool:
     return "twice" in case.kind and case.fused and not case.order
 
 
-CASES = tuple(case for each in product(KINDS, (True, False), ORDERS) if not _is_lost(case := Case(*each)))
+CASES = (
+    *(case for each in product(KINDS, (True, False), ORDERS) if not _is_lost(case := Case(*each))),
+    *(Case(kind, fused, ORDERS[2], in_8_bits=True) for kind in KINDS[:9] for fused in (True, False)),
+)
 
 
 def _layer(kind: str, config: Any) -> torch.nn.Module:
@@ -114,11 +119,18 @@ def _by_autograd(layer: Any, x: Tensor) -> tuple[Tensor, None]:
 
 
 def difference(case: Case) -> float:
-    """The largest of a gradient from autograd's, relative to its size."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    """The largest of a gradient, relative to its size.
 
-    from megatron_vocabpar.integration.weight_gradients import split_weight_gradients
+    From autograd's; in 8 bits, whose roundings it lacks, from those of the same layer that is not split.
+    """
+    found = _gradients(case)
+    expected = _gradients(replace(case, order="")) if case.in_8_bits else _gradients(case, _by_autograd)
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
+
+
+def _gradients(case: Case, run: Callable[[Any, Tensor], Any] | None = None) -> list[Tensor]:
+    """Of all trained parameters after three microbatches; with ``run``, autograd's through that."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     torch.manual_seed(5)
     config = TransformerConfig(
@@ -126,26 +138,38 @@ def difference(case: Case) -> float:
     )
     config.delay_wgrad_compute = bool(case.order)  # as Megatron's door to us sets it
     model = _Model(case.kind, config)
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     inputs = [torch.randn(ROWS, SIZE, requires_grad=True) for _ in range(3)]
-    losses = [model(x, _by_autograd).square().sum() for x in inputs]
-    expected = torch.autograd.grad(torch.stack(losses).sum(), list(trained.values()))
+    if run is not None:
+        losses = [model(x, run).square().sum() for x in inputs]
+        return list(torch.autograd.grad(torch.stack(losses).sum(), trained))
+    _train(case, model, config, inputs)
+    return [parameter.main_grad for parameter in trained]  # type: ignore[attr-defined]
+
+
+def _train(case: Case, model: _Model, config: Any, inputs: list[Tensor]) -> None:
+    """The three forwards, then backwards and weight gradients in the order of the case."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from transformer_engine.common.recipe import Float8CurrentScaling
+    from transformer_engine.pytorch import fp8_autocast
+
+    from megatron_vocabpar.integration.weight_gradients import split_weight_gradients
+
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
     ddp.zero_grad_buffer()
     with ExitStack() as stack:
         gradients = stack.enter_context(split_weight_gradients([ddp]))[0] if case.order else None
-        outputs = [ddp(x).square().sum() for x in inputs]
+        outputs = []
+        for x in inputs:
+            with fp8_autocast(enabled=case.in_8_bits, fp8_recipe=Float8CurrentScaling()):
+                outputs.append(ddp(x).square().sum())
         for step in case.order.split() or ("B0", "B1", "B2"):
             microbatch = int(step[1])
-            if gradients is None:
-                outputs[microbatch].backward()
-            elif step[0] == "W":
+            if step[0] == "W":
                 gradients.compute(microbatch)
-            else:
-                with gradients.left_by(microbatch):
-                    outputs[microbatch].backward()
-    found = [parameter.main_grad for parameter in trained.values()]  # type: ignore[attr-defined]
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
+                continue
+            with gradients.left_by(microbatch) if gradients else nullcontext():
+                outputs[microbatch].backward()
 
 
 def results() -> Iterator[tuple[str, float | str]]:

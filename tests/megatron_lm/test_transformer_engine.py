@@ -55,7 +55,11 @@ MODELS = {
     ),
 }
 """By name, the options of an architecture."""
-SINCE = {"a repeated head": ("0.17", "0.18", "0.19", "main"), "fused operations": ("0.18", "0.19", "main")}
+SINCE = {
+    "grouped experts": ("0.15", "0.16", "0.17", "0.18", "0.19", "main"),  # 0.14 has them in 16 bits only
+    "a repeated head": ("0.17", "0.18", "0.19", "main"),
+    "fused operations": ("0.18", "0.19", "main"),
+}
 """Versions of Megatron that have an architecture; for others all."""
 
 
@@ -188,6 +192,23 @@ def test_trains_as_stock(case: Case) -> None:
 def test_trains_as_stock_in_16_bits(case: Case) -> None:
     """Stock rounds its logits to 16 bits, and ours does not."""
     check(case, losses=1e-4, norms=1e-2, evaluations=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["zb-h1", "v-half"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+def test_trains_as_stock_in_8_bits(recipe: str, schedule: str) -> None:
+    """With whole vocabulary layers each operand is stock's, and so is each of its 8-bit roundings.
+
+    Delayed scales follow from what a process has multiplied before, so stock runs on the same stages.
+    """
+    case = Case(schedule, "baseline", both=f"--fp8-format hybrid --fp8-recipe {recipe}")
+    load = ("--load", str(weights(case.model)), *FROM_WEIGHTS, *words(case.both))
+    theirs, ours = (train(case.model, *load, *flags, pp=2) for flags in ((), case.flags))
+    exact = stock(case.model, "")
+    for name in ("losses", "norms", "evaluations"):
+        np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol=1e-5, err_msg=name)
+    assert max(abs(a - b) for a, b in zip(theirs.norms, exact.norms, strict=True)) > 1e-5  # they were rounded
 
 
 def keys(folder: Path, iteration: int) -> set[str]:
