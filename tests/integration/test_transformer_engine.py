@@ -30,5 +30,7 @@ def test_gradients_are_autograds(case: Case) -> None:
     if hook.wheel() is None:
         pytest.skip(hook.MISSING)
     found = differences()[str(case)]
+    if isinstance(found, str) and found.endswith("has no stand-in on the CPU"):
+        pytest.skip(found)
     assert isinstance(found, float), found
     assert found < 2e-6
