@@ -175,6 +175,16 @@ def check(case: Case, **tolerances: float) -> None:
         np.testing.assert_allclose(getattr(ours, name), getattr(expected, name), tolerance, err_msg=name)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["default", "llama"])
+def test_the_stand_in_trains_as_megatrons_own_layers(model: str) -> None:
+    """Stock from one seed: its local layers are PyTorch's products, norms, softmax and Adam."""
+    options = (*UNTIED, *words(MODELS[model]), *EIGHT_LAYERS)
+    theirs, local = (pretrain(*options, iterations=4, transformer_engine=te) for te in (True, False))
+    for name in ("losses", "norms", "evaluations"):
+        np.testing.assert_allclose(getattr(theirs, name), getattr(local, name), rtol=2e-6, err_msg=name)
+
+
 DEFAULT = (Case("zb-h1"), Case("v-half", model="grouped experts", both=NOT_FUSED))
 
 
