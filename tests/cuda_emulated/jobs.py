@@ -46,7 +46,7 @@ SMALL = TrainConfig(
     save=False,
     device="cuda",
 )
-_TEXT = "".join(f"line {number} of a text, {number * number}\n" for number in range(3000))
+TEXT = "".join(f"line {number} of a text, {number * number}\n" for number in range(3000))
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def run(
     """
     text = folder.parent / "text.txt"
     text.parent.mkdir(parents=True, exist_ok=True)
-    text.write_text(_TEXT)
+    text.write_text(TEXT)
     job = replace(config, text=str(text), output=str(folder))
     path = folder / config.method / CONFIG_FILE
     with ExitStack() as held:

@@ -53,6 +53,8 @@ def run(config: TrainConfig) -> None:
             if str(instruction) == faulty:
                 if fault == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
+                if fault == "hang":
+                    _wait_for_ever()
                 raise FloatingPointError("planted")
             sound(instruction)
 
