@@ -50,6 +50,14 @@ def test_what_depends_on_values() -> None:
     assert float(x.sum()) == 5.0
 
 
+def test_a_number_fills_where_a_mask_says() -> None:
+    x = torch.tensor([1.0, 2.0, 3.0], device=CUDA)
+    x[x > 1] = 0.0
+    assert x.tolist() == [1.0, 0.0, 0.0]
+    x[x < 1] = torch.tensor([5.0, 6.0], device=CUDA)
+    assert x.tolist() == [1.0, 5.0, 6.0]
+
+
 def test_products_in_float32_of_16_bit_operands() -> None:
     a, b = torch.randn(4, 8).bfloat16(), torch.randn(8, 4).bfloat16()
     exact = a.float() @ b.float()

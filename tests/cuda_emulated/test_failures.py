@@ -23,7 +23,7 @@ LARGE = {"micro_batch_size": 8, "seq_length": 128, "vocab_size": 32768}
     ("fault", "settings", "changes", "told"),
     [
         ("kill 1S1", {}, {}, r"rank 1 was killed by signal 9.*pass 1S1: S of microbatch 1 on stage 1"),
-        ("hang 1T1", {}, {"timeout": 30.0}, r"--timeout 30.*rank 1 at step 1, in pass 1T1.*rank 1 stopped first"),
+        ("hang 1T1", {}, {"timeout": 30.0}, r"--timeout 30.*rank 1 at step 1, in pass 1T1.*1 stopped first"),
         ("", {"EMULATED_MEMORY_MIB": "110"}, LARGE, r"rank [01] raised.*pass [01]S\d.*[Oo]ut of memory"),
     ],
     ids=["killed", "stops", "full"],

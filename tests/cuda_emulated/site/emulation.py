@@ -196,7 +196,7 @@ class Emulation(TorchDispatchMode):
         if name in _PRODUCTS and "EMULATED_TORCH" in os.environ:
             _refuse_as_older_torch(name, args, kwargs, os.environ["EMULATED_TORCH"])
         random = torch.Tag.nondeterministic_seeded in func.tags
-        if name in _BY_VALUES or random or (name in _INDEXING and _reads_mask(args[1])):
+        if name in _BY_VALUES or random or (name in _INDEXING and _size_by_values(*args)):
             return self._at_once(func, args, kwargs, device, random)
         return self._later(func, args, kwargs, device)
 
@@ -263,10 +263,15 @@ def _device_of(kwargs: dict[str, Any]) -> torch.device | None:
     return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
-def _reads_mask(indices: Any) -> bool:
-    """Whether a tensor among indices is a mask, or on the host."""
+def _size_by_values(_: torch.Tensor, indices: Any, value: Any = None, accumulate: bool = False) -> bool:
+    """Whether a tensor among indices is a mask, or on the host, so that places are to be counted.
+
+    ``x[mask] = 0.0`` does neither: the number comes as a tensor of the host, and PyTorch fills by the mask.
+    """
+    fills = value is not None and value.numel() == 1 and not value.is_cuda and not accumulate
     tensors = [index for index in indices if index is not None]
-    return any(index.dtype in (torch.bool, torch.uint8) or not index.is_cuda for index in tensors)
+    masks = [index.dtype in (torch.bool, torch.uint8) for index in tensors]
+    return (any(masks) and not fills) or any(not index.is_cuda for index in tensors)
 
 
 class _drawing:
