@@ -146,7 +146,8 @@ gpu:
 # No GPU needed, and none used: CUDA's libraries are replaced beneath torch.
 EMULATED := .venv-cuda/bin/python tests/cuda_emulated/start.py
 cuda-emulated:
-	@$(MAKE) --silent .venv-cuda/.installed || { echo "the CUDA build of torch cannot be had here: nothing was run"; exit 2; }
+	@mkdir -p .venv-cuda; $(MAKE) --silent .venv-cuda/.installed > .venv-cuda/install.log 2>&1 || \
+	{ echo "torch's CUDA build cannot be had here, so nothing was run: see .venv-cuda/install.log"; exit 2; }
 	.venv-cuda/bin/python tests/cuda_emulated/build.py
 	@status=0; $(EMULATED) -m pytest tests/cuda_emulated $(PYTEST_ARGS) || status=1; \
 	for table in faults sweep; do $(EMULATED) -m tests.cuda_emulated.$$table || status=1; done; \
