@@ -56,20 +56,16 @@ class Outcome:
     Attributes:
         codes: exit codes by rank; negative for a signal, None for one that did not end in time.
         losses: by step.
-        norms: of the gradients, by step.
         waits: ``[rank, iteration, instruction, kind, place, count]``, where they were counted.
         message: of the launcher, for ranks that failed.
         output: all that ranks wrote.
-        seconds: that it took.
     """
 
     codes: tuple[int | None, ...]
     losses: tuple[float, ...]
-    norms: tuple[float, ...]
     waits: tuple[tuple[int, int, str | None, str, str, int], ...]
     message: str
     output: str
-    seconds: float
 
     @property
     def well(self) -> bool:
@@ -119,7 +115,6 @@ def run(
         "EMULATED_WAITS": str(folder / "waits"),
         **(settings or {}),
     }
-    start = time.monotonic()
     ranks = [_fork(rank, told, path, plant) for rank in range(config.world_size)]
     codes = _wait(ranks, limit_s)
     rows = read_metrics(path.parent / METRICS_FILE) if (path.parent / METRICS_FILE).exists() else []
@@ -128,11 +123,9 @@ def run(
     return Outcome(
         codes,
         tuple(row["loss"] for row in rows),
-        tuple(row["grad_norm"] for row in rows),
         tuple(_waits(folder / "waits", config.world_size)),
         blame(logs, config.world_size, failed) if failed else "",
         "".join(file.read_text(errors="replace") for file in sorted(logs.glob("*.txt"))),
-        time.monotonic() - start,
     )
 
 
@@ -158,12 +151,12 @@ def _fork(rank: int, told: Mapping[str, str], path: Path, plant: Plant | None) -
         if plant is not None:
             plant(rank)
 
-        def train(config: TrainConfig) -> int:
+        def train_and_count(config: TrainConfig) -> int:
             code = trainer.run(config)
             waits.write()
             return code
 
-        run_worker(str(path), train)
+        run_worker(str(path), train_and_count)
     except BaseException:
         traceback.print_exc()
     os._exit(1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import runpy
 import signal
 import socket
 import sys
@@ -127,7 +128,7 @@ def _fork(
             launch.main([str(script), *arguments])
         else:
             sys.argv = [str(script), *arguments]
-            launch.runpy.run_path(str(script), run_name="__main__")
+            runpy.run_path(str(script), run_name="__main__")
         waits.write()
         code = 0
     except SystemExit as end:
