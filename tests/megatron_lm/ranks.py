@@ -13,6 +13,7 @@ Next: ``train/on_cpu.py`` of the package, what a rank does.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import inspect
@@ -37,6 +38,7 @@ def serve(checkout: str, transformer_engine: str | None = None) -> dict[str, Any
     with cpu.megatron_on_cpu():
         for module in ("megatron.training.training", "megatron.training.checkpointing", "torch._dynamo"):
             importlib.import_module(module)
+        gather_separately()
         arguments = importlib.import_module("megatron.training.arguments")
         inspect.getsource = functools.cache(inspect.getsource)
         arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))  # reads many sources
@@ -51,6 +53,17 @@ def serve(checkout: str, transformer_engine: str | None = None) -> dict[str, Any
             ranks.append(pid)
         print(json.dumps(_wait(ranks)), flush=True)
     return None
+
+
+def gather_separately() -> None:
+    """Gather each bucket by itself: coalesced over gloo, buckets of 8-bit and 16-bit weights are mixed up."""
+    module = vars(importlib.import_module("megatron.core.distributed.param_and_grad_buffer"))
+    coalescing = module["_coalescing_manager"]
+
+    def manager(group: Any, async_ops: bool = False, **options: Any) -> Any:
+        return coalescing(group, async_ops=True, **options) if async_ops else contextlib.nullcontext()
+
+    module["_coalescing_manager"] = manager
 
 
 def _become(rank: int, job: dict[str, Any]) -> None:
