@@ -313,20 +313,29 @@ ROWS = (
         """,
     ),
     _row(
-        NOT_RUN,
-        "operands of 8 or 4 bits need a GPU; the vocabulary layers have none of them",
+        WORKS,
+        "beside stock by tests/megatron_lm/test_transformer_engine.py, over a stand-in of the compiled part",
         """
-        fp8 fp8_recipe fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad
-        fp8_param_gather first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
-        kitchen_config_file kitchen_recipe_number fp4 fp4_recipe fp4_param fp8_quantizer_factory
-        fp4_quantizer_factory te_precision_config_file fp4_param_gather
+        fp8 fp8_recipe first_last_layers_bf16 use_transformer_engine_op_fuser moe_grouped_gemm
+        gradient_accumulation_fusion multi_latent_attention
+        """,
+    ),
+    _row(
+        REFUSED,
+        "with several model chunks a rank; with one beside stock by "
+        "tests/megatron_lm/test_transformer_engine.py",
+        """
+        fp8_param_gather
         """,
     ),
     _row(
         NOT_RUN,
-        "operators of Transformer Engine that are fused beyond a layer",
+        "operands of 8 or 4 bits need a GPU; the vocabulary layers have none of them",
         """
-        use_transformer_engine_op_fuser
+        fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad
+        num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
+        kitchen_config_file kitchen_recipe_number fp4 fp4_recipe fp4_param fp8_quantizer_factory
+        fp4_quantizer_factory te_precision_config_file fp4_param_gather
         """,
     ),
     _row(
@@ -378,10 +387,16 @@ ROWS = (
     ),
     _row(
         NOT_RUN,
-        "the type of hidden states between stages, or where weights are before they are drawn; stock "
-        "needs Transformer Engine for them",
+        "the type of hidden states between stages; stock needs Transformer Engine for it",
         """
-        fp32_residual_connection init_model_with_meta_device
+        fp32_residual_connection
+        """,
+    ),
+    _row(
+        REFUSED,
+        "weights are drawn after the layers are made, which was never run with vocabulary shards",
+        """
+        init_model_with_meta_device
         """,
     ),
     _row(
@@ -704,13 +719,13 @@ ROWS = (
         ffn_hidden_size attention_backend rotary_base rotary_percent rotary_interleaved
         rotary_seq_len_interpolation_factor rope_scaling_factor no_rope_freq norm_epsilon
         apply_layernorm_1p apply_residual_connection_post_layernorm openai_gelu squared_relu
-        multi_latent_attention masked_softmax_fusion bias_gelu_fusion bias_swiglu_fusion
+        masked_softmax_fusion bias_gelu_fusion bias_swiglu_fusion
         use_fused_weighted_squared_relu bias_dropout_fusion apply_rope_fusion rope_type use_flash_attn
         add_qkv_bias async_tensor_model_parallel_allreduce no_persist_layer_norm
         apply_query_key_layer_scaling attention_softmax_in_fp32 cp_comm_type
         hierarchical_context_parallel_sizes qk_layernorm qk_l2_norm expert_tensor_parallel_size
         moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_overlap
-        moe_grouped_gemm moe_use_legacy_grouped_gemm moe_router_load_balancing_type moe_router_dtype
+        moe_use_legacy_grouped_gemm moe_router_load_balancing_type moe_router_dtype
         moe_router_fusion moe_router_pre_softmax moe_router_num_groups moe_router_group_topk
         moe_router_topk_scaling_factor moe_router_force_load_balancing moe_router_padding_for_fp8
         moe_input_jitter_eps moe_enable_deepep moe_deepep_num_sms moe_permute_fusion
@@ -756,14 +771,6 @@ ROWS = (
         """
         tp_comm_overlap tp_comm_overlap_cfg tp_comm_overlap_ag tp_comm_overlap_rs
         tp_comm_overlap_rs_dgrad tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_bootstrap_backend
-        """,
-    ),
-    _row(
-        CANNOT_MATTER,
-        "in the model's linear layers; T and IB write their gradients themselves. Without it by every "
-        "test here",
-        """
-        gradient_accumulation_fusion
         """,
     ),
     _row(

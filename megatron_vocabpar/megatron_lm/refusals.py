@@ -267,6 +267,12 @@ REFUSALS = (
         {"tensor_parallel_num_weight_shards": 4},
     ),
     Refusal(
+        "--init-model-with-meta-device",
+        _set("init_model_with_meta_device"),
+        "weights that are drawn after the layers are made have not been run with shards; leave it out",
+        {"init_model_with_meta_device": True},
+    ),
+    Refusal(
         "--enable-mhc-connections, --enable-hyper-connections",
         lambda args: _set("enable_mhc_connections")(args) or _set("enable_hyper_connections")(args),
         "several residual streams have not been run through stages here; leave it out",
@@ -387,6 +393,11 @@ def _chunk_problems(args: Any, config: FlagConfig) -> list[str]:
         return [
             f"--reset-attention-mask: Megatron gives masks to its first and last chunk alone, and {flag} has "
             "the last stage in another; use 1f1b or interleaved"
+        ]
+    if chunks > 1 and getattr(args, "fp8_param_gather", False):
+        return [
+            "--fp8-param-gather with several model chunks a rank: gradients were seen to differ from stock's; "
+            "use 1f1b or zb-h1, or leave it out"
         ]
     problems = [
         *_skipping_problems(args, p, chunks.numerator),
