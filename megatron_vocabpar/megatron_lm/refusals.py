@@ -396,7 +396,7 @@ def _chunk_problems(args: Any, config: FlagConfig) -> list[str]:
         ]
     if chunks > 1 and getattr(args, "fp8_param_gather", False):
         return [
-            "--fp8-param-gather with several model chunks a rank: gradients were seen to differ from stock's; "
+            "--fp8-param-gather with several model chunks a rank: gradients were seen to differ; "
             "use 1f1b or zb-h1, or leave it out"
         ]
     problems = [
