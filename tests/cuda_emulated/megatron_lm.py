@@ -100,6 +100,8 @@ def run(cell: Cell, is_ours: bool, limit_s: float = 300) -> Run:
         probe.bind(("127.0.0.1", 0))
         told = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
         told |= {"MASTER_PORT": str(probe.getsockname()[1]), "EMULATED_WAITS": str(folder)}
+        if cell.tp > 1:
+            told["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks for it
         probe.close()
         ranks = [_fork(rank, told, folder, script, arguments, is_ours) for rank in range(size)]
         codes = _wait(ranks, limit_s)

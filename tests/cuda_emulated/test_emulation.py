@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,12 +13,11 @@ CUDA = torch.device("cuda", 0)
 
 def behind_slow_work() -> torch.cuda.Event:
     """An event of a stream that takes far longer than the host takes to queue what follows."""
-    event = torch.cuda.Event()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for _ in range(5):
-            torch.arange(1 << 23, device=CUDA).sort(descending=True)
-        event.record()
-    return event
+    import emulation  # which torch's import has brought
+
+    stream = torch.cuda.Stream()
+    emulation.queue(stream, partial(time.sleep, 0.5))
+    return stream.record_event()
 
 
 def test_operations_and_gradients_are_the_cpus() -> None:
