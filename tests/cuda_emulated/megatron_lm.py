@@ -65,10 +65,11 @@ def cells() -> Iterator[Cell]:
     yield Cell("1f1b, pp 2 x dp 2, distributed optimizer, overlap, bf16", 2, (), sharded, dp=2)
     yield Cell("1f1b, fp16", 2, (), ("--fp16", "--initial-loss-scale", "1024"))
     yield Cell("1f1b, tied", 2, ())
+    chunks = ("--num-virtual-stages-per-pipeline-rank", "2")
     for family in ("v-half", "v-zb", "interleaved"):
         for method in ("vocab-1", "vocab-2"):
             arguments = ("--vocab-parallel-method", method, schedule, family)
-            yield Cell(f"{family}, {method}", 2, arguments, has_stock=False)
+            yield Cell(f"{family}, {method}", 2, arguments, chunks, has_stock=False)
 
 
 @dataclass(frozen=True)
