@@ -143,7 +143,9 @@ def _host_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call
 
     args, kwargs = tree_map(place, (args, kwargs))
     args = tuple(None if isinstance(value, torch.Generator) else value for value in args)
-    kwargs = {name: value for name, value in kwargs.items() if name not in ("pin_memory", "generator")}
+    kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+    if "generator" in kwargs:
+        kwargs["generator"] = None  # the CPU's own, which _drawing has set
     name = func._schema.name.removeprefix("aten::")
     if name in _PRODUCTS and "dtype" in func._overloadname:
         return lambda: _product_with_out_dtype(func, args, dict(kwargs))
