@@ -161,4 +161,4 @@ cuda-emulated:
 	touch $@
 
 clean:
-	rm -rf site .machines .venv .venv-ci .venv-matrix .venv-kernels build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site .machines .venv .venv-ci .venv-matrix .venv-kernels .venv-cuda build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
