@@ -145,6 +145,12 @@ def interpreter(version: str) -> str | None:
     return None
 
 
+def head() -> str:
+    """The last commit, in short."""
+    words = ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"]
+    return subprocess.check_output(words, text=True).strip()
+
+
 def run(row: Row, work: Path) -> str:
     """The row's result in words: pytest's last line, or how its command ended."""
     python = interpreter(row.python)
@@ -199,15 +205,13 @@ def shared_environment(row: Row, python: str, clone: Path, work: Path) -> Path:
     return venv
 
 
-def write_result(name: str, result: str) -> None:
+def write_result(name: str, commit: str, result: str) -> None:
     """Put a row's result into the page's table, in the order of ``rows``."""
-    words = ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"]
-    commit = subprocess.check_output(words, text=True).strip()
-    head, rule, tail = PAGE.read_text(encoding="utf-8").partition("| --- | --- | --- |\n")
+    above, rule, tail = PAGE.read_text(encoding="utf-8").partition("| --- | --- | --- |\n")
     known = {line.split(" | ")[0].removeprefix("| "): line for line in tail.splitlines()}
     known[name] = f"| {name} | {date.today().isoformat()}, {commit} | {result} |"
     lines = [known[row.name] for row in rows() if row.name in known]
-    PAGE.write_text(head + rule + "\n".join(lines) + "\n", encoding="utf-8")
+    PAGE.write_text(above + rule + "\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main() -> int:
@@ -233,9 +237,10 @@ def main() -> int:
     failed = 0
     for row in chosen:
         print(f"{row.name} ... ", end="", flush=True)
+        commit = head()  # before the row, in case another one follows while it runs
         result = run(row, arguments.work.resolve())
         print(result, flush=True)
-        write_result(row.name, result)
+        write_result(row.name, commit, result)
         failed += result.startswith("**failed")
     return 1 if failed else 0
 
