@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,12 +175,27 @@ def _check_sizes(config: TrainConfig, files: DataFiles) -> None:
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """``$VOCABPAR_CACHE``, else ``vocabpar`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``."""
+    """``$VOCABPAR_CACHE``, else ``vocabpar`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``.
+
+    A user who cannot write there, such as a service without a home, gets a folder among temporary files.
+
+    Raises:
+        ValueError: if that folder belongs to somebody else.
+    """
     named = environment.get("VOCABPAR_CACHE")
     if named:
         return Path(named).expanduser().absolute()
     base = environment.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "vocabpar"
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: nobody knows where the home is
+        folder = Path(base).expanduser() / "vocabpar"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    folder = Path(tempfile.gettempdir()) / f"vocabpar-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise ValueError(f"{folder} belongs to another user; set VOCABPAR_CACHE to a folder of your own")
+    return folder
 
 
 @contextlib.contextmanager
