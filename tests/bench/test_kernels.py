@@ -9,17 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from torch.nn import functional
 
 from megatron_vocabpar.bench import kernels, kernels_layer
 from megatron_vocabpar.bench.environment import file_name
 from megatron_vocabpar.bench.kernels import METHODS, Shape, measure_input, measure_output, shapes
-from megatron_vocabpar.bench.kernels_others import OTHERS, forward_backward
+from megatron_vocabpar.bench.kernels_others import ON_ANY_DEVICE, OTHERS, forward_backward
 from megatron_vocabpar.bench.kernels_published import published_pass
 from megatron_vocabpar.cli.bench import kernels_command
 from tests.layers import reference
 from tests.layers.test_output import V, batch
 
 CPU = torch.device("cpu")
+PYTORCHS = [
+    name for name in ON_ANY_DEVICE if name == "pytorch" or hasattr(functional, "linear_cross_entropy")
+]
 SMALL = Shape(n=64, hidden=64, vocab_size=16000, p=4)
 
 
@@ -35,7 +39,7 @@ def test_the_published_passes_give_the_layers_result(algorithm: int) -> None:
     assert reference.relative_error(main_grad, exact[2]) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["pytorch", "pytorch-chunked"])
+@pytest.mark.parametrize("name", PYTORCHS)
 def test_pytorch_gives_the_layers_result(name: str) -> None:
     x, weight, targets, _ = batch(torch.float32)
     targets = targets.clamp(0, V - 1)
@@ -58,7 +62,7 @@ def test_every_field_that_a_cpu_can_measure_is_there(dtype: torch.dtype) -> None
         for name in ("ours_ms", "s_ms", "t_ms", "three_gemms_ms", "published_ms", "pytorch_ms"):
             assert getattr(row, name) > 0, name
         assert row.peak_mib is None
-        assert row.others_ms.keys() == {"pytorch", "pytorch-chunked"} == row.speedup_over_others.keys()
+        assert row.others_ms.keys() == set(PYTORCHS) == row.speedup_over_others.keys()
         assert row.not_measured.keys() == OTHERS.keys() - row.others_ms.keys()
         assert row.dx_error_by_p_target
     stored, with_a, recomputed, invariant = (row.kept_mib for row in rows)

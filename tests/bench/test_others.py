@@ -108,9 +108,10 @@ def test_each_is_called_by_its_own_interface(
 
 def test_what_is_not_installed_is_named(inputs: tuple[Tensor, Tensor, Tensor, float]) -> None:
     found, reasons = runnable(*inputs)
-    assert list(found) == ["pytorch", "pytorch-chunked"]
-    assert reasons.keys() == set(NAMES)
-    assert all(reason.startswith("not installed (No module named") for reason in reasons.values()), reasons
+    assert list(found) in (["pytorch", "pytorch-chunked"], ["pytorch"])  # the second before torch 2.13
+    assert reasons.keys() - {"pytorch-chunked"} == set(NAMES)
+    for name in NAMES:
+        assert reasons[name].startswith("not installed (No module named"), reasons
 
 
 def test_what_fails_or_is_wrong_is_named(
@@ -129,6 +130,6 @@ def test_what_fails_or_is_wrong_is_named(
 def test_an_older_torch_has_no_chunked_layer(
     inputs: tuple[Tensor, Tensor, Tensor, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(torch.nn.functional, "linear_cross_entropy")
+    monkeypatch.delattr(torch.nn.functional, "linear_cross_entropy", raising=False)
     reasons = runnable(*inputs)[1]
     assert "has no torch.nn.functional.linear_cross_entropy" in reasons["pytorch-chunked"]

@@ -7,15 +7,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+REFUSED = TorchVersion(triton.__version__) < "3.7" and TorchVersion(np.__version__) >= "2.4"
 
 
 @pytest.mark.skipif(
     torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
     reason="the kernels' own tests run in this process",
+)
+@pytest.mark.skipif(
+    REFUSED, reason="the interpreter of Triton 3.6 makes numbers of arrays in a way that numpy 2.4 refuses"
 )
 @pytest.mark.timeout(900)
 def test_triton_kernels_in_the_interpreter() -> None:
