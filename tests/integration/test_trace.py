@@ -42,7 +42,7 @@ from megatron_vocabpar.schedule.passes import Instruction, PassType
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.train.cpu import _REPLACED
-from tests.cases import rest_is_slow
+from tests.cases import rest_is_slow, wants_fake_tensors
 from tests.spawn import run_ranks
 
 P, M, V, H, N = 8, 10, 256 * 1024, 1024, 2048
@@ -322,6 +322,7 @@ def _seen(method: str) -> dict[int, Any]:
     return run_ranks(1, _trace, _schedule(method), (0, P // 2, P - 1))[0]
 
 
+@wants_fake_tensors
 @pytest.mark.parametrize("rank", [0, P // 2, P - 1])
 @pytest.mark.parametrize("method", rest_is_slow(["vocab-1", "vocab-2"], "vocab-2"))
 def test_live_bytes_are_what_the_schedule_stores_and_no_pass_waits(method: str, rank: int) -> None:

@@ -15,6 +15,7 @@ from megatron_vocabpar.layers import gemm
 from megatron_vocabpar.layers.gemm import addmm_takes_fp32
 from megatron_vocabpar.layers.recipes import RECIPES, ROW, Fp8Recipe
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
+from tests.cases import wants_fake_tensors
 
 from .cuda_device import Case, ProductCall, ScaledCall, run
 from .cuda_products import ADDEND_OF_ADDMM, refusal
@@ -66,6 +67,7 @@ def _products(monkeypatch: pytest.MonkeyPatch, takes_fp32: bool) -> dict[Product
     return found
 
 
+@wants_fake_tensors
 @pytest.mark.parametrize("takes_fp32", [False, True])
 def test_every_product_is_one_that_pytorch_takes(monkeypatch: pytest.MonkeyPatch, takes_fp32: bool) -> None:
     calls = _products(monkeypatch, takes_fp32)
@@ -106,6 +108,7 @@ def test_8_bit_products_are_ones_that_pytorch_takes(recipe: Fp8Recipe, method: s
             )
 
 
+@wants_fake_tensors
 @pytest.mark.parametrize("method", ["vocab-1", "vocab-2"])
 @pytest.mark.parametrize("terms", TERMS, ids=["plain", "softcap", "smoothing, z-loss, scale"])
 @pytest.mark.parametrize(
