@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.split_product import TERMS, split_product
+from megatron_vocabpar.layers.split_product import _COLUMN_BITS, _ROW_BITS, TERMS, split_product
 
 TOLERANCE = {torch.float32: 1e-7, torch.bfloat16: 1e-7, torch.float16: 1e-7, torch.float64: 2e-15}
 SHAPES = [(1, 1, 1), (3, 24, 5), (300, TERMS + 1, 24), (70, 3 * TERMS, 256)]
@@ -56,6 +56,11 @@ def test_whole_numbers_are_exact() -> None:
     b = torch.randint(0, 2**24, (2 * TERMS, 3), generator=draw)
     expected = [[sum(x * y for x, y in zip(r, c, strict=True)) for c in b.t().tolist()] for r in a.tolist()]
     assert split_product(a.double(), b.double()).tolist() == expected
+
+
+def test_the_largest_sum_is_exact_in_fp64() -> None:
+    """Random signs never come near it, so no product above would show a term too many."""
+    assert TERMS * 2**_ROW_BITS * 2**_COLUMN_BITS <= 2**53
 
 
 def test_what_meets_nothing_costs_no_digits() -> None:
