@@ -182,7 +182,7 @@ class _Iteration:
         return max([own_s, *arrived[:, 1:].flatten().tolist()])
 
     def _exchange_of(self, type_: CommType) -> Exchange:
-        """What a collective does follows from who waits for it, as in ``integration/handlers.py``."""
+        """What a collective does follows from who waits for it, as in ``integration/handlers/``."""
         if type_ in INPUT_COLLECTIVES:
             return partial(self._rows, to_first=type_ is CommType.CI)
         return {

@@ -130,8 +130,8 @@ def measure_output(
     layer = _layer(shape, shape.rows_of_weight, device, dtype)
     exact = layer.exact(0)
     results = {method: layer.both(0, method) for method in METHODS}
-    found = {method: errors(merged.loss, dx, exact) for method, (merged, dx) in results.items()}
-    mean_loss = float(results["vocab-1"][0].loss.mean())
+    found = {method: errors(softmax.nll, dx, exact) for method, (softmax, dx) in results.items()}
+    mean_loss = float(results["vocab-1"][0].nll.mean())
     del results
 
     parameter = torch.nn.Parameter(layer.weight.clone())
@@ -227,9 +227,9 @@ def _halves(layer: OutputLayer, method: str, rounds: int, device: torch.device) 
     s_ms, t_ms = [], []
     for r in range(-1, rounds):
         start = now_ms(device)
-        state, merged = layer.s(r % ROTATED, method)
+        state, softmax = layer.s(r % ROTATED, method)
         middle = now_ms(device)
-        layer.t(state, merged)
+        layer.t(state, softmax)
         end = now_ms(device)
         if r >= 0:
             s_ms.append(middle - start)

@@ -16,6 +16,8 @@ from torch import Tensor
 from megatron_vocabpar.bench.timing import ROTATED
 from megatron_vocabpar.layers import invariant
 from megatron_vocabpar.layers.invariant import BlockState
+from megatron_vocabpar.layers.numbers import Slopes, Softmax
+from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import (
     OutputState,
     input_gradient,
@@ -24,7 +26,7 @@ from megatron_vocabpar.layers.output import (
     weight_gradient,
 )
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats
+from megatron_vocabpar.layers.softmax_stats import merge_stats
 
 BUCKETS = (0.0, 0.1, 0.5, 0.9, 0.99, 0.999, 1.0)
 """Edges of the target's probability, within which errors of dX are reported."""
@@ -107,7 +109,7 @@ class OutputLayer:
         # As in training, exponentials go where those of an earlier microbatch were.
         self.place = torch.empty(n, shard.rows, dtype=dtype, device=device)
 
-    def s(self, i: int, method: str) -> tuple[OutputState | BlockState, MergedStats]:
+    def s(self, i: int, method: str) -> tuple[OutputState | BlockState, Softmax]:
         """Pass S on inputs ``i``, and what C1 makes of it on one rank."""
         mode, inputs = METHODS[method], self.inputs[i]
         state: OutputState | BlockState | None
@@ -119,27 +121,27 @@ class OutputLayer:
                 self.weight,
                 inputs.targets,
                 self.shard,
-                with_input_gradient=mode.with_a,
-                recompute=mode.recompute,
+                ShardOptions(with_input_gradient=mode.with_a, recompute=mode.recompute),
                 e=None if mode.recompute else self.place,
             )
         assert state is not None
         return state, merge_stats(stats.unsqueeze(0))
 
-    def t(self, state: OutputState | BlockState, merged: MergedStats) -> Tensor:
+    def t(self, state: OutputState | BlockState, softmax: Softmax) -> Tensor:
         """Pass T: adds to ``main_grad``, returns dX [n, H]."""
+        slopes = Slopes(-self.g)
         if isinstance(state, BlockState):
-            return invariant.output_backward(state, merged, self.g, self.weight, self.main_grad).value()
+            return invariant.output_backward(state, softmax, slopes, self.weight, self.main_grad).value()
         if state.a is None:
-            return output_backward(state, merged, self.g, self.weight, self.main_grad)
-        grad = input_gradient(state, merged, self.g, self.weight)
-        weight_gradient(state, merged, self.g, self.main_grad)
+            return output_backward(state, softmax, slopes, self.weight, self.main_grad)
+        grad = input_gradient(state, softmax, slopes, self.weight)
+        weight_gradient(state, softmax, slopes, self.main_grad)
         return grad
 
-    def both(self, i: int, method: str) -> tuple[MergedStats, Tensor]:
+    def both(self, i: int, method: str) -> tuple[Softmax, Tensor]:
         """S, then T."""
-        state, merged = self.s(i, method)
-        return merged, self.t(state, merged)
+        state, softmax = self.s(i, method)
+        return softmax, self.t(state, softmax)
 
     def exact(self, i: int) -> Exact:
         """Some tokens' losses and dX in float64."""

@@ -16,7 +16,7 @@ from megatron_vocabpar.doctor.result import Finding, within
 from megatron_vocabpar.layers.kernels import dispatch, reference, reference_stats
 from megatron_vocabpar.layers.kernels.dispatch import RowKernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials
-from megatron_vocabpar.layers.terms import LossTerms
+from megatron_vocabpar.layers.numbers import Slopes
 
 ROUNDING = {torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 """Relative: a few fp32 roundings of exp2 and of sums; two units in the last place of 16-bit storage."""
@@ -175,7 +175,7 @@ def scatter_add_rows(
 
 @_check()
 def statistics(kernels: RowKernels, device: torch.device, dtype: torch.dtype, n: int = 700) -> float:
-    """The merge of four shards' statistics and T's factors, of cross-entropy and of other terms, in fp32."""
+    """The merge of four shards' statistics, and T's row gradient of cross-entropy and of more, in fp32."""
     columns, shards = 250, 4
     logits, target = _logits(n, columns * shards)
     gathered = torch.stack(
@@ -185,23 +185,22 @@ def statistics(kernels: RowKernels, device: torch.device, dtype: torch.dtype, n:
         ]
     )
     generator = torch.Generator().manual_seed(0)
-    mean_logits, g = torch.randn(shards, n, 1, generator=generator), torch.rand(n, generator=generator)
+    g, lse = torch.rand(2, n, generator=generator)
     tokens = gathered[0, :, 3].nonzero().squeeze(1)
     errors = []
-    for terms in (LossTerms(), LossTerms(z_loss=0.01, label_smoothing=0.1)):
-        given = torch.cat([gathered, mean_logits], dim=2) if terms.label_smoothing else gathered
-        expected = reference_stats.merge(given.double(), terms)
-        got = kernels.merge(given.to(device), terms)
-        if not torch.equal(got.valid.cpu(), expected.valid):
-            raise ValueError("the merge takes other tokens for valid")
-        k, size = gathered[0, :, 0], columns * shards
-        factors = reference_stats.factors(expected, k.double(), g.double(), tokens, vocab_size=size)
-        found = kernels.factors(got, k.to(device), g.to(device), tokens.to(device), vocab_size=size)
-        smallest = 0.1 if terms.label_smoothing else 2.0**-100  # its terms cancel
+    expected, got = reference_stats.merge(gathered.double()), kernels.merge(gathered.to(device))
+    if not torch.equal(got.valid.cpu(), expected.valid):
+        raise ValueError("the merge takes other tokens for valid")
+    errors.append(_error(got.nll, expected.nll, 1.0, dtype))
+    k, size = gathered[0, :, 0], columns * shards
+    for slopes in ((-g,), (-g, lse)):
+        here, wide = Slopes(*(s.to(device) for s in slopes)), Slopes(*(s.double() for s in slopes))
+        exact = reference_stats.row_gradient(expected, wide, k.double(), tokens, vocab_size=size)
+        gradient = kernels.row_gradient(got, here, k.to(device), tokens.to(device), vocab_size=size)
+        smallest = 2.0**-100 if here.lse is None else 0.1  # the parts cancel
         errors += [
-            _error(got.loss, expected.loss, 1.0, dtype),
-            _error(found.row, factors.row, smallest, dtype),
-            _error(found.target, factors.target, smallest, dtype),
+            _error(gradient.row, exact.row, smallest, dtype),
+            _error(gradient.target, exact.target, smallest, dtype),
         ]
     return _largest(errors)
 

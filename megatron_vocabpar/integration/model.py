@@ -5,7 +5,7 @@ names, each with ``P = V_pad / (p * t)`` rows; one DDP wrapper then sees transfo
 one chunk. The transformer part runs as in Megatron, but in the schedule the first stage looks up nothing and
 is given embedded rows, and the last stage returns its hidden states: the passes around it are the schedule's.
 
-Next: ``handlers.py``.
+Next: ``handlers/``.
 """
 
 from __future__ import annotations
@@ -28,16 +28,14 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmb
 
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.whole_rows import WholeRows, scatter_rows
-from megatron_vocabpar.layers import invariant as invariant_passes
 from megatron_vocabpar.layers.embedding import embedding_forward
 from megatron_vocabpar.layers.fixed_point import BLOCK
-from megatron_vocabpar.layers.fp8 import Fp8Weight
-from megatron_vocabpar.layers.invariant import BlockState
-from megatron_vocabpar.layers.output import NaiveState, OutputState, naive_maximum, output_forward
 from megatron_vocabpar.layers.partition import VocabRange, even_ranges, padded_vocab_size
 from megatron_vocabpar.layers.recipes import Fp8Recipe
-from megatron_vocabpar.layers.targets import OwnedTargets
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
+
+ShardPass = Callable[[torch.Tensor, torch.Tensor], tuple[Any, torch.Tensor]]
+"""Pass S of hidden states [n, H] and a weight [P, H]: what T needs, and the statistics."""
 
 
 @dataclass(frozen=True)
@@ -143,17 +141,16 @@ class VocabShardEmbedding(_VocabRows, VocabParallelEmbedding):
 
 
 class VocabShardOutput(_VocabRows, ColumnParallelLinear):
-    """This rank's rows of the output weight, or nothing where they are tied; a call with targets is pass S.
+    """This rank's rows of the output weight, or nothing where they are tied.
 
-    ``forward(x [n, H], targets [n], weight [P, H], ...)`` returns the state that T needs and the packed
-    statistics; with ``maximum_only`` (naive's S) the state that S2 needs and the local offsets. ``owned`` and
-    ``e`` and ``terms`` are ``output_forward``'s, ``fp8`` gives its argument of that name when the weight is
-    there; ``invariant`` computes what no sharding changes.
+    Pass S is a call of this module with ``shard_pass``, which gets hidden states [n, H] and the weight
+    [P, H]. It is a call so that hooks run before it: by these DDP with ``overlap_param_gather`` waits for
+    the weight.
 
     Hidden states are converted to the weight's dtype, which is wider than theirs after ``keep_fp32``.
 
-    Without targets a call comes from outside the schedule and is stock Megatron's, with ``outside_terms`` of
-    the logits: ``[s, b, P]``, or gathered ``[s, b, V_pad]``; -inf where ids are padding.
+    Any other call comes from outside the schedule and is stock Megatron's, with ``outside_terms`` of the
+    logits: ``[s, b, P]``, or gathered ``[s, b, V_pad]``; -inf where ids are padding.
     """
 
     def __init__(self, shard: VocabShard, config: Any, outside_terms: LossTerms, **kwargs: Any) -> None:
@@ -185,48 +182,16 @@ class VocabShardOutput(_VocabRows, ColumnParallelLinear):
     def forward(
         self,
         x: torch.Tensor,
-        targets: torch.Tensor | None = None,
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
         *,
-        with_input_gradient: bool = False,
-        keep_state: bool = True,
-        maximum_only: bool = False,
-        rows_per_chunk: int | None = None,
-        recompute: bool = False,
-        owned: OwnedTargets | None = None,
-        e: torch.Tensor | None = None,
-        fp8: Callable[[], Fp8Weight] | None = None,
-        invariant: bool = False,
-        terms: LossTerms = PLAIN,
-    ) -> tuple[OutputState | NaiveState | BlockState | torch.Tensor | None, torch.Tensor | None]:
+        shard_pass: ShardPass | None = None,
+    ) -> tuple[Any, torch.Tensor | None]:
         x = x.to((self.weight if weight is None else weight).dtype)
-        if targets is None:
+        if shard_pass is None:
             return self._logits(x, weight, runtime_gather_output)
         assert weight is not None
-        weight = weight.detach()
-        if invariant:
-            return invariant_passes.output_forward(
-                x, weight, targets, self.shard.range, keep_state=keep_state, terms=terms, owned=owned
-            )
-        if maximum_only:
-            return naive_maximum(
-                x, weight, targets, self.shard.range, rows_per_chunk=rows_per_chunk, terms=terms, owned=owned
-            )
-        return output_forward(
-            x,
-            weight,
-            targets,
-            self.shard.range,
-            with_input_gradient=with_input_gradient,
-            keep_state=keep_state,
-            rows_per_chunk=rows_per_chunk,
-            recompute=recompute,
-            terms=terms,
-            owned=owned,
-            e=e,
-            fp8=None if fp8 is None else fp8(),
-        )
+        return shard_pass(x, weight.detach())
 
 
 def _check_arguments(given: Mapping[str, Any], fp32_head: bool) -> None:

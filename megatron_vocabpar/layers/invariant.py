@@ -36,11 +36,16 @@ from megatron_vocabpar.layers.fixed_point import (
 from megatron_vocabpar.layers.gemm import exact, largest_size, result_dtype
 from megatron_vocabpar.layers.kernels.dispatch import scale_rows, scatter_add_rows_
 from megatron_vocabpar.layers.kernels.reference import lift
-from megatron_vocabpar.layers.merged import MergedStats
-from megatron_vocabpar.layers.output import check_arguments, check_gradient_place, check_main_grad
+from megatron_vocabpar.layers.numbers import Slopes, Softmax, row_factor, target_factor
+from megatron_vocabpar.layers.operands import (
+    DEFAULT,
+    ShardOptions,
+    check_arguments,
+    check_gradient_place,
+    check_main_grad,
+)
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.targets import OwnedTargets, owned_targets, target_rows
-from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +101,8 @@ def output_forward(
     weight: Tensor,
     targets: Tensor,
     shard: VocabRange,
+    options: ShardOptions = DEFAULT,
     *,
-    keep_state: bool = True,
-    terms: LossTerms = PLAIN,
     owned: OwnedTargets | None = None,
 ) -> tuple[BlockState | None, Tensor]:
     """Pass S of vocab-1 and vocab-2; the arguments are those of ``output.output_forward``.
@@ -112,16 +116,16 @@ def output_forward(
     check_arguments(x, weight, targets, shard)
     target_row = target_rows(targets, shard)
     _check_aligned(shard)
-    if terms.label_smoothing:
+    if options.terms.label_smoothing:
         raise ValueError(
-            f"label smoothing {terms.label_smoothing}: its sum over the weight's rows depends on the "
+            f"label smoothing {options.terms.label_smoothing}: its sum over the weight's rows depends on the "
             "sharding; leave it out, or leave out the invariance"
         )
     n, dtype, blocks = len(x), result_dtype(x.dtype), blocks_of(shard.valid_rows)
-    e = x.new_empty((len(blocks), n, BLOCK)) if keep_state else None
+    e = x.new_empty((len(blocks), n, BLOCK)) if options.keep_state else None
     k, s_rest = (x.new_empty((len(blocks), n), dtype=dtype) for _ in range(2))
     target_logit = x.new_zeros(n, dtype=dtype)
-    slope = None if terms.softcap is None else x.new_zeros(n, dtype=dtype)
+    slope = None if options.terms.softcap is None else x.new_zeros(n, dtype=dtype)
     for block, rows in enumerate(blocks):
         part = exponentials(
             block_product(x, filled(weight[rows]).t()),
@@ -129,7 +133,7 @@ def output_forward(
             rows.stop - rows.start,
             dtype=x.dtype,
             out=None if e is None else e[block],
-            terms=terms,
+            terms=options.terms,
         )
         k[block], s_rest[block] = part.k, part.s_rest
         target_logit += part.target_logit
@@ -148,8 +152,8 @@ def output_forward(
 @exact()
 def input_gradient(
     state: BlockState,
-    merged: MergedStats,
-    grad_loss: Tensor,
+    softmax: Softmax,
+    slopes: Slopes,
     weight: Tensor,
     *,
     out: Tensor | None = None,
@@ -159,49 +163,49 @@ def input_gradient(
     Returns:
         Whole numbers: their sum over the shards is dX.
     """
-    assert merged.weight_peak is not None, "statistics of another kind"
-    check_gradient_place(out, state.x, merged)
+    assert softmax.weight_peak is not None, "statistics of another kind"
+    check_gradient_place(out, state.x, softmax)
     x, owned = state.x, state.owned
     # Of |dX_ij|, and of the sum of its terms: all probabilities, and the target's remainder, times max |W|.
-    bound = merged.row_scale(merged.offset, grad_loss).abs() * merged.total
-    bound = (bound + merged.target_scale(grad_loss).abs()).double() * merged.weight_peak
+    bound = row_factor(softmax, slopes, softmax.offset).abs() * softmax.total
+    bound = (bound + target_factor(softmax, slopes).abs()).double() * softmax.weight_peak
     grid = grid_of(bound)
     whole = x.new_zeros(x.shape, dtype=torch.int64)
     for block, rows in enumerate(blocks_of(state.shard.valid_rows)):
         part = block_product(state.e[block], filled(weight[rows]))
-        add_whole_(whole, part.mul_(merged.row_scale(state.k[block], grad_loss).unsqueeze(1)), grid)
-    target = _target_factors(state, merged, grad_loss)
+        add_whole_(whole, part.mul_(row_factor(softmax, slopes, state.k[block]).unsqueeze(1)), grid)
+    target = _target_factors(state, softmax, slopes)
     remainder = weight[owned.rows].to(target.dtype) * target.unsqueeze(1)
     add_whole_(whole, remainder, grid[owned.tokens], owned.tokens)
-    return FixedPoint(whole, grid, merged.total.dtype, out)
+    return FixedPoint(whole, grid, softmax.total.dtype, out)
 
 
 @exact()
-def weight_gradient(state: BlockState, merged: MergedStats, grad_loss: Tensor, main_grad: Tensor) -> None:
+def weight_gradient(state: BlockState, softmax: Softmax, slopes: Slopes, main_grad: Tensor) -> None:
     """Add this shard's dW to ``main_grad``; arguments and errors are those of ``output.weight_gradient``."""
     check_main_grad(state.x, state.shard, main_grad)
     for block, rows in enumerate(blocks_of(state.shard.valid_rows)):
-        scale = merged.row_scale(state.k[block], grad_loss)
+        scale = row_factor(softmax, slopes, state.k[block])
         lifted = lift(state.x, scale)
         scaled = scale_rows(state.x, scale if lifted is None else scale * lifted)
         part = block_product(state.e[block].t(), scaled)[: rows.stop - rows.start]
         main_grad[rows].add_(part if lifted is None else part / lifted)
-    target, owned = _target_factors(state, merged, grad_loss), state.owned
+    target, owned = _target_factors(state, softmax, slopes), state.owned
     scatter_add_rows_(main_grad, owned.rows, state.x, target, source=owned.tokens, order=owned.by_row)
 
 
 @exact()
 def output_backward(
-    state: BlockState, merged: MergedStats, grad_loss: Tensor, weight: Tensor, main_grad: Tensor
+    state: BlockState, softmax: Softmax, slopes: Slopes, weight: Tensor, main_grad: Tensor
 ) -> FixedPoint:
     """Pass T of vocab-1: both of the above."""
-    weight_gradient(state, merged, grad_loss, main_grad)
-    return input_gradient(state, merged, grad_loss, weight)
+    weight_gradient(state, softmax, slopes, main_grad)
+    return input_gradient(state, softmax, slopes, weight)
 
 
-def _target_factors(state: BlockState, merged: MergedStats, grad_loss: Tensor) -> Tensor:
-    """[m] of the owned targets: g (p_target - 1), with the loss's other terms."""
-    target = merged.target_scale(grad_loss)
+def _target_factors(state: BlockState, softmax: Softmax, slopes: Slopes) -> Tensor:
+    """[m] of the owned targets."""
+    target = target_factor(softmax, slopes)
     if state.target_slope is not None:
         target = target * state.target_slope
     return target[state.owned.tokens]

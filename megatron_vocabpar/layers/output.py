@@ -28,114 +28,28 @@ Next: ``../runtime/executor.py``, which runs these passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.fp8 import E4M3, Fp8Weight
-from megatron_vocabpar.layers.gemm import (
-    add_product_,
-    exact,
-    product,
-    result_dtype,
-    row_chunks,
-    transient_bytes,
+from megatron_vocabpar.layers import entropy
+from megatron_vocabpar.layers.gemm import exact, result_dtype
+from megatron_vocabpar.layers.kernels.dispatch import row_gradient, scale_rows, scatter_add_rows_
+from megatron_vocabpar.layers.kernels.reference import lift
+from megatron_vocabpar.layers.numbers import STATS_WIDTH, RowGradient, Slopes, Softmax
+from megatron_vocabpar.layers.operands import (
+    DEFAULT,
+    ShardOptions,
+    Tokens,
+    check_gradient_place,
+    check_main_grad,
+    exponentials_place,
+    joined_slopes,
+    tokens_of,
 )
-from megatron_vocabpar.layers.kernels.dispatch import exponentials, factors, scale_rows, scatter_add_rows_
-from megatron_vocabpar.layers.kernels.reference import Exponentials, lift
-from megatron_vocabpar.layers.kernels.reference_stats import Factors
-from megatron_vocabpar.layers.merged import STATS_WIDTH, MergedStats
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.layers.targets import OwnedTargets, local_targets, owned_targets, target_rows
-from megatron_vocabpar.layers.terms import PLAIN, LossTerms
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """One microbatch before one shard of the output layer.
-
-    Attributes:
-        x: [n, H] operand dtype, as received.
-        shard: the rows of the weight. Products stop at the true ids, so that nothing in the padding can
-            reach a gradient.
-        target_row: [n] int64 local row of the target; outside [0, valid rows) where it is not owned.
-        owned: the tokens with a target here; None in an evaluation.
-        terms: what the loss consists of.
-        rows_per_chunk: tokens worked on at one time; None chooses by size.
-        fp8: the weight for products of 8-bit operands; None multiplies operands as they are.
-    """
-
-    x: Tensor
-    shard: VocabRange
-    target_row: Tensor
-    owned: OwnedTargets | None
-    terms: LossTerms
-    rows_per_chunk: int | None
-    fp8: Fp8Weight | None = None
-
-    @property
-    def storage(self) -> torch.dtype:
-        """Of the exponentials."""
-        return E4M3 if self.fp8 is not None and self.fp8.recipe.keeps_exponentials else self.x.dtype
-
-    def logits(self, weight: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
-        """[c, P] of a chunk of tokens."""
-        x, valid = self.x[rows], self.shard.valid_rows
-        if self.fp8 is not None:
-            return self.fp8.logits(x, weight, self.target_row[rows], valid)
-        return product(x, weight.t(), out=out)
-
-    def input_gradient(self, e: Tensor, weight: Tensor, out: Tensor) -> None:
-        """``E W`` of any tokens' exponentials [c, P], to ``out`` [c, H]."""
-        valid = self.shard.valid_rows
-        if self.fp8 is not None:
-            out.copy_(self.fp8.input_gradient(e))
-        else:
-            product(e[:, :valid], weight[:valid], out=out)
-
-    def add_weight_gradient_(self, main_grad: Tensor, e: Tensor, x: Tensor, factor: Tensor | None) -> None:
-        """``main_grad += factor * E^T x`` of any tokens' exponentials [c, P] and scaled rows x [c, H]."""
-        valid = self.shard.valid_rows
-        if self.fp8 is not None:
-            self.fp8.add_weight_gradient_(main_grad, e, x, valid, factor)
-        else:
-            add_product_(main_grad[:valid], e[:, :valid].t(), x, factor)
-
-    def exponentials(
-        self,
-        logits_of: Callable[[slice], Tensor],
-        *,
-        e: Tensor | None = None,
-        transient: bool = False,
-        offset: Tensor | None = None,
-        stats: Tensor | None = None,
-    ) -> Iterator[tuple[slice, Exponentials]]:
-        """The row kernel on the logits of a chunk of tokens at a time, which it overwrites.
-
-        Exponentials go to ``e``. Without it, a chunk's exist if ``transient``: wide ones as their logits.
-        """
-        x, rows_per_chunk = self.x, self.rows_per_chunk
-        transient_size = transient_bytes(x.device)
-        for rows in row_chunks(len(x), self.shard.rows, rows_per_chunk, transient_bytes=transient_size):
-            logits = logits_of(rows)
-            out = None if e is None else e[rows]
-            if out is None and transient:
-                out = logits if logits.dtype == self.storage else torch.empty_like(logits, dtype=self.storage)
-            yield (
-                rows,
-                exponentials(
-                    logits,
-                    self.target_row[rows],
-                    self.shard.valid_rows,
-                    None if offset is None else offset[rows],
-                    dtype=self.storage,
-                    out=out,
-                    stats=None if stats is None else stats[rows],
-                    terms=self.terms,
-                ),
-            )
+from megatron_vocabpar.layers.targets import OwnedTargets
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +64,8 @@ class OutputState:
         weight: [P, H] as in S, for recomputation: no copy, so T must run before it changes. Else None.
         a: [n, H] fp32 (fp64 for fp64) E W, where S was asked for it (vocab-2); else None.
         target_slope: [n] slope of the softcap at the target's logit, where there is a softcap; else None.
-        weight_sum: [H] sum of the weight's true rows, where labels are smoothed; else None.
-        log_a: [n, H] like A, (E ln E) W, where the entropy's gradient is wanted as early (``entropy.py``);
-            else None.
+        weight_sum: [H] sum of the weight's true rows, where the loss needs the mean logit; else None.
+        log_a: [n, H] like A, (E ln E) W, where the entropy's gradient is wanted as early; else None.
     """
 
     tokens: Tokens
@@ -169,13 +82,11 @@ class OutputState:
         """[n, H] operand dtype, as received."""
         return self.tokens.x
 
-
-@dataclass(frozen=True, slots=True)
-class NaiveState:
-    """What naive's S leaves for its S2: the logits themselves, [n, P] fp32 (fp64 for fp64)."""
-
-    tokens: Tokens
-    logits: Tensor
+    @property
+    def exponentials(self) -> Tensor:
+        """[n, P] those that S has kept."""
+        assert self.e is not None
+        return self.e
 
 
 @exact()
@@ -184,15 +95,10 @@ def output_forward(
     weight: Tensor,
     targets: Tensor,
     shard: VocabRange,
+    options: ShardOptions = DEFAULT,
     *,
-    with_input_gradient: bool,
-    keep_state: bool = True,
-    rows_per_chunk: int | None = None,
-    recompute: bool = False,
-    terms: LossTerms = PLAIN,
     owned: OwnedTargets | None = None,
     e: Tensor | None = None,
-    fp8: Fp8Weight | None = None,
 ) -> tuple[OutputState | None, Tensor]:
     """Pass S of vocab-1 and vocab-2: logits, exponentials and this shard's statistics.
 
@@ -201,30 +107,24 @@ def output_forward(
         weight: [P, H] of the same dtype.
         targets: [n] global ids. Any other value, such as -100 or a padding id, is an ignored token.
         shard: the rows that ``weight`` holds.
-        with_input_gradient: also compute ``A = E W`` (vocab-2), so that dX needs no pass after the barrier.
-        keep_state: False for evaluation: only the statistics, nothing of [n, P] stored.
-        rows_per_chunk: tokens whose fp32 logits exist at one time; None bounds them to 32 MiB (CPU: 8 MiB).
-        recompute: keep no [n, P] tensor; T computes the logits again, a fourth product in place of 2 n P
-            bytes. Use ``output_backward`` in vocab-1: two separate halves of T would recompute twice.
-        terms: what the loss consists of; ``merge_stats`` wants the same.
+        options: how to compute, and what to keep.
         owned: the tokens with a target here, where the caller knows them; None finds them, which on a GPU
             waits for the device.
         e: [n, P] of the operands' dtype (with ``fp8`` its recipe's storage), where to keep the exponentials,
             such as those of a microbatch that is done; None allocates.
-        fp8: the weight in 8 bits, whose products take the place of all three here and in T (``fp8.py``).
 
     Returns:
-        ``(state, stats)``: stats is [n, 4] ([n, 5] with label smoothing) for the collective and then
-        ``merge_stats``.
+        ``(state, stats)``: stats is [n, 4] for the collective and then ``columns.join``; [n, 5] with the
+        sum of the logits where the loss needs their mean.
 
     Raises:
         ValueError: if shapes or dtypes do not fit one another.
     """
-    tokens = _tokens(x, weight, targets, shard, terms, owned, rows_per_chunk, fp8, training=keep_state)
-    dtype, valid = result_dtype(x.dtype), shard.valid_rows
-    e = _place(e, x, shard, tokens.storage) if keep_state and not recompute else None
-    a = x.new_empty(x.shape, dtype=dtype) if keep_state and with_input_gradient else None
-    stats = x.new_empty((len(x), STATS_WIDTH + bool(terms.label_smoothing)), dtype=dtype)
+    tokens = tokens_of(x, weight, targets, shard, options, owned)
+    dtype, keep, needs_mean = result_dtype(x.dtype), options.keep_state, options.terms.needs_mean
+    e = exponentials_place(e, x, shard, tokens.storage) if keep and not options.recompute else None
+    a = x.new_empty(x.shape, dtype=dtype) if keep and options.with_input_gradient else None
+    stats = x.new_empty((len(x), STATS_WIDTH + needs_mean), dtype=dtype)
     # Wide exponentials take the place of their logits; 16-bit ones need a transient.
     wide = e if tokens.storage == dtype else None
     slopes = []
@@ -239,74 +139,30 @@ def output_forward(
             tokens.input_gradient(part.e, weight, a[rows])
     if a is not None and e is not None:
         tokens.input_gradient(e, weight, a)  # one product: a chunk's has too few tiles for a GPU
-    weight_sum = weight[:valid].sum(0, dtype=dtype) if terms.label_smoothing else None
+    weight_sum = weight[: shard.valid_rows].sum(0, dtype=dtype) if needs_mean else None
     if weight_sum is not None:
-        stats[:, STATS_WIDTH] = (x.to(dtype) @ weight_sum).mul_(terms.logit_scale / shard.vocab_size)
-    if not keep_state:
+        stats[:, STATS_WIDTH] = (x.to(dtype) @ weight_sum).mul_(options.terms.logit_scale)
+    if not keep:
         return None, stats
-    kept = weight if recompute else None
-    return OutputState(tokens, stats[:, 0], e, kept, a, _joined(slopes), weight_sum), stats
+    kept = weight if options.recompute else None
+    return OutputState(tokens, stats[:, 0], e, kept, a, joined_slopes(slopes), weight_sum), stats
 
 
 @exact()
-def naive_maximum(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    shard: VocabRange,
-    *,
-    rows_per_chunk: int | None = None,
-    terms: LossTerms = PLAIN,
-    owned: OwnedTargets | None = None,
-) -> tuple[NaiveState, Tensor]:
-    """Pass S of naive: logits and this shard's offsets; the arguments are ``output_forward``'s.
-
-    Returns:
-        ``(state, k)``: k is [n] fp32 (fp64 for fp64); the barrier takes its maximum over the ranks.
-
-    Raises:
-        ValueError: if shapes or dtypes do not fit one another; for smoothed labels.
-    """
-    if terms.label_smoothing:
-        raise ValueError(f"label smoothing {terms.label_smoothing}: naive has none; use vocab-1 or vocab-2")
-    tokens = _tokens(x, weight, targets, shard, terms, owned, rows_per_chunk, training=True)
-    logits = product(x, weight.t())
-    k = logits.new_empty(len(x))
-    for rows, part in tokens.exponentials(lambda rows: logits[rows].clone()):
-        k[rows] = part.k
-    return NaiveState(tokens, logits), k
-
-
-@exact()
-def naive_sum(
-    state: NaiveState, global_k: Tensor, *, keep_state: bool = True, rows_per_chunk: int | None = None
-) -> tuple[OutputState | None, Tensor]:
-    """Pass S2 of naive: exponentials relative to the offsets of the whole vocabulary.
-
-    Args:
-        state: what ``naive_maximum`` left; not written to.
-        global_k: [n] the largest offset of all shards.
-        keep_state: False for evaluation: only the statistics.
-        rows_per_chunk: tokens worked on at one time; None bounds the transient to 32 MiB, on the CPU 8 MiB.
-
-    Returns:
-        As ``output_forward`` without A; T is then the same.
-    """
-    tokens, logits = replace(state.tokens, rows_per_chunk=rows_per_chunk), state.logits
-    e = tokens.x.new_empty(logits.shape) if keep_state else None
-    stats = logits.new_empty((len(logits), STATS_WIDTH))
-    parts = tokens.exponentials(lambda rows: logits[rows].clone(), e=e, offset=global_k, stats=stats)
-    slopes = [part.target_slope for _, part in parts]
-    if e is None:
-        return None, stats
-    return OutputState(tokens, stats[:, 0], e, target_slope=_joined(slopes)), stats
+def with_log_product(state: OutputState, weight: Tensor) -> OutputState:
+    """S with ``(E ln E) W`` beside A: then the entropy's dX needs no product after the barrier (vocab-2)."""
+    log_a = state.k.new_empty(state.x.shape)
+    for rows, logs in entropy.log_exponentials(state.exponentials):
+        state.tokens.input_gradient(logs, weight, log_a[rows])
+        log_a[rows].mul_(entropy.LARGEST_LOG)
+    return replace(state, log_a=log_a)
 
 
 @exact()
 def input_gradient(
     state: OutputState,
-    merged: MergedStats,
-    grad_loss: Tensor,
+    softmax: Softmax,
+    slopes: Slopes,
     weight: Tensor,
     *,
     out: Tensor | None = None,
@@ -315,8 +171,8 @@ def input_gradient(
 
     Args:
         state: what S (S2) left; not written to. Uses its A where it has one, else computes E W.
-        merged: the statistics of all shards.
-        grad_loss: [n] g, gradient of each token's loss.
+        softmax: of all shards.
+        slopes: [n] each, the loss's by the softmax's numbers (``token_loss.loss_slopes``).
         weight: [P, H], as in S.
         out: [n, H] in the statistics' dtype, where to put it, such as memory of another stream, or None.
 
@@ -326,32 +182,32 @@ def input_gradient(
     Raises:
         ValueError: if ``out`` has another shape or dtype.
     """
-    check_gradient_place(out, state.x, merged)
-    grad = merged.total.new_empty(state.x.shape) if out is None else out
-    add_gradients(state, loss_factors(state, merged, grad_loss), weight, grad, None)
+    check_gradient_place(out, state.x, softmax)
+    grad = softmax.total.new_empty(state.x.shape) if out is None else out
+    _add_gradients(state, _row_gradient(state, softmax, slopes), weight, grad, None)
     return grad
 
 
 @exact()
-def weight_gradient(state: OutputState, merged: MergedStats, grad_loss: Tensor, main_grad: Tensor) -> None:
+def weight_gradient(state: OutputState, softmax: Softmax, slopes: Slopes, main_grad: Tensor) -> None:
     """Pass T's other half (all of T in vocab-2): add this shard's dW to ``main_grad``.
 
     Args:
         state: what S (S2) left; not written to, so T may run late, out of order or twice.
-        merged: the statistics of all shards.
-        grad_loss: [n] g, gradient of each token's loss.
+        softmax: of all shards.
+        slopes: as for ``input_gradient``.
         main_grad: [P, H], added to in place; fp32, or the operands' dtype.
 
     Raises:
         ValueError: if ``main_grad`` has another shape, or a dtype that the operands can't add to.
     """
     check_main_grad(state.x, state.tokens.shard, main_grad)
-    add_gradients(state, loss_factors(state, merged, grad_loss), None, None, main_grad)
+    _add_gradients(state, _row_gradient(state, softmax, slopes), None, None, main_grad)
 
 
 @exact()
 def output_backward(
-    state: OutputState, merged: MergedStats, grad_loss: Tensor, weight: Tensor, main_grad: Tensor
+    state: OutputState, softmax: Softmax, slopes: Slopes, weight: Tensor, main_grad: Tensor
 ) -> Tensor:
     """Pass T of vocab-1: both halves. Where S kept no exponentials, they are recomputed once for both.
 
@@ -361,62 +217,67 @@ def output_backward(
         [n, H] fp32 (fp64 for fp64) this shard's part of dX.
     """
     check_main_grad(state.x, state.tokens.shard, main_grad)
-    grad = merged.total.new_empty(state.x.shape)
-    add_gradients(state, loss_factors(state, merged, grad_loss), weight, grad, main_grad)
+    grad = softmax.total.new_empty(state.x.shape)
+    _add_gradients(state, _row_gradient(state, softmax, slopes), weight, grad, main_grad)
     return grad
 
 
-def loss_factors(state: OutputState, merged: MergedStats, grad_loss: Tensor) -> Factors:
-    """What scales the rows of this shard's part of the loss's gradient; the arguments are those of T."""
+def _row_gradient(state: OutputState, softmax: Softmax, slopes: Slopes) -> RowGradient:
     owned, vocab_size = state.tokens.owned, state.tokens.shard.vocab_size
     assert owned is not None
-    return factors(merged, state.k, grad_loss, owned.tokens, state.target_slope, vocab_size=vocab_size)
+    return row_gradient(softmax, slopes, state.k, owned.tokens, state.target_slope, vocab_size=vocab_size)
 
 
-def add_gradients(
+def _add_gradients(
     state: OutputState,
-    scales: Factors,
+    gradient: RowGradient,
     weight: Tensor | None,
     grad: Tensor | None,
     main_grad: Tensor | None,
-    exponentials: Iterable[tuple[slice, Tensor]] | None = None,
 ) -> None:
-    """Write dX to ``grad``, where it is given with the weight; add dW to ``main_grad``, where it is given.
+    """Write dX [n, H] to ``grad``, where it is given with the weight; add dW to ``main_grad`` likewise.
 
-    Args:
-        state: as for T.
-        scales: of the rows.
-        weight: [P, H].
-        grad: [n, H].
-        main_grad: [P, H].
-        exponentials: [c, P] a chunk of tokens at a time, in the place of those of ``state``.
+    The rows of dX are scaled after the product, ``dX = row (E W)``, so that S of vocab-2 could compute
+    ``A = E W`` before ``row`` was known; for dW it is x that is scaled, ``dW = E^T (row x)``.
     """
     x, owned, valid = state.x, state.tokens.owned, state.tokens.shard.valid_rows
     assert owned is not None
-    if exponentials is None:
-        exponentials = _exponentials(state)
-    if grad is not None and state.a is not None:
-        scale_rows(state.a, scales.row, grad)
+    early = state.a is not None and (gradient.logs is None or state.log_a is not None)
+    scale, pieces = _scaled_exponentials(state, gradient)
+    if grad is not None and early and state.a is not None:
+        scale_rows(state.a, gradient.row, grad)
+        if gradient.logs is not None and state.log_a is not None:
+            grad.addcmul_(state.log_a, gradient.logs.unsqueeze(1))
     lifted = scaled = None
     if main_grad is not None:
-        lifted = lift(x, scales.row)
-        scaled = scale_rows(x, scales.row if lifted is None else scales.row * lifted)
-    for rows, e in exponentials if scaled is not None or state.a is None else ():
-        if grad is not None and weight is not None and state.a is None:
+        lifted = lift(x, scale)
+        scaled = scale_rows(x, scale if lifted is None else scale * lifted)
+    for rows, e in pieces if scaled is not None or not early else ():
+        if grad is not None and weight is not None and not early:
             state.tokens.input_gradient(e, weight, grad[rows])
-            grad[rows].mul_(scales.row[rows].unsqueeze(1))
+            grad[rows].mul_(scale[rows].unsqueeze(1))
         if main_grad is not None and scaled is not None:
             undo = None if lifted is None else 1 / lifted
             state.tokens.add_weight_gradient_(main_grad, e, scaled[rows], undo)
-    # What is not in the exponentials: the targets' terms, and the smoothed labels.
+    # What is not in the exponentials: the targets' terms, and what every true id gets.
+    target, uniform = gradient.target, gradient.uniform
     if grad is not None and weight is not None:
-        scatter_add_rows_(grad, owned.tokens, weight, scales.target, source=owned.rows, order=owned.by_token)
-        if scales.uniform is not None and state.weight_sum is not None:
-            grad.addr_(scales.uniform, state.weight_sum)
+        scatter_add_rows_(grad, owned.tokens, weight, target, source=owned.rows, order=owned.by_token)
+        if uniform is not None and state.weight_sum is not None:
+            grad.addr_(uniform, state.weight_sum)
     if main_grad is not None:
-        scatter_add_rows_(main_grad, owned.rows, x, scales.target, source=owned.tokens, order=owned.by_row)
-        if scales.uniform is not None:
-            main_grad[:valid].add_(scales.uniform @ x.to(scales.uniform.dtype))
+        scatter_add_rows_(main_grad, owned.rows, x, target, source=owned.tokens, order=owned.by_row)
+        if uniform is not None:
+            main_grad[:valid].add_(uniform @ x.to(uniform.dtype))
+
+
+def _scaled_exponentials(
+    state: OutputState, gradient: RowGradient
+) -> tuple[Tensor, Iterable[tuple[slice, Tensor]]]:
+    """dY but for the targets, as a scale [n] and what it scales, [c, P] of a chunk of tokens at a time."""
+    if gradient.logs is None:
+        return gradient.row, _exponentials(state)
+    return entropy.mixed(state.exponentials, gradient.row, gradient.logs)
 
 
 def _exponentials(state: OutputState) -> Iterator[tuple[slice, Tensor]]:
@@ -432,86 +293,3 @@ def _exponentials(state: OutputState) -> Iterator[tuple[slice, Tensor]]:
     for rows, part in parts:
         assert part.e is not None
         yield rows, part.e
-
-
-def _tokens(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    shard: VocabRange,
-    terms: LossTerms,
-    owned: OwnedTargets | None,
-    rows_per_chunk: int | None,
-    fp8: Fp8Weight | None = None,
-    *,
-    training: bool,
-) -> Tokens:
-    check_arguments(x, weight, targets, shard)
-    if owned is None and training:
-        owned = owned_targets(target_rows(targets, shard))
-    return Tokens(x, shard, local_targets(targets, shard), owned, terms, rows_per_chunk, fp8)
-
-
-def _joined(slopes: list[Tensor | None]) -> Tensor | None:
-    """The chunks' slopes at the target; None without a softcap."""
-    found = [slope for slope in slopes if slope is not None]
-    return torch.cat(found) if found else None
-
-
-def check_gradient_place(out: Tensor | None, x: Tensor, merged: MergedStats) -> None:
-    """Raise unless ``out`` can take dX of the tokens ``x``.
-
-    Raises:
-        ValueError: if it has another shape or dtype.
-    """
-    if out is not None and (out.shape != x.shape or out.dtype != merged.total.dtype):
-        raise ValueError(
-            f"out of {tuple(out.shape)} {out.dtype}: dX is {tuple(x.shape)} {merged.total.dtype}; give such "
-            "a tensor, or None to allocate it"
-        )
-
-
-def check_main_grad(x: Tensor, shard: VocabRange, main_grad: Tensor) -> None:
-    """Raise unless ``main_grad`` can take this shard's dW.
-
-    Raises:
-        ValueError: if it has another shape, or a dtype that the operands can't add to.
-    """
-    if main_grad.shape != (shard.rows, x.shape[1]):
-        raise ValueError(
-            f"main_grad of shape {tuple(main_grad.shape)}: this shard's weight is {(shard.rows, x.shape[1])}"
-        )
-    if main_grad.dtype not in (x.dtype, result_dtype(x.dtype)):
-        raise ValueError(
-            f"main_grad in {main_grad.dtype}: use {result_dtype(x.dtype)}, or {x.dtype} like the weight"
-        )
-
-
-def _place(given: Tensor | None, x: Tensor, shard: VocabRange, dtype: torch.dtype) -> Tensor:
-    """Where the exponentials go: what was given, if it fits."""
-    shape = (x.shape[0], shard.rows)
-    if given is None:
-        return x.new_empty(shape, dtype=dtype)
-    if given.shape != shape or given.dtype != dtype or given.device != x.device:
-        raise ValueError(
-            f"e of {tuple(given.shape)} {given.dtype} on {given.device}: give {shape} {dtype} on "
-            f"{x.device}, or None to allocate it"
-        )
-    return given
-
-
-def check_arguments(x: Tensor, weight: Tensor, targets: Tensor, shard: VocabRange) -> None:
-    """Raise unless the arguments of S fit one another.
-
-    Raises:
-        ValueError: if shapes or dtypes do not.
-    """
-    if x.dim() != 2 or weight.shape != (shard.rows, x.shape[-1]):
-        raise ValueError(
-            f"input {tuple(x.shape)} and weight {tuple(weight.shape)}: need [n, H] and [{shard.rows}, H], "
-            f"the rows of [{shard.start}, {shard.stop})"
-        )
-    if weight.dtype != x.dtype:
-        raise ValueError(f"input in {x.dtype}, weight in {weight.dtype}: convert one to the other's dtype")
-    if targets.shape != x.shape[:1]:
-        raise ValueError(f"targets of shape {tuple(targets.shape)} for {x.shape[0]} tokens: flatten to [n]")

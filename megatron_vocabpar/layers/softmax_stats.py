@@ -18,7 +18,7 @@ With K the largest exponent of all, ``S = sum_r 2^(k_r - K) S_rest_r + exp(Y_tar
 The second has no cancellation: it is exact to rounding even where p_target is 1 - 1e-30.
 
 Source: section 4.3 (equations 1 to 6) of the paper, with powers of two in place of maxima.
-Next: ``output.py``.
+Next: ``columns.py``, further numbers; ``output.py``.
 """
 
 from __future__ import annotations
@@ -30,13 +30,10 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.fixed_point import WHOLE_WIDTH, join_whole
 from megatron_vocabpar.layers.kernels.dispatch import merge
-from megatron_vocabpar.layers.merged import STATS_WIDTH, MergedStats, empty_merged
-from megatron_vocabpar.layers.terms import PLAIN, LossTerms
-
-__all__ = ["STATS_WIDTH", "MergedStats", "merge_stats", "merged_place"]
+from megatron_vocabpar.layers.numbers import STATS_WIDTH, Softmax, empty_softmax
 
 
-def merged_place(stats: Tensor) -> MergedStats:
+def softmax_place(stats: Tensor) -> Softmax:
     """Where ``merge_stats`` can put its result, uninitialised, such as memory of another stream.
 
     Args:
@@ -46,33 +43,30 @@ def merged_place(stats: Tensor) -> MergedStats:
     dtype = stats.dtype
     if whole:
         dtype = torch.float32 if stats.shape[1] == WHOLE_WIDTH else torch.float64
-    return empty_merged(len(stats), dtype, stats.device, whole=whole)
+    return empty_softmax(len(stats), dtype, stats.device, whole=whole)
 
 
-def merge_stats(gathered: Tensor, terms: LossTerms = PLAIN, *, out: MergedStats | None = None) -> MergedStats:
+def merge_stats(gathered: Tensor, *, out: Softmax | None = None) -> Softmax:
     """Combine the statistics of all shards, in rank order.
 
     Args:
-        gathered: [R, n, 4] packed statistics of R shards ([R, n, 5] with label smoothing); fp32 or
-            fp64; or those of ``invariant.py``, [R, n, 6] int64 ([R, n, 7] for fp64). Empty and
-            all-padding shards may be among them.
-        terms: the ones that S was given.
-        out: from ``merged_place``, whose tensors are written and returned; None allocates.
+        gathered: [R, n, 4] packed statistics of R shards, fp32 or fp64; or those of ``invariant.py``,
+            [R, n, 6] int64 ([R, n, 7] for fp64). Empty and all-padding shards may be among them.
+        out: from ``softmax_place``, whose tensors are written and returned; None allocates.
 
     Returns:
-        The merged softmax. A token whose every logit is -inf, or whose target's logit is -inf, has
-        loss inf; NaN logits give NaN.
+        The softmax of all shards. A token whose every logit is -inf, or whose target's logit is -inf, has
+        nll inf; NaN logits give NaN.
 
     Raises:
         ValueError: if the shape or the dtype is another.
     """
     whole = gathered.dtype == torch.int64
-    width = WHOLE_WIDTH if whole else STATS_WIDTH + bool(terms.label_smoothing)
-    widths = (WHOLE_WIDTH, WHOLE_WIDTH + 1) if whole else (width,)
+    widths = (WHOLE_WIDTH, WHOLE_WIDTH + 1) if whole else (STATS_WIDTH,)
     if gathered.dim() != 3 or gathered.shape[0] < 1 or gathered.shape[2] not in widths:
         raise ValueError(
             f"gathered statistics of shape {tuple(gathered.shape)}: "
-            f"stack the [n, {width}] statistics of every rank to [ranks, n, {width}]"
+            f"stack the [n, {widths[0]}] statistics of every rank to [ranks, n, {widths[0]}]"
         )
     weight_peak = None
     if whole:
@@ -80,11 +74,11 @@ def merge_stats(gathered: Tensor, terms: LossTerms = PLAIN, *, out: MergedStats 
         gathered, weight_peak, _ = join_whole(gathered[..., :WHOLE_WIDTH], dtype)
     if gathered.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"statistics in {gathered.dtype}: exchange them as float32 (float64 for float64)")
-    if out is not None and (out.loss.shape != gathered.shape[1:2] or out.loss.dtype != gathered.dtype):
+    if out is not None and (out.nll.shape != gathered.shape[1:2] or out.nll.dtype != gathered.dtype):
         raise ValueError(
-            f"place for {tuple(out.loss.shape)} {out.loss.dtype} of the statistics of {gathered.shape[1]} "
-            f"tokens in {gathered.dtype}: take it from merged_place()"
+            f"place for {tuple(out.nll.shape)} {out.nll.dtype} of the statistics of {gathered.shape[1]} "
+            f"tokens in {gathered.dtype}: take it from softmax_place()"
         )
     if weight_peak is not None and out is not None and out.weight_peak is not None:
         weight_peak = out.weight_peak.copy_(weight_peak)
-    return replace(merge(gathered, terms, out), weight_peak=weight_peak)
+    return replace(merge(gathered, out), weight_peak=weight_peak)

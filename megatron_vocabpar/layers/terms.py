@@ -1,8 +1,7 @@
 """What may be added to the loss of the output layer, and done to its logits before the softmax.
 
-All of it is computed without another pass over [n, P]: the scale and softcap inside the row kernel;
-z-loss as a row scale; label smoothing with the column sum of the weight and rank-1 terms.
-Next: ``output.py``.
+All of it is computed without another pass over [n, P]: the scale and softcap inside the row kernel, the
+rest from four numbers a token (``token_loss.py``). Next: ``numbers.py``.
 """
 
 from __future__ import annotations
@@ -63,15 +62,15 @@ class LossTerms:
             logits = logits * self.logit_scale
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
-    def loss(self, nll: Tensor, logsumexp: Tensor, mean_logit: Tensor) -> Tensor:
-        """The loss [...] from the cross-entropy, lse and mean_j y'_j (read for smoothed labels alone)."""
-        loss = nll
-        if self.label_smoothing:
-            smoothed = self.label_smoothing * (logsumexp - mean_logit)
-            loss = (1 - self.label_smoothing) * loss + smoothed
-        if self.z_loss:
-            loss = loss + self.z_loss * logsumexp.square()
-        return loss
+    @property
+    def is_cross_entropy(self) -> bool:
+        """Whether the loss is that of the transformed logits, and nothing besides."""
+        return not (self.label_smoothing or self.z_loss)
+
+    @property
+    def needs_mean(self) -> bool:
+        """Whether the loss depends on the mean logit, which S then sends."""
+        return self.label_smoothing > 0
 
 
 PLAIN = LossTerms()

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vocabpar.layers.gemm import result_dtype
+from megatron_vocabpar.layers.numbers import Summary
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.losses.exchange import local_ranges, make_exchange
 from megatron_vocabpar.losses.realign import Realign, aligned_ranges
 from megatron_vocabpar.losses.sources import LazyLogits, Logits
-from megatron_vocabpar.losses.summary import Call, SoftmaxSummary, Summary
+from megatron_vocabpar.losses.summary import Call, SoftmaxSummary
 
 
 class Layout(TypedDict, total=False):

@@ -23,6 +23,7 @@ from megatron_vocabpar.layers.kernels.reference import take_target_
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.targets import target_rows
 from megatron_vocabpar.layers.terms import LossTerms
+from megatron_vocabpar.layers.token_loss import token_loss
 from megatron_vocabpar.losses.call import Layout, check_targets, leading_shape, prepare, summarise
 from megatron_vocabpar.losses.reductions import reduce_tokens
 from megatron_vocabpar.losses.sources import Logits
@@ -78,6 +79,7 @@ def vocab_entropy(
         ValueError: naming the argument that does not fit.
     """
     summary, _ = summarise(logits, None, layout, entropy=True)
+    assert summary.entropy is not None
     return reduce_tokens(summary.entropy, reduction, mask)
 
 
@@ -89,6 +91,7 @@ def vocab_logprobs_and_entropy(
     Source: sections 4.3 and 4.4 of the paper for the one pass.
     """
     summary, _ = summarise(logits, targets, layout, ignore_index=ignore_index, entropy=True)
+    assert summary.entropy is not None
     return summary.logprob, summary.entropy
 
 
@@ -119,8 +122,8 @@ def vocab_cross_entropy(
         ValueError: naming the argument that does not fit.
     """
     terms = LossTerms(label_smoothing=label_smoothing, z_loss=z_loss)
-    summary, counted = summarise(logits, targets, layout, ignore_index=ignore_index, mean=label_smoothing > 0)
-    loss = terms.loss(0 - summary.logprob, summary.lse, summary.mean)
+    summary, counted = summarise(logits, targets, layout, ignore_index=ignore_index, mean=terms.needs_mean)
+    loss = token_loss(summary, terms)
     if counted is not None:
         loss = torch.where(counted, loss, 0)
     return reduce_tokens(loss, reduction, _weights(mask, counted, reduction))

@@ -29,9 +29,9 @@ from megatron_vocabpar.losses.reductions import reduce_tokens
 from megatron_vocabpar.losses.sources import LazyLogits, Logits, Scratch, Source
 from megatron_vocabpar.losses.summary import (
     Call,
-    Softmax,
+    Normaliser,
     first_derivative,
-    softmax_of,
+    normaliser_of,
     weighted_logs,
 )
 
@@ -78,7 +78,7 @@ class _Divergence(torch.autograd.Function):
     @exact()
     def forward(ctx: Any, calls: tuple[Call, Call], split: int, *tensors: Tensor) -> Tensor:
         sources = calls[0].source(tensors[:split]), calls[1].source(tensors[split:])
-        softmaxes = softmax_of(calls[0], sources[0]), softmax_of(calls[1], sources[1])
+        softmaxes = normaliser_of(calls[0], sources[0]), normaliser_of(calls[1], sources[1])
         parts = _Parts(calls, sources, softmaxes)
         if calls[0].invariant:
             zero = torch.zeros_like(softmaxes[0].offset)
@@ -103,7 +103,7 @@ class _Divergence(torch.autograd.Function):
         unused = grad == 0
         divergence = torch.where(unused, 0, divergence)
         total_p, total_q = (torch.where(unused, torch.inf, total) for total in (total_p, total_q))
-        softmaxes = Softmax(offset_p, total_p), Softmax(offset_q, total_q)
+        softmaxes = Normaliser(offset_p, total_p), Normaliser(offset_q, total_q)
         needs = any(ctx.needs_input_grad[2 : 2 + split]), any(ctx.needs_input_grad[2 + split :])
         grad = grad / calls[0].temperature
         # Of sum_j |dY_j|. Where d >= 0, p d is at most its term plus p; elsewhere p |d| is at most q - p; so
@@ -135,7 +135,7 @@ class _Parts:
 
     calls: tuple[Call, Call]
     sources: tuple[Source, Source]
-    softmaxes: tuple[Softmax, Softmax]
+    softmaxes: tuple[Normaliser, Normaliser]
     places: tuple[Scratch, Scratch] = field(default_factory=lambda: (Scratch(), Scratch()))
 
     def chunks(self) -> Iterator[tuple[slice, int]]:

@@ -1,21 +1,13 @@
 """The softmax of a sharded vocabulary in four numbers per token, all differentiable.
 
-Every loss of this package is arithmetic on these [n] tensors:
-
-    logprob  Y_target - lse          lse      logsumexp_j Y_j
-    entropy  lse - sum_j p_j Y_j     mean     (1/V) sum_j Y_j      (j over the V true ids)
-
-One packed collective joins the shards; the arithmetic is that of the output
-layer (``layers/softmax_stats.py``): power-of-two offsets, and the target's own term kept apart, so that
-``1 - p_target`` has no cancellation. The backward pass reads the logits again, chunk by chunk:
-
-    dY_j = p_j (g_lse - g_logprob - g_entropy (log p_j + entropy)) + g_logprob [j = target] + g_mean / V
-
-For logits that exist it needs no communication, and allocates one tensor like them. What is saved is the
-caller's own logits (or hidden states and weight) and seven numbers per token.
+Every loss of this package is arithmetic on ``Summary`` (``layers/numbers.py``). One packed collective joins
+the shards; the arithmetic is that of the output layer: power-of-two offsets, and the target's own term kept
+apart, so that ``1 - p_target`` has no cancellation. The backward pass reads the logits again, chunk by chunk,
+and applies the one row gradient. For logits that exist it needs no communication, and allocates one tensor
+like them. What is saved is the caller's own logits (or hidden states and weight) and seven numbers per token.
 
 Source: sections 4.3 and 4.4 of Balancing Pipeline Parallelism with Vocabulary Parallelism for the
-statistics; the identity d log p_t / dY_j = [j = t] - p_j for the gradient. Next: ``functions.py``.
+statistics. Next: ``functions.py``.
 """
 
 from __future__ import annotations
@@ -31,28 +23,17 @@ import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers import fixed_point
+from megatron_vocabpar.layers.columns import ENTROPY, join, mean_column
 from megatron_vocabpar.layers.exponents import log_of_power, power_of_two
 from megatron_vocabpar.layers.gemm import exact, result_dtype
 from megatron_vocabpar.layers.kernels.dispatch import exponentials, row_kernels
 from megatron_vocabpar.layers.kernels.reference import transform_logits_
+from megatron_vocabpar.layers.numbers import Slopes, Softmax, row_gradient
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.layers.softmax_stats import STATS_WIDTH, MergedStats, merge_stats
 from megatron_vocabpar.layers.targets import target_rows
 from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.losses.exchange import Exchange
 from megatron_vocabpar.losses.sources import DenseGradients, DenseSource, LazySource, Scratch, Source
-
-
-class Summary(NamedTuple):
-    """Per token, [n] in fp32 (fp64 for fp64); ``entropy`` and ``mean`` are zeros where not asked for.
-
-    ``logprob`` is 0, without gradient, for tokens whose target no shard owns.
-    """
-
-    logprob: Tensor
-    lse: Tensor
-    entropy: Tensor
-    mean: Tensor
 
 
 @dataclass(frozen=True)
@@ -83,6 +64,11 @@ class Call:
     rows_per_chunk: int | None
     keep: bool
     keep_exponentials: bool
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.ranges[0].vocab_size
 
     def source(self, tensors: Sequence[Tensor]) -> Source:
         """The logits that ``tensors`` stand for."""
@@ -121,49 +107,60 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class SoftmaxSummary(torch.autograd.Function):
-    """``apply(call, targets, *tensors)``: the four tensors of ``Summary``."""
+    """``apply(call, targets, *tensors)``: the four tensors of ``Summary``, zeros where not asked for."""
 
     @staticmethod
     @exact()
     def forward(ctx: Any, call: Call, targets: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         source = call.source(tensors)
         sink = DenseGradients(source) if isinstance(source, DenseSource) and call.keep_exponentials else None
-        merged, summary, offsets, rests = _forward(call, source, targets, sink)
+        softmax, offsets, rests = _forward(call, source, targets, sink)
+        zeros = torch.zeros_like(softmax.nll)
+        summary = [zeros.clone() if number is None else number for number in softmax.summary]
         if call.keep:
             ctx.call = call
-            numbers = merged.loss, merged.offset, merged.total, merged.target_deficit, merged.valid
             # In the place of the logits, where exponentials are kept: those may go.
             held = tensors if sink is None else sink.finish()
-            ctx.save_for_backward(targets, summary.entropy, offsets, rests, *numbers, *held)
-        return tuple(summary)
+            ctx.save_for_backward(targets, offsets, rests, *_numbers(softmax), *held)
+        return tuple(number.clone() if number is softmax.entropy else number for number in summary)
 
     @staticmethod
     @first_derivative
     @exact()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call = ctx.call
-        targets, entropy, offsets, rests, loss, offset, total, deficit, valid, *tensors = ctx.saved_tensors
-        merged, source = MergedStats(loss, offset, total, deficit, valid), call.source(tensors)
+        targets, offsets, rests, nll, offset, total, deficit, valid, entropy, *tensors = ctx.saved_tensors
+        softmax, source = Softmax(nll, offset, total, deficit, valid, entropy=entropy), call.source(tensors)
         if not call.keep_exponentials:
             offsets, kernels = offset.expand_as(offsets), _kernels_of_shards(call, source)
             rests = torch.zeros_like(offsets) if kernels is None else kernels.rest_of(offsets)
-        found = _backward(call, source, targets, merged, entropy, grads, offsets, rests)
-        return (None, None, *found)
+        return (None, None, *_backward(call, source, targets, softmax, grads, offsets, rests))
 
 
-class Softmax(NamedTuple):
-    """The normaliser of each token, [n]: ``sum_j exp(Y_j) = total * 2^offset``."""
+def _numbers(softmax: Softmax) -> tuple[Tensor | None, ...]:
+    return (
+        softmax.nll,
+        softmax.offset,
+        softmax.total,
+        softmax.target_deficit,
+        softmax.valid,
+        softmax.entropy,
+    )
+
+
+class Normaliser(NamedTuple):
+    """Of each token's softmax, [n]: ``sum_j exp(Y_j) = total * 2^offset``."""
 
     offset: Tensor
     total: Tensor
 
 
-def softmax_of(call: Call, source: Source) -> Softmax:
+def normaliser_of(call: Call, source: Source) -> Normaliser:
     """The normalisers over all shards."""
     empty = source.logits(0, slice(0, 0), Scratch())
     nowhere = empty.new_full((source.tokens,), -1, dtype=torch.int64)
-    merged = _forward(call, source, nowhere)[0]
-    return Softmax(merged.offset, merged.total)
+    softmax = _forward(call, source, nowhere)[0]
+    return Normaliser(softmax.offset, softmax.total)
 
 
 def of_chunks(
@@ -199,8 +196,8 @@ def _kernels_of_shards(call: Call, source: Source) -> ModuleType | None:
 
 def _forward(
     call: Call, source: Source, targets: Tensor, sink: DenseGradients | None = None
-) -> tuple[MergedStats, Summary, Tensor, Tensor]:
-    """The softmax, what follows from it, and the offsets of the shards that are here.
+) -> tuple[Softmax, Tensor, Tensor]:
+    """The softmax, and the offsets of the shards that are here.
 
     Exponentials are ``exp(Y - k ln 2 - rest)``: k and rest, each [shards, n].
     """
@@ -215,20 +212,19 @@ def _forward(
         parts = of_chunks(call, source, numbers, sink)
     else:
         options = {"temperature": call.temperature, "entropy": call.entropy}
-        found = [
+        sums = [
             kernels.softmax_sums(
                 source.whole(i), target_row[shard], out=None if sink is None else sink.whole(i), **options
             )
             for i, shard in enumerate(call.ranges)
         ]
-        parts, rests = [part for part, _ in found], torch.stack([rest for _, rest in found])
+        parts, rests = [part for part, _ in sums], torch.stack([rest for _, rest in sums])
     gathered = call.exchange.gather(parts)
     if call.invariant:
-        gathered = _join(call, gathered, source.logits(0, slice(0, 0), place).dtype)
-    merged = merge_stats(gathered[..., :STATS_WIDTH])
+        gathered = _joined_whole(call, gathered, source.logits(0, slice(0, 0), place).dtype)
+    columns = [*([ENTROPY] if call.entropy else []), *([mean_column(call.vocab_size)] if call.mean else [])]
     offsets = torch.stack([part[:, 0] for part in parts])
-    rests = torch.zeros_like(offsets) if rests is None else rests
-    return merged, _summarise(call, gathered, merged), offsets, rests
+    return join(gathered, columns), offsets, torch.zeros_like(offsets) if rests is None else rests
 
 
 def _chunk_stats(call: Call, y: Tensor, row: Tensor, place: Scratch) -> Tensor:
@@ -257,7 +253,7 @@ def _chunk_stats(call: Call, y: Tensor, row: Tensor, place: Scratch) -> Tensor:
     return torch.cat((part.stats, *extra), dim=1)
 
 
-def _join(call: Call, gathered: Tensor, dtype: torch.dtype) -> Tensor:
+def _joined_whole(call: Call, gathered: Tensor, dtype: torch.dtype) -> Tensor:
     """[1, n, 4 to 6] whole numbers of all shards as the numbers of one that holds everything."""
     stats, _, others = fixed_point.join_whole(gathered, torch.float64)
     columns = [stats[0]]
@@ -279,101 +275,77 @@ def weighted_logs(weights: Tensor, logs: Tensor) -> Tensor:
     return torch.where(weights == 0, 0, weights * logs)
 
 
-def _summarise(call: Call, gathered: Tensor, merged: MergedStats) -> Summary:
-    log_total = torch.log(merged.total)
-    entropy = mean = torch.zeros_like(log_total)
-    if call.entropy:
-        entropy = log_total - _mean_log(gathered, merged, log_total)
-    if call.mean:
-        mean = torch.zeros_like(log_total)
-        for part in gathered[:, :, STATS_WIDTH + call.entropy]:
-            mean = mean + part
-        mean = mean / call.ranges[0].vocab_size
-    lse = log_total + log_of_power(merged.offset)
-    return Summary(0 - merged.loss, lse, entropy.clone(), mean.clone())
-
-
-def _mean_log(gathered: Tensor, merged: MergedStats, log_total: Tensor) -> Tensor:
-    """sum_j p_j (Y_j - K ln 2), in the offset of the whole vocabulary."""
-    result = torch.zeros_like(log_total)
-    for stats in gathered:
-        k, s_rest, weighted = stats[:, 0], stats[:, 1], stats[:, STATS_WIDTH]
-        shift = k - merged.offset
-        result = result + power_of_two(shift) * (weighted + log_of_power(shift) * s_rest)
-    p_target = torch.where(merged.valid, torch.exp(-merged.loss), 0)
-    return result / merged.total + weighted_logs(p_target, log_total - merged.loss)
-
-
 def _backward(
     call: Call,
     source: Source,
     targets: Tensor,
-    merged: MergedStats,
-    entropy: Tensor,
+    softmax: Softmax,
     grads: Sequence[Tensor],
     offsets: Tensor,
     rests: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """The gradients, from exponentials with given offsets: the source, if kept, or made of it."""
-    vocab_size = call.ranges[0].vocab_size
-    g_logprob, g_lse, g_entropy, g_mean = (grad / call.temperature for grad in grads)
-    g_logprob = torch.where(merged.valid, g_logprob, 0)
-    g_mean = g_mean / vocab_size
-    inverse = torch.where(merged.total != 0, 1 / merged.total, 0)
-    p_target = torch.where(merged.valid, torch.exp(-merged.loss), 0)
-    slope = g_lse - g_logprob
-    at_target = -g_logprob * merged.target_deficit + p_target * g_lse + g_mean
-    if call.entropy:
-        at_target = at_target - g_entropy * (weighted_logs(p_target, -merged.loss) + p_target * entropy)
-    # Bounds of |dY_j| and of sum_j |dY_j| alike: the sum of p |log p + entropy| is at most 2 log V.
-    bound = 2 * g_logprob.abs() + g_lse.abs() + 2 * log(max(2, vocab_size)) * g_entropy.abs()
-    bound = bound + g_mean.abs() * vocab_size
-    # Whole numbers can't say that a row is not finite; its bound does.
-    bound = torch.where(merged.total.isfinite() & ~merged.loss.isnan(), bound, torch.nan)
+    logprob, lse, entropy, mean = grads
+    slopes = Slopes(logprob, lse, entropy if call.entropy else None, mean if call.mean else None)
+    slopes = slopes.scaled(1 / call.temperature)
+    gradient = row_gradient(softmax, slopes, offsets, rest=rests, vocab_size=call.vocab_size)
+    uniform = gradient.uniform
+    at_target = gradient.target if uniform is None else gradient.target + uniform
+    bound = _bound(call, softmax, slopes)
     sink = source.gradients(call.exchange, bound if call.invariant else None, call.keep_exponentials)
-    places = Scratch(), Scratch()
     # What is made here for all tokens at once is not made once more for every chunk.
     target_row = [target_rows(targets, vocab_range) for vocab_range in call.ranges]
-    shift = offsets - merged.offset
-    scale = (power_of_two(shift) * rests.exp() * inverse).unsqueeze(2)  # [shards, n, 1]
-    constant, factor = slope.unsqueeze(1) * scale, -g_entropy.unsqueeze(1) * scale
-    if call.entropy:
-        log_total = torch.where(merged.total != 0, torch.log(merged.total), 0)
-        mean_log = entropy + log_of_power(shift) + rests - log_total
-        constant = (slope - g_entropy * mean_log).unsqueeze(2) * scale
+    row, logs = (None if factor is None else factor.unsqueeze(2) for factor in (gradient.row, gradient.logs))
+    assert row is not None
     kernels = _kernels_of_shards(call, source)
     if kernels is not None and isinstance(source, DenseSource) and isinstance(sink, DenseGradients):
         for shard in range(len(call.ranges)):
             grad, logits = sink.whole(shard), None if call.keep_exponentials else source.whole(shard)
-            slopes = constant[shard], factor[shard] if call.entropy else None
-            kernels.softmax_gradient_(grad, logits, offsets[shard], *slopes, temperature=call.temperature)
+            factors = row[shard], None if logs is None else logs[shard]
+            kernels.softmax_gradient_(grad, logits, offsets[shard], *factors, temperature=call.temperature)
             put_targets_(grad, target_row[shard], at_target)
         return sink.finish()
+    places = Scratch(), Scratch()
     for rows in source.slices(call.rows_per_chunk):
-        for shard, vocab_range in enumerate(call.ranges):
-            row = target_row[shard][rows]
-            place, cap = sink.place(shard, rows, places[0]), None
-            if call.keep_exponentials:
-                grad = place.take(
-                    rows.stop - rows.start, vocab_range.valid_rows, offsets.dtype, offsets.device
-                )
-            else:
-                grad, cap = call.transformed(source, shard, rows, place)
-                kernel = fixed_point.exponentials if call.invariant else exponentials
-                kernel(grad, row, grad.shape[1], offsets[shard, rows], dtype=grad.dtype, out=grad)
+        for shard in range(len(call.ranges)):
+            at, place = target_row[shard][rows], sink.place(shard, rows, places[0])
+            grad, cap = _exponentials(call, source, shard, rows, at, offsets[shard, rows], place)
             # grad is 0 for the target, else p_j times total * 2^(K - offset)
-            if call.entropy:
-                curve = finite_log(grad, out=places[1].like(grad))
-                grad.mul_(curve.mul_(factor[shard, rows]).add_(constant[shard, rows]))
+            if logs is None:
+                grad.mul_(row[shard, rows])
             else:
-                grad.mul_(constant[shard, rows])
-            if call.mean:
-                grad += g_mean[rows].unsqueeze(1)
-            put_targets_(grad, row, at_target[rows])
+                curve = finite_log(grad, out=places[1].like(grad))
+                grad.mul_(curve.mul_(logs[shard, rows]).add_(row[shard, rows]))
+            if uniform is not None:
+                grad += uniform[rows].unsqueeze(1)
+            put_targets_(grad, at, at_target[rows])
             if cap is not None:
                 grad.mul_(cap)
             sink.add(shard, rows, grad, bound[rows])
     return sink.finish()
+
+
+def _exponentials(
+    call: Call, source: Source, shard: int, rows: slice, target_row: Tensor, k: Tensor, place: Scratch
+) -> tuple[Tensor, Tensor | None]:
+    """A chunk's exponentials in ``place``, and the slope of the softcap or None."""
+    if call.keep_exponentials:
+        return place.take(len(k), call.ranges[shard].valid_rows, k.dtype, k.device), None
+    grad, cap = call.transformed(source, shard, rows, place)
+    kernel = fixed_point.exponentials if call.invariant else exponentials
+    kernel(grad, target_row, grad.shape[1], k, dtype=grad.dtype, out=grad)
+    return grad, cap
+
+
+def _bound(call: Call, softmax: Softmax, slopes: Slopes) -> Tensor:
+    """[n] of |dY_j| and of sum_j |dY_j|; NaN where a row is not finite, which whole numbers can't say."""
+    assert slopes.lse is not None
+    bound = 2 * torch.where(softmax.valid, slopes.logprob, 0).abs() + slopes.lse.abs()
+    if slopes.entropy is not None:  # the sum of p |log p + entropy| is at most 2 log V
+        bound = bound + 2 * log(max(2, call.vocab_size)) * slopes.entropy.abs()
+    if slopes.mean is not None:
+        bound = bound + slopes.mean.abs()
+    return torch.where(softmax.total.isfinite() & ~softmax.nll.isnan(), bound, torch.nan)
 
 
 def put_targets_(grad: Tensor, row: Tensor, values: Tensor) -> None:

@@ -6,7 +6,7 @@
 4. If that fails, say on which rank, in which pass, of which microbatch.
 
 Handlers launch communication and wait for what they consume; the order in which they are called is the
-schedule's alone. Before this: ``schedule/lower.py`` made the list. Next: ``integration/handlers.py``.
+schedule's alone. Before this: ``schedule/lower.py`` made the list. Next: ``integration/handlers/``.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ and where B waits for T, is a pass of its own (TW). So there are besides
     vocab-2     C1 L CG B             CG T
 
 A method of one's own is a ``Method``: its chain, times of its passes in ``costs.py`` (or a cost file), and,
-to train with it, handlers for what is new in it (``integration/handlers.py``).
+to train with it, handlers for what is new in it (``integration/handlers/``).
 
 Source: sections 4.1 to 4.4, appendix C.
 Next: ``dependencies.py``.

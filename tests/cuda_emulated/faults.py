@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megatron_vocabpar.integration import forward_backward
-from megatron_vocabpar.integration.output_layer import OutputLayer
+from megatron_vocabpar.integration.handlers.softmax import SoftmaxPasses
 from megatron_vocabpar.layers import gemm
 from megatron_vocabpar.runtime import streams
 from megatron_vocabpar.schedule.passes import Comm, CommType
@@ -127,24 +127,24 @@ def addend_of_another_dtype(_: int) -> None:
 
 def copy_inside_a_pass(_: int) -> None:
     """S looks at a number on the host."""
-    forward = OutputLayer.output_forward
+    forward = SoftmaxPasses.softmax
 
     def looking(layer: Any, instruction: Any) -> None:
         forward(layer, instruction)
         torch.ones(1, device=layer.rank.device).cpu()
 
-    OutputLayer.output_forward = looking
+    SoftmaxPasses.softmax = looking
 
 
 def pageable_copy_inside_a_pass(_: int) -> None:
     """S takes a tensor from the host's ordinary memory."""
-    forward = OutputLayer.output_forward
+    forward = SoftmaxPasses.softmax
 
     def taking(layer: Any, instruction: Any) -> None:
         torch.ones(8).to(layer.rank.device)
         forward(layer, instruction)
 
-    OutputLayer.output_forward = taking
+    SoftmaxPasses.softmax = taking
 
 
 BF16 = {"dtype": "bf16"}

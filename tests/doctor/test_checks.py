@@ -95,12 +95,12 @@ def test_kernels_that_do_not_are_found(kernel: str) -> None:
     assert finding.figure.startswith("broken: largest error")
 
 
-@pytest.mark.parametrize("name", ["merge", "factors"])
+@pytest.mark.parametrize("name", ["merge", "row_gradient"])
 def test_kernels_of_the_statistics(name: str) -> None:
     def wrong(*args, **options):
-        found = getattr(dispatch.CPU, name)(*args, **options)
-        (found.loss if name == "merge" else found.target)[-1] *= 1.001
-        return found
+        result = getattr(dispatch.CPU, name)(*args, **options)
+        (result.nll if name == "merge" else result.target)[-1] *= 1.001
+        return result
 
     assert kernels.statistics("cpu", "float32", n=40).outcome == "ok"
     with use_kernels(dataclasses.replace(dispatch.CPU, **{name: wrong})):
@@ -145,8 +145,8 @@ def test_output_layer(dtype: str, padding: int) -> None:
 def test_a_wrong_weight_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = kernels_layer.weight_gradient
 
-    def wrong(state, merged, g, main_grad):
-        right(state, merged, 1.01 * g, main_grad)
+    def wrong(state, softmax, slopes, main_grad):
+        right(state, softmax, slopes.scaled(1.01), main_grad)
 
     monkeypatch.setattr(kernels_layer, "weight_gradient", wrong)
     finding = layers.output_layer("cpu", "bfloat16", **LAYER)

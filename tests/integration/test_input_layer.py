@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import torch
 
-from megatron_vocabpar.integration.input_layer import InputLayer
+from megatron_vocabpar.integration.handlers.input_layer import InputLayer
 from megatron_vocabpar.runtime.buffers import Buffers
 from megatron_vocabpar.runtime.comm import VocabGroups
 from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, PassType

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from megatron_vocabpar.integration.forward_backward import check_config
+from megatron_vocabpar.integration.handlers.hidden import HiddenStates
+from megatron_vocabpar.integration.handlers.loss import Losses
 from megatron_vocabpar.integration.iteration import OutputOptions
-from megatron_vocabpar.integration.output_layer import OutputLayer
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.passes import Pass
 from tests.cases import rest_is_slow
@@ -107,14 +108,14 @@ def test_tokens_below_a_threshold_are_not_taken_for_masked() -> None:
 def _rows(rank: int, case: Case) -> list[int]:
     """How many tokens S had, one microbatch after the other, in training and evaluation."""
     rows: list[int] = []
-    hidden_states = OutputLayer._hidden_states
+    hidden_states = HiddenStates.of
 
-    def noted(layer: OutputLayer, instruction: Pass) -> torch.Tensor:
+    def noted(layer: HiddenStates, instruction: Pass) -> torch.Tensor:
         x = hidden_states(layer, instruction)
         rows.append(len(x))
         return x
 
-    with patch.object(OutputLayer, "_hidden_states", noted):
+    with patch.object(HiddenStates, "of", noted):
         train(rank, case)
     return rows
 
@@ -122,13 +123,13 @@ def _rows(rank: int, case: Case) -> list[int]:
 def _exponentials(rank: int, case: Case) -> int:
     """How many tensors of the size tokens x vocabulary an iteration keeps to its end."""
     kept: list[int] = []
-    finish = OutputLayer.finish
+    finish = Losses.finish
 
-    def counted(layer: OutputLayer) -> None:
-        kept.append(len(layer._spare))
+    def counted(layer: Losses) -> None:
+        kept.append(len(layer.chain._spare))
         finish(layer)
 
-    with patch.object(OutputLayer, "finish", counted):
+    with patch.object(Losses, "finish", counted):
         train(rank, case)
     return max(kept)
 

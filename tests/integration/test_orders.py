@@ -21,8 +21,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from megatron_vocabpar.integration import forward_backward
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
+from megatron_vocabpar.integration.handlers.barriers import Barriers
 from megatron_vocabpar.integration.microbatches import Microbatches
-from megatron_vocabpar.integration.output_layer import OutputLayer
 from megatron_vocabpar.layers.softmax_stats import merge_stats
 from megatron_vocabpar.runtime import streams
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, all_gather
@@ -79,13 +79,13 @@ def _work_is_not_held(_: type) -> AbstractContextManager[Any]:
 
 
 def _result_of_the_side_stream(_: type) -> AbstractContextManager[Any]:
-    def merge(self: OutputLayer, statistics: torch.Tensor) -> Any:
+    def joined(self: Barriers, statistics: torch.Tensor) -> Any:
         groups = self.groups
         return self.rank.output_stream.submit(
             lambda: merge_stats(all_gather(groups, groups.output, statistics))
         )
 
-    return patch.object(OutputLayer, "_merge", merge)
+    return patch.object(Barriers, "joined", joined)
 
 
 def _sent_tensors_are_not_held(_: type) -> AbstractContextManager[Any]:

@@ -15,18 +15,19 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_vocabpar.layers.columns import join, mean_column
 from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.gemm import result_dtype
 from megatron_vocabpar.layers.kernels.dispatch import REFERENCE, RowKernels, use_kernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials
-from megatron_vocabpar.layers.kernels.reference_stats import Factors
-from megatron_vocabpar.layers.merged import STATS_WIDTH, MergedStats, empty_merged
+from megatron_vocabpar.layers.numbers import STATS_WIDTH, RowGradient, Slopes, Softmax, empty_softmax
+from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import input_gradient, output_backward, output_forward, weight_gradient
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.recipes import Fp8Recipe
-from megatron_vocabpar.layers.softmax_stats import merge_stats
 from megatron_vocabpar.layers.targets import OwnedTargets
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
+from megatron_vocabpar.layers.token_loss import loss_slopes
 
 
 @dataclass(frozen=True)
@@ -63,17 +64,16 @@ def _kernels(launched: Callable[[str], None]) -> RowKernels:
     def scatter_add_rows_(*_: Any, order: Tensor | None = None, **__: Any) -> None:
         launched("scatter_add_rows_" if order is not None else "scatter_add_rows_ and its sort")
 
-    def merge(gathered: Tensor, terms: LossTerms, out: MergedStats | None = None) -> MergedStats:
+    def merge(gathered: Tensor, out: Softmax | None = None) -> Softmax:
         launched("merge")
-        merged = empty_merged(gathered.shape[1], gathered.dtype, gathered.device) if out is None else out
-        return replace(merged, terms=terms)
+        return empty_softmax(gathered.shape[1], gathered.dtype, gathered.device) if out is None else out
 
-    def factors(
-        merged: MergedStats, k: Tensor, g: Tensor, tokens: Tensor, *_: Any, vocab_size: int
-    ) -> Factors:
-        launched("factors")
-        uniform = k.new_empty(len(k)) if merged.terms.label_smoothing else None
-        return Factors(k.new_empty(len(k)), k.new_empty(len(tokens)), uniform)
+    def row_gradient(
+        softmax: Softmax, slopes: Slopes, k: Tensor, tokens: Tensor, *_: Any, vocab_size: int
+    ) -> RowGradient:
+        launched("row_gradient")
+        uniform = None if slopes.mean is None else slopes.mean / vocab_size
+        return RowGradient(k.new_empty(len(k)), k.new_empty(len(tokens)), None, uniform)
 
     return replace(
         REFERENCE,
@@ -82,7 +82,7 @@ def _kernels(launched: Callable[[str], None]) -> RowKernels:
         scale_rows=scale_rows,
         scatter_add_rows_=scatter_add_rows_,
         merge=merge,
-        factors=factors,
+        row_gradient=row_gradient,
     )
 
 
@@ -195,22 +195,25 @@ def _run(case: Case) -> None:
     grad_loss = torch.empty(case.n)
     size = case.ranks * case.rows - case.padding
     shard = VocabRange((case.ranks - 1) * case.rows, case.ranks * case.rows, size)
-    gathered = torch.empty(case.ranks, case.n, STATS_WIDTH + bool(case.terms.label_smoothing), dtype=wide)
+    gathered = torch.empty(case.ranks, case.n, STATS_WIDTH + case.terms.needs_mean, dtype=wide)
     state, _ = output_forward(
         x,
         weight,
         targets,
         shard,
-        with_input_gradient=case.method == "vocab-2",
-        recompute=case.recompute,
-        terms=case.terms,
+        ShardOptions(
+            with_input_gradient=case.method == "vocab-2",
+            recompute=case.recompute,
+            terms=case.terms,
+            fp8=Fp8Weight.of(weight, shard, case.fp8) if case.fp8 else None,
+        ),
         owned=owned,
-        fp8=Fp8Weight.of(weight, shard, case.fp8) if case.fp8 else None,
     )
     assert state is not None
-    merged = merge_stats(gathered, case.terms)
+    softmax = join(gathered, [mean_column(size)] if case.terms.needs_mean else [])
+    slopes = loss_slopes(softmax, case.terms, grad_loss)
     if case.method == "vocab-2":
-        input_gradient(state, merged, grad_loss, weight)
-        weight_gradient(state, merged, grad_loss, main_grad)
+        input_gradient(state, softmax, slopes, weight)
+        weight_gradient(state, softmax, loss_slopes(softmax, case.terms, grad_loss), main_grad)
     else:
-        output_backward(state, merged, grad_loss, weight, main_grad)
+        output_backward(state, softmax, slopes, weight, main_grad)

@@ -8,17 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.output import (
-    OutputState,
-    input_gradient,
-    naive_maximum,
-    naive_sum,
-    output_forward,
-    weight_gradient,
-)
+from megatron_vocabpar.layers.columns import join, mean_column
+from megatron_vocabpar.layers.naive import naive_maximum, naive_sum
+from megatron_vocabpar.layers.numbers import Slopes, Softmax
+from megatron_vocabpar.layers.operands import ShardOptions
+from megatron_vocabpar.layers.output import OutputState, input_gradient, output_forward, weight_gradient
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
+from megatron_vocabpar.layers.token_loss import loss_slopes
 
 METHODS = ("naive", "vocab-1", "vocab-2")
 
@@ -48,47 +45,41 @@ def forward(
     rows_per_chunk: int | None = None,
     terms: LossTerms = PLAIN,
     recompute: bool = False,
-) -> tuple[list[OutputState], MergedStats]:
+) -> tuple[list[OutputState], Softmax]:
     """S (and S2) of every rank and the merge of their statistics."""
     pairs = list(zip(weights, ranges, strict=True))
+    options = ShardOptions(
+        with_input_gradient=method == "vocab-2",
+        rows_per_chunk=rows_per_chunk,
+        recompute=recompute,
+        terms=terms,
+    )
     if method == "naive":
-        begun = [
-            naive_maximum(x, w, targets, shard, rows_per_chunk=rows_per_chunk, terms=terms)
-            for w, shard in pairs
-        ]
+        begun = [naive_maximum(x, w, targets, shard, options) for w, shard in pairs]
         largest = torch.stack([k for _, k in begun]).amax(dim=0)
-        done = [naive_sum(state, largest, rows_per_chunk=rows_per_chunk) for state, _ in begun]
+        done = [naive_sum(state, largest) for state, _ in begun]
     else:
-        done = [
-            output_forward(
-                x,
-                w,
-                targets,
-                shard,
-                with_input_gradient=method == "vocab-2",
-                rows_per_chunk=rows_per_chunk,
-                recompute=recompute,
-                terms=terms,
-            )
-            for w, shard in pairs
-        ]
+        done = [output_forward(x, w, targets, shard, options) for w, shard in pairs]
     states = [state for state, _ in done if state is not None]
     assert len(states) == len(ranges)
-    return states, merge_stats(torch.stack([stats for _, stats in done]), terms)
+    columns = [mean_column(ranges[0].vocab_size)] if terms.needs_mean else []
+    return states, join(torch.stack([stats for _, stats in done]), columns)
 
 
 def backward(
     states: Sequence[OutputState],
-    merged: MergedStats,
-    g: Tensor,
+    softmax: Softmax,
+    slopes: Slopes,
     weights: Sequence[Tensor],
     main_grad_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dX summed over the ranks, in their order, and dW of all rows."""
-    dx = torch.stack([input_gradient(state, merged, g, w) for state, w in zip(states, weights, strict=True)])
+    dx = torch.stack(
+        [input_gradient(state, softmax, slopes, w) for state, w in zip(states, weights, strict=True)]
+    )
     main_grads = [torch.zeros_like(w, dtype=main_grad_dtype or dx.dtype) for w in weights]
     for state, main_grad in zip(states, main_grads, strict=True):
-        weight_gradient(state, merged, g, main_grad)
+        weight_gradient(state, softmax, slopes, main_grad)
     return dx.sum(dim=0), torch.cat(main_grads)
 
 
@@ -103,5 +94,5 @@ def run(
 ) -> Result:
     """Forward and backward of every rank."""
     weights = split(weight, ranges)
-    states, merged = forward(method, x, weights, targets, ranges, rows_per_chunk)
-    return Result(merged.loss, *backward(states, merged, g, weights))
+    states, softmax = forward(method, x, weights, targets, ranges, rows_per_chunk)
+    return Result(softmax.nll, *backward(states, softmax, loss_slopes(softmax, PLAIN, g), weights))

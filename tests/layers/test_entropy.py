@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_vocabpar.layers.entropy import (
-    entropy_input_gradient,
-    entropy_part,
-    entropy_weight_gradient,
-    merged_entropy,
+from megatron_vocabpar.layers.columns import ENTROPY, join, mean_column, with_columns
+from megatron_vocabpar.layers.numbers import Softmax
+from megatron_vocabpar.layers.operands import ShardOptions
+from megatron_vocabpar.layers.output import (
+    OutputState,
+    input_gradient,
+    output_forward,
+    weight_gradient,
+    with_log_product,
 )
-from megatron_vocabpar.layers.merged import MergedStats
-from megatron_vocabpar.layers.output import OutputState, input_gradient, output_forward
 from megatron_vocabpar.layers.partition import even_ranges
-from megatron_vocabpar.layers.softmax_stats import merge_stats
 from megatron_vocabpar.layers.terms import LossTerms
+from megatron_vocabpar.layers.token_loss import loss_slopes
 from tests.layers.reference import relative_error
 
 N, H, V, SHARDS = 9, 16, 61, 4
@@ -43,12 +45,18 @@ def test_entropy(dtype: torch.dtype, terms: LossTerms, size: float, tolerance: f
     g[5] = h[6] = 0
     ranges = even_ranges(64, SHARDS, V)
     states, merged = softmax(x, w, targets, ranges, terms, early)
-    dx, dw = torch.zeros(N, H), []
+    dx, dw, nothing = torch.zeros(N, H), [], torch.zeros(N)
+    both = loss_slopes(merged, terms, g, h)
+    one_by_one = loss_slopes(merged, terms, g), loss_slopes(merged, terms, nothing, h)
     for state, shard in zip(states, ranges, strict=True):
         rows = w[shard.start : shard.stop]
-        dx += input_gradient(state, merged, g, rows) + entropy_input_gradient(state, merged, h, rows)
+        parts = [input_gradient(state, merged, slopes, rows) for slopes in one_by_one]
+        torch.testing.assert_close(
+            input_gradient(state, merged, both, rows), sum(parts), rtol=tolerance, atol=tolerance * size
+        )
+        dx += sum(parts)
         dw.append(torch.zeros(rows.shape))
-        entropy_weight_gradient(state, merged, g, h, dw[-1])
+        weight_gradient(state, merged, both, dw[-1])
 
     xd, wd = x.double().requires_grad_(), w[:V].double().requires_grad_()
     logits = terms.logit_scale * xd @ wd.T
@@ -60,7 +68,8 @@ def test_entropy(dtype: torch.dtype, terms: LossTerms, size: float, tolerance: f
     assert merged.entropy is not None
     assert xd.grad is not None
     assert wd.grad is not None
-    torch.testing.assert_close(merged.entropy.double(), entropy, rtol=tolerance, atol=tolerance)
+    counted = torch.where(merged.valid, merged.entropy, 0)
+    torch.testing.assert_close(counted.double(), entropy, rtol=tolerance, atol=tolerance)
     assert relative_error(dx, xd.grad) < tolerance
     assert relative_error(torch.cat(dw)[:V], wd.grad) < tolerance
     assert not torch.cat(dw)[V:].any()
@@ -68,20 +77,15 @@ def test_entropy(dtype: torch.dtype, terms: LossTerms, size: float, tolerance: f
 
 def softmax(
     x: torch.Tensor, w: torch.Tensor, targets: torch.Tensor, ranges: tuple, terms: LossTerms, early: bool
-) -> tuple[list[OutputState], MergedStats]:
+) -> tuple[list[OutputState], Softmax]:
     """S of every shard, and the statistics of all."""
     states, packed = [], []
+    columns = [*([mean_column(V)] if terms.needs_mean else []), ENTROPY]
     for shard in ranges:
         rows = w[shard.start : shard.stop]
-        state, stats = output_forward(x, rows, targets, shard, with_input_gradient=early, terms=terms)
+        options = ShardOptions(with_input_gradient=early, terms=terms)
+        state, stats = output_forward(x, rows, targets, shard, options)
         assert isinstance(state, OutputState)
-        state, stats = entropy_part(state, stats, rows if early else None)
-        states.append(state)
-        packed.append(stats)
-    gathered = torch.stack(packed)
-    merged = merge_stats(gathered[..., :-1].contiguous(), terms)
-    entropy, logp = merged_entropy(gathered[..., :-1], gathered[..., -1], merged)
-    return states, MergedStats(
-        *(merged.loss, merged.offset, merged.total, merged.target_deficit, merged.valid),
-        terms=terms, entropy=entropy, log_probability=logp,
-    )  # fmt: skip
+        states.append(with_log_product(state, rows) if early else state)
+        packed.append(with_columns(state, stats, columns))
+    return states, join(torch.stack(packed), columns)

@@ -17,11 +17,14 @@ from megatron_vocabpar.layers.fp8 import (
     scaled_rows,
 )
 from megatron_vocabpar.layers.kernels.dispatch import exponentials
+from megatron_vocabpar.layers.numbers import Softmax
+from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import input_gradient, output_forward, weight_gradient
 from megatron_vocabpar.layers.partition import VocabRange, even_ranges
 from megatron_vocabpar.layers.recipes import MXFP8, RECIPES, ROW, Fp8Recipe
-from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats
+from megatron_vocabpar.layers.softmax_stats import merge_stats
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
+from megatron_vocabpar.layers.token_loss import loss_slopes
 
 from .reference import output_layer, relative_error
 from .shards import split
@@ -152,7 +155,7 @@ def run(
     early: bool = True,
     recompute: bool = False,
     terms: LossTerms = PLAIN,
-) -> tuple[MergedStats, Tensor, Tensor]:
+) -> tuple[Softmax, Tensor, Tensor]:
     """Two shards, the last of which has padding that must not be read."""
     ranges = even_ranges(len(weight) + -len(weight) % 64, 2, len(weight))
     weights = split(weight, ranges)
@@ -162,22 +165,25 @@ def run(
             part,
             targets,
             shard,
-            with_input_gradient=early,
-            recompute=recompute,
-            rows_per_chunk=40,
-            terms=terms,
-            fp8=Fp8Weight.of(part, shard, recipe),
+            ShardOptions(
+                with_input_gradient=early,
+                recompute=recompute,
+                rows_per_chunk=40,
+                terms=terms,
+                fp8=Fp8Weight.of(part, shard, recipe),
+            ),
         )
         for part, shard in zip(weights, ranges, strict=True)
     ]
-    merged = merge_stats(torch.stack([stats for _, stats in done]), terms)
+    merged = merge_stats(torch.stack([stats for _, stats in done]))
+    slopes = loss_slopes(merged, terms, g)
     main_grads = [torch.zeros(part.shape) for part in weights]
     dx = torch.zeros(x.shape)
     for (state, _), part, main_grad in zip(done, weights, main_grads, strict=True):
         assert state is not None
         assert state.e is None or state.e.dtype == (E4M3 if recipe.keeps_exponentials else x.dtype)
-        dx += input_gradient(state, merged, g, part)
-        weight_gradient(state, merged, g, main_grad)
+        dx += input_gradient(state, merged, slopes, part)
+        weight_gradient(state, merged, slopes, main_grad)
     assert not main_grads[1][ranges[1].valid_rows :].any()
     return merged, dx, torch.cat(main_grads)[: len(weight)]
 
@@ -195,7 +201,7 @@ def test_errors_are_those_of_8_bit_operands(
     targets[3] = -100
     merged, dx, dw = run(x, weight, targets, g, recipe, early=early, recompute=recompute)
     loss, expected_dx, expected_dw = output_layer(x, weight, targets, g)
-    assert 1e-4 < float((merged.loss - loss).abs().mean()) < 0.05
+    assert 1e-4 < float((merged.nll - loss).abs().mean()) < 0.05
     assert relative_error(dx, expected_dx) < 0.03
     assert relative_error(dw, expected_dw) < 0.03
     assert not dx[3].any()

@@ -14,9 +14,11 @@ from megatron_vocabpar.layers.invariant import (
     output_forward,
     weight_gradient,
 )
+from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.partition import VocabRange, even_ranges, padded_vocab_size, ranges_from_sizes
-from megatron_vocabpar.layers.softmax_stats import merge_stats, merged_place
+from megatron_vocabpar.layers.softmax_stats import merge_stats, softmax_place
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
+from megatron_vocabpar.layers.token_loss import loss_of, loss_slopes
 from tests.spawn import run_ranks
 
 from . import reference
@@ -67,21 +69,25 @@ def run(
 ) -> Result:
     x, weight, targets, g = inputs
     weights = split(weight, ranges)
-    done = [output_forward(x, w, targets, s, terms=terms) for w, s in zip(weights, ranges, strict=True)]
-    place = merged_place(done[0][1])
-    merged = merge_stats(torch.stack([stats for _, stats in done]), terms, out=place)
+    done = [
+        output_forward(x, w, targets, s, ShardOptions(terms=terms))
+        for w, s in zip(weights, ranges, strict=True)
+    ]
+    place = softmax_place(done[0][1])
+    merged = merge_stats(torch.stack([stats for _, stats in done]), out=place)
+    slopes = loss_slopes(merged, terms, g)
     assert merged.weight_peak is place.weight_peak
-    dx_place = torch.empty(x.shape, dtype=merged.loss.dtype, device=x.device)
-    main_grads, parts = [torch.zeros_like(w, dtype=merged.loss.dtype) for w in weights], []
+    dx_place = torch.empty(x.shape, dtype=merged.nll.dtype, device=x.device)
+    main_grads, parts = [torch.zeros_like(w, dtype=merged.nll.dtype) for w in weights], []
     for (state, _), w, main_grad in zip(done, weights, main_grads, strict=True):
         if joint:
-            parts.append(output_backward(state, merged, g, w, main_grad))
+            parts.append(output_backward(state, merged, slopes, w, main_grad))
         else:
-            parts.append(input_gradient(state, merged, g, w, out=dx_place))
-            weight_gradient(state, merged, g, main_grad)
+            parts.append(input_gradient(state, merged, slopes, w, out=dx_place))
+            weight_gradient(state, merged, slopes, main_grad)
     dx = parts[0].with_sum(torch.stack([part.whole for part in parts]).sum(dim=0)).value()
     assert joint or dx is dx_place
-    return Result(merged.loss, dx, torch.cat(main_grads))
+    return Result(loss_of(merged, terms), dx, torch.cat(main_grads))
 
 
 def same_bits(found: Result, expected: Result, name: str) -> None:
@@ -195,7 +201,9 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"rows \[0, 300\) cut a block of 256 ids"):
         output_forward(x, weight[:300], targets, VocabRange(0, 300, V))
     with pytest.raises(ValueError, match=r"label smoothing 0.1"):
-        output_forward(x, weight, targets, VocabRange(0, V, V), terms=LossTerms(label_smoothing=0.1))
+        output_forward(
+            x, weight, targets, VocabRange(0, V, V), ShardOptions(terms=LossTerms(label_smoothing=0.1))
+        )
 
 
 def _over_gloo(rank: int, ranges: tuple[VocabRange, ...], dtype: torch.dtype) -> None:
@@ -208,10 +216,10 @@ def _over_gloo(rank: int, ranges: tuple[VocabRange, ...], dtype: torch.dtype) ->
     dist.all_gather(gathered, stats)
     merged = merge_stats(torch.stack(gathered))
     main_grad = torch.zeros_like(w, dtype=torch.float32)
-    part = output_backward(state, merged, g, w, main_grad)
+    part = output_backward(state, merged, loss_slopes(merged, PLAIN, g), w, main_grad)
     dist.all_reduce(part.whole)
     valid = shard.valid_rows
-    assert torch.equal(merged.loss, one.loss)
+    assert torch.equal(merged.nll, one.loss)
     assert torch.equal(part.value(), one.dx)
     assert torch.equal(main_grad[:valid], one.dw[shard.start : shard.start + valid])
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_vocabpar.layers.numbers import Slopes
+from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import (
     input_gradient,
     output_backward,
@@ -256,13 +258,13 @@ def test_t_runs_late_out_of_order_twice_and_with_another_g(method: str) -> None:
     at_once = []
     for x, _, targets, g in batches:
         states, merged = forward(method, x, weights, targets, ranges)
-        at_once.append(backward(states, merged, g, weights))
+        at_once.append(backward(states, merged, Slopes(-g), weights))
     kept = [forward(method, x, weights, targets, ranges) for x, _, targets, _ in batches]
     for i in (2, 0, 1):
         states, merged = kept[i]
-        backward(states, merged, 5 * batches[i][3], weights)  # another g in between
+        backward(states, merged, Slopes(-(5 * batches[i][3])), weights)  # another g in between
         for _ in range(2):
-            dx, dw = backward(states, merged, batches[i][3], weights)
+            dx, dw = backward(states, merged, Slopes(-batches[i][3]), weights)
             assert torch.equal(dx, at_once[i][0])
             assert torch.equal(dw, at_once[i][1])
 
@@ -271,14 +273,14 @@ def test_main_grad_is_added_to() -> None:
     x, weight, targets, g = batch(torch.bfloat16)
     (shard,) = even(1)
     (padded,) = split(weight, (shard,))
-    state, stats = output_forward(x, padded, targets, shard, with_input_gradient=False)
+    state, stats = output_forward(x, padded, targets, shard)
     merged = merge_stats(stats.unsqueeze(0))
     assert state is not None
     main_grad = torch.full((shard.rows, H), 0.5)
     once = torch.zeros(shard.rows, H)
-    weight_gradient(state, merged, g, once)
+    weight_gradient(state, merged, Slopes(-g), once)
     for _ in range(2):
-        weight_gradient(state, merged, g, main_grad)
+        weight_gradient(state, merged, Slopes(-g), main_grad)
     torch.testing.assert_close(main_grad, 0.5 + 2 * once, rtol=1e-6, atol=1e-7)
 
 
@@ -289,7 +291,7 @@ def test_main_grad_in_the_operands_dtype(dtype: torch.dtype) -> None:
     ranges = even(2)
     weights = split(weight, ranges)
     states, merged = forward("vocab-1", x, weights, targets, ranges)
-    _, dw = backward(states, merged, g, weights, main_grad_dtype=dtype)
+    _, dw = backward(states, merged, Slopes(-g), weights, main_grad_dtype=dtype)
     assert dw.dtype == dtype
     assert reference.relative_error(dw[:V], reference.output_layer(x, weight, targets, g)[2]) < 1e-2
 
@@ -305,8 +307,10 @@ def test_small_gradients_survive_in_fp16() -> None:
 def test_evaluation_keeps_nothing_and_gives_the_same_statistics() -> None:
     x, weight, targets, _ = batch(torch.bfloat16)
     for shard, w in zip(even(4), split(weight, even(4)), strict=True):
-        state, expected = output_forward(x, w, targets, shard, with_input_gradient=True)
-        nothing, stats = output_forward(x, w, targets, shard, with_input_gradient=True, keep_state=False)
+        state, expected = output_forward(x, w, targets, shard, ShardOptions(with_input_gradient=True))
+        nothing, stats = output_forward(
+            x, w, targets, shard, ShardOptions(with_input_gradient=True, keep_state=False)
+        )
         assert nothing is None
         assert state is not None
         assert torch.equal(stats, expected)
@@ -316,11 +320,11 @@ def test_parameters_that_require_grad_are_taken_as_they_are() -> None:
     x, weight, targets, g = batch(torch.float32)
     (shard,) = ranges_from_sizes([V], V)
     parameter = torch.nn.Parameter(weight)
-    state, stats = output_forward(x.requires_grad_(), parameter, targets, shard, with_input_gradient=False)
+    state, stats = output_forward(x.requires_grad_(), parameter, targets, shard)
     assert state is not None
     assert not stats.requires_grad
     merged = merge_stats(stats.unsqueeze(0))
-    assert not input_gradient(state, merged, g, parameter).requires_grad
+    assert not input_gradient(state, merged, Slopes(-g), parameter).requires_grad
     assert parameter.grad is None
 
 
@@ -328,13 +332,13 @@ def test_the_input_gradient_goes_where_it_is_told() -> None:
     x, weight, targets, g = batch(torch.bfloat16)
     (shard,) = ranges_from_sizes([V], V)
     for with_a in (False, True):
-        state, stats = output_forward(x, weight, targets, shard, with_input_gradient=with_a)
+        state, stats = output_forward(x, weight, targets, shard, ShardOptions(with_input_gradient=with_a))
         assert state is not None
         merged, place = merge_stats(stats.unsqueeze(0)), torch.full((N, H), torch.nan)
-        assert input_gradient(state, merged, g, weight, out=place) is place
-        assert torch.equal(place, input_gradient(state, merged, g, weight))
+        assert input_gradient(state, merged, Slopes(-g), weight, out=place) is place
+        assert torch.equal(place, input_gradient(state, merged, Slopes(-g), weight))
         with pytest.raises(ValueError, match=r"out of \(60, 16\) torch.bfloat16: dX is"):
-            input_gradient(state, merged, g, weight, out=place.bfloat16())
+            input_gradient(state, merged, Slopes(-g), weight, out=place.bfloat16())
 
 
 def test_no_tokens() -> None:
@@ -359,19 +363,19 @@ def test_arguments_that_do_not_fit_are_named(change, named: str) -> None:
     x, weight, targets, _ = batch(torch.float32)
     (shard,) = ranges_from_sizes([V], V)
     with pytest.raises(ValueError, match=named):
-        output_forward(*change(x, weight, targets), shard, with_input_gradient=False)
+        output_forward(*change(x, weight, targets), shard)
 
 
 def test_a_main_grad_that_does_not_fit_is_named() -> None:
     x, weight, targets, g = batch(torch.float32)
     (shard,) = ranges_from_sizes([V], V)
-    state, stats = output_forward(x, weight, targets, shard, with_input_gradient=False)
+    state, stats = output_forward(x, weight, targets, shard)
     assert state is not None
     merged = merge_stats(stats.unsqueeze(0))
     with pytest.raises(ValueError, match=r"main_grad of shape \(36, 16\)"):
-        weight_gradient(state, merged, g, torch.zeros(V - 1, H))
+        weight_gradient(state, merged, Slopes(-g), torch.zeros(V - 1, H))
     with pytest.raises(ValueError, match=r"main_grad in torch.bfloat16: use torch.float32"):
-        weight_gradient(state, merged, g, torch.zeros(V, H, dtype=torch.bfloat16))
+        weight_gradient(state, merged, Slopes(-g), torch.zeros(V, H, dtype=torch.bfloat16))
 
 
 def test_known_targets_and_a_given_place_change_nothing() -> None:
@@ -380,21 +384,21 @@ def test_known_targets_and_a_given_place_change_nothing() -> None:
     w = split(weight, SPLITS["uneven"])[1]
     place = torch.full((N, shard.rows), torch.nan, dtype=torch.bfloat16)
     owned = owned_targets(target_rows(targets, shard))
-    plain, stats = output_forward(x, w, targets, shard, with_input_gradient=False)
-    given, same = output_forward(x, w, targets, shard, with_input_gradient=False, owned=owned, e=place)
+    plain, stats = output_forward(x, w, targets, shard)
+    given, same = output_forward(x, w, targets, shard, owned=owned, e=place)
     assert torch.equal(stats, same)
     assert given.e is place
     assert given.tokens.owned is owned
     merged = merge_stats(stats.unsqueeze(0))
     for state in (plain, given):
         state_grad = torch.zeros(shard.rows, H)
-        dx = output_backward(state, merged, g, w, state_grad)
+        dx = output_backward(state, merged, Slopes(-g), w, state_grad)
         expected = torch.zeros(shard.rows, H)
-        weight_gradient(plain, merged, g, expected)
-        assert torch.equal(dx, input_gradient(plain, merged, g, w))
+        weight_gradient(plain, merged, Slopes(-g), expected)
+        assert torch.equal(dx, input_gradient(plain, merged, Slopes(-g), w))
         assert torch.equal(state_grad, expected)
     with pytest.raises(ValueError, match=r"e of \(3, 4\)"):
-        output_forward(x, w, targets, shard, with_input_gradient=False, e=place[:3, :4])
+        output_forward(x, w, targets, shard, e=place[:3, :4])
 
 
 def test_autocast_changes_nothing() -> None:
@@ -402,11 +406,11 @@ def test_autocast_changes_nothing() -> None:
     shard = VocabRange(0, V, V)
 
     def run_passes() -> list[Tensor]:
-        _, stats = output_forward(x, weight, targets, shard, with_input_gradient=False, keep_state=False)
-        state, _ = output_forward(x, weight, targets, shard, with_input_gradient=True)
+        _, stats = output_forward(x, weight, targets, shard, ShardOptions(keep_state=False))
+        state, _ = output_forward(x, weight, targets, shard, ShardOptions(with_input_gradient=True))
         assert state is not None
         main_grad = torch.zeros_like(weight)
-        dx = output_backward(state, merge_stats(stats.unsqueeze(0)), g, weight, main_grad)
+        dx = output_backward(state, merge_stats(stats.unsqueeze(0)), Slopes(-g), weight, main_grad)
         return [stats, dx, main_grad]
 
     expected = run_passes()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
+from megatron_vocabpar.layers.columns import join, likelier_ids, rival_column, with_columns
 from megatron_vocabpar.layers.output import OutputState, output_forward
 from megatron_vocabpar.layers.partition import even_ranges
-from megatron_vocabpar.layers.rivals import likelier_ids, merged_rivals, rival_part
-from megatron_vocabpar.layers.softmax_stats import merge_stats
 
 N, H, V, SHARDS = 64, 16, 61, 4
 
@@ -42,17 +39,14 @@ def test_the_target_wins_where_it_is_the_argmax(dtype: torch.dtype, size: float)
 
 def target_wins(x: torch.Tensor, w: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Which win; those are the ones of rank 0."""
-    gathered, states = [], []
+    gathered, states, columns = [], [], [rival_column(x.dtype)]
     for shard in even_ranges(64, SHARDS, V):
         rows = w[shard.start : shard.stop]
-        state, statistics = output_forward(x, rows, targets, shard, with_input_gradient=False)
+        state, statistics = output_forward(x, rows, targets, shard)
         assert isinstance(state, OutputState)
         states.append(state)
-        gathered.append(rival_part(state, statistics))
-    *_, largest = (stacked := torch.stack(gathered)).unbind(2)
-    merged = merge_stats(stacked[..., :-1].contiguous())
-    rivals = merged_rivals(stacked[..., :-1], largest, merged.offset, x.dtype)
-    merged = replace(merged, rivals=rivals)
+        gathered.append(with_columns(state, statistics, columns))
+    merged = join(torch.stack(gathered), columns)
     rank = torch.stack([likelier_ids(state, merged) for state in states]).sum(0)
     assert merged.target_wins is not None
     assert merged.target_wins.equal((rank == 0) & merged.valid)

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_vocabpar.layers.kernels.reference import exponentials
-from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats, merged_place
+from megatron_vocabpar.layers.numbers import Slopes, Softmax, row_factor, target_factor
+from megatron_vocabpar.layers.softmax_stats import merge_stats, softmax_place
 
 
-def merge(logits: Tensor, target: int, cuts: list[int]) -> MergedStats:
+def merge(logits: Tensor, target: int, cuts: list[int]) -> Softmax:
     """The row [V], cut at ``cuts``, through the row kernel and the merge."""
     edges = [0, *sorted(cuts), len(logits)]
     stats = []
@@ -53,10 +54,10 @@ def test_any_split_gives_the_loss_of_the_whole_row(case: tuple[list[float], int,
     )
     merged = merge(logits, target, cuts)
     assert merged.valid.all()
-    assert merged.loss.item() >= 0
+    assert merged.nll.item() >= 0
     assert 0.7 < merged.total.item() < 1.42 * len(row)  # K is the largest exponent, the target's included
     # p_target this close to 1 is below the range of fp32: the loss is 0
-    torch.testing.assert_close(merged.loss[0].double(), loss, rtol=1e-6, atol=1e-30 if loss > 1e-8 else 1e-8)
+    torch.testing.assert_close(merged.nll[0].double(), loss, rtol=1e-6, atol=1e-30 if loss > 1e-8 else 1e-8)
     torch.testing.assert_close(merged.target_deficit[0].double(), deficit, rtol=2e-6, atol=1e-35)
 
 
@@ -66,9 +67,9 @@ def test_float64_statistics_are_tight(case: tuple[list[float], int, list[int]]) 
     logits = torch.tensor(row, dtype=torch.float64)
     loss = torch.logsumexp(logits, 0) - logits[target]
     merged = merge(logits, target, cuts)
-    assert merged.loss.dtype == torch.float64
+    assert merged.nll.dtype == torch.float64
     torch.testing.assert_close(
-        merged.loss[0], loss, rtol=1e-13, atol=1e-15 * max(1.0, float(logits[target].abs()))
+        merged.nll[0], loss, rtol=1e-13, atol=1e-15 * max(1.0, float(logits[target].abs()))
     )
 
 
@@ -110,25 +111,26 @@ def test_the_order_of_addition_is_the_rank_order() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_target_that_nobody_owns_is_ignored(dtype: torch.dtype) -> None:
     merged = merge_stats(torch.tensor([[[3.0, 1.5, 0.0, 0.0]], [[-2.0, 1.0, 0.0, 0.0]]], dtype=dtype))
+    slopes = Slopes(torch.tensor([7.0]))
     assert not merged.valid.any()
-    assert merged.loss.item() == 0
+    assert merged.nll.item() == 0
     assert merged.target_deficit.item() == 0
-    assert merged.row_scale(torch.tensor([3.0], dtype=dtype), torch.tensor([7.0])).item() == 0
-    assert merged.target_scale(torch.tensor([7.0])).item() == 0
+    assert row_factor(merged, slopes, torch.tensor([3.0], dtype=dtype)).item() == 0
+    assert target_factor(merged, slopes).item() == 0
 
 
 def test_rows_without_any_probability_are_not_undefined() -> None:
     nothing = torch.full((6,), -torch.inf)
     merged = merge(nothing, 2, [1, 4])
-    assert merged.loss.item() == math.inf
-    assert merged.target_scale(torch.ones(1)).item() == 0
-    assert merged.row_scale(merged.offset, torch.ones(1)).item() == 0
+    assert merged.nll.item() == math.inf
+    assert target_factor(merged, Slopes(torch.ones(1))).item() == 0
+    assert row_factor(merged, Slopes(torch.ones(1)), merged.offset).item() == 0
     # a logit that has overflowed, the target's too, is no certain prediction
-    assert merge(torch.tensor([0.0, torch.inf, 1.0]), 1, [1]).loss.isnan().all()
+    assert merge(torch.tensor([0.0, torch.inf, 1.0]), 1, [1]).nll.isnan().all()
     # an impossible target among possible ids: its gradient is -W_target, as always
     some = torch.tensor([0.0, -torch.inf, 1.0])
     merged = merge(some, 1, [1])
-    assert merged.loss.item() == math.inf
+    assert merged.nll.item() == math.inf
     assert merged.target_deficit.item() == -1
 
 
@@ -136,7 +138,7 @@ def test_undefined_logits_are_not_hidden() -> None:
     for where in (0, 2):
         logits = torch.tensor([0.0, 1.0, 2.0])
         logits[where] = torch.nan
-        assert merge(logits, 0, [1]).loss.isnan().all()
+        assert merge(logits, 0, [1]).nll.isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -155,9 +157,9 @@ def test_what_is_not_gathered_statistics_is_named(gathered: Tensor, named: str) 
 
 def test_results_go_where_they_are_told() -> None:
     gathered = torch.tensor([[[3.0, 1.5, 0.5, 1.0]], [[-2.0, 1.0, 0.0, 0.0]]])
-    place, expected = merged_place(gathered[0]), merge_stats(gathered)
+    place, expected = softmax_place(gathered[0]), merge_stats(gathered)
     got = merge_stats(gathered, out=place)
-    for name in ("loss", "offset", "total", "target_deficit", "valid"):
+    for name in ("nll", "offset", "total", "target_deficit", "valid"):
         assert getattr(got, name) is getattr(place, name)
         assert torch.equal(getattr(got, name), getattr(expected, name))
     with pytest.raises(ValueError, match=r"place for \(1,\) torch.float32 of the statistics of 2 tokens"):

@@ -6,16 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.output import (
-    input_gradient,
-    naive_maximum,
-    output_backward,
-    output_forward,
-    weight_gradient,
-)
+from megatron_vocabpar.layers.naive import naive_maximum
+from megatron_vocabpar.layers.operands import ShardOptions
+from megatron_vocabpar.layers.output import input_gradient, output_backward, output_forward, weight_gradient
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.softmax_stats import merge_stats
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
+from megatron_vocabpar.layers.token_loss import loss_of, loss_slopes
 from tests.cases import covering
 
 from . import reference
@@ -66,17 +63,17 @@ def run(
     x, weight, targets, g = inputs
     weights = split(weight, ranges)
     states, merged = forward(method, x, weights, targets, ranges, rows_per_chunk, terms, recompute)
-    parts, main_grads = [], []
+    parts, main_grads, slopes = [], [], loss_slopes(merged, terms, g)
     for state, w in zip(states, weights, strict=True):
         assert (state.e is None) == recompute
-        main_grad = torch.zeros_like(w, dtype=merged.loss.dtype)
+        main_grad = torch.zeros_like(w, dtype=merged.nll.dtype)
         if joint:
-            parts.append(output_backward(state, merged, g, w, main_grad))
+            parts.append(output_backward(state, merged, slopes, w, main_grad))
         else:
-            parts.append(input_gradient(state, merged, g, w))
-            weight_gradient(state, merged, g, main_grad)
+            parts.append(input_gradient(state, merged, slopes, w))
+            weight_gradient(state, merged, slopes, main_grad)
         main_grads.append(main_grad)
-    return Result(merged.loss, torch.stack(parts).sum(0), torch.cat(main_grads))
+    return Result(loss_of(merged, terms), torch.stack(parts).sum(0), torch.cat(main_grads))
 
 
 @covering(
@@ -96,7 +93,7 @@ def test_naive_has_the_terms_but_label_smoothing(name: str, dtype: torch.dtype) 
     _compare_with_autograd(TERMS[name], "naive", "empty shards", dtype)
     x, weight, targets, _ = batch(dtype)
     with pytest.raises(ValueError, match=r"label smoothing 0.1: naive has none"):
-        naive_maximum(x, weight, targets, VocabRange(0, V, V), terms=TERMS["label smoothing"])
+        naive_maximum(x, weight, targets, VocabRange(0, V, V), ShardOptions(terms=TERMS["label smoothing"]))
 
 
 def _compare_with_autograd(terms: LossTerms, method: str, ranges: str, dtype: torch.dtype) -> None:
@@ -133,7 +130,7 @@ def test_recomputed_logits_give_the_same(
 def test_recomputation_keeps_no_tensor_of_the_vocabularys_width() -> None:
     x, weight, targets, _ = batch(torch.bfloat16)
     for shard, w in zip(SPLITS["2 even"], split(weight, SPLITS["2 even"]), strict=True):
-        state, _ = output_forward(x, w, targets, shard, with_input_gradient=False, recompute=True)
+        state, _ = output_forward(x, w, targets, shard, ShardOptions(recompute=True))
         assert state is not None
         assert state.weight is w
         kept = [getattr(state, name) for name in state.__slots__]
@@ -179,6 +176,4 @@ def test_statistics_of_other_terms_are_named() -> None:
 def test_an_fp8_projection_is_refused() -> None:
     x, weight = (torch.zeros(size, 8).to(torch.float8_e4m3fn) for size in (3, 5))
     with pytest.raises(ValueError, match="keep the output layer in bfloat16"):
-        output_forward(
-            x, weight, torch.zeros(3, dtype=torch.int64), VocabRange(0, 5, 5), with_input_gradient=False
-        )
+        output_forward(x, weight, torch.zeros(3, dtype=torch.int64), VocabRange(0, 5, 5))

@@ -12,7 +12,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from megatron_vocabpar.layers.kernels import dispatch
-from megatron_vocabpar.layers.merged import empty_merged
+from megatron_vocabpar.layers.numbers import Slopes, empty_softmax
 from megatron_vocabpar.layers.terms import LossTerms
 
 from .compiled import Compiled, compile_launches
@@ -125,19 +125,13 @@ def test_scatter_add_rows(capability: int, values: str, into: str, chosen: bool)
     assert kernel.count("LDG.E.128") > 0
 
 
-TERMS = [LossTerms(), LossTerms(softcap=5.0), LossTerms(label_smoothing=0.1, z_loss=0.1, logit_scale=2.0)]
-
-
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("terms", TERMS, ids=["plain", "softcap", "smoothing, z-loss"])
-def test_merge_and_factors(capability: int, terms: LossTerms) -> None:
+@pytest.mark.parametrize("softcap", [False, True])
+@pytest.mark.parametrize("lse", [False, True])
+def test_merge_and_row_gradient(capability: int, lse: bool, softcap: bool) -> None:
     n, kernels = 256, dispatch.triton_kernels()
-    stats = torch.empty(8, n, 5 if terms.label_smoothing else 4)
-    merged = empty_merged(n, torch.float32, torch.device("cpu"))
-    checked(capability, lambda: kernels.merge(stats, terms, merged))
-    slope = None if terms.softcap is None else torch.empty(n)
-    tokens = torch.zeros(32, dtype=torch.int64)
-    checked(
-        capability,
-        lambda: kernels.factors(merged, stats[0, :, 0], torch.empty(n), tokens, slope, vocab_size=100),
-    )
+    stats, softmax = torch.empty(8, n, 4), empty_softmax(n, torch.float32, torch.device("cpu"))
+    checked(capability, lambda: kernels.merge(stats, softmax))
+    slopes = Slopes(torch.empty(n), torch.empty(n) if lse else None)
+    rest = torch.zeros(32, dtype=torch.int64), torch.empty(n) if softcap else None
+    checked(capability, lambda: kernels.row_gradient(softmax, slopes, stats[0, :, 0], *rest, vocab_size=100))

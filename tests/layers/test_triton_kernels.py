@@ -7,6 +7,7 @@ a process that interprets.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -19,8 +20,9 @@ from megatron_vocabpar.layers.exponents import NOTHING
 from megatron_vocabpar.layers.kernels import dispatch, reference, reference_stats
 from megatron_vocabpar.layers.kernels.dispatch import use_kernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials
-from megatron_vocabpar.layers.softmax_stats import merged_place
-from megatron_vocabpar.layers.terms import PLAIN, LossTerms
+from megatron_vocabpar.layers.numbers import Slopes
+from megatron_vocabpar.layers.softmax_stats import softmax_place
+from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.losses import LazyLogits, vocab_logprobs_and_entropy
 
 from . import reference as exact
@@ -199,16 +201,15 @@ def test_exponentials_in_place_of_the_logits() -> None:
     assert torch.equal(got.k.cpu(), expected.k)
 
 
-def some_stats(ranks: int, n: int, width: int) -> Tensor:
+def some_stats(ranks: int, n: int) -> Tensor:
     """Of shards far apart; with tokens without an owner, without any probability, certain, and undefined."""
     generator = torch.Generator().manual_seed(ranks)
-    stats = torch.zeros(ranks, n, width)
+    stats = torch.zeros(ranks, n, 4)
     stats[..., 0] = torch.randint(-40, 40, (ranks, n), generator=generator)
     stats[..., 1] = 100 * torch.rand(ranks, n, generator=generator)
     owner = torch.randint(0, ranks, (n,), generator=generator)
     stats[owner, torch.arange(n), 3] = 1.0
     stats[owner, torch.arange(n), 2] = 20 * torch.randn(n, generator=generator)
-    stats[..., 4:] = torch.randn(ranks, n, width - 4, generator=generator)
     if n > 5:
         stats[:, 0, 2:4] = 0  # nobody's
         stats[:, 1, 0], stats[:, 1, 1], stats[:, 1, 2] = NOTHING, 0, -torch.inf * stats[:, 1, 3]
@@ -219,45 +220,56 @@ def some_stats(ranks: int, n: int, width: int) -> Tensor:
     return stats
 
 
-TERMS = [
-    LossTerms(),
-    LossTerms(z_loss=0.01, softcap=9.0),
-    LossTerms(label_smoothing=0.2, z_loss=0.003, logit_scale=1.7),
-]
-
-
-@pytest.mark.parametrize("terms", TERMS, ids=["plain", "z-loss, softcap", "smoothing, z-loss, scale"])
+@pytest.mark.parametrize("softcap", [False, True])
+@pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize(("ranks", "n"), [(1, 1), (3, 300), (8, 128), (2, 0)])
-def test_merge_and_factors(terms: LossTerms, ranks: int, n: int) -> None:
-    stats = some_stats(ranks, n, 5 if terms.label_smoothing else 4)
+def test_merge_and_row_gradient(lse: bool, softcap: bool, ranks: int, n: int) -> None:
+    stats = some_stats(ranks, n)
     kernels = dispatch.triton_kernels()
-    expected, got = reference_stats.merge(stats, terms), kernels.merge(stats.to(DEVICE), terms)
+    expected, got = reference_stats.merge(stats), kernels.merge(stats.to(DEVICE))
     assert torch.equal(got.valid.cpu(), expected.valid)
     close = partial(torch.testing.assert_close, rtol=3e-6, atol=0, equal_nan=True)
     close(got.offset.cpu(), expected.offset)
     close(got.total.cpu(), expected.total)
     close(got.target_deficit.cpu(), expected.target_deficit)
-    close(got.loss.cpu(), expected.loss, atol=1e-5 if terms.label_smoothing else 1e-30)
-    assert n < 6 or expected.loss[4] == 0 or terms != PLAIN
+    close(got.nll.cpu(), expected.nll, atol=1e-30)
+    assert n < 6 or expected.nll[4] == 0
 
-    tokens = torch.arange(0, n, 3)
-    slope = None if terms.softcap is None else torch.rand(n)
+    tokens, k = torch.arange(0, n, 3), stats[0, :, 0]
+    cap = torch.rand(n) if softcap else None
     for g in (torch.rand(n), torch.rand(n).double(), torch.rand(2 * n)[::2]):
-        one = reference_stats.factors(expected, stats[0, :, 0], g, tokens, slope, vocab_size=50)
-        arguments = (None if t is None else t.to(DEVICE) for t in (stats[0, :, 0], g, tokens, slope))
-        other = kernels.factors(got, *arguments, vocab_size=50)
-        for a, b, atol in zip(one, other, (1e-37, 1e-7, 0), strict=True):  # targets' terms cancel
-            assert (a is None) == (b is None)
-            if a is not None:
-                close(b.cpu(), a, rtol=1e-5, atol=atol)
+        slopes = (-g, torch.randn(n)) if lse else (-g,)
+        one = reference_stats.row_gradient(expected, Slopes(*slopes), k, tokens, cap, vocab_size=50)
+        there = Slopes(*(slope.to(DEVICE) for slope in slopes))
+        arguments = (None if t is None else t.to(DEVICE) for t in (k, tokens, cap))
+        other = kernels.row_gradient(got, there, *arguments, vocab_size=50)
+        close(other.row.cpu(), one.row, rtol=1e-5, atol=1e-37)
+        close(other.target.cpu(), one.target, rtol=1e-5, atol=1e-7)  # its parts cancel
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_slopes_of_entropy_and_mean(entropy: bool) -> None:
+    stats, n = some_stats(3, 40), 40
+    expected, got = reference_stats.merge(stats), dispatch.triton_kernels().merge(stats.to(DEVICE))
+    bend = torch.rand(n)
+    slopes = Slopes(-torch.rand(n), None, torch.rand(n) if entropy else None, torch.rand(n))
+    there = Slopes(*(None if slope is None else slope.to(DEVICE) for slope in slopes))
+    tokens, k = torch.arange(0, n, 3), stats[0, :, 0]
+    one = reference_stats.row_gradient(replace(expected, entropy=bend), slopes, k, tokens, vocab_size=50)
+    got = replace(got, entropy=bend.to(DEVICE))
+    other = dispatch.triton_kernels().row_gradient(got, there, k.to(DEVICE), tokens.to(DEVICE), vocab_size=50)
+    for a, b in zip(one, other, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            torch.testing.assert_close(b.cpu(), a, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
 def test_merged_statistics_go_where_they_are_told() -> None:
-    stats = some_stats(3, 7, 4)[:, :3].to(DEVICE)
-    place = merged_place(stats[0])
-    got = dispatch.triton_kernels().merge(stats, PLAIN, place)
-    assert got.loss is place.loss
-    torch.testing.assert_close(place.loss.cpu(), reference_stats.merge(stats.cpu(), PLAIN).loss)
+    stats = some_stats(3, 7)[:, :3].to(DEVICE)
+    place = softmax_place(stats[0])
+    got = dispatch.triton_kernels().merge(stats, place)
+    assert got.nll is place.nll
+    torch.testing.assert_close(place.nll.cpu(), reference_stats.merge(stats.cpu()).nll)
     assert place.valid.tolist() == [False, True, True]
 
 
@@ -280,7 +292,7 @@ def test_tolerances_do_not_depend_on_fused_operations(monkeypatch: pytest.Monkey
     for spread in (4.0, 3000.0):
         logits, target = rows(4, 300, spread)
         check(*both(logits, target, 300))
-    test_merge_and_factors(TERMS[2], 3, 300)
+    test_merge_and_row_gradient(lse=True, softcap=True, ranks=3, n=300)
     assert roundings
 
 

@@ -57,10 +57,11 @@ def fail_in_a_pass() -> None:
 
 
 def change_losses() -> None:
-    from megatron_vocabpar.integration import compat, loss_reports, output_layer
+    from megatron_vocabpar.integration import compat, loss_reports
+    from megatron_vocabpar.integration.handlers.hidden import HiddenStates
 
     microbatch, report = int(WHERE), loss_reports.LossReports.report
-    hidden = output_layer.OutputLayer._hidden_states
+    hidden = HiddenStates.of
 
     def changed(self: Any, i: int, losses: Any) -> None:
         if i == microbatch and KIND in ("loss", "bend"):
@@ -88,7 +89,7 @@ def change_losses() -> None:
         x = hidden(self, instruction)
         return x * float("nan") if instruction.microbatch == microbatch and KIND == "nan" else x
 
-    output_layer.OutputLayer._hidden_states = poisoned
+    HiddenStates.of = poisoned
     loss_reports.LossReports.report = changed
 
 

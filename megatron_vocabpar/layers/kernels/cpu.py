@@ -16,7 +16,7 @@ from megatron_vocabpar.layers.kernels.reference import (
     Exponentials,
     transform_logits_,
 )
-from megatron_vocabpar.layers.merged import STATS_WIDTH
+from megatron_vocabpar.layers.numbers import STATS_WIDTH
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
 _BLOCK_BYTES = 2**23

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.kernels import cpu, cpu_softmax, reference, reference_stats
 from megatron_vocabpar.layers.kernels.reference import Exponentials
-from megatron_vocabpar.layers.kernels.reference_stats import Factors
-from megatron_vocabpar.layers.merged import MergedStats
+from megatron_vocabpar.layers.numbers import RowGradient, Softmax
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,8 +37,8 @@ class RowKernels:
     exponentials: Callable[..., Exponentials]
     scale_rows: Callable[..., Tensor]
     scatter_add_rows_: Callable[..., None]
-    merge: Callable[..., MergedStats]
-    factors: Callable[..., Factors]
+    merge: Callable[..., Softmax]
+    row_gradient: Callable[..., RowGradient]
     softmax: ModuleType | None = None
     """The functions of ``cpu_softmax.py``, for whole shards of logits; None where they are done in chunks."""
 
@@ -50,7 +49,7 @@ REFERENCE = RowKernels(
     reference.scale_rows,
     reference.scatter_add_rows_,
     reference_stats.merge,
-    reference_stats.factors,
+    reference_stats.row_gradient,
 )
 CPU = replace(REFERENCE, name="cpu", exponentials=cpu.exponentials, softmax=cpu_softmax)
 
@@ -72,7 +71,7 @@ def triton_kernels() -> RowKernels:
         triton_rows.scale_rows,
         triton_rows.scatter_add_rows_,
         triton_stats.merge,
-        triton_stats.factors,
+        triton_stats.row_gradient,
     )
 
 
@@ -139,4 +138,4 @@ exponentials = _served(reference.exponentials, 0)
 scale_rows = _served(reference.scale_rows, 1)
 scatter_add_rows_ = _served(reference.scatter_add_rows_, 0, 2)
 merge = _served(reference_stats.merge, 0)
-factors = _served(reference_stats.factors, 1)
+row_gradient = _served(reference_stats.row_gradient, 2)

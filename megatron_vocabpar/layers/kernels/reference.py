@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.exponents import NOTHING, fraction_power, power_of_two, split_exponent
 from megatron_vocabpar.layers.gemm import result_dtype
-from megatron_vocabpar.layers.merged import STATS_WIDTH
+from megatron_vocabpar.layers.numbers import STATS_WIDTH
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
 HEADROOM = {torch.float16: 14, torch.float8_e4m3fn: 8}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_vocabpar.layers import exponents
 from megatron_vocabpar.layers.kernels.reference import HEADROOM, Exponentials
-from megatron_vocabpar.layers.merged import STATS_WIDTH
+from megatron_vocabpar.layers.numbers import STATS_WIDTH
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
 _LIMIT = tl.constexpr(exponents.EXPONENT_LIMIT)

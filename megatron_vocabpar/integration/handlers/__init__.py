@@ -13,12 +13,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from megatron_vocabpar.integration.input_layer import InputLayer
+from megatron_vocabpar.integration.handlers.barriers import Barriers
+from megatron_vocabpar.integration.handlers.chain import OutputChain
+from megatron_vocabpar.integration.handlers.hidden import HiddenStates
+from megatron_vocabpar.integration.handlers.input_layer import InputLayer
+from megatron_vocabpar.integration.handlers.loss import Losses
+from megatron_vocabpar.integration.handlers.softmax import SoftmaxPasses
+from megatron_vocabpar.integration.handlers.stages import Stages
 from megatron_vocabpar.integration.iteration import Iteration
 from megatron_vocabpar.integration.loss_reports import DistantLoss
 from megatron_vocabpar.integration.model import PartitionedModel
-from megatron_vocabpar.integration.output_layer import OutputLayer
-from megatron_vocabpar.integration.stages import Stages
 from megatron_vocabpar.integration.weight_gradients import WeightGradients
 from megatron_vocabpar.runtime.executor import Handlers
 from megatron_vocabpar.schedule.methods import Method
@@ -40,40 +44,46 @@ def stage_table(stages: Stages) -> Table:
     }
 
 
-def vocabulary_table(method: Method, inputs: InputLayer, output: OutputLayer) -> Table:
-    """Handlers of the partitioned vocabulary layers, looked up from the method's chain.
+def input_table(inputs: InputLayer) -> Table:
+    """Handlers of the partitioned input layer."""
+    return {
+        PassType.IF: inputs.input_forward,
+        CommType.CI: inputs.gather_rows,
+        CommType.CIB: inputs.scatter_gradient,
+        PassType.IB: inputs.input_backward,
+    }
+
+
+def output_table(method: Method, chain: OutputChain, hidden: HiddenStates, losses: Losses) -> Table:
+    """Handlers of the partitioned output layer, looked up from the method's chain.
 
     What a pass does follows from its name, what a collective carries from who waits for it.
 
     Raises:
         ValueError: for a chain with something new in it, naming it.
     """
-    both_halves = output.input_backward if output.late_gradient else output.output_backward
+    barriers = Barriers(chain, losses)
+    softmax = SoftmaxPasses(chain, hidden, barriers, losses)
+    both_halves = softmax.input_backward if chain.late else softmax.backward
     passes: Table = {
-        PassType.S: output.synchronous_output if method.in_step else output.output_forward,
-        PassType.S2: output.exponential_sum,
-        PassType.T: output.weight_backward if output.early_gradient else both_halves,
-        PassType.L: output.loss_gradient,
-        PassType.TW: output.weight_backward,
+        PassType.S: softmax.in_step if method.in_step else softmax.softmax,
+        PassType.S2: softmax.exponential_sum,
+        PassType.T: softmax.weight_backward if chain.early else both_halves,
+        PassType.L: losses.gradient,
+        PassType.TW: softmax.weight_backward,
     }
     carriers: dict[frozenset[PassType], Callable[[Any], None]] = {
-        frozenset({PassType.S}): output.broadcast_hidden,
-        frozenset({PassType.S2}): output.reduce_maximum,
-        frozenset({PassType.T}): output.gather_statistics,
-        frozenset({PassType.B}): output.reduce_input_gradient,
-        frozenset({PassType.B, PassType.T}): output.gather_statistics_and_input_gradient,
+        frozenset({PassType.S}): hidden.broadcast,
+        frozenset({PassType.S2}): barriers.reduce_maximum,
+        frozenset({PassType.T}): barriers.gather_statistics,
+        frozenset({PassType.B}): barriers.reduce_input_gradient,
+        frozenset({PassType.B, PassType.T}): barriers.gather_statistics_and_input_gradient,
     }
-    table: Table = {
-        PassType.IF: inputs.input_forward,
-        CommType.CI: inputs.gather_rows,
-        CommType.CIB: inputs.scatter_gradient,
-        PassType.IB: inputs.input_backward,
-        **{type_: passes[type_] for type_ in method.passes},
-    }
+    table: Table = {type_: passes[type_] for type_ in method.passes}
     for type_ in method.collectives:
         waiting = method.waiting_for(type_) - {PassType.L, PassType.TW}
         if type_ is CommType.CG:
-            table[type_] = output.broadcast_gradient
+            table[type_] = barriers.broadcast_gradient
             continue
         if waiting not in carriers:
             names = " and ".join(sorted(pass_.value for pass_ in waiting)) or "nothing"
@@ -98,13 +108,15 @@ def handlers_of(
         distant_loss = DistantLoss(iteration) if iteration.microbatches.shapes else None
         stages = Stages(iteration, weight_gradients, distant_loss=distant_loss)
         return stage_table(stages), partial(_finish, distant_loss, iteration)
-    inputs, output = InputLayer(iteration, model), OutputLayer(iteration, model)
-    stages = Stages(iteration, weight_gradients, inputs.embedded_rows, output.hidden_gradient)
-    table = stage_table(stages) | vocabulary_table(iteration.rank.method, inputs, output)
-    return table, partial(_finish, output, inputs, iteration)
+    inputs, chain = InputLayer(iteration, model), OutputChain(iteration, model)
+    hidden, losses = HiddenStates(chain), Losses(chain)
+    stages = Stages(iteration, weight_gradients, inputs.embedded_rows, hidden.gradient)
+    table = stage_table(stages) | input_table(inputs)
+    table |= output_table(iteration.rank.method, chain, hidden, losses)
+    return table, partial(_finish, losses, inputs, iteration)
 
 
-def _finish(*parts: OutputLayer | InputLayer | DistantLoss | Iteration | None) -> None:
+def _finish(*parts: Losses | InputLayer | DistantLoss | Iteration | None) -> None:
     for part in parts:
         if part is not None:
             part.finish()

@@ -1,0 +1,174 @@
+"""Further numbers a token: how a shard makes each, and how all shards' join.
+
+They travel as further columns of the packed statistics, in one order (``columns_of``), so that one collective
+carries all. A column reads what S has stored, so that logits are never read again; stored exponentials are
+rounded to the operands' dtype, and weighted where logits are softcapped.
+
+    mean     sum_j Y_j                    -> (1/V) sum_j Y_j                  label smoothing
+    entropy  sum_j E_j ln E_j             -> lse - sum_j p_j Y_j              in bf16 about three digits
+    rivals   the largest E_j, not the     -> [2, n] the target's exponential, as it would be stored, and the
+             target's                        largest other one, relative to 2^K
+
+Of ids with equal logits the target counts as the most likely, where an argmax takes the smallest id. An id
+that is likelier by less than the dtype's rounding (bf16 0.4 %, fp16 0.05 %, fp32 5e-7) counts as equal. A
+target below 2^-14 (fp16) or 2^-126 of the most likely id has few digits or none.
+
+Next: ``output.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron_vocabpar.layers.exponents import log_of_power, power_of_two, subtract_power_log_
+from megatron_vocabpar.layers.gemm import exact, row_chunks, transient_bytes
+from megatron_vocabpar.layers.numbers import STATS_WIDTH, Softmax
+from megatron_vocabpar.layers.output import OutputState
+from megatron_vocabpar.layers.softmax_stats import merge_stats, softmax_place
+
+
+@dataclass(frozen=True)
+class Column:
+    """One further number of every token.
+
+    Attributes:
+        name: of the field of ``Softmax`` that it becomes.
+        join: from the packed statistics [R, n, 4], every shard's number [R, n] and the joined softmax.
+        of_shard: [n] from what S has kept; None where S itself sends it.
+        rows: how many numbers a token it becomes.
+    """
+
+    name: str
+    join: Callable[[Tensor, Tensor, Softmax], Tensor]
+    of_shard: Callable[[OutputState], Tensor] | None = None
+    rows: int = 1
+
+
+def mean_column(vocab_size: int) -> Column:
+    """The mean logit; S sends its part."""
+    return Column("mean", partial(_mean, vocab_size))
+
+
+def _mean(vocab_size: int, _: Tensor, parts: Tensor, softmax: Softmax) -> Tensor:
+    total = torch.zeros_like(softmax.total)
+    for part in parts:  # in rank order
+        total = total + part
+    return total / vocab_size
+
+
+def _log_sums(state: OutputState) -> Tensor:
+    """[n] the sums of E ln E."""
+    sums = state.k.new_empty(len(state.x))
+    for rows in row_chunks(*state.exponentials.shape, transient_bytes=transient_bytes(sums.device)):
+        wide = state.exponentials[rows].to(sums.dtype)
+        torch.sum(torch.special.xlogy(wide, wide), 1, out=sums[rows])
+    return sums
+
+
+def _entropy(statistics: Tensor, parts: Tensor, softmax: Softmax) -> Tensor:
+    """ln S - sum_j p_j ln(p_j S), all logits relative to the largest exponent: nothing large cancels."""
+    k, rest, target, owner = statistics.unbind(2)
+    exponent = k - softmax.offset
+    inner = power_of_two(exponent) * (parts + log_of_power(exponent) * rest)
+    at_target = subtract_power_log_(target.clone(), softmax.offset)
+    owned = (owner != 0) & at_target.isfinite()
+    inner = torch.where(rest > 0, inner, 0) + torch.where(owned, at_target.exp() * at_target, 0)
+    weighted = inner.sum(0)
+    return torch.log(softmax.total) - weighted / softmax.total
+
+
+ENTROPY = Column("entropy", _entropy, _log_sums)
+
+
+def rival_column(dtype: torch.dtype) -> Column:
+    """Of exponentials that are stored in ``dtype``."""
+    return Column("rivals", partial(_rivals, dtype), _largest, rows=2)
+
+
+def _largest(state: OutputState) -> Tensor:
+    e = state.exponentials
+    return e.amax(1) if e.shape[1] else e.new_zeros(len(e))
+
+
+def _rivals(dtype: torch.dtype, statistics: Tensor, largest: Tensor, softmax: Softmax) -> Tensor:
+    k, _, target, owner = statistics.unbind(2)
+    at_target = subtract_power_log_(target.clone(), softmax.offset).exp()
+    at_target = torch.where(owner != 0, at_target, 0).sum(0)
+    # A few roundings of exp, and of other kernels', more: equal ids are not to lose by them.
+    at_target = at_target.to(dtype).to(at_target.dtype) * (1 + 4 * torch.finfo(at_target.dtype).eps)
+    return torch.stack([at_target, (power_of_two(k - softmax.offset) * largest).amax(0)])
+
+
+@exact()
+def likelier_ids(state: OutputState, softmax: Softmax) -> Tensor:
+    """[n] int64: how many of this shard's ids are likelier than the target; 0 for tokens without one.
+
+    Args:
+        state: of S, which keeps its exponentials.
+        softmax: of all shards, with ``rivals``.
+    """
+    assert softmax.rivals is not None
+    # Relative to the shard's own offset, where its exponentials are as they were stored.
+    at_target = softmax.rivals[0] * power_of_two(softmax.offset - state.k)
+    counts = at_target.new_empty(len(at_target), dtype=torch.int64)
+    for rows in row_chunks(*state.exponentials.shape, transient_bytes=transient_bytes(counts.device)):
+        likelier = state.exponentials[rows].to(at_target.dtype) > at_target[rows].unsqueeze(1)
+        counts[rows] = likelier.sum(1)
+    return torch.where(softmax.valid, counts, 0)
+
+
+@exact()
+def with_columns(state: OutputState | None, statistics: Tensor, columns: Sequence[Column]) -> Tensor:
+    """[n, W + more]: one shard's statistics with the columns that are made of what S has kept."""
+    makers = [column.of_shard for column in columns if column.of_shard is not None]
+    if not makers:
+        return statistics
+    assert state is not None
+    made = [of_shard(state).to(statistics.dtype).unsqueeze(1) for of_shard in makers]
+    return torch.cat([statistics, *made], 1)
+
+
+def place_of(statistics: Tensor, columns: Sequence[Column]) -> Softmax:
+    """Memory for what ``join`` makes of everyone's statistics, such as that of another stream.
+
+    Args:
+        statistics: one shard's, as they go into the collective.
+        columns: those in it.
+    """
+    place = softmax_place(statistics)
+    shapes = {column.name: (column.rows, len(statistics))[column.rows == 1 :] for column in columns}
+    return replace(place, **{name: place.total.new_empty(shape) for name, shape in shapes.items()})
+
+
+@exact()
+def join(gathered: Tensor, columns: Sequence[Column] = (), out: Softmax | None = None) -> Softmax:
+    """The softmax of all shards, its columns beside it.
+
+    Args:
+        gathered: [R, n, W + more] the statistics of R shards, in rank order.
+        columns: those in it, in the order of the shards'.
+        out: from ``place_of``, whose tensors are written; None allocates.
+
+    Raises:
+        ValueError: as ``merge_stats``.
+    """
+    if gathered.dtype == torch.int64:
+        return merge_stats(gathered, out=out)
+    statistics, parts = gathered[..., :STATS_WIDTH], gathered[..., STATS_WIDTH:].unbind(2)
+    if len(parts) != len(columns):
+        raise ValueError(
+            f"gathered statistics of shape {tuple(gathered.shape)}: with {len(columns)} columns stack the "
+            f"[n, {STATS_WIDTH + len(columns)}] statistics of every rank"
+        )
+    softmax = merge_stats(statistics, out=out)
+    for column, part in zip(columns, parts, strict=True):
+        value = column.join(statistics, part, softmax)
+        if out is not None:
+            value = getattr(out, column.name).copy_(value)
+        softmax = replace(softmax, **{column.name: value})
+    return softmax

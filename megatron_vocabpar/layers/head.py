@@ -1,0 +1,169 @@
+"""How one shard turns hidden states into numbers and gradients: chosen once, then nobody asks which it is.
+
+    plain, 8-bit   output.py      products of the operands, or of 8-bit ones
+    fixed point    invariant.py   sums that no sharding changes
+    naive          naive.py       S in two passes, with a barrier between them
+
+What a head's S leaves is its own affair, and so is what it sends; the callers hand both on.
+Next: ``numbers.py``, what all shards' statistics join to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron_vocabpar.layers import invariant, output
+from megatron_vocabpar.layers.columns import Column, join, place_of, with_columns
+from megatron_vocabpar.layers.fp8 import Fp8Weight
+from megatron_vocabpar.layers.invariant import FixedPoint
+from megatron_vocabpar.layers.naive import naive_maximum, naive_sum
+from megatron_vocabpar.layers.numbers import Slopes, Softmax
+from megatron_vocabpar.layers.operands import ShardOptions
+from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.layers.targets import OwnedTargets
+
+Part = Tensor | FixedPoint
+"""One shard's part of the input gradient; the sum over all shards is dX."""
+
+
+class Head(Protocol):
+    """Passes S and T of one shard, and what lies between."""
+
+    def forward(
+        self, x: Tensor, weight: Tensor, targets: Tensor, owned: OwnedTargets, e: Tensor | None = None
+    ) -> tuple[Any, Tensor]:
+        """S: what T needs, None in an evaluation, and the statistics [n, W]; it may use the memory ``e``."""
+
+    def place(self, statistics: Tensor) -> Softmax:
+        """Memory for what ``join`` makes of them."""
+
+    def join(self, gathered: Tensor, out: Softmax) -> Softmax:
+        """All shards' statistics [R, n, W]: the softmax."""
+
+    def input_gradient(
+        self, state: Any, softmax: Softmax, slopes: Slopes, weight: Tensor, out: Tensor | None = None
+    ) -> Part:
+        """This shard's part of dX, in ``out`` or for it."""
+
+    def add_weight_gradient(self, state: Any, softmax: Softmax, slopes: Slopes, main_grad: Tensor) -> None:
+        """``main_grad += dW``."""
+
+    def backward(
+        self, state: Any, softmax: Softmax, slopes: Slopes, weight: Tensor, main_grad: Tensor
+    ) -> Part:
+        """T of vocab-1: both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainHead:
+    """Products of the operands, or with ``fp8`` of 8-bit ones.
+
+    Attributes:
+        shard: the rows of the weight.
+        options: how it computes, but for the weight in 8 bits.
+        columns: further numbers that S sends.
+        log_product: whether S computes what the entropy's dX needs, beside A.
+        fp8: gives the weight in 8 bits, once there is one.
+    """
+
+    shard: VocabRange
+    options: ShardOptions
+    columns: tuple[Column, ...] = ()
+    log_product: bool = False
+    fp8: Callable[[], Fp8Weight] | None = None
+
+    def forward(
+        self, x: Tensor, weight: Tensor, targets: Tensor, owned: OwnedTargets, e: Tensor | None = None
+    ) -> tuple[Any, Tensor]:
+        options = self.options if self.fp8 is None else replace(self.options, fp8=self.fp8())
+        state, statistics = output.output_forward(x, weight, targets, self.shard, options, owned=owned, e=e)
+        if state is not None and self.log_product:
+            state = output.with_log_product(state, weight)
+        return state, with_columns(state, statistics, self.columns)
+
+    def place(self, statistics: Tensor) -> Softmax:
+        return place_of(statistics, self.columns)
+
+    def join(self, gathered: Tensor, out: Softmax) -> Softmax:
+        return join(gathered, self.columns, out)
+
+    def input_gradient(
+        self, state: Any, softmax: Softmax, slopes: Slopes, weight: Tensor, out: Tensor | None = None
+    ) -> Part:
+        return output.input_gradient(state, softmax, slopes, weight, out=out)
+
+    def add_weight_gradient(self, state: Any, softmax: Softmax, slopes: Slopes, main_grad: Tensor) -> None:
+        output.weight_gradient(state, softmax, slopes, main_grad)
+
+    def backward(
+        self, state: Any, softmax: Softmax, slopes: Slopes, weight: Tensor, main_grad: Tensor
+    ) -> Part:
+        return output.output_backward(state, softmax, slopes, weight, main_grad)
+
+
+class NaiveHead(PlainHead):
+    """``forward`` sends offsets; with the largest of all shards' ``exponential_sum`` sends the statistics."""
+
+    def forward(
+        self, x: Tensor, weight: Tensor, targets: Tensor, owned: OwnedTargets, e: Tensor | None = None
+    ) -> tuple[Any, Tensor]:
+        return naive_maximum(x, weight, targets, self.shard, self.options, owned=owned)
+
+    def exponential_sum(self, state: Any, offsets: Tensor) -> tuple[Any, Tensor]:
+        """S2."""
+        return naive_sum(state, offsets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedPointHead:
+    """Results that don't depend on the sharding; attributes as of ``PlainHead``."""
+
+    shard: VocabRange
+    options: ShardOptions
+
+    def forward(
+        self, x: Tensor, weight: Tensor, targets: Tensor, owned: OwnedTargets, e: Tensor | None = None
+    ) -> tuple[Any, Tensor]:
+        return invariant.output_forward(x, weight, targets, self.shard, self.options, owned=owned)
+
+    def place(self, statistics: Tensor) -> Softmax:
+        return place_of(statistics, ())
+
+    def join(self, gathered: Tensor, out: Softmax) -> Softmax:
+        return join(gathered, out=out)
+
+    def input_gradient(
+        self, state: Any, softmax: Softmax, slopes: Slopes, weight: Tensor, out: Tensor | None = None
+    ) -> Part:
+        return invariant.input_gradient(state, softmax, slopes, weight, out=out)
+
+    def add_weight_gradient(self, state: Any, softmax: Softmax, slopes: Slopes, main_grad: Tensor) -> None:
+        invariant.weight_gradient(state, softmax, slopes, main_grad)
+
+    def backward(
+        self, state: Any, softmax: Softmax, slopes: Slopes, weight: Tensor, main_grad: Tensor
+    ) -> Part:
+        return invariant.output_backward(state, softmax, slopes, weight, main_grad)
+
+
+def total(part: Part, all_reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """dX from every shard's part: in place, where it can be."""
+    if isinstance(part, FixedPoint):
+        return part.with_sum(all_reduce(part.whole)).value()
+    return all_reduce(part)
+
+
+def with_place(part: Part) -> Part:
+    """``part``, with memory of this stream for its total."""
+    if isinstance(part, FixedPoint) and part.out is None:
+        return replace(part, out=part.whole.new_empty(part.whole.shape, dtype=part.dtype))
+    return part
+
+
+def spare_exponentials(state: Any) -> Tensor | None:
+    """The memory [n, P] of a state that nobody needs any more, for another microbatch's ``forward``."""
+    return state.e if isinstance(state, output.OutputState) else None

@@ -1,0 +1,76 @@
+"""The passes S and S2 of naive (section 4.1): maximum and sum are reduced one by one, T is the others'.
+
+naive_maximum | max k | naive_sum | stats | input_gradient, weight_gradient | dX |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_vocabpar.layers.gemm import exact, product
+from megatron_vocabpar.layers.numbers import STATS_WIDTH
+from megatron_vocabpar.layers.operands import DEFAULT, ShardOptions, Tokens, joined_slopes, tokens_of
+from megatron_vocabpar.layers.output import OutputState
+from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.layers.targets import OwnedTargets
+
+
+@dataclass(frozen=True, slots=True)
+class NaiveState:
+    """What naive's S leaves for its S2: the logits themselves, [n, P] fp32 (fp64 for fp64)."""
+
+    tokens: Tokens
+    logits: Tensor
+
+
+@exact()
+def naive_maximum(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    shard: VocabRange,
+    options: ShardOptions = DEFAULT,
+    *,
+    owned: OwnedTargets | None = None,
+) -> tuple[NaiveState, Tensor]:
+    """Pass S of naive: logits and this shard's offsets; the arguments are ``output_forward``'s.
+
+    Returns:
+        ``(state, k)``: k is [n] fp32 (fp64 for fp64); the barrier takes its maximum over the ranks.
+
+    Raises:
+        ValueError: if shapes or dtypes do not fit one another; for smoothed labels.
+    """
+    if options.terms.needs_mean:
+        raise ValueError(
+            f"label smoothing {options.terms.label_smoothing}: naive has none; use vocab-1 or vocab-2"
+        )
+    tokens = tokens_of(x, weight, targets, shard, options, owned)
+    logits = product(x, weight.t())
+    k = logits.new_empty(len(x))
+    for rows, part in tokens.exponentials(lambda rows: logits[rows].clone()):
+        k[rows] = part.k
+    return NaiveState(tokens, logits), k
+
+
+@exact()
+def naive_sum(state: NaiveState, global_k: Tensor) -> tuple[OutputState | None, Tensor]:
+    """Pass S2 of naive: exponentials relative to the offsets of the whole vocabulary.
+
+    Args:
+        state: what ``naive_maximum`` left; not written to.
+        global_k: [n] the largest offset of all shards.
+
+    Returns:
+        As ``output_forward`` without A; T is then the same.
+    """
+    tokens, logits = state.tokens, state.logits
+    e = tokens.x.new_empty(logits.shape) if tokens.options.keep_state else None
+    stats = logits.new_empty((len(logits), STATS_WIDTH))
+    parts = tokens.exponentials(lambda rows: logits[rows].clone(), e=e, offset=global_k, stats=stats)
+    slopes = [part.target_slope for _, part in parts]
+    if e is None:
+        return None, stats
+    return OutputState(tokens, stats[:, 0], e, target_slope=joined_slopes(slopes)), stats

@@ -1,0 +1,212 @@
+"""What one shard's passes work on: a microbatch, how it is computed, and the checks of both.
+
+Next: ``output.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_vocabpar.layers.fp8 import E4M3, Fp8Weight
+from megatron_vocabpar.layers.gemm import add_product_, product, result_dtype, row_chunks, transient_bytes
+from megatron_vocabpar.layers.kernels.dispatch import exponentials
+from megatron_vocabpar.layers.kernels.reference import Exponentials
+from megatron_vocabpar.layers.numbers import Softmax
+from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.layers.targets import OwnedTargets, local_targets, owned_targets, target_rows
+from megatron_vocabpar.layers.terms import PLAIN, LossTerms
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardOptions:
+    """How one shard computes S and T.
+
+    Attributes:
+        with_input_gradient: S also computes ``A = E W``: dX needs no pass after the barrier (vocab-2).
+        keep_state: False for evaluation: only the statistics, nothing of [n, P] stored.
+        recompute: keep no [n, P] tensor; T computes the logits again, a fourth product in place of 2 n P
+            bytes. Use ``output_backward`` in vocab-1: two separate halves of T would recompute twice.
+        rows_per_chunk: tokens whose fp32 logits exist at one time; None bounds them to 32 MiB (CPU: 8 MiB).
+        terms: how logits are transformed, and whether the loss needs their mean.
+        fp8: the weight in 8 bits, whose products take the place of all others (``fp8.py``).
+    """
+
+    with_input_gradient: bool = False
+    keep_state: bool = True
+    recompute: bool = False
+    rows_per_chunk: int | None = None
+    terms: LossTerms = PLAIN
+    fp8: Fp8Weight | None = None
+
+
+DEFAULT = ShardOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """One microbatch before one shard of the output layer.
+
+    Attributes:
+        x: [n, H] operand dtype, as received.
+        shard: the rows of the weight. Products stop at the true ids, so that nothing in the padding can
+            reach a gradient.
+        target_row: [n] int64 local row of the target; outside [0, valid rows) where it is not owned.
+        owned: the tokens with a target here; None in an evaluation.
+        options: how S and T compute.
+    """
+
+    x: Tensor
+    shard: VocabRange
+    target_row: Tensor
+    owned: OwnedTargets | None
+    options: ShardOptions
+
+    @property
+    def fp8(self) -> Fp8Weight | None:
+        return self.options.fp8
+
+    @property
+    def storage(self) -> torch.dtype:
+        """Of the exponentials."""
+        return E4M3 if self.fp8 is not None and self.fp8.recipe.keeps_exponentials else self.x.dtype
+
+    def logits(self, weight: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
+        """[c, P] of a chunk of tokens."""
+        x, valid = self.x[rows], self.shard.valid_rows
+        if self.fp8 is not None:
+            return self.fp8.logits(x, weight, self.target_row[rows], valid)
+        return product(x, weight.t(), out=out)
+
+    def input_gradient(self, e: Tensor, weight: Tensor, out: Tensor) -> None:
+        """``E W`` of any tokens' exponentials [c, P], to ``out`` [c, H]."""
+        valid = self.shard.valid_rows
+        if self.fp8 is not None:
+            out.copy_(self.fp8.input_gradient(e))
+        else:
+            product(e[:, :valid], weight[:valid], out=out)
+
+    def add_weight_gradient_(self, main_grad: Tensor, e: Tensor, x: Tensor, factor: Tensor | None) -> None:
+        """``main_grad += factor * E^T x`` of any tokens' exponentials [c, P] and scaled rows x [c, H]."""
+        valid = self.shard.valid_rows
+        if self.fp8 is not None:
+            self.fp8.add_weight_gradient_(main_grad, e, x, valid, factor)
+        else:
+            add_product_(main_grad[:valid], e[:, :valid].t(), x, factor)
+
+    def exponentials(
+        self,
+        logits_of: Callable[[slice], Tensor],
+        *,
+        e: Tensor | None = None,
+        transient: bool = False,
+        offset: Tensor | None = None,
+        stats: Tensor | None = None,
+    ) -> Iterator[tuple[slice, Exponentials]]:
+        """The row kernel on the logits of a chunk of tokens at a time, which it overwrites.
+
+        Exponentials go to ``e``. Without it, a chunk's exist if ``transient``: wide ones as their logits.
+        """
+        x, rows_per_chunk = self.x, self.options.rows_per_chunk
+        transient_size = transient_bytes(x.device)
+        for rows in row_chunks(len(x), self.shard.rows, rows_per_chunk, transient_bytes=transient_size):
+            logits = logits_of(rows)
+            out = None if e is None else e[rows]
+            if out is None and transient:
+                out = logits if logits.dtype == self.storage else torch.empty_like(logits, dtype=self.storage)
+            yield (
+                rows,
+                exponentials(
+                    logits,
+                    self.target_row[rows],
+                    self.shard.valid_rows,
+                    None if offset is None else offset[rows],
+                    dtype=self.storage,
+                    out=out,
+                    stats=None if stats is None else stats[rows],
+                    terms=self.options.terms,
+                ),
+            )
+
+
+def tokens_of(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    shard: VocabRange,
+    options: ShardOptions,
+    owned: OwnedTargets | None,
+) -> Tokens:
+    """Checked; the tokens with a target here are found where the caller does not know them."""
+    check_arguments(x, weight, targets, shard)
+    if owned is None and options.keep_state:
+        owned = owned_targets(target_rows(targets, shard))
+    return Tokens(x, shard, local_targets(targets, shard), owned, options)
+
+
+def joined_slopes(slopes: list[Tensor | None]) -> Tensor | None:
+    """The chunks' slopes at the target; None without a softcap."""
+    present = [slope for slope in slopes if slope is not None]
+    return torch.cat(present) if present else None
+
+
+def check_gradient_place(out: Tensor | None, x: Tensor, softmax: Softmax) -> None:
+    """Raise unless ``out`` can take dX of the tokens ``x``.
+
+    Raises:
+        ValueError: if it has another shape or dtype.
+    """
+    if out is not None and (out.shape != x.shape or out.dtype != softmax.total.dtype):
+        raise ValueError(
+            f"out of {tuple(out.shape)} {out.dtype}: dX is {tuple(x.shape)} {softmax.total.dtype}; give such "
+            "a tensor, or None to allocate it"
+        )
+
+
+def check_main_grad(x: Tensor, shard: VocabRange, main_grad: Tensor) -> None:
+    """Raise unless ``main_grad`` can take this shard's dW.
+
+    Raises:
+        ValueError: if it has another shape, or a dtype that the operands can't add to.
+    """
+    if main_grad.shape != (shard.rows, x.shape[1]):
+        raise ValueError(
+            f"main_grad of shape {tuple(main_grad.shape)}: this shard's weight is {(shard.rows, x.shape[1])}"
+        )
+    if main_grad.dtype not in (x.dtype, result_dtype(x.dtype)):
+        raise ValueError(
+            f"main_grad in {main_grad.dtype}: use {result_dtype(x.dtype)}, or {x.dtype} like the weight"
+        )
+
+
+def exponentials_place(place: Tensor | None, x: Tensor, shard: VocabRange, dtype: torch.dtype) -> Tensor:
+    """Where the exponentials go: the caller's place, if it fits."""
+    shape = (x.shape[0], shard.rows)
+    if place is None:
+        return x.new_empty(shape, dtype=dtype)
+    if place.shape != shape or place.dtype != dtype or place.device != x.device:
+        raise ValueError(
+            f"e of {tuple(place.shape)} {place.dtype} on {place.device}: give {shape} {dtype} on "
+            f"{x.device}, or None to allocate it"
+        )
+    return place
+
+
+def check_arguments(x: Tensor, weight: Tensor, targets: Tensor, shard: VocabRange) -> None:
+    """Raise unless the arguments of S fit one another.
+
+    Raises:
+        ValueError: if shapes or dtypes do not.
+    """
+    if x.dim() != 2 or weight.shape != (shard.rows, x.shape[-1]):
+        raise ValueError(
+            f"input {tuple(x.shape)} and weight {tuple(weight.shape)}: need [n, H] and [{shard.rows}, H], "
+            f"the rows of [{shard.start}, {shard.stop})"
+        )
+    if weight.dtype != x.dtype:
+        raise ValueError(f"input in {x.dtype}, weight in {weight.dtype}: convert one to the other's dtype")
+    if targets.shape != x.shape[:1]:
+        raise ValueError(f"targets of shape {tuple(targets.shape)} for {x.shape[0]} tokens: flatten to [n]")
