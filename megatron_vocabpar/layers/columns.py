@@ -55,10 +55,7 @@ def mean_column(vocab_size: int) -> Column:
 
 
 def _mean(vocab_size: int, _: Tensor, parts: Tensor, softmax: Softmax) -> Tensor:
-    total = torch.zeros_like(softmax.total)
-    for part in parts:  # in rank order
-        total = total + part
-    return total / vocab_size
+    return parts.sum(0).div_(vocab_size)
 
 
 def _log_sums(state: OutputState) -> Tensor:

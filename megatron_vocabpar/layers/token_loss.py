@@ -1,12 +1,13 @@
-"""The training loss of a token: one expression of the four numbers, and its slopes by autograd.
+"""The training loss of a token: an expression of the four numbers, and its slopes by each of them.
 
-A further term is a line in ``token_loss`` and a field of ``LossTerms``. No kernel, no statistic and no
-handler knows of it: they get slopes. Next: ``output.py``.
+A further term is a field of ``LossTerms``, a line in ``token_loss`` and one in ``loss_slopes``; a test holds
+the second against the autograd of the first. No kernel, no statistic and no handler knows of it: they get
+slopes. Next: ``output.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from math import log
 
 import torch
 from torch import Tensor
@@ -45,23 +46,16 @@ def loss_slopes(
         grad_loss: [n] gradient of each token's loss.
         grad_entropy: [n] gradient of each token's entropy, where the loss depends on it.
     """
-    grad = grad_loss.to(softmax.nll.dtype)
-    if terms.is_cross_entropy:
-        slopes = Slopes(-grad)
-    else:
-        grad = torch.where(softmax.valid, grad, 0)
-        slopes = slopes_of(lambda numbers: token_loss(numbers, terms), softmax.summary, grad)
+    grad, scale, smoothing = grad_loss.to(softmax.nll.dtype), terms.logit_scale, terms.label_smoothing
+    lse = mean = entropy = None
+    if not terms.is_cross_entropy:
+        grad = grad * softmax.valid
+    if terms.needs_mean:
+        mean, lse = grad * (-smoothing * scale), grad * (smoothing * scale)
+    if terms.z_loss:
+        # Few launches of [n]: an lse that is rounded once more does for a slope.
+        squared = torch.log(softmax.total).add_(softmax.offset, alpha=log(2)).mul_(2 * terms.z_loss * scale)
+        lse = squared.mul_(grad) if lse is None else lse.addcmul_(squared, grad)
     if grad_entropy is not None:
-        slopes = slopes._replace(entropy=torch.where(softmax.valid, grad_entropy.to(grad.dtype), 0))
-    return slopes.scaled(terms.logit_scale)
-
-
-def slopes_of(loss: Callable[[Summary], Tensor], numbers: Summary, grad: Tensor) -> Slopes:
-    """The slopes of ``sum(grad * loss(numbers))``: what autograd finds on leaves of [n]."""
-    with torch.enable_grad():
-        leaves = Summary(*(None if x is None else x.detach().requires_grad_() for x in numbers))  # type: ignore[arg-type]
-        present = [leaf for leaf in leaves if leaf is not None]
-        found = iter(torch.autograd.grad(loss(leaves), present, grad, allow_unused=True))
-    slopes = [None if leaf is None else next(found) for leaf in leaves]
-    logprob = torch.zeros_like(numbers.logprob) if slopes[0] is None else slopes[0]
-    return Slopes(logprob, *slopes[1:])
+        entropy = torch.where(softmax.valid, grad_entropy.to(grad.dtype) * scale, 0)
+    return Slopes(grad * ((smoothing - 1) * scale), lse, entropy, mean)

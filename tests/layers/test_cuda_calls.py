@@ -119,8 +119,10 @@ def test_a_microbatch_has_few_launches(
 ) -> None:
     """The paper's largest vocabulary, 262144, on eight ranks: eight chunks of logits, so 16 launches in them.
 
-    fp16's weight gradient comes in 13 parts, which are scaled as they are added.
+    fp16's weight gradient comes in 13 parts, which are scaled as they are added. The slopes of further terms
+    of the loss are a dozen small launches of [n], twice in vocab-2.
     """
+    limit += 0 if terms.is_cross_entropy else 18
     monkeypatch.setattr(gemm, "addmm_takes_fp32", lambda version: True)
     case = Case(method, dtype, n=2048, hidden=3072, rows=32768, padding=3, terms=terms)
     launches, _ = run(case)

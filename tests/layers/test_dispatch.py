@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_vocabpar.layers.kernels import dispatch
-from megatron_vocabpar.layers.terms import PLAIN
+from megatron_vocabpar.layers.numbers import Slopes
 
 
 def test_the_cpu_has_its_own_and_tests_can_choose() -> None:
@@ -42,14 +42,14 @@ def test_each_function_is_served_in_the_dtype_that_it_computes_in(monkeypatch: p
     half, first = torch.zeros(2, 3, dtype=torch.float16), torch.tensor([0])
     dispatch.scale_rows(half, torch.ones(2))
     dispatch.scatter_add_rows_(half, first, half[:1])
-    narrow = dispatch.merge(torch.zeros(1, 2, 4), PLAIN)
-    dispatch.factors(narrow, torch.zeros(2), torch.ones(2).double(), first, vocab_size=3)
+    narrow = dispatch.merge(torch.zeros(1, 2, 4))
+    dispatch.row_gradient(narrow, Slopes(torch.ones(2).double()), torch.zeros(2), first, vocab_size=3)
     assert asked == [torch.float32] * 4
     asked.clear()
     dispatch.exponentials(half.double(), first.repeat(2), 3)
     dispatch.scale_rows(half.double(), torch.ones(2).double())
     dispatch.scatter_add_rows_(half, first, half[:1].double())
     dispatch.scatter_add_rows_(half.double(), first, half[:1])
-    wide = dispatch.merge(torch.zeros(1, 2, 4).double(), PLAIN)
-    dispatch.factors(wide, torch.zeros(2).double(), torch.ones(2), first, vocab_size=3)
+    wide = dispatch.merge(torch.zeros(1, 2, 4).double())
+    dispatch.row_gradient(wide, Slopes(torch.ones(2)), torch.zeros(2).double(), first, vocab_size=3)
     assert asked == [torch.float64] * 6

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_vocabpar.layers.columns import join, mean_column
 from megatron_vocabpar.layers.naive import naive_maximum
+from megatron_vocabpar.layers.numbers import Softmax, Summary
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import input_gradient, output_backward, output_forward, weight_gradient
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.layers.softmax_stats import merge_stats
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
-from megatron_vocabpar.layers.token_loss import loss_of, loss_slopes
+from megatron_vocabpar.layers.token_loss import loss_of, loss_slopes, token_loss
 from tests.cases import covering
 
 from . import reference
@@ -168,9 +169,23 @@ def test_terms_outside_their_ranges_are_named(values: dict[str, float], named: s
         LossTerms(**values)
 
 
-def test_statistics_of_other_terms_are_named() -> None:
-    with pytest.raises(ValueError, match=r"stack the \[n, 5\] statistics"):
-        merge_stats(torch.zeros(2, 3, 4), LossTerms(label_smoothing=0.1))
+def test_statistics_without_their_columns_are_named() -> None:
+    with pytest.raises(ValueError, match=r"with 1 columns stack the \[n, 5\] statistics"):
+        join(torch.zeros(2, 3, 4), [mean_column(V)])
+
+
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS.keys())
+def test_slopes_are_those_of_the_loss(terms: LossTerms) -> None:
+    random = torch.Generator().manual_seed(0)
+    numbers = Summary(*torch.randn(4, 9, generator=random, dtype=torch.float64).requires_grad_())
+    grad = torch.randn(9, generator=random, dtype=torch.float64)
+    expected = torch.autograd.grad(token_loss(numbers, terms), numbers, grad, allow_unused=True)
+    offset, total = torch.zeros_like(grad), numbers.lse.exp().detach()
+    softmax = Softmax(-numbers.logprob.detach(), offset, total, offset, torch.ones(9).bool())
+    for slope, wanted in zip(loss_slopes(softmax, terms, grad), expected, strict=True):
+        assert (slope is None) == (wanted is None)
+        if slope is not None:
+            torch.testing.assert_close(slope, terms.logit_scale * wanted)
 
 
 def test_an_fp8_projection_is_refused() -> None:
