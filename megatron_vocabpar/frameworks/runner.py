@@ -16,8 +16,8 @@ from megatron.core.utils import unwrap_model
 from megatron_vocabpar.frameworks.steps import Step, as_megatron, begin_step
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, check_options, vocab_groups
-from megatron_vocabpar.integration.microbatches import StandIn
 from megatron_vocabpar.integration.model import PartitionedModel
+from megatron_vocabpar.integration.recording import StandIn
 from megatron_vocabpar.megatron_lm.flags import FlagConfig
 from megatron_vocabpar.megatron_lm.planning import output_options, plan_kind
 from megatron_vocabpar.runtime.comm import broadcast

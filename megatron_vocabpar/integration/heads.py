@@ -19,7 +19,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.utils import unwrap_model
 
-from megatron_vocabpar.integration.microbatches import ModelCall
+from megatron_vocabpar.integration.recording import ModelCall
 
 _PROCESS = getattr(multi_token_prediction, "process_mtp_loss", None)  # 0.17 and later; else in _postprocess
 _ROLLS_PACKED = "packed_seq_params" in inspect.signature(multi_token_prediction.roll_tensor).parameters

@@ -3,7 +3,7 @@
 ``Rank`` stays the same from one iteration to the next, ``Call`` holds the arguments of this one, and an
 ``Iteration`` is where handlers leave tensors for each other, keyed by the instruction that produced them.
 
-Next: ``stages.py``, ``input_layer.py`` and ``output_layer.py``, whose methods are the handlers.
+Next: ``handlers/``, whose classes' methods are the handlers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from megatron_vocabpar.integration.gradients import GradientSync
-from megatron_vocabpar.integration.microbatches import ForwardStep, Microbatches, ModelCall, no_microbatches
+from megatron_vocabpar.integration.microbatches import Microbatches, no_microbatches
+from megatron_vocabpar.integration.recording import ForwardStep, ModelCall
 from megatron_vocabpar.layers.recipes import Fp8Recipe
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.runtime.buffers import Buffers
@@ -42,9 +43,9 @@ class OutputOptions:
         fp8: products of 8-bit operands by this recipe (``layers/fp8.py``), at a loss of accuracy; naive is
             not offered. None: of the operands as they are.
         entropy: give the loss function every token's entropy too, ``entropy=[b, s]`` float32 in nats, from
-            the kept exponentials (``layers/entropy.py``); ``loss_reports.py`` says what if it takes none.
+            the kept exponentials (``layers/columns.py``); ``loss_reports.py`` says what if it takes none.
         entropy_gradient: the loss may depend on them; one more product, twice the input gradient to reduce.
-        accuracy: likewise ``correct=[b, s]``, 1 where no id is likelier than the target (``rivals.py``).
+        accuracy: likewise ``correct=[b, s]``, 1 where no id is likelier than the target (``layers/columns.py``).
         target_rank: in forward-only calls likewise ``rank=[b, s]``, how many ids are likelier. The loss
             function is called at their end then, and three microbatches' exponentials are kept.
         drop_masked: in training, leave out the tokens whose losses the loss function masks, by the gradient

@@ -11,13 +11,11 @@ The gradient is known before the loss because Megatron's loss functions are line
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
-from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.layers.embedding import InputPlan, check_ids, plan_input
 from megatron_vocabpar.layers.partition import VocabRange
@@ -25,91 +23,6 @@ from megatron_vocabpar.layers.targets import OwnedTargets, owned_targets, target
 from megatron_vocabpar.runtime.comm import VocabGroups, broadcast
 from megatron_vocabpar.runtime.streams import queue_to_device, to_device, to_host
 from megatron_vocabpar.schedule.placement import Placement
-
-ForwardStep = Callable[..., tuple[torch.Tensor, Callable[..., Any]]]
-
-
-def _unknown_loss(*_: Any) -> Any:
-    raise AssertionError("forward_step had not returned yet")
-
-
-@dataclass(frozen=True)
-class ModelCall:
-    """One recorded call of the model by ``forward_step``, and the loss function that it returned then."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    loss_func: Callable[..., Any] = _unknown_loss
-
-    @property
-    def input_ids(self) -> torch.Tensor | None:
-        """Token ids ``[b, s]``."""
-        return _argument(self.args, self.kwargs, "input_ids")
-
-    @property
-    def labels(self) -> torch.Tensor | None:
-        """Target ids ``[b, s]``."""
-        return _argument(self.args, self.kwargs, "labels")
-
-    def with_labels(self, labels: torch.Tensor) -> ModelCall:
-        """The same call with other labels."""
-        position = _POSITIONS["labels"]
-        if len(self.args) <= position:
-            return replace(self, kwargs={**self.kwargs, "labels": labels})
-        return replace(self, args=(*self.args[:position], labels, *self.args[position + 1 :]))
-
-
-# Where GPTModel.forward takes the arguments that callers pass by position or by name.
-_POSITIONS = {"input_ids": 0, "labels": 4}
-
-
-def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
-    position = _POSITIONS[name]
-    return args[position] if len(args) > position else kwargs.get(name)
-
-
-class StandIn:
-    """Stands in for the model: looks like it, wrapped or not, but a call only records the arguments."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._calls: list[ModelCall] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model if hasattr(self._model, name) else unwrap_model(self._model), name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._calls.append(ModelCall(args, kwargs))
-        return self.answer(self._calls[-1])
-
-    def answer(self, call: ModelCall) -> Any:
-        """What a call returns: token losses of 0, where it has labels."""
-        labels = call.labels
-        return torch.zeros(()) if labels is None else torch.zeros_like(labels, dtype=torch.float32)
-
-    def only_call(self) -> ModelCall:
-        """The call that was recorded.
-
-        Raises:
-            ValueError: if it is not exactly one.
-        """
-        if len(self._calls) != 1:
-            raise ValueError(
-                f"forward_step called the model {len(self._calls)} times in one microbatch; vocabulary "
-                "parallelism needs exactly one call"
-            )
-        return self._calls[0]
-
-
-def record_call(forward_step_func: ForwardStep, data_iterator: Iterator[Any] | None, model: Any) -> ModelCall:
-    """Run ``forward_step`` with a stand-in for the model.
-
-    Raises:
-        ValueError: if it does not call the model exactly once.
-    """
-    stand_in = StandIn(model)
-    _, loss_func = forward_step_func(data_iterator, stand_in)
-    return replace(stand_in.only_call(), loss_func=loss_func)
 
 
 @dataclass(frozen=True)
@@ -314,14 +227,27 @@ def no_microbatches() -> Microbatches:
     return Microbatches(shapes=(), ids=nothing, labels=nothing[1], grad_losses=None, ranges=(), member=0)
 
 
+@dataclass(frozen=True)
+class Batches:
+    """What this rank was given, one tensor ``[1 + D, b, s]`` a microbatch; None where another rank has it.
+
+    Attributes:
+        tokens: int64, on the members of the first stage.
+        labels: int64, on the members that have the loss.
+        grad_losses: float32, likewise, where the gradients are announced.
+    """
+
+    tokens: list[torch.Tensor] | None = None
+    labels: list[torch.Tensor] | None = None
+    grad_losses: list[torch.Tensor] | None = None
+
+
 def share_microbatches(
+    batches: Batches,
     *,
     groups: VocabGroups,
     ranges: tuple[VocabRange, ...],
     placement: Placement,
-    tokens: list[torch.Tensor] | None,
-    labels: list[torch.Tensor] | None,
-    grad_losses: list[torch.Tensor] | None,
     num_microbatches: int,
     device: torch.device,
     announced: bool,
@@ -332,10 +258,8 @@ def share_microbatches(
     The host waits for the device twice: for the shapes, and for all ids together.
 
     Args:
+        batches: what this rank has of them.
         placement: where the stages are: the first has the tokens, that of the loss labels and gradients.
-        tokens: ``[1 + D, b, s]`` int64 each, on the members of the first stage; None elsewhere.
-        labels: ``[1 + D, b, s]`` int64 each, on the members that have the loss.
-        grad_losses: ``[1 + D, b, s]`` float32 each, likewise; None unless ``announced``.
         announced: whether there are gradients to share: in training, unless they come late.
         parts: into how many parts sequence parallelism cuts the hidden states.
 
@@ -351,16 +275,20 @@ def share_microbatches(
         broadcast(groups, groups.input, [flat], [member])
         return flat
 
-    sizes = None if tokens is None else [torch.tensor([list(t.shape) for t in tokens])]
+    sizes = None
+    if batches.tokens is not None:
+        sizes = [torch.tensor([list(tokens.shape) for tokens in batches.tokens])]
     flat = share(torch.empty(3 * num_microbatches, dtype=torch.int64, device=device), sizes, first_member)
     shapes = [(int(k), int(b), int(s)) for k, b, s in to_host(flat).view(-1, 3).tolist()]
     total = sum(prod(shape) for shape in shapes)
     ids = torch.empty((2, total), dtype=torch.int64, device=device)
-    share(ids[0], tokens, first_member)
-    share(ids[1], labels, last_member)
+    share(ids[0], batches.tokens, first_member)
+    share(ids[1], batches.labels, last_member)
     grads = None
     if announced:
-        grads = share(torch.empty(total, dtype=torch.float32, device=device), grad_losses, last_member)
+        grads = share(
+            torch.empty(total, dtype=torch.float32, device=device), batches.grad_losses, last_member
+        )
     # Counts of the plans are sizes of messages, so the ids come to the host, all at once.
     host_ids = to_host(ids)
     if ranges:

@@ -14,8 +14,9 @@ from megatron_vocabpar.integration import compat, heads
 from megatron_vocabpar.integration.gradients import GradientSync
 from megatron_vocabpar.integration.iteration import Call, Iteration, Rank
 from megatron_vocabpar.integration.loss_reports import further_arguments, taken_by
-from megatron_vocabpar.integration.microbatches import ModelCall, record_call, share_microbatches
+from megatron_vocabpar.integration.microbatches import Batches, share_microbatches
 from megatron_vocabpar.integration.model import PartitionedModel
+from megatron_vocabpar.integration.recording import ModelCall, record_call
 from megatron_vocabpar.integration.weight_gradients import WeightGradients
 from megatron_vocabpar.schedule.methods import Method
 from megatron_vocabpar.schedule.passes import PassType
@@ -67,13 +68,12 @@ def prepare(
         if labels is not None and rank.output_options.drop_masked:
             masked = [_masked(*pair, call, names) for pair in zip(last, grad_losses, strict=True)]
             labels = [label.masked_fill(mask, -1) for label, mask in zip(labels, masked, strict=True)]
+    tokens = None if first is None else [_tokens(recorded, call) for recorded in first]
     microbatches = share_microbatches(
+        Batches(tokens, labels, grad_losses),
         groups=rank.groups,
         ranges=model.shard.ranges if model else (),
         placement=placement,
-        tokens=None if first is None else [_tokens(recorded, call) for recorded in first],
-        labels=labels,
-        grad_losses=grad_losses,
         num_microbatches=call.num_microbatches,
         device=rank.device,
         announced=announced,

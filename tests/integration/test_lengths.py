@@ -126,7 +126,7 @@ def _exponentials(rank: int, case: Case) -> int:
     finish = Losses.finish
 
     def counted(layer: Losses) -> None:
-        kept.append(len(layer.chain._spare))
+        kept.append(len(layer.chain.spare))
         finish(layer)
 
     with patch.object(Losses, "finish", counted):

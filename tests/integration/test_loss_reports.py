@@ -11,7 +11,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from megatron_vocabpar.integration import loss_reports, preparation
 from megatron_vocabpar.integration.loss_reports import LossReports
-from megatron_vocabpar.integration.microbatches import ModelCall
+from megatron_vocabpar.integration.recording import ModelCall
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_vocabpar.integration.microbatches import ModelCall, record_call
 from megatron_vocabpar.integration.preparation import _labels
+from megatron_vocabpar.integration.recording import ModelCall, record_call
 
 
 def _recorded(**options: Any) -> ModelCall:

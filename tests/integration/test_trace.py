@@ -30,9 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_vocabpar.integration import forward_backward, preparation
 from megatron_vocabpar.integration.forward_backward import ForwardBackward
-from megatron_vocabpar.integration.microbatches import Microbatch, Microbatches
+from megatron_vocabpar.integration.microbatches import Batches, Microbatch, Microbatches
 from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
-from megatron_vocabpar.layers import output
+from megatron_vocabpar.layers import operands
 from megatron_vocabpar.layers.kernels.dispatch import REFERENCE, use_kernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials
 from megatron_vocabpar.layers.targets import OwnedTargets
@@ -213,7 +213,7 @@ def _planned(self: Microbatches, i: int) -> Microbatch:
 _plan = Microbatches._plan
 
 
-def _share(groups: VocabGroups, ranges: Any, **_: Any) -> Microbatches:
+def _share(_: Batches, *, groups: VocabGroups, ranges: Any, **__: Any) -> Microbatches:
     """Random microbatches, on the host, in place of what the first and the last stage would send."""
     grad_losses = _on_device(torch.ones(M * N))
     with unset_fake_temporarily():
@@ -292,8 +292,8 @@ def _environment() -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, replacement, _ in _REPLACED:
             stack.enter_context(patch.object(owner, name, replacement))
-        stack.enter_context(patch.multiple(output, product=_product, add_product_=_add_product_))
-        stack.enter_context(patch.object(output, "transient_bytes", lambda _: TRANSIENT_MIB * MIB))
+        stack.enter_context(patch.multiple(operands, product=_product, add_product_=_add_product_))
+        stack.enter_context(patch.object(operands, "transient_bytes", lambda _: TRANSIENT_MIB * MIB))
         stack.enter_context(patch.object(forward_backward, "side_stream", lambda *_: _Stream()))
         stack.enter_context(patch.object(PointToPoint, "reap", lambda link: link._in_flight.clear()))
         stack.enter_context(patch.object(preparation, "share_microbatches", _share))

@@ -20,6 +20,7 @@ from megatron_vocabpar.integration.handlers.input_layer import InputLayer
 from megatron_vocabpar.integration.handlers.loss import Losses
 from megatron_vocabpar.integration.handlers.softmax import SoftmaxPasses
 from megatron_vocabpar.integration.handlers.stages import Stages
+from megatron_vocabpar.integration.handlers.transfers import Transfers
 from megatron_vocabpar.integration.iteration import Iteration
 from megatron_vocabpar.integration.loss_reports import DistantLoss
 from megatron_vocabpar.integration.model import PartitionedModel
@@ -33,14 +34,15 @@ Table = dict[PassType | CommType, Callable[[Any], None]]
 
 def stage_table(stages: Stages) -> Table:
     """Handlers of the transformer layers and of point-to-point: all of baseline and redis."""
+    transfers = Transfers(stages.iteration)
     return {
         PassType.F: stages.forward,
         PassType.B: stages.backward,
         PassType.W: stages.weight_backward,
-        CommType.SEND_F: stages.send_forward,
-        CommType.RECV_F: stages.receive_forward,
-        CommType.SEND_B: stages.send_backward,
-        CommType.RECV_B: stages.receive_backward,
+        CommType.SEND_F: transfers.send_forward,
+        CommType.RECV_F: transfers.receive_forward,
+        CommType.SEND_B: transfers.send_backward,
+        CommType.RECV_B: transfers.receive_backward,
     }
 
 

@@ -43,38 +43,8 @@ class OutputChain:
         self.counts_ranks = options.target_rank and not self.training
         self.entropy_gradient = options.entropy_gradient
         self.terms: LossTerms = compat.with_mup_scale(options.terms, iteration.call.config)
-        self.head = self._head()
-        self._spare: list[torch.Tensor] = []
-
-    def _head(self) -> Head:
-        options, shard = self.iteration.rank.output_options, self.model.shard.range
-        is_naive = PassType.S2 in self.method.passes
-        columns: list[Column] = [mean_column(shard.vocab_size)] if self.terms.needs_mean else []
-        if options.entropy:
-            columns.append(ENTROPY)
-        logs = self.training and heads.logs_acceptance(self.iteration.call.config)
-        can_log = options.keeps_exponentials and not is_naive
-        if options.accuracy or self.counts_ranks or (logs and can_log):
-            columns.append(rival_column(self.model.output_weight.dtype))
-        made_of_exponentials = any(column.of_shard is not None for column in columns)
-        early = self.training and (self.early or bool(self.method.in_step))
-        how = ShardOptions(
-            with_input_gradient=early,
-            keep_state=self.training or made_of_exponentials,
-            recompute=options.recompute,
-            rows_per_chunk=options.rows_per_chunk,
-            terms=self.terms,
-        )
-        if options.invariant:
-            return FixedPointHead(shard=shard, options=how)
-        if is_naive:
-            return NaiveHead(shard=shard, options=how)
-        fp8 = None
-        if recipe := options.fp8:
-            # Once an iteration, when the first S has the weight.
-            fp8 = cache(lambda: Fp8Weight.of(self.model.output_weight.detach(), shard, recipe))
-        log_product = early and options.entropy_gradient
-        return PlainHead(shard=shard, options=how, columns=tuple(columns), log_product=log_product, fp8=fp8)
+        self.head = head_of(iteration, model, self.terms, self.early or bool(method.in_step))
+        self.spare = SpareExponentials()
 
     @property
     def weight(self) -> torch.Tensor:
@@ -141,13 +111,59 @@ class OutputChain:
             self.head.input_gradient(state, softmax, one, self.weight, part)
         return out
 
-    def keep_spare(self, state: Any) -> None:
-        """Keep the exponentials' memory of a state that nobody needs any more."""
+
+def head_of(iteration: Iteration, model: PartitionedModel, terms: LossTerms, early: bool) -> Head:
+    """How this rank computes its shard, in training or in an evaluation.
+
+    Args:
+        terms: what the loss consists of.
+        early: whether S computes A = E W, in training.
+    """
+    options, method, shard = iteration.rank.output_options, iteration.rank.method, model.shard.range
+    training, is_naive = not iteration.call.forward_only, PassType.S2 in method.passes
+    columns: list[Column] = [mean_column(shard.vocab_size)] if terms.needs_mean else []
+    if options.entropy:
+        columns.append(ENTROPY)
+    logs = training and heads.logs_acceptance(iteration.call.config)
+    counts_ranks = options.target_rank and not training
+    if options.accuracy or counts_ranks or (logs and options.keeps_exponentials and not is_naive):
+        columns.append(rival_column(model.output_weight.dtype))
+    early = early and training
+    how = ShardOptions(
+        with_input_gradient=early,
+        keep_state=training or any(column.of_shard is not None for column in columns),
+        recompute=options.recompute,
+        rows_per_chunk=options.rows_per_chunk,
+        terms=terms,
+    )
+    if options.invariant:
+        return FixedPointHead(shard=shard, options=how)
+    if is_naive:
+        return NaiveHead(shard=shard, options=how)
+    fp8 = None
+    if recipe := options.fp8:
+        # Once an iteration, when the first S has the weight.
+        fp8 = cache(lambda: Fp8Weight.of(model.output_weight.detach(), shard, recipe))
+    log_product = early and options.entropy_gradient
+    return PlainHead(shard=shard, options=how, columns=tuple(columns), log_product=log_product, fp8=fp8)
+
+
+class SpareExponentials:
+    """Memory [n, P] of microbatches that are done, for those to come."""
+
+    def __init__(self) -> None:
+        self._spare: list[torch.Tensor] = []
+
+    def __len__(self) -> int:
+        return len(self._spare)
+
+    def keep(self, state: Any) -> None:
+        """That of a state that nobody needs any more."""
         if (e := spare_exponentials(state)) is not None:
             self._spare.append(e)
 
-    def take_spare(self, tokens: int) -> torch.Tensor | None:
-        """Memory for the exponentials of so many tokens; if none fits, the oldest is freed."""
+    def take(self, tokens: int) -> torch.Tensor | None:
+        """Some for so many tokens; if none fits, the oldest is freed."""
         if not self._spare:
             return None
         fitting = (k for k, e in enumerate(self._spare) if len(e) == tokens)

@@ -75,7 +75,7 @@ class Losses(LayerHandlers):
     def count_likelier(self, i: int, softmax: Softmax, state: Any) -> None:
         """Count this shard's ids that are likelier than the targets; all shards' counts meet at the end."""
         self._ranked[i] = softmax, likelier_ids(state, softmax)
-        self.chain.keep_spare(state)
+        self.chain.spare.keep(state)
 
     def finish(self) -> None:
         """In evaluation: report the losses that are still on their way. Have gradients checked later."""

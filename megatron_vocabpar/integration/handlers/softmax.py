@@ -42,7 +42,7 @@ class SoftmaxPasses(LayerHandlers):
         i, head, model = instruction.microbatch, self.chain.head, self.chain.model
         x, microbatch = self.hidden.of(instruction), self.microbatches[i]
         self.losses.look_at(i, x)
-        spare = self.chain.take_spare(microbatch.tokens)
+        spare = self.chain.spare.take(microbatch.tokens)
         run = partial(head.forward, targets=microbatch.labels, owned=microbatch.owned_targets, e=spare)
         return model.vocab_output(x, model.output_weight, shard_pass=run)
 
@@ -100,7 +100,7 @@ class SoftmaxPasses(LayerHandlers):
         """Nobody needs the state any more; the loss function may take its time now."""
         if self.rank.has_loss and not self.chain.late:
             self.losses.report(instruction.microbatch, softmax)
-        self.chain.keep_spare(state)
+        self.chain.spare.keep(state)
         self.gradients.wrote(instruction.type)
 
     def in_step(self, instruction: Pass) -> None:

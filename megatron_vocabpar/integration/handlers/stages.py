@@ -1,4 +1,4 @@
-"""The transformer layers of a stage: F, B, W, and point-to-point between stages."""
+"""The transformer layers of a stage: F, B and W."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.iteration import Iteration, LayerHandlers
 from megatron_vocabpar.integration.layer_graphs import kept
 from megatron_vocabpar.integration.loss_reports import DistantLoss
-from megatron_vocabpar.integration.microbatches import ModelCall
+from megatron_vocabpar.integration.recording import ModelCall
 from megatron_vocabpar.integration.weight_gradients import WeightGradients
 from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, PassType
 
 
 class Stages(LayerHandlers):
-    """Handlers of F, B, W, SEND and RECV.
+    """Handlers of F, B and W.
 
     Args:
         iteration: the state of this call.
@@ -125,46 +125,6 @@ class Stages(LayerHandlers):
         chunk = self.rank.placement.chunk_of(instruction.stage)
         self.weight_gradients[chunk].compute(instruction.microbatch)
         self.gradients.wrote(PassType.W)
-
-    def send_forward(self, instruction: Comm) -> None:
-        """SEND_F: a stage's output to the rank of the next stage."""
-        output = self.buffers.take(Pass(PassType.F, instruction.stage, instruction.microbatch), "output")
-        expected = self.iteration.hidden_shape(instruction.microbatch)
-        if tuple(output.shape) != expected:
-            raise ValueError(
-                f"the stage's output has shape {tuple(output.shape)}, the next stage expects {expected}; "
-                "check seq_length and micro_batch_size of the call"
-            )
-        self._send(output, instruction.stage + 1)
-
-    def send_backward(self, instruction: Comm) -> None:
-        """SEND_B: a stage's input gradient to the rank of the previous stage."""
-        grad = self.buffers.take(Pass(PassType.B, instruction.stage, instruction.microbatch), "input_grad")
-        self._send(grad, instruction.stage - 1)
-
-    def _send(self, tensor: torch.Tensor, stage: int) -> None:
-        dtype = self._transfer_dtype()
-        self.rank.point_to_point.send(tensor.to(dtype).contiguous(), self.rank.placement.rank_of(stage))
-
-    def receive_forward(self, instruction: Comm) -> None:
-        """RECV_F: post the receive of a stage's input."""
-        self._receive(instruction, instruction.stage - 1)
-
-    def receive_backward(self, instruction: Comm) -> None:
-        """RECV_B: post the receive of the gradient of a stage's output."""
-        self._receive(instruction, instruction.stage + 1)
-
-    def _receive(self, instruction: Comm, from_stage: int) -> None:
-        posted = self.rank.point_to_point.receive(
-            self.iteration.hidden_shape(instruction.microbatch),
-            self._transfer_dtype(),
-            self.rank.device,
-            self.rank.placement.rank_of(from_stage),
-        )
-        self.buffers.put(instruction, "received", posted)
-
-    def _transfer_dtype(self) -> torch.dtype:
-        return self.call.config.pipeline_dtype or self.call.config.params_dtype
 
 
 def _replay(recorded: ModelCall) -> Callable[..., tuple[torch.Tensor, Callable[..., Any]]]:

@@ -1,0 +1,98 @@
+"""What an unchanged Megatron ``forward_step`` feeds to the model: recorded by a stand-in for it.
+
+Next: ``microbatches.py``, which shares it with every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+
+ForwardStep = Callable[..., tuple[torch.Tensor, Callable[..., Any]]]
+
+
+def _unknown_loss(*_: Any) -> Any:
+    raise AssertionError("forward_step had not returned yet")
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """One recorded call of the model by ``forward_step``, and the loss function that it returned then."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    loss_func: Callable[..., Any] = _unknown_loss
+
+    @property
+    def input_ids(self) -> torch.Tensor | None:
+        """Token ids ``[b, s]``."""
+        return _argument(self.args, self.kwargs, "input_ids")
+
+    @property
+    def labels(self) -> torch.Tensor | None:
+        """Target ids ``[b, s]``."""
+        return _argument(self.args, self.kwargs, "labels")
+
+    def with_labels(self, labels: torch.Tensor) -> ModelCall:
+        """The same call with other labels."""
+        position = _POSITIONS["labels"]
+        if len(self.args) <= position:
+            return replace(self, kwargs={**self.kwargs, "labels": labels})
+        return replace(self, args=(*self.args[:position], labels, *self.args[position + 1 :]))
+
+
+# Where GPTModel.forward takes the arguments that callers pass by position or by name.
+_POSITIONS = {"input_ids": 0, "labels": 4}
+
+
+def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
+    position = _POSITIONS[name]
+    return args[position] if len(args) > position else kwargs.get(name)
+
+
+class StandIn:
+    """Stands in for the model: looks like it, wrapped or not, but a call only records the arguments."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._calls: list[ModelCall] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model if hasattr(self._model, name) else unwrap_model(self._model), name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls.append(ModelCall(args, kwargs))
+        return self.answer(self._calls[-1])
+
+    def answer(self, call: ModelCall) -> Any:
+        """What a call returns: token losses of 0, where it has labels."""
+        labels = call.labels
+        return torch.zeros(()) if labels is None else torch.zeros_like(labels, dtype=torch.float32)
+
+    def only_call(self) -> ModelCall:
+        """The call that was recorded.
+
+        Raises:
+            ValueError: if it is not exactly one.
+        """
+        if len(self._calls) != 1:
+            raise ValueError(
+                f"forward_step called the model {len(self._calls)} times in one microbatch; vocabulary "
+                "parallelism needs exactly one call"
+            )
+        return self._calls[0]
+
+
+def record_call(forward_step_func: ForwardStep, data_iterator: Iterator[Any] | None, model: Any) -> ModelCall:
+    """Run ``forward_step`` with a stand-in for the model.
+
+    Raises:
+        ValueError: if it does not call the model exactly once.
+    """
+    stand_in = StandIn(model)
+    _, loss_func = forward_step_func(data_iterator, stand_in)
+    return replace(stand_in.only_call(), loss_func=loss_func)
