@@ -49,6 +49,14 @@ from tests.integration.delayed import delayed_spec
 from tests.integration.losses import LOSSES
 from tests.spawn import run_ranks
 
+BENT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "above a threshold": lambda losses: losses * (losses.detach() > 4.5),
+    "below a threshold": lambda losses: losses * (losses.detach() < 4.5),
+    "clamped from above": lambda losses: losses.clamp(max=4.5),
+    "clamped from below": lambda losses: losses.clamp(min=4.5),
+}
+"""Their gradient is 0 for tokens that are not masked, on one side of about the mean loss, ln 96."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -277,8 +285,8 @@ def _loss(
         losses, metrics = LOSSES[name](fields, -losses)
     elif name == "squared":
         losses = losses**2
-    elif name == "threshold":
-        losses = losses * (losses.detach() > 2)
+    elif name in BENT:
+        losses = BENT[name](losses)
     total = (losses * mask).sum()
     metrics = {key: value.detach().clone() for key, value in metrics.items()}
     if not kind.endswith("tokens"):
