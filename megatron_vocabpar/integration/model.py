@@ -66,8 +66,8 @@ def vocab_shard(
     Args:
         vocab_size: ``V``, the number of true ids; ``padded_vocab_size`` says how much padding is added.
         divisible_by: a further divisor of the padded size (Megatron's ``make_vocab_size_divisible_by``).
-        invariant: shards are to end between the blocks of ``OutputOptions.invariant``.
-        fp8: shards are to fit this recipe of ``OutputOptions.fp8``.
+        invariant: shards are to end between the blocks of ``VocabOptions.invariant``.
+        fp8: shards are to fit this recipe of ``VocabOptions.fp8``.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
     tensor = parallel_state.get_tensor_model_parallel_world_size()

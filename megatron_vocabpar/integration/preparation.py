@@ -25,9 +25,9 @@ _ANY_LOSS = 1.0
 _HIGH_LOSS = 100.0
 """Losses of all tokens, in nats, for which the loss function gives the gradient that is announced.
 
-Where masked tokens are dropped, a threshold must not pass for a mask. Dropped tokens are reported with losses
-of 0. A function whose gradient is 0 below a threshold has one at a high loss, so that its tokens are kept; one
-whose gradient is 0 above it has one at a loss of 0. Either way the check of linearity sees it.
+Where masked tokens are dropped, a threshold must not pass for a mask. Dropped tokens are reported with
+losses of 0. A function whose gradient is 0 below a threshold has one at a high loss, so that its tokens are
+kept; one whose gradient is 0 above it has one at a loss of 0. Either way the check of linearity sees it.
 """
 
 

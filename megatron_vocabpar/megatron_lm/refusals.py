@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_vocabpar.integration.graph_options import SCOPES, asks_for_graphs, beside_graphs
 from megatron_vocabpar.megatron_lm.checkpoints import is_legacy, is_of_modelopt, starting_checkpoint
-from megatron_vocabpar.megatron_lm.flags import AUTO, FlagConfig
+from megatron_vocabpar.megatron_lm.flag_config import AUTO, FlagConfig
 from megatron_vocabpar.schedule.families import SEARCH, families, family_named
 from megatron_vocabpar.schedule.redistribution import layout, redistribute_by_flops, with_final_stage
 
@@ -330,7 +330,7 @@ def check(args: Any, config: FlagConfig) -> None:
 
 def _head_problems(args: Any, config: FlagConfig) -> list[str]:
     problems = []
-    if config.fp32_head and not getattr(args, "untie_embeddings_and_output_weights", False):
+    if config.options.fp32_head and not getattr(args, "untie_embeddings_and_output_weights", False):
         problems.append(
             "--vocab-parallel-fp32-head: with tied weights the embedding would be float32 too; give "
             "--untie-embeddings-and-output-weights, or leave it out"
@@ -338,12 +338,12 @@ def _head_problems(args: Any, config: FlagConfig) -> list[str]:
     of_16_bits = _set("bf16")(args) or _set("fp16")(args)
     saves = _set("save")(args) and not _set("no_save_optim")(args)
     loads = _set("load")(args) and not _set("no_load_optim")(args)
-    if config.fp32_head and of_16_bits and (saves or loads):
+    if config.options.fp32_head and of_16_bits and (saves or loads):
         problems.append(
             "--vocab-parallel-fp32-head: Megatron's optimizers keep no state of float32 weights among 16-bit "
             "ones in a checkpoint; give --no-save-optim and --no-load-optim"
         )
-    recipe = config.fp8_head
+    recipe = config.options.fp8
     if recipe is not None and getattr(args, "hidden_size", 0) % recipe.multiple:
         problems.append(
             f"--vocab-parallel-fp8-head {recipe.name}: hidden size {args.hidden_size} is no multiple of "

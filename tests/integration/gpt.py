@@ -32,8 +32,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.chunks import chunk_positions
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
-from megatron_vocabpar.integration.iteration import OutputOptions
 from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
+from megatron_vocabpar.integration.options import VocabOptions
 from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.methods import METHODS
@@ -94,7 +94,7 @@ class Case:
     output_scale: float = 1.0
     mup_output_mult: float = 1.0
     fp32_head: bool = False
-    output_options: OutputOptions = field(default_factory=OutputOptions)
+    output_options: VocabOptions = field(default_factory=VocabOptions)
     delayed: bool = False
     mtp: int = 0
     late_gradient: bool = False
@@ -105,7 +105,7 @@ class Case:
         """The same training on one process, without any of our code."""
         changes = {"method": "stock", "pp": 1, "tp": 1, "dp": 1, "cp": 1, "m": self.m * self.dp}
         options = {
-            "output_options": OutputOptions(),
+            "output_options": VocabOptions(),
             "delayed": False,
             "late_gradient": False,
             "graphs": False,
@@ -375,9 +375,8 @@ def train(
                 case.method,
                 vocab_groups(),
                 torch.device("cpu"),
-                late_gradient=case.late_gradient,
+                options=replace(case.output_options, late_gradient=case.late_gradient),
                 make_plan=plan_maker(case),
-                output_options=case.output_options,
                 mtp_depths=case.mtp,
             )
         )

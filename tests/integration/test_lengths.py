@@ -12,9 +12,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_vocabpar.integration.forward_backward import check_config
-from megatron_vocabpar.integration.iteration import OutputOptions
+from megatron_vocabpar.integration.options import VocabOptions
 from megatron_vocabpar.integration.output_layer import OutputLayer
+from megatron_vocabpar.integration.settings import check_settings
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.passes import Pass
 from tests.cases import rest_is_slow
@@ -58,8 +58,8 @@ def test_packed_sequences(method: str, sizes: dict[str, int]) -> None:
                 ("vocab-1", {"lengths": PACKED, "micro_batch_size": 1, "position": "rope", **TOKENS}),
                 ("naive", {"tp": 2, "lengths": ((8,), (6,))}),
                 ("naive", {"tied": True}),
-                ("vocab-2", {"output_options": OutputOptions(recompute=True)}),
-                ("vocab-1", {"output_options": OutputOptions(invariant=True)}),
+                ("vocab-2", {"output_options": VocabOptions(recompute=True)}),
+                ("vocab-1", {"output_options": VocabOptions(invariant=True)}),
             ]
         ),
     ],
@@ -88,7 +88,7 @@ def test_tokens_that_do_not_count(method: str, options: dict[str, Any]) -> None:
 )
 def test_masked_tokens_are_dropped(method: str, options: dict[str, Any]) -> None:
     """Nine tenths are masked, and all of the last microbatch: S sees the others alone in training."""
-    drops = OutputOptions(drop_masked=True)
+    drops = VocabOptions(drop_masked=True)
     case = Case(method, pp=2, m=3, labels="mostly masked", output_options=drops, **options)
     check(case)
     training, evaluation = torch.tensor(run(case, body=_rows)[0]).view(-1, 2, 3).unbind(1)
@@ -100,7 +100,7 @@ def test_masked_tokens_are_dropped(method: str, options: dict[str, Any]) -> None
 @pytest.mark.parametrize("loss", BENT)
 def test_tokens_without_a_gradient_are_not_taken_for_masked(loss: str) -> None:
     """Kept or dropped, they have another gradient at the loss that is reported than was announced."""
-    drops = OutputOptions(drop_masked=True)
+    drops = VocabOptions(drop_masked=True)
     with pytest.raises(Exception, match="the loss function is not linear in the per-token losses"):
         run(Case("vocab-2", pp=1, m=1, layers=1, loss=loss, output_options=drops))
 
@@ -143,4 +143,4 @@ def test_variable_lengths_keep_no_more_exponentials() -> None:
 def test_methods_without_shared_shapes_refuse_variable_lengths() -> None:
     config = transformer_config(Case(lengths=VARIABLE))
     with pytest.raises(ValueError, match="variable_seq_lengths is not supported"):
-        check_config(config, None, vocabulary_parallel=False)
+        check_settings(config, None, vocabulary_parallel=False)
