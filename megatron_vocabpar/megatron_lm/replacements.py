@@ -21,9 +21,10 @@ from megatron_vocabpar.megatron_lm.bindings import Binding
 from megatron_vocabpar.megatron_lm.checkpoints import starting_checkpoint
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import chain
+from megatron_vocabpar.megatron_lm.layouts import place_layers
 from megatron_vocabpar.megatron_lm.parsed import Declared, check_read, declared, not_run
 from megatron_vocabpar.megatron_lm.planning import build, check_costs, check_same_everywhere
-from megatron_vocabpar.megatron_lm.refusals import check, place_layers
+from megatron_vocabpar.megatron_lm.refusals import check
 from megatron_vocabpar.schedule.families import families
 
 _TIED = "share_embeddings_and_output_weights"
