@@ -232,9 +232,7 @@ class ForwardBackward:
         with _timed(config):
             iteration = self._run(call, self.options if options is None else self._checked(options))
             if config.finalize_model_grads_func is not None and not forward_only:
-                tokens = None
-                if config.calculate_per_token_loss:
-                    tokens = torch.as_tensor(iteration.num_tokens, dtype=torch.int, device=self.device)
+                tokens = _divisor(iteration)
                 compat.finalize_gradients(config, chunks, tokens, pg_collection, force_all_reduce)
             for look in iteration.checks:
                 look()
@@ -300,6 +298,13 @@ def _with_former(
     options = former.pop("output_options", None) or options
     late_gradient = former.pop("late_gradient", options.late_gradient)
     return replace(options, late_gradient=late_gradient), replace(listeners, **former)
+
+
+def _divisor(iteration: Iteration) -> torch.Tensor | None:
+    """The tokens of the loss, where Megatron divides the gradients by their number."""
+    if not iteration.call.config.calculate_per_token_loss:
+        return None
+    return torch.as_tensor(iteration.num_tokens, dtype=torch.int, device=iteration.rank.device)
 
 
 @contextmanager

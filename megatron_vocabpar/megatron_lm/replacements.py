@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from math import log
 from typing import Any
@@ -150,13 +150,11 @@ def model_class(
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             compare_once()
             options = signature.bind_partial(*args, **kwargs).arguments
-            vp_stage = options.get("vp_stage")
             if flags.splits_w:
                 options["config"].delay_wgrad_compute = True  # layers of Transformer Engine ask for it
             if flags.partitions_vocabulary:
-                sizes = (true_size or true_vocabulary)(options["vocab_size"])
-                options |= _partition(flags.options, options["vocab_size"], *sizes, vp_stage)
-            position = _position(flags, vp_stage, options.get(compat.GROUPS_ARGUMENT))
+                options |= _partition(flags.options, options, true_size or true_vocabulary)
+            position = _position(flags, options.get("vp_stage"), options.get(compat.GROUPS_ARGUMENT))
             options |= {k: v for k, v in position.options.items() if k in signature.parameters}
             # In a V placement both whole layers are on one rank: Megatron's all-reduce has nothing to do.
             tied_here = not flags.partitions_vocabulary and position.is_v and options.get(_TIED, False)
@@ -188,9 +186,11 @@ def model_class(
 
 
 def _partition(
-    options: VocabOptions, padded_size: int, true_size: int, divisible_by: int, vp_stage: int | None
+    options: VocabOptions, arguments: Mapping[str, Any], sizes: Callable[[int], tuple[int, int]]
 ) -> dict[str, Any]:
-    """What ``PartitionedModel`` takes besides, for the chunk that the training script is about to build."""
+    """What ``PartitionedModel`` takes in place of stock's vocabulary size, and beside it."""
+    padded_size, vp_stage = arguments["vocab_size"], arguments.get("vp_stage")
+    true_size, divisible_by = sizes(padded_size)
     if torch.distributed.get_rank() == 0 and not vp_stage and true_size < padded_size:
         print(_padding_notice(true_size, padded_size), flush=True)
     draws_as_stock = not options.independent_init and vp_stage is None
