@@ -89,34 +89,25 @@ def _arguments(each: Option, declared: Any) -> dict[str, Any]:
     return arguments | {name: value for name, value in more.items() if value}
 
 
-def _published(flag: str, help: str, **arguments: Any) -> Flag:
-    """A spelling of the published scripts, kept so that their launch lines run."""
-    return Flag(flag, (arguments or {"action": "store_true"}) | {"help": help})
+_PUBLISHED: dict[str, tuple[type, str]] = {
+    "--disable-backward-fusion": (bool, "As published: --vocab-parallel-method vocab-1."),
+    "--use-interlaced-schedule": (bool, "As published: --vocab-parallel-method interlaced."),
+    "--enable-layer-redistribution": (
+        bool,
+        "As published: move transformer layers away from the last stage.",
+    ),
+    "--final-stage-num-layers": (int, "Transformer layers left on the last stage."),
+    "--schedule-timer-start": (int, "As published; has no effect: nothing is timed in training."),
+    "--schedule-timer-end": (int, "As published; has no effect."),
+}
 
-
-PUBLISHED = (
-    _published("--disable-backward-fusion", "As published: --vocab-parallel-method vocab-1."),
-    _published("--use-interlaced-schedule", "As published: --vocab-parallel-method interlaced."),
-    _published(
-        "--enable-layer-redistribution", "As published: move transformer layers away from the last stage."
-    ),
-    _published(
-        "--final-stage-num-layers", "Transformer layers left on the last stage.", type=int, default=None
-    ),
-    _published(
-        "--schedule-timer-start",
-        "As published; has no effect: nothing is timed in training.",
-        type=int,
-        default=None,
-    ),
-    _published("--schedule-timer-end", "As published; has no effect.", type=int, default=None),
+PUBLISHED = tuple(
+    Flag(flag, _arguments(Option(help=help), kind)) for flag, (kind, help) in _PUBLISHED.items()
 )
+"""The spellings of the published scripts, kept so that their launch lines run."""
 
 OPTIONS = (
-    Flag(
-        ENABLE,
-        {"action": "store_true", "help": "Partition the vocabulary layers over all pipeline stages."},
-    ),
+    Flag(ENABLE, _arguments(Option(help="Partition the vocabulary layers over all pipeline stages."), bool)),
     *_flags_of(FlagConfig),
     *_flags_of(VocabOptions),
     *PUBLISHED,
