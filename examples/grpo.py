@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
 from megatron_vocabpar.integration.model import VocabParallelGPTModel
+from megatron_vocabpar.integration.options import VocabOptions
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from megatron_vocabpar.train.weights import initialise_weights
 
@@ -94,7 +95,9 @@ class Trainer:
         self.run: Callable[..., list[Any]] = (
             get_forward_backward_func()
             if stages == 1
-            else ForwardBackward("vocab-2", vocab_groups(), torch.device("cpu"), late_gradient=True)
+            else ForwardBackward(
+                "vocab-2", vocab_groups(), torch.device("cpu"), options=VocabOptions(late_gradient=True)
+            )
         )
         self.policy, self.reference = self._model(stages), self._model(stages)
         self.config.finalize_model_grads_func = finalize_model_grads

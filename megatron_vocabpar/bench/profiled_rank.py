@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_vocabpar.bench.runtime import random_batches
-from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
+from megatron_vocabpar.integration.forward_backward import ForwardBackward, Listeners, vocab_groups
 from megatron_vocabpar.runtime.comm import VocabGroups, all_gather, all_reduce, broadcast, warm_up
 from megatron_vocabpar.runtime.pass_times import RankTimes, transfer_ms
 from megatron_vocabpar.runtime.profile import Span, Timeline
@@ -47,7 +47,7 @@ def _iterations(
     """What ran in each of ``config.steps`` iterations, after one that is not measured."""
     timeline = Timeline(device)
     plans = partial(make_plan, method, 1, family=_FAMILY)
-    run = ForwardBackward(method, groups, device, make_plan=plans, timeline=timeline)
+    run = ForwardBackward(method, groups, device, make_plan=plans, listeners=Listeners(timeline=timeline))
     for step in range(config.steps + 1):
         chunks[0].zero_grad_buffer()
         timeline.start()

@@ -12,8 +12,10 @@ from typing import Any
 from megatron_vocabpar.frameworks.bindings import FUNCTIONS, LABELS, MEGATRON, answering
 from megatron_vocabpar.frameworks.runner import StepRunner
 from megatron_vocabpar.frameworks.weights import WALKS
+from megatron_vocabpar.integration.options import asked_for
 from megatron_vocabpar.megatron_lm.bindings import Binding, find_version
-from megatron_vocabpar.megatron_lm.flags import FlagConfig, config_from_argv
+from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
+from megatron_vocabpar.megatron_lm.flags import config_from_argv, spell
 from megatron_vocabpar.megatron_lm.patch import Patch, live_signature, original_of
 from megatron_vocabpar.megatron_lm.replacements import model_class
 from megatron_vocabpar.runtime.agreement import agree, versions
@@ -31,8 +33,10 @@ def config_from(environment: Mapping[str, str]) -> FlagConfig:
     words = shlex.split(environment.get("VOCAB_PARALLEL_FLAGS", ""))
     config = config_from_argv([*_ALWAYS, *words])
     defaults = config_from_argv(_ALWAYS)
-    unused = ("timeline", "costs", "redistribute", "independent_init", "metrics")
+    unused = ("timeline", "costs", "redistribute")
     asked = [name for name in unused if getattr(config, name) != getattr(defaults, name)]
+    ours = asked_for(config.options, ("independent_init", "entropy", "accuracy"))
+    asked += [spell(name, getattr(config.options, name)) for name in ours]
     if asked or not config.partitions_vocabulary or config.is_placed:
         raise ValueError(
             f"VOCAB_PARALLEL_FLAGS {' '.join(words)!r}: give a method that partitions the vocabulary, in a "

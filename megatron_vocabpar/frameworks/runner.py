@@ -15,11 +15,12 @@ from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.frameworks.steps import Step, as_megatron, begin_step
 from megatron_vocabpar.integration import compat
-from megatron_vocabpar.integration.forward_backward import ForwardBackward, check_options, vocab_groups
+from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
 from megatron_vocabpar.integration.model import PartitionedModel
+from megatron_vocabpar.integration.options import VocabOptions
 from megatron_vocabpar.integration.recording import StandIn
-from megatron_vocabpar.megatron_lm.flags import FlagConfig
-from megatron_vocabpar.megatron_lm.planning import output_options, plan_kind
+from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
+from megatron_vocabpar.megatron_lm.planning import plan_kind
 from megatron_vocabpar.runtime.comm import broadcast
 
 
@@ -50,7 +51,7 @@ class StepRunner:
         if self._run is None:
             self._run = self._build(shards, arguments["num_microbatches"], len(chunks))
         steps = self._begin(arguments, chunks, shards)
-        self._announce(self._run, steps, arguments.get("forward_only", False))
+        options = self._options(self._run, steps, arguments.get("forward_only", False))
         forward_step = arguments["forward_step_func"]
 
         def megatron_step(data_iterator: Any, model: Any) -> Any:
@@ -58,7 +59,8 @@ class StepRunner:
                 return as_megatron(steps.popleft(), model)
             return forward_step(data_iterator, model)
 
-        return self._run(**compat.call_arguments(arguments | {"forward_step_func": megatron_step}))
+        arguments |= {"forward_step_func": megatron_step}
+        return self._run(**compat.call_arguments(arguments), options=options)
 
     def _build(self, model: PartitionedModel, m: int, chunks: int) -> ForwardBackward:
         config, groups = self._config, vocab_groups()
@@ -67,9 +69,8 @@ class StepRunner:
             kind.method,
             groups,
             model.output_weight.device,
-            late_gradient=True,
+            options=config.options,
             make_plan=kind.plan,
-            output_options=output_options(config),
         )
 
     def _begin(
@@ -88,9 +89,12 @@ class StepRunner:
             for _ in range(arguments["num_microbatches"])
         )
 
-    def _announce(self, run: ForwardBackward, steps: deque[Step], forward_only: bool) -> None:
-        """Tell all ranks the temperature that the steps ask for, and what they want of entropies."""
-        groups, terms = run.groups, self._config.terms
+    def _options(self, run: ForwardBackward, steps: deque[Step], forward_only: bool) -> VocabOptions:
+        """The options of this call: the temperature that the steps ask for, and what they want of entropies.
+
+        The rank of the loss knows them, and tells all ranks.
+        """
+        groups, options = run.groups, self._config.options
         asked = [step.request for step in steps]
         requests = {
             (request.temperature, request.entropy, request.entropy_gradient and not forward_only)
@@ -103,10 +107,9 @@ class StepRunner:
         shared = torch.tensor(next(iter(requests), (1.0, 0.0, 0.0)), dtype=torch.float64, device=run.device)
         broadcast(groups, groups.output, [shared], [groups.members_of(groups.pipeline - 1)[0]])
         temperature, entropy, gradient = shared.tolist()
-        run.output_options = replace(
-            run.output_options,
-            terms=replace(terms, logit_scale=terms.logit_scale / temperature),
+        return replace(
+            options,
+            logit_scale=options.logit_scale / temperature,
             entropy=bool(entropy),
             entropy_gradient=bool(gradient),
         )
-        check_options(run.method, run.output_options)

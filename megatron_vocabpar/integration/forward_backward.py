@@ -8,8 +8,10 @@ groups, the side streams and the lowered schedules.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,9 +24,12 @@ from megatron.core.utils import get_model_config
 from megatron_vocabpar.integration import compat, heads
 from megatron_vocabpar.integration.graph_options import asks_for_graphs
 from megatron_vocabpar.integration.handlers import handlers_of
-from megatron_vocabpar.integration.iteration import Call, Iteration, OutputOptions, Rank
+from megatron_vocabpar.integration.iteration import Call, Iteration, Rank
 from megatron_vocabpar.integration.layer_graphs import LayerGraphs
+from megatron_vocabpar.integration.options import DEFAULTS, VocabOptions
 from megatron_vocabpar.integration.preparation import chunk_with_shards, prepare
+from megatron_vocabpar.integration.rules import check
+from megatron_vocabpar.integration.settings import check_settings
 from megatron_vocabpar.integration.weight_gradients import split_weight_gradients
 from megatron_vocabpar.layers.fp8 import check_device
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_groups, warm_up
@@ -33,7 +38,7 @@ from megatron_vocabpar.runtime.profile import INPUT, OUTPUT, Timeline
 from megatron_vocabpar.runtime.streams import named_range, side_stream
 from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.generate import make_plan as generate_plan
-from megatron_vocabpar.schedule.methods import Method, method_named
+from megatron_vocabpar.schedule.methods import method_named
 from megatron_vocabpar.schedule.passes import Instruction
 from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.schedule.plan import Plan
@@ -56,6 +61,25 @@ def vocab_groups(timeout: timedelta | None = None) -> VocabGroups:
     return create_groups(coordinates, pipeline, tensor, timeout)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Listeners:
+    """Who is told what happens in an iteration.
+
+    Attributes:
+        observers: context managers to hold around every instruction, beside a profiler's range.
+        timeline: records what runs when, while it is started.
+        not_finite: told, on the rank of the loss function, where a loss of a partitioned output layer is not
+            finite; None to not look.
+    """
+
+    observers: Sequence[Observer] = ()
+    timeline: Timeline | None = None
+    not_finite: Callable[[str], None] | None = None
+
+
+_NOBODY = Listeners()
+
+
 class ForwardBackward:
     """A megatron-core forward-backward function that runs our schedules.
 
@@ -63,23 +87,19 @@ class ForwardBackward:
 
     Args:
         method: one of ``schedule.methods.METHODS``.
-        late_gradient: whether the loss may be any differentiable function of the tokens' losses, not a linear
-            one alone; see ``Method.with_late_gradient``.
         groups: the vocabulary group of this rank.
         device: where the model lives.
+        options: how the vocabulary layers are computed where they are partitioned, and whether the loss may
+            be any differentiable function of the tokens' losses (``late_gradient``).
         make_plan: from a number of microbatches to a plan of this method for this many stages, the same on
             every rank; by default 1F1B with the paper's proportions of pass times.
-        observers: context managers to hold around every instruction, beside a profiler's range.
-        timeline: records what runs when, while it is started.
-        output_options: how the output layer is computed, where it is partitioned; by default as they are.
-        not_finite: told, on the rank of the loss function, where a loss of a partitioned output layer is not
-            finite; None to not look.
         mtp_depths: of multi-token prediction, for the default plans.
+        listeners: who is told what happens.
+        former: ``late_gradient``, ``output_options`` and the fields of ``Listeners``, as they were given
+            before; for one release.
 
     Raises:
-        ValueError: for naive with recomputation, invariance, label smoothing, entropies and the like; for
-            these where the vocabulary is not partitioned; for the entropy's gradient without late gradients;
-            for ``drop_masked`` in both of these cases.
+        ValueError: for options that cannot be combined, with each other or the method (``rules.py``).
     """
 
     def __init__(
@@ -88,27 +108,25 @@ class ForwardBackward:
         groups: VocabGroups,
         device: torch.device,
         *,
-        late_gradient: bool = False,
+        options: VocabOptions = DEFAULTS,
         make_plan: Callable[[int], Plan] | None = None,
-        observers: Sequence[Observer] = (),
-        timeline: Timeline | None = None,
-        output_options: OutputOptions | None = None,
-        not_finite: Callable[[str], None] | None = None,
         mtp_depths: int = 0,
+        listeners: Listeners = _NOBODY,
+        **former: Any,
     ) -> None:
-        self.method = method_named(method, late_gradient=late_gradient)
-        self.output_options = output_options or OutputOptions()
-        check_options(self.method, self.output_options)
-        if self.output_options.fp8 is not None:
-            check_device(self.output_options.fp8, device)
-        self._not_finite = not_finite
+        options, listeners = _with_former(options, listeners, former)
+        self.method = method_named(method, late_gradient=options.late_gradient)
+        self.options = self._checked(options)
+        if options.fp8 is not None:
+            check_device(options.fp8, device)
+        self._not_finite = listeners.not_finite
         self.groups = groups
         self.device = device
         costs = PassCosts.default(groups.pipeline, mtp_depths)
         self._make_plan = make_plan or partial(generate_plan, self.method, groups.pipeline, costs=costs)
-        self._timeline = timeline
+        self._timeline = timeline = listeners.timeline
         named: Observer = partial(_profiler_range, device)
-        self._observers = (*observers, named, *([timeline.observe] if timeline else []))
+        self._observers = (*listeners.observers, named, *([timeline.observe] if timeline else []))
         self._output_stream = side_stream(device, "output-collectives")
         self._input_stream = side_stream(device, "input-collectives")
         if timeline is not None:
@@ -141,8 +159,14 @@ class ForwardBackward:
         self._check_plan(plan.schedule, plan.schedule.m)
         self._plans[plan.schedule.m] = plan
 
+    def _checked(self, options: VocabOptions) -> VocabOptions:
+        """Options that go with the method, whose gradient is the one that counts."""
+        options = replace(options, late_gradient=self.method.late_gradient)
+        check(options, self.method)
+        return options
+
     def _check_plan(self, schedule: Schedule, num_microbatches: int) -> None:
-        check_late_gradient(self.method, schedule.placement)
+        check(self.options, self.method, schedule.placement)
         planned = schedule.method.name, schedule.method.late_gradient, schedule.p, schedule.m
         wanted = self.method.name, self.method.late_gradient, self.groups.pipeline, num_microbatches
         if planned != wanted:
@@ -172,8 +196,9 @@ class ForwardBackward:
         p2p_communicator: Any = None,
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
+        options: VocabOptions | None = None,
     ) -> list[Any]:
-        """Run one iteration; the arguments are megatron-core's.
+        """Run one iteration; the arguments are megatron-core's, and ``options`` for this call alone.
 
         Returns:
             What the loss function reported for each microbatch, on the last rank; else an empty list.
@@ -185,7 +210,7 @@ class ForwardBackward:
         chunks: list[torch.nn.Module] = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(chunks[0])
-        check_config(config, adjust_tensor_shapes_fn, self.method.vocabulary_parallel)
+        check_settings(config, adjust_tensor_shapes_fn, self.method.vocabulary_parallel)
         if pg_collection is None:
             pg_collection = compat.process_groups()
         shards = self.groups.tensor if config.sequence_parallel else 1
@@ -204,23 +229,18 @@ class ForwardBackward:
         )
         if asks_for_graphs(config):
             self._graphs.check(self.plan(num_microbatches), chunks, forward_only)
-        if config.timers is not None:
-            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-        iteration = self._run(call)
-        if config.finalize_model_grads_func is not None and not forward_only:
-            tokens = None
-            if config.calculate_per_token_loss:
-                tokens = torch.as_tensor(iteration.num_tokens, dtype=torch.int, device=self.device)
-            compat.finalize_gradients(config, chunks, tokens, pg_collection, force_all_reduce)
-        for check in iteration.checks:
-            check()
-        if config.timers is not None:
-            config.timers("forward-backward").stop()
+        with _timed(config):
+            iteration = self._run(call, self.options if options is None else self._checked(options))
+            if config.finalize_model_grads_func is not None and not forward_only:
+                tokens = _divisor(iteration)
+                compat.finalize_gradients(config, chunks, tokens, pg_collection, force_all_reduce)
+            for look in iteration.checks:
+                look()
         if asks_for_graphs(config):
             self._graphs.capture(self.plan(num_microbatches), forward_only)
         return iteration.reported
 
-    def _run(self, call: Call) -> Iteration:
+    def _run(self, call: Call, options: VocabOptions) -> Iteration:
         """All instructions of this rank; the gradients then lack but Megatron's last reduction."""
         chunks, plan = call.chunks, self.plan(call.num_microbatches, call.forward_only)
         schedule = plan.schedule
@@ -237,7 +257,7 @@ class ForwardBackward:
             )
         model_with_shards = chunk_with_shards(self.method, chunks)
         with split_weight_gradients(chunks if schedule.splits_w else ()) as weight_gradients:
-            rank = self._rank(schedule.placement)
+            rank = self._rank(schedule.placement, options)
             iteration = prepare(rank, call, schedule, model_with_shards, weight_gradients)
             handlers, finish = handlers_of(iteration, model_with_shards, weight_gradients)
             try:
@@ -253,7 +273,7 @@ class ForwardBackward:
                 iteration.gradients.finish()
         return iteration
 
-    def _rank(self, placement: Placement) -> Rank:
+    def _rank(self, placement: Placement, options: VocabOptions) -> Rank:
         return Rank(
             method=self.method,
             placement=placement,
@@ -263,85 +283,39 @@ class ForwardBackward:
             input_stream=self._input_stream,
             point_to_point=self._point_to_point,
             waiting=self._timeline.waiting if self._timeline else contextlib.nullcontext,
-            output_options=self.output_options,
+            output_options=options,
             not_finite=self._not_finite,
         )
 
 
+def _with_former(
+    options: VocabOptions, listeners: Listeners, former: dict[str, Any]
+) -> tuple[VocabOptions, Listeners]:
+    """Options and listeners, with what was given by the keywords of the last release."""
+    if not former:
+        return options, listeners
+    warnings.warn(f"{', '.join(former)}: give options or listeners", DeprecationWarning, stacklevel=3)
+    options = former.pop("output_options", None) or options
+    late_gradient = former.pop("late_gradient", options.late_gradient)
+    return replace(options, late_gradient=late_gradient), replace(listeners, **former)
+
+
+def _divisor(iteration: Iteration) -> torch.Tensor | None:
+    """The tokens of the loss, where Megatron divides the gradients by their number."""
+    if not iteration.call.config.calculate_per_token_loss:
+        return None
+    return torch.as_tensor(iteration.num_tokens, dtype=torch.int, device=iteration.rank.device)
+
+
+@contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """Megatron's timer of a forward-backward call, where it keeps timers."""
+    if config.timers is not None:
+        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    yield
+    if config.timers is not None:
+        config.timers("forward-backward").stop()
+
+
 def _profiler_range(device: torch.device, instruction: Instruction) -> AbstractContextManager[object]:
     return named_range(device, str(instruction))
-
-
-def check_options(method: Method, options: OutputOptions) -> None:
-    """Refuse what the method can't compute.
-
-    Raises:
-        ValueError: naming the remedy.
-    """
-    refused = {
-        "keeps its logits between two barriers and cannot recompute them": options.recompute,
-        "has no results that don't depend on the sharding": options.invariant,
-        "has no label smoothing": options.terms.label_smoothing,
-        "has no 8-bit products": options.fp8,
-        "has no entropy, accuracy and target rank": options.needs_exponentials,
-    }
-    for what, is_asked in refused.items():
-        if method.name == "naive" and is_asked:
-            raise ValueError(f"method naive {what}; use vocab-1 or vocab-2, or leave the option out")
-    if options.needs_exponentials and not method.vocabulary_parallel:
-        raise ValueError(
-            f"entropy, accuracy or target rank with {method.name}: its output layer is Megatron's own; use "
-            "vocab-1 or vocab-2"
-        )
-    if options.entropy_gradient and not method.late_gradient:
-        raise ValueError("entropy_gradient without a late gradient; give late_gradient=True, too")
-    if options.drop_masked and (method.late_gradient or not method.vocabulary_parallel):
-        raise ValueError(
-            "drop_masked knows masked tokens by the gradient that partitioned output layers are sent ahead; "
-            "with another method or a late gradient, give such tokens labels of -100"
-        )
-
-
-def check_late_gradient(method: Method, placement: Placement) -> None:
-    """Refuse a late gradient where the whole output layer is on another rank than the loss function.
-
-    Raises:
-        ValueError: naming the remedy.
-    """
-    apart = placement.loss_stage != placement.last_stage and not method.vocabulary_parallel
-    if method.late_gradient and apart:
-        raise ValueError(
-            f"late_gradient with {method.name}: in a V shape the last stage is on another rank than the loss "
-            "function; use a method that partitions the vocabulary, or another schedule"
-        )
-
-
-def check_config(config: Any, adjust_tensor_shapes_fn: Any, vocabulary_parallel: bool) -> None:
-    """Refuse what this executor would run wrongly.
-
-    Raises:
-        ValueError: naming the setting and the remedy.
-    """
-    refused = [
-        (config.defer_embedding_wgrad_compute, "defer_embedding_wgrad_compute", "turn it off"),
-        (
-            config.num_microbatches_with_partial_activation_checkpoints is not None,
-            "num_microbatches_with_partial_activation_checkpoints",
-            "use a recompute_granularity that is the same for all microbatches",
-        ),
-        (
-            getattr(config, "external_cuda_graph", False)
-            or getattr(config, "cuda_graph_impl", "none") not in ("none", "local"),
-            "cuda_graph_impl other than none and local",
-            "use local, which captures single layers",
-        ),
-        (adjust_tensor_shapes_fn is not None, "adjust_tensor_shapes_fn", "do not pass it"),
-        (
-            config.variable_seq_lengths and not vocabulary_parallel,
-            "variable_seq_lengths",
-            "use a method that partitions the vocabulary, or fixed lengths",
-        ),
-    ]
-    for is_set, name, remedy in refused:
-        if is_set:
-            raise ValueError(f"{name} is not supported by this forward-backward function; {remedy}")

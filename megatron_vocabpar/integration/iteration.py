@@ -8,19 +8,21 @@ Next: ``handlers/``, whose classes' methods are the handlers.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from megatron_vocabpar.integration.gradients import GradientSync
 from megatron_vocabpar.integration.microbatches import Microbatches, no_microbatches
+from megatron_vocabpar.integration.options import DEFAULTS, VocabOptions
 from megatron_vocabpar.integration.recording import ForwardStep, ModelCall
 from megatron_vocabpar.layers.recipes import Fp8Recipe
-from megatron_vocabpar.layers.terms import PLAIN, LossTerms
+from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.runtime.buffers import Buffers
 from megatron_vocabpar.runtime.comm import PointToPoint, Receive, VocabGroups
 from megatron_vocabpar.runtime.streams import Event, Stream
@@ -28,83 +30,25 @@ from megatron_vocabpar.schedule.methods import Method
 from megatron_vocabpar.schedule.placement import Placement
 
 
-@dataclass(frozen=True)
-class OutputOptions:
-    """How the output layer is computed.
-
-    All but ``terms``, ``fp8`` and ``drop_masked`` change its result by rounding alone.
-
-    Attributes:
-        recompute: keep no exponentials ``[n, P]`` from S to T; T computes them again.
-        rows_per_chunk: tokens whose float32 logits exist at one time; None bounds them to about 32 MiB.
-        invariant: the same bits for every sharding (``layers/invariant.py``), at a cost. Shards must end at
-            multiples of ``fixed_point.BLOCK`` ids; naive is not offered.
-        terms: what the loss of a token consists of, in training and in evaluation.
-        fp8: products of 8-bit operands by this recipe (``layers/fp8.py``), at a loss of accuracy; naive is
-            not offered. None: of the operands as they are.
-        entropy: give the loss function every token's entropy too, ``entropy=[b, s]`` float32 in nats, from
-            the kept exponentials (``layers/columns.py``); ``loss_reports.py`` says what if it takes none.
-        entropy_gradient: the loss may depend on them; one more product, twice the input gradient to reduce.
-        accuracy: likewise ``correct=[b, s]``, 1 where no id is likelier than the target (``layers/columns.py``).
-        target_rank: in forward-only calls likewise ``rank=[b, s]``, how many ids are likelier. The loss
-            function is called at their end then, and three microbatches' exponentials are kept.
-        drop_masked: in training, leave out the tokens whose losses the loss function masks, by the gradient
-            that is sent ahead: it gets 0 for them, as for labels that are no ids.
-
-    Raises:
-        ValueError: for ``invariant`` with another option, which it has no use for, or label smoothing; for
-            ``entropy``, ``accuracy`` and ``target_rank`` where no plain exponentials are kept; for the
-            entropy's gradient without it.
-    """
-
-    recompute: bool = False
-    rows_per_chunk: int | None = None
-    invariant: bool = False
-    terms: LossTerms = PLAIN
-    fp8: Fp8Recipe | None = None
-    entropy: bool = False
-    entropy_gradient: bool = False
-    accuracy: bool = False
-    target_rank: bool = False
-    drop_masked: bool = False
-
-    def __post_init__(self) -> None:
-        if self.invariant and self.fp8:
-            raise ValueError(
-                "no 8-bit products give results that don't depend on the sharding; leave one out"
-            )
-        if self.entropy_gradient and not self.entropy:
-            raise ValueError("entropy_gradient without entropy: ask for both")
-        if self.needs_exponentials and not self.keeps_exponentials:
-            raise ValueError(
-                "entropy, accuracy and target rank come from kept exponentials; leave them out, or "
-                "recomputed logits, a softcap, 8-bit products, and results that don't depend on the sharding"
-            )
-        if self.invariant and (self.recompute or self.rows_per_chunk is not None):
-            raise ValueError(
-                "results that don't depend on the sharding, with recomputed or chunked logits: they are "
-                "computed in blocks of their own; use one of the two"
-            )
-        if self.invariant and self.terms.label_smoothing:
-            raise ValueError(
-                f"label smoothing {self.terms.label_smoothing} depends on the sharding; leave it out, or the "
-                "invariance"
-            )
-
-    @property
-    def needs_exponentials(self) -> bool:
-        """Whether more is wanted of every token than its loss."""
-        return self.entropy or self.accuracy or self.target_rank
-
-    @property
-    def keeps_exponentials(self) -> bool:
-        """Whether S leaves the plain exponentials of all logits, which entropies and the like are made of."""
-        return not (self.recompute or self.invariant or self.fp8 or self.terms.softcap is not None)
+def OutputOptions(
+    recompute: bool = False,
+    rows_per_chunk: int | None = None,
+    invariant: bool = False,
+    terms: LossTerms | None = None,
+    fp8: Fp8Recipe | None = None,
+    **more: bool,
+) -> VocabOptions:
+    """``VocabOptions`` by their former name and arguments, for one release."""
+    warnings.warn("OutputOptions is now integration.options.VocabOptions", DeprecationWarning, stacklevel=2)
+    more |= {"recompute": recompute, "invariant": invariant}
+    values = {} if terms is None else asdict(terms)
+    head = None if fp8 is None else fp8.name
+    return VocabOptions(rows_per_chunk=rows_per_chunk, fp8_head=head, **values, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What stays the same on this rank from one iteration to the next."""
+    """What stays the same on this rank from one iteration to the next, but for ``output_options``."""
 
     method: Method
     placement: Placement
@@ -114,7 +58,7 @@ class Rank:
     input_stream: Stream
     point_to_point: PointToPoint
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-    output_options: OutputOptions = OutputOptions()
+    output_options: VocabOptions = DEFAULTS
     not_finite: Callable[[str], None] | None = None
 
     @property

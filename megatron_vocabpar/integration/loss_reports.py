@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_vocabpar.integration import compat, heads
-from megatron_vocabpar.integration.iteration import Iteration, OutputOptions
+from megatron_vocabpar.integration.iteration import Iteration
+from megatron_vocabpar.integration.options import VocabOptions
 from megatron_vocabpar.runtime.comm import broadcast
 from megatron_vocabpar.runtime.streams import HostCopy, start_to_host
 from megatron_vocabpar.schedule.passes import Pass, PassType
@@ -31,7 +32,7 @@ _METRICS = {"entropy": "entropy", "correct": "accuracy", "rank": "target rank"}
 """What a loss function may take beside the losses, and what the mean of it is called in its report."""
 
 
-def further_arguments(options: OutputOptions, forward_only: bool) -> list[str]:
+def further_arguments(options: VocabOptions, forward_only: bool) -> list[str]:
     """What there is for the loss function to take."""
     rank = options.target_rank and forward_only
     asked = {"entropy": options.entropy, "correct": options.accuracy, "rank": rank}
@@ -164,7 +165,7 @@ class LossReports:
         if self._takes_entropy:
             raise ValueError(
                 f"{rank}, microbatch {self._takes_entropy[0]}: the loss depends on the entropies, whose "
-                "gradient is not computed; detach them, or ask for it: OutputOptions(entropy_gradient=True)"
+                "gradient is not computed; detach them, or ask for it: VocabOptions(entropy_gradient=True)"
             )
         bad = _first_broken(finite_losses)
         if bad is not None:

@@ -64,8 +64,8 @@ def vocab_shard(
     Args:
         vocab_size: ``V``, the number of true ids; ``padded_vocab_size`` says how much padding is added.
         divisible_by: a further divisor of the padded size (Megatron's ``make_vocab_size_divisible_by``).
-        invariant: shards are to end between the blocks of ``OutputOptions.invariant``.
-        fp8: shards are to fit this recipe of ``OutputOptions.fp8``.
+        invariant: shards are to end between the blocks of ``VocabOptions.invariant``.
+        fp8: shards are to fit this recipe of ``VocabOptions.fp8``.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
     tensor = parallel_state.get_tensor_model_parallel_world_size()
@@ -209,6 +209,30 @@ def _check_arguments(given: Mapping[str, Any], fp32_head: bool) -> None:
         )
 
 
+def _add_shards(model: PartitionedModel, terms: LossTerms, draws: bool) -> None:
+    """Put this rank's rows of both layers where stock has whole ones, their weights drawn or zeros."""
+    shard, config, mup = model.shard, model.config, compat.uses_mup(model.config)
+    embedding_init = config.embedding_init_method if draws else torch.nn.init.zeros_
+    output_init = config.init_method if draws else torch.nn.init.zeros_
+    group = compat.tensor_parallel_group(model)
+    model.embedding.word_embeddings = VocabShardEmbedding(
+        shard, config, init_method=embedding_init, tp_group=group
+    )
+    model.embedding.reduce_scatter_embeddings = False
+    model.output_layer = VocabShardOutput(
+        shard,
+        config,
+        compat.with_mup_scale(terms, config),
+        init_method=embedding_init if mup and not model.tied else output_init,
+        skip_weight_param_allocation=model.tied,
+        tp_group=group,
+    )
+    for weight in model.vocabulary_weights():
+        weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
+        if mup:
+            weight.is_embedding_parameter = True  # type: ignore[attr-defined]
+
+
 class _GivenRows(torch.nn.Module):
     """In the place of the input embedding, in a last stage whose rank holds its shard in another chunk."""
 
@@ -291,27 +315,9 @@ class PartitionedModel(LanguageModule):
                 self.embedding.word_embeddings = _GivenRows()
                 self.embedding.reduce_scatter_embeddings = False
             return
-        layer_options = {"tp_group": compat.tensor_parallel_group(self)}
-        no_draw, mup = torch.nn.init.zeros_ if stock_vocab_size else None, compat.uses_mup(config)
         if not embeds:
             self.embedding = torch.nn.Module()
-        self.embedding.word_embeddings = VocabShardEmbedding(
-            shard, config, init_method=no_draw or config.embedding_init_method, **layer_options
-        )
-        self.embedding.reduce_scatter_embeddings = False
-        self.output_layer = VocabShardOutput(
-            shard,
-            config,
-            compat.with_mup_scale(terms, config),
-            init_method=no_draw
-            or (config.embedding_init_method if mup and not self.tied else config.init_method),
-            skip_weight_param_allocation=self.tied,
-            **layer_options,
-        )
-        for weight in self.vocabulary_weights():
-            weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
-            if mup:
-                weight.is_embedding_parameter = True  # type: ignore[attr-defined]
+        _add_shards(self, terms, draws=not stock_vocab_size)
         if stock_vocab_size and config.perform_initialization:
             last = parallel_state.get_pipeline_model_parallel_world_size() - 1
             # A tied weight is the first stage's.

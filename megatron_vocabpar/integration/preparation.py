@@ -22,8 +22,14 @@ from megatron_vocabpar.schedule.methods import Method
 from megatron_vocabpar.schedule.passes import PassType
 from megatron_vocabpar.schedule.schedule import Schedule
 
-_OTHER_LOSSES = (0.01, 100.0)
-"""Of tokens, in nats, that the loss function is asked about where masked ones are dropped."""
+_ANY_LOSS = 1.0
+_HIGH_LOSS = 100.0
+"""Losses of all tokens, in nats, for which the loss function gives the gradient that is announced.
+
+Where masked tokens are dropped, a threshold must not pass for a mask. Dropped tokens are reported with
+losses of 0. A function whose gradient is 0 below a threshold has one at a high loss, so that its tokens are
+kept; one whose gradient is 0 above it has one at a loss of 0. Either way the check of linearity sees it.
+"""
 
 
 def chunk_with_shards(method: Method, chunks: Sequence[torch.nn.Module]) -> PartitionedModel | None:
@@ -64,10 +70,12 @@ def prepare(
     grad_losses = None
     if last is not None and announced:
         names = further_arguments(rank.output_options, call.forward_only)
-        grad_losses = [_announced_gradient(recorded, call, names) for recorded in last]
-        if labels is not None and rank.output_options.drop_masked:
-            masked = [_masked(*pair, call, names) for pair in zip(last, grad_losses, strict=True)]
-            labels = [label.masked_fill(mask, -1) for label, mask in zip(labels, masked, strict=True)]
+        drops = rank.output_options.drop_masked
+        value = _HIGH_LOSS if drops else _ANY_LOSS
+        grad_losses = [_announced_gradient(recorded, call, names, value) for recorded in last]
+        if labels is not None and drops:
+            pairs = zip(labels, grad_losses, strict=True)
+            labels = [label.masked_fill(_masked(grad, call), -1) for label, grad in pairs]
     tokens = None if first is None else [_tokens(recorded, call) for recorded in first]
     microbatches = share_microbatches(
         Batches(tokens, labels, grad_losses),
@@ -139,22 +147,16 @@ def _check_given(tensor: torch.Tensor | None, name: str) -> None:
         )
 
 
-def _masked(recorded: ModelCall, grad: torch.Tensor, call: Call, names: Sequence[str]) -> torch.Tensor:
-    """Tokens ``[1 + D, b, s]`` whose gradient is 0, not only where their losses are 1, as ``grad``'s.
-
-    Where a threshold makes it 0, a token takes part, and the loss function is found not to be linear. So do
-    tokens of further heads whose losses are logged alone.
-    """
+def _masked(grad: torch.Tensor, call: Call) -> torch.Tensor:
+    """Tokens ``[1 + D, b, s]`` whose announced gradient is 0, but for further heads that are logged alone."""
     masked = grad == 0
-    for value in _OTHER_LOSSES:
-        masked &= _announced_gradient(recorded, call, names, value) == 0
     if not getattr(call.config, "mtp_loss_scaling_factor", None):
         masked[1:] = False
     return masked
 
 
 def _announced_gradient(
-    recorded: ModelCall, call: Call, names: Sequence[str], value: float = 1.0
+    recorded: ModelCall, call: Call, names: Sequence[str], value: float = _ANY_LOSS
 ) -> torch.Tensor:
     """The gradient ``[1 + D, b, s]`` that every token's loss gets, from losses, and others, of ``value``."""
     _check_given(recorded.labels, "labels")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_vocabpar.megatron_lm.flags import FlagConfig
+from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 
 VERSIONS = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19", "main")
 """Versions of megatron-core, oldest first; ``main`` is the development branch after 0.19.

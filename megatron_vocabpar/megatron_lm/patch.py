@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, Binding, Parameters, find_version
-from megatron_vocabpar.megatron_lm.flags import FlagConfig
+from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.teardown import ending_soon
 
 _MARK = "__vocabpar_patch__"

@@ -20,12 +20,12 @@ from megatron.core.utils import get_model_config
 
 from megatron_vocabpar import __version__
 from megatron_vocabpar.integration import heads
-from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
-from megatron_vocabpar.integration.iteration import OutputOptions
+from megatron_vocabpar.integration.forward_backward import ForwardBackward, Listeners, vocab_groups
 from megatron_vocabpar.integration.kept_plan import PLAN_FILE, digest, keep_plan, kept_plan
 from megatron_vocabpar.integration.measured_plan import MeasuredPlan, Plans, WriteOrder
 from megatron_vocabpar.integration.watched import Watched, Watcher
-from megatron_vocabpar.megatron_lm.flags import AUTO, OPTIONS, FlagConfig
+from megatron_vocabpar.megatron_lm.flag_config import AUTO, FlagConfig
+from megatron_vocabpar.megatron_lm.flags import OPTIONS
 from megatron_vocabpar.megatron_lm.watchers import IdleTime, TimelineFile, iteration
 from megatron_vocabpar.runtime.agreement import agree, program_digest, versions
 from megatron_vocabpar.runtime.background_plan import PlanKind
@@ -63,21 +63,6 @@ def check_same_everywhere() -> None:
     agree("flags and versions", flags | ours, _patience(args) / 2)
 
 
-def output_options(config: FlagConfig) -> OutputOptions:
-    """How our flags have the output layer computed."""
-    return OutputOptions(
-        recompute=config.recompute_logits,
-        rows_per_chunk=config.tokens_per_chunk,
-        invariant=config.invariant,
-        terms=config.terms,
-        fp8=config.fp8_head,
-        entropy=any(name.startswith("entropy") for name in config.metrics),
-        entropy_gradient="entropy-gradient" in config.metrics,
-        accuracy="accuracy" in config.metrics,
-        drop_masked=config.drop_masked,
-    )
-
-
 def _patience(args: Any) -> timedelta:
     return timedelta(minutes=args.distributed_timeout_minutes)
 
@@ -110,11 +95,11 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
         kind.method,
         groups,
         device,
-        late_gradient=config.late_gradient,
+        options=config.options,
         make_plan=plans,
-        timeline=timeline,
-        output_options=output_options(config),
-        not_finite=_report if args.check_for_nan_in_loss_and_grad else None,
+        listeners=Listeners(
+            timeline=timeline, not_finite=_report if args.check_for_nan_in_loss_and_grad else None
+        ),
     )
     watchers: list[Watcher] = []
     if kept is not None:
@@ -186,7 +171,7 @@ def plan_kind(
     needs with vocab-2.
     """
     cap, fitting = config.max_activations, [family.name for family in config.families(chunks)]
-    late = config.late_gradient
+    late = config.options.late_gradient
     if config.schedule != AUTO:
         among = fitting if config.schedule == SEARCH else ()
         return PlanKind(config.method, config.schedule, p, chunks, cap, among, late), ""

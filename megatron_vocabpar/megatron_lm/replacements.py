@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from math import log
 from typing import Any
@@ -15,13 +15,16 @@ from megatron.core import parallel_state
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.chunks import ChunkPosition, chunk_position, shown_as_rank
 from megatron_vocabpar.integration.model import PartitionedModel, vocab_shard
+from megatron_vocabpar.integration.options import VocabOptions
 from megatron_vocabpar.integration.watched import Watched
 from megatron_vocabpar.megatron_lm.bindings import Binding
 from megatron_vocabpar.megatron_lm.checkpoints import starting_checkpoint
-from megatron_vocabpar.megatron_lm.flags import FlagConfig, chain
+from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
+from megatron_vocabpar.megatron_lm.flags import chain
+from megatron_vocabpar.megatron_lm.layouts import place_layers
 from megatron_vocabpar.megatron_lm.parsed import Declared, check_read, declared, not_run
 from megatron_vocabpar.megatron_lm.planning import build, check_costs, check_same_everywhere
-from megatron_vocabpar.megatron_lm.refusals import check, place_layers
+from megatron_vocabpar.megatron_lm.refusals import check
 from megatron_vocabpar.schedule.families import families
 
 _TIED = "share_embeddings_and_output_weights"
@@ -147,27 +150,11 @@ def model_class(
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             compare_once()
             options = signature.bind_partial(*args, **kwargs).arguments
-            vp_stage = options.get("vp_stage")
             if flags.splits_w:
                 options["config"].delay_wgrad_compute = True  # layers of Transformer Engine ask for it
             if flags.partitions_vocabulary:
-                padded_size = options["vocab_size"]
-                vocab_size, divisible_by = (true_size or true_vocabulary)(padded_size)
-                if torch.distributed.get_rank() == 0 and not vp_stage and vocab_size < padded_size:
-                    print(_padding_notice(vocab_size, padded_size), flush=True)
-                options |= {
-                    "vocab_size": vocab_size,
-                    "shard": vocab_shard(
-                        vocab_size, divisible_by, invariant=flags.invariant, fp8=flags.fp8_head
-                    ),
-                    "holds_shard": not vp_stage,
-                    "stock_vocab_size": (
-                        None if flags.independent_init or vp_stage is not None else padded_size
-                    ),
-                    "terms": flags.terms,
-                    "fp32_head": flags.fp32_head,
-                }
-            position = _position(flags, vp_stage, options.get(compat.GROUPS_ARGUMENT))
+                options |= _partition(flags.options, options, true_size or true_vocabulary)
+            position = _position(flags, options.get("vp_stage"), options.get(compat.GROUPS_ARGUMENT))
             options |= {k: v for k, v in position.options.items() if k in signature.parameters}
             # In a V placement both whole layers are on one rank: Megatron's all-reduce has nothing to do.
             tied_here = not flags.partitions_vocabulary and position.is_v and options.get(_TIED, False)
@@ -196,6 +183,25 @@ def model_class(
 
     Model.__name__ = Model.__qualname__ = original.__qualname__
     return Model
+
+
+def _partition(
+    options: VocabOptions, arguments: Mapping[str, Any], sizes: Callable[[int], tuple[int, int]]
+) -> dict[str, Any]:
+    """What ``PartitionedModel`` takes in place of stock's vocabulary size, and beside it."""
+    padded_size, vp_stage = arguments["vocab_size"], arguments.get("vp_stage")
+    true_size, divisible_by = sizes(padded_size)
+    if torch.distributed.get_rank() == 0 and not vp_stage and true_size < padded_size:
+        print(_padding_notice(true_size, padded_size), flush=True)
+    draws_as_stock = not options.independent_init and vp_stage is None
+    return {
+        "vocab_size": true_size,
+        "shard": vocab_shard(true_size, divisible_by, invariant=options.invariant, fp8=options.fp8),
+        "holds_shard": not vp_stage,
+        "stock_vocab_size": padded_size if draws_as_stock else None,
+        "terms": options.terms,
+        "fp32_head": options.fp32_head,
+    }
 
 
 def _position(flags: FlagConfig, vp_stage: int | None, groups: Any = None) -> ChunkPosition:

@@ -7,15 +7,18 @@ Next: ``schedule/generate.py``; ``job.py``, which hands it on.
 
 from __future__ import annotations
 
+from megatron_vocabpar.integration.options import VocabOptions
+from megatron_vocabpar.integration.rules import conflicts
 from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.families import SEARCH, Family, families
 from megatron_vocabpar.schedule.generate import make_plan
 from megatron_vocabpar.schedule.methods import method_named
 from megatron_vocabpar.schedule.peaks import peak_activations
+from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.schedule.search import search
-from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.config import TrainConfig, flag
 
 
 def misfit(config: TrainConfig, method: str, family: Family) -> str | None:
@@ -41,12 +44,12 @@ def misfit(config: TrainConfig, method: str, family: Family) -> str | None:
             f"{family.name} puts the first and the last stage on one rank, where stock Megatron's baseline "
             "cannot tie their weights; give --untied, or leave baseline out"
         )
-    if method == "baseline" and config.late_gradient and family.shape == "vshape":
-        return (
-            f"{family.name} puts the last stage on another rank than the loss function, to which baseline "
-            "sends the tokens' losses at the end; give --no-late-gradient, or leave baseline out"
-        )
-    return None
+    options, placement = (
+        VocabOptions(late_gradient=config.late_gradient),
+        Placement(config.pp, chunks, family.shape),
+    )
+    broken = conflicts(options, method_named(method), placement, spell=lambda name, _: flag(name))
+    return broken[0] if broken else None
 
 
 def plan_method(config: TrainConfig, method: str) -> Plan:

@@ -26,7 +26,8 @@ from megatron.core import __version__ as megatron_version
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
+from megatron_vocabpar.integration.forward_backward import ForwardBackward, Listeners, vocab_groups
+from megatron_vocabpar.integration.options import VocabOptions
 from megatron_vocabpar.runtime.agreement import agree, program_digest, versions
 from megatron_vocabpar.runtime.profile import Timeline, gather_trace
 from megatron_vocabpar.runtime.streams import (
@@ -121,10 +122,9 @@ class _Trainer:
             config.method,
             vocab_groups(),
             device,
-            late_gradient=config.late_gradient,
+            options=VocabOptions(late_gradient=config.late_gradient),
             make_plan={self.plan.schedule.m: self.plan}.__getitem__,
-            observers=(self._observe,),
-            timeline=self.timeline,
+            listeners=Listeners(observers=(self._observe,), timeline=self.timeline),
         )
         self.placement = self.plan.schedule.placement
         self.held_before_mib = held_memory_mib(device)

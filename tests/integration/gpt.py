@@ -32,8 +32,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.chunks import chunk_positions
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
-from megatron_vocabpar.integration.iteration import OutputOptions
 from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
+from megatron_vocabpar.integration.options import VocabOptions
 from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.methods import METHODS
@@ -48,6 +48,14 @@ from tests.integration.cpu_graphs import cuda_graphs_on_cpu
 from tests.integration.delayed import delayed_spec
 from tests.integration.losses import LOSSES
 from tests.spawn import run_ranks
+
+BENT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "above a threshold": lambda losses: losses * (losses.detach() > 4.5),
+    "below a threshold": lambda losses: losses * (losses.detach() < 4.5),
+    "clamped from above": lambda losses: losses.clamp(max=4.5),
+    "clamped from below": lambda losses: losses.clamp(min=4.5),
+}
+"""Their gradient is 0 for tokens that are not masked, on one side of about the mean loss, ln 96."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,7 @@ class Case:
     output_scale: float = 1.0
     mup_output_mult: float = 1.0
     fp32_head: bool = False
-    output_options: OutputOptions = field(default_factory=OutputOptions)
+    output_options: VocabOptions = field(default_factory=VocabOptions)
     delayed: bool = False
     mtp: int = 0
     late_gradient: bool = False
@@ -97,7 +105,7 @@ class Case:
         """The same training on one process, without any of our code."""
         changes = {"method": "stock", "pp": 1, "tp": 1, "dp": 1, "cp": 1, "m": self.m * self.dp}
         options = {
-            "output_options": OutputOptions(),
+            "output_options": VocabOptions(),
             "delayed": False,
             "late_gradient": False,
             "graphs": False,
@@ -277,8 +285,8 @@ def _loss(
         losses, metrics = LOSSES[name](fields, -losses)
     elif name == "squared":
         losses = losses**2
-    elif name == "threshold":
-        losses = losses * (losses.detach() > 2)
+    elif name in BENT:
+        losses = BENT[name](losses)
     total = (losses * mask).sum()
     metrics = {key: value.detach().clone() for key, value in metrics.items()}
     if not kind.endswith("tokens"):
@@ -367,9 +375,8 @@ def train(
                 case.method,
                 vocab_groups(),
                 torch.device("cpu"),
-                late_gradient=case.late_gradient,
+                options=replace(case.output_options, late_gradient=case.late_gradient),
                 make_plan=plan_maker(case),
-                output_options=case.output_options,
                 mtp_depths=case.mtp,
             )
         )

@@ -13,7 +13,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
-from megatron_vocabpar.integration.iteration import OutputOptions
+from megatron_vocabpar.integration.options import VocabOptions
 from megatron_vocabpar.layers.recipes import RECIPES
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from megatron_vocabpar.train.weights import global_parameters, initialise_weights
@@ -116,7 +116,7 @@ def _unsharded_fp32_head(_: int, case: Case) -> Result:
         return train(0, case.unsharded())
 
 
-INVARIANT: dict[str, Any] = {"output_options": OutputOptions(invariant=True), "vocab_size": 512}
+INVARIANT: dict[str, Any] = {"output_options": VocabOptions(invariant=True), "vocab_size": 512}
 LATE: dict[str, Any] = {"late_gradient": True}
 
 
@@ -151,9 +151,9 @@ def test_fp32_head(method: str, options: dict[str, Any]) -> None:
 )
 def test_fp8_head(method: str, recompute: bool, recipe: str, late_gradient: bool) -> None:
     """Trains with 8-bit products: as with 16 bits, but for what they cost in accuracy."""
-    options = OutputOptions(fp8=RECIPES[recipe], recompute=recompute)
+    options = VocabOptions(fp8_head=recipe, recompute=recompute)
     case = replace(CASE, method=method, late_gradient=late_gradient, output_options=options)
-    plain = run(replace(case, output_options=OutputOptions()))
+    plain = run(replace(case, output_options=VocabOptions()))
     results = run(case)
     for name in ("losses", "evaluation"):
         assert getattr(results[-1], name)[0] == pytest.approx(getattr(plain[-1], name)[0], rel=2e-3)

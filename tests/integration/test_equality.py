@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megatron_vocabpar.integration.forward_backward import ForwardBackward
-from megatron_vocabpar.integration.iteration import OutputOptions
-from megatron_vocabpar.layers.recipes import MXFP8
+from megatron_vocabpar.integration.options import VocabOptions
 from megatron_vocabpar.runtime.comm import VocabGroups
 from tests.cases import covering, rest_is_slow
 from tests.integration.gpt import Case, Result, run, train
@@ -137,20 +136,20 @@ def test_a_loss_without_a_graph_is_no_gradient(method: str) -> None:
     [("vocab-1", True), ("vocab-2", True), *rest_is_slow([("interlaced", True)]), ("naive", False)],
 )
 def test_recomputed_and_chunked_logits(method: str, recompute: bool) -> None:
-    check(Case(method=method, pp=2, m=3, output_options=OutputOptions(recompute, rows_per_chunk=5)))
+    check(Case(method=method, pp=2, m=3, output_options=VocabOptions(recompute=recompute, rows_per_chunk=5)))
 
 
 def test_naive_does_not_recompute() -> None:
     groups = VocabGroups((0,), 1, 1, 0, *[Mock()] * 4)
-    with pytest.raises(ValueError, match="naive keeps its logits"):
-        ForwardBackward("naive", groups, torch.device("cpu"), output_options=OutputOptions(recompute=True))
+    with pytest.raises(ValueError, match="recompute=True: not with method naive, which keeps its logits"):
+        ForwardBackward("naive", groups, torch.device("cpu"), options=VocabOptions(recompute=True))
 
 
 def test_a_gpu_without_such_8_bit_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     groups, gpu = VocabGroups((0,), 1, 1, 0, *[Mock()] * 4), torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(ValueError, match=r"need compute capability 10\.0, and cuda:0 has 9\.0"):
-        ForwardBackward("vocab-2", groups, gpu, output_options=OutputOptions(fp8=MXFP8))
+        ForwardBackward("vocab-2", groups, gpu, options=VocabOptions(fp8_head="mxfp8"))
 
 
 @pytest.mark.parametrize("method", rest_is_slow([*METHODS, "interlaced"], "vocab-2"))

@@ -1,4 +1,4 @@
-"""Training with ``OutputOptions(invariant=True)``: the same bits for every pipeline size and method."""
+"""Training with ``VocabOptions(invariant=True)``: the same bits for every pipeline size and method."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from megatron_vocabpar.integration.forward_backward import ForwardBackward
-from megatron_vocabpar.integration.iteration import OutputOptions
+from megatron_vocabpar.integration.options import VocabOptions
 from megatron_vocabpar.runtime.comm import VocabGroups
 from tests.cases import rest_is_slow
 from tests.integration.gpt import Case, Result, run
 from tests.integration.test_equality import check
 
-ONE = Case(method="vocab-1", m=4, layers=6, vocab_size=1100, output_options=OutputOptions(invariant=True))
+ONE = Case(method="vocab-1", m=4, layers=6, vocab_size=1100, output_options=VocabOptions(invariant=True))
 
 
 @cache
@@ -47,9 +47,7 @@ def test_right_too() -> None:
 
 
 def test_what_does_not_go_together() -> None:
-    with pytest.raises(ValueError, match="recomputed or chunked logits"):
-        OutputOptions(recompute=True, invariant=True)
     groups = VocabGroups((0,), 1, 1, 0, *[Mock()] * 4)
-    options = OutputOptions(invariant=True)
-    with pytest.raises(ValueError, match="method naive has no results"):
-        ForwardBackward("naive", groups, torch.device("cpu"), output_options=options)
+    options = VocabOptions(invariant=True)
+    with pytest.raises(ValueError, match="invariant=True: not with method naive"):
+        ForwardBackward("naive", groups, torch.device("cpu"), options=options)

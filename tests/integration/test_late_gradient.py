@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_vocabpar.integration.forward_backward import ForwardBackward
-from megatron_vocabpar.integration.iteration import OutputOptions
+from megatron_vocabpar.integration.options import VocabOptions
 from megatron_vocabpar.runtime.background_plan import PlanKind
 from megatron_vocabpar.runtime.comm import VocabGroups
 from megatron_vocabpar.schedule.generate import generate
@@ -27,7 +27,7 @@ check = partial(equality.check, drift=10.0)
 
 WITH_ENTROPY: dict[str, Any] = {
     "loss": "entropy",
-    "output_options": OutputOptions(entropy=True, entropy_gradient=True),
+    "output_options": VocabOptions(entropy=True, entropy_gradient=True),
 }
 
 
@@ -115,10 +115,10 @@ def test_in_every_family(family: str, method: str, p: int, loss: str, sizes: dic
                 {"tp": 2, "dp": 2, "overlap_grad_reduce": True, **WITH_ENTROPY},
                 {"loss": "ppo", "labels": "ignored"},
                 {"loss": "ppo", "labels": "one masked microbatch", "method": "vocab-1"},
-                {"loss": "focal", "output_options": OutputOptions(recompute=True), "method": "vocab-1"},
-                {"loss": "focal", "output_options": OutputOptions(recompute=True)},
-                {"loss": "grpo", "output_options": OutputOptions(invariant=True)},
-                {"loss": "grpo", "output_options": OutputOptions(invariant=True), "method": "vocab-1"},
+                {"loss": "focal", "output_options": VocabOptions(recompute=True), "method": "vocab-1"},
+                {"loss": "focal", "output_options": VocabOptions(recompute=True)},
+                {"loss": "grpo", "output_options": VocabOptions(invariant=True)},
+                {"loss": "grpo", "output_options": VocabOptions(invariant=True), "method": "vocab-1"},
                 {"loss": "per-microbatch"},
                 {"loss": "squared", "vocab_size": 33, "pp": 4, "layers": 4},
             ]
@@ -132,38 +132,34 @@ def test_with_everything_else(options: dict[str, Any]) -> None:
 def test_a_plan_of_another_kind_and_a_distant_output_layer_are_refused() -> None:
     groups = VocabGroups((0,), 1, 1, 0, *[Mock()] * 4)
     usual, v_shaped = generate("vocab-2", 1, 2), generate("baseline", 2, 2, family="v-half")
-    run = Mock(method=METHODS["vocab-2"].with_late_gradient(), groups=groups)
+    options = VocabOptions(late_gradient=True)
+    run = Mock(method=METHODS["vocab-2"].with_late_gradient(), groups=groups, options=options)
     with pytest.raises(ValueError, match="the plan has late_gradient False, not True"):
         ForwardBackward._check_plan(run, usual, 2)
     run.method = METHODS["baseline"].with_late_gradient()
-    with pytest.raises(ValueError, match="late_gradient with baseline: in a V shape"):
+    with pytest.raises(
+        ValueError, match="late_gradient=True: not with method baseline, whose last stage in a V"
+    ):
         ForwardBackward._check_plan(run, v_shaped, 2)
 
 
 @pytest.mark.parametrize(
     ("method", "late", "told"),
     [
-        ("vocab-2", False, "entropy_gradient without a late gradient; give late_gradient=True"),
-        (
-            "baseline",
-            True,
-            "entropy, accuracy or target rank with baseline: its output layer is Megatron's own",
-        ),
+        ("vocab-2", False, "entropy_gradient=True: needs late_gradient=True"),
+        ("baseline", True, "entropy=True and entropy_gradient=True: not with method baseline"),
     ],
 )
 def test_entropies_are_refused_where_there_are_none(method: str, late: bool, told: str) -> None:
-    options = OutputOptions(entropy=True, entropy_gradient=True)
+    options = VocabOptions(entropy=True, entropy_gradient=True, late_gradient=late)
     with pytest.raises(ValueError, match=told):
-        ForwardBackward(method, Mock(), torch.device("cpu"), late_gradient=late, output_options=options)
-    with pytest.raises(ValueError, match="entropy_gradient without entropy: ask for both"):
-        OutputOptions(entropy_gradient=True)
+        ForwardBackward(method, Mock(), torch.device("cpu"), options=options)
 
 
-@pytest.mark.parametrize(("method", "late"), [("vocab-2", True), ("baseline", False)])
-def test_masked_tokens_are_known_by_an_announced_gradient(method: str, late: bool) -> None:
-    options = OutputOptions(drop_masked=True)
+def test_masked_tokens_are_known_by_an_announced_gradient() -> None:
+    options = VocabOptions(drop_masked=True, late_gradient=True)
     with pytest.raises(ValueError, match="give such tokens labels of -100"):
-        ForwardBackward(method, Mock(), torch.device("cpu"), late_gradient=late, output_options=options)
+        ForwardBackward("vocab-2", Mock(), torch.device("cpu"), options=options)
 
 
 def test_plans_made_in_the_background_are_of_the_same_kind() -> None:

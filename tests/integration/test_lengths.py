@@ -12,14 +12,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_vocabpar.integration.forward_backward import check_config
 from megatron_vocabpar.integration.handlers.hidden import HiddenStates
 from megatron_vocabpar.integration.handlers.loss import Losses
-from megatron_vocabpar.integration.iteration import OutputOptions
+from megatron_vocabpar.integration.options import VocabOptions
+from megatron_vocabpar.integration.settings import check_settings
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.passes import Pass
 from tests.cases import rest_is_slow
-from tests.integration.gpt import Case, case_of, run, train, transformer_config
+from tests.integration.gpt import BENT, Case, case_of, run, train, transformer_config
 from tests.integration.test_equality import check
 
 TOKENS: dict[str, Any] = {"loss": "tokens", "calculate_per_token_loss": True}
@@ -59,8 +59,8 @@ def test_packed_sequences(method: str, sizes: dict[str, int]) -> None:
                 ("vocab-1", {"lengths": PACKED, "micro_batch_size": 1, "position": "rope", **TOKENS}),
                 ("naive", {"tp": 2, "lengths": ((8,), (6,))}),
                 ("naive", {"tied": True}),
-                ("vocab-2", {"output_options": OutputOptions(recompute=True)}),
-                ("vocab-1", {"output_options": OutputOptions(invariant=True)}),
+                ("vocab-2", {"output_options": VocabOptions(recompute=True)}),
+                ("vocab-1", {"output_options": VocabOptions(invariant=True)}),
             ]
         ),
     ],
@@ -89,7 +89,7 @@ def test_tokens_that_do_not_count(method: str, options: dict[str, Any]) -> None:
 )
 def test_masked_tokens_are_dropped(method: str, options: dict[str, Any]) -> None:
     """Nine tenths are masked, and all of the last microbatch: S sees the others alone in training."""
-    drops = OutputOptions(drop_masked=True)
+    drops = VocabOptions(drop_masked=True)
     case = Case(method, pp=2, m=3, labels="mostly masked", output_options=drops, **options)
     check(case)
     training, evaluation = torch.tensor(run(case, body=_rows)[0]).view(-1, 2, 3).unbind(1)
@@ -98,11 +98,12 @@ def test_masked_tokens_are_dropped(method: str, options: dict[str, Any]) -> None
     assert set(training[:, 2].tolist()) == {1}
 
 
-def test_tokens_below_a_threshold_are_not_taken_for_masked() -> None:
-    """Their losses are asked about at 1, where the loss function leaves them out."""
-    drops = OutputOptions(drop_masked=True)
+@pytest.mark.parametrize("loss", BENT)
+def test_tokens_without_a_gradient_are_not_taken_for_masked(loss: str) -> None:
+    """Kept or dropped, they have another gradient at the loss that is reported than was announced."""
+    drops = VocabOptions(drop_masked=True)
     with pytest.raises(Exception, match="the loss function is not linear in the per-token losses"):
-        run(Case("vocab-2", pp=1, m=1, layers=1, loss="threshold", output_options=drops))
+        run(Case("vocab-2", pp=1, m=1, layers=1, loss=loss, output_options=drops))
 
 
 def _rows(rank: int, case: Case) -> list[int]:
@@ -143,4 +144,4 @@ def test_variable_lengths_keep_no_more_exponentials() -> None:
 def test_methods_without_shared_shapes_refuse_variable_lengths() -> None:
     config = transformer_config(Case(lengths=VARIABLE))
     with pytest.raises(ValueError, match="variable_seq_lengths is not supported"):
-        check_config(config, None, vocabulary_parallel=False)
+        check_settings(config, None, vocabulary_parallel=False)

@@ -20,7 +20,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
+from megatron_vocabpar.integration.forward_backward import ForwardBackward, Listeners, vocab_groups
 from megatron_vocabpar.integration.kept_plan import PLAN_FILE, digest, keep_plan, kept_plan
 from megatron_vocabpar.integration.measured_plan import MeasuredPlan, Plans, WriteOrder
 from megatron_vocabpar.integration.watched import Watched
@@ -85,7 +85,9 @@ def train(rank: int, case: Case, kind: PlanKind, iterations: int | None, broken:
         timeline, groups = Timeline(CPU), vocab_groups()
         costs = PassCosts.from_dict({"F_ms": 1, "B_ms": 1, "W_ms": 1, "methods": {case.method: WRONG}})
         plans = Plans(kind, costs, WriteOrder.of(model))
-        run = ForwardBackward(case.method, groups, CPU, make_plan=plans, timeline=timeline)
+        run = ForwardBackward(
+            case.method, groups, CPU, make_plan=plans, listeners=Listeners(timeline=timeline)
+        )
         sent = partial(transfer_ms, groups, lambda: torch.zeros(8, 2, 16))
         switched: list[float] = []
         watcher = MeasuredPlan(run, plans, 2, sent, lines.append, lambda *_: switched.append(1.0))

@@ -11,7 +11,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_vocabpar.integration.forward_backward import ForwardBackward
-from megatron_vocabpar.integration.iteration import OutputOptions
+from megatron_vocabpar.integration.options import VocabOptions
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.train.cpu import megatron_on_cpu
@@ -82,9 +82,13 @@ def pipelined(_: int, late: Case, case: Case, data: Batches) -> tuple[list[np.nd
                 one.method,
                 gpt.vocab_groups(),
                 torch.device("cpu"),
-                late_gradient=one.late_gradient,
+                options=VocabOptions(
+                    entropy=True,
+                    accuracy=True,
+                    target_rank=one is late,
+                    late_gradient=one.late_gradient,
+                ),
                 make_plan=gpt.plan_maker(one),
-                output_options=OutputOptions(entropy=True, accuracy=True, target_rank=one is late),
             )
             for one in (late, case)
         ]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megatron_vocabpar.integration.forward_backward import ForwardBackward
-from megatron_vocabpar.integration.iteration import OutputOptions
+from megatron_vocabpar.integration.options import VocabOptions
 from megatron_vocabpar.layers.terms import LossTerms
-from megatron_vocabpar.runtime.comm import VocabGroups
 from tests.cases import rest_is_slow
 from tests.integration.gpt import Case, Result, run, train
 from tests.spawn import run_ranks
@@ -51,7 +50,7 @@ def test_same_training_as_unsharded(name: str) -> None:
     method, terms = CASES[name]
     mup = 0.5 if name == "logit scale" else 1.0
     case = Case(
-        method, pp=2, m=3, vocab_size=97, mup_output_mult=mup, output_options=OutputOptions(terms=terms)
+        method, pp=2, m=3, vocab_size=97, mup_output_mult=mup, output_options=VocabOptions(**asdict(terms))
     )
     (expected,) = run_ranks(1, _unsharded, case, terms)
     results = run(case, expected)
@@ -60,16 +59,3 @@ def test_same_training_as_unsharded(name: str) -> None:
     np.testing.assert_allclose(reporting.evaluation, expected.evaluation, rtol=1e-5)
     differences = [each for result in results for each in (result.first_gradients, result.weights)]
     assert max(difference for each in differences for difference in each.values()) <= 1e-5
-
-
-def test_naive_has_no_label_smoothing() -> None:
-    options = OutputOptions(terms=LossTerms(label_smoothing=0.1))
-    with pytest.raises(ValueError, match="naive has no label smoothing; use vocab-1"):
-        ForwardBackward(
-            "naive", VocabGroups((0,), 1, 1, 0, *[Mock()] * 4), torch.device("cpu"), output_options=options
-        )
-
-
-def test_invariance_has_no_label_smoothing() -> None:
-    with pytest.raises(ValueError, match=r"label smoothing 0\.1 depends on the sharding"):
-        OutputOptions(invariant=True, terms=LossTerms(label_smoothing=0.1))

@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_vocabpar.integration import forward_backward, preparation
-from megatron_vocabpar.integration.forward_backward import ForwardBackward
+from megatron_vocabpar.integration.forward_backward import ForwardBackward, Listeners
 from megatron_vocabpar.integration.microbatches import Batches, Microbatch, Microbatches
 from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
 from megatron_vocabpar.layers import operands
@@ -254,7 +254,11 @@ def _build(schedule: Schedule, rank: int, waits: _Waits) -> tuple[ForwardBackwar
     for weight in model.parameters():
         weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32, device=DEVICE)
     run = ForwardBackward(
-        schedule.method.name, groups, DEVICE, make_plan=lambda _: Plan.of(schedule), observers=[waits.observe]
+        schedule.method.name,
+        groups,
+        DEVICE,
+        make_plan=lambda _: Plan.of(schedule),
+        listeners=Listeners(observers=[waits.observe]),
     )
     return run, model
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_vocabpar.megatron_lm.flags import FlagConfig
+from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.replacements import _announcement
 from tests.megatron_lm.test_doors import ENABLE
 from tests.megatron_lm.test_training import EMBEDDINGS

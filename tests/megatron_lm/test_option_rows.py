@@ -15,7 +15,7 @@ import pytest
 from megatron_vocabpar.megatron_lm import options, parsed
 from megatron_vocabpar.megatron_lm.bindings import VERSIONS, find_version
 from megatron_vocabpar.megatron_lm.checkout import source_signatures
-from megatron_vocabpar.megatron_lm.flags import FlagConfig
+from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.options import REFUSED, ROW_OF, ROWS
 from megatron_vocabpar.megatron_lm.options_page import page
 from megatron_vocabpar.megatron_lm.refusals import REFUSALS, check

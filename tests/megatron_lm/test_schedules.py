@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_vocabpar.megatron_lm.flags import FlagConfig
+from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.refusals import check
 from tests.megatron_lm.test_doors import PLAIN
 from tests.megatron_lm.test_training import FROM_WEIGHTS

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_vocabpar.integration import loss_reports, microbatches
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
+from megatron_vocabpar.integration.options import VocabOptions
 from megatron_vocabpar.layers.kernels.reference import Exponentials
 from megatron_vocabpar.runtime.buffers import Buffers
 from megatron_vocabpar.runtime.streams import HostCopy
@@ -109,7 +110,7 @@ def iterate(_: int, method: str, late_gradient: bool) -> tuple[int, list[str], l
         stack.enter_context(patch.object(loss_reports, "start_to_host", arrived))
         chunks = build_chunks(config, Placement(1), FAR)
         chunks[0].config.finalize_model_grads_func = None  # a reduction over gloo, of what has no values
-        run = ForwardBackward(method, vocab_groups(), FAR, late_gradient=late_gradient)
+        run = ForwardBackward(method, vocab_groups(), FAR, options=VocabOptions(late_gradient=late_gradient))
         copies = stack.enter_context(Copies())
         run(
             forward_step_func=partial(forward_step, FAR),

@@ -1,0 +1,202 @@
+"""``VocabOptions``: everything that can be asked of the vocabulary layers. A field is an option.
+
+Megatron's flags, their help and the table of flags in ``docs/megatron.md`` are generated from these fields,
+as the options of ``vocabpar train`` are from ``TrainConfig``. Standard library only.
+
+Next: ``rules.py``, what cannot be combined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from megatron_vocabpar.layers.recipes import RECIPES, ROW
+
+if TYPE_CHECKING:
+    from megatron_vocabpar.layers.recipes import Fp8Recipe
+    from megatron_vocabpar.layers.terms import LossTerms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What a field says of itself as an option.
+
+    Attributes:
+        help: a sentence for ``--help``.
+        page: what the table of flags in ``docs/megatron.md`` says besides, as Markdown.
+        flag: what follows ``--vocab-parallel-``; by default the field's name. None: it has no flag.
+        choices: the values that it takes.
+        words: those of a flag that takes several words, any of which sets this field; its own word first.
+        metavar: what stands for its value in ``--help``.
+        bare: its value where the flag has none behind it.
+        unset: what parsed arguments hold where the flag is not given.
+        least: its smallest value that makes sense.
+    """
+
+    help: str
+    page: str = ""
+    flag: str | None = ""
+    choices: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    metavar: str | None = None
+    bare: str | None = None
+    unset: str | None = None
+    least: int | None = None
+
+
+def option(default: Any, help: str, **more: Any) -> Any:
+    """A field that is an option: its value where nobody asks for it, and what ``Option`` takes."""
+    return field(default=default, metadata={"option": Option(help=help, **more)})
+
+
+def options_of(record: Any) -> dict[str, Option]:
+    """The options of a record, or of its class, by their fields."""
+    return {each.name: each.metadata["option"] for each in fields(record) if "option" in each.metadata}
+
+
+def asked_for(record: Any, names: Iterable[str]) -> list[str]:
+    """Those of the fields that have another value than their default."""
+    defaults = {each.name: each.default for each in fields(record)}
+    return [name for name in names if getattr(record, name) != defaults[name]]
+
+
+FLAGS_OF_WORDS = {
+    "metrics": (
+        "What is given of every token to a loss function that has a parameter for it (entropy, correct), "
+        "else logged as its mean; entropy-gradient lets the loss depend on the entropies."
+    )
+}
+"""The help of each flag whose words set several fields."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabOptions:
+    """How partitioned vocabulary layers are computed, and what the loss function gets of every token.
+
+    All but the terms of the loss, ``fp8_head`` and ``drop_masked`` change results by rounding alone.
+    """
+
+    recompute: bool = option(
+        False,
+        "Keep nothing of the logits from pass S to T, which then computes them again.",
+        page="One more product, less memory.",
+        flag="recompute-logits",
+    )
+    rows_per_chunk: int | None = option(
+        None,
+        "Tokens whose float32 logits exist at one time; by default as many as take 32 MiB.",
+        flag="tokens-per-chunk",
+        least=1,
+    )
+    invariant: bool = option(
+        False,
+        "The same bits of the loss and the vocabulary layers' gradients for every pipeline and tensor size, "
+        "at a cost.",
+        page="See [invariance.md](invariance.md). Pads the vocabulary to 256 ids a shard.",
+    )
+    z_loss: float = option(0.0, "Weight of the squared logsumexp in every token's loss.")
+    softcap: float | None = option(
+        None,
+        "Bound of the logits c: c tanh(logit / c), as in Gemma 2.",
+        page="Not with label smoothing.",
+        flag="logit-softcap",
+    )
+    label_smoothing: float = option(
+        0.0, "Part of the label that is spread over all ids.", page="As PyTorch's."
+    )
+    logit_scale: float = option(1.0, "Factor of the logits, before a softcap.")
+    fp32_head: bool = option(
+        False,
+        "Keep the output layer's weight in float32 in a 16-bit model, and compute with it so.",
+        page="See [precision.md](precision.md). Not with tied embeddings.",
+    )
+    fp8_head: str | None = option(
+        None,
+        "Multiply 8-bit operands in the output layer, with a scale for each row or (mxfp8) each 32 "
+        "neighbours: log-probabilities of trained models were off by hundredths of a nat.",
+        page="See [precision.md](precision.md). `row`, also without a word, or `mxfp8`.",
+        choices=tuple(RECIPES),
+        bare=ROW.name,
+    )
+    late_gradient: bool = option(
+        False,
+        "The loss function may be any function of the tokens' losses, not a linear one alone: their "
+        "gradients are sent when it has run, not ahead.",
+        page="See [reinforcement.md](reinforcement.md).",
+    )
+    drop_masked: bool = option(
+        False,
+        "In training, leave tokens that the loss function masks out of the output layer: it gets losses of 0 "
+        "for them.",
+        page="Masked are padding, prompts, `--eod-mask-loss`; a report of unmasked losses changes. Tokens "
+        "whose label is -100, as in Megatron's `--sft`, are left out without it.",
+    )
+    entropy: bool = option(
+        False,
+        "Every token's entropy in nats, for the loss function: entropy=[b, s].",
+        page="`entropy`, `accuracy` or `entropy-gradient`; see "
+        "[entropies and accuracy](reinforcement.md#entropies-and-accuracy).",
+        flag="metrics",
+        words=("entropy", "entropy-gradient"),
+    )
+    entropy_gradient: bool = option(
+        False,
+        "The loss may depend on the entropies; one more product, twice the input gradient to reduce.",
+        flag="metrics",
+        words=("entropy-gradient",),
+    )
+    accuracy: bool = option(
+        False,
+        "Whether no id is likelier than the target, for the loss function: correct=[b, s].",
+        flag="metrics",
+        words=("accuracy",),
+    )
+    target_rank: bool = option(
+        False,
+        "In forward-only calls, how many ids are likelier than the target: rank=[b, s]. The loss function is "
+        "called at their end then, and three microbatches' exponentials are kept.",
+        flag=None,
+    )
+    independent_init: bool = option(
+        False,
+        "Draw the initial vocabulary weights on each rank, which differ then from those of a run without the "
+        "flag, instead of whole on the first and last stage.",
+        page="For weights that are too large for one rank.",
+    )
+
+    @cached_property
+    def terms(self) -> LossTerms:
+        """What the loss of a token consists of; a ``ValueError`` for values that no loss has."""
+        from megatron_vocabpar.layers.terms import LossTerms
+
+        return LossTerms(**{name: getattr(self, name) for name in TERMS})
+
+    @property
+    def fp8(self) -> Fp8Recipe | None:
+        """The recipe of 8-bit operands; None: the operands as they are."""
+        return None if self.fp8_head is None else RECIPES[self.fp8_head]
+
+    @property
+    def needs_exponentials(self) -> bool:
+        """Whether more is wanted of every token than its loss."""
+        return any(getattr(self, name) for name in OF_EXPONENTIALS)
+
+    @property
+    def keeps_exponentials(self) -> bool:
+        """Whether S leaves the plain exponentials of all logits, which entropies and the like are made of."""
+        return not asked_for(self, WITHOUT_EXPONENTIALS)
+
+
+DEFAULTS = VocabOptions()
+"""Nothing is asked for."""
+
+
+TERMS = ("z_loss", "softcap", "label_smoothing", "logit_scale")
+"""The fields that are the terms of the loss."""
+OF_EXPONENTIALS = ("entropy", "accuracy", "target_rank")
+"""Those that ask for numbers that are made of kept exponentials."""
+WITHOUT_EXPONENTIALS = ("recompute", "invariant", "fp8_head", "softcap")
+"""Those with which S keeps no plain exponentials."""

@@ -1,0 +1,36 @@
+"""The settings of Megatron's configuration that our executor would run wrongly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def check_settings(config: Any, adjust_tensor_shapes_fn: Any, vocabulary_parallel: bool) -> None:
+    """Refuse such settings.
+
+    Raises:
+        ValueError: naming the setting and the remedy.
+    """
+    refused = [
+        (config.defer_embedding_wgrad_compute, "defer_embedding_wgrad_compute", "turn it off"),
+        (
+            config.num_microbatches_with_partial_activation_checkpoints is not None,
+            "num_microbatches_with_partial_activation_checkpoints",
+            "use a recompute_granularity that is the same for all microbatches",
+        ),
+        (
+            getattr(config, "external_cuda_graph", False)
+            or getattr(config, "cuda_graph_impl", "none") not in ("none", "local"),
+            "cuda_graph_impl other than none and local",
+            "use local, which captures single layers",
+        ),
+        (adjust_tensor_shapes_fn is not None, "adjust_tensor_shapes_fn", "do not pass it"),
+        (
+            config.variable_seq_lengths and not vocabulary_parallel,
+            "variable_seq_lengths",
+            "use a method that partitions the vocabulary, or fixed lengths",
+        ),
+    ]
+    for is_set, name, remedy in refused:
+        if is_set:
+            raise ValueError(f"{name} is not supported by this forward-backward function; {remedy}")

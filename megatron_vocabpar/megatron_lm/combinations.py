@@ -1,0 +1,106 @@
+"""What of our own flags cannot be beside Megatron's: heads, checkpoints, split weight gradients, CUDA graphs.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_vocabpar.integration.graph_options import asks_for_graphs, beside_graphs
+from megatron_vocabpar.megatron_lm.checkpoints import is_legacy, is_of_modelopt, starting_checkpoint
+from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
+
+
+def head_problems(args: Any, config: FlagConfig) -> list[str]:
+    problems = []
+    if config.options.fp32_head and not getattr(args, "untie_embeddings_and_output_weights", False):
+        problems.append(
+            "--vocab-parallel-fp32-head: with tied weights the embedding would be float32 too; give "
+            "--untie-embeddings-and-output-weights, or leave it out"
+        )
+    of_16_bits = getattr(args, "bf16", False) or getattr(args, "fp16", False)
+    saves = getattr(args, "save", None) and not getattr(args, "no_save_optim", False)
+    loads = getattr(args, "load", None) and not getattr(args, "no_load_optim", False)
+    if config.options.fp32_head and of_16_bits and (saves or loads):
+        problems.append(
+            "--vocab-parallel-fp32-head: Megatron's optimizers keep no state of float32 weights among 16-bit "
+            "ones in a checkpoint; give --no-save-optim and --no-load-optim"
+        )
+    recipe = config.options.fp8
+    if recipe is not None and getattr(args, "hidden_size", 0) % recipe.multiple:
+        problems.append(
+            f"--vocab-parallel-fp8-head {recipe.name}: hidden size {args.hidden_size} is no multiple of "
+            f"{recipe.multiple}; leave it out"
+        )
+    return problems
+
+
+def checkpoint_problems(args: Any) -> list[str]:
+    checkpoint = starting_checkpoint(args)
+    if checkpoint is not None and is_of_modelopt(checkpoint):
+        return [
+            f"--load, --pretrained-checkpoint: {checkpoint} is a checkpoint of ModelOpt (modelopt_state), "
+            "which puts a model of its own in place; train it without --enable-vocab-parallel"
+        ]
+    if checkpoint is None or not is_legacy(checkpoint):
+        return []
+    return [
+        f"--load, --pretrained-checkpoint: {checkpoint} is a legacy checkpoint (mp_rank_* files), which "
+        "holds the layers of single ranks; convert it once without --enable-vocab-parallel, with the "
+        "parallel sizes that it was saved with: --ckpt-format torch --load OLD --ckpt-convert-format "
+        "torch_dist --ckpt-convert-save NEW; then --load NEW/torch_dist"
+    ]
+
+
+def weight_gradient_problems(args: Any, config: FlagConfig) -> list[str]:
+    flag = f"--vocab-parallel-schedule {config.schedule}"
+    implementation = getattr(args, "transformer_impl", None)
+    if not config.splits_w or implementation == "local":
+        return []
+    if implementation != "transformer_engine":
+        return [
+            f"{flag}: splits weight gradients off layers of megatron-core and Transformer Engine; give "
+            "--transformer-impl local or transformer_engine, or use 1f1b or interleaved"
+        ]
+    if getattr(args, "overlap_grad_reduce", False):
+        return [
+            f"{flag}: Transformer Engine's weight gradients come after --overlap-grad-reduce would reduce "
+            "them; leave that out, or use 1f1b or interleaved"
+        ]
+    return []
+
+
+def model_problems(args: Any, config: FlagConfig) -> list[str]:
+    whole_in_v = config.is_placed and not config.partitions_vocabulary
+    pattern = getattr(args, "hybrid_layer_pattern", None) or ""
+    if whole_in_v and (getattr(args, "mtp_num_layers", None) or "/" in pattern):
+        return [
+            f"--mtp-num-layers: method {config.method} in {config.schedule} has labels and the last stage on "
+            "different ranks; use vocab-1 or vocab-2, or 1f1b or interleaved"
+        ]
+    return []
+
+
+def graph_problems(args: Any, config: FlagConfig) -> list[str]:
+    if not asks_for_graphs(args):
+        return []
+    flag, problems = "--cuda-graph-impl local, --enable-cuda-graph", []
+    if config.schedule not in ("1f1b", "interleaved"):
+        problems.append(
+            f"{flag}: graphs of B hold the weight gradients, which --vocab-parallel-schedule "
+            f"{config.schedule} may split off; use 1f1b or interleaved"
+        )
+    if config.profile_iterations:
+        problems.append(
+            f"{flag}: graphs are replayed in the order in which they were captured; give "
+            "--vocab-parallel-profile-iterations 0"
+        )
+    beside = beside_graphs(args) + (
+        ["--pipeline-model-parallel-size 1"] if args.pipeline_model_parallel_size == 1 else []
+    )
+    if beside:
+        problems.append(
+            f"{flag}: not shown to train alike with {', '.join(beside)}; leave out the one or the other"
+        )
+    return problems

@@ -1,0 +1,122 @@
+"""``FlagConfig``: what our flags ask for. A field that is an ``option`` is a flag.
+
+Standard library only. Next: ``flags.py``, which makes the flags and reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_vocabpar.integration.options import DEFAULTS, VocabOptions, option
+from megatron_vocabpar.schedule.families import SEARCH, Family, families, family_named
+from megatron_vocabpar.schedule.methods import METHODS, method_named
+from megatron_vocabpar.schedule.placement import Placement
+
+AUTO = "auto"
+SCHEDULES = (*families(), SEARCH, AUTO)
+"""Schedule families; the fastest of those that fit the number of model chunks; that, of all methods."""
+
+PROFILE_ITERATIONS = 5
+"""Iterations that are measured by default, after the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlagConfig:
+    """What the flags ask for.
+
+    Attributes:
+        enabled: whether layers are to be moved or scheduled otherwise at all.
+        method: a name of ``schedule.methods``; ``baseline`` where no option changes anything.
+        schedule: one of ``SCHEDULES``; ``baseline`` and ``redis`` on 1f1b run Megatron's own.
+        options: how the vocabulary layers are computed.
+        methods: what ``auto`` chooses from.
+        redistribute: whether transformer layers move away from the last stage.
+        final_stage_layers: how many stay there; None: as the operation counts say.
+    """
+
+    enabled: bool = False
+    method: str = option(
+        "baseline",
+        "How they are computed; vocab-2 by default.",
+        page=f"One of {', '.join(f'`{name}`' for name in METHODS)}; `redis` only moves transformer layers, "
+        "`baseline` moves nothing.",
+        choices=tuple(METHODS),
+    )
+    schedule: str = option(
+        "1f1b",
+        "Which pipeline schedule they are woven into.",
+        page=f"One of {', '.join(f'`{name}`' for name in SCHEDULES)}; see [Schedules](#schedules).",
+        metavar=f"{{{','.join(SCHEDULES)}}}",
+        unset="1f1b",
+    )
+    costs: str | None = option(
+        None,
+        "Times of the passes to plan with, as JSON.",
+        page="As `vocabpar schedule --costs` reads it.",
+        metavar="FILE",
+    )
+    profile_iterations: int = option(
+        PROFILE_ITERATIONS,
+        "Iterations of which the passes are timed, to plan again while training goes on; "
+        f"{PROFILE_ITERATIONS} by default, 0 with --vocab-parallel-costs; 0 leaves the plan as it is.",
+        page="See [measured plans](#measured-plans).",
+        metavar="N",
+        least=0,
+    )
+    max_activations: float | None = option(
+        None,
+        "Most microbatches whose activations a rank may hold.",
+        page="At least 1; by default what the family needs.",
+        metavar="X",
+        least=1,
+    )
+    timeline: int | None = option(
+        None,
+        "Write the measured timeline of this iteration of all ranks.",
+        page="With pictures, in `vocab_parallel_timeline_<iteration>/` of `--tensorboard-dir` or `--save`.",
+        metavar="ITER",
+        least=1,
+    )
+    allow_unknown: bool = option(
+        False,
+        "Run on a Megatron version that is not in the table, if it has every parameter we use.",
+        flag="allow-unknown-megatron",
+    )
+    options: VocabOptions = DEFAULTS
+    methods: tuple[str, ...] = ()
+    redistribute: bool = False
+    final_stage_layers: int | None = None
+
+    @property
+    def partitions_vocabulary(self) -> bool:
+        """Whether the vocabulary layers are partitioned."""
+        return method_named(self.method).vocabulary_parallel
+
+    @property
+    def runs_our_schedule(self) -> bool:
+        """Whether Megatron's own schedule is replaced."""
+        return self.partitions_vocabulary or self.schedule != "1f1b"
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether model chunks may be placed otherwise than Megatron places them."""
+        return any(family.shape != "standard" for family in self.families(2))
+
+    @property
+    def splits_w(self) -> bool:
+        """Whether weight gradients may be passes of their own."""
+        return any(family.splits_w for family in self.families(2))
+
+    def families(self, chunks: int) -> tuple[Family, ...]:
+        """The families that the schedule may be of, on ranks with this many model chunks.
+
+        A search keeps to one placement, since the model is built before: the V shape for two chunks.
+        """
+        if self.schedule not in (SEARCH, AUTO):
+            return (family_named(self.schedule),)
+        shape = "vshape" if chunks == 2 else "standard"
+        return tuple(f for f in families().values() if f.shape == shape and f.allows(chunks))
+
+    def placement(self, p: int, chunks: int) -> Placement:
+        """Which stage each of the chunks of ``p`` ranks is."""
+        return Placement(p, chunks, self.families(chunks)[0].shape)

@@ -1,0 +1,81 @@
+"""Writes the tables of flags and of refusals in ``docs/megatron.md``, from fields, rules and rows.
+
+``python -m megatron_vocabpar.megatron_lm.tables docs/megatron.md``
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_vocabpar.integration.options import VocabOptions, options_of
+from megatron_vocabpar.integration.rules import RULES, Rule
+from megatron_vocabpar.megatron_lm.flags import OPTIONS, PUBLISHED, Flag
+from megatron_vocabpar.megatron_lm.refusals import REFUSALS
+from megatron_vocabpar.schedule.methods import METHODS
+
+
+def flags_table() -> Iterator[str]:
+    """The lines of the table of flags, but for the published scripts' spellings."""
+    yield from ("| flag | meaning | not with |", "| --- | --- | --- |")
+    for flag in OPTIONS:
+        if flag not in PUBLISHED:
+            meaning = f"{_code(flag.arguments['help'])} {flag.page}".strip()
+            against = dict.fromkeys(each for rule in RULES for each in _against(flag, rule))
+            yield f"| `{flag.flag}` | {meaning} | {', '.join(against)} |"
+
+
+def refusals_table() -> Iterator[str]:
+    """The lines of the table of refusals."""
+    yield from ("| flag | why, and what to do |", "| --- | --- |")
+    for row in REFUSALS:
+        yield f"| `{row.flag}` | {row.remedy} |"
+
+
+def _against(flag: Flag, rule: Rule) -> Iterator[str]:
+    """What a rule forbids beside a flag; the methods that it forbids all partition the vocabulary layers."""
+    ruled = set(flag.fields) & set(rule.options)
+    if ruled and rule.where is not None:
+        for name, method in METHODS.items():
+            if method.vocabulary_parallel and rule.where(method, None):
+                yield f"`{name}`"
+    if ruled and rule.needs and rule.needs not in flag.fields:
+        words = [options_of(VocabOptions)[name].words[0] for name in ruled]
+        yield from (f"`{word}` without `{_flag_of(rule.needs)}`" for word in words)
+    if ruled:
+        yield from (f"`{_flag_of(name)}`" for name in rule.others)
+    if set(flag.fields) & set(rule.others):
+        yield from (
+            f"`{_flag_of(name)}`" for name in rule.options if options_of(VocabOptions)[name].flag is not None
+        )
+
+
+def _flag_of(name: str) -> str:
+    return next(flag.flag for flag in OPTIONS if name in flag.fields)
+
+
+def _code(text: str) -> str:
+    """A text with the flags in it as code."""
+    return re.sub(r"--[a-z0-9-]+", r"`\g<0>`", text)
+
+
+TABLES = {"flags": flags_table, "refusals": refusals_table}
+
+
+def written(page: str) -> str:
+    """A page whose tables, each between two comments with its name, are those of today."""
+    for name, lines in TABLES.items():
+        begin, end = f"<!-- {name}: made by megatron_lm/tables.py -->", f"<!-- end of {name} -->"
+        before, found, rest = page.partition(begin)
+        assert found, begin
+        page = "\n".join((f"{before}{begin}", "", *lines(), "", f"{end}{rest.partition(end)[2]}"))
+    return page
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")
