@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state, process_groups_config
@@ -26,6 +26,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_vocabpar.layers.terms import LossTerms
+
+if TYPE_CHECKING:
+    from megatron_vocabpar.integration.iteration import Call
 
 _BACKWARD_PARAMETERS = tuple(inspect.signature(schedules.backward_step).parameters)
 _GROUPS: Any = getattr(process_groups_config, "ProcessGroupCollection", None) or getattr(
@@ -107,31 +110,29 @@ def released(output_tensor: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def loss_and_gradient(
+    call: Call,
     *,
-    model: torch.nn.Module,
     token_losses: torch.Tensor,
     values: Mapping[str, torch.Tensor],
     main_loss: Callable[[torch.Tensor], torch.Tensor],
     loss_func: Callable[..., Any],
-    config: Any,
-    num_microbatches: int,
-    cp_group_size: int,
-    collect_non_loss_data: bool,
-    with_gradient: bool,
+    collect_non_loss_data: bool = False,
 ) -> tuple[list[Any], torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Megatron's loss scaling around ``loss_func``, and the gradient that it gives every token.
 
     Args:
+        call: whose last chunk's loss it is; there is a gradient unless it is forward-only.
         token_losses: ``[1 + D, b, s]`` float32, of all heads.
         values: ``[b, s]`` float32, of the first, further arguments of ``loss_func``.
         main_loss: makes of them what ``loss_func`` takes, ``[b, s]`` (``heads.py``).
 
     Returns:
         What ``loss_func`` reported, the number of tokens, and the gradients ``[1 + D, b, s]`` float32 with
-        respect to ``token_losses``, and ``[b, s]`` to the value ``entropy``, loss scale included (None unless
-        ``with_gradient``; the second also where the loss doesn't depend on the entropy). The first is zero
+        respect to ``token_losses``, and ``[b, s]`` to the value ``entropy``, loss scale included (None in a
+        forward-only call; the second also where the loss doesn't depend on the entropy). The first is zero
         for a loss without a graph, such as a constant, as it is in Megatron's own backward.
     """
+    config, with_gradient = call.config, not call.forward_only
     store: list[Any] = []
     leaf = token_losses.detach().clone().requires_grad_(with_gradient)
     values = {name: value.detach().clone() for name, value in values.items()}
@@ -144,15 +145,15 @@ def loss_and_gradient(
     with torch.set_grad_enabled(with_gradient):
         # Megatron divides the loss in place, so it must not be a leaf itself.
         loss, num_tokens = schedules.forward_step_calc_loss(
-            model,
+            call.chunks[-1],
             main_loss(leaf * 1.0 if with_gradient else leaf),
             loss_func,
             config,
             None,
             collect_non_loss_data,
-            num_microbatches,
+            call.num_microbatches,
             store,
-            cp_group_size,
+            call.cp_group_size,
             True,
         )
         if not with_gradient:

@@ -97,16 +97,12 @@ class LossReports:
         model, recorded = call.chunks[-1], iteration.recorded[iteration.rank.placement.loss_stage][i]
         main_loss = partial(heads.main_loss, model, recorded, training=not call.forward_only, wins=wins)
         reported, num_tokens, grad, more = compat.loss_and_gradient(
-            model=model,
+            call,
             token_losses=token_losses,
             values=(taken := taken_by(recorded.loss_func, values)),
             main_loss=main_loss,
             loss_func=recorded.loss_func,
-            config=call.config,
-            num_microbatches=call.num_microbatches,
-            cp_group_size=call.cp_group_size,
             collect_non_loss_data=call.collect_non_loss_data,
-            with_gradient=not call.forward_only,
         )
         others = {name: value for name, value in values.items() if name not in taken}
         if others and not call.collect_non_loss_data:

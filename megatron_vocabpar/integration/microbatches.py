@@ -284,11 +284,9 @@ def share_microbatches(
     ids = torch.empty((2, total), dtype=torch.int64, device=device)
     share(ids[0], batches.tokens, first_member)
     share(ids[1], batches.labels, last_member)
-    grads = None
-    if announced:
-        grads = share(
-            torch.empty(total, dtype=torch.float32, device=device), batches.grad_losses, last_member
-        )
+    grads = torch.empty(total, device=device) if announced else None
+    if grads is not None:
+        share(grads, batches.grad_losses, last_member)
     # Counts of the plans are sizes of messages, so the ids come to the host, all at once.
     host_ids = to_host(ids)
     if ranges:

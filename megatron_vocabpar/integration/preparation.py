@@ -166,16 +166,11 @@ def _announced_gradient(
     losses = recorded.labels.new_full(shape, value, dtype=torch.float32)
     with compat.unvalidated():
         _, _, grad, _ = compat.loss_and_gradient(
-            model=model,
+            call,
             token_losses=losses,
             values=taken_by(recorded.loss_func, dict.fromkeys(names, losses[0])),
             main_loss=partial(heads.main_loss, model, recorded, training=False),
             loss_func=recorded.loss_func,
-            config=call.config,
-            num_microbatches=call.num_microbatches,
-            cp_group_size=call.cp_group_size,
-            collect_non_loss_data=False,
-            with_gradient=True,
         )
     assert grad is not None
     return grad

@@ -121,7 +121,8 @@ class SoftmaxSummary(torch.autograd.Function):
             ctx.call = call
             # In the place of the logits, where exponentials are kept: those may go.
             held = tensors if sink is None else sink.finish()
-            ctx.save_for_backward(targets, offsets, rests, *_numbers(softmax), *held)
+            per_token = softmax.nll, softmax.offset, softmax.total, softmax.target_deficit, softmax.valid
+            ctx.save_for_backward(targets, offsets, rests, *per_token, softmax.entropy, *held)
         return tuple(number.clone() if number is softmax.entropy else number for number in summary)
 
     @staticmethod
@@ -135,17 +136,6 @@ class SoftmaxSummary(torch.autograd.Function):
             offsets, kernels = offset.expand_as(offsets), _kernels_of_shards(call, source)
             rests = torch.zeros_like(offsets) if kernels is None else kernels.rest_of(offsets)
         return (None, None, *_backward(call, source, targets, softmax, grads, offsets, rests))
-
-
-def _numbers(softmax: Softmax) -> tuple[Tensor | None, ...]:
-    return (
-        softmax.nll,
-        softmax.offset,
-        softmax.total,
-        softmax.target_deficit,
-        softmax.valid,
-        softmax.entropy,
-    )
 
 
 class Normaliser(NamedTuple):

@@ -14,8 +14,9 @@ from megatron.core import parallel_state
 
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.chunks import ChunkPosition, chunk_position, shown_as_rank
-from megatron_vocabpar.integration.model import PartitionedModel, vocab_shard
+from megatron_vocabpar.integration.model import PartitionedModel
 from megatron_vocabpar.integration.options import VocabOptions
+from megatron_vocabpar.integration.vocab_layers import vocab_shard
 from megatron_vocabpar.integration.watched import Watched
 from megatron_vocabpar.megatron_lm.bindings import Binding
 from megatron_vocabpar.megatron_lm.checkpoints import starting_checkpoint

@@ -18,7 +18,8 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.chunks import chunk_positions
-from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
+from megatron_vocabpar.integration.model import VocabParallelGPTModel
+from megatron_vocabpar.integration.vocab_layers import vocab_shard
 from megatron_vocabpar.schedule.methods import method_named
 from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.schedule.redistribution import redistribute_by_flops, with_final_stage

@@ -32,8 +32,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.chunks import chunk_positions
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
-from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
+from megatron_vocabpar.integration.model import VocabParallelGPTModel
 from megatron_vocabpar.integration.options import VocabOptions
+from megatron_vocabpar.integration.vocab_layers import vocab_shard
 from megatron_vocabpar.schedule.costs import PassCosts
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.methods import METHODS

@@ -13,7 +13,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
+from megatron_vocabpar.integration.model import VocabParallelGPTModel
+from megatron_vocabpar.integration.vocab_layers import vocab_shard
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from tests.integration.gpt import Case, parallel_groups, transformer_config
 from tests.spawn import run_ranks

@@ -18,7 +18,9 @@ from megatron_vocabpar.integration.recording import ModelCall
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 7, and a loss function whose gradient is what the losses of its first token are."""
 
-    def loss_and_gradient(token_losses: torch.Tensor, values: dict[str, torch.Tensor], **_: Any) -> Any:
+    def loss_and_gradient(
+        _call: Any, token_losses: torch.Tensor, values: dict[str, torch.Tensor], **_: Any
+    ) -> Any:
         assert "correct" not in values  # given for the log of further heads, and not asked for
         slope = torch.full_like(token_losses, float(token_losses[0, 0]))
         return [{}], 0, slope, values.get("entropy")

@@ -31,7 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_vocabpar.integration import forward_backward, preparation
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, Listeners
 from megatron_vocabpar.integration.microbatches import Batches, Microbatch, Microbatches
-from megatron_vocabpar.integration.model import VocabParallelGPTModel, vocab_shard
+from megatron_vocabpar.integration.model import VocabParallelGPTModel
+from megatron_vocabpar.integration.vocab_layers import vocab_shard
 from megatron_vocabpar.layers import operands
 from megatron_vocabpar.layers.kernels.dispatch import REFERENCE, use_kernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials

@@ -67,7 +67,7 @@ def change_losses() -> None:
         if i == microbatch and KIND in ("loss", "bend"):
             original = compat.loss_and_gradient
 
-            def with_loss_function(**named: Any) -> Any:
+            def with_loss_function(call: Any, **named: Any) -> Any:
                 loss_func = named["loss_func"]
 
                 def planted(values: Any, **rest: Any) -> Any:
@@ -75,7 +75,7 @@ def change_losses() -> None:
                         raise FloatingPointError("planted")
                     return loss_func(values**2, **rest)
 
-                return original(**named | {"loss_func": planted})
+                return original(call, **named | {"loss_func": planted})
 
             compat.loss_and_gradient = with_loss_function
             try:

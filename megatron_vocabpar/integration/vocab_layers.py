@@ -1,0 +1,182 @@
+"""Both vocabulary layers of a shard, as megatron-core modules: their names, checkpoints and initial weights.
+
+Next: ``model.py``, which puts them into a stage.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+
+from megatron_vocabpar.layers.embedding import embedding_forward
+from megatron_vocabpar.layers.fixed_point import BLOCK
+from megatron_vocabpar.layers.partition import VocabRange, even_ranges, padded_vocab_size
+from megatron_vocabpar.layers.recipes import Fp8Recipe
+from megatron_vocabpar.layers.terms import LossTerms
+
+ShardPass = Callable[[torch.Tensor, torch.Tensor], tuple[Any, torch.Tensor]]
+"""Pass S of hidden states [n, H] and a weight [P, H]: what T needs, and the statistics."""
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """Which rows of the vocabulary this rank owns.
+
+    Attributes:
+        ranges: rows of every member of the vocabulary group, stage-major (``stage * t + tensor_rank``).
+        member: this rank's place among them.
+    """
+
+    ranges: tuple[VocabRange, ...]
+    member: int
+
+    @property
+    def range(self) -> VocabRange:
+        """This rank's rows."""
+        return self.ranges[self.member]
+
+
+def vocab_shard(
+    vocab_size: int, divisible_by: int = 1, *, invariant: bool = False, fp8: Fp8Recipe | None = None
+) -> VocabShard:
+    """The even partition of ``vocab_size`` true ids over this process's PP x TP ranks.
+
+    Args:
+        vocab_size: ``V``, the number of true ids; ``padded_vocab_size`` says how much padding is added.
+        divisible_by: a further divisor of the padded size (Megatron's ``make_vocab_size_divisible_by``).
+        invariant: shards are to end between the blocks of ``VocabOptions.invariant``.
+        fp8: shards are to fit this recipe of ``VocabOptions.fp8``.
+    """
+    pipeline = parallel_state.get_pipeline_model_parallel_world_size()
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    member = (
+        parallel_state.get_pipeline_model_parallel_rank() * tensor
+        + parallel_state.get_tensor_model_parallel_rank()
+    )
+    for rows in (BLOCK if invariant else 1, 1 if fp8 is None else fp8.multiple):
+        divisible_by = lcm(divisible_by, rows * pipeline * tensor) if rows > 1 else divisible_by
+    padded = padded_vocab_size(vocab_size, pipeline, tensor, divisible_by)
+    return VocabShard(even_ranges(padded, pipeline * tensor, vocab_size), member)
+
+
+def stage_rows(shard: VocabShard, config: Any) -> int:
+    """Rows of all tensor-parallel ranks of a stage: what megatron-core's layers divide among them."""
+    return shard.range.rows * config.tensor_model_parallel_size
+
+
+class _VocabRows(torch.nn.Module):
+    """A layer whose ``weight [P, H]`` is this rank's part of a standard ``[V_pad, H]`` weight."""
+
+    shard: VocabShard
+    weight: torch.nn.Parameter
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """The standard key and global shape; empty where the weight is tied to another layer's."""
+        if self.weight is None:
+            return {}
+        key = f"{prefix}weight"
+        tensor = ShardedTensor.from_rank_offsets(
+            key,
+            self.weight,
+            (0, self.shard.member, len(self.shard.ranges)),
+            replica_id=(0, 0, parallel_state.get_data_parallel_rank(with_context_parallel=True)),
+            allow_shape_mismatch=True,
+        )
+        return {key: tensor}
+
+
+class VocabShardEmbedding(_VocabRows, VocabParallelEmbedding):
+    """This rank's rows of the input embedding.
+
+    Called with token ids ``[k]`` that this rank owns it returns their rows ``[k, H]`` (pass IF). Called with
+    token ids ``[b, s]``, as F of the first stage does, it hands on the rows ``[b, s, H]`` that it was given.
+    Where it was given none, the call comes from outside the schedule: it looks them up as in stock Megatron.
+
+    Raises:
+        ValueError: then, if other stages hold rows.
+    """
+
+    def __init__(self, shard: VocabShard, config: Any, **kwargs: Any) -> None:
+        super().__init__(stage_rows(shard, config), config.hidden_size, config=config, **kwargs)
+        self.shard = shard
+        self.given: deque[torch.Tensor] = deque()
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        if input_.dim() == 2 and self.given:
+            return self.given.popleft()
+        if input_.dim() == 2:
+            if self.num_embeddings != self.shard.ranges[-1].stop:
+                raise ValueError(
+                    "the model was called outside a forward-backward function, and other stages hold rows of "
+                    "its vocabulary layers; load its checkpoint without vocabulary parallelism (in "
+                    "Megatron-LM without --enable-vocab-parallel), or with a pipeline size of 1"
+                )
+            return super().forward(input_)
+        return embedding_forward(input_, self.weight.detach(), self.shard.range)
+
+
+class VocabShardOutput(_VocabRows, ColumnParallelLinear):
+    """This rank's rows of the output weight, or nothing where they are tied.
+
+    Pass S is a call of this module with ``shard_pass``, which gets hidden states [n, H] and the weight
+    [P, H]. It is a call so that hooks run before it: by these DDP with ``overlap_param_gather`` waits for
+    the weight.
+
+    Hidden states are converted to the weight's dtype, which is wider than theirs after ``keep_fp32``.
+
+    Any other call comes from outside the schedule and is stock Megatron's, with ``outside_terms`` of the
+    logits: ``[s, b, P]``, or gathered ``[s, b, V_pad]``; -inf where ids are padding.
+    """
+
+    def __init__(self, shard: VocabShard, config: Any, outside_terms: LossTerms, **kwargs: Any) -> None:
+        super().__init__(config.hidden_size, stage_rows(shard, config), config=config, bias=False, **kwargs)
+        self.shard = shard
+        self.outside_terms = outside_terms
+        self._keeps_dtype = False
+
+    def keep_fp32(self) -> None:
+        """Make the weight float32, whatever the model is converted to afterwards."""
+        self.weight.data = self.weight.data.float()
+        self._keeps_dtype = True
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        if not self._keeps_dtype:
+            return super()._apply(fn, recurse)
+        return super()._apply(lambda tensor: tensor.to(fn(tensor[:0]).device), recurse)
+
+    def _logits(
+        self, x: torch.Tensor, weight: torch.Tensor | None, runtime_gather_output: bool | None
+    ) -> tuple[torch.Tensor, None]:
+        logits, _ = super().forward(x, weight, runtime_gather_output)
+        logits = self.outside_terms.transform(logits)
+        shard = self.shard.range
+        true_ids = shard.valid_rows if logits.shape[-1] == shard.rows else shard.vocab_size
+        logits[..., true_ids:] = -torch.inf
+        return logits, None
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        shard_pass: ShardPass | None = None,
+    ) -> tuple[Any, torch.Tensor | None]:
+        x = x.to((self.weight if weight is None else weight).dtype)
+        if shard_pass is None:
+            return self._logits(x, weight, runtime_gather_output)
+        assert weight is not None
+        return shard_pass(x, weight.detach())
