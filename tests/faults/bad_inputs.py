@@ -211,37 +211,6 @@ def train() -> Iterator[BadInput]:
         )
 
 
-RUN = {"name": "a", "logprobs": [-1.0, -2.0], "targets": [1, 2]}
-
-
-def drift() -> Iterator[BadInput]:
-    good = json.dumps(RUN)
-    for bad in junk("drift", "drift {}/x.json {}/good.json"):
-        yield BadInput(bad.name, bad.arguments, bad.says, {**bad.files, "good.json": good})
-    for name, changes in {
-        "logprobs-number": {"logprobs": 5}, "logprobs-text": {"logprobs": ["x", "y"]}, "logprobs-null": {"logprobs": [None, None]}, "targets-text": {"targets": ["a", "b"]},
-        "targets-short": {"targets": [1]}, "unknown": {"x": 1}, "tp-text": {"tp_size": "x"}, "ranges-flat": {"ranges": [1, 2]}, "mask-short": {"mask": [1]},
-        "mask-text": {"mask": ["a", "b"]}, "loss-text": {"loss": "x"}, "lse-flat": {"shard_lse": [1, 2]}, "name-list": {"name": []}, "evidence-short": {"ranges": [[0, 3]], "shard_lse": [[1.0]]},
-        "microbatch-text": {"microbatch": ["a", "b"]}, "nested": {"logprobs": [[1], [2]]}, "range-of-three": {"ranges": [[0, 1, 2]]},
-    }.items():  # fmt: skip
-        yield BadInput(f"drift-{name}", "drift {}/good.json {}/x.json", "x.json|run 'a'", {"good.json": good, "x.json": changed(RUN, **changes)})
-    both = {"a.json": good, "b.json": good}
-    yield BadInput(
-        "drift-other-length",
-        "drift {}/a.json {}/b.json",
-        "token|log-prob|target|length",
-        {"a.json": good, "b.json": changed(RUN, logprobs=[-1.0], targets=[1])},
-    )
-    for flags, says in {
-        "--tolerance nan": "--tolerance",
-        "--tolerance -1": "--tolerance",
-        "--tolerance x": "--tolerance",
-        "--out {}": "cannot",
-        "--out {}/no/x.json": "cannot",
-    }.items():
-        yield BadInput(f"drift {flags}", "drift {}/a.json {}/b.json " + flags, says, both)
-
-
 EXPERIMENT = {
     "name": "a", "gpus": "2", "tp": "1", "schedule": "1f1b", "method": "vocab-2", "layers": "4", "hidden": "32", "heads": "4", "seq_length": "64", "vocab_k": "16",
     "micro_batch": "1", "microbatches": "8", "iterations": "8", "warmup": "2", "lr": "1e-3",
@@ -283,7 +252,7 @@ def others() -> Iterator[BadInput]:
         "doctor --format x": "--format", "report": "FOLDER", "report {}": "config.json", "report {}/none": "config.json", "patches x": "x",
         "bench": "Usage|Commands|command", "bench x": "x", "bench runtime --pp 0": "--pp", "bench runtime --pairs 0": "steps|pairs|--steps", "bench runtime --device tpu": "device",
         "bench runtime --layers 3": "layers", "bench kernels --rounds 0": "rounds", "bench kernels --device tpu": "tpu", "bench kernels --dtype x": "dtype",
-        "bench kernels --device cuda": "cuda", "bench losses": "nothing to compare", "bench losses --verl {}/none": "none", "bench losses --verl {} --ranks 0": "ranks|verl",
+        "bench kernels --device cuda": "cuda", "bench losses --verl {}": "python -m benchmarks.losses --verl ", "drift a.json --out b": "python -m tools.drift a.json --out b",
         "emulate x": "no schedule", "emulate v-x:vocab-2": "no schedule", "emulate vocab-2 --pp 0": "p", "emulate vocab-2 --microbatches 0": "microbatch", "emulate vocab-2 --scale 0": "--scale",
         "emulate vocab-2 --scale nan": "--scale|scale", "emulate vocab-2 --iterations 0": "--iterations", "emulate vocab-2 --report {}/none": "none", "emulate vocab-2 --costs {}/none": "none",
         "emulate v-half:": "no schedule", "emulate vocab-2 --report {}": "config.json|results", "emulate vocab-2 --pp 2 --microbatches 2 --output {}/no/x.svg": "cannot write",
@@ -293,4 +262,4 @@ def others() -> Iterator[BadInput]:
         yield BadInput(arguments or "nothing", arguments, says)
 
 
-BAD_INPUTS = tuple(bad for verb in (schedule, simulate, plan, paper, train, drift, artifact, others) for bad in verb())
+BAD_INPUTS = tuple(bad for verb in (schedule, simulate, plan, paper, train, artifact, others) for bad in verb())

@@ -1,5 +1,9 @@
 """Why two runs' log-probabilities or losses differ: the numbers, and the reduction that went wrong.
 
+    python -m tools.drift reference.json observed.json
+
+Exit code 0: within the tolerance; 1: past it; 2: bad input.
+
 Each known fault predicts exact values from the evidence in the runs (``runs.py``). A fault is the cause where
 its predictions match what was observed on every token that drifts:
 
@@ -16,14 +20,18 @@ A run that is right for its own logits, as every run over one shard without a fa
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite
+from pathlib import Path
 
+import click
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.losses.runs import Run, numbers
+from megatron_vocabpar.cli.files import write_output
+from tools.runs import Run, numbers, read_run
 
 TOLERANCE = 1e-5
 """Largest difference of a log-probability or loss, relative to the larger of it and 1, that passes."""
@@ -146,7 +154,7 @@ def _token_cause(reference: Run, observed: Run, drifts: Tensor, tolerance: float
         if bool(within.all()):
             return "dtype", "each run is right for its own logits, which differ by what 16 bits lose"
     if mine is None:
-        return "unknown", "neither run recorded its shards; write them with losses.runs.record"
+        return "unknown", "neither run recorded its shards; write them with tools.runs.record"
     return "inputs differ", "the observed run is right for its own logits: compare hidden states and weights"
 
 
@@ -292,3 +300,34 @@ def _reduction(run: Run, other: Run, loss: float, tolerance: float) -> tuple[str
 
 def _close(a: float, b: float, tolerance: float) -> bool:
     return abs(a - b) <= tolerance * max(1.0, abs(b))
+
+
+_FILE = click.Path(path_type=Path)
+
+
+@click.command("drift", context_settings={"show_default": True})
+@click.argument("reference", type=_FILE)
+@click.argument("observed", type=_FILE)
+@click.option("--tolerance", default=TOLERANCE, help="Largest difference that passes.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
+@click.option("--out", metavar="FILE", help="Also write the JSON to this file.")
+@click.pass_context
+def main(
+    ctx: click.Context, reference: Path, observed: Path, tolerance: float, as_json: bool, out: str | None
+) -> None:
+    """Compare the log-probabilities of two runs, files that tools.runs.write_run wrote."""
+    try:
+        if not tolerance >= 0:
+            raise ValueError(f"--tolerance {tolerance}: give 0 or more")
+        report = compare(read_run(reference), read_run(observed), tolerance)
+        text = json.dumps(dataclasses.asdict(report), indent=2)
+        if out is not None:
+            write_output(out, text, "--out")
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    click.echo(text if as_json else report.table())
+    ctx.exit(0 if report.passed else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,7 @@
 Every rank of a small gloo (nccl) group loads the other framework's module from a checkout, gives both
 functions copies of the same shard, and compares results and gradients. Forward and backward are timed in
 turns; on the CPU it is processor time of rank 0's process, so that other work on the machine counts little.
-Memory is the peak above the inputs, gradients included. Next: ``losses_theirs.py``, ``tables.py``.
+Memory is the peak above the inputs, gradients included. Next: ``losses_theirs.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from megatron_vocabpar.bench.losses_theirs import CASES, OURS, Case, Data, Function, check, load, pretend_cuda
+from benchmarks.losses_theirs import CASES, OURS, Case, Data, Function, check, load, pretend_cuda
 from megatron_vocabpar.bench.memory import peak_mib
 from megatron_vocabpar.bench.timing import ratio
 

@@ -200,7 +200,7 @@ def read_run(path: Path) -> Run:
     try:
         found = json.loads(path.read_text())
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; write it with megatron_vocabpar.losses.runs") from error
+        raise ValueError(f"{path}: {error.strerror}; write it with tools.runs") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     names = {field.name for field in dataclasses.fields(Run)}

@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_vocabpar.layers.partition import VocabRange
+
 
 @torch.no_grad()
 def published_pass(
@@ -67,3 +69,21 @@ def published_pass(
         grad = difference @ weight
     main_grad += difference.t() @ x
     return loss, grad
+
+
+def published_embedding(tokens: Tensor, weight: Tensor, shard: VocabRange) -> Tensor:
+    """IF: [n, H], 0 where another rank has the token's row."""
+    rows, inside = _rows_of(tokens, shard)
+    return torch.nn.functional.embedding(rows, weight) * inside
+
+
+def published_embedding_gradient(tokens: Tensor, grad: Tensor, shard: VocabRange, main_grad: Tensor) -> None:
+    """IB: ``grad`` [n, H] summed by row in a dense [P, H], which is then added to ``main_grad``."""
+    rows, inside = _rows_of(tokens, shard)
+    main_grad += torch.zeros_like(main_grad).index_add_(0, rows, (grad * inside).float())
+
+
+def _rows_of(tokens: Tensor, shard: VocabRange) -> tuple[Tensor, Tensor]:
+    """[n] rows in the shard, and [n, 1] whether the shard has the token."""
+    inside = (tokens >= shard.start) & (tokens < shard.stop)
+    return torch.where(inside, tokens - shard.start, 0), inside.unsqueeze(1)

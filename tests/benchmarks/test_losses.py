@@ -1,4 +1,4 @@
-"""``vocabpar bench losses``, on a checkout that the test writes: the plain definition, with whole logits."""
+"""``python -m benchmarks.losses`` on a checkout that the test writes: the definition, with whole logits."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from megatron_vocabpar.bench.losses import Setting
-from megatron_vocabpar.bench.losses_theirs import MODULES
-from megatron_vocabpar.cli.main import main
+from benchmarks.losses import main
+from benchmarks.losses_compared import Setting
+from benchmarks.losses_theirs import MODULES
 
 PLAIN = """
 import torch, torch.distributed as dist
@@ -35,7 +35,7 @@ def test_beside_the_plain_definition(tmp_path: Path) -> None:
     (file,) = MODULES["slime"].values()
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text(PLAIN)
-    arguments = ["bench", "losses", "--slime", str(tmp_path), "--tokens", "8", "--vocab-size", "96"]
+    arguments = ["--slime", str(tmp_path), "--tokens", "8", "--vocab-size", "96"]
     shown = CliRunner().invoke(main, [*arguments, "--rounds", "1", "--format", "json"])
     assert shown.exit_code == 0, shown.output
     found = json.loads(shown.stdout)
@@ -50,9 +50,9 @@ def test_beside_the_plain_definition(tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    wrong = CliRunner().invoke(main, ["bench", "losses", "--verl", str(tmp_path)])
+    wrong = CliRunner().invoke(main, ["--verl", str(tmp_path)])
     assert wrong.exit_code == 2
     assert "has no verl/utils/megatron/tensor_parallel.py" in wrong.output
-    assert CliRunner().invoke(main, ["bench", "losses"]).exit_code == 2
+    assert CliRunner().invoke(main, []).exit_code == 2
     with pytest.raises(ValueError, match="ids must divide by 3"):
         Setting({}, ranks=3)

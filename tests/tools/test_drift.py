@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,9 @@ from click.testing import CliRunner
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron_vocabpar.cli.main import main
-from megatron_vocabpar.losses.drift import compare
 from megatron_vocabpar.losses.reductions import joined, masked_sum
-from megatron_vocabpar.losses.runs import Run, record, write_run
+from tools.drift import compare, main
+from tools.runs import Run, record, write_run
 
 FAULTS = {
     "owner-only": "log-sum-exp",
@@ -117,7 +117,7 @@ def test_the_published_wrong_reductions(tmp_path: Path, fault: str, value: float
     for run in (one, two):
         write_run(run, tmp_path / f"{run.name}.json")
     files = [str(tmp_path / "fsdp.json"), str(tmp_path / "tp2.json")]
-    shown = CliRunner().invoke(main, ["drift", *files, "--json"])
+    shown = CliRunner().invoke(main, [*files, "--json"])
     assert shown.exit_code == 1
     report = json.loads(shown.output)
     assert report["cause"] == "log-sum-exp"
@@ -128,8 +128,8 @@ def test_the_published_wrong_reductions(tmp_path: Path, fault: str, value: float
         1,
         [1, 2],
     )
-    assert CliRunner().invoke(main, ["drift", files[0], files[0]]).exit_code == 0
-    assert CliRunner().invoke(main, ["drift", *files, "--tolerance", "10"]).exit_code == 0
+    assert CliRunner().invoke(main, [files[0], files[0]]).exit_code == 0
+    assert CliRunner().invoke(main, [*files, "--tolerance", "10"]).exit_code == 0
 
 
 def test_without_evidence_the_cause_is_unknown() -> None:
@@ -185,31 +185,42 @@ def test_means_of_sentences_and_other_masks() -> None:
     assert report.detail == "the masks differ on 2 tokens, first at 1: 0.5 and 1"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        None,
-        "{",
-        "[" * 100_000,
-        "\xff",
-        "[]",
-        '{"name": "a", "logprobs": [1], "targets": [1, 2]}',
-        '{"name": 3, "logprobs": [1], "targets": [1]}',
-        '{"name": "a", "logprobs": 1, "targets": [1]}',
-        '{"name": "a", "logprobs": ["x"], "targets": [1]}',
-        '{"name": "a", "logprobs": [1], "targets": [[1]]}',
-        '{"name": "a", "logprobs": [1], "targets": [1], "tp_size": "2"}',
-        '{"name": "a", "logprobs": [1], "targets": [1], "shard_lse": [[1]]}',
-        '{"name": "a", "logprobs": [1], "targets": [1], "tp_size": 2, "ranges": [[0, 1], [1]]}',
-    ],
-)
-def test_malformed_files_are_one_line(tmp_path: Path, text: str | None) -> None:
+GOOD = {"name": "a", "logprobs": [-1.0, -2.0], "targets": [1, 2]}
+WRONG = (
+    {"logprobs": [1.0]}, {"logprobs": 5}, {"logprobs": ["x", "y"]}, {"logprobs": [None, None]}, {"name": 3},
+    {"logprobs": [[1], [2]]}, {"targets": ["a", "b"]}, {"targets": [[1], [2]]}, {"name": []}, {"x": 1},
+    {"tp_size": "2"}, {"ranges": [1, 2]}, {"ranges": [[0, 1, 2]]}, {"tp_size": 2, "ranges": [[0, 1], [1]]},
+    {"mask": [1]}, {"mask": ["a", "b"]}, {"loss": "x"}, {"shard_lse": [1, 2]}, {"shard_lse": [[1]]},
+    {"microbatch": ["a", "b"]}, {"ranges": [[0, 3]], "shard_lse": [[1.0]]},
+)  # fmt: skip
+MALFORMED = (None, "", "{", "[" * 100_000, "\xff", "[]", "7", *(json.dumps(GOOD | each) for each in WRONG))
+
+
+def refused(*arguments: object) -> str:
+    """What is said of bad input: one line, exit code 2."""
+    shown = CliRunner().invoke(main, list(map(str, arguments)))
+    assert shown.exit_code == 2, shown.output
+    (line,) = re.findall("^Error: .*", shown.output, re.MULTILINE)
+    return line
+
+
+@pytest.mark.parametrize("text", MALFORMED, ids=range(len(MALFORMED)))
+def test_a_malformed_file_is_named(tmp_path: Path, text: str | None) -> None:
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
-    write_run(Run("a", [1.0], [1]), good)
+    write_run(Run(**GOOD), good)
     if text is not None:
         bad.write_bytes(text.encode("latin1"))
     for files in ((good, bad), (bad, good)):
-        shown = CliRunner().invoke(main, ["drift", *map(str, files)])
-        assert shown.exit_code == 2
-        assert shown.output.startswith("vocabpar drift: error: ")
-        assert shown.output.count("\n") == 1
+        assert "bad.json" in refused(*files)
+
+
+def test_bad_options_are_named(tmp_path: Path) -> None:
+    run, other = tmp_path / "run.json", tmp_path / "other.json"
+    write_run(Run(**GOOD), run)
+    write_run(Run("b", [-1.0], [1]), other)
+    assert "hold other targets (2 and 1)" in refused(run, other)
+    for value in ("nan", "-1", "x"):
+        assert "--tolerance" in refused(run, run, "--tolerance", value)
+    for file in (tmp_path, tmp_path / "no" / "x.json"):
+        assert "give another --out" in refused(run, run, "--out", file)
+    assert "Is a directory" in refused(run, tmp_path)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.bench import kernels_others
-from megatron_vocabpar.bench.kernels_others import OTHERS, forward_backward, runnable
+from benchmarks import kernels_others
+from benchmarks.kernels_others import OTHERS, forward_backward, runnable
 
 NAMES = ("liger", "cce", "quack", "megatron")
 

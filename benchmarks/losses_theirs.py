@@ -1,8 +1,9 @@
 """The loss functions of ROLL, verl, NeMo-RL and slime, out of checkouts of their repositories, beside ours.
 
-None of their code is in this package. A checkout is read in place: the one module that holds the functions
-is imported, and the packages around it, which need a whole training stack, are not. What such a module takes
-from its own package is replaced by the few names in ``STAND_INS``. Next: ``losses.py``, which measures.
+None of their code is in this repository. A checkout is read in place: the one module that holds the
+functions is imported, and the packages around it, which need a whole training stack, are not. What such a
+module takes from its own package is replaced by the few names in ``STAND_INS``.
+Next: ``losses_compared.py``, which measures.
 """
 
 from __future__ import annotations
