@@ -12,13 +12,13 @@ from pathlib import Path
 import click
 
 from megatron_vocabpar import __version__
-from megatron_vocabpar.artifact.command import Nodes
-from megatron_vocabpar.artifact.expected import checks
-from megatron_vocabpar.artifact.experiments import read_experiments, small
-from megatron_vocabpar.artifact.results import read_results
-from megatron_vocabpar.artifact.runner import Site, run
-from megatron_vocabpar.artifact.table import draw_losses, mfu, print_results
 from megatron_vocabpar.cli.files import FORMAT
+from megatron_vocabpar.paper.checks import checks
+from megatron_vocabpar.paper.command import Nodes
+from megatron_vocabpar.paper.experiments import read_experiments, small
+from megatron_vocabpar.paper.results import read_results
+from megatron_vocabpar.paper.runner import Site, run
+from megatron_vocabpar.paper.table import draw_losses, mfu, print_results
 
 _PATH = click.Path(path_type=Path)
 _PEAK = click.option(

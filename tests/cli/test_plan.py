@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from megatron_vocabpar.cli.main import main
-from megatron_vocabpar.plan.measured import COLUMNS
+from megatron_vocabpar.paper.measured import COLUMNS
 
 SMALL = (
     "--pp", "2", "--microbatches", "6", "--", "--num-layers", "4", "--hidden-size", "512",

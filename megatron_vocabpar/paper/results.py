@@ -10,12 +10,12 @@ import dataclasses
 import json
 import os
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_vocabpar.artifact.experiments import Experiment
+from megatron_vocabpar.paper.experiments import Experiment
 from megatron_vocabpar.schedule.flops import model_flops
 
 Outcome = Literal["done", "out of memory", "failed"]
@@ -47,7 +47,7 @@ class Result:
 
     @property
     def median_ms(self) -> float | None:
-        """Median time of the iterations after the warm-up; None if there is none."""
+        """Of the iterations after the warm-up."""
         measured = self.iteration_ms[self.experiment.warmup :]
         return statistics.median(measured) if measured else None
 
@@ -62,13 +62,15 @@ class Result:
 
     @property
     def peak_allocated_gib(self) -> float | None:
-        """The largest of all ranks."""
-        return max(self.allocated_mib.values()) / 1024 if self.allocated_mib else None
+        return _largest_gib(self.allocated_mib)
 
     @property
     def peak_reserved_gib(self) -> float | None:
-        """The largest of all ranks."""
-        return max(self.reserved_mib.values()) / 1024 if self.reserved_mib else None
+        return _largest_gib(self.reserved_mib)
+
+
+def _largest_gib(mib_of_ranks: Mapping[int, float]) -> float | None:
+    return max(mib_of_ranks.values()) / 1024 if mib_of_ranks else None
 
 
 def result_path(folder: Path, experiment: Experiment, node: int) -> Path:

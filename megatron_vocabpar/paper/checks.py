@@ -1,9 +1,4 @@
-"""Results against what the paper published, and against each other.
-
-The published cells are those of Tables 5 and 6, on A100 with 80 GB. Their MFU takes 320 TFLOP/s for the peak:
-with it the authors' published iteration times give the table's figures. Their GB are GiB: the baseline's peak
-grows by 2.93 from 64k to 128k ids, 16 bytes a weight.
-"""
+"""Results against what the paper published (``published.py``), and against each other."""
 
 from __future__ import annotations
 
@@ -11,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from megatron_vocabpar.artifact.experiments import Experiment
-from megatron_vocabpar.artifact.results import Result
-from megatron_vocabpar.plan.published import PEAK_TFLOPS, Cell, cells
+from megatron_vocabpar.paper.experiments import Experiment
+from megatron_vocabpar.paper.published import Cell, cells
+from megatron_vocabpar.paper.results import Result
 from megatron_vocabpar.schedule.families import family_named
 from megatron_vocabpar.schedule.methods import METHODS
 
@@ -48,8 +43,11 @@ def published(e: Experiment) -> Cell | None:
 @cache
 def _cells() -> dict[tuple[str | int, ...], Cell]:
     """By schedule, GPUs, method, thousands of ids and tokens."""
-    found = [cell for table in ("table5", "table6") for cell in cells(table)]
-    return {(c.family.name, c.gpus, c.method, c.vocab_k, c.seq_length): c for c in found}
+    return {
+        (cell.family.name, cell.gpus, cell.method, cell.vocab_k, cell.seq_length): cell
+        for table in ("table5", "table6")
+        for cell in cells(table)
+    }
 
 
 def checks(results: Sequence[Result]) -> list[Check]:
@@ -69,13 +67,12 @@ def _against_the_paper(result: Result) -> Iterable[Check]:
     if cell is None or _DEVICE not in result.environment.get("device", "") or result.outcome == "failed":
         return
     name = result.experiment.name
-    if cell.mfu_percent is None or result.outcome == "out of memory":
-        both = cell.mfu_percent is None and result.outcome == "out of memory"
+    if cell.tflops is None or result.outcome == "out of memory":
+        both = cell.tflops is None and result.outcome == "out of memory"
         yield Check(f"{name}: fits as in the paper", both, f"here: {result.outcome}")
         return
-    speed = cell.mfu_percent / 100 * PEAK_TFLOPS
     measured = (result.flops_per_gpu or 0.0) / 1e12
-    yield _near(f"{name}: TFLOP/s per GPU", measured, speed, SPEED_TOLERANCE)
+    yield _near(f"{name}: TFLOP/s per GPU", measured, cell.tflops, SPEED_TOLERANCE)
     if cell.peak_memory_gb is not None and result.peak_allocated_gib is not None:
         yield _near(
             f"{name}: peak memory, GiB", result.peak_allocated_gib, cell.peak_memory_gb, MEMORY_TOLERANCE

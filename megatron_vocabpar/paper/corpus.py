@@ -3,7 +3,7 @@
 Ids follow Zipf's law, and half of the time an id is followed by one that it alone determines. So a model
 learns the frequencies first and the pairs after them. The last id ends documents.
 
-``python -m megatron_vocabpar.artifact.corpus PREFIX IDS TOKENS`` writes it, with the Megatron that is first
+``python -m megatron_vocabpar.paper.corpus PREFIX IDS TOKENS`` writes it, with the Megatron that is first
 on the path. Next: ``runner.py``.
 """
 

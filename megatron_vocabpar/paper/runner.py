@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_vocabpar.artifact.command import Nodes, launch_line
-from megatron_vocabpar.artifact.experiments import Experiment
-from megatron_vocabpar.artifact.log import read_log
-from megatron_vocabpar.artifact.results import Outcome, Result, finished, result_path, write_result
+from megatron_vocabpar.paper.command import Nodes, launch_line
+from megatron_vocabpar.paper.experiments import Experiment
+from megatron_vocabpar.paper.log import read_log
+from megatron_vocabpar.paper.results import Outcome, Result, finished, result_path, write_result
 
 Say = Callable[[str], None]
 _SHOWN_LINES = 6
@@ -46,11 +46,7 @@ class Site:
 
     @property
     def version(self) -> str:
-        """Of the checkout.
-
-        Raises:
-            ValueError: for a folder without ``pretrain_gpt.py``, or an unknown version.
-        """
+        """Of the checkout; a ValueError where it is none, or of an unknown version."""
         if not (self.checkout / "pretrain_gpt.py").is_file():
             raise ValueError(f"{self.checkout} is no checkout of Megatron-LM: it has no pretrain_gpt.py")
         from megatron_vocabpar.megatron_lm.checkout import version_of  # needs torch; the table does not
@@ -72,7 +68,6 @@ class Site:
         return os.environ | own
 
     def command(self, experiment: Experiment) -> list[str]:
-        """The launch line of an experiment on this node."""
         data = self.data(experiment)
         return launch_line(experiment, self.checkout, data, self.version, self.nodes, self.on_cpu)
 
@@ -81,13 +76,8 @@ def run(experiments: Sequence[Experiment], site: Site, about: dict[str, str], sa
     """Run what is not finished; whether nothing failed.
 
     Args:
-        experiments: the rows, in order.
-        site: where.
         about: device, versions and commits, for the records.
-        say: told what is going on, a line at a time.
-
-    Raises:
-        ValueError: if the data cannot be made.
+        say: takes a line on what is going on.
     """
     # Decided before the first starts, so that all nodes decide alike.
     rows = [e for e in experiments if not finished(site.folder, e, site.nodes.count)]
@@ -155,7 +145,7 @@ def _make_data(experiment: Experiment, site: Site) -> None:
         return
     # An iteration's worth more than is read: Megatron looks one token ahead.
     tokens = experiment.tokens * (experiment.iterations + 1)
-    command = [sys.executable, "-m", "megatron_vocabpar.artifact.corpus", str(data)]
+    command = [sys.executable, "-m", "megatron_vocabpar.paper.corpus", str(data)]
     done = subprocess.run(
         [*command, str(experiment.vocab_size), str(tokens)],
         env=site.environment,

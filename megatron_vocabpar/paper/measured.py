@@ -9,15 +9,13 @@ to the simulated schedule, each counted and not measured in the row:
 - *Interlaced*: all ranks leave S together, since its collectives are inside.
 - *The optimizer's step* ends an iteration: bytes that it reads and writes, over the memory's bandwidth.
 
-Source: the measurements that were published with the paper's artifact, ``data/paper/measured_passes.csv``:
+Source: the measurements that were published with the paper's artifact, ``data/measured_passes.csv``:
 8 A100 in one node; the columns are explained in ``docs/paper.md``.
 Next: ``published.py``.
 """
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +27,7 @@ from ..schedule.passes import Comm, CommType, Instruction, PassType
 from ..schedule.plan import Plan
 from ..schedule.schedule import Program, Schedule
 from ..schedule.simulate import Simulation, simulate
+from .rows import Row, read_rows
 
 _COUNTS = ("pipeline", "num_microbatches", "seq_length", "hidden", "vocab", "layers")
 _PER_RANK = ("F_us_per_rank", "B_us_per_rank", "output_us_per_rank", "IF_us_per_rank", "IB_us_per_rank")
@@ -154,67 +153,37 @@ def blocking_program(schedule: Schedule) -> Program:
     return tuple(program)
 
 
-def csv_reader(path: str | Path, what: str) -> csv.DictReader[str]:
-    """The lines of a CSV file with a header.
-
-    Raises:
-        ValueError: naming ``what`` cannot be read, the file and the reason.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ValueError(f"cannot read {what} from {path}: {reason}") from error
-    return csv.DictReader(text.splitlines())
-
-
 def read_measured(path: str | Path) -> list[MeasuredRow]:
-    """Read a file of measured rows.
-
-    Raises:
-        ValueError: naming file, line and column of the first bad entry.
-    """
-    rows = list(_rows(csv_reader(path, "measured passes"), str(path)))
-    if not rows:
-        raise ValueError(f"{path} holds no rows; give a header with {', '.join(COLUMNS)} and a line a run")
-    return rows
+    """Read a file of measured rows; a ValueError names file, line and column of the first bad entry."""
+    return [_row(row) for row in read_rows(path, "measured passes", COLUMNS)]
 
 
-def _rows(reader: csv.DictReader[str], path: str) -> Iterator[MeasuredRow]:
-    for name in COLUMNS:
-        if name not in (reader.fieldnames or ()):
-            raise ValueError(f"{path}, line 1: no column {name!r}; give {', '.join(COLUMNS)}")
-    for cells in reader:
-        yield _row(cells, f"{path}, line {reader.line_num}")
-
-
-def _row(cells: dict[str, str | None], where: str) -> MeasuredRow:
-    method = (cells["method"] or "").strip()
+def _row(row: Row) -> MeasuredRow:
+    method = row.cells["method"]
     if method not in METHODS:
-        raise ValueError(f"{where}, column 'method': {method!r}; give one of {', '.join(METHODS)}")
-    p, m, seq_length, hidden, vocab, layers = (_count(cells, name, where) for name in _COUNTS)
-    (iteration_ms,) = _times(cells, "iteration_ms", 1, 1.0, where)
+        row.refuse("method", f"one of {', '.join(METHODS)}")
+    p, m, seq_length, hidden, vocab, layers = (_count(row, name) for name in _COUNTS)
+    (iteration_ms,) = _times(row, "iteration_ms", 1, 1.0)
     if not iteration_ms:
-        raise ValueError(f"{where}, column 'iteration_ms': 0; give the measured milliseconds")
-    passes = {name: _times(cells, name, p, 1e-3, where) for name in _PER_RANK}
-    (comm_ms,) = _times(cells, "comm_us", 1, 1e-3, where)
+        row.refuse("iteration_ms", "the measured milliseconds")
+    passes = {name: _times(row, name, p, 1e-3) for name in _PER_RANK}
+    (comm_ms,) = _times(row, "comm_us", 1, 1e-3)
     return MeasuredRow(method, p, m, seq_length, hidden, vocab, layers, iteration_ms, passes, comm_ms)
 
 
-def _count(cells: dict[str, str | None], name: str, where: str) -> int:
-    text = (cells[name] or "").strip()
+def _count(row: Row, column: str) -> int:
+    text = row.cells[column]
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise ValueError(f"{where}, column {name!r}: {text!r}; give a whole number of at least 1")
+        row.refuse(column, "a whole number of at least 1")
     return int(text)
 
 
-def _times(cells: dict[str, str | None], name: str, count: int, unit: float, where: str) -> tuple[float, ...]:
-    text = cells[name] or ""
+def _times(row: Row, column: str, count: int, unit: float) -> tuple[float, ...]:
     try:
-        values = tuple(float(word) * unit for word in text.split())
+        values = tuple(float(word) * unit for word in row.cells[column].split())
     except ValueError:
         values = ()
     if len(values) != count or not all(0.0 <= value < float("inf") for value in values):
         numbers = "one number" if count == 1 else f"{count} numbers, one a rank, with spaces between them"
-        raise ValueError(f"{where}, column {name!r}: {text!r}; give {numbers}, none below 0")
+        row.refuse(column, f"{numbers}, none below 0")
     return values

@@ -16,8 +16,8 @@ from ..schedule.draw import draw_text, planned_chart, svg_of, svg_of_scene
 from ..schedule.draw.scene import Box, Scene, Text
 from ..schedule.generate import make_plan
 from ..schedule.simulate import Simulation, simulate
-from .measured import csv_reader
-from .paper import Compared
+from .rows import read_rows
+from .simulated import Compared
 
 _RANKS = 4
 _COLOURS = {
@@ -76,7 +76,7 @@ def bars_svg(figure: Figure, compared: Sequence[Compared]) -> str:
     """One panel for each number of GPUs and sequence length."""
     shapes: list[Box | Text] = [Text(16, 24, figure.title, size=15, bold=True)]
     panels = [list(group) for _, group in groupby(compared, lambda one: (one.cell.gpus, one.cell.seq_length))]
-    values = [value for one in compared for value in _pair(one, figure.memory) if value is not None]
+    values = [value for one in compared for value in one.pair(figure.memory) if value is not None]
     scale = 150.0 / max(values)
     for place, panel in enumerate(panels):
         shapes += _panel(panel, figure.memory, scale, 16 + place % 2 * 480, 44 + place // 2 * 220)
@@ -89,11 +89,6 @@ def bars_svg(figure: Figure, compared: Sequence[Compared]) -> str:
     return _painted(980, bottom + 28, shapes)
 
 
-def _pair(one: Compared, memory: bool) -> tuple[float, float | None]:
-    """Simulated and published."""
-    return (one.peak_gib, one.cell.peak_memory_gb) if memory else (one.mfu_percent, one.cell.mfu_percent)
-
-
 def _panel(
     panel: Sequence[Compared], memory: bool, scale: float, left: float, top: float
 ) -> Iterator[Box | Text]:
@@ -104,7 +99,7 @@ def _panel(
     vocabs = list(dict.fromkeys(one.cell.vocab_k for one in panel))
     width = 88.0 / len(methods)
     for one in panel:
-        simulated, published = _pair(one, memory)
+        simulated, published = one.pair(memory)
         x = left + vocabs.index(one.cell.vocab_k) * 112 + methods.index(one.cell.method) * width
         height = simulated * scale
         words = f"{one.cell.method}, {one.cell.vocab_k}k: simulated {simulated:.1f}, published {published}"
@@ -117,27 +112,10 @@ def _panel(
 
 
 def read_losses(path: str) -> dict[str, list[tuple[float, float]]]:
-    """The curves of a file with columns method, iteration and loss.
-
-    Raises:
-        ValueError: naming file, line and column of the first bad entry.
-    """
-    reader = csv_reader(path, "losses")
-    for name in ("method", "iteration", "loss"):
-        if name not in (reader.fieldnames or ()):
-            raise ValueError(f"{path}, line 1: no column {name!r}; give method, iteration, loss")
+    """The curves of a file with columns method, iteration and loss: points by method."""
     curves: dict[str, list[tuple[float, float]]] = {}
-    for cells in reader:
-        point = []
-        for name in ("iteration", "loss"):
-            try:
-                point.append(float(cells[name]))
-            except (TypeError, ValueError) as error:
-                where = f"{path}, line {reader.line_num}, column {name!r}"
-                raise ValueError(f"{where}: {cells[name]!r}; give a number") from error
-        curves.setdefault(cells["method"], []).append((point[0], point[1]))
-    if not curves:
-        raise ValueError(f"{path} holds no losses; give a line a method and iteration")
+    for row in read_rows(path, "losses", ("method", "iteration", "loss")):
+        curves.setdefault(row.cells["method"], []).append((row.number("iteration"), row.number("loss")))
     return curves
 
 

@@ -7,9 +7,8 @@ import sys
 
 STARTER = """
 import os, signal, subprocess, sys
-rank = "import time; from megatron_vocabpar.artifact import rank; rank.end_with_parent(); print(flush=True);"
-rank += "time.sleep(1000)"
-child = subprocess.Popen([sys.executable, "-c", rank], stdout=subprocess.PIPE, start_new_session=True)
+rank = [sys.executable, "-m", "megatron_vocabpar.paper.rank", "tests.paper.sleeping_rank"]
+child = subprocess.Popen(rank, stdout=subprocess.PIPE, start_new_session=True)
 child.stdout.readline()
 print("killed", flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -5,7 +5,6 @@ Next: ``command.py``, the launch line of a row.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import math
 import typing
@@ -13,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_vocabpar.paper.rows import Row, read_rows
 from megatron_vocabpar.schedule.families import family_named
 from megatron_vocabpar.schedule.methods import METHODS
 
@@ -97,33 +97,14 @@ class Experiment:
 
 
 def read_experiments(path: Path) -> list[Experiment]:
-    """The rows of a CSV file whose header names the fields of ``Experiment``.
-
-    Raises:
-        ValueError: for a file that cannot be read, a header with other names, a wrong cell, or a name that
-            comes twice; the message gives file and line.
-    """
-    names = [field.name for field in dataclasses.fields(Experiment)]
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file, strict=True)
-            if sorted(reader.fieldnames or ()) != sorted(names):
-                raise ValueError(f"{path}: the header must name these columns: {','.join(names)}")
-            found: dict[str, Experiment] = {}
-            for row in reader:
-                if None in row or None in row.values():
-                    raise ValueError(f"{path}, line {reader.line_num}: give {len(names)} cells")
-                experiment = _experiment(row, f"{path}, line {reader.line_num}")
-                if experiment.name in found:
-                    raise ValueError(
-                        f"{path}, line {reader.line_num}: a second {experiment.name!r}; rename it"
-                    )
-                found[experiment.name] = experiment
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}; give a CSV file of experiments") from error
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no CSV file of experiments: {error}") from error
-    return list(found.values())
+    """The rows of a CSV file whose header names the fields of ``Experiment``."""
+    experiments: dict[str, Experiment] = {}
+    for row in read_rows(path, "experiments", [field.name for field in dataclasses.fields(Experiment)]):
+        experiment = _experiment(row)
+        if experiment.name in experiments:
+            raise ValueError(f"{row.where}: a second {experiment.name!r}; rename it")
+        experiments[experiment.name] = experiment
+    return list(experiments.values())
 
 
 def small(experiments: list[Experiment]) -> list[Experiment]:
@@ -134,14 +115,14 @@ def small(experiments: list[Experiment]) -> list[Experiment]:
     ]
 
 
-def _experiment(row: dict[str, str], where: str) -> Experiment:
+def _experiment(row: Row) -> Experiment:
     values: dict[str, Any] = {}
     for name, kind in typing.get_type_hints(Experiment).items():
         try:
-            values[name] = kind((row[name] or "").strip())
-        except ValueError as error:
-            raise ValueError(f"{where}: {name} is {row[name]!r}, not a number") from error
+            values[name] = kind(row.cells[name])
+        except ValueError:
+            row.refuse(name, "a number")
     try:
         return Experiment(**values)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise ValueError(f"{row.where}: {error}") from error

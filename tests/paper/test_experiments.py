@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vocabpar.artifact.command import Nodes, launch_line, method_arguments
-from megatron_vocabpar.artifact.corpus import documents
-from megatron_vocabpar.artifact.expected import published
-from megatron_vocabpar.artifact.experiments import read_experiments, small
-from megatron_vocabpar.artifact.results import Result, finished, read_results, result_path, write_result
+from megatron_vocabpar.paper.checks import published
+from megatron_vocabpar.paper.command import Nodes, launch_line, method_arguments
+from megatron_vocabpar.paper.corpus import documents
+from megatron_vocabpar.paper.experiments import read_experiments, small
+from megatron_vocabpar.paper.results import Result, finished, read_results, result_path, write_result
 
 TABLES = Path(__file__).parents[2] / "scripts" / "artifact"
 QUICK = TABLES / "quick.csv"
@@ -48,8 +48,8 @@ def test_a_published_cell_is_that_of_the_table() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("name,", "title,", "the header must name these columns: name,gpus,tp"),
-        ("redis,8,", "redis,eight,", "line 3: gpus is 'eight', not a number"),
+        ("name,", "title,", "line 1: no column 'name'; give name, gpus, tp"),
+        ("redis,8,", "redis,eight,", "line 3, column 'gpus': 'eight'; give a number"),
         ("redis,8,1,", "redis,8,0,", "line 3: tp is 0; give a number above 0"),
         ("redis,8,1,1f1b,redis", "redis,8,1,1f1b,vocab-3", "line 3: unknown method 'vocab-3'"),
         ("redis,8,1,1f1b", "redis,8,1,2f2b", "line 3: unknown family '2f2b'"),
@@ -77,7 +77,7 @@ def test_the_launch_line_of_two_nodes() -> None:
     line = launch_line(row, Path("/mlm"), Path("/data/text"), "0.16", nodes, on_cpu=False)
     words = " ".join(line)
     assert "--nnodes 2 --node-rank 1 --master-addr first --master-port 29500 --nproc-per-node 8" in words
-    assert "-m megatron_vocabpar.artifact.rank megatron_vocabpar.launch /mlm/pretrain_gpt.py" in words
+    assert "-m megatron_vocabpar.paper.rank megatron_vocabpar.launch /mlm/pretrain_gpt.py" in words
     assert "--pipeline-model-parallel-size 16" in words
     assert "--vocab-size 31999" in words  # the tokenizer adds the end of a document
     with pytest.raises(ValueError, match="3 nodes cannot share 16 GPUs evenly"):

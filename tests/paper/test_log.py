@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from megatron_vocabpar.artifact.expected import checks
-from megatron_vocabpar.artifact.experiments import Experiment, read_experiments
-from megatron_vocabpar.artifact.log import read_log
-from megatron_vocabpar.artifact.results import Result, result_path, write_result
 from megatron_vocabpar.cli.artifact import artifact_command
+from megatron_vocabpar.paper.checks import checks
+from megatron_vocabpar.paper.experiments import Experiment, read_experiments
+from megatron_vocabpar.paper.log import read_log
+from megatron_vocabpar.paper.results import Result, result_path, write_result
 from megatron_vocabpar.schedule.flops import model_flops
 
 

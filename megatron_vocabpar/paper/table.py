@@ -9,10 +9,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from megatron_vocabpar.artifact.expected import Check, published
-from megatron_vocabpar.artifact.results import Result
+from megatron_vocabpar.paper.checks import Check, published
+from megatron_vocabpar.paper.results import Result
 from megatron_vocabpar.plan.hardware import hardware_presets
-from megatron_vocabpar.plan.published import PEAK_TFLOPS
 
 _COLUMNS = (
     *("experiment", "method", "ms", "TFLOP/s", "MFU %", "paper", "GiB", "reserved", "paper", "last loss"),
@@ -21,16 +20,7 @@ _COLUMNS = (
 
 
 def print_results(results: Sequence[Result], checks: Sequence[Check], peak_tflops: float | None) -> None:
-    """The table, then what was checked.
-
-    Args:
-        results: in the order of the rows.
-        checks: of ``expected.checks``.
-        peak_tflops: of the device, where its name says nothing.
-
-    Raises:
-        ValueError: for a GPU whose peak is not known.
-    """
+    """The table, then what was checked; ``peak_tflops`` is the device's, where its name says nothing."""
     console = Console(width=150)
     table = Table(box=SIMPLE)
     for number, heading in enumerate(_COLUMNS):
@@ -44,11 +34,7 @@ def print_results(results: Sequence[Result], checks: Sequence[Check], peak_tflop
 
 
 def mfu(result: Result, peak_tflops: float | None) -> float | None:
-    """Model FLOPs utilization, from 0 to 1; None on CPU processes, and where nothing was measured.
-
-    Raises:
-        ValueError: for a GPU whose peak is not known.
-    """
+    """Model FLOPs utilization, from 0 to 1; None on CPU processes, and where nothing was measured."""
     if result.flops_per_gpu is None or result.environment.get("processes") == "cpu":
         return None
     peak = _peak_tflops(result.environment["device"]) if peak_tflops is None else peak_tflops
@@ -66,14 +52,13 @@ def _peak_tflops(device: str) -> float:
 def _cells(result: Result, peak_tflops: float | None) -> tuple[str, ...]:
     cell = published(result.experiment)
     used = mfu(result, peak_tflops)
-    theirs = None if cell is None or cell.mfu_percent is None else cell.mfu_percent / 100 * PEAK_TFLOPS
     return (
         result.experiment.name,
         result.experiment.method,
         _number(result.median_ms, 1),
         _number(None if result.flops_per_gpu is None else result.flops_per_gpu / 1e12, 1 if used else 4),
         _number(None if used is None else 100 * used, 2),
-        _number(theirs, 1),
+        _number(None if cell is None else cell.tflops, 1),
         _number(result.peak_allocated_gib, 2),
         _number(result.peak_reserved_gib, 2),
         _number(None if cell is None else cell.peak_memory_gb, 2),
@@ -87,11 +72,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def draw_losses(results: Sequence[Result], path: Path) -> None:
-    """The convergence figure, as Figure 17: the losses of every training over its iterations.
-
-    Raises:
-        ValueError: if no result has losses.
-    """
+    """The convergence figure, as Figure 17: the losses of every training over its iterations."""
     from matplotlib.figure import Figure
 
     curves = [result for result in results if result.losses]

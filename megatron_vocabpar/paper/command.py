@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_vocabpar.artifact.experiments import Experiment
+from megatron_vocabpar.paper.experiments import Experiment
 from megatron_vocabpar.schedule.families import family_named
 
 _ADDS_NO_ID = ("0.18", "0.19", "main")  # here --vocab-size counts the NullTokenizer's end-of-document id
@@ -34,12 +34,7 @@ _CPU = shlex.split(
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of a job, and which of them this is.
-
-    Attributes:
-        count, rank: how many, and this one's number.
-        address, port: where they meet; node 0's.
-    """
+    """How many machines a job has, this one's number among them, and where they meet: at node 0."""
 
     count: int = 1
     rank: int = 0
@@ -48,11 +43,7 @@ class Nodes:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Nodes:
-        """From ``NNODES``, ``NODE_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``, or Slurm's own variables.
-
-        Raises:
-            ValueError: for a number that is none, or several nodes without ``MASTER_ADDR``.
-        """
+        """From ``NNODES``, ``NODE_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``, or Slurm's own variables."""
 
         def number(default: int, *names: str) -> int:
             for name in names:
@@ -89,9 +80,8 @@ def script_arguments(experiment: Experiment, data: Path, version: str, on_cpu: b
     """Arguments of ``pretrain_gpt.py``.
 
     Args:
-        experiment: the row.
         data: path of the indexed dataset, without ``.bin`` and ``.idx``.
-        version: of the checkout, as ``version_of`` tells it.
+        version: the checkout's, as ``version_of`` gives it.
         on_cpu: for CPU processes, in float32.
     """
     ids = experiment.vocab_size - (0 if version in _ADDS_NO_ID else 1)
@@ -124,11 +114,7 @@ def script_arguments(experiment: Experiment, data: Path, version: str, on_cpu: b
 def launch_line(
     experiment: Experiment, checkout: Path, data: Path, version: str, nodes: Nodes, on_cpu: bool
 ) -> list[str]:
-    """The command that runs this node's part of an experiment; arguments as ``script_arguments``.
-
-    Raises:
-        ValueError: if the nodes cannot share the devices evenly.
-    """
+    """The command that runs this node's part of an experiment; arguments as ``script_arguments``."""
     if experiment.gpus % nodes.count:
         raise ValueError(f"{experiment.name}: {nodes.count} nodes cannot share {experiment.gpus} GPUs evenly")
     meeting = (
@@ -143,7 +129,7 @@ def launch_line(
     return [
         *(sys.executable, "-m", "torch.distributed.run", *meeting),
         *("--nproc-per-node", str(experiment.gpus // nodes.count)),
-        *("-m", "megatron_vocabpar.artifact.rank", entry),
+        *("-m", "megatron_vocabpar.paper.rank", entry),
         str(checkout / "pretrain_gpt.py"),
         *script_arguments(experiment, data, version, on_cpu),
     ]

@@ -1,7 +1,7 @@
 """The paper's results beside what is simulated: Tables 3, 5 and 6, which Figures 11 to 14 draw.
 
 MFU of a cell is simulated from the passes that were measured in that very run, where they were published
-(``measured.py``), else from the estimates for an A100 (``times.py``). Memory is that of ``memory.py``.
+(``measured.py``), else from the estimates for an A100 (``plan/times.py``). Memory is ``plan/memory.py``'s.
 
 Next: ``figures.py``.
 """
@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import mean
 
-from .hardware import hardware_named
+from ..plan.hardware import hardware_named
+from ..plan.options import Request, option_of
 from .measured import MeasuredRow, predict
-from .options import Request, option_of
-from .published import PEAK_TFLOPS, Cell, cells, peak_gib, published_passes, tables
+from .published import PEAK_TFLOPS, Cell, cells, peak_gib, published_passes, published_scaling
 
 MEASURED, ESTIMATED = "measured passes", "estimated passes"
 
@@ -29,17 +29,16 @@ class Compared:
     peak_gib: float
     source: str
 
-    @property
-    def mfu_error(self) -> float | None:
-        """Relative; None where the cell ran out of memory."""
-        published = self.cell.mfu_percent
-        return None if published is None else self.mfu_percent / published - 1.0
+    def pair(self, memory: bool) -> tuple[float, float | None]:
+        """Simulated and published: peak memory, or MFU."""
+        if memory:
+            return self.peak_gib, self.cell.peak_memory_gb
+        return self.mfu_percent, self.cell.mfu_percent
 
-    @property
-    def memory_error(self) -> float | None:
+    def error(self, memory: bool) -> float | None:
         """Relative; None where the cell ran out of memory."""
-        published = self.cell.peak_memory_gb
-        return None if published is None else self.peak_gib / published - 1.0
+        simulated, published = self.pair(memory)
+        return None if published is None else simulated / published - 1.0
 
 
 def compare(table: str) -> Iterator[Compared]:
@@ -88,31 +87,29 @@ class Scaling:
 
 def table3() -> list[Scaling]:
     """Table 3, from the published passes of the largest vocabulary at each sequence length."""
-    entries = []
-    for row in tables()["table3_scaling_percent_vs_linear"]:
-        layer, length = row["layer"], row["seq_length"]
-        for gpus in (8, 16, 32):
-            found = _scaling(layer, length, gpus)
-            entries.append(Scaling(layer, length, gpus, row[f"p{gpus}"], *(found or (None, None))))
-    return entries
+    return [
+        Scaling(layer, length, gpus, percent, *(_scaling(layer, length, gpus) or (None, None)))
+        for layer, length, gpus, percent in published_scaling()
+    ]
 
 
 def _scaling(layer: str, seq_length: int, gpus: int) -> tuple[float, int] | None:
     """Whole over p shards; the whole layer is what the first or last rank takes longer than others."""
-    name = layer.removeprefix("output-") if layer.startswith("output-") else "vocab-1"
+    method = layer.removeprefix("output-") if layer.startswith("output-") else "vocab-1"
     rows = {_setting(row): row for row in published_passes()}
     vocabs = [
-        row.vocab for row in rows.values() if (row.method, row.p, row.seq_length) == (name, gpus, seq_length)
+        row.vocab
+        for row in rows.values()
+        if (row.method, row.p, row.seq_length) == (method, gpus, seq_length)
     ]
     if not vocabs:
         return None
-    whole, shards = (rows[method, gpus, seq_length, max(vocabs)] for method in ("baseline", name))
+    whole, shards = (rows[name, gpus, seq_length, max(vocabs)] for name in ("baseline", method))
     passes = ("F_us_per_rank", "B_us_per_rank")
     work = [sum(whole.passes_ms[key][rank] for key in passes) for rank in range(gpus)]
-    usual = mean(work[1:-1])
-    extra = work[0 if layer == "input" else -1] - usual
-    own = ["IF_us_per_rank", "IB_us_per_rank"] if layer == "input" else ["output_us_per_rank"]
-    shard = sum(mean(shards.passes_ms[key]) for key in own)
+    extra = work[0 if layer == "input" else -1] - mean(work[1:-1])
+    columns = ["IF_us_per_rank", "IB_us_per_rank"] if layer == "input" else ["output_us_per_rank"]
+    shard = sum(mean(shards.passes_ms[key]) for key in columns)
     return 100 * extra / (gpus * shard), max(vocabs)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vocabpar.artifact.results import read_results
+from megatron_vocabpar.paper.results import read_results
 from tests.megatron_lm.training import checkout
 
 ROOT = Path(__file__).parents[2]

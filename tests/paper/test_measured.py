@@ -7,8 +7,8 @@ from statistics import mean
 
 import pytest
 
-from megatron_vocabpar.plan.measured import COLUMNS, Prediction, blocking_program, predict, read_measured
-from megatron_vocabpar.plan.published import published_passes
+from megatron_vocabpar.paper.measured import COLUMNS, Prediction, blocking_program, predict, read_measured
+from megatron_vocabpar.paper.published import published_passes
 from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.events import run_events
 from megatron_vocabpar.schedule.generate import generate
