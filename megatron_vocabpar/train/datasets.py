@@ -29,7 +29,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, Indexe
 from torch.utils.data import default_collate
 
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.prepare import DataFiles, locked
+from megatron_vocabpar.train.data_files import DataFiles, locked
 
 Batch = Mapping[str, torch.Tensor | None]
 """``tokens``, ``labels``, ``position_ids`` [b, s] int64, ``loss_mask`` fp32, ``attention_mask`` None."""
