@@ -80,7 +80,26 @@ class _Sum:
     __mul__ = __rmul__
 
 
-class LogitsHandle:
+class _Shaped:
+    """What code asks of a tensor's shape."""
+
+    shape: torch.Size
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+class LogitsHandle(_Shaped):
     """Stands for logits [..., P] float32 of tokens [...].
 
     Args:
@@ -109,19 +128,6 @@ class LogitsHandle:
         like = LogitsHandle(tokens, self.shape[-1], self.device, self._answer)
         like._temperature, like._wanted = self._temperature * divisor, self._wanted
         return like
-
-    def size(self, dim: int | None = None) -> torch.Size | int:
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
     def clone(self) -> LogitsHandle:
         return self._like(self.shape[:-1])
