@@ -77,9 +77,6 @@ def emulate(plans: dict[str, Plan], scale: float, iterations: int) -> list[Emula
         plans: by the name to show.
         scale: the time that passes for one millisecond of the plans' costs, in milliseconds.
         iterations: of each plan; the median counts.
-
-    Raises:
-        TrainingFailed: if a rank fails, naming rank, pass and microbatch; no process is left.
     """
     predictions = {name: simulate(plan) for name, plan in plans.items()}
     (world_size,) = {plan.schedule.p for plan in plans.values()}

@@ -36,12 +36,8 @@ def run_forked(world_size: int, body: Body, timeout: timedelta) -> list[Any]:
     """Run ``body(rank, record)`` on ``world_size`` processes of one gloo group; its results by rank.
 
     Args:
-        world_size: number of processes.
         body: what every rank runs; it notes in ``record`` what it is about to do. Its result is pickled.
         timeout: after which a rank that waits for another gives up.
-
-    Raises:
-        TrainingFailed: if a rank raises or is killed; the others have been ended.
     """
     context = multiprocessing.get_context("fork")
     with TemporaryDirectory(prefix="vocabpar-ranks-") as name, contextlib.ExitStack() as stack:

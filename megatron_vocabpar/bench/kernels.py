@@ -132,7 +132,6 @@ def measure_output(
     """S and T of every method on one shard, beside everything they are compared with.
 
     Args:
-        rounds: measured rounds.
         with_scaling: also time the whole vocabulary on this device, for the scaling against 1/p.
     """
     layer = _layer(shape, shape.rows_of_weight, device, dtype)
@@ -204,7 +203,6 @@ def _layer(shape: Shape, rows: int, device: torch.device, dtype: torch.dtype) ->
 
 
 def _whole_ms(shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int) -> dict[str, float]:
-    """Milliseconds of the methods of ``SCALED`` on the whole vocabulary."""
     full = _layer(shape, shape.padded, device, dtype)
     times = time_rounds({method: partial(full.both, method=method) for method in SCALED}, rounds, device)
     return {method: statistics.median(values) for method, values in times.items()}

@@ -86,11 +86,7 @@ class OutputLayer:
     """One shard's output layer and its inputs.
 
     Args:
-        n: tokens.
-        hidden: H.
         shard: the rows; every target is one of the true ones.
-        device: where.
-        dtype: of x and the weight.
     """
 
     def __init__(

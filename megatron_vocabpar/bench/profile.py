@@ -92,7 +92,6 @@ def _output_times(name: str, passes: dict[str, float], all_reduce_ms: float) -> 
 
 
 def _measured(config: TrainConfig) -> dict[str, Any]:
-    """What the processes of ``profiled_rank`` have measured."""
     with tempfile.TemporaryDirectory(prefix="vocabpar-profile-") as folder:
         told = replace(config, output=folder)
         open_method(told)

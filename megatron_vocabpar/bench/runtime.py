@@ -34,7 +34,6 @@ class RuntimeResult:
 
     @property
     def ratio(self) -> float:
-        """Median over the pairs of ours / Megatron's."""
         return statistics.median(a / b for a, b in zip(self.ours_ms, self.megatron_ms, strict=True))
 
 
@@ -54,7 +53,6 @@ def measure_runtime(config: TrainConfig) -> RuntimeResult:
 
 
 def _run_rank(config: TrainConfig) -> None:
-    """Measure on this rank; rank 0 writes the result."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state

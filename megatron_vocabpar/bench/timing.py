@@ -29,9 +29,6 @@ def time_rounds(
     """Milliseconds a call of every contender in every round, after two rounds of warm-up.
 
     Args:
-        contenders: what is timed, by name.
-        rounds: measured rounds.
-        device: where they run.
         calls: made one after the other in one measurement: for what is too short to be timed alone.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}

@@ -99,7 +99,6 @@ def show_command(folder: Path, peak_tflops: float | None, figure: Path | None, o
 
 
 def _show(folder: Path, peak_tflops: float | None, figure: Path | None, output_format: str) -> bool:
-    """Print the results; whether all is well."""
     results = read_results(folder)
     if not results:
         raise ValueError(f"{folder} holds no results; run the experiments first")

@@ -33,7 +33,6 @@ def run_all(checks: Sequence[Check], say: Callable[[str], None]) -> Iterator[Res
 
     Args:
         checks: in an order in which each follows the one that it depends on.
-        say: told which check begins.
     """
     outcomes: dict[str, str] = {}
     for check in checks:
@@ -110,7 +109,6 @@ def one_line(error: BaseException) -> str:
 
 
 def _missing(error: Exception) -> bool:
-    """Whether a library that the check needs is not installed."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return False
     return importlib.util.find_spec(error.name.partition(".")[0]) is None

@@ -84,7 +84,6 @@ def _largest(errors: list[float]) -> float:
 
 
 def _rows(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Some rows on the CPU, by plain slices."""
     return torch.stack([tensor[row].cpu() for row in rows.tolist()])
 
 

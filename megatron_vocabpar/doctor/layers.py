@@ -18,10 +18,6 @@ def output_layer(
     """S and T of every method: losses and dX within the documented bounds, dW by its norm, none in padding.
 
     Args:
-        device: where.
-        dtype: of x and the weight.
-        n: tokens.
-        hidden: H.
         rows: P, padding included.
         padding: rows at the end that are padding.
     """

@@ -16,11 +16,7 @@ _PREFIXES = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA", "NVTE_", "TRITON_"
 
 
 def count_gpus() -> int:
-    """GPUs that this process sees.
-
-    Raises:
-        ValueError: if there is none, with the remedy.
-    """
+    """GPUs that this process sees."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found:
         return found
@@ -33,7 +29,6 @@ def why_no_gpu(torch_version: str, cuda: str | None, visible: str | None) -> str
     """Why there is no GPU to check, and the remedy.
 
     Args:
-        torch_version: ``torch.__version__``.
         cuda: the CUDA or HIP that torch was built for; None for a build without.
         visible: ``CUDA_VISIBLE_DEVICES``; None where it is not set.
     """

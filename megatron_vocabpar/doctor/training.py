@@ -29,16 +29,7 @@ def train(device: str, method: str, dtype: str, pp: int, folder: str, vocab_size
     """Train ``method`` for a few steps; a method other than baseline is compared with the baseline there.
 
     Args:
-        device: cpu or cuda.
-        method: one of the methods.
-        dtype: fp32 or bf16.
-        pp: pipeline stages, one process each.
-        folder: where the results of all methods are kept.
         vocab_size: of the model and its tokenizer.
-
-    Raises:
-        ModuleNotFoundError: if a library that a training needs is not installed.
-        TrainingFailed: if a rank of the training fails, with what went wrong.
     """
 
     def output(name: str) -> Path:

@@ -105,8 +105,6 @@ class LogitsHandle(_Shaped):
     Args:
         tokens: the tokens' shape, ``(b, s)`` as the model returns them.
         width: P, the ids of a tensor-parallel rank without vocabulary parallelism.
-        device: where the tokens are.
-        answer: what to answer; None raises ``Wanted`` instead.
 
     Raises:
         LogitsError: a ValueError, for whatever needs logits.
@@ -151,11 +149,7 @@ class LogitsHandle(_Shaped):
         return self._like((*tokens[:dim], 1, *tokens[dim:]))
 
     def div(self, temperature: Tensor | float) -> LogitsHandle:
-        """The logits divided by one positive number.
-
-        Raises:
-            ValueError: for another number, or several.
-        """
+        """The logits divided by one positive number."""
         return self._like(self.shape[:-1], _positive(temperature))
 
     __truediv__ = div
@@ -201,11 +195,7 @@ class LogitsHandle(_Shaped):
         return entropy if gradient else entropy.detach()
 
     def sum(self, *dims: Any, **options: Any) -> _Sum:
-        """Of all logits: nothing but 0 times it is known.
-
-        Raises:
-            LogitsError: for anything else, where it is asked for.
-        """
+        """Of all logits: nothing but 0 times it is known."""
         if dims or options or self._answer is None:
             raise LogitsError("logits.sum")
         return _Sum(self._answer)

@@ -36,11 +36,7 @@ class StepRunner:
         self._run: ForwardBackward | None = None
 
     def __call__(self, **arguments: Any) -> list[Any]:
-        """megatron-core's arguments and results.
-
-        Raises:
-            ValueError: for what cannot be run; also those of ``ForwardBackward``.
-        """
+        """megatron-core's arguments and results."""
         model = arguments["model"]
         chunks = model if isinstance(model, list) else [model]
         shards = unwrap_model(chunks[0])

@@ -85,8 +85,6 @@ class Step:
     """One microbatch of a framework, up to where it wants log-probabilities.
 
     Attributes:
-        call: how it calls the model.
-        request: what it wants.
         finish: from an answer to what its loss function returns.
     """
 

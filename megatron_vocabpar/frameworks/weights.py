@@ -47,11 +47,7 @@ class Walk:
         return True
 
     def on_whole_layers(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``original`` on a model that shows stock's layers.
-
-        Raises:
-            ValueError: when it is called, for tasks that Megatron Bridge has prepared on another view.
-        """
+        """``original`` on a model that shows stock's layers."""
         signature = inspect.signature(original)
 
         def chunks(args: Any, kwargs: Any) -> list[Any]:

@@ -42,7 +42,6 @@ def published(e: Experiment) -> Cell | None:
 
 @cache
 def _cells() -> dict[tuple[str | int, ...], Cell]:
-    """By schedule, GPUs, method, thousands of ids and tokens."""
     return {
         (cell.family.name, cell.gpus, cell.method, cell.vocab_k, cell.seq_length): cell
         for table in ("table5", "table6")

@@ -43,9 +43,7 @@ class Experiment:
         method: what the vocabulary layers do.
         layers, hidden, heads, seq_length, micro_batch: sizes of the model and of a microbatch.
         vocab_k: vocabulary in thousands of ids, the end-of-document id included.
-        microbatches: microbatches an iteration.
         iterations: iterations in all; the first ``warmup`` don't count for times.
-        lr: learning rate.
     """
 
     name: str
@@ -82,12 +80,10 @@ class Experiment:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids in all."""
         return 1000 * self.vocab_k
 
     @property
     def tokens(self) -> int:
-        """Tokens of an iteration."""
         return self.microbatches * self.micro_batch * self.seq_length
 
     @property

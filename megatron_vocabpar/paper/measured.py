@@ -52,11 +52,7 @@ class MeasuredRow:
     """One measured run.
 
     Attributes:
-        method: one of ``METHODS``.
-        p: pipeline size.
-        m: microbatches.
         seq_length, hidden, vocab, layers: the model's; one sequence a microbatch.
-        iteration_ms: what was measured.
         passes_ms: by column of ``_PER_RANK``, the time of that pass on each rank.
         comm_ms: one point-to-point transfer; 0 where it was not measured.
     """

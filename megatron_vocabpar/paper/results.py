@@ -26,10 +26,8 @@ class Result:
     """What one training gave.
 
     Attributes:
-        experiment: the row.
         outcome: how it ended; that it does not fit is a result too.
         reason: for a failure, the end of the log.
-        command: the launch line.
         environment: device, versions, commits, date.
         iteration_ms, losses: of every iteration; empty where another node's log has them.
         allocated_mib, reserved_mib: peaks of this node's ranks, by global rank; on the CPU, of processes.

@@ -33,9 +33,7 @@ class Site:
     """Where experiments run.
 
     Attributes:
-        checkout: of Megatron-LM.
         folder: for the results; on several nodes, one that all see.
-        nodes: the machines.
         on_cpu: CPU processes instead of GPUs.
     """
 

@@ -163,7 +163,6 @@ def remedies(request: Request) -> list[str]:
 
 
 def _changes(request: Request) -> Iterator[tuple[str, Request]]:
-    """Other requests, each with what it changes."""
     job, model = request.job, request.model
 
     def changed(**values: object) -> Request:

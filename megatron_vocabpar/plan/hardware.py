@@ -35,11 +35,7 @@ class Hardware:
 
 
 def hardware_named(name: str) -> Hardware:
-    """The preset with this name, in any case.
-
-    Raises:
-        ValueError: if there is none; the message lists the names.
-    """
+    """The preset with this name, in any case."""
     known = hardware_presets()
     if name.upper() not in known:
         raise ValueError(f"unknown hardware {name!r}; choose one of {', '.join(known)}")

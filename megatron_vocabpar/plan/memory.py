@@ -80,7 +80,6 @@ class StageMemory:
 
     @property
     def total(self) -> float:
-        """Of all parts."""
         return sum(vars(self).values())
 
 

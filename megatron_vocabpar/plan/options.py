@@ -91,7 +91,6 @@ class Option:
 
     @property
     def peak_gib(self) -> float:
-        """Of the fullest rank."""
         return max((stage.total for stage in self.stages), default=0.0) / GIB
 
     def fits(self, request: Request) -> bool:
@@ -119,8 +118,6 @@ def all_options(
     """Every method in every family, the fastest of those that fit simulated in full.
 
     Args:
-        request: what is planned.
-        methods: their names.
         among: names of the families; None takes all.
         workers: processes that share the work; the result is the same.
 
@@ -203,11 +200,7 @@ def in_full(request: Request, option: Option) -> Option:
 
 
 def layers_of(request: Request, method: Method, family: Family) -> tuple[int, ...]:
-    """Transformer layers of each stage.
-
-    Raises:
-        ValueError: if they cannot be placed.
-    """
+    """Transformer layers of each stage."""
     p, layers = request.job.p, request.model.layers
     if family.name != "1f1b" and p < 2:
         raise ValueError("needs at least two stages")

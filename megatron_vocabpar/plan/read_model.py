@@ -33,11 +33,7 @@ _NEEDED_ARGUMENTS = ("num-layers", "hidden-size", "num-attention-heads", "seq-le
 
 
 def model_preset(name: str) -> Model:
-    """The preset with this name.
-
-    Raises:
-        ValueError: if there is none; the message lists the names.
-    """
+    """The preset with this name."""
     known = model_presets()
     if name not in known:
         raise ValueError(f"unknown model preset {name!r}; choose one of {', '.join(known)}")
@@ -51,11 +47,7 @@ def model_presets() -> dict[str, Any]:
 
 
 def load_config(path: str, seq_length: int | None) -> Model:
-    """Read a Hugging Face ``config.json``.
-
-    Raises:
-        ValueError: if it is missing, not JSON or lacks a key; the message names the file and the keys.
-    """
+    """Read a Hugging Face ``config.json``."""
     try:
         data = json.loads(_text(path))
     except (ValueError, RecursionError) as error:
@@ -73,11 +65,7 @@ def load_config(path: str, seq_length: int | None) -> Model:
 
 
 def model_from_config(data: Mapping[str, Any], name: str, source: str, seq_length: int) -> Model:
-    """A model from the keys of a ``config.json``; those of its text part where there are several.
-
-    Raises:
-        ValueError: naming every key that is missing or no number.
-    """
+    """A model from the keys of a ``config.json``; those of its text part where there are several."""
     data = data.get("text_config", data)
     experts = next((key for key in _EXPERTS if data.get(key)), None)
     needed = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"]
@@ -136,11 +124,7 @@ def _windowed(data: Mapping[str, Any]) -> float:
 
 
 def read_script(path: str) -> Arguments:
-    """The flags in a launch script's text; variables that it sets are filled in, nothing is run.
-
-    Raises:
-        ValueError: if it cannot be read.
-    """
+    """The flags in a launch script's text; variables that it sets are filled in, nothing is run."""
     lines = [line for line in _text(path).splitlines() if not line.lstrip().startswith("#")]
     text = "\n".join(lines).replace("\\\n", " ")
     values = dict(re.findall(r"^\s*(?:export\s+)?(\w+)=[\"']?([^\s\"'()$]+)[\"']?\s*$", text, re.MULTILINE))
@@ -159,11 +143,7 @@ def read_arguments(words: Sequence[str]) -> Arguments:
 
 
 def model_from_arguments(given: Arguments, source: str) -> Model:
-    """A model from Megatron's arguments.
-
-    Raises:
-        ValueError: naming every flag that is missing or no number.
-    """
+    """A model from Megatron's arguments."""
     vocabulary = next((name for name in ("padded-vocab-size", "vocab-size") if name in given), "")
     missing = [f"--{name}" for name in _NEEDED_ARGUMENTS if name not in given]
     missing += [] if vocabulary else ["--vocab-size"]
@@ -206,11 +186,7 @@ def model_from_arguments(given: Arguments, source: str) -> Model:
 
 
 def whole(given: Arguments, name: str, source: str, default: int | None = None) -> int:
-    """A flag's whole number; the default where it is not given.
-
-    Raises:
-        ValueError: naming the flag.
-    """
+    """A flag's whole number; the default where it is not given."""
     if name not in given and default is not None:
         return default
     text = given.get(name, "")

@@ -47,8 +47,6 @@ class Job:
     Attributes:
         p, t, d: pipeline, tensor and data parallel sizes; sequence parallelism goes with t > 1.
         e: expert parallel size, out of d * t.
-        m: microbatches of an iteration and replica.
-        micro_batch: sequences of a microbatch.
         distributed_optimizer: whether optimizer states are divided over the replicas.
         recompute: whether layers keep their input alone and run again before their backward pass.
     """

@@ -74,12 +74,8 @@ def check_run(
     """Refuse a model, a schedule or processes that cannot run; a measurement needs no more.
 
     Args:
-        config: the job.
         environment: read for ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE``, which torchrun sets.
         gpus: number of CUDA devices on this machine; asked only if ``device`` is cuda.
-
-    Raises:
-        ValueError: naming the flag, its value and the remedy.
     """
     _check_values(config)
     _check_layers(config)
@@ -226,11 +222,7 @@ def _check_vocabulary(config: TrainConfig) -> None:
 
 
 def require_modules(names: Sequence[str] = TRAIN_MODULES) -> None:
-    """Find out before the work that a module is not installed, not after it.
-
-    Raises:
-        ModuleNotFoundError: for the first module of ``names`` that is missing.
-    """
+    """Find out before the work that a module is not installed, not after it."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)

@@ -38,9 +38,6 @@ def check_files(folder: Path) -> None:
 
     The metadata, which torch unpickles, holds its own classes alone; ``common.pt`` what ``torch.load`` takes
     with ``weights_only``, which the launcher asks for in all other files.
-
-    Raises:
-        ValueError: naming the file.
     """
     readers: dict[str, Callable[[BinaryIO], object]] = {
         METADATA_FILE: lambda file: _FormatOnly(file).load(),

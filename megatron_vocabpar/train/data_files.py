@@ -55,9 +55,6 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """``$VOCABPAR_CACHE``, else ``vocabpar`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``.
 
     A user who cannot write there, such as a service without a home, gets a folder among temporary files.
-
-    Raises:
-        ValueError: if that folder belongs to somebody else.
     """
     named = environment.get("VOCABPAR_CACHE")
     if named:

@@ -54,11 +54,7 @@ def write_dataset(prefix: str, documents: Iterable[Sequence[int]], vocab_size: i
 
 
 def inspect_dataset(prefix: str) -> tuple[list[int], int]:
-    """Sequence lengths of an indexed dataset (tokens), and its largest token id (of the first 2²⁸ tokens).
-
-    Raises:
-        ValueError: if the files are not an indexed dataset, or hold no token.
-    """
+    """Sequence lengths of an indexed dataset (tokens), and its largest token id (of the first 2²⁸ tokens)."""
     with open(f"{prefix}.idx", "rb") as index:
         if index.read(len(_INDEX_HEADER)) != _INDEX_HEADER:
             raise ValueError(f"{prefix}.idx is not the index of a Megatron dataset; give another --text")
@@ -74,9 +70,6 @@ def compile_helpers() -> None:
     """Make sure that ``GPTDataset``'s C++ functions are there; in one process, before the workers start.
 
     The wheels of megatron-core bring them; an installation without them is compiled here.
-
-    Raises:
-        ValueError: if there is no C++ compiler, or the compilation fails.
     """
     with contextlib.suppress(ImportError):
         importlib.import_module("megatron.core.datasets.helpers_cpp")
@@ -100,7 +93,6 @@ def build_datasets(config: TrainConfig, files: DataFiles) -> tuple[GPTDataset, G
     """``GPTDataset`` for training and evaluation. Call it on every rank: Megatron's builder has barriers.
 
     Args:
-        config: sequence length and seed.
         files: what ``prepare`` returned; the indices are kept in ``files.index_cache``.
 
     Returns:
@@ -137,9 +129,6 @@ def microbatch(dataset: GPTDataset, config: TrainConfig, step: int, index: int, 
 
     Returns:
         a ``Batch`` on the CPU.
-
-    Raises:
-        ValueError: if a token id is not in the model's vocabulary.
     """
     size = config.micro_batch_size
     first = ((step * config.microbatches + index) * config.dp + dp_rank) * size
@@ -162,7 +151,6 @@ def microbatches(
 
 
 def _sample(length: int, seed: int, place: int) -> int:
-    """Index of the sample at ``place`` of an endless order; the first epoch is the dataset's own order."""
     epoch, within = divmod(place, length)
     return int(_shuffled(length, seed, epoch)[within]) if epoch else within
 

@@ -26,11 +26,7 @@ def write_emulation(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_emulation(folder: Path) -> dict[str, Any] | None:
-    """The numbers of a folder's emulation, if there was one.
-
-    Raises:
-        ValueError: if the file holds no such numbers.
-    """
+    """The numbers of a folder's emulation, if there was one."""
     path = folder / EMULATION_FILE
     if not path.is_file():
         return None

@@ -153,8 +153,6 @@ def blame(logs: Path, world_size: int, exit_codes: Mapping[int, int]) -> str:
     """Which rank failed, with what, where.
 
     Args:
-        logs: folder of the ranks' logs and records.
-        world_size: number of ranks.
         exit_codes: by rank, of those that did not end well; −N for signal N.
     """
     records = [Record.read(logs, rank) for rank in range(world_size)]

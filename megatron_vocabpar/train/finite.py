@@ -109,10 +109,6 @@ def end_at(
 
 
 def check_norm(step: int, loss: float, norm: float) -> None:
-    """End the run if the gradients of a finite loss are not.
-
-    Raises:
-        NotFinite: if so; all ranks have the same norm.
-    """
+    """End the run if the gradients of a finite loss are not."""
     if not torch.isfinite(torch.tensor(norm)):
         raise NotFinite(f"gradient norm {norm} at step {step}, whose loss is {loss:.4f}; {_ADVICE}")

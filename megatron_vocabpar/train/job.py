@@ -32,8 +32,6 @@ def run_job(config: TrainConfig, say: Say, worker_module: str = WORKER_MODULE) -
     """Run a job with processes of its own on this machine, or this rank's part of it under torchrun.
 
     Args:
-        config: the job.
-        say: told what is going on, a line at a time.
         worker_module: what each process runs.
 
     Raises:
@@ -66,15 +64,10 @@ def open_job(config: TrainConfig, say: Say, held: ExitStack) -> list[Path]:
     """Check a job, make its schedules, prepare its data and open the results folder.
 
     Args:
-        config: the job.
-        say: told what is going on, a line at a time.
         held: takes the lock of the results folder.
 
     Returns:
         ``config.json`` of each method that is still to be trained, with what its workers read beside it.
-
-    Raises:
-        ValueError: for a job that cannot run; only the cache has been written to.
     """
     check(config)
     if config.resume:

@@ -106,11 +106,7 @@ def finished(config: TrainConfig, method: str) -> bool:
 
 
 def check_output(config: TrainConfig) -> None:
-    """Refuse a results folder that this job would spoil, or cannot resume from.
-
-    Raises:
-        ValueError: naming the folder, what is wrong with it and the remedy.
-    """
+    """Refuse a results folder that this job would spoil, or cannot resume from."""
     folder = Path(config.output)
     if config.resume and config.overwrite:
         raise ValueError("--resume keeps the results and --overwrite removes them; give one of the two")
@@ -138,9 +134,6 @@ def resumed(config: TrainConfig, given: Collection[str]) -> TrainConfig:
     Args:
         config: with ``resume``.
         given: names of the fields that the user gave; methods among them join those of the folder.
-
-    Raises:
-        ValueError: if the folder's configuration cannot be read.
     """
     folder = Path(config.output)
     if not (folder / CONFIG_FILE).exists():
@@ -186,11 +179,7 @@ def _shown(value: object) -> str:
 
 
 def read_config(folder: Path) -> TrainConfig:
-    """The job of a results folder, or of a method's folder in it.
-
-    Raises:
-        ValueError: naming the file, if it cannot be read.
-    """
+    """The job of a results folder, or of a method's folder in it."""
     path = folder / CONFIG_FILE
     try:
         return TrainConfig.from_json(path.read_text())
@@ -200,11 +189,7 @@ def read_config(folder: Path) -> TrainConfig:
 
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Hold the lock of a results folder; it is free again when this process ends, however that ends.
-
-    Raises:
-        ValueError: if another job holds it, naming its process.
-    """
+    """Hold the lock of a results folder; it is free again when this process ends, however that ends."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK_FILE, "a+") as file:
         try:

@@ -27,7 +27,6 @@ def plot_losses(
     """Draw the training losses (lines) and evaluation losses (circles) of each method into a PNG.
 
     Args:
-        path: the PNG.
         curves: training loss by step in order, of each method, as the paper's Figure 17 lays them.
         eval_curves: evaluation loss by step in order, of each method.
         reference: drawn first and wide; with other methods beside it, a second panel shows how far they
@@ -69,7 +68,6 @@ def plot_memory(path: Path, peaks: Mapping[str, Sequence[float]]) -> None:
     """Draw the peak of each stage as a bar, the methods beside each other, into a PNG.
 
     Args:
-        path: the PNG.
         peaks: of each method, MiB by stage.
     """
     from matplotlib.figure import Figure

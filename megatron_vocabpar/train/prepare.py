@@ -27,16 +27,7 @@ _FORMAT = "1"  # a part of every cache key; raise it when the written form chang
 
 
 def prepare(config: TrainConfig, say: Callable[[str], None] = lambda line: None) -> DataFiles:
-    """The data of a job, from the cache where it is there.
-
-    Args:
-        config: names the text, the tokenizer and the sizes.
-        say: told, in a line, of work that takes seconds.
-
-    Raises:
-        ValueError: if the text cannot be read, cannot fill the tokenizer's vocabulary, is too short for
-            ``seq_length``, or has token ids that ``vocab_size`` does not hold.
-    """
+    """The data of a job, from the cache where it is there."""
     text = config.text
     if text is not None and is_indexed_dataset(text):
         files = _data_files(text, text, cache_folder() / "indices" / _hash(text.encode()))

@@ -50,11 +50,7 @@ def misfit(config: TrainConfig, method: str, family: Family) -> str | None:
 
 
 def plan_method(config: TrainConfig, method: str) -> Plan:
-    """The plan of one method: of the named family, or the fastest of all that fit.
-
-    Raises:
-        ValueError: if no family fits, or the file of ``--costs`` is not one of this job.
-    """
+    """The plan of one method: of the named family, or the fastest of all that fit."""
     fitting = fitting_families(config, method)
     costs = None if config.costs is None else PassCosts.load(config.costs)
     chosen = method_named(method, late_gradient=config.late_gradient)
@@ -66,11 +62,7 @@ def plan_method(config: TrainConfig, method: str) -> Plan:
 
 
 def fitting_families(config: TrainConfig, method: str) -> list[Family]:
-    """The families that ``--family`` and ``--chunks`` leave open, and in which ``method`` can train.
-
-    Raises:
-        ValueError: if there is none, naming the flag, its value and the remedy.
-    """
+    """The families that ``--family`` and ``--chunks`` leave open, and in which ``method`` can train."""
     named = [family for name, family in families().items() if config.family in (name, SEARCH)]
     open_ = [family for family in named if family.allows(config.chunks)]
     if not open_:

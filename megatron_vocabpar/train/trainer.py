@@ -133,7 +133,6 @@ class _Trainer:
         self.train_data, self.valid_data = build_datasets(config, files)
 
     def _compare_ranks(self) -> None:
-        """All ranks must have read the same files, with the same versions."""
         options = {f"--{name.replace('_', '-')}": value for name, value in asdict(self.config).items()}
         digest = {"digest of the plan": program_digest(self.plan.program)}
         libraries = versions() | {"megatron-core": megatron_version}
@@ -200,7 +199,6 @@ class _Trainer:
         ]
 
     def _step(self, batches: list[Iterator[Any] | None], step: int) -> dict[str, Any]:
-        """One optimizer step; what is measured of it, the same on all ranks."""
         start = time.perf_counter()
         optimizer = self.state.optimizer
         learning_rate = optimizer.param_groups[0]["lr"]

@@ -48,10 +48,7 @@ class Watchdog:
     """Says, a line each time, that no rank has got any further for a while, and where each of them is.
 
     Attributes:
-        logs: folder of the ranks' records.
-        ranks: number of ranks.
         timeout_s: after which the job ends; 0 is never.
-        say: told the lines.
         places: gives each instruction's place in an order in which none waits for a later one.
     """
 
