@@ -48,16 +48,16 @@ def run_forked(world_size: int, body: Body, timeout: timedelta) -> list[Any]:
         gc.freeze()  # what all share stays shared: no collection of a rank's writes into it
         stack.callback(gc.unfreeze)
         for rank in range(world_size):
-            here, there = context.Pipe(duplex=False)
-            arguments = (rank, world_size, body, timeout, folder, there)
+            reader, writer = context.Pipe(duplex=False)
+            arguments = (rank, world_size, body, timeout, folder, writer)
             processes.append(context.Process(target=_run_rank, args=arguments))
             processes[-1].start()
-            there.close()  # so that no other rank holds it: it closes when this one ends
-            connections.append(here)
+            writer.close()  # so that no other rank holds it: it closes when this one ends
+            connections.append(reader)
         results: dict[int, Any] = {}
-        for rank, here in _arrivals(connections):
+        for rank, reader in _arrivals(connections):
             try:
-                results[rank] = pickle.loads(here.recv_bytes())
+                results[rank] = pickle.loads(reader.recv_bytes())
             except EOFError:  # it has ended without a result
                 _fail(folder, processes)
         return [results[rank] for rank in range(world_size)]

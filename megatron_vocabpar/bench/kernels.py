@@ -147,7 +147,7 @@ def measure_output(
     contenders |= {method: partial(layer.both, method=method) for method in METHODS}
     times = time_rounds(contenders, rounds, device)
     halves = {method: _halves(layer, method, rounds, device) for method in METHODS}
-    kept = {method: kept_mib(layer.s(0, method)[0]) for method in METHODS}
+    kept_by_s = {method: kept_mib(layer.s(0, method)[0]) for method in METHODS}
     peaks: dict[str, float] = {}
     if device.type == "cuda":  # on the CPU, measuring memory would slow down what comes after
         measured = {name: peak_mib(partial(run, 0), device) for name, run in contenders.items()}
@@ -169,7 +169,7 @@ def measure_output(
             t_ms=halves[method][1],
             not_measured=reasons,
             scaling_percent=100 * whole[method] / shape.p / ours_ms if method in whole else None,
-            kept_mib=kept[method],
+            kept_mib=kept_by_s[method],
             peak_mib=peaks.get(method),
             log_probability_rms=rms,
             dx_error_by_p_target=dx_errors,

@@ -44,9 +44,9 @@ def measure_runtime(config: TrainConfig) -> RuntimeResult:
         config: model, processes and microbatches; method and data are not used.
     """
     with tempfile.TemporaryDirectory(prefix="vocabpar-bench-") as folder:
-        told = replace(config, method="baseline", output=folder)
-        open_method(told)
-        launch(told, "megatron_vocabpar.bench.runtime")
+        job = replace(config, method="baseline", output=folder)
+        open_method(job)
+        launch(job, "megatron_vocabpar.bench.runtime")
         return RuntimeResult(
             **{k: tuple(v) for k, v in json.loads((Path(folder) / RESULT_FILE).read_text()).items()}
         )

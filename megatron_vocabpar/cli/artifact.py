@@ -102,17 +102,19 @@ def _show(folder: Path, peak_tflops: float | None, figure: Path | None, output_f
     results = read_results(folder)
     if not results:
         raise ValueError(f"{folder} holds no results; run the experiments first")
-    found = checks(results)
+    verdicts = checks(results)
     if output_format == "json":
         rows = [
             dataclasses.asdict(r) | {"median_ms": r.median_ms, "mfu": mfu(r, peak_tflops)} for r in results
         ]
-        click.echo(json.dumps({"results": rows, "checks": [dataclasses.asdict(c) for c in found]}, indent=1))
+        click.echo(
+            json.dumps({"results": rows, "checks": [dataclasses.asdict(c) for c in verdicts]}, indent=1)
+        )
     else:
-        print_results(results, found, peak_tflops)
+        print_results(results, verdicts, peak_tflops)
     if figure is not None:
         draw_losses(results, figure)
-    return all(c.holds for c in found) and all(r.outcome != "failed" for r in results)
+    return all(c.holds for c in verdicts) and all(r.outcome != "failed" for r in results)
 
 
 def _about(site: Site) -> dict[str, str]:

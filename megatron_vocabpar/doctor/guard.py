@@ -54,8 +54,8 @@ def run(check: Check) -> Result:
         finding = _ask(check, answer, log)
         lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
     seconds = time.monotonic() - start
-    kept = tuple(lines) if finding.outcome == "failed" else ()
-    return Result(check.name, finding.outcome, finding.figure, finding.reason, seconds, kept)
+    last_lines = tuple(lines) if finding.outcome == "failed" else ()
+    return Result(check.name, finding.outcome, finding.figure, finding.reason, seconds, last_lines)
 
 
 def _ask(check: Check, answer: Path, log: Path) -> Finding:
@@ -98,8 +98,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """A check's environment: a launcher's variables would make it a rank of that launcher's job."""
-    kept = {name: value for name, value in environment.items() if name not in _OF_LAUNCHERS}
-    return {**kept, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    variables = {name: value for name, value in environment.items() if name not in _OF_LAUNCHERS}
+    return {**variables, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def one_line(error: BaseException) -> str:

@@ -17,9 +17,9 @@ _PREFIXES = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA", "NVTE_", "TRITON_"
 
 def count_gpus() -> int:
     """GPUs that this process sees."""
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found:
-        return found
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count:
+        return count
     built_for = torch.version.cuda or torch.version.hip
     reason = why_no_gpu(torch.__version__, built_for, os.environ.get("CUDA_VISIBLE_DEVICES"))
     raise ValueError(f"--gpu: this machine shows no GPU: {reason}")
@@ -44,13 +44,13 @@ def why_no_gpu(torch_version: str, cuda: str | None, visible: str | None) -> str
 
 def variables(environment: Mapping[str, str] = os.environ) -> Finding:
     """Variables that are set and matter; failed where one takes every overlap away."""
-    found = {name: value for name, value in sorted(environment.items()) if name.startswith(_PREFIXES)}
-    figure = ", ".join(f"{name}={value}" for name, value in found.items()) or "none is set"
-    if found.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+    values = {name: value for name, value in sorted(environment.items()) if name.startswith(_PREFIXES)}
+    figure = ", ".join(f"{name}={value}" for name, value in values.items()) or "none is set"
+    if values.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
         return Finding(
             "failed", figure, "CUDA_LAUNCH_BLOCKING makes the host wait for every kernel; unset it"
         )
-    if found.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+    if values.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         figure += (
             "; with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue: 8, unless Megatron asks for 1"
         )
@@ -71,14 +71,14 @@ def gpus(device: str) -> Finding:
 
 def versions(device: str) -> Finding:
     """Versions of what is installed, and what is not."""
-    found = environment(torch.device(device))
-    missing = [name for name in PACKAGES if name not in found]
-    if "apex" not in found:
+    facts = environment(torch.device(device))
+    missing = [name for name in PACKAGES if name not in facts]
+    if "apex" not in facts:
         missing.append(f"apex's {FUSED_ACCUMULATION}")
     shown = [
-        f"{name} {found[name]}" for name in ("python", "torch", "CUDA", "NCCL", "driver") if name in found
+        f"{name} {facts[name]}" for name in ("python", "torch", "CUDA", "NCCL", "driver") if name in facts
     ]
-    shown += [f"{name} {found[name]}" for name in (*PACKAGES, "apex") if name in found]
+    shown += [f"{name} {facts[name]}" for name in (*PACKAGES, "apex") if name in facts]
     return Finding("ok", ", ".join(shown) + (f"; not installed: {', '.join(missing)}" if missing else ""))
 
 

@@ -66,6 +66,6 @@ def train(device: str, method: str, dtype: str, pp: int, folder: str, vocab_size
         return Finding("failed", reason=f"the steps {finite} of {_STEPS} have a finite loss")
     if method == BASELINE:
         return Finding("ok", f"{pp} stages, {dtype}: loss {curve[1]:.4f} to {curve[_STEPS]:.4f}")
-    (found,) = differences({method: curve, BASELINE: losses(BASELINE)}, BASELINE)
-    figure = f"{pp} stages, {dtype}: losses differ by {found.relative:.1e}, relative"
-    return within(found.relative, LIMITS[dtype], figure)
+    (difference,) = differences({method: curve, BASELINE: losses(BASELINE)}, BASELINE)
+    figure = f"{pp} stages, {dtype}: losses differ by {difference.relative:.1e}, relative"
+    return within(difference.relative, LIMITS[dtype], figure)

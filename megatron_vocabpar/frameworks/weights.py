@@ -51,14 +51,14 @@ class Walk:
         signature = inspect.signature(original)
 
         def chunks(args: Any, kwargs: Any) -> list[Any]:
-            given = signature.bind(*args, **kwargs).arguments
-            if given.get("conversion_tasks") is not None:
+            arguments = signature.bind(*args, **kwargs).arguments
+            if arguments.get("conversion_tasks") is not None:
                 raise ValueError(
                     "conversion_tasks: they were prepared before the model showed whole vocabulary layers; "
                     "leave them out"
                 )
-            found = given[self.chunks]
-            return list(found) if isinstance(found, (list, tuple)) else [found]
+            models = arguments[self.chunks]
+            return list(models) if isinstance(models, (list, tuple)) else [models]
 
         @wraps(original)
         def run(*args: Any, **kwargs: Any) -> Any:

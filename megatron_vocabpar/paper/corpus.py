@@ -36,9 +36,9 @@ def documents(ids: int, tokens: int, seed: int = 1234) -> Iterator[list[int]]:
     for _ in range(-(-tokens // (_DOCUMENT * _AT_ONCE))):
         block = np.empty((_AT_ONCE, _DOCUMENT), dtype=np.int64)
         block[:, 0] = draw(_AT_ONCE)
-        for place in range(1, _DOCUMENT - 1):
+        for position in range(1, _DOCUMENT - 1):
             follows = random.random(_AT_ONCE) < 0.5
-            block[:, place] = np.where(follows, follower[block[:, place - 1]], draw(_AT_ONCE))
+            block[:, position] = np.where(follows, follower[block[:, position - 1]], draw(_AT_ONCE))
         block[:, -1] = words
         yield from block.tolist()
 

@@ -78,8 +78,8 @@ def bars_svg(figure: Figure, compared: Sequence[Compared]) -> str:
     panels = [list(group) for _, group in groupby(compared, lambda one: (one.cell.gpus, one.cell.seq_length))]
     values = [value for one in compared for value in one.pair(figure.memory) if value is not None]
     scale = 150.0 / max(values)
-    for place, panel in enumerate(panels):
-        shapes += _panel(panel, figure.memory, scale, 16 + place % 2 * 480, 44 + place // 2 * 220)
+    for number, panel in enumerate(panels):
+        shapes += _panel(panel, figure.memory, scale, 16 + number % 2 * 480, 44 + number // 2 * 220)
     bottom = 44 + ceil(len(panels) / 2) * 220
     x = 16.0
     for method in dict.fromkeys(one.cell.method for one in compared):
@@ -107,8 +107,8 @@ def _panel(
         yield Text(x + width / 2 - 1, ground - height - 4, f"{simulated:.0f}", size=8, anchor="middle")
         if published is not None:
             yield Box(x - 1, ground - published * scale - 1, width, 2, _INK)
-    for place, vocab in enumerate(vocabs):
-        yield Text(left + place * 112 + 44, ground + 15, f"{vocab}k", anchor="middle")
+    for column, vocab in enumerate(vocabs):
+        yield Text(left + column * 112 + 44, ground + 15, f"{vocab}k", anchor="middle")
 
 
 def read_losses(path: str) -> dict[str, list[tuple[float, float]]]:
@@ -125,9 +125,9 @@ def losses_svg(curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     longest = max(x for x, _ in points) or 1.0
     low, high = min(y for _, y in points), max(y for _, y in points)
     shapes: list[Box | Text] = [Text(16, 24, FIGURES["figure17"].title, size=15, bold=True)]
-    for place, (method, curve) in enumerate(curves.items()):
-        colour = _COLOURS.get(method, _OTHERS[place % len(_OTHERS)])
-        shapes += [Box(16 + place * 110, 372, 12, 12, colour), Text(33 + place * 110, 382, method)]
+    for number, (method, curve) in enumerate(curves.items()):
+        colour = _COLOURS.get(method, _OTHERS[number % len(_OTHERS)])
+        shapes += [Box(16 + number * 110, 372, 12, 12, colour), Text(33 + number * 110, 382, method)]
         for x, y in curve:
             height = 300 * (high - y) / (high - low or 1.0)
             words = f"{method}, iteration {x:g}: {y:g}"

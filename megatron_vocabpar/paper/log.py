@@ -36,17 +36,17 @@ class Log:
 
 def read_log(text: str) -> Log:
     """Read the log of one training; what is not there is empty."""
-    iterations = {int(found["number"]): found for found in _ITERATION.finditer(text)}
+    iterations = {int(line["number"]): line for line in _ITERATION.finditer(text)}
     ordered = [iterations[number] for number in sorted(iterations)]
     allocated: dict[int, float] = {}
     reserved: dict[int, float] = {}
-    for found in _MEMORY.finditer(text):
-        rank = int(found["rank"])
-        allocated[rank] = max(allocated.get(rank, 0.0), float(found["allocated"]))
-        reserved[rank] = max(reserved.get(rank, 0.0), float(found["reserved"]))
+    for line in _MEMORY.finditer(text):
+        rank = int(line["rank"])
+        allocated[rank] = max(allocated.get(rank, 0.0), float(line["allocated"]))
+        reserved[rank] = max(reserved.get(rank, 0.0), float(line["reserved"]))
     return Log(
-        iteration_ms=tuple(float(found["ms"]) for found in ordered),
-        losses=tuple(float(found["loss"]) for found in ordered if found["loss"]),
+        iteration_ms=tuple(float(line["ms"]) for line in ordered),
+        losses=tuple(float(line["loss"]) for line in ordered if line["loss"]),
         allocated_mib=allocated,
         reserved_mib=reserved,
         out_of_memory=_OUT_OF_MEMORY.search(text) is not None,

@@ -97,9 +97,9 @@ class MeasuredRow:
         """The optimizer's step on the rank with most parameters."""
         embedding = self.vocab * self.hidden
         partitioned = METHODS[self.method].vocabulary_parallel
-        own = 2 * embedding / self.p if partitioned else embedding
+        vocabulary = 2 * embedding / self.p if partitioned else embedding
         layers = self.layers / self.p * _LAYER_PARAMETERS * self.hidden**2
-        return (layers + own) * _STEP_BYTES / _MEMORY_BYTES_PER_MS
+        return (layers + vocabulary) * _STEP_BYTES / _MEMORY_BYTES_PER_MS
 
 
 @dataclass(frozen=True)

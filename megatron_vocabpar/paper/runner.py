@@ -60,10 +60,10 @@ class Site:
     def environment(self) -> dict[str, str]:
         """Of the processes: the checkout first on the path."""
         paths = [str(Path(__file__).parents[2]), str(self.checkout), os.environ.get("PYTHONPATH", "")]
-        own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+        variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
         if self.on_cpu:
-            own |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        return os.environ | own
+            variables |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return os.environ | variables
 
     def command(self, experiment: Experiment) -> list[str]:
         data = self.data(experiment)

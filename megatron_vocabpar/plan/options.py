@@ -235,9 +235,9 @@ def costs_of(request: Request, method: str, family: Family, layers: tuple[int, .
         times = time if isinstance(time, tuple) else (time,) * p
         return tuple(ms * share for ms, share in zip(times, shares, strict=True))
 
-    own = (1,) * p if family.chunks == 1 else None  # the times are of the layers that a rank has
+    layers_per_stage = (1,) * p if family.chunks == 1 else None  # the times are of the layers that a rank has
     F_ms, B_ms, W_ms = map(shared, (costs.F_ms, costs.B_ms, costs.W_ms))
-    return replace(costs, F_ms=F_ms, B_ms=B_ms, W_ms=W_ms, layers_per_stage=own)
+    return replace(costs, F_ms=F_ms, B_ms=B_ms, W_ms=W_ms, layers_per_stage=layers_per_stage)
 
 
 def _redistributed(request: Request) -> tuple[int, ...]:
@@ -264,7 +264,7 @@ def _measured_out(
     held = [Held(*pair) for pair in zip(peak_activations(schedule), shards, strict=True)]
     stages = stage_memory(model, job, schedule.method, placement, layers, held, Bytes())
     parameters = parameters_of(model, job, schedule.method, placement, layers)
-    updated = max(own.updated(job) for own in parameters)
+    updated = max(weights.updated(job) for weights in parameters)
     return Option(
         schedule.method.name,
         family.name,

@@ -184,12 +184,12 @@ def _check_processes(config: TrainConfig, environment: Mapping[str, str], gpus: 
         )
     if config.device != "cuda":
         return
-    found = gpus()
-    if found == 0:
+    count = gpus()
+    if count == 0:
         raise ValueError("--device cuda: this machine shows no CUDA device; give --device cpu")
-    if found < _local_processes(config, environment):
+    if count < _local_processes(config, environment):
         raise ValueError(
-            f"--device cuda: {processes} need a GPU each, this machine shows {found}; "
+            f"--device cuda: {processes} need a GPU each, this machine shows {count}; "
             f"give smaller sizes, or --device cpu"
         )
 

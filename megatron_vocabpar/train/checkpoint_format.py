@@ -69,11 +69,11 @@ class _FormatOnly(pickle.Unpickler):
             return _member
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        found = getattr(sys.modules.get(module), name, None)
-        own = isinstance(found, type) and found.__module__ == module and module in _RECORDS
-        if not own and (module, name) not in _OTHERS:
+        member = getattr(sys.modules.get(module), name, None)
+        is_record = isinstance(member, type) and member.__module__ == module and module in _RECORDS
+        if not is_record and (module, name) not in _OTHERS:
             raise _foreign(f"{module}.{name}")
-        return found
+        return member
 
 
 def _member(owner: object, name: str) -> Enum:

@@ -133,7 +133,7 @@ def microbatch(dataset: GPTDataset, config: TrainConfig, step: int, index: int, 
     size = config.micro_batch_size
     first = ((step * config.microbatches + index) * config.dp + dp_rank) * size
     batch = default_collate(
-        [dataset[_sample(len(dataset), config.seed, place)] for place in range(first, first + size)]
+        [dataset[_sample(len(dataset), config.seed, position)] for position in range(first, first + size)]
     )
     largest = int(torch.maximum(batch["tokens"], batch["labels"]).max())
     if largest >= config.vocab_size:
@@ -150,8 +150,8 @@ def microbatches(
             yield microbatch(dataset, config, step, index, dp_rank)
 
 
-def _sample(length: int, seed: int, place: int) -> int:
-    epoch, within = divmod(place, length)
+def _sample(length: int, seed: int, position: int) -> int:
+    epoch, within = divmod(position, length)
     return int(_shuffled(length, seed, epoch)[within]) if epoch else within
 
 

@@ -14,12 +14,12 @@ DIGESTS_FILE = "digests.json"
 
 def digests(folder: Path) -> dict[str, str]:
     """SHA-256 of every file of a folder, by its name."""
-    found = {}
+    by_name = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != DIGESTS_FILE:
             with open(path, "rb") as file:
-                found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+                by_name[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return by_name
 
 
 def write_digests(folder: Path) -> None:

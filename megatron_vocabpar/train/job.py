@@ -44,10 +44,10 @@ def run_job(config: TrainConfig, say: Say, worker_module: str = WORKER_MODULE) -
         paths = ranks.decide(lambda: open_job(config, say, held))
         try:
             for path in paths:
-                told = TrainConfig.from_json(path.read_text())
+                job = TrainConfig.from_json(path.read_text())
                 if ranks.leads:
-                    say(f"training {told.method} on {told.world_size} processes ({told.device})")
-                ranks.run(told, worker_module)
+                    say(f"training {job.method} on {job.world_size} processes ({job.device})")
+                ranks.run(job, worker_module)
         except (TrainingFailed, Interrupted) as end:
             if ranks.leads:
                 with suppress(ValueError):  # no method has left any metrics

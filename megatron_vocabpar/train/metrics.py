@@ -64,8 +64,8 @@ class Metrics(ExitStack):
         self._loggers: list[Callable[[dict[str, float], int], object]] = []  # of the numbers of a step
         self._live: Live | None = None
         if active:
-            kept = [record for record in read_metrics(path) if record["step"] <= first_step]
-            path.write_text("".join(map(_line, kept)))
+            earlier = [record for record in read_metrics(path) if record["step"] <= first_step]
+            path.write_text("".join(map(_line, earlier)))
             self._file = self.enter_context(open(path, "a"))  # noqa: SIM115 (the stack closes it)
             if config.tensorboard:
                 self._loggers.append(self._tensorboard(path.with_name(TENSORBOARD_FOLDER), first_step + 1))

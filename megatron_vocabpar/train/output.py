@@ -86,13 +86,13 @@ def set_damaged_aside(folder: Path, say: Callable[[str], None]) -> None:
     """Rename checkpoints of a method's folder, newest first, until one is what was written."""
     for steps in reversed(_steps(folder)):
         checkpoint = checkpoint_folder(folder, steps)
-        found = damage(checkpoint)
-        if found is None:
+        reason = damage(checkpoint)
+        if reason is None:
             return
         aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
         shutil.rmtree(aside, ignore_errors=True)
         checkpoint.rename(aside)
-        say(f"{checkpoint} is damaged: {found}; it is kept as {aside.name}, and the one before it is used")
+        say(f"{checkpoint} is damaged: {reason}; it is kept as {aside.name}, and the one before it is used")
 
 
 def checkpoint_folder(folder: Path, steps: int) -> Path:
@@ -128,7 +128,7 @@ def check_output(config: TrainConfig) -> None:
             )
 
 
-def resumed(config: TrainConfig, given: Collection[str]) -> TrainConfig:
+def resumed(config: TrainConfig, named: Collection[str]) -> TrainConfig:
     """The job of the folder that ``config`` resumes, with what the user gives anew.
 
     Args:
@@ -139,10 +139,10 @@ def resumed(config: TrainConfig, given: Collection[str]) -> TrainConfig:
     if not (folder / CONFIG_FILE).exists():
         return config  # check_output says what is wrong
     saved = read_config(folder)
-    asked = [name for name in config.methods if {"method", "compare"} & set(given)]
+    asked = [name for name in config.methods if {"method", "compare"} & set(named)]
     method, *compare = dict.fromkeys((*saved.methods, *asked))
-    kept = {"resume", "overwrite", "output"} | set(given) - {"method", "compare"}
-    changes = {name: getattr(config, name) for name in kept}
+    changeable = {"resume", "overwrite", "output"} | set(named) - {"method", "compare"}
+    changes = {name: getattr(config, name) for name in changeable}
     return dataclasses.replace(saved, **changes, method=method, compare=tuple(compare))
 
 
@@ -211,8 +211,8 @@ def how_to_go_on(config: TrainConfig) -> str:
     done = {name: steps_done(folder / name) for name in config.methods}
     if not any(done.values()):
         return "no checkpoint was written (--save-interval N writes one every N steps)"
-    kept = ", ".join(f"{name} of step {steps}" for name, steps in done.items() if steps)
-    return f"last checkpoints: {kept}; go on with: vocabpar train --resume --output {folder}"
+    checkpoints = ", ".join(f"{name} of step {steps}" for name, steps in done.items() if steps)
+    return f"last checkpoints: {checkpoints}; go on with: vocabpar train --resume --output {folder}"
 
 
 def open_output(config: TrainConfig) -> None:

@@ -86,7 +86,7 @@ def _data_files(
 ) -> DataFiles:
     lengths, largest_id = _datasets().inspect_dataset(prefix)
     valid = 0 if len(lengths) < 2 else max(1, round(VALID_FRACTION * len(lengths)))
-    kept = sum(lengths[len(lengths) - valid :])
+    valid_tokens = sum(lengths[len(lengths) - valid :])
     return DataFiles(
         name=name,
         prefix=prefix,
@@ -95,8 +95,8 @@ def _data_files(
         eod=0 if tokenizer is None else end_of_text(tokenizer),
         documents=len(lengths),
         valid_documents=valid,
-        train_tokens=sum(lengths) - kept,
-        valid_tokens=kept,
+        train_tokens=sum(lengths) - valid_tokens,
+        valid_tokens=valid_tokens,
         index_cache=str(index_cache),
     )
 

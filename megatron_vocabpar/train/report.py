@@ -74,8 +74,8 @@ class Summary:
 def write_report(folder: Path) -> str:
     """Write the report of a results folder; returns what to show on the terminal."""
     config = output.read_config(folder)
-    found = {name: read_metrics(folder / name / output.METRICS_FILE) for name in config.methods}
-    metrics = {name: records for name, records in found.items() if records}
+    every = {name: read_metrics(folder / name / output.METRICS_FILE) for name in config.methods}
+    metrics = {name: records for name, records in every.items() if records}
     if not metrics:
         raise ValueError(f"{folder} holds no metrics of {', '.join(config.methods)}; train first")
     reference = reference_method(list(metrics))

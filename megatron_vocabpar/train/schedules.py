@@ -56,8 +56,8 @@ def plan_method(config: TrainConfig, method: str) -> Plan:
     chosen = method_named(method, late_gradient=config.late_gradient)
     p, m, chunks, cap = config.pp, config.microbatches, config.chunks, config.max_activations
     if config.family == SEARCH:
-        found = search(chosen, p, m, among=fitting, chunks=chunks, costs=costs, max_activations=cap)
-        return Plan.of(found, costs)
+        result = search(chosen, p, m, among=fitting, chunks=chunks, costs=costs, max_activations=cap)
+        return Plan.of(result, costs)
     return make_plan(chosen, p, m, family=fitting[0], chunks=chunks, costs=costs, max_activations=cap)
 
 
@@ -80,8 +80,8 @@ def fitting_families(config: TrainConfig, method: str) -> list[Family]:
 
 def describe(schedule: Schedule, family: str) -> str:
     """A schedule in words: family, chunks, placement, and the planned peaks of activations."""
-    found = "found by search" if family == SEARCH else family
-    parts = [found, f"{schedule.chunks} model chunk{'' if schedule.chunks == 1 else 's'} a rank"]
+    name = "found by search" if family == SEARCH else family
+    parts = [name, f"{schedule.chunks} model chunk{'' if schedule.chunks == 1 else 's'} a rank"]
     if schedule.placement.shape == "vshape":
         parts.append("V-shaped")
     if schedule.splits_w:

@@ -106,8 +106,8 @@ def _files(folder: Path, pattern: str) -> list[Path]:
         return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
 
     skipped = {"site-packages", "dist-packages", "__pycache__"}
-    found = (path for path in folder.rglob(pattern) if path.is_file() and not skipped & set(path.parts))
-    return sorted(found, key=spread)
+    paths = (path for path in folder.rglob(pattern) if path.is_file() and not skipped & set(path.parts))
+    return sorted(paths, key=spread)
 
 
 def _decoded(raw: bytes, cut: bool = False) -> str | None:
@@ -119,15 +119,15 @@ def _decoded(raw: bytes, cut: bool = False) -> str | None:
 
 
 def _documents(contents: Iterable[str], most: int) -> tuple[str, ...]:
-    taken: list[str] = []
+    documents: list[str] = []
     room = most
     for content in contents:
-        taken.append(content[:room])
-        room -= len(taken[-1])
+        documents.append(content[:room])
+        room -= len(documents[-1])
         if room <= 0:
             break
     longest = min(LONGEST_PIECE, max(SHORTEST_PIECE, (most - room) // PIECES_WANTED))
-    return tuple(piece for content in taken for piece in _pieces(content, longest) if piece.strip())
+    return tuple(piece for content in documents for piece in _pieces(content, longest) if piece.strip())
 
 
 def _pieces(content: str, longest: int) -> Iterator[str]:

@@ -118,7 +118,7 @@ def _places(schedule: Path) -> dict[str, int]:
     plan = plan_from_json(schedule.read_text())
     places = places_in_step(plan.schedule, plan.program)
     last = {row[-1] for row in plan.program}
-    return {str(item): len(places) if item in last else place for item, place in places.items()}
+    return {str(item): len(places) if item in last else position for item, position in places.items()}
 
 
 def run_workers(
@@ -147,9 +147,12 @@ def run_workers(
         try:
             for rank, environment in environments.items():
                 temporary = TemporaryDirectory(prefix="vocabpar-", ignore_cleanup_errors=True)
-                own = {**environment, **dict.fromkeys(("TMPDIR", TEMPORARY), stack.enter_context(temporary))}
+                variables = {
+                    **environment,
+                    **dict.fromkeys(("TMPDIR", TEMPORARY), stack.enter_context(temporary)),
+                }
                 processes[rank] = subprocess.Popen(
-                    [sys.executable, *command], env=own, start_new_session=True
+                    [sys.executable, *command], env=variables, start_new_session=True
                 )
             codes = _wait(processes, watchdog)
         except Interrupted as stop:
