@@ -30,12 +30,7 @@ _SHAPES = {
     "microbatch": "n",
     "sentence": "n",
     "prompt": "n",
-} | {
-    "ranges": "R2",
-    "shard_lse": "Rn",
-    "shard_max": "Rn",
-    "shard_logits": "Rn2",
-}
+} | {"ranges": "R2", "shard_lse": "Rn", "shard_max": "Rn", "shard_logits": "Rn2"}
 """The shape of each list; all but the first two may be empty."""
 
 

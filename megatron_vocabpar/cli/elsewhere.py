@@ -11,9 +11,7 @@ def elsewhere(verb: str, module: str) -> click.Command:
     """A command that only names the module of the repository which does its work now."""
 
     @click.command(
-        verb,
-        short_help=f"Moved: python -m {module}.",
-        context_settings={"ignore_unknown_options": True},
+        verb, short_help=f"Moved: python -m {module}.", context_settings={"ignore_unknown_options": True}
     )
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
     def command(arguments: tuple[str, ...]) -> None:

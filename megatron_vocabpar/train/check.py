@@ -50,9 +50,7 @@ def count_gpus() -> int:
 
 
 def check(
-    config: TrainConfig,
-    environment: Mapping[str, str] = os.environ,
-    gpus: Callable[[], int] = count_gpus,
+    config: TrainConfig, environment: Mapping[str, str] = os.environ, gpus: Callable[[], int] = count_gpus
 ) -> None:
     """Refuse a job that cannot run as asked, and one that would spoil the results folder.
 
@@ -67,9 +65,7 @@ def check(
 
 
 def check_run(
-    config: TrainConfig,
-    environment: Mapping[str, str] = os.environ,
-    gpus: Callable[[], int] = count_gpus,
+    config: TrainConfig, environment: Mapping[str, str] = os.environ, gpus: Callable[[], int] = count_gpus
 ) -> None:
     """Refuse a model, a schedule or processes that cannot run; a measurement needs no more.
 

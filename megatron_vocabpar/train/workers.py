@@ -141,11 +141,7 @@ def run_workers(
         Interrupted: after Ctrl-C, or after SIGTERM, here or at a worker, once all have saved.
         TrainingFailed: the watchdog's.
     """
-    with (
-        on_signal(signal.SIGTERM, _interrupt),
-        on_signal(signal.SIGINT, _interrupt),
-        ExitStack() as stack,
-    ):
+    with on_signal(signal.SIGTERM, _interrupt), on_signal(signal.SIGINT, _interrupt), ExitStack() as stack:
         processes: dict[int, subprocess.Popen[bytes]] = {}
         try:
             for rank, environment in environments.items():

@@ -31,12 +31,7 @@ class Liger(torch.nn.Module):
         return cross_entropy(_input, lin_weight, target)
 
 
-def cce(
-    e: Tensor,
-    c: Tensor,
-    targets: Tensor,
-    **options: Any,
-) -> Tensor:
+def cce(e: Tensor, c: Tensor, targets: Tensor, **options: Any) -> Tensor:
     """cut_cross_entropy.linear_cross_entropy of 25.1.1 and 25.6.4, whose other parameters differ."""
     return cross_entropy(e, c, targets)
 

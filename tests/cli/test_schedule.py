@@ -212,11 +212,7 @@ def test_simulate_draws_plan_and_measurement(tmp_path: Path) -> None:
     ("content", "arguments", "message"),
     [
         (None, [], "cannot read the schedule"),
-        (
-            "good",
-            ["--html", "/nowhere/x.html"],
-            "cannot write /nowhere/x.html",
-        ),
+        ("good", ["--html", "/nowhere/x.html"], "cannot write /nowhere/x.html"),
         ("good", ["--measured", "/nowhere"], "cannot read the timeline /nowhere"),
         ("{", [], "the schedule is not JSON"),
         ("good", ["--max-activations", "2"], "peak over the cap"),
