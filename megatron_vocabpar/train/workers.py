@@ -3,8 +3,8 @@
 A worker that ends badly ends the others. Ctrl-C ends them at once; SIGTERM is handed on, and they get time to
 save. A watchdog says which ranks stand still, and ends the job after a time that the user may give.
 
-``torch.distributed.elastic.multiprocessing`` breaks two promises: what a dead worker has started lives on, and
-peers get SIGTERM, which means "save" here, so that one which saves or stands still holds the job for 30 s.
+``torch.distributed.elastic.multiprocessing`` breaks two promises: what a dead worker has started lives on,
+and peers get SIGTERM, which means "save" here, so one that saves or stands still holds the job for 30 s.
 Next: ``failure.py``, what is read from the ranks' records.
 """
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import click
@@ -67,10 +66,6 @@ def test_version() -> None:
     ("arguments", "message"),
     [
         (["--pp", "9"], "--pp 9 is larger than --layers 8"),
-        (["--microbatches", "0"], "--microbatches is 0"),
-        (["--method", "vocab2"], "did you mean vocab-2?"),
-        (["--text", "/no/such/text"], "--text /no/such/text: there is no such file"),
-        (["--vocab-size", "300", "--tokenizer-vocab-size", "301"], "--vocab-size 300 is smaller than"),
         (["--resume"], "holds no checkpoint"),
     ],
 )
@@ -156,36 +151,6 @@ def test_a_further_method_joins_a_finished_job(
         assert result.returncode == 0, result.stderr
     assert "baseline has done its 40 steps" in result.stdout
     assert "rank 0 of 2 trains naive" in result.stdout
-
-
-@pytest.mark.slow
-def test_a_failing_worker_is_exit_code_1(tmp_path: Path, text: str, environment: dict[str, str]) -> None:
-    arguments = [*SMALL, "--text", text, "--output", str(tmp_path / "out")]
-    result = subprocess.run(
-        [sys.executable, *fake_job(*arguments)],
-        env={**environment, "FAKE_WORKER": "raise:1"},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 1
-    first = result.stderr.splitlines()[0]
-    assert first.startswith(
-        "vocabpar train: error: rank 1 raised RuntimeError: the pretended fault (at step 7"
-    )
-
-
-@pytest.mark.slow
-def test_ctrl_c_is_exit_code_130(tmp_path: Path, text: str, environment: dict[str, str]) -> None:
-    arguments = [*SMALL, "--text", text, "--output", str(tmp_path / "out")]
-    process = subprocess.Popen(
-        [sys.executable, *fake_job(*arguments)], env={**environment, "FAKE_WORKER": "wait"}
-    )
-    deadline = time.monotonic() + 240
-    while not (tmp_path / "out" / "vocab-2" / "pid1").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=240) == 130
 
 
 def torchrun(
