@@ -47,7 +47,7 @@ class Emulation:
         predicted_idle: mean over the ranks.
         measured_ms: each iteration as it ran, the overhead of the processes included.
         measured_idle: mean over ranks and iterations.
-        empty_pass_ms: of a pass with all costs zero: what the processes cost.
+        empty_pass_ms: time of a pass with all costs zero, which the processes cost.
         critical_passes: the passes of the critical path that the simulator finds.
     """
 
@@ -104,7 +104,7 @@ def emulate(plans: dict[str, Plan], scale: float, iterations: int) -> list[Emula
 
 
 def record(emulations: Sequence[Emulation], *, p: int, m: int, scale: float, costs: str) -> dict[str, Any]:
-    """Emulations as JSON, with what they are of; ``costs`` says so in words."""
+    """Emulations and their settings as JSON; ``costs`` names the cost table."""
     rows = [{**asdict(each), "net_ms": each.net_ms, "error": each.error} for each in emulations]
     return {"pp": p, "microbatches": m, "scale": scale, "costs": costs, "schedules": rows}
 

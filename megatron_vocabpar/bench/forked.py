@@ -1,4 +1,4 @@
-"""Ranks as forks of this process: what it has imported is there at once, so dozens start in seconds.
+"""Ranks as forks of this process. They import nothing again, so dozens start in seconds.
 
 For measurements on gloo alone: a process that has started a thread or a GPU must not be forked. A rank that
 fails or is killed ends the others, and the message names the rank and what it was doing.

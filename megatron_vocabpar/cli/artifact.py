@@ -124,7 +124,7 @@ def _about(site: Site) -> dict[str, str]:
     from megatron_vocabpar.bench.environment import commit_of, environment
 
     if not site.on_cpu and not torch.cuda.is_available():
-        raise ValueError("there is no GPU here; --smoke runs small on the CPU")
+        raise ValueError("this machine shows no GPU; --smoke runs small on the CPU")
     clone = Path(__file__).parents[2]
     return {
         **environment(torch.device("cpu" if site.on_cpu else "cuda")),

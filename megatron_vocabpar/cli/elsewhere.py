@@ -18,5 +18,5 @@ def elsewhere(verb: str, module: str) -> click.Command:
         line = shlex.join(["python", "-m", module, *arguments])
         raise ValueError(f"{verb} has left the package; run in the root of a clone: {line}")
 
-    command.help = f"This is no part of the package any more: run python -m {module} in the root of a clone."
+    command.help = f"This has left the package: run python -m {module} in the root of a clone."
     return command

@@ -1,4 +1,4 @@
-"""What verbs share: the option ``--format``, writing files, and telling what is being done."""
+"""What verbs share: the option ``--format``, writing files, and lines about progress."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ def will_be_written(_: click.Context, option: click.Parameter, path: str | None)
 
 
 def tell(text: str) -> None:
-    """One line on what is being done, beside the output: for what takes more than a few seconds."""
+    """One line about progress on standard error, for work of more than a few seconds."""
     click.echo(f"vocabpar: {text}", err=True)

@@ -70,7 +70,7 @@ _CONFIG = click.Option(
 def config_from_options(options: dict[str, Any], named: Collection[str]) -> TrainConfig:
     """The configuration of the parsed options: names between commas split, paths made absolute.
 
-    A job that resumes takes from its folder what is not ``given``.
+    A job that resumes takes from its folder all that is not ``named``.
     """
     compare = tuple(name.strip() for name in (options["compare"] or "").split(",") if name.strip())
     paths = {name: str(Path(options[name]).absolute()) for name in _PATHS if options[name] is not None}

@@ -52,7 +52,7 @@ def communicators(rank: Rank, small_kib: int = 16, large_mib: int = 64) -> Findi
 
 
 def wrong_collectives(groups: VocabGroups, device: torch.device) -> list[str]:
-    """What this rank received that it should not have, one text for each operation; empty if all is well."""
+    """Wrong results of this rank, one text for each operation; empty if all are right."""
     size, me = len(groups.ranks), groups.member
     number = torch.tensor([float(me)], device=device)
     pieces = [number.clone() if member == me else torch.full_like(number, -1) for member in range(size)]

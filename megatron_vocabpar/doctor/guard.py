@@ -1,4 +1,4 @@
-"""Run a check in a process of its own: one that raises, crashes or hangs is a failed row, and the rest go on.
+"""Run each check in its own process: one that raises, crashes or hangs is a failed row, and the rest go on.
 
 A kernel that reads where it may not leaves its process without a usable GPU, and a collective whose peer is
 missing never returns. Hence no two checks share a process, and this one never touches a GPU.
@@ -32,7 +32,7 @@ def run_all(checks: Sequence[Check], say: Callable[[str], None]) -> Iterator[Res
     """Run the checks one after the other.
 
     Args:
-        checks: in an order in which each follows the one that it depends on.
+        checks: each stands behind the one that it depends on.
     """
     outcomes: dict[str, str] = {}
     for check in checks:
@@ -47,7 +47,7 @@ def run_all(checks: Sequence[Check], say: Callable[[str], None]) -> Iterator[Res
 
 
 def run(check: Check) -> Result:
-    """Run one check and everything that it starts; when it is over none of that is left."""
+    """Run one check; end everything that it started."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="vocabpar-doctor-") as folder:
         answer, log = Path(folder) / "finding.json", Path(folder) / "log"

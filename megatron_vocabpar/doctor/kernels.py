@@ -79,7 +79,7 @@ def _error(got: Tensor, expected: Tensor, smallest: float, dtype: torch.dtype) -
 
 
 def _largest(errors: list[float]) -> float:
-    """As ``max``, but NaN where there is one."""
+    """``max``, but NaN if one of them is NaN."""
     return float(torch.tensor(errors, dtype=torch.float64).max())
 
 

@@ -1,4 +1,4 @@
-"""What a check is, what it finds, and what becomes of it."""
+"""A check, its finding, and its result."""
 
 from __future__ import annotations
 

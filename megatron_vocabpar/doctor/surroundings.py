@@ -70,7 +70,7 @@ def gpus(device: str) -> Finding:
 
 
 def versions(device: str) -> Finding:
-    """Versions of what is installed, and what is not."""
+    """Versions of the libraries, and those that are not installed."""
     facts = environment(torch.device(device))
     missing = [name for name in PACKAGES if name not in facts]
     if "apex" not in facts:

@@ -48,7 +48,7 @@ class Request:
 
 
 class Wanted(BaseException):
-    """Ends a framework's code where it asks for what is not known yet; passes ``except Exception``."""
+    """Ends a framework's code where it asks for unknown numbers; passes ``except Exception``."""
 
     def __init__(self, request: Request) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class LogitsHandle(_Shaped):
         self.device = device
         self._answer = answer
         self._temperature = 1.0
-        self._wanted: set[str] = set()  # shared with what is made of this handle
+        self._wanted: set[str] = set()  # shared with handles that are made of this one
 
     def _like(self, tokens: tuple[int, ...], divisor: float = 1.0) -> LogitsHandle:
         like = LogitsHandle(tokens, self.shape[-1], self.device, self._answer)

@@ -85,7 +85,7 @@ class StepRunner:
         )
 
     def _announce(self, run: ForwardBackward, steps: deque[Step], forward_only: bool) -> None:
-        """Tell all ranks the temperature that the steps ask for, and what they want of entropies."""
+        """Tell all ranks the temperature of the steps, and whether they ask for entropies."""
         groups, terms = run.groups, self._config.terms
         asked = [step.request for step in steps]
         requests = {

@@ -72,9 +72,9 @@ class Experiment:
         if not self.name or Path(self.name).name != self.name:
             raise ValueError(f"the name {self.name!r} cannot be a folder's; give a word")
         if self.gpus % self.tp:
-            raise ValueError(f"{self.gpus} GPUs are no multiple of {self.tp} tensor-parallel ranks")
+            raise ValueError(f"{self.gpus} GPUs are not a multiple of {self.tp} tensor-parallel ranks")
         if self.hidden % self.heads:
-            raise ValueError(f"hidden {self.hidden} is no multiple of {self.heads} heads")
+            raise ValueError(f"hidden {self.hidden} is not a multiple of {self.heads} heads")
         if not 0 <= self.warmup < self.iterations:
             raise ValueError(f"{self.warmup} warm-up iterations of {self.iterations}; leave one to measure")
 

@@ -1,6 +1,6 @@
 """The paper's figures: schedules, bars of MFU and memory, and loss curves of runs.
 
-Bars are what is simulated, the dark line across each is what was published. Figure 17's curves were published
+Bars are simulated; the dark line across each is the published result. Figure 17's curves were published
 as a picture alone; they are drawn from a file of losses.
 Next: ``cli/paper.py``.
 """

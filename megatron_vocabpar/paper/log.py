@@ -35,7 +35,7 @@ class Log:
 
 
 def read_log(text: str) -> Log:
-    """Read the log of one training; what is not there is empty."""
+    """Read the log of one training; fields that the log lacks are empty."""
     iterations = {int(line["number"]): line for line in _ITERATION.finditer(text)}
     ordered = [iterations[number] for number in sorted(iterations)]
     allocated: dict[int, float] = {}

@@ -104,7 +104,7 @@ class MeasuredRow:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A row and what the simulator says."""
+    """A row and the simulator's prediction."""
 
     row: MeasuredRow
     predicted_ms: float
@@ -116,7 +116,7 @@ class Prediction:
 
 
 def predict(row: MeasuredRow) -> Prediction:
-    """Simulate a row's schedule with its times; see the module for what is added."""
+    """Simulate a row's schedule with its times; the module says what is added."""
     costs = row.costs()
     schedule = generate(row.method, row.p, row.m, costs=costs)
     if METHODS[row.method].vocabulary_parallel:

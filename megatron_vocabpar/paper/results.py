@@ -26,7 +26,7 @@ class Result:
     """What one training gave.
 
     Attributes:
-        outcome: how it ended; that it does not fit is a result too.
+        outcome: how it ended; not fitting is a result too.
         reason: for a failure, the end of the log.
         environment: device, versions, commits, date.
         iteration_ms, losses: of every iteration; empty where another node's log has them.

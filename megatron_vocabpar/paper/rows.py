@@ -43,7 +43,7 @@ def read_rows(path: str | Path, what: str, columns: Sequence[str]) -> list[Row]:
     except OSError as error:
         raise ValueError(f"cannot read {what} from {path}: {error.strerror}; give a CSV file") from error
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"cannot read {what} from {path}: it is no CSV file ({error})") from error
+        raise ValueError(f"cannot read {what} from {path}: it is not a CSV file ({error})") from error
     header = reader.fieldnames or ()
     for name in columns:
         if name not in header:

@@ -1,4 +1,4 @@
-"""Run the experiments of a file one after another; what is finished already is left alone.
+"""Run the experiments of a file one after another, but for those that are finished.
 
 Every training is a child process whose output goes to ``<folder>/<name>/stdout.log``; its result is written
 when it has ended. On several nodes each runs this same loop over a folder that all see; the first training's
@@ -46,7 +46,7 @@ class Site:
     def version(self) -> str:
         """Of the checkout; a ValueError where it is none, or of an unknown version."""
         if not (self.checkout / "pretrain_gpt.py").is_file():
-            raise ValueError(f"{self.checkout} is no checkout of Megatron-LM: it has no pretrain_gpt.py")
+            raise ValueError(f"{self.checkout} is not a checkout of Megatron-LM: it has no pretrain_gpt.py")
         from megatron_vocabpar.megatron_lm.checkout import version_of  # needs torch; the table does not
 
         return version_of(self.checkout)
@@ -71,11 +71,11 @@ class Site:
 
 
 def run(experiments: Sequence[Experiment], site: Site, about: dict[str, str], say: Say) -> bool:
-    """Run what is not finished; whether nothing failed.
+    """Run the unfinished experiments. Returns whether none failed.
 
     Args:
         about: device, versions and commits, for the records.
-        say: takes a line on what is going on.
+        say: takes a line about progress.
     """
     # Decided before the first starts, so that all nodes decide alike.
     rows = [e for e in experiments if not finished(site.folder, e, site.nodes.count)]

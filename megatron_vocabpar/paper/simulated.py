@@ -1,4 +1,4 @@
-"""The paper's results beside what is simulated: Tables 3, 5 and 6, which Figures 11 to 14 draw.
+"""The paper's results beside simulated ones: Tables 3, 5 and 6, which Figures 11 to 14 draw.
 
 MFU of a cell is simulated from the passes that were measured in that very run, where they were published
 (``measured.py``), else from the estimates for an A100 (``plan/times.py``). Memory is ``plan/memory.py``'s.
@@ -22,7 +22,7 @@ MEASURED, ESTIMATED = "measured passes", "estimated passes"
 
 @dataclass(frozen=True)
 class Compared:
-    """A published cell and what is simulated; ``source`` says what MFU is simulated from."""
+    """A published cell beside the simulation; ``source`` names the passes that MFU is simulated from."""
 
     cell: Cell
     mfu_percent: float
@@ -74,7 +74,7 @@ class Scaling:
 
     Attributes:
         measured: from the published passes; None where there are none.
-        vocab: of the runs that it is from; the table's is 256,000.
+        vocab: ids of the measured runs; the table's is 256,000.
     """
 
     layer: str

@@ -15,7 +15,7 @@ class Hardware:
     """One GPU and what connects it.
 
     Attributes:
-        name, source: what it is, and where the numbers are from.
+        name, source: the GPU, and where its numbers are from.
         tflops: peak of dense products in bfloat16, 10^12 operations a second.
         memory_gib: of the device, as PyTorch sees it.
         memory_gb_s: bandwidth of the memory, 10^9 bytes a second.

@@ -1,4 +1,4 @@
-"""Every method in every family: what the simulator says of time and memory.
+"""Every method in every family, with time and memory by the simulator.
 
 Each is first played for a few microbatches, and carried on as if the busiest rank never waited from there:
 the whole takes about as long, or longer. So those that fit are played for all microbatches in the order of

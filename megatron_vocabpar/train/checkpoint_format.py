@@ -85,7 +85,7 @@ def _member(owner: object, name: str) -> Enum:
 
 
 def _foreign(name: str) -> ValueError:
-    return ValueError(f"it names {name}, which is no part of the format")
+    return ValueError(f"it names {name}, which is not part of the format")
 
 
 class _MembersByValue(pickle.Pickler):

@@ -182,7 +182,7 @@ class TrainConfig:
             raise ValueError(f"unknown fields in a training configuration: {', '.join(unknown)}")
         for name, value in values.items():
             if not _fits(value, _TYPES[name]):
-                raise ValueError(f"{name} is {value!r} in a training configuration, which is no value of it")
+                raise ValueError(f"{name} is {value!r} in a training configuration, which does not fit")
         return cls(**{**values, "compare": tuple(values.get("compare", ()))})
 
 

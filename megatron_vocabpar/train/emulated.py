@@ -34,7 +34,9 @@ def read_emulation(folder: Path) -> dict[str, Any] | None:
         record = json.loads(path.read_text(encoding="utf-8"))
         emulation_table(record)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"{path} is no emulation's ({error}); remove it, or run vocabpar emulate") from error
+        raise ValueError(
+            f"{path} is not an emulation ({error}); remove it, or run vocabpar emulate"
+        ) from error
     return record
 
 

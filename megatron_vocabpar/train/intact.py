@@ -23,14 +23,14 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def write_digests(folder: Path) -> None:
-    """Note what the files of a complete checkpoint hold."""
+    """Write the digests of a complete checkpoint's files."""
     (folder / DIGESTS_FILE).write_text(json.dumps(digests(folder), indent=2) + "\n")
 
 
 def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint, naming the file; None if it is what was written."""
     if not (folder / DIGESTS_FILE).is_file():
-        return f"{DIGESTS_FILE} is no file"
+        return f"{DIGESTS_FILE} is not a file"
     try:
         written = json.loads((folder / DIGESTS_FILE).read_text())
         now = digests(folder)

@@ -1,7 +1,7 @@
 """A whole job, in order: check, prepare the data, train with each method, report.
 
 Nothing is written to the results folder before the checks and the preparation have passed.
-Next: ``ranks.py`` (one method's processes), ``report.py`` (what is left for the reader).
+Next: ``ranks.py`` (one method's processes), ``report.py`` (the results page).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Say = Callable[[str], None]
 
 
 def run_job(config: TrainConfig, say: Say, worker_module: str = WORKER_MODULE) -> None:
-    """Run a job with processes of its own on this machine, or this rank's part of it under torchrun.
+    """Run a job: start its processes on this machine, or be one of them under torchrun.
 
     Args:
         worker_module: what each process runs.
 
     Raises:
         ValueError: for a job that cannot run; nothing has been written.
-        RefusedElsewhere: likewise, under torchrun on the ranks other than 0.
+        RefusedElsewhere: the same, under torchrun on the ranks other than 0.
         TrainingFailed, Interrupted: see ``launch``.
     """
     ranks = processes()
@@ -67,7 +67,7 @@ def open_job(config: TrainConfig, say: Say, held: ExitStack) -> list[Path]:
         held: takes the lock of the results folder.
 
     Returns:
-        ``config.json`` of each method that is still to be trained, with what its workers read beside it.
+        ``config.json`` of each method that is still to be trained, with its workers' other input beside it.
     """
     check(config)
     if config.resume:
@@ -99,6 +99,6 @@ def open_job(config: TrainConfig, say: Say, held: ExitStack) -> list[Path]:
 
 
 def write_inputs(folder: Path, files: DataFiles, plan: Plan) -> None:
-    """Write what the workers of one method read beside their configuration into the method's folder."""
+    """Write the data and the plan that the workers of one method read into the method's folder."""
     (folder / output.DATA_FILE).write_text(files.to_json())
     (folder / output.SCHEDULE_DATA_FILE).write_text(plan_to_json(plan) + "\n")

@@ -4,10 +4,10 @@
     <output>/job.toml                   the same for ``vocabpar train --config``
     <output>/index.html loss.png …      the report over all methods
     <output>/emulation.json …           what ``vocabpar emulate --report`` has added
-    <output>/<method>/config.json       what the workers of one method were told
+    <output>/<method>/config.json       the configuration of one method's workers
     <output>/<method>/data.json         the prepared data they read
     <output>/<method>/schedule.json     the schedule they run
-    <output>/<method>/checkpoint/ …     what they wrote (``trainer.py``)
+    <output>/<method>/checkpoint/ …     the workers' results (``trainer.py``)
 
 Next: ``job.py``, which fills it.
 """
@@ -129,7 +129,7 @@ def check_output(config: TrainConfig) -> None:
 
 
 def resumed(config: TrainConfig, named: Collection[str]) -> TrainConfig:
-    """The job of the folder that ``config`` resumes, with what the user gives anew.
+    """The job of the folder that ``config`` resumes, with the user's new options.
 
     Args:
         config: with ``resume``.

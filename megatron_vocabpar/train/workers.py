@@ -5,7 +5,7 @@ save. A watchdog says which ranks stand still, and ends the job after a time tha
 
 ``torch.distributed.elastic.multiprocessing`` breaks two promises: what a dead worker has started lives on,
 and peers get SIGTERM, which means "save" here, so one that saves or stands still holds the job for 30 s.
-Next: ``failure.py``, what is read from the ranks' records.
+Next: ``failure.py``, which reads the ranks' records.
 """
 
 from __future__ import annotations

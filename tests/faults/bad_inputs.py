@@ -61,7 +61,7 @@ def schedule() -> Iterator[BadInput]:
         "--chunks 1000": "chunk", "--family interleaved --chunks 1000": "1000 chunks per rank is above 64; use fewer",
         "--max-activations 0.5": "max_activations is 0.5",
         "--max-activations nan": "max_activations is nan", "--max-activations -1": "max|activation|hold", "--family v-half --chunks 3": "chunk",
-        "--format x": "format", "--format png": "--format png is no text; give --output FILE", "--format pdf": "--output", "--check x": "--check", "--width 5": "--width",
+        "--format x": "format", "--format png": "--format png is not text; give --output FILE", "--format pdf": "--output", "--check x": "--check", "--width 5": "--width",
         "--output {}": "cannot write", "--output {}/no/where": "cannot write", "--output /dev/full": "cannot write",
         "--nonsense": "nonsense", "extra": "extra", "--costs": "--costs", "--format svg --output /proc/x": "cannot write",
     }.items():  # fmt: skip
@@ -251,8 +251,8 @@ def artifact() -> Iterator[BadInput]:
     yield BadInput("artifact-short-row", run, "x.csv", {"x.csv": table() + "b,2\n"})
     yield BadInput("artifact-long-row", run, "x.csv", {"x.csv": table().rstrip() + ",1,2\n"})
     yield BadInput("artifact-only", run + " --only b", "has no row b", {"x.csv": table()})
-    yield BadInput("artifact-no-checkout", run, "is no checkout", {"x.csv": table()})
-    yield BadInput("artifact-checkout-missing", "artifact run {}/x.csv --megatron {}/none --dry-run", "is no checkout", {"x.csv": table()})
+    yield BadInput("artifact-no-checkout", run, "is not a checkout", {"x.csv": table()})
+    yield BadInput("artifact-checkout-missing", "artifact run {}/x.csv --megatron {}/none --dry-run", "is not a checkout", {"x.csv": table()})
     yield BadInput("artifact-show-nothing", "artifact show {}", "holds no results")
     yield BadInput("artifact-show-missing", "artifact show {}/none", "holds no results")
     yield BadInput("artifact-show-junk", "artifact show {}", "holds no results", {"a/result.0.json": "{"})

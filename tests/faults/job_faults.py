@@ -310,7 +310,7 @@ def crafted(name: str, as_torch: bool) -> Callable[[Place], None]:
 
 def security() -> Iterator[Fault]:
     yield on_resume(
-        "security-metadata", 1, r"\.metadata: it names \S+system, which is no part of the format; take a checkpoint from",
+        "security-metadata", 1, r"\.metadata: it names \S+system, which is not part of the format; take a checkpoint from",
         prepare=crafted(".metadata", as_torch=False)
     )
     yield on_resume("security-common", 1, r"common\.pt", prepare=crafted("common.pt", as_torch=True))
