@@ -50,7 +50,7 @@ def run_job(config: TrainConfig, say: Say, worker_module: str = WORKER_MODULE) -
                 ranks.run(job, worker_module)
         except (TrainingFailed, Interrupted) as end:
             if ranks.leads:
-                with suppress(ValueError):  # no method has left any metrics
+                with suppress(ValueError, OSError):  # no metrics, or a full disk: the failure is what counts
                     say(write_report(Path(config.output)))
             hint = output.how_to_go_on(config)
             if isinstance(end, Interrupted):
