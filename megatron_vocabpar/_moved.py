@@ -14,6 +14,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED = {
+    "megatron_vocabpar.artifact": "megatron_vocabpar.paper",
+    "megatron_vocabpar.artifact.expected": "megatron_vocabpar.paper.checks",
+    "megatron_vocabpar.artifact.experiments": "megatron_vocabpar.paper.experiments",
+    "megatron_vocabpar.artifact.results": "megatron_vocabpar.paper.results",
     "megatron_vocabpar.losses.drift": "tools.drift",
     "megatron_vocabpar.losses.runs": "tools.runs",
 }
@@ -40,6 +44,6 @@ class _Moved(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Make the old names importable; they are looked up last."""
+    """Look old names up before all others: a folder that moved would give a second copy of its modules."""
     if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
-        sys.meta_path.append(_Moved())
+        sys.meta_path.insert(0, _Moved())
