@@ -240,13 +240,17 @@ def table(**changes: str) -> str:
 def artifact() -> Iterator[BadInput]:
     run = "artifact run {}/x.csv --megatron {} --dry-run"
     yield from (replace_file(bad, "x.csv") for bad in junk("artifact", run, "x.csv"))
-    for name, changes in {
-        "method": {"method": "x"}, "schedule": {"schedule": "x"}, "gpus-zero": {"gpus": "0"}, "tp-zero": {"tp": "0"}, "tp-negative": {"tp": "-1"}, "gpus-text": {"gpus": "x"},
-        "layers-empty": {"layers": ""}, "warmup": {"warmup": "8"}, "lr": {"lr": "nan"}, "lr-text": {"lr": "x"}, "odd": {"gpus": "3", "tp": "2"}, "layers-zero": {"layers": "0"},
-        "hidden-negative": {"hidden": "-32"}, "name-empty": {"name": ""}, "name-path": {"name": "../a"}, "heads-zero": {"heads": "0"}, "vocab-zero": {"vocab_k": "0"},
-        "micro-zero": {"microbatches": "0"}, "length-zero": {"seq_length": "0"}, "quote": {"name": '"a'},
+    for name, (changes, says) in {
+        "method": ({"method": "x"}, "unknown method 'x'"), "schedule": ({"schedule": "x"}, "unknown family 'x'"), "gpus-zero": ({"gpus": "0"}, "gpus is 0"),
+        "tp-zero": ({"tp": "0"}, "tp is 0; give a number above 0"), "tp-negative": ({"tp": "-1"}, "tp is -1"), "gpus-text": ({"gpus": "x"}, "column 'gpus': 'x'; give a number"),
+        "layers-empty": ({"layers": ""}, "column 'layers': ''"), "warmup": ({"warmup": "8"}, "8 warm-up iterations of 8"), "lr": ({"lr": "nan"}, "lr is nan"),
+        "lr-text": ({"lr": "x"}, "column 'lr'"), "odd": ({"gpus": "3", "tp": "2"}, "3 GPUs are not a multiple of 2"), "layers-zero": ({"layers": "0"}, "layers is 0"),
+        "hidden-negative": ({"hidden": "-32"}, "hidden is -32"), "name-empty": ({"name": ""}, "name ''"), "name-path": ({"name": "../a"}, "name '../a' cannot be a folder's"),
+        "heads-zero": ({"heads": "0"}, "heads is 0"), "vocab-zero": ({"vocab_k": "0"}, "vocab_k is 0"), "micro-zero": ({"microbatches": "0"}, "microbatches is 0"),
+        "length-zero": ({"seq_length": "0"}, "seq_length is 0"), "quote": ({"name": '"a'}, "give 15 cells"),
     }.items():  # fmt: skip
-        yield BadInput(f"artifact-{name}", run, "x.csv", {"x.csv": table(**changes)})
+        yield BadInput(f"artifact-{name}", run, f"x.csv, line 2.*{says}", {"x.csv": table(**changes)})
+    yield BadInput("artifact-column", run, "line 1: no column 'name'; give name, gpus, tp", {"x.csv": table().replace("name,", "title,", 1)})
     yield BadInput("artifact-twice", run, "a second 'a'", {"x.csv": table() + table().splitlines()[1] + "\n"})
     yield BadInput("artifact-short-row", run, "x.csv", {"x.csv": table() + "b,2\n"})
     yield BadInput("artifact-long-row", run, "x.csv", {"x.csv": table().rstrip() + ",1,2\n"})
