@@ -47,7 +47,7 @@ class Emulation:
         predicted_idle: mean over the ranks.
         measured_ms: each iteration as it ran, the overhead of the processes included.
         measured_idle: mean over ranks and iterations.
-        empty_pass_ms: of a pass with all costs zero: what the processes cost.
+        empty_pass_ms: time of a pass with all costs zero, which the processes cost.
         critical_passes: the passes of the critical path that the simulator finds.
     """
 
@@ -77,9 +77,6 @@ def emulate(plans: dict[str, Plan], scale: float, iterations: int) -> list[Emula
         plans: by the name to show.
         scale: the time that passes for one millisecond of the plans' costs, in milliseconds.
         iterations: of each plan; the median counts.
-
-    Raises:
-        TrainingFailed: if a rank fails, naming rank, pass and microbatch; no process is left.
     """
     predictions = {name: simulate(plan) for name, plan in plans.items()}
     (world_size,) = {plan.schedule.p for plan in plans.values()}
@@ -87,12 +84,12 @@ def emulate(plans: dict[str, Plan], scale: float, iterations: int) -> list[Emula
     timeout = timedelta(seconds=_PATIENCE_S + _PATIENCE * longest_s)
     body = partial(_run_rank, list(plans.values()), scale, iterations, timeout)
     by_rank = run_forked(world_size, body, timeout)
-    found = []
-    for place, (name, prediction) in enumerate(predictions.items()):
+    emulations = []
+    for number, (name, prediction) in enumerate(predictions.items()):
         empty, *measured = [
-            _Iteration.of(each) for each in zip(*(rank[place] for rank in by_rank), strict=True)
+            _Iteration.of(each) for each in zip(*(rank[number] for rank in by_rank), strict=True)
         ]
-        found.append(
+        emulations.append(
             Emulation(
                 name=name,
                 predicted_ms=prediction.iteration_ms,
@@ -103,12 +100,12 @@ def emulate(plans: dict[str, Plan], scale: float, iterations: int) -> list[Emula
                 critical_passes=sum(isinstance(step.item, Pass) for step in prediction.critical_path),
             )
         )
-    return found
+    return emulations
 
 
-def record(found: Sequence[Emulation], *, p: int, m: int, scale: float, costs: str) -> dict[str, Any]:
-    """Emulations as JSON, with what they are of; ``costs`` says so in words."""
-    rows = [{**asdict(each), "net_ms": each.net_ms, "error": each.error} for each in found]
+def record(emulations: Sequence[Emulation], *, p: int, m: int, scale: float, costs: str) -> dict[str, Any]:
+    """Emulations and their settings as JSON; ``costs`` names the cost table."""
+    rows = [{**asdict(each), "net_ms": each.net_ms, "error": each.error} for each in emulations]
     return {"pp": p, "microbatches": m, "scale": scale, "costs": costs, "schedules": rows}
 
 
@@ -153,9 +150,9 @@ def _run_rank(
         record.write_step(next(steps))
         return emulated.run(plan, times)
 
-    found = []
+    runs = []
     for plan in plans:
         times = PassTimes.of(plan.costs, plan.schedule)
         empty, slowed = times.scaled(0.0, 0.0), times.scaled(scale, scale)
-        found.append([run(plan, each) for each in (empty, *[slowed] * iterations)])
-    return found
+        runs.append([run(plan, each) for each in (empty, *[slowed] * iterations)])
+    return runs

@@ -31,7 +31,7 @@ _DRIVER_TIMEOUT_S = 20
 
 def environment(device: torch.device) -> dict[str, str]:
     """What a figure must be read with; packages that are not installed are left out."""
-    found = {
+    facts = {
         "device": platform.processor() or "CPU",
         "date": date.today().isoformat(),
         "threads": str(torch.get_num_threads()),
@@ -40,7 +40,7 @@ def environment(device: torch.device) -> dict[str, str]:
     }
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-        found |= {
+        facts |= {
             "device": torch.cuda.get_device_name(device),
             "compute capability": f"{capability[0]}.{capability[1]}",
             "memory": f"{torch.cuda.get_device_properties(device).total_memory / 2**30:.0f} GiB",
@@ -49,16 +49,16 @@ def environment(device: torch.device) -> dict[str, str]:
             "CUDA": torch.version.cuda or f"HIP {torch.version.hip}",
             "NCCL": nccl_version(),
         }
-    found |= {package: text for package in PACKAGES if (text := _version(package)) is not None}
+    facts |= {package: text for package in PACKAGES if (text := _version(package)) is not None}
     if importlib.util.find_spec(FUSED_ACCUMULATION) is not None:
-        found["apex"] = "fused weight gradient"
-    return found
+        facts["apex"] = "fused weight gradient"
+    return facts
 
 
-def file_name(found: Mapping[str, str]) -> str:
+def file_name(facts: Mapping[str, str]) -> str:
     """``<device>_<date>.json``, in letters that every file system takes."""
-    device = re.sub(r"[^a-z0-9]+", "-", found["device"].lower()).strip("-")
-    return f"{device}_{found['date']}.json"
+    device = re.sub(r"[^a-z0-9]+", "-", facts["device"].lower()).strip("-")
+    return f"{device}_{facts['date']}.json"
 
 
 def _version(package: str) -> str | None:

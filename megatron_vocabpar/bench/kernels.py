@@ -1,27 +1,28 @@
-"""The output and input layer of one shard: times beside their matrix products and beside other layers.
+"""The output and input layer of one shard: times beside their matrix products and, in a clone, other layers.
 
 One process, one shard, no communication, as in Table 3 of the paper. On the CPU one thread's processor time
 is measured. Contenders take turns on inputs that rotate, and ratios are medians over the rounds. Every
 result of ours is first checked against float64; a method that fails is refused. The table is in
 ``tables.py``, the command in ``cli/bench.py``.
 
-Source of the shapes: Table 1 of the paper. Next: ``kernels_layer.py``, ``kernels_published.py``,
-``kernels_others.py``.
+Source of the shapes: Table 1 of the paper. Next: ``kernels_layer.py``; in a clone ``benchmarks/kernels.py``.
 """
 
 from __future__ import annotations
 
+import importlib
 import statistics
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_vocabpar.bench.kernels_layer import METHODS, OutputLayer, errors, kept_mib, refusal
-from megatron_vocabpar.bench.kernels_others import Loss, forward_backward, runnable
-from megatron_vocabpar.bench.kernels_published import published_pass
 from megatron_vocabpar.bench.memory import peak_mib
 from megatron_vocabpar.bench.timing import ROTATED, Contender, now_ms, ratio, time_rounds
 from megatron_vocabpar.layers.embedding import embedding_backward, embedding_forward, plan_input
@@ -69,7 +70,7 @@ class Row:
 
     Speedups are medians over the rounds of the contender's time over ours; ``ratio_to_gemms`` is ours over
     the bare products. ``scaling_percent`` is the whole vocabulary's time on one device over p, over ours.
-    ``others_*`` are by the layer's name in ``kernels_others.py``; ``not_measured`` says why one is missing.
+    ``others_*`` are by the layer's name; ``not_measured`` says why one is missing.
     """
 
     kind: str
@@ -82,8 +83,8 @@ class Row:
     rows_of_weight: int
     method: str
     ours_ms: float
-    published_ms: float
-    speedup_over_published: float
+    published_ms: float | None = None
+    speedup_over_published: float | None = None
     s_ms: float | None = None
     t_ms: float | None = None
     three_gemms_ms: float | None = None
@@ -115,74 +116,86 @@ def _where(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, 
     }
 
 
+def benchmarks() -> ModuleType | None:
+    """``benchmarks.kernels`` of the clone that this package lies in; None where the package is installed."""
+    clone = Path(__file__).parents[2]
+    if not (clone / "benchmarks" / "kernels.py").is_file():
+        return None
+    if str(clone) not in sys.path:
+        sys.path.append(str(clone))
+    return importlib.import_module("benchmarks.kernels")
+
+
 def measure_output(
     shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int, with_scaling: bool
 ) -> list[Row]:
     """S and T of every method on one shard, beside everything they are compared with.
 
     Args:
-        shape: the case.
-        device: where.
-        dtype: of x and the weight.
-        rounds: measured rounds.
         with_scaling: also time the whole vocabulary on this device, for the scaling against 1/p.
     """
     layer = _layer(shape, shape.rows_of_weight, device, dtype)
     exact = layer.exact(0)
     results = {method: layer.both(0, method) for method in METHODS}
-    found = {method: errors(softmax.nll, dx, exact) for method, (softmax, dx) in results.items()}
+    wrong = {method: errors(softmax.nll, dx, exact) for method, (softmax, dx) in results.items()}
     mean_loss = float(results["vocab-1"][0].nll.mean())
     del results
 
-    parameter = torch.nn.Parameter(layer.weight.clone())
-    inputs = layer.inputs[0]
-    others, missing = runnable(inputs.x, parameter, inputs.targets, mean_loss)
-    contenders: dict[str, Contender] = {"gemms": _three_products(layer)}
-    contenders |= {f"published-{algorithm}": partial(_published, layer, algorithm) for algorithm in (1, 2)}
-    contenders |= {name: partial(_other, layer, loss, parameter) for name, loss in others.items()}
+    clone = benchmarks()
+    others, reasons = ({}, {}) if clone is None else clone.output_contenders(layer, mean_loss)
+    contenders: dict[str, Contender] = {"gemms": _three_products(layer), **others}
     contenders |= {method: partial(layer.both, method=method) for method in METHODS}
     times = time_rounds(contenders, rounds, device)
     halves = {method: _halves(layer, method, rounds, device) for method in METHODS}
-    kept = {method: kept_mib(layer.s(0, method)[0]) for method in METHODS}
-    peaks: dict[str, float | None] = {}
+    kept_by_s = {method: kept_mib(layer.s(0, method)[0]) for method in METHODS}
+    peaks: dict[str, float] = {}
     if device.type == "cuda":  # on the CPU, measuring memory would slow down what comes after
-        peaks = {name: peak_mib(partial(contenders[name], 0), device) for name in (*METHODS, *others)}
-    del layer, parameter, contenders, inputs
+        measured = {name: peak_mib(partial(run, 0), device) for name, run in contenders.items()}
+        peaks = {name: mib for name, mib in measured.items() if mib is not None}
+    del layer, contenders, others  # room for the whole vocabulary
     whole = _whole_ms(shape, device, dtype, max(2, rounds // 3)) if with_scaling else {}
-    median = {name: statistics.median(values) for name, values in times.items()}
-
     rows = []
     for method in METHODS:
-        published = "published-2" if method == "vocab-2" else "published-1"
-        reason = refusal(*found[method])
-        speedups = {name: ratio(times[name], times[method]) for name in (published, *others)}
-        rows.append(
-            Row(
-                kind="output",
-                method=method,
-                **_where(shape, device, dtype),
-                ours_ms=median[method],
-                s_ms=halves[method][0],
-                t_ms=halves[method][1],
-                three_gemms_ms=median["gemms"],
-                ratio_to_gemms=ratio(times[method], times["gemms"]),
-                published_ms=median[published],
-                speedup_over_published=speedups.pop(published),
-                pytorch_ms=median.get("pytorch"),
-                speedup_over_pytorch=speedups.get("pytorch"),
-                others_ms={name: median[name] for name in others},
-                speedup_over_others=speedups,
-                others_peak_mib={name: value for name in others if (value := peaks.get(name)) is not None},
-                not_measured=missing,
-                scaling_percent=100 * whole[method] / shape.p / median[method] if method in whole else None,
-                kept_mib=kept[method],
-                peak_mib=peaks.get(method),
-                log_probability_rms=found[method][0],
-                dx_error_by_p_target=found[method][1],
-                refused={} if reason is None else {"ours": reason},
-            )
+        rms, dx_errors = wrong[method]
+        reason = refusal(rms, dx_errors)
+        ours_ms = statistics.median(times[method])
+        row = Row(
+            kind="output",
+            method=method,
+            **_where(shape, device, dtype),
+            **_beside(method, times, peaks),
+            ours_ms=ours_ms,
+            s_ms=halves[method][0],
+            t_ms=halves[method][1],
+            not_measured=reasons,
+            scaling_percent=100 * whole[method] / shape.p / ours_ms if method in whole else None,
+            kept_mib=kept_by_s[method],
+            peak_mib=peaks.get(method),
+            log_probability_rms=rms,
+            dx_error_by_p_target=dx_errors,
+            refused={} if reason is None else {"ours": reason},
         )
+        rows.append(row)
     return rows
+
+
+def _beside(method: str, times: Mapping[str, Sequence[float]], peaks: Mapping[str, float]) -> dict[str, Any]:
+    """The fields of a row that compare a method with the products, the published passes and other layers."""
+    published = "published-2" if method == "vocab-2" else "published-1"
+    others = [name for name in times if name not in (*METHODS, "gemms", "published-1", "published-2")]
+    median = {name: statistics.median(values) for name, values in times.items()}
+    speedup = {name: ratio(times[name], times[method]) for name in times}
+    return {
+        "three_gemms_ms": median["gemms"],
+        "ratio_to_gemms": ratio(times[method], times["gemms"]),
+        "published_ms": median.get(published),
+        "speedup_over_published": speedup.get(published),
+        "pytorch_ms": median.get("pytorch"),
+        "speedup_over_pytorch": speedup.get("pytorch"),
+        "others_ms": {name: median[name] for name in others},
+        "speedup_over_others": {name: speedup[name] for name in others},
+        "others_peak_mib": {name: peaks[name] for name in others if name in peaks},
+    }
 
 
 def _layer(shape: Shape, rows: int, device: torch.device, dtype: torch.dtype) -> OutputLayer:
@@ -190,7 +203,6 @@ def _layer(shape: Shape, rows: int, device: torch.device, dtype: torch.dtype) ->
 
 
 def _whole_ms(shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int) -> dict[str, float]:
-    """Milliseconds of the methods of ``SCALED`` on the whole vocabulary."""
     full = _layer(shape, shape.padded, device, dtype)
     times = time_rounds({method: partial(full.both, method=method) for method in SCALED}, rounds, device)
     return {method: statistics.median(values) for method, values in times.items()}
@@ -209,17 +221,6 @@ def _three_products(layer: OutputLayer) -> Contender:
         torch.mm(logits.t(), x, out=weight_grad)
 
     return run
-
-
-def _published(layer: OutputLayer, algorithm: int, i: int) -> None:
-    inputs = layer.inputs[i]
-    published_pass(
-        inputs.x, layer.weight, inputs.targets, layer.g, layer.main_grad, algorithm, out=layer.place
-    )
-
-
-def _other(layer: OutputLayer, loss: Loss, parameter: Tensor, i: int) -> None:
-    forward_backward(loss, layer.inputs[i].x, parameter, layer.inputs[i].targets)
 
 
 def _halves(layer: OutputLayer, method: str, rounds: int, device: torch.device) -> tuple[float, float]:
@@ -247,61 +248,47 @@ def measure_input(shape: Shape, device: torch.device, dtype: torch.dtype, rounds
         torch.randint(0, shape.vocab_size, (shape.n,), generator=generator, device=device)
         for _ in range(ROTATED)
     ]
-    mine = [t[plan_input(t, ranges).positions(0)] for t in tokens]
+    in_shard = [ids[plan_input(ids, ranges).positions(0)] for ids in tokens]
     full = torch.randn(shape.padded, shape.hidden, generator=generator, device=device).to(dtype)
     weight = full[: shard.rows].clone()
     grad = torch.randn(shape.n, shape.hidden, generator=generator, device=device).to(dtype)
     main_grad = torch.zeros(shape.padded, shape.hidden, device=device)
+    main_shard = main_grad[: shard.rows]
+    if not torch.equal(embedding_forward(in_shard[0], weight, shard), full[in_shard[0]]):
+        raise AssertionError("IF does not give the rows of the unsharded embedding")
 
-    def published_forward(i: int) -> Tensor:
-        inside = (tokens[i] >= shard.start) & (tokens[i] < shard.stop)
-        rows = torch.where(inside, tokens[i] - shard.start, 0)
-        return torch.nn.functional.embedding(rows, weight) * inside.unsqueeze(1)
-
-    def published_backward(i: int) -> None:
-        inside = (tokens[i] >= shard.start) & (tokens[i] < shard.stop)
-        rows = torch.where(inside, tokens[i] - shard.start, 0)
-        main_grad[: shard.rows] += torch.zeros(shard.rows, shape.hidden, device=device).index_add_(
-            0, rows, (grad * inside.unsqueeze(1)).float()
-        )
-
-    passes: dict[str, tuple[Contender, ...]] = {
-        "IF": (
-            lambda i: embedding_forward(mine[i], weight, shard),
-            published_forward,
-            lambda i: embedding_forward(tokens[i], full, everything),
-        ),
-        "IB": (
-            lambda i: embedding_backward(grad[: len(mine[i])], mine[i], shard, main_grad[: shard.rows]),
-            published_backward,
-            lambda i: embedding_backward(grad, tokens[i], everything, main_grad),
-        ),
+    ours: dict[str, Contender] = {
+        "IF": lambda i: embedding_forward(in_shard[i], weight, shard),
+        "IB": lambda i: embedding_backward(grad[: len(in_shard[i])], in_shard[i], shard, main_shard),
     }
-    # What Table 3 calls the input layer: both passes.
-    passes["IF+IB"] = tuple(_one_after_another(*pair) for pair in zip(*passes.values(), strict=True))
+    whole: dict[str, Contender] = {
+        "IF": lambda i: embedding_forward(tokens[i], full, everything),
+        "IB": lambda i: embedding_backward(grad, tokens[i], everything, main_grad),
+    }
+    clone = benchmarks()
+    published = {} if clone is None else clone.input_contenders(tokens, weight, shard, grad, main_shard)
+    contenders = {"ours": ours, "published": published, "whole": whole}
     rows = []
-    for name, (ours, published, whole) in passes.items():
-        if not torch.equal(embedding_forward(mine[0], weight, shard), full[mine[0]]):
-            raise AssertionError("IF does not give the rows of the unsharded embedding")
-        contenders: dict[str, Contender] = {"ours": ours, "published": published, "whole": whole}
-        times = time_rounds(contenders, rounds, device, calls=20)
+    for passes in (("IF",), ("IB",), ("IF", "IB")):  # Table 3's input layer is both
+        runs = {name: _in_turn([by[each] for each in passes]) for name, by in contenders.items() if by}
+        times = time_rounds(runs, rounds, device, calls=20)
         rows.append(
             Row(
                 kind="input",
-                method=name,
+                method="+".join(passes),
                 **_where(shape, device, dtype),
                 ours_ms=statistics.median(times["ours"]),
-                published_ms=statistics.median(times["published"]),
-                speedup_over_published=ratio(times["published"], times["ours"]),
+                published_ms=statistics.median(times["published"]) if published else None,
+                speedup_over_published=ratio(times["published"], times["ours"]) if published else None,
                 scaling_percent=100 * ratio(times["whole"], times["ours"]) / shape.p,
             )
         )
     return rows
 
 
-def _one_after_another(first: Contender, second: Contender) -> Contender:
-    def both(i: int) -> object:
-        first(i)
-        return second(i)
+def _in_turn(runs: Sequence[Contender]) -> Contender:
+    def run_all(i: int) -> None:
+        for run in runs:
+            run(i)
 
-    return both
+    return run_all

@@ -88,11 +88,7 @@ class OutputLayer:
     """One shard's output layer and its inputs.
 
     Args:
-        n: tokens.
-        hidden: H.
         shard: the rows; every target is one of the true ones.
-        device: where.
-        dtype: of x and the weight.
     """
 
     def __init__(
@@ -102,8 +98,8 @@ class OutputLayer:
         random = partial(torch.randn, generator=generator, device=device)
         self.shard = shard
         self.weight = (random(shard.rows, hidden) * hidden**-0.5).to(dtype)
-        own = self.weight[: shard.valid_rows]
-        self.inputs = [Inputs(*confident_inputs(n, own, generator, dtype)) for _ in range(ROTATED)]
+        true_rows = self.weight[: shard.valid_rows]
+        self.inputs = [Inputs(*confident_inputs(n, true_rows, generator, dtype)) for _ in range(ROTATED)]
         self.g = torch.full((n,), 1 / n, device=device)
         self.main_grad = torch.zeros(shard.rows, hidden, device=device)
         # As in training, exponentials go where those of an earlier microbatch were.
@@ -162,12 +158,12 @@ def errors(loss: Tensor, dx: Tensor, exact: Exact) -> tuple[float, dict[str, flo
     rms = float((loss[exact.tokens].double() - exact.loss).square().mean().sqrt())
     rows = (dx[exact.tokens].double() - exact.dx).norm(dim=1) / exact.dx.norm(dim=1).clamp(min=1e-300)
     p_target = torch.exp(-exact.loss)
-    found = {}
+    by_p_target = {}
     for low, high in pairwise(BUCKETS):
         inside = (p_target >= low) & (p_target < high)
         if bool(inside.any()):
-            found[f"{low}-{high}"] = float(rows[inside].median())
-    return rms, found
+            by_p_target[f"{low}-{high}"] = float(rows[inside].median())
+    return rms, by_p_target
 
 
 def refusal(rms: float, dx: dict[str, float]) -> str | None:
@@ -184,5 +180,5 @@ def refusal(rms: float, dx: dict[str, float]) -> str | None:
 def kept_mib(state: OutputState | BlockState) -> float:
     """What S leaves for T beyond its inputs: exponentials and A."""
     a = state.a if isinstance(state, OutputState) else None
-    kept = [tensor for tensor in (state.e, a, state.k) if tensor is not None]
-    return sum(tensor.numel() * tensor.element_size() for tensor in kept) / 2**20
+    tensors = [tensor for tensor in (state.e, a, state.k) if tensor is not None]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20

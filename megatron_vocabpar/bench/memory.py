@@ -40,9 +40,9 @@ def peak_mib(run: Callable[[], object], device: torch.device) -> float | None:
     library.malloc_trim(0)  # blocks from before may lie free, and would be taken first
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM := VmRSS
     start = resident_mib("VmRSS")
-    kept = run()
+    result = run()
     peak = resident_mib("VmHWM") - start
-    del kept
+    del result
     library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
     library.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_THRESHOLD)
     return peak

@@ -92,11 +92,10 @@ def _output_times(name: str, passes: dict[str, float], all_reduce_ms: float) -> 
 
 
 def _measured(config: TrainConfig) -> dict[str, Any]:
-    """What the processes of ``profiled_rank`` have measured."""
     with tempfile.TemporaryDirectory(prefix="vocabpar-profile-") as folder:
-        told = replace(config, output=folder)
-        open_method(told)
-        launch(told, __name__)
+        job = replace(config, output=folder)
+        open_method(job)
+        launch(job, __name__)
         return json.loads((Path(folder) / _RESULT_FILE).read_text())
 
 

@@ -76,9 +76,9 @@ def measure_communication(config: TrainConfig, groups: VocabGroups, device: torc
         all_gather(groups, groups.output, statistics)
         all_reduce(groups, groups.output, gradient)
 
-    mine = transfer_ms(groups, lambda: torch.zeros_like(hidden))
+    slowest = transfer_ms(groups, lambda: torch.zeros_like(hidden))
     trips: list[float | None] = [None] * groups.pipeline
-    dist.all_gather_object(trips, mine)
+    dist.all_gather_object(trips, slowest)
     return {
         "p2p_ms": median(trip for trip in trips if trip is not None),
         "broadcast_ms": _slowest_ms(lambda: broadcast(groups, groups.output, [hidden], [0]), config, device),

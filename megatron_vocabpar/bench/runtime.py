@@ -34,7 +34,6 @@ class RuntimeResult:
 
     @property
     def ratio(self) -> float:
-        """Median over the pairs of ours / Megatron's."""
         return statistics.median(a / b for a, b in zip(self.ours_ms, self.megatron_ms, strict=True))
 
 
@@ -45,16 +44,15 @@ def measure_runtime(config: TrainConfig) -> RuntimeResult:
         config: model, processes and microbatches; method and data are not used.
     """
     with tempfile.TemporaryDirectory(prefix="vocabpar-bench-") as folder:
-        told = replace(config, method="baseline", output=folder)
-        open_method(told)
-        launch(told, "megatron_vocabpar.bench.runtime")
+        job = replace(config, method="baseline", output=folder)
+        open_method(job)
+        launch(job, "megatron_vocabpar.bench.runtime")
         return RuntimeResult(
             **{k: tuple(v) for k, v in json.loads((Path(folder) / RESULT_FILE).read_text()).items()}
         )
 
 
 def _run_rank(config: TrainConfig) -> None:
-    """Measure on this rank; rank 0 writes the result."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state

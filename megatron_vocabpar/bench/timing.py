@@ -29,10 +29,7 @@ def time_rounds(
     """Milliseconds a call of every contender in every round, after two rounds of warm-up.
 
     Args:
-        contenders: what is timed, by name.
-        rounds: measured rounds.
-        device: where they run.
-        calls: made one after the other in one measurement: for what is too short to be timed alone.
+        calls: calls in one measurement, for work that is too short to be timed alone.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for r in range(-2, rounds):

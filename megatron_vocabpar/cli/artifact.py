@@ -12,13 +12,13 @@ from pathlib import Path
 import click
 
 from megatron_vocabpar import __version__
-from megatron_vocabpar.artifact.command import Nodes
-from megatron_vocabpar.artifact.expected import checks
-from megatron_vocabpar.artifact.experiments import read_experiments, small
-from megatron_vocabpar.artifact.results import read_results
-from megatron_vocabpar.artifact.runner import Site, run
-from megatron_vocabpar.artifact.table import draw_losses, mfu, print_results
 from megatron_vocabpar.cli.files import FORMAT
+from megatron_vocabpar.paper.checks import checks
+from megatron_vocabpar.paper.command import Nodes
+from megatron_vocabpar.paper.experiments import read_experiments, small
+from megatron_vocabpar.paper.results import read_results
+from megatron_vocabpar.paper.runner import Site, run
+from megatron_vocabpar.paper.table import draw_losses, mfu, print_results
 
 _PATH = click.Path(path_type=Path)
 _PEAK = click.option(
@@ -99,21 +99,22 @@ def show_command(folder: Path, peak_tflops: float | None, figure: Path | None, o
 
 
 def _show(folder: Path, peak_tflops: float | None, figure: Path | None, output_format: str) -> bool:
-    """Print the results; whether all is well."""
     results = read_results(folder)
     if not results:
         raise ValueError(f"{folder} holds no results; run the experiments first")
-    found = checks(results)
+    verdicts = checks(results)
     if output_format == "json":
         rows = [
             dataclasses.asdict(r) | {"median_ms": r.median_ms, "mfu": mfu(r, peak_tflops)} for r in results
         ]
-        click.echo(json.dumps({"results": rows, "checks": [dataclasses.asdict(c) for c in found]}, indent=1))
+        click.echo(
+            json.dumps({"results": rows, "checks": [dataclasses.asdict(c) for c in verdicts]}, indent=1)
+        )
     else:
-        print_results(results, found, peak_tflops)
+        print_results(results, verdicts, peak_tflops)
     if figure is not None:
         draw_losses(results, figure)
-    return all(c.holds for c in found) and all(r.outcome != "failed" for r in results)
+    return all(c.holds for c in verdicts) and all(r.outcome != "failed" for r in results)
 
 
 def _about(site: Site) -> dict[str, str]:
@@ -123,7 +124,7 @@ def _about(site: Site) -> dict[str, str]:
     from megatron_vocabpar.bench.environment import commit_of, environment
 
     if not site.on_cpu and not torch.cuda.is_available():
-        raise ValueError("there is no GPU here; --smoke runs small on the CPU")
+        raise ValueError("this machine shows no GPU; --smoke runs small on the CPU")
     clone = Path(__file__).parents[2]
     return {
         **environment(torch.device("cpu" if site.on_cpu else "cuda")),

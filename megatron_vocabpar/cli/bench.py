@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from megatron_vocabpar.cli.elsewhere import elsewhere
 from megatron_vocabpar.cli.files import FORMAT
 from megatron_vocabpar.train.config import TrainConfig
-
-_FOLDER = click.Path(path_type=Path)
 
 
 @click.group("bench")
@@ -94,53 +92,15 @@ def kernels_command(
         rows += measure_input(shape, where, dtype, rounds)
         measured = f"n {shape.n}, hidden {shape.hidden}, vocabulary {shape.vocab_size}, p {shape.p}"
         click.echo(f"measured {measured}", err=True)
-    found = environment(where)
-    record = _record(found, rows)
+    about = environment(where)
+    record = json.dumps({"environment": about, "rows": [*map(dataclasses.asdict, rows)]}, indent=1)
     if save is not None:
         save.mkdir(parents=True, exist_ok=True)
-        (save / file_name(found)).write_text(record + "\n")
-        click.echo(f"written: {save / file_name(found)}", err=True)
-    click.echo(record) if output_format == "json" else print_kernels(rows, found)
+        (save / file_name(about)).write_text(record + "\n")
+        click.echo(f"written: {save / file_name(about)}", err=True)
+    click.echo(record) if output_format == "json" else print_kernels(rows, about)
     if any(row.refused for row in rows):
         raise click.ClickException("results were refused: they are wrong, see the column or field 'refused'")
 
 
-def _record(environment: Mapping[str, str], rows: Sequence[Any]) -> str:
-    return json.dumps({"environment": environment, "rows": [*map(dataclasses.asdict, rows)]}, indent=1)
-
-
-@bench_command.command("losses")
-@click.option("--roll", type=_FOLDER, help="Root of a checkout of ROLL.")
-@click.option("--verl", type=_FOLDER, help="Root of a checkout of verl.")
-@click.option("--nemo-rl", type=_FOLDER, help="Root of a checkout of NeMo-RL.")
-@click.option("--slime", type=_FOLDER, help="Root of a checkout of slime.")
-@click.option("--tokens", default=512, help="Tokens of the sequence.")
-@click.option("--vocab-size", default=65536, help="Vocabulary, over all ranks.")
-@click.option("--ranks", default=2, help="Processes that share it.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32")
-@click.option("--rounds", default=7, help="Measured rounds of every function.")
-@FORMAT
-def losses_command(output_format: str, **options: Any) -> None:
-    """losses.compat beside ROLL's, verl's, NeMo-RL's and slime's own functions, read from your checkouts."""
-    import torch
-
-    from megatron_vocabpar.bench.environment import commit_of, environment
-    from megatron_vocabpar.bench.losses import Setting, measure_losses
-    from megatron_vocabpar.bench.tables import print_losses
-
-    given = {
-        name: options.pop(name.lower().replace("-", "_")) for name in ("ROLL", "verl", "NeMo-RL", "slime")
-    }
-    checkouts = {name: path for name, path in given.items() if path is not None}
-    if not checkouts:
-        raise click.UsageError("nothing to compare with: give --roll, --verl, --nemo-rl or --slime")
-    setting = Setting(checkouts, **options)
-    rows = measure_losses(setting)
-    device = torch.device("cuda" if torch.cuda.device_count() >= setting.ranks else "cpu")
-    where = environment(device) | {name: commit_of(path) for name, path in checkouts.items()}
-    where |= {
-        "tokens": str(setting.tokens),
-        "vocabulary": str(setting.vocab_size),
-        "ranks": str(setting.ranks),
-    }
-    click.echo(_record(where, rows)) if output_format == "json" else print_losses(rows, where)
+bench_command.add_command(elsewhere("losses", "benchmarks.losses"))

@@ -52,14 +52,14 @@ def doctor_command(gpu: bool, megatron: Path | None, allow_unknown: bool, output
 
     With --gpu: exit code 0 where no check failed, 1 where one did, 2 where there is no GPU.
     """
-    found = importable(sys.path)
-    if (gpu and megatron) or not (gpu or megatron or found):
+    folder = importable(sys.path)
+    if (gpu and megatron) or not (gpu or megatron or folder):
         raise click.UsageError("give --gpu to check this machine, or --megatron PATH to look at a checkout")
     if gpu:
         _check_gpus(output_format)
     else:
-        _look_at(megatron or found[0], allow_unknown)
-        several = list(dict.fromkeys([*([megatron.resolve()] if megatron else []), *found]))
+        _look_at(megatron or folder[0], allow_unknown)
+        several = list(dict.fromkeys([*([megatron.resolve()] if megatron else []), *folder]))
         if len(several) > 1:
             click.echo(_several(several))
 

@@ -1,4 +1,4 @@
-"""What verbs share: the option ``--format``, writing files, and telling what is being done."""
+"""What verbs share: the option ``--format``, writing files, and lines about progress."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ def without_garbage() -> Iterator[None]:
 
 
 def write_output(path: str, content: str | bytes, option: str = "--output") -> None:
-    """Write text (ending in a line end) or bytes.
-
-    Raises:
-        ValueError: if the file cannot be written, naming it and the option that it came from.
-    """
+    """Write text (ending in a line end) or bytes."""
     if isinstance(content, str):
         content = (content if content.endswith("\n") else content + "\n").encode()
     try:
@@ -37,16 +33,12 @@ def write_output(path: str, content: str | bytes, option: str = "--output") -> N
 
 
 def will_be_written(_: click.Context, option: click.Parameter, path: str | None) -> str | None:
-    """The callback of an option whose file is written after long work: find out before it.
-
-    Raises:
-        ValueError: if the path is a folder, or lies in none.
-    """
+    """The callback of an option whose file is written after long work: find out before it."""
     if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
         raise ValueError(f"cannot write {path}: a folder, or in none; give another {option.opts[0]}")
     return path
 
 
 def tell(text: str) -> None:
-    """One line on what is being done, beside the output: for what takes more than a few seconds."""
+    """One line about progress on standard error, for work of more than a few seconds."""
     click.echo(f"vocabpar: {text}", err=True)

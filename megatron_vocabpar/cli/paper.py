@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from itertools import groupby
-from statistics import mean
 
 import click
 
 from megatron_vocabpar.cli.files import FORMAT, write_output
-from megatron_vocabpar.plan.figures import (
+from megatron_vocabpar.paper.figures import (
     FIGURES,
     Figure,
     bars_svg,
@@ -21,9 +18,16 @@ from megatron_vocabpar.plan.figures import (
     schedules_svg,
     schedules_text,
 )
-from megatron_vocabpar.plan.measured import Prediction, predict, read_measured
-from megatron_vocabpar.plan.paper import Compared, Scaling, compare, table3
-from megatron_vocabpar.plan.published import cells
+from megatron_vocabpar.paper.measured import predict, read_measured
+from megatron_vocabpar.paper.published import cells
+from megatron_vocabpar.paper.simulated import compare, table3
+from megatron_vocabpar.paper.text import (
+    compared_json,
+    compared_text,
+    predictions_json,
+    predictions_text,
+    scaling_text,
+)
 
 PARTS = ("table3", "table5", "table6", *FIGURES)
 _COLUMNS = 100  # of a schedule in the terminal
@@ -85,107 +89,3 @@ def _figure(figure: Figure, losses_file: str | None, output: str | None, output_
 
 def _print(data: object, text: str, output_format: str) -> None:
     click.echo(json.dumps(data, indent=1) if output_format == "json" else text)
-
-
-def predictions_json(predictions: Iterable[Prediction]) -> list[dict[str, object]]:
-    """An object a row: what it was, ``predicted_ms``, ``measured_ms`` and the relative ``error``."""
-    return [
-        {
-            "method": one.row.method,
-            "pipeline": one.row.p,
-            "num_microbatches": one.row.m,
-            "seq_length": one.row.seq_length,
-            "hidden": one.row.hidden,
-            "vocab": one.row.vocab,
-            "layers": one.row.layers,
-            "predicted_ms": one.predicted_ms,
-            "measured_ms": one.row.iteration_ms,
-            "error": one.error,
-        }
-        for one in predictions
-    ]
-
-
-def predictions_text(predictions: Sequence[Prediction]) -> str:
-    """A line a row, then the mean and the worst of the errors."""
-    lines = [
-        f"{'method':<12}{'p':>4}{'m':>6}{'s':>7}{'V':>9}{'predicted ms':>15}{'measured ms':>14}{'error %':>9}"
-    ]
-    for one in predictions:
-        row = one.row
-        lines.append(
-            f"{row.method:<12}{row.p:>4}{row.m:>6}{row.seq_length:>7}{row.vocab:>9}{one.predicted_ms:>15,.1f}"
-            f"{row.iteration_ms:>14,.1f}{100 * one.error:>+9.2f}"
-        )
-    return "\n".join([*lines, _errors("predicted time", [one.error for one in predictions])])
-
-
-def scaling_text(entries: Sequence[Scaling]) -> str:
-    """A line an entry of Table 3."""
-    lines = [f"{'layer':<18}{'s':>6}{'GPUs':>6}{'published %':>13}{'measured %':>12}  from"]
-    for one in entries:
-        head = f"{one.layer:<18}{one.seq_length:>6}{one.gpus:>6}{one.published:>13.2f}"
-        if one.measured is None:
-            lines.append(f"{head}{'–':>12}  no published passes")
-        else:
-            other = "" if one.vocab == 256000 else "; the table's is 256,000"
-            lines.append(f"{head}{one.measured:>12.2f}  passes at V {one.vocab:,}{other}")
-    return "\n".join(lines)
-
-
-def compared_json(compared: Sequence[Compared]) -> list[dict[str, object]]:
-    """An object a cell; published numbers and errors are null where it ran out of memory."""
-    return [
-        {
-            **asdict(one.cell),
-            "simulated_mfu_percent": one.mfu_percent,
-            "mfu_error": one.mfu_error,
-            "simulated_peak_gb": one.peak_gib,
-            "memory_error": one.memory_error,
-            "from": one.source,
-        }
-        for one in compared
-    ]
-
-
-def compared_text(compared: Sequence[Compared], figure: Figure) -> str:
-    """For each setup and method: simulated, published and error in per cent, for each vocabulary."""
-    kinds = [figure.memory] if figure.title else [False, True]  # a figure shows one of both
-    return "\n\n".join(_section(compared, memory) for memory in kinds)
-
-
-def _section(compared: Sequence[Compared], memory: bool) -> str:
-    lines = ["Peak memory, GiB" if memory else "MFU, %", "simulated, published, error in %", ""]
-    for (gpus, length), panel in groupby(compared, lambda one: (one.cell.gpus, one.cell.seq_length)):
-        rows = list(panel)
-        vocabs = dict.fromkeys(one.cell.vocab_k for one in rows)
-        title = f"{gpus} GPUs, s {length}"
-        lines.append(f"{title:<16}" + "".join(f"{f'{vocab}k':^16}" for vocab in vocabs))
-        for method, group in groupby(rows, lambda one: one.cell.method):
-            lines.append(f"  {method:<14}" + "".join(_cell(one, memory) for one in group))
-        lines.append("")
-    kinds = (
-        ["memory"] if memory else [f"MFU from {one}" for one in dict.fromkeys(one.source for one in compared)]
-    )
-    for kind in kinds:
-        own = [
-            one.memory_error if memory else one.mfu_error
-            for one in compared
-            if memory or kind.endswith(one.source)
-        ]
-        lines.append(_errors(kind, [error for error in own if error is not None]))
-    return "\n".join(lines)
-
-
-def _cell(one: Compared, memory: bool) -> str:
-    simulated = one.peak_gib if memory else one.mfu_percent
-    published = one.cell.peak_memory_gb if memory else one.cell.mfu_percent
-    error = one.memory_error if memory else one.mfu_error
-    if published is None or error is None:
-        return f"{simulated:>5.1f}{'–':>5}{'':>6}"
-    return f"{simulated:>5.1f}{published:>5.1f}{100 * error:>+6.1f}"
-
-
-def _errors(what: str, errors: Sequence[float]) -> str:
-    sizes = [abs(error) for error in errors]
-    return f"error of {what}: mean {100 * mean(sizes):.2f} %, worst {100 * max(sizes):.2f} %"

@@ -34,5 +34,5 @@ def table() -> Iterator[str]:
     yield "| --- | --- | --- |"
     for (module, name), rows in SIGNATURES.items():
         for parameters, versions in rows.items():
-            found = "all" if versions == VERSIONS else ", ".join(versions)
-            yield f"| `{module}.{name}` | {found} | {', '.join(parameters) or 'none'} |"
+            names = "all" if versions == VERSIONS else ", ".join(versions)
+            yield f"| `{module}.{name}` | {names} | {', '.join(parameters) or 'none'} |"

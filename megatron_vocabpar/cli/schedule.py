@@ -34,7 +34,7 @@ _LARGE = 8192  # microbatches of all ranks: planning takes more than a few secon
 @click.option("--microbatches", "m", type=int, default=8, help="Microbatches.")
 @click.option("--family", default="1f1b", help=f"One of {', '.join((*families(), SEARCH))}.")
 @click.option("--chunks", type=int, help="Model chunks on each rank; by default the family's own.")
-@click.option("--late-gradient", is_flag=True, help="For losses that are no linear function of the tokens'.")
+@click.option("--late-gradient", is_flag=True, help="For losses that are not linear in the tokens' losses.")
 @click.option("--costs", "costs_file", metavar="FILE", help="Times of the passes, as JSON.")
 @click.option("--max-activations", type=float, help="Most microbatches a rank may hold.")
 @click.option(
@@ -69,7 +69,7 @@ def schedule_command(
 ) -> None:
     """Generate a schedule; print it or draw it in time."""
     if output is None and output_format in _BINARY:
-        raise ValueError(f"--format {output_format} is no text; give --output FILE")
+        raise ValueError(f"--format {output_format} is not text; give --output FILE")
     costs = PassCosts.load(costs_file) if costs_file is not None else None
     if _LARGE < (size := planned["p"] * planned["m"]) <= MOST_FORWARDS:
         tell(f"planning {planned['p']} ranks x {planned['m']} microbatches")

@@ -67,15 +67,15 @@ _CONFIG = click.Option(
 )
 
 
-def config_from_options(options: dict[str, Any], given: Collection[str]) -> TrainConfig:
+def config_from_options(options: dict[str, Any], named: Collection[str]) -> TrainConfig:
     """The configuration of the parsed options: names between commas split, paths made absolute.
 
-    A job that resumes takes from its folder what is not ``given``.
+    A job that resumes takes from its folder all that is not ``named``.
     """
     compare = tuple(name.strip() for name in (options["compare"] or "").split(",") if name.strip())
     paths = {name: str(Path(options[name]).absolute()) for name in _PATHS if options[name] is not None}
     config = TrainConfig(**{**options, "compare": compare, **paths})
-    return resumed(config, given) if config.resume else config
+    return resumed(config, named) if config.resume else config
 
 
 @click.pass_context
@@ -92,8 +92,8 @@ def _train(context: click.Context, **options: Any) -> None:
 
     try:
         ours = (click.core.ParameterSource.DEFAULT, None)
-        given = {name for name in options if context.get_parameter_source(name) not in ours}
-        run_job(config_from_options(options, given), click.echo)
+        named = {name for name in options if context.get_parameter_source(name) not in ours}
+        run_job(config_from_options(options, named), click.echo)
     except TrainingFailed as failed:
         raise RunFailed("train", str(failed)) from failed
     except RefusedElsewhere as refused:

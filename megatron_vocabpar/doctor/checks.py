@@ -28,11 +28,11 @@ def checks(
         folder: for the results of trainings.
         sizes: arguments of some functions (``module:function``) in place of their own; empty but in tests.
     """
-    found = [Check("environment variables", f"{_ROOM}.surroundings:variables", {}, 120)]
+    rows = [Check("environment variables", f"{_ROOM}.surroundings:variables", {}, 120)]
 
     def add(name: str, target: str, timeout_s: float, after: str | None = None, **arguments: Any) -> None:
-        given = {"device": device, **arguments, **sizes.get(target, {})}
-        found.append(Check(name, f"{_ROOM}.{target}", given, timeout_s, after))
+        values = {"device": device, **arguments, **sizes.get(target, {})}
+        rows.append(Check(name, f"{_ROOM}.{target}", values, timeout_s, after))
 
     add("versions", "surroundings:versions", 120)
     add("GPUs", "surroundings:gpus", 120)
@@ -59,4 +59,4 @@ def checks(
             after = None if method == "baseline" else stock
             arguments = {"method": method, "dtype": dtype, "pp": pp, "folder": folder}
             add(name, "training:train", 300, after, **arguments)
-    return found
+    return rows

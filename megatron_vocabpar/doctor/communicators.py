@@ -52,10 +52,10 @@ def communicators(rank: Rank, small_kib: int = 16, large_mib: int = 64) -> Findi
 
 
 def wrong_collectives(groups: VocabGroups, device: torch.device) -> list[str]:
-    """What this rank received that it should not have, one text for each operation; empty if all is well."""
+    """Wrong results of this rank, one text for each operation; empty if all are right."""
     size, me = len(groups.ranks), groups.member
-    own = torch.tensor([float(me)], device=device)
-    pieces = [own.clone() if member == me else torch.full_like(own, -1) for member in range(size)]
+    number = torch.tensor([float(me)], device=device)
+    pieces = [number.clone() if member == me else torch.full_like(number, -1) for member in range(size)]
     broadcast(groups, groups.input, pieces, range(size))
     rows = torch.tensor([[100.0 * me + k] for k in range(size)], device=device)
     received = torch.full_like(rows, -1)
@@ -63,16 +63,16 @@ def wrong_collectives(groups: VocabGroups, device: torch.device) -> list[str]:
     everyone = [float(k) for k in range(size)]
     results = {
         "broadcast": (torch.cat(pieces), everyone),
-        "all-gather": (all_gather(groups, groups.output, own).flatten(), everyone),
-        "all-reduce, sum": (all_reduce(groups, groups.output, own.clone()), [sum(everyone)]),
+        "all-gather": (all_gather(groups, groups.output, number).flatten(), everyone),
+        "all-reduce, sum": (all_reduce(groups, groups.output, number.clone()), [sum(everyone)]),
         "all-reduce, maximum": (
-            all_reduce(groups, groups.output, own.clone(), dist.ReduceOp.MAX),
+            all_reduce(groups, groups.output, number.clone(), dist.ReduceOp.MAX),
             [everyone[-1]],
         ),
         "all-to-all": (received.flatten(), [100.0 * k + me for k in range(size)]),
     }
-    found = {name: (got.tolist(), expected) for name, (got, expected) in results.items()}
-    return [f"{name} gave {got}" for name, (got, expected) in found.items() if got != expected]
+    pairs = {name: (got.tolist(), expected) for name, (got, expected) in results.items()}
+    return [f"{name} gave {got}" for name, (got, expected) in pairs.items() if got != expected]
 
 
 def wrong_links(groups: VocabGroups, device: torch.device) -> list[str]:

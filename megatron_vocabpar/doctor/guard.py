@@ -1,4 +1,4 @@
-"""Run a check in a process of its own: one that raises, crashes or hangs is a failed row, and the rest go on.
+"""Run each check in its own process: one that raises, crashes or hangs is a failed row, and the rest go on.
 
 A kernel that reads where it may not leaves its process without a usable GPU, and a collective whose peer is
 missing never returns. Hence no two checks share a process, and this one never touches a GPU.
@@ -32,8 +32,7 @@ def run_all(checks: Sequence[Check], say: Callable[[str], None]) -> Iterator[Res
     """Run the checks one after the other.
 
     Args:
-        checks: in an order in which each follows the one that it depends on.
-        say: told which check begins.
+        checks: each stands behind the one that it depends on.
     """
     outcomes: dict[str, str] = {}
     for check in checks:
@@ -48,15 +47,15 @@ def run_all(checks: Sequence[Check], say: Callable[[str], None]) -> Iterator[Res
 
 
 def run(check: Check) -> Result:
-    """Run one check and everything that it starts; when it is over none of that is left."""
+    """Run one check; end everything that it started."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="vocabpar-doctor-") as folder:
         answer, log = Path(folder) / "finding.json", Path(folder) / "log"
         finding = _ask(check, answer, log)
         lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
     seconds = time.monotonic() - start
-    kept = tuple(lines) if finding.outcome == "failed" else ()
-    return Result(check.name, finding.outcome, finding.figure, finding.reason, seconds, kept)
+    last_lines = tuple(lines) if finding.outcome == "failed" else ()
+    return Result(check.name, finding.outcome, finding.figure, finding.reason, seconds, last_lines)
 
 
 def _ask(check: Check, answer: Path, log: Path) -> Finding:
@@ -99,8 +98,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """A check's environment: a launcher's variables would make it a rank of that launcher's job."""
-    kept = {name: value for name, value in environment.items() if name not in _OF_LAUNCHERS}
-    return {**kept, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    variables = {name: value for name, value in environment.items() if name not in _OF_LAUNCHERS}
+    return {**variables, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def one_line(error: BaseException) -> str:
@@ -110,7 +109,6 @@ def one_line(error: BaseException) -> str:
 
 
 def _missing(error: Exception) -> bool:
-    """Whether a library that the check needs is not installed."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return False
     return importlib.util.find_spec(error.name.partition(".")[0]) is None

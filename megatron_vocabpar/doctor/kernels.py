@@ -53,8 +53,8 @@ def _check(bytes_of_element: int = 0) -> Callable[[Callable[..., float]], Callab
             if needed > free:
                 reason = f"it needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"
                 return Finding("not run", reason=reason)
-            found = largest_error(kernels, where, getattr(torch, dtype), **sizes)
-            return within(found, 1.0, f"{kernels.name}: largest error {found:.2f} of what rounding allows")
+            error = largest_error(kernels, where, getattr(torch, dtype), **sizes)
+            return within(error, 1.0, f"{kernels.name}: largest error {error:.2f} of what rounding allows")
 
         return check
 
@@ -79,12 +79,11 @@ def _error(got: Tensor, expected: Tensor, smallest: float, dtype: torch.dtype) -
 
 
 def _largest(errors: list[float]) -> float:
-    """As ``max``, but NaN where there is one."""
+    """``max``, but NaN if one of them is NaN."""
     return float(torch.tensor(errors, dtype=torch.float64).max())
 
 
 def _rows(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Some rows on the CPU, by plain slices."""
     return torch.stack([tensor[row].cpu() for row in rows.tolist()])
 
 
@@ -107,18 +106,18 @@ def exponentials(
         logits, target = _logits(n, columns)
         logits[:, valid:] = torch.nan
         target[target >= valid] = -1
-        own = reference.exponentials(logits.clone(), target, valid, dtype=storage).k
-        for offset in (None, own + 5):
+        expected_k = reference.exponentials(logits.clone(), target, valid, dtype=storage).k
+        for offset in (None, expected_k + 5):
             expected, got = (
                 kernel(
-                    logits.to(place, copy=True),
-                    target.to(place),
+                    logits.to(where, copy=True),
+                    target.to(where),
                     valid,
-                    None if offset is None else offset.to(place),
+                    None if offset is None else offset.to(where),
                     dtype=storage,
-                    out=torch.full_like(logits, torch.nan, dtype=storage, device=place),
+                    out=torch.full_like(logits, torch.nan, dtype=storage, device=where),
                 )
-                for kernel, place in (
+                for kernel, where in (
                     (reference.exponentials, torch.device("cpu")),
                     (kernels.exponentials, device),
                 )
@@ -247,7 +246,7 @@ def large_rows(kernels: RowKernels, device: torch.device, dtype: torch.dtype, el
     expected = torch.cat([values[:-1], 2 * values[-1:]])
     errors = [_error(_rows(x, checked), expected, 1.0, dtype)]
     # from the far rows
-    sums, expected_sums = (torch.zeros(8, hidden, device=place) for place in (device, torch.device("cpu")))
+    sums, expected_sums = (torch.zeros(8, hidden, device=where) for where in (device, torch.device("cpu")))
     factors = torch.zeros(n)
     factors[checked] = scale[checked]
     kernels.scatter_add_rows_(sums, torch.arange(n, device=device) % 8, x, factors.to(device))

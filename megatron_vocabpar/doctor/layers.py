@@ -18,10 +18,6 @@ def output_layer(
     """S and T of every method: losses and dX within the documented bounds, dW by its norm, none in padding.
 
     Args:
-        device: where.
-        dtype: of x and the weight.
-        n: tokens.
-        hidden: H.
         rows: P, padding included.
         padding: rows at the end that are padding.
     """
@@ -34,10 +30,10 @@ def output_layer(
         layer.main_grad.zero_()
         softmax, dx = layer.both(0, method)
         rms, by_p_target = errors(softmax.nll, dx, exact)
-        own = layer.main_grad[: shard.valid_rows].double()
-        dw = float((own - exact_dw).norm() / exact_dw.norm())
-        found = {"log-probability": rms, "dX": max(by_p_target.values()), "dW": dw}
-        worst = {name: max(value, found[name]) for name, value in worst.items()}
+        dw_of_rows = layer.main_grad[: shard.valid_rows].double()
+        dw = float((dw_of_rows - exact_dw).norm() / exact_dw.norm())
+        sizes = {"log-probability": rms, "dX": max(by_p_target.values()), "dW": dw}
+        worst = {name: max(value, sizes[name]) for name, value in worst.items()}
         reason = refusal(rms, by_p_target)
         if reason is None and not dw < LIMIT_OF_DW[kind]:
             reason = f"the error of dW is {dw:.1e}, above {LIMIT_OF_DW[kind]:.0e}"

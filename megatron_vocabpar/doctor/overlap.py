@@ -60,13 +60,13 @@ def median_ms(
 
     ``ready`` goes before each, untimed.
     """
-    mark, found = clock(device), []
+    mark, times = clock(device), []
     for _ in range(2 + ROUNDS):
         ready()
         start = mark()
         run()
-        found.append(1e3 * (mark()() - start()))
-    return statistics.median(found[2:])
+        times.append(1e3 * (mark()() - start()))
+    return statistics.median(times[2:])
 
 
 def measure(device: torch.device, work: Callable[[], object], size: int) -> Times:

@@ -37,7 +37,6 @@ class Rank:
 
     Attributes:
         groups: as a pipeline of as many stages, every communicator warm.
-        device: of this process.
         warm_up_s: seconds that making the communicators took.
     """
 

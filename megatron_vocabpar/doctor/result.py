@@ -1,4 +1,4 @@
-"""What a check is, what it finds, and what becomes of it."""
+"""A check, its finding, and its result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class Check:
     """One row of the table, before it is run.
 
     Attributes:
-        name: what is checked.
         target: ``module:function``, which returns a ``Finding``.
         arguments: the function's, as JSON has them.
         timeout_s: after which it has failed.

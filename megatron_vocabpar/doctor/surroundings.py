@@ -16,14 +16,10 @@ _PREFIXES = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA", "NVTE_", "TRITON_"
 
 
 def count_gpus() -> int:
-    """GPUs that this process sees.
-
-    Raises:
-        ValueError: if there is none, with the remedy.
-    """
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found:
-        return found
+    """GPUs that this process sees."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count:
+        return count
     built_for = torch.version.cuda or torch.version.hip
     reason = why_no_gpu(torch.__version__, built_for, os.environ.get("CUDA_VISIBLE_DEVICES"))
     raise ValueError(f"--gpu: this machine shows no GPU: {reason}")
@@ -33,7 +29,6 @@ def why_no_gpu(torch_version: str, cuda: str | None, visible: str | None) -> str
     """Why there is no GPU to check, and the remedy.
 
     Args:
-        torch_version: ``torch.__version__``.
         cuda: the CUDA or HIP that torch was built for; None for a build without.
         visible: ``CUDA_VISIBLE_DEVICES``; None where it is not set.
     """
@@ -49,13 +44,13 @@ def why_no_gpu(torch_version: str, cuda: str | None, visible: str | None) -> str
 
 def variables(environment: Mapping[str, str] = os.environ) -> Finding:
     """Variables that are set and matter; failed where one takes every overlap away."""
-    found = {name: value for name, value in sorted(environment.items()) if name.startswith(_PREFIXES)}
-    figure = ", ".join(f"{name}={value}" for name, value in found.items()) or "none is set"
-    if found.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+    values = {name: value for name, value in sorted(environment.items()) if name.startswith(_PREFIXES)}
+    figure = ", ".join(f"{name}={value}" for name, value in values.items()) or "none is set"
+    if values.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
         return Finding(
             "failed", figure, "CUDA_LAUNCH_BLOCKING makes the host wait for every kernel; unset it"
         )
-    if found.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+    if values.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         figure += (
             "; with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue: 8, unless Megatron asks for 1"
         )
@@ -75,15 +70,15 @@ def gpus(device: str) -> Finding:
 
 
 def versions(device: str) -> Finding:
-    """Versions of what is installed, and what is not."""
-    found = environment(torch.device(device))
-    missing = [name for name in PACKAGES if name not in found]
-    if "apex" not in found:
+    """Versions of the libraries, and those that are not installed."""
+    facts = environment(torch.device(device))
+    missing = [name for name in PACKAGES if name not in facts]
+    if "apex" not in facts:
         missing.append(f"apex's {FUSED_ACCUMULATION}")
     shown = [
-        f"{name} {found[name]}" for name in ("python", "torch", "CUDA", "NCCL", "driver") if name in found
+        f"{name} {facts[name]}" for name in ("python", "torch", "CUDA", "NCCL", "driver") if name in facts
     ]
-    shown += [f"{name} {found[name]}" for name in (*PACKAGES, "apex") if name in found]
+    shown += [f"{name} {facts[name]}" for name in (*PACKAGES, "apex") if name in facts]
     return Finding("ok", ", ".join(shown) + (f"; not installed: {', '.join(missing)}" if missing else ""))
 
 

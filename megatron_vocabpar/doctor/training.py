@@ -29,16 +29,7 @@ def train(device: str, method: str, dtype: str, pp: int, folder: str, vocab_size
     """Train ``method`` for a few steps; a method other than baseline is compared with the baseline there.
 
     Args:
-        device: cpu or cuda.
-        method: one of the methods.
-        dtype: fp32 or bf16.
-        pp: pipeline stages, one process each.
-        folder: where the results of all methods are kept.
         vocab_size: of the model and its tokenizer.
-
-    Raises:
-        ModuleNotFoundError: if a library that a training needs is not installed.
-        TrainingFailed: if a rank of the training fails, with what went wrong.
     """
 
     def output(name: str) -> Path:
@@ -75,6 +66,6 @@ def train(device: str, method: str, dtype: str, pp: int, folder: str, vocab_size
         return Finding("failed", reason=f"the steps {finite} of {_STEPS} have a finite loss")
     if method == BASELINE:
         return Finding("ok", f"{pp} stages, {dtype}: loss {curve[1]:.4f} to {curve[_STEPS]:.4f}")
-    (found,) = differences({method: curve, BASELINE: losses(BASELINE)}, BASELINE)
-    figure = f"{pp} stages, {dtype}: losses differ by {found.relative:.1e}, relative"
-    return within(found.relative, LIMITS[dtype], figure)
+    (difference,) = differences({method: curve, BASELINE: losses(BASELINE)}, BASELINE)
+    figure = f"{pp} stages, {dtype}: losses differ by {difference.relative:.1e}, relative"
+    return within(difference.relative, LIMITS[dtype], figure)

@@ -48,7 +48,7 @@ class Request:
 
 
 class Wanted(BaseException):
-    """Ends a framework's code where it asks for what is not known yet; passes ``except Exception``."""
+    """Ends a framework's code where it asks for unknown numbers; passes ``except Exception``."""
 
     def __init__(self, request: Request) -> None:
         super().__init__()
@@ -80,14 +80,31 @@ class _Sum:
     __mul__ = __rmul__
 
 
-class LogitsHandle:
+class _Shaped:
+    """What code asks of a tensor's shape."""
+
+    shape: torch.Size
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+class LogitsHandle(_Shaped):
     """Stands for logits [..., P] float32 of tokens [...].
 
     Args:
         tokens: the tokens' shape, ``(b, s)`` as the model returns them.
         width: P, the ids of a tensor-parallel rank without vocabulary parallelism.
-        device: where the tokens are.
-        answer: what to answer; None raises ``Wanted`` instead.
 
     Raises:
         LogitsError: a ValueError, for whatever needs logits.
@@ -103,25 +120,12 @@ class LogitsHandle:
         self.device = device
         self._answer = answer
         self._temperature = 1.0
-        self._wanted: set[str] = set()  # shared with what is made of this handle
+        self._wanted: set[str] = set()  # shared with handles that are made of this one
 
     def _like(self, tokens: tuple[int, ...], divisor: float = 1.0) -> LogitsHandle:
         like = LogitsHandle(tokens, self.shape[-1], self.device, self._answer)
         like._temperature, like._wanted = self._temperature * divisor, self._wanted
         return like
-
-    def size(self, dim: int | None = None) -> torch.Size | int:
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
     def clone(self) -> LogitsHandle:
         return self._like(self.shape[:-1])
@@ -145,11 +149,7 @@ class LogitsHandle:
         return self._like((*tokens[:dim], 1, *tokens[dim:]))
 
     def div(self, temperature: Tensor | float) -> LogitsHandle:
-        """The logits divided by one positive number.
-
-        Raises:
-            ValueError: for another number, or several.
-        """
+        """The logits divided by one positive number."""
         return self._like(self.shape[:-1], _positive(temperature))
 
     __truediv__ = div
@@ -195,11 +195,7 @@ class LogitsHandle:
         return entropy if gradient else entropy.detach()
 
     def sum(self, *dims: Any, **options: Any) -> _Sum:
-        """Of all logits: nothing but 0 times it is known.
-
-        Raises:
-            LogitsError: for anything else, where it is asked for.
-        """
+        """Of all logits: nothing but 0 times it is known."""
         if dims or options or self._answer is None:
             raise LogitsError("logits.sum")
         return _Sum(self._answer)

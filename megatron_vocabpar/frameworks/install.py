@@ -25,11 +25,7 @@ _ALWAYS = ("--enable-vocab-parallel", "--vocab-parallel-late-gradient")
 
 
 def config_from(environment: Mapping[str, str]) -> FlagConfig:
-    """What ``VOCAB_PARALLEL_FLAGS`` asks for; vocab-2 in 1f1b without it.
-
-    Raises:
-        ValueError: for flags that frameworks have no use for.
-    """
+    """What ``VOCAB_PARALLEL_FLAGS`` asks for; vocab-2 in 1f1b without it."""
     words = shlex.split(environment.get("VOCAB_PARALLEL_FLAGS", ""))
     config = config_from_argv([*_ALWAYS, *words])
     defaults = config_from_argv(_ALWAYS)
@@ -46,11 +42,7 @@ def config_from(environment: Mapping[str, str]) -> FlagConfig:
 
 
 def install(config: FlagConfig) -> Patch:
-    """Replace Megatron's names and those of every framework that is being imported or has been.
-
-    Raises:
-        ValueError: for an unknown version of megatron-core.
-    """
+    """Replace Megatron's names and those of every framework that is being imported or has been."""
     patch = Patch(config, find_version(live_signature, config.allow_unknown, package="megatron.core"))
     theirs = [f for f in (*FUNCTIONS, *LABELS) if f.module.partition(".")[0] in sys.modules]
     for binding in (*MEGATRON, *theirs):

@@ -1,9 +1,9 @@
 """Labels of the tokens that a framework reads: those of its responses. The others' become -1, which is no id.
 
-The model sees prompts, responses and padding. A row whose label is no id takes no part in the output layer
+The model sees prompts, responses and padding. A row whose label is -1 takes no part in the output layer
 (``integration/microbatches.py``), and its numbers are NaN (``steps.py``).
 
-Read at verl v0.7.0 and slime v0.3.1. Next: ``bindings.py``, which functions these stand in for.
+Read at verl v0.7.0 and slime v0.3.1. Next: ``bindings.py``, which names the functions that these replace.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def slime_labels(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         labels = original(T, device, unconcat_tokens, total_lengths, response_lengths, allgather_cp)
         places = torch.arange(T, device=device)
-        taken = sys.modules[original.__module__]._extract_per_sample
-        read = torch.cat(taken(places, None, total_lengths, response_lengths, allgather_cp)[0])
+        extract = sys.modules[original.__module__]._extract_per_sample
+        read = torch.cat(extract(places, None, total_lengths, response_lengths, allgather_cp)[0])
         return torch.full_like(labels, -1).index_copy_(0, read, labels[read])
 
     return build_shifted_tokens
@@ -48,10 +48,10 @@ def verl_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         forward = original(*arguments, **options)
 
         @wraps(forward)
-        def packed(model: Any, *inputs: Any, **given: Any) -> Any:
-            process, labels = given.get("logits_processor"), given.get("logits_processor_args")
+        def packed(model: Any, *inputs: Any, **options: Any) -> Any:
+            process, labels = options.get("logits_processor"), options.get("logits_processor_args")
             if not isinstance(model, HandleModel) or process is None or not labels:
-                return forward(model, *inputs, **given)
+                return forward(model, *inputs, **options)
 
             def logits_processor(logits: Any, label: Tensor, **others: Any) -> Any:
                 return process(logits, label=label - 1, **others)
@@ -61,11 +61,11 @@ def verl_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             # One more than the ids, so that padding differs from them and becomes -1, too.
             increased = torch.where(read, ids.values() + 1, 0)
             label = torch.nested.nested_tensor_from_jagged(increased, offsets=ids.offsets())
-            given |= {
+            options |= {
                 "logits_processor": logits_processor,
                 "logits_processor_args": {**labels, "label": label},
             }
-            return forward(model, *inputs, **given)
+            return forward(model, *inputs, **options)
 
         return packed
 

@@ -37,11 +37,7 @@ class StepRunner:
         self._run: ForwardBackward | None = None
 
     def __call__(self, **arguments: Any) -> list[Any]:
-        """megatron-core's arguments and results.
-
-        Raises:
-            ValueError: for what cannot be run; also those of ``ForwardBackward``.
-        """
+        """megatron-core's arguments and results."""
         model = arguments["model"]
         chunks = model if isinstance(model, list) else [model]
         shards = unwrap_model(chunks[0])
@@ -90,10 +86,7 @@ class StepRunner:
         )
 
     def _options(self, run: ForwardBackward, steps: deque[Step], forward_only: bool) -> VocabOptions:
-        """The options of this call: the temperature that the steps ask for, and what they want of entropies.
-
-        The rank of the loss knows them, and tells all ranks.
-        """
+        """This call's options on all ranks: the temperature and the entropies that the steps ask for."""
         groups, options = run.groups, self._config.options
         asked = [step.request for step in steps]
         requests = {

@@ -24,7 +24,7 @@ from megatron_vocabpar.integration.recording import ForwardStep, ModelCall, Stan
 
 
 class _Remembered:
-    """A data iterator that keeps what it gave; looks like the one that it is made of."""
+    """Wraps a data iterator and keeps the batches that were taken."""
 
     def __init__(self, iterator: Any) -> None:
         self._iterator = iterator
@@ -85,8 +85,6 @@ class Step:
     """One microbatch of a framework, up to where it wants log-probabilities.
 
     Attributes:
-        call: how it calls the model.
-        request: what it wants.
         finish: from an answer to what its loss function returns.
     """
 
@@ -135,7 +133,7 @@ def begin_step(
 def as_megatron(step: Step, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
     """What Megatron's own ``forward_step`` would return for this step.
 
-    To a framework, numbers of tokens whose labels are no ids are NaN: it doesn't read them.
+    To a framework, numbers of tokens whose labels are not ids are NaN: it doesn't read them.
     """
     call = step.call
     if call.labels is not None:

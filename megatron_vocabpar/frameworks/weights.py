@@ -1,7 +1,7 @@
 """Functions of frameworks and converters that walk a model's parameters, to load weights or to hand them out.
 
 While they run the model shows stock's vocabulary layers. Read at slime v0.3.1, verl v0.7.0, mbridge 0.15.1
-and Megatron Bridge v0.6.0. Next: ``integration/whole_layers.py``, what they see.
+and Megatron Bridge v0.6.0. Next: ``integration/whole_layers.py``, the layers that they see.
 """
 
 from __future__ import annotations
@@ -47,22 +47,18 @@ class Walk:
         return True
 
     def on_whole_layers(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``original`` on a model that shows stock's layers.
-
-        Raises:
-            ValueError: when it is called, for tasks that Megatron Bridge has prepared on another view.
-        """
+        """``original`` on a model that shows stock's layers."""
         signature = inspect.signature(original)
 
         def chunks(args: Any, kwargs: Any) -> list[Any]:
-            given = signature.bind(*args, **kwargs).arguments
-            if given.get("conversion_tasks") is not None:
+            arguments = signature.bind(*args, **kwargs).arguments
+            if arguments.get("conversion_tasks") is not None:
                 raise ValueError(
                     "conversion_tasks: they were prepared before the model showed whole vocabulary layers; "
                     "leave them out"
                 )
-            found = given[self.chunks]
-            return list(found) if isinstance(found, (list, tuple)) else [found]
+            models = arguments[self.chunks]
+            return list(models) if isinstance(models, (list, tuple)) else [models]
 
         @wraps(original)
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -5,8 +5,8 @@
     logprobs = vocab_logprobs(LazyLogits(hidden, weight_shard), targets, group=tp_group)  # never made whole
 
 Start with ``functions.py``; then ``summary.py`` (the mathematics), ``exchange.py`` (one process or many),
-``reductions.py`` (masks and denominators), ``drift.py`` (why two runs differ), ``zigzag.py`` (context
-parallelism), ``compat`` (signatures of ROLL, verl, NeMo-RL and slime).
+``reductions.py`` (masks and denominators), ``zigzag.py`` (context parallelism), ``compat`` (signatures of
+ROLL, verl, NeMo-RL and slime).
 """
 
 from megatron_vocabpar.losses.functions import (

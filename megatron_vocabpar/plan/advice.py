@@ -80,14 +80,14 @@ def _folded(words: Sequence[str], width: int = 96) -> str:
 def reasons(request: Request, options: Sequence[Option], best: Option) -> list[str]:
     """Why this one, in sentences."""
     model, job = request.model, request.job
-    said = [
+    lines = [
         f"The output layer is as much work as {model.output_in_layers:.1f} layers, and a stage has "
         f"{model.layers / job.p:.3g}."
     ]
     if model.layers % job.p:
         most = -(-model.layers // job.p)
         even = [str(p) for p in range(2, 2 * job.p) if model.layers % p == 0]
-        said.append(
+        lines.append(
             f"{model.layers} layers do not divide by {job.p} ranks: the busiest has {most}, "
             f"{100 * (most * job.p / model.layers - 1):.0f} % more than the mean, except where layers move"
             + (f"; {', '.join(even[-3:])} ranks would be even." if even else ".")
@@ -97,14 +97,14 @@ def reasons(request: Request, options: Sequence[Option], best: Option) -> list[s
     if baseline is not None and best is not baseline and not baseline.problem:
         gain = baseline.iteration_ms / best.iteration_ms
         unfit = "" if baseline.fits(request) else ", which does not fit"
-        said.append(
+        lines.append(
             f"{best.name} is {gain:.2f} times as fast as the baseline in 1f1b{unfit}; its fullest rank "
             f"holds {best.peak_gib:.1f} GiB against {baseline.peak_gib:.1f}."
         )
     near = [one for one in fitting if one is not best and one.iteration_ms <= _CLOSE * best.iteration_ms]
     if near:
         lean = min(near, key=lambda one: one.peak_gib)
-        said.append(
+        lines.append(
             f"Within {100 * (_CLOSE - 1):.0f} % of it: {', '.join(one.name for one in near)}; the least "
             f"memory of these has {lean.name}, {lean.peak_gib:.1f} GiB."
         )
@@ -114,8 +114,8 @@ def reasons(request: Request, options: Sequence[Option], best: Option) -> list[s
         if not one.problem and not one.fits(request) and one.iteration_ms < best.iteration_ms
     ]
     if faster:
-        said.append(f"Faster, but too large: {', '.join(one.name for one in faster)}.")
-    return said + redistribution(request, options)
+        lines.append(f"Faster, but too large: {', '.join(one.name for one in faster)}.")
+    return lines + redistribution(request, options)
 
 
 def redistribution(request: Request, options: Sequence[Option]) -> list[str]:
@@ -143,27 +143,26 @@ def remedies(request: Request) -> list[str]:
     fits = []
     grown = request
     for words, changed in _changes(request):
-        found = _fitting(changed)
-        if found is not None:
-            fits.append(f"{words}: {found.name}, {found.peak_gib:.1f} GiB")
+        option = _fitting(changed)
+        if option is not None:
+            fits.append(f"{words}: {option.name}, {option.peak_gib:.1f} GiB")
             if changed.limit_gib > request.limit_gib:
                 break  # larger ones would do too
     if fits:
         return fits
-    said = []
+    lines = []
     for _ in range(6):
         words, grown = next(_changes(grown), ("", grown))
         if not words:
             break
-        said.append(words)
-        found = _fitting(grown)
-        if found is not None:
-            return [f"{' and '.join(said)}: {found.name}, {found.peak_gib:.1f} GiB"]
+        lines.append(words)
+        option = _fitting(grown)
+        if option is not None:
+            return [f"{' and '.join(lines)}: {option.name}, {option.peak_gib:.1f} GiB"]
     return []
 
 
 def _changes(request: Request) -> Iterator[tuple[str, Request]]:
-    """Other requests, each with what it changes."""
     job, model = request.job, request.model
 
     def changed(**values: object) -> Request:

@@ -15,7 +15,7 @@ class Hardware:
     """One GPU and what connects it.
 
     Attributes:
-        name, source: what it is, and where the numbers are from.
+        name, source: the GPU, and where its numbers are from.
         tflops: peak of dense products in bfloat16, 10^12 operations a second.
         memory_gib: of the device, as PyTorch sees it.
         memory_gb_s: bandwidth of the memory, 10^9 bytes a second.
@@ -35,11 +35,7 @@ class Hardware:
 
 
 def hardware_named(name: str) -> Hardware:
-    """The preset with this name, in any case.
-
-    Raises:
-        ValueError: if there is none; the message lists the names.
-    """
+    """The preset with this name, in any case."""
     known = hardware_presets()
     if name.upper() not in known:
         raise ValueError(f"unknown hardware {name!r}; choose one of {', '.join(known)}")

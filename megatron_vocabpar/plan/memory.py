@@ -80,7 +80,6 @@ class StageMemory:
 
     @property
     def total(self) -> float:
-        """Of all parts."""
         return sum(vars(self).values())
 
 
@@ -123,7 +122,7 @@ def parameters_of(
         if model.mtp_depths and placement.first_rank != placement.last_rank and not model.tied:
             counts[placement.last_rank] += whole  # a copy of the embedding
     share = job.expert_tensor * job.e
-    return [Parameters(count, own / share) for count, own in zip(counts, experts, strict=True)]
+    return [Parameters(count, experts_of / share) for count, experts_of in zip(counts, experts, strict=True)]
 
 
 def stage_memory(
@@ -145,14 +144,14 @@ def stage_memory(
         outside: whether what PyTorch does not allocate is counted.
     """
     tokens = model.seq_length * job.micro_batch
-    kept = 2 * model.hidden if job.recompute else _UNCOUNTED * model.activation_bytes
+    activation = 2 * model.hidden if job.recompute else _UNCOUNTED * model.activation_bytes
     stages = []
     parameters = parameters_of(model, job, method, placement, layers)
     for rank in range(placement.p):
-        own = [layers[placement.stage_of(rank, chunk)] for chunk in range(placement.chunks)]
-        microbatch = kept * tokens * sum(own) / job.t
+        layers_of_rank = [layers[placement.stage_of(rank, chunk)] for chunk in range(placement.chunks)]
+        microbatch = activation * tokens * sum(layers_of_rank) / job.t
         if rank == placement.last_rank:
-            head = kept + (0 if job.recompute else _HEAD * model.hidden)
+            head = activation + (0 if job.recompute else _HEAD * model.hidden)
             microbatch += model.mtp_depths * head * tokens / job.t
         activations = held[rank].activations * microbatch
         if job.recompute:  # one layer runs again

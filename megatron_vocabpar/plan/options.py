@@ -1,4 +1,4 @@
-"""Every method in every family: what the simulator says of time and memory.
+"""Every method in every family, with time and memory by the simulator.
 
 Each is first played for a few microbatches, and carried on as if the busiest rank never waited from there:
 the whole takes about as long, or longer. So those that fit are played for all microbatches in the order of
@@ -91,7 +91,6 @@ class Option:
 
     @property
     def peak_gib(self) -> float:
-        """Of the fullest rank."""
         return max((stage.total for stage in self.stages), default=0.0) / GIB
 
     def fits(self, request: Request) -> bool:
@@ -119,8 +118,6 @@ def all_options(
     """Every method in every family, the fastest of those that fit simulated in full.
 
     Args:
-        request: what is planned.
-        methods: their names.
         among: names of the families; None takes all.
         workers: processes that share the work; the result is the same.
 
@@ -203,11 +200,7 @@ def in_full(request: Request, option: Option) -> Option:
 
 
 def layers_of(request: Request, method: Method, family: Family) -> tuple[int, ...]:
-    """Transformer layers of each stage.
-
-    Raises:
-        ValueError: if they cannot be placed.
-    """
+    """Transformer layers of each stage."""
     p, layers = request.job.p, request.model.layers
     if family.name != "1f1b" and p < 2:
         raise ValueError("needs at least two stages")
@@ -242,9 +235,9 @@ def costs_of(request: Request, method: str, family: Family, layers: tuple[int, .
         times = time if isinstance(time, tuple) else (time,) * p
         return tuple(ms * share for ms, share in zip(times, shares, strict=True))
 
-    own = (1,) * p if family.chunks == 1 else None  # the times are of the layers that a rank has
+    layers_per_stage = (1,) * p if family.chunks == 1 else None  # the times are of the layers that a rank has
     F_ms, B_ms, W_ms = map(shared, (costs.F_ms, costs.B_ms, costs.W_ms))
-    return replace(costs, F_ms=F_ms, B_ms=B_ms, W_ms=W_ms, layers_per_stage=own)
+    return replace(costs, F_ms=F_ms, B_ms=B_ms, W_ms=W_ms, layers_per_stage=layers_per_stage)
 
 
 def _redistributed(request: Request) -> tuple[int, ...]:
@@ -271,7 +264,7 @@ def _measured_out(
     held = [Held(*pair) for pair in zip(peak_activations(schedule), shards, strict=True)]
     stages = stage_memory(model, job, schedule.method, placement, layers, held, Bytes())
     parameters = parameters_of(model, job, schedule.method, placement, layers)
-    updated = max(own.updated(job) for own in parameters)
+    updated = max(weights.updated(job) for weights in parameters)
     return Option(
         schedule.method.name,
         family.name,

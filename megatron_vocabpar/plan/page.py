@@ -21,11 +21,7 @@ _WIDEST = 1400.0  # pixels of a picture's time
 
 
 def draw_page(advice: Advice) -> str:
-    """The text of an HTML file.
-
-    Raises:
-        ValueError: if jinja2 is not installed.
-    """
+    """The text of an HTML file."""
     try:
         from jinja2 import Environment
     except ModuleNotFoundError as error:
@@ -50,7 +46,6 @@ def draw_page(advice: Advice) -> str:
 
 
 def _used(option: Option) -> list[str]:
-    """The parts that can be seen in a bar of any stage."""
     return [name for name in PARTS if any(getattr(stage, name) >= 0.05 * GIB for stage in option.stages)]
 
 

@@ -33,11 +33,7 @@ _NEEDED_ARGUMENTS = ("num-layers", "hidden-size", "num-attention-heads", "seq-le
 
 
 def model_preset(name: str) -> Model:
-    """The preset with this name.
-
-    Raises:
-        ValueError: if there is none; the message lists the names.
-    """
+    """The preset with this name."""
     known = model_presets()
     if name not in known:
         raise ValueError(f"unknown model preset {name!r}; choose one of {', '.join(known)}")
@@ -51,11 +47,7 @@ def model_presets() -> dict[str, Any]:
 
 
 def load_config(path: str, seq_length: int | None) -> Model:
-    """Read a Hugging Face ``config.json``.
-
-    Raises:
-        ValueError: if it is missing, not JSON or lacks a key; the message names the file and the keys.
-    """
+    """Read a Hugging Face ``config.json``."""
     try:
         data = json.loads(_text(path))
     except (ValueError, RecursionError) as error:
@@ -73,11 +65,7 @@ def load_config(path: str, seq_length: int | None) -> Model:
 
 
 def model_from_config(data: Mapping[str, Any], name: str, source: str, seq_length: int) -> Model:
-    """A model from the keys of a ``config.json``; those of its text part where there are several.
-
-    Raises:
-        ValueError: naming every key that is missing or no number.
-    """
+    """A model from the keys of a ``config.json``; those of its text part where there are several."""
     data = data.get("text_config", data)
     experts = next((key for key in _EXPERTS if data.get(key)), None)
     needed = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"]
@@ -136,11 +124,7 @@ def _windowed(data: Mapping[str, Any]) -> float:
 
 
 def read_script(path: str) -> Arguments:
-    """The flags in a launch script's text; variables that it sets are filled in, nothing is run.
-
-    Raises:
-        ValueError: if it cannot be read.
-    """
+    """The flags in a launch script's text; variables that it sets are filled in, nothing is run."""
     lines = [line for line in _text(path).splitlines() if not line.lstrip().startswith("#")]
     text = "\n".join(lines).replace("\\\n", " ")
     values = dict(re.findall(r"^\s*(?:export\s+)?(\w+)=[\"']?([^\s\"'()$]+)[\"']?\s*$", text, re.MULTILINE))
@@ -150,34 +134,30 @@ def read_script(path: str) -> Arguments:
 
 def read_arguments(words: Sequence[str]) -> Arguments:
     """Megatron's flags among ``words``; the last of the same name counts, as in its own parser."""
-    given: Arguments = {}
+    arguments: Arguments = {}
     for word, following in zip(words, [*words[1:], "--"], strict=False):
         name, equals, value = word.removeprefix("--").partition("=")
         if word.startswith("--") and name:
-            given[name] = value if equals else "" if following.startswith("--") else following
-    return given
+            arguments[name] = value if equals else "" if following.startswith("--") else following
+    return arguments
 
 
-def model_from_arguments(given: Arguments, source: str) -> Model:
-    """A model from Megatron's arguments.
-
-    Raises:
-        ValueError: naming every flag that is missing or no number.
-    """
-    vocabulary = next((name for name in ("padded-vocab-size", "vocab-size") if name in given), "")
-    missing = [f"--{name}" for name in _NEEDED_ARGUMENTS if name not in given]
+def model_from_arguments(arguments: Arguments, source: str) -> Model:
+    """A model from Megatron's arguments."""
+    vocabulary = next((name for name in ("padded-vocab-size", "vocab-size") if name in arguments), "")
+    missing = [f"--{name}" for name in _NEEDED_ARGUMENTS if name not in arguments]
     missing += [] if vocabulary else ["--vocab-size"]
     if missing:
         raise ValueError(f"{source}: no {', '.join(missing)}; add them")
 
     def number(name: str, default: int | None = None) -> int:
-        return whole(given, name, source, default)
+        return whole(arguments, name, source, default)
 
     hidden, heads = number("hidden-size"), number("num-attention-heads")
-    gated = "swiglu" in given
+    gated = "swiglu" in arguments
     ffn = number("ffn-hidden-size", int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden)
-    latent = "multi-latent-attention" in given
-    experts = number("num-experts", 0) if "num-experts" in given else 0
+    latent = "multi-latent-attention" in arguments
+    experts = number("num-experts", 0) if "num-experts" in arguments else 0
     plain, rotary = number("qk-head-dim", 128), number("qk-pos-emb-head-dim", 64)
     compressed = (number("q-lora-rank", 0), number("kv-lora-rank", 32), plain, rotary)
     return Model(
@@ -188,32 +168,28 @@ def model_from_arguments(given: Arguments, source: str) -> Model:
         layers=number("num-layers"),
         seq_length=number("seq-length"),
         heads=heads,
-        groups=number("num-query-groups", heads) if "group-query-attention" in given else heads,
+        groups=number("num-query-groups", heads) if "group-query-attention" in arguments else heads,
         head_dim=number("kv-channels", hidden // heads),
         ffn=ffn,
         gated=gated,
-        tied="untie-embeddings-and-output-weights" not in given,
-        dropout=given.get("hidden-dropout", "0.1").strip("0.") != "",
-        learned_positions=given.get("position-embedding-type", "learned_absolute") == "learned_absolute",
+        tied="untie-embeddings-and-output-weights" not in arguments,
+        dropout=arguments.get("hidden-dropout", "0.1").strip("0.") != "",
+        learned_positions=arguments.get("position-embedding-type", "learned_absolute") == "learned_absolute",
         experts=experts,
         top_k=number("moe-router-topk", 2) if experts else 0,
         expert_ffn=number("moe-ffn-hidden-size", ffn) if experts else 0,
         shared_ffn=number("moe-shared-expert-intermediate-size", 0) if experts else 0,
-        dense_layers=_dense_layers(given.get("moe-layer-freq", "")) if experts else 0,
+        dense_layers=_dense_layers(arguments.get("moe-layer-freq", "")) if experts else 0,
         latent=(*compressed, number("v-head-dim", 128)) if latent else (),
         mtp_depths=number("mtp-num-layers", 0),
     )
 
 
-def whole(given: Arguments, name: str, source: str, default: int | None = None) -> int:
-    """A flag's whole number; the default where it is not given.
-
-    Raises:
-        ValueError: naming the flag.
-    """
-    if name not in given and default is not None:
+def whole(arguments: Arguments, name: str, source: str, default: int | None = None) -> int:
+    """A flag's whole number; the default where it is not given."""
+    if name not in arguments and default is not None:
         return default
-    text = given.get(name, "")
+    text = arguments.get(name, "")
     if not text.isascii() or not text.isdigit() or len(text) > _MOST_DIGITS or int(text) < 1:
         raise ValueError(f"{source}: --{name} is {text[:40]!r}; give a whole number of at least 1")
     return int(text)
@@ -269,5 +245,5 @@ def _text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ValueError(f"cannot read {path}: {reason}") from error

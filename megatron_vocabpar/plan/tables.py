@@ -34,7 +34,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Advice:
-    """A request and what is said of it; where nothing fits, ``best`` is None and ``remedies`` are said."""
+    """A request and its answer; where nothing fits, ``best`` is None and ``remedies`` are filled."""
 
     request: Request
     options: tuple[Option, ...]

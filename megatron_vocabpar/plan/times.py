@@ -5,7 +5,7 @@ reaches is that of the passes that were published for the A100; on other GPUs it
 costs replace it all. Not counted: the exchange of tokens between experts, and the reduction of gradients
 between replicas, which is taken to run beside the backward passes.
 
-Source: the published passes (``data/paper/measured_passes.csv``); Table 3 for smaller shards.
+Source: the published passes (``paper/data/measured_passes.csv``); Table 3 for smaller shards.
 Next: ``memory.py``.
 """
 
@@ -47,8 +47,6 @@ class Job:
     Attributes:
         p, t, d: pipeline, tensor and data parallel sizes; sequence parallelism goes with t > 1.
         e: expert parallel size, out of d * t.
-        m: microbatches of an iteration and replica.
-        micro_batch: sequences of a microbatch.
         distributed_optimizer: whether optimizer states are divided over the replicas.
         recompute: whether layers keep their input alone and run again before their backward pass.
     """

@@ -50,9 +50,7 @@ def count_gpus() -> int:
 
 
 def check(
-    config: TrainConfig,
-    environment: Mapping[str, str] = os.environ,
-    gpus: Callable[[], int] = count_gpus,
+    config: TrainConfig, environment: Mapping[str, str] = os.environ, gpus: Callable[[], int] = count_gpus
 ) -> None:
     """Refuse a job that cannot run as asked, and one that would spoil the results folder.
 
@@ -67,19 +65,13 @@ def check(
 
 
 def check_run(
-    config: TrainConfig,
-    environment: Mapping[str, str] = os.environ,
-    gpus: Callable[[], int] = count_gpus,
+    config: TrainConfig, environment: Mapping[str, str] = os.environ, gpus: Callable[[], int] = count_gpus
 ) -> None:
     """Refuse a model, a schedule or processes that cannot run; a measurement needs no more.
 
     Args:
-        config: the job.
         environment: read for ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE``, which torchrun sets.
         gpus: number of CUDA devices on this machine; asked only if ``device`` is cuda.
-
-    Raises:
-        ValueError: naming the flag, its value and the remedy.
     """
     _check_values(config)
     _check_layers(config)
@@ -188,12 +180,12 @@ def _check_processes(config: TrainConfig, environment: Mapping[str, str], gpus: 
         )
     if config.device != "cuda":
         return
-    found = gpus()
-    if found == 0:
+    count = gpus()
+    if count == 0:
         raise ValueError("--device cuda: this machine shows no CUDA device; give --device cpu")
-    if found < _local_processes(config, environment):
+    if count < _local_processes(config, environment):
         raise ValueError(
-            f"--device cuda: {processes} need a GPU each, this machine shows {found}; "
+            f"--device cuda: {processes} need a GPU each, this machine shows {count}; "
             f"give smaller sizes, or --device cpu"
         )
 
@@ -226,11 +218,7 @@ def _check_vocabulary(config: TrainConfig) -> None:
 
 
 def require_modules(names: Sequence[str] = TRAIN_MODULES) -> None:
-    """Find out before the work that a module is not installed, not after it.
-
-    Raises:
-        ModuleNotFoundError: for the first module of ``names`` that is missing.
-    """
+    """Find out before the work that a module is not installed, not after it."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)

@@ -73,9 +73,6 @@ def load_checkpoint(folder: Path, state: TrainState) -> int:
 
     Returns:
         The number of steps done.
-
-    Raises:
-        ValueError: as ``check_files``.
     """
     check_files(folder)
     with _one_cause():

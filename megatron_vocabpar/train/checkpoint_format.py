@@ -38,9 +38,6 @@ def check_files(folder: Path) -> None:
 
     The metadata, which torch unpickles, holds its own classes alone; ``common.pt`` what ``torch.load`` takes
     with ``weights_only``, which the launcher asks for in all other files.
-
-    Raises:
-        ValueError: naming the file.
     """
     readers: dict[str, Callable[[BinaryIO], object]] = {
         METADATA_FILE: lambda file: _FormatOnly(file).load(),
@@ -72,11 +69,11 @@ class _FormatOnly(pickle.Unpickler):
             return _member
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        found = getattr(sys.modules.get(module), name, None)
-        own = isinstance(found, type) and found.__module__ == module and module in _RECORDS
-        if not own and (module, name) not in _OTHERS:
+        member = getattr(sys.modules.get(module), name, None)
+        is_record = isinstance(member, type) and member.__module__ == module and module in _RECORDS
+        if not is_record and (module, name) not in _OTHERS:
             raise _foreign(f"{module}.{name}")
-        return found
+        return member
 
 
 def _member(owner: object, name: str) -> Enum:
@@ -88,7 +85,7 @@ def _member(owner: object, name: str) -> Enum:
 
 
 def _foreign(name: str) -> ValueError:
-    return ValueError(f"it names {name}, which is no part of the format")
+    return ValueError(f"it names {name}, which is not part of the format")
 
 
 class _MembersByValue(pickle.Pickler):

@@ -136,17 +136,14 @@ class TrainConfig:
 
     @property
     def world_size(self) -> int:
-        """Processes in all."""
         return self.pp * self.tp * self.dp
 
     @property
     def ffn_hidden(self) -> int:
-        """Feed-forward size: ``ffn``, or 4 × ``hidden``."""
         return 4 * self.hidden if self.ffn is None else self.ffn
 
     @property
     def use_sequence_parallel(self) -> bool:
-        """Whether sequences are split over tensor-parallel ranks."""
         return self.sequence_parallel and self.tp > 1
 
     @property
@@ -158,12 +155,10 @@ class TrainConfig:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """``method`` and those to compare it with, each once, in order."""
         return tuple(dict.fromkeys((self.method, *self.compare)))
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step sees, over all replicas."""
         return self.dp * self.microbatches * self.micro_batch_size * self.seq_length
 
     def to_toml(self) -> str:
@@ -179,11 +174,7 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, text: str) -> TrainConfig:
-        """Read ``to_json`` back.
-
-        Raises:
-            ValueError: if ``text`` is not such a record, or has fields that this version does not know.
-        """
+        """Read ``to_json`` back."""
         values = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError(f"a training configuration is a JSON object, not {text[:40]!r}")
@@ -191,7 +182,7 @@ class TrainConfig:
             raise ValueError(f"unknown fields in a training configuration: {', '.join(unknown)}")
         for name, value in values.items():
             if not _fits(value, _TYPES[name]):
-                raise ValueError(f"{name} is {value!r} in a training configuration, which is no value of it")
+                raise ValueError(f"{name} is {value!r} in a training configuration, which does not fit")
         return cls(**{**values, "compare": tuple(values.get("compare", ()))})
 
 
@@ -199,7 +190,6 @@ _TYPES = typing.get_type_hints(TrainConfig)
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value of JSON is of a field's type."""
     if typing.get_origin(kind) is tuple:
         return isinstance(value, list) and all(isinstance(each, str) for each in value)
     kinds = typing.get_args(kind) or (kind,)
@@ -207,11 +197,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Fields of a TOML file, as texts and numbers of a command line.
-
-    Raises:
-        ValueError: if it cannot be read, is not TOML, or has names that are no fields.
-    """
+    """Fields of a TOML file, as texts and numbers of a command line."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

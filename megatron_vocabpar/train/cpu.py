@@ -93,7 +93,7 @@ _REPLACED: tuple[_Replacement, ...] = (
 
 
 def _same_generator(record: logging.LogRecord) -> bool:
-    """The CPU's generator stands in for CUDA's, so that it moves in a forked RNG state is no news."""
+    """Megatron warns when the CPU's generator moves in a forked state; here it stands in for CUDA's."""
     return "CPU RNG state changed" not in record.getMessage()
 
 

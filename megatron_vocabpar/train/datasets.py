@@ -29,7 +29,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, Indexe
 from torch.utils.data import default_collate
 
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.prepare import DataFiles, locked
+from megatron_vocabpar.train.data_files import DataFiles, locked
 
 Batch = Mapping[str, torch.Tensor | None]
 """``tokens``, ``labels``, ``position_ids`` [b, s] int64, ``loss_mask`` fp32, ``attention_mask`` None."""
@@ -54,11 +54,7 @@ def write_dataset(prefix: str, documents: Iterable[Sequence[int]], vocab_size: i
 
 
 def inspect_dataset(prefix: str) -> tuple[list[int], int]:
-    """Sequence lengths of an indexed dataset (tokens), and its largest token id (of the first 2²⁸ tokens).
-
-    Raises:
-        ValueError: if the files are not an indexed dataset, or hold no token.
-    """
+    """Sequence lengths of an indexed dataset (tokens), and its largest token id (of the first 2²⁸ tokens)."""
     with open(f"{prefix}.idx", "rb") as index:
         if index.read(len(_INDEX_HEADER)) != _INDEX_HEADER:
             raise ValueError(f"{prefix}.idx is not the index of a Megatron dataset; give another --text")
@@ -74,9 +70,6 @@ def compile_helpers() -> None:
     """Make sure that ``GPTDataset``'s C++ functions are there; in one process, before the workers start.
 
     The wheels of megatron-core bring them; an installation without them is compiled here.
-
-    Raises:
-        ValueError: if there is no C++ compiler, or the compilation fails.
     """
     with contextlib.suppress(ImportError):
         importlib.import_module("megatron.core.datasets.helpers_cpp")
@@ -100,7 +93,6 @@ def build_datasets(config: TrainConfig, files: DataFiles) -> tuple[GPTDataset, G
     """``GPTDataset`` for training and evaluation. Call it on every rank: Megatron's builder has barriers.
 
     Args:
-        config: sequence length and seed.
         files: what ``prepare`` returned; the indices are kept in ``files.index_cache``.
 
     Returns:
@@ -137,14 +129,11 @@ def microbatch(dataset: GPTDataset, config: TrainConfig, step: int, index: int, 
 
     Returns:
         a ``Batch`` on the CPU.
-
-    Raises:
-        ValueError: if a token id is not in the model's vocabulary.
     """
     size = config.micro_batch_size
     first = ((step * config.microbatches + index) * config.dp + dp_rank) * size
     batch = default_collate(
-        [dataset[_sample(len(dataset), config.seed, place)] for place in range(first, first + size)]
+        [dataset[_sample(len(dataset), config.seed, position)] for position in range(first, first + size)]
     )
     largest = int(torch.maximum(batch["tokens"], batch["labels"]).max())
     if largest >= config.vocab_size:
@@ -161,9 +150,8 @@ def microbatches(
             yield microbatch(dataset, config, step, index, dp_rank)
 
 
-def _sample(length: int, seed: int, place: int) -> int:
-    """Index of the sample at ``place`` of an endless order; the first epoch is the dataset's own order."""
-    epoch, within = divmod(place, length)
+def _sample(length: int, seed: int, position: int) -> int:
+    epoch, within = divmod(position, length)
     return int(_shuffled(length, seed, epoch)[within]) if epoch else within
 
 

@@ -26,11 +26,7 @@ def write_emulation(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_emulation(folder: Path) -> dict[str, Any] | None:
-    """The numbers of a folder's emulation, if there was one.
-
-    Raises:
-        ValueError: if the file holds no such numbers.
-    """
+    """The numbers of a folder's emulation, if there was one."""
     path = folder / EMULATION_FILE
     if not path.is_file():
         return None
@@ -38,7 +34,9 @@ def read_emulation(folder: Path) -> dict[str, Any] | None:
         record = json.loads(path.read_text(encoding="utf-8"))
         emulation_table(record)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"{path} is no emulation's ({error}); remove it, or run vocabpar emulate") from error
+        raise ValueError(
+            f"{path} is not an emulation ({error}); remove it, or run vocabpar emulate"
+        ) from error
     return record
 
 

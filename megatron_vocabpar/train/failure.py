@@ -74,13 +74,13 @@ class ProgressRecord:
         The text of a ``NotFinite``, the same on all ranks, says all by itself, and so does an ``OSError``'s.
         """
         text = str(error) if isinstance(error, NotFinite) else f"{type(error).__name__}: {error}"
-        found: dict[str, Any] = {"time_s": time.time(), "error": text[:_ERROR_CHARACTERS]}
+        entry: dict[str, Any] = {"time_s": time.time(), "error": text[:_ERROR_CHARACTERS]}
         if isinstance(error, NotFinite):
-            found["of_all"] = True
+            entry["of_all"] = True
         elif not isinstance(error, OSError):
             lines = "".join(traceback.format_exception(error)).rstrip().splitlines()[-_TRACEBACK_LINES:]
-            found["traceback"] = "\n".join(lines)[-_ERROR_CHARACTERS:]
-        self._map[_PROGRESS_BYTES:] = json.dumps(found).encode()[:_ERROR_BYTES].ljust(_ERROR_BYTES, b"\0")
+            entry["traceback"] = "\n".join(lines)[-_ERROR_CHARACTERS:]
+        self._map[_PROGRESS_BYTES:] = json.dumps(entry).encode()[:_ERROR_BYTES].ljust(_ERROR_BYTES, b"\0")
 
 
 def record_path(logs: Path, rank: int) -> Path:
@@ -153,8 +153,6 @@ def blame(logs: Path, world_size: int, exit_codes: Mapping[int, int]) -> str:
     """Which rank failed, with what, where.
 
     Args:
-        logs: folder of the ranks' logs and records.
-        world_size: number of ranks.
         exit_codes: by rank, of those that did not end well; −N for signal N.
     """
     records = [Record.read(logs, rank) for rank in range(world_size)]

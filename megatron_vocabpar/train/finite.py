@@ -50,9 +50,9 @@ class Watch:
         """Look at the layers of these model chunks inside the context."""
         with ExitStack() as stack:
             for chunk in chunks:
-                for place, layer in enumerate(unwrap_model(chunk).decoder.layers):
+                for index, layer in enumerate(unwrap_model(chunk).decoder.layers):
                     number = layer.layer_number
-                    if place == 0:
+                    if index == 0:
                         hook = layer.register_forward_pre_hook(self._before, with_kwargs=True)
                         stack.callback(hook.remove)
                     hook = layer.register_forward_hook(lambda _, __, out, n=number: self._look(n, out))
@@ -98,21 +98,19 @@ def end_at(
         NotFinite: naming the rank, pass, microbatch and layer of the first tensor that is not finite.
     """
     bad = [i for i, value in enumerate(reported) if not torch.isfinite(torch.tensor(value))]
-    mine = sorted([*watch.found, *(_found(loss_pass(i), 1 << 30, f"pass {loss_pass(i)}") for i in bad)])[:1]
+    first_here = sorted(
+        [*watch.found, *(_found(loss_pass(i), 1 << 30, f"pass {loss_pass(i)}") for i in bad)]
+    )[:1]
     spoiled = [name for name, parameter in parameters if not torch.isfinite(parameter).all()]
     everyone: list[tuple[list[Found], list[str]]] = [([], []) for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, (mine, spoiled))
+    dist.all_gather_object(everyone, (first_here, spoiled))
     first = min((found for each, _ in everyone for found in each), default=None)
-    place = "in no forward pass when they ran once more" if first is None else f"in {first.place}"
+    where = "in no forward pass when they ran once more" if first is None else f"in {first.place}"
     before = [f"; before it in {names[0]} of rank {r}" for r, (_, names) in enumerate(everyone) if names]
-    raise NotFinite(f"loss {loss} at step {step}; first not finite {place}{''.join(before[:1])}; {_ADVICE}")
+    raise NotFinite(f"loss {loss} at step {step}; first not finite {where}{''.join(before[:1])}; {_ADVICE}")
 
 
 def check_norm(step: int, loss: float, norm: float) -> None:
-    """End the run if the gradients of a finite loss are not.
-
-    Raises:
-        NotFinite: if so; all ranks have the same norm.
-    """
+    """End the run if the gradients of a finite loss are not."""
     if not torch.isfinite(torch.tensor(norm)):
         raise NotFinite(f"gradient norm {norm} at step {step}, whose loss is {loss:.4f}; {_ADVICE}")

@@ -14,23 +14,23 @@ DIGESTS_FILE = "digests.json"
 
 def digests(folder: Path) -> dict[str, str]:
     """SHA-256 of every file of a folder, by its name."""
-    found = {}
+    by_name = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != DIGESTS_FILE:
             with open(path, "rb") as file:
-                found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+                by_name[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return by_name
 
 
 def write_digests(folder: Path) -> None:
-    """Note what the files of a complete checkpoint hold."""
+    """Write the digests of a complete checkpoint's files."""
     (folder / DIGESTS_FILE).write_text(json.dumps(digests(folder), indent=2) + "\n")
 
 
 def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint, naming the file; None if it is what was written."""
     if not (folder / DIGESTS_FILE).is_file():
-        return f"{DIGESTS_FILE} is no file"
+        return f"{DIGESTS_FILE} is not a file"
     try:
         written = json.loads((folder / DIGESTS_FILE).read_text())
         now = digests(folder)

@@ -1,7 +1,7 @@
 """A whole job, in order: check, prepare the data, train with each method, report.
 
 Nothing is written to the results folder before the checks and the preparation have passed.
-Next: ``ranks.py`` (one method's processes), ``report.py`` (what is left for the reader).
+Next: ``ranks.py`` (one method's processes), ``report.py`` (the results page).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from megatron_vocabpar.schedule.serialize import plan_to_json
 from megatron_vocabpar.train import output
 from megatron_vocabpar.train.check import check, resolve_device
 from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.data_files import DataFiles
 from megatron_vocabpar.train.failure import TrainingFailed
-from megatron_vocabpar.train.prepare import DataFiles, prepare
+from megatron_vocabpar.train.prepare import prepare
 from megatron_vocabpar.train.ranks import WORKER_MODULE, processes
 from megatron_vocabpar.train.report import write_report
 from megatron_vocabpar.train.schedules import describe, plan_method
@@ -28,16 +29,14 @@ Say = Callable[[str], None]
 
 
 def run_job(config: TrainConfig, say: Say, worker_module: str = WORKER_MODULE) -> None:
-    """Run a job with processes of its own on this machine, or this rank's part of it under torchrun.
+    """Run a job: start its processes on this machine, or be one of them under torchrun.
 
     Args:
-        config: the job.
-        say: told what is going on, a line at a time.
         worker_module: what each process runs.
 
     Raises:
         ValueError: for a job that cannot run; nothing has been written.
-        RefusedElsewhere: likewise, under torchrun on the ranks other than 0.
+        RefusedElsewhere: the same, under torchrun on the ranks other than 0.
         TrainingFailed, Interrupted: see ``launch``.
     """
     ranks = processes()
@@ -45,13 +44,13 @@ def run_job(config: TrainConfig, say: Say, worker_module: str = WORKER_MODULE) -
         paths = ranks.decide(lambda: open_job(config, say, held))
         try:
             for path in paths:
-                told = TrainConfig.from_json(path.read_text())
+                job = TrainConfig.from_json(path.read_text())
                 if ranks.leads:
-                    say(f"training {told.method} on {told.world_size} processes ({told.device})")
-                ranks.run(told, worker_module)
+                    say(f"training {job.method} on {job.world_size} processes ({job.device})")
+                ranks.run(job, worker_module)
         except (TrainingFailed, Interrupted) as end:
             if ranks.leads:
-                with suppress(ValueError):  # no method has left any metrics
+                with suppress(ValueError, OSError):  # no metrics, or a full disk: the failure is what counts
                     say(write_report(Path(config.output)))
             hint = output.how_to_go_on(config)
             if isinstance(end, Interrupted):
@@ -65,15 +64,10 @@ def open_job(config: TrainConfig, say: Say, held: ExitStack) -> list[Path]:
     """Check a job, make its schedules, prepare its data and open the results folder.
 
     Args:
-        config: the job.
-        say: told what is going on, a line at a time.
         held: takes the lock of the results folder.
 
     Returns:
-        ``config.json`` of each method that is still to be trained, with what its workers read beside it.
-
-    Raises:
-        ValueError: for a job that cannot run; only the cache has been written to.
+        ``config.json`` of each method that is still to be trained, with its workers' other input beside it.
     """
     check(config)
     if config.resume:
@@ -105,6 +99,6 @@ def open_job(config: TrainConfig, say: Say, held: ExitStack) -> list[Path]:
 
 
 def write_inputs(folder: Path, files: DataFiles, plan: Plan) -> None:
-    """Write what the workers of one method read beside their configuration into the method's folder."""
+    """Write the data and the plan that the workers of one method read into the method's folder."""
     (folder / output.DATA_FILE).write_text(files.to_json())
     (folder / output.SCHEDULE_DATA_FILE).write_text(plan_to_json(plan) + "\n")

@@ -4,7 +4,7 @@ A line holds ``step`` (counted from 1), ``loss``, ``grad_norm``, ``lr``, ``token
 ``peak_memory_mib`` (a list, by stage: above what the process held before its model was built), and
 ``eval_loss`` where an evaluation followed the step. On a terminal one line is drawn again and again;
 elsewhere (a file, a pipe) there is a plain line now and then.
-Next: ``report.py`` (what is made of the file).
+Next: ``report.py``, which reads the file.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Metrics(ExitStack):
         self._loggers: list[Callable[[dict[str, float], int], object]] = []  # of the numbers of a step
         self._live: Live | None = None
         if active:
-            kept = [record for record in read_metrics(path) if record["step"] <= first_step]
-            path.write_text("".join(map(_line, kept)))
+            earlier = [record for record in read_metrics(path) if record["step"] <= first_step]
+            path.write_text("".join(map(_line, earlier)))
             self._file = self.enter_context(open(path, "a"))  # noqa: SIM115 (the stack closes it)
             if config.tensorboard:
                 self._loggers.append(self._tensorboard(path.with_name(TENSORBOARD_FOLDER), first_step + 1))
@@ -144,7 +144,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_whole(record: Mapping[str, Any]) -> bool:
-    """Whether a line holds what the report is made of."""
+    """Whether a line has all numbers that the report shows."""
     peaks = record.get("peak_memory_mib")
     values = [record.get(name) for name in _NUMBERS] + (peaks if isinstance(peaks, list) else [None])
     return all(isinstance(value, int | float) for value in values)

@@ -35,7 +35,6 @@ _GIB = 1 << 30
 
 
 def _peak_rss(*_: Any) -> int:
-    """Most bytes that this process has held in memory."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -4,10 +4,10 @@
     <output>/job.toml                   the same for ``vocabpar train --config``
     <output>/index.html loss.png …      the report over all methods
     <output>/emulation.json …           what ``vocabpar emulate --report`` has added
-    <output>/<method>/config.json       what the workers of one method were told
+    <output>/<method>/config.json       the configuration of one method's workers
     <output>/<method>/data.json         the prepared data they read
     <output>/<method>/schedule.json     the schedule they run
-    <output>/<method>/checkpoint/ …     what they wrote (``trainer.py``)
+    <output>/<method>/checkpoint/ …     the workers' results (``trainer.py``)
 
 Next: ``job.py``, which fills it.
 """
@@ -86,13 +86,13 @@ def set_damaged_aside(folder: Path, say: Callable[[str], None]) -> None:
     """Rename checkpoints of a method's folder, newest first, until one is what was written."""
     for steps in reversed(_steps(folder)):
         checkpoint = checkpoint_folder(folder, steps)
-        found = damage(checkpoint)
-        if found is None:
+        reason = damage(checkpoint)
+        if reason is None:
             return
         aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
         shutil.rmtree(aside, ignore_errors=True)
         checkpoint.rename(aside)
-        say(f"{checkpoint} is damaged: {found}; it is kept as {aside.name}, and the one before it is used")
+        say(f"{checkpoint} is damaged: {reason}; it is kept as {aside.name}, and the one before it is used")
 
 
 def checkpoint_folder(folder: Path, steps: int) -> Path:
@@ -106,11 +106,7 @@ def finished(config: TrainConfig, method: str) -> bool:
 
 
 def check_output(config: TrainConfig) -> None:
-    """Refuse a results folder that this job would spoil, or cannot resume from.
-
-    Raises:
-        ValueError: naming the folder, what is wrong with it and the remedy.
-    """
+    """Refuse a results folder that this job would spoil, or cannot resume from."""
     folder = Path(config.output)
     if config.resume and config.overwrite:
         raise ValueError("--resume keeps the results and --overwrite removes them; give one of the two")
@@ -132,24 +128,21 @@ def check_output(config: TrainConfig) -> None:
             )
 
 
-def resumed(config: TrainConfig, given: Collection[str]) -> TrainConfig:
-    """The job of the folder that ``config`` resumes, with what the user gives anew.
+def resumed(config: TrainConfig, named: Collection[str]) -> TrainConfig:
+    """The job of the folder that ``config`` resumes, with the user's new options.
 
     Args:
         config: with ``resume``.
         given: names of the fields that the user gave; methods among them join those of the folder.
-
-    Raises:
-        ValueError: if the folder's configuration cannot be read.
     """
     folder = Path(config.output)
     if not (folder / CONFIG_FILE).exists():
         return config  # check_output says what is wrong
     saved = read_config(folder)
-    asked = [name for name in config.methods if {"method", "compare"} & set(given)]
+    asked = [name for name in config.methods if {"method", "compare"} & set(named)]
     method, *compare = dict.fromkeys((*saved.methods, *asked))
-    kept = {"resume", "overwrite", "output"} | set(given) - {"method", "compare"}
-    changes = {name: getattr(config, name) for name in kept}
+    changeable = {"resume", "overwrite", "output"} | set(named) - {"method", "compare"}
+    changes = {name: getattr(config, name) for name in changeable}
     return dataclasses.replace(saved, **changes, method=method, compare=tuple(compare))
 
 
@@ -186,11 +179,7 @@ def _shown(value: object) -> str:
 
 
 def read_config(folder: Path) -> TrainConfig:
-    """The job of a results folder, or of a method's folder in it.
-
-    Raises:
-        ValueError: naming the file, if it cannot be read.
-    """
+    """The job of a results folder, or of a method's folder in it."""
     path = folder / CONFIG_FILE
     try:
         return TrainConfig.from_json(path.read_text())
@@ -200,11 +189,7 @@ def read_config(folder: Path) -> TrainConfig:
 
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Hold the lock of a results folder; it is free again when this process ends, however that ends.
-
-    Raises:
-        ValueError: if another job holds it, naming its process.
-    """
+    """Hold the lock of a results folder; it is free again when this process ends, however that ends."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK_FILE, "a+") as file:
         try:
@@ -226,8 +211,8 @@ def how_to_go_on(config: TrainConfig) -> str:
     done = {name: steps_done(folder / name) for name in config.methods}
     if not any(done.values()):
         return "no checkpoint was written (--save-interval N writes one every N steps)"
-    kept = ", ".join(f"{name} of step {steps}" for name, steps in done.items() if steps)
-    return f"last checkpoints: {kept}; go on with: vocabpar train --resume --output {folder}"
+    checkpoints = ", ".join(f"{name} of step {steps}" for name, steps in done.items() if steps)
+    return f"last checkpoints: {checkpoints}; go on with: vocabpar train --resume --output {folder}"
 
 
 def open_output(config: TrainConfig) -> None:

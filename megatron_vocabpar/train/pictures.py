@@ -27,7 +27,6 @@ def plot_losses(
     """Draw the training losses (lines) and evaluation losses (circles) of each method into a PNG.
 
     Args:
-        path: the PNG.
         curves: training loss by step in order, of each method, as the paper's Figure 17 lays them.
         eval_curves: evaluation loss by step in order, of each method.
         reference: drawn first and wide; with other methods beside it, a second panel shows how far they
@@ -39,17 +38,17 @@ def plot_losses(
     heights = (3, 1.3) if compared else (1,)
     figure = Figure(figsize=(8, 6.5 if compared else 4.5), layout="constrained")
     panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    for place, name in enumerate([reference, *compared]):
+    for number, name in enumerate([reference, *compared]):
         colour = COLOURS.get(name, "#56B4E9")
-        style: dict[str, Any] = {"linewidth": _WIDTH, "linestyle": _DASHES.get(name, "-") if place else "-"}
-        if compared and not place:
+        style: dict[str, Any] = {"linewidth": _WIDTH, "linestyle": _DASHES.get(name, "-") if number else "-"}
+        if compared and not number:
             style = {"linewidth": _REFERENCE_WIDTH, "alpha": 0.5}
         panels[0].plot(*_points(curves[name]), color=colour, label=name, **style)
         if eval_curves[name]:
-            circles = {"markerfacecolor": "none", "markersize": 9 - 2 * min(place, 2)}
+            circles = {"markerfacecolor": "none", "markersize": 9 - 2 * min(number, 2)}
             points = _points(eval_curves[name])
             panels[0].plot(*points, "o", color=colour, label=f"{name}, evaluation", **circles)
-        if place:
+        if number:
             base = curves[reference]
             far = {step: loss - base[step] for step, loss in curves[name].items() if step in base}
             panels[1].plot(*_points(far), color=colour, linewidth=1, label=name)
@@ -69,7 +68,6 @@ def plot_memory(path: Path, peaks: Mapping[str, Sequence[float]]) -> None:
     """Draw the peak of each stage as a bar, the methods beside each other, into a PNG.
 
     Args:
-        path: the PNG.
         peaks: of each method, MiB by stage.
     """
     from matplotlib.figure import Figure
@@ -77,8 +75,8 @@ def plot_memory(path: Path, peaks: Mapping[str, Sequence[float]]) -> None:
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     panel: Any = figure.subplots()
     wide = 0.8 / len(peaks)
-    for place, (name, mib) in enumerate(peaks.items()):
-        x = [stage + (place - (len(peaks) - 1) / 2) * wide for stage in range(len(mib))]
+    for number, (name, mib) in enumerate(peaks.items()):
+        x = [stage + (number - (len(peaks) - 1) / 2) * wide for stage in range(len(mib))]
         bars = panel.bar(x, mib, wide, color=COLOURS.get(name, "#56B4E9"), label=name)
         panel.bar_label(bars, fmt="%.0f", fontsize=8 if len(x) * len(peaks) <= 16 else 5)
     panel.set_xticks(range(max(map(len, peaks.values()))))

@@ -4,26 +4,20 @@ The parent process runs this before any worker starts; what it returns is writte
 configuration as ``data.json``. A cached file appears under its name only when it is complete, and a lock
 keeps two jobs from doing the same long work at once. Megatron, which writes and reads the indexed dataset, is
 imported where it is needed: that takes seconds.
-Next: ``datasets.py``.
+Next: ``data_files.py``, ``datasets.py``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import fcntl
 import hashlib
-import json
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 from tokenizers import Tokenizer
 
 from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.data_files import DataFiles, cache_folder, locked, write_atomically
 from megatron_vocabpar.train.quiet import quiet_megatron
 from megatron_vocabpar.train.text import Corpus, is_indexed_dataset, read_corpus
 from megatron_vocabpar.train.tokenizer import encoded, end_of_text, load_tokenizer, train_tokenizer
@@ -32,55 +26,8 @@ VALID_FRACTION = 0.02
 _FORMAT = "1"  # a part of every cache key; raise it when the written form changes
 
 
-@dataclass(frozen=True)
-class DataFiles:
-    """Prepared data, as the workers read it.
-
-    Attributes:
-        name: the text, as a person would call it.
-        prefix: path of the indexed dataset without ``.bin`` and ``.idx``.
-        tokenizer: path of the ``tokenizer.json``; None for an indexed dataset that the user named.
-        vocab_size: the tokenizer's size, or the largest token id plus one.
-        eod: id of the end-of-document token (0 where there is no tokenizer).
-        documents: documents (sequences of the indexed dataset) in all.
-        valid_documents: how many of them, at the end, are kept for evaluation.
-        train_tokens: tokens of the documents that are trained on.
-        valid_tokens: tokens of the documents that are kept for evaluation.
-        index_cache: folder in which ``GPTDataset`` keeps its indices.
-    """
-
-    name: str
-    prefix: str
-    tokenizer: str | None
-    vocab_size: int
-    eod: int
-    documents: int
-    valid_documents: int
-    train_tokens: int
-    valid_tokens: int
-    index_cache: str
-
-    def to_json(self) -> str:
-        """The record as indented JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> DataFiles:
-        """Read ``to_json`` back."""
-        return cls(**json.loads(text))
-
-
 def prepare(config: TrainConfig, say: Callable[[str], None] = lambda line: None) -> DataFiles:
-    """The data of a job, from the cache where it is there.
-
-    Args:
-        config: names the text, the tokenizer and the sizes.
-        say: told, in a line, of work that takes seconds.
-
-    Raises:
-        ValueError: if the text cannot be read, cannot fill the tokenizer's vocabulary, is too short for
-            ``seq_length``, or has token ids that ``vocab_size`` does not hold.
-    """
+    """The data of a job, from the cache where it is there."""
     text = config.text
     if text is not None and is_indexed_dataset(text):
         files = _data_files(text, text, cache_folder() / "indices" / _hash(text.encode()))
@@ -139,7 +86,7 @@ def _data_files(
 ) -> DataFiles:
     lengths, largest_id = _datasets().inspect_dataset(prefix)
     valid = 0 if len(lengths) < 2 else max(1, round(VALID_FRACTION * len(lengths)))
-    kept = sum(lengths[len(lengths) - valid :])
+    valid_tokens = sum(lengths[len(lengths) - valid :])
     return DataFiles(
         name=name,
         prefix=prefix,
@@ -148,8 +95,8 @@ def _data_files(
         eod=0 if tokenizer is None else end_of_text(tokenizer),
         documents=len(lengths),
         valid_documents=valid,
-        train_tokens=sum(lengths) - kept,
-        valid_tokens=kept,
+        train_tokens=sum(lengths) - valid_tokens,
+        valid_tokens=valid_tokens,
         index_cache=str(index_cache),
     )
 
@@ -172,43 +119,3 @@ def _check_sizes(config: TrainConfig, files: DataFiles) -> None:
             f"--text: {files.name} leaves {files.valid_tokens} tokens for evaluation, fewer than one "
             f"sequence of --seq-length {config.seq_length}; give a longer text, or --eval-interval 0"
         )
-
-
-def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """``$VOCABPAR_CACHE``, else ``vocabpar`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``.
-
-    A user who cannot write there, such as a service without a home, gets a folder among temporary files.
-
-    Raises:
-        ValueError: if that folder belongs to somebody else.
-    """
-    named = environment.get("VOCABPAR_CACHE")
-    if named:
-        return Path(named).expanduser().absolute()
-    base = environment.get("XDG_CACHE_HOME") or "~/.cache"
-    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: nobody knows where the home is
-        folder = Path(base).expanduser() / "vocabpar"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    folder = Path(tempfile.gettempdir()) / f"vocabpar-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise ValueError(f"{folder} belongs to another user; set VOCABPAR_CACHE to a folder of your own")
-    return folder
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of ``folder`` (created if missing); others wait for it, and a dead process frees it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` so that a reader finds the whole of it under ``path``, or nothing."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

@@ -49,11 +49,7 @@ class OwnProcesses:
     leads = True
 
     def decide(self, decide: Callable[[], list[Path]]) -> list[Path]:
-        """What ``decide`` returns on the leading process; the others wait for it and get the same.
-
-        Raises:
-            RefusedElsewhere: where another rank decides, and has refused the job.
-        """
+        """What ``decide`` returns on the leading process; the others wait for it and get the same."""
         return decide()
 
     def run(self, config: TrainConfig, worker_module: str) -> None:
@@ -167,5 +163,4 @@ def launch(config: TrainConfig, worker_module: str = WORKER_MODULE) -> None:
 
 
 def _worker(config: TrainConfig, module: str) -> tuple[str, ...]:
-    """Python's arguments for a worker of one method."""
     return "-m", module, str(Path(config.output) / CONFIG_FILE)

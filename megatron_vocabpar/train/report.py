@@ -72,14 +72,10 @@ class Summary:
 
 
 def write_report(folder: Path) -> str:
-    """Write the report of a results folder; returns what to show on the terminal.
-
-    Raises:
-        ValueError: if the folder is not that of a job, or no method has left any metrics.
-    """
+    """Write the report of a results folder; returns what to show on the terminal."""
     config = output.read_config(folder)
-    found = {name: read_metrics(folder / name / output.METRICS_FILE) for name in config.methods}
-    metrics = {name: records for name, records in found.items() if records}
+    every = {name: read_metrics(folder / name / output.METRICS_FILE) for name in config.methods}
+    metrics = {name: records for name, records in every.items() if records}
     if not metrics:
         raise ValueError(f"{folder} holds no metrics of {', '.join(config.methods)}; train first")
     reference = reference_method(list(metrics))
@@ -175,7 +171,6 @@ def as_text(title: str, cells: Sequence[Sequence[str]]) -> str:
 
 
 def _page(folder: Path, config: TrainConfig, tables: Sequence[TextTable]) -> str:
-    """``index.html``: all results on one page that needs no other file and no instructions."""
     environment = Environment(
         loader=PackageLoader("megatron_vocabpar", "train"),
         autoescape=True,

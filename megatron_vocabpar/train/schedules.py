@@ -53,27 +53,19 @@ def misfit(config: TrainConfig, method: str, family: Family) -> str | None:
 
 
 def plan_method(config: TrainConfig, method: str) -> Plan:
-    """The plan of one method: of the named family, or the fastest of all that fit.
-
-    Raises:
-        ValueError: if no family fits, or the file of ``--costs`` is not one of this job.
-    """
+    """The plan of one method: of the named family, or the fastest of all that fit."""
     fitting = fitting_families(config, method)
     costs = None if config.costs is None else PassCosts.load(config.costs)
     chosen = method_named(method, late_gradient=config.late_gradient)
     p, m, chunks, cap = config.pp, config.microbatches, config.chunks, config.max_activations
     if config.family == SEARCH:
-        found = search(chosen, p, m, among=fitting, chunks=chunks, costs=costs, max_activations=cap)
-        return Plan.of(found, costs)
+        result = search(chosen, p, m, among=fitting, chunks=chunks, costs=costs, max_activations=cap)
+        return Plan.of(result, costs)
     return make_plan(chosen, p, m, family=fitting[0], chunks=chunks, costs=costs, max_activations=cap)
 
 
 def fitting_families(config: TrainConfig, method: str) -> list[Family]:
-    """The families that ``--family`` and ``--chunks`` leave open, and in which ``method`` can train.
-
-    Raises:
-        ValueError: if there is none, naming the flag, its value and the remedy.
-    """
+    """The families that ``--family`` and ``--chunks`` leave open, and in which ``method`` can train."""
     named = [family for name, family in families().items() if config.family in (name, SEARCH)]
     open_ = [family for family in named if family.allows(config.chunks)]
     if not open_:
@@ -91,8 +83,8 @@ def fitting_families(config: TrainConfig, method: str) -> list[Family]:
 
 def describe(schedule: Schedule, family: str) -> str:
     """A schedule in words: family, chunks, placement, and the planned peaks of activations."""
-    found = "found by search" if family == SEARCH else family
-    parts = [found, f"{schedule.chunks} model chunk{'' if schedule.chunks == 1 else 's'} a rank"]
+    name = "found by search" if family == SEARCH else family
+    parts = [name, f"{schedule.chunks} model chunk{'' if schedule.chunks == 1 else 's'} a rank"]
     if schedule.placement.shape == "vshape":
         parts.append("V-shaped")
     if schedule.splits_w:

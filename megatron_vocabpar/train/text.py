@@ -27,7 +27,6 @@ class Corpus:
     """Text as it is tokenized.
 
     Attributes:
-        name: what a person would call it.
         documents: pieces of text, none empty.
     """
 
@@ -36,7 +35,6 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """A hash of the documents and their order, for the keys of caches."""
         hash = hashlib.sha256()
         for document in self.documents:
             hash.update(document.encode("utf-8", "surrogatepass") + b"\0")
@@ -49,11 +47,7 @@ def is_indexed_dataset(text: str | None) -> bool:
 
 
 def check_source(text: str | None) -> None:
-    """A quick look at the start of a source.
-
-    Raises:
-        ValueError: if it is missing, empty or binary, naming the path and the remedy.
-    """
+    """A quick look at the start of a source."""
     if text is None:
         _standard_library()
         return
@@ -79,9 +73,6 @@ def read_corpus(text: str | None) -> Corpus:
 
     Args:
         text: a file, a folder (its text files, others are skipped), or None for the standard library.
-
-    Raises:
-        ValueError: if it is missing, empty or binary.
     """
     check_source(text)
     if text is None:
@@ -115,8 +106,8 @@ def _files(folder: Path, pattern: str) -> list[Path]:
         return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
 
     skipped = {"site-packages", "dist-packages", "__pycache__"}
-    found = (path for path in folder.rglob(pattern) if path.is_file() and not skipped & set(path.parts))
-    return sorted(found, key=spread)
+    paths = (path for path in folder.rglob(pattern) if path.is_file() and not skipped & set(path.parts))
+    return sorted(paths, key=spread)
 
 
 def _decoded(raw: bytes, cut: bool = False) -> str | None:
@@ -128,16 +119,15 @@ def _decoded(raw: bytes, cut: bool = False) -> str | None:
 
 
 def _documents(contents: Iterable[str], most: int) -> tuple[str, ...]:
-    """Cut contents into documents, up to ``most`` characters in all."""
-    taken: list[str] = []
+    documents: list[str] = []
     room = most
     for content in contents:
-        taken.append(content[:room])
-        room -= len(taken[-1])
+        documents.append(content[:room])
+        room -= len(documents[-1])
         if room <= 0:
             break
     longest = min(LONGEST_PIECE, max(SHORTEST_PIECE, (most - room) // PIECES_WANTED))
-    return tuple(piece for content in taken for piece in _pieces(content, longest) if piece.strip())
+    return tuple(piece for content in documents for piece in _pieces(content, longest) if piece.strip())
 
 
 def _pieces(content: str, longest: int) -> Iterator[str]:

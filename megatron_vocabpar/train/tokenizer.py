@@ -18,11 +18,7 @@ _BATCH = 64
 
 
 def train_tokenizer(documents: Sequence[str], vocab_size: int) -> Tokenizer:
-    """Train a tokenizer with exactly ``vocab_size`` tokens; the same documents give the same tokenizer.
-
-    Raises:
-        ValueError: if text and words together do not hold that many, saying how many they do.
-    """
+    """Train a tokenizer with exactly ``vocab_size`` tokens; the same documents give the same tokenizer."""
     tokenizer = _trained(documents, vocab_size, min_frequency=2)
     if tokenizer.get_vocab_size() != vocab_size:
         tokenizer = _trained([*documents, *_words()], vocab_size, min_frequency=1)
@@ -36,11 +32,7 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a ``tokenizer.json``.
-
-    Raises:
-        ValueError: if it is not one, or has no ``<|endoftext|>``.
-    """
+    """Read a ``tokenizer.json``."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
@@ -50,11 +42,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def end_of_text(tokenizer: Tokenizer) -> int:
-    """Id of ``<|endoftext|>``.
-
-    Raises:
-        ValueError: if the tokenizer does not have it.
-    """
+    """Id of ``<|endoftext|>``."""
     id = tokenizer.token_to_id(END_OF_TEXT)
     if id is None:
         raise ValueError(f"--tokenizer: the tokenizer has no token {END_OF_TEXT}; give one that has")

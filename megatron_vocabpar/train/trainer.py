@@ -45,11 +45,11 @@ from megatron_vocabpar.train.build import build
 from megatron_vocabpar.train.checkpoint import load_checkpoint, save_checkpoint
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.cpu import megatron_on
+from megatron_vocabpar.train.data_files import DataFiles
 from megatron_vocabpar.train.datasets import build_datasets, microbatches
 from megatron_vocabpar.train.failure import ProgressRecord
 from megatron_vocabpar.train.finite import Watch, check_norm, end_at
 from megatron_vocabpar.train.metrics import Metrics
-from megatron_vocabpar.train.prepare import DataFiles
 from megatron_vocabpar.train.workers import SAVED, on_signal
 
 _START = timedelta(minutes=10)  # in which all ranks have started
@@ -133,11 +133,10 @@ class _Trainer:
         self.train_data, self.valid_data = build_datasets(config, files)
 
     def _compare_ranks(self) -> None:
-        """Whether all ranks read the same files with the same versions; errors as ``agree``."""
-        told = {f"--{name.replace('_', '-')}": value for name, value in asdict(self.config).items()}
+        options = {f"--{name.replace('_', '-')}": value for name, value in asdict(self.config).items()}
         digest = {"digest of the plan": program_digest(self.plan.program)}
-        ours = versions() | {"megatron-core": megatron_version}
-        agree("configuration and versions", told | ours | digest, _START)
+        libraries = versions() | {"megatron-core": megatron_version}
+        agree("configuration and versions", options | libraries | digest, _START)
 
     @contextmanager
     def _observe(self, instruction: Instruction) -> Iterator[None]:
@@ -168,7 +167,7 @@ class _Trainer:
                     measured["eval_loss"] = self._evaluate()
                 metrics.add({"step": step + 1, **measured})
                 self.record.write("saving results")
-                terminated = self._any(self.terminated)
+                terminated = _on_any_rank(self.terminated, self.device)
                 at_interval = config.save_interval and (step + 1) % config.save_interval == 0
                 if config.save and (last or at_interval or terminated):
                     folder = output.checkpoint_folder(self.folder, step + 1)
@@ -187,12 +186,6 @@ class _Trainer:
     def _terminate(self, _: int) -> None:
         self.terminated = True
 
-    def _any(self, flag: bool) -> bool:
-        """Whether it is so on any rank."""
-        flags = torch.tensor(float(flag), device=self.device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-        return bool(flags)
-
     def _batches(self, dataset: Any, step: int) -> list[Iterator[Any] | None]:
         """The data of each chunk: the first stage and that of the loss have some, the others load nothing."""
         rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -206,17 +199,16 @@ class _Trainer:
         ]
 
     def _step(self, batches: list[Iterator[Any] | None], step: int) -> dict[str, Any]:
-        """One optimizer step; what is measured of it, the same on all ranks."""
         start = time.perf_counter()
         optimizer = self.state.optimizer
         learning_rate = optimizer.param_groups[0]["lr"]
         for chunk in self.state.chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        reported = self._run(batches, forward_only=False)
-        loss = self._mean_loss(reported)
+        reports = self._run(batches, forward_only=False)
+        loss = _mean_loss(reports, self.device)
         if self.config.check_finite and not math.isfinite(loss):
-            self._end_at(step, loss, reported)
+            self._end_at(step, loss, reports)
         _, grad_norm, _ = optimizer.step()
         if self.config.check_finite:
             check_norm(step + 1, loss, float(grad_norm))
@@ -228,27 +220,27 @@ class _Trainer:
             "lr": learning_rate,
             "tokens_per_s": self.config.tokens_per_step / seconds,
             "iteration_ms": seconds * 1e3,
-            "peak_memory_mib": self._peak_memory_mib(),
+            "peak_memory_mib": _peak_memory_mib(self.device, self.held_before_mib),
         }
 
-    def _end_at(self, step: int, loss: float, reported: list[Any]) -> NoReturn:
+    def _end_at(self, step: int, loss: float, reports: list[Any]) -> NoReturn:
         """Run the step's microbatches once more, to say where the loss ceased to be a number."""
         with self.watch.layers_of(self.state.chunks):
             self._run(self._batches(self.train_data, step), forward_only=True)
         method, last = self.plan.schedule.method, self.placement.last_stage
         kind = method.passes[0] if method.vocabulary_parallel else PassType.F
-        place = self.placement.p - 1 if method.vocabulary_parallel else last
-        losses = [float(report["lm loss"][0]) for report in reported]
+        stage = self.placement.p - 1 if method.vocabulary_parallel else last
+        losses = [float(report["lm loss"][0]) for report in reports]
         parameters = (named for chunk in self.state.chunks for named in chunk.module.named_parameters())
-        end_at(step + 1, loss, losses, lambda i: Pass(kind, place, i), self.watch, parameters)
+        end_at(step + 1, loss, losses, lambda i: Pass(kind, stage, i), self.watch, parameters)
 
     def _evaluate(self) -> float | None:
         """Mean loss of the first ``eval_iters`` steps' worth of the evaluation data."""
         if self.valid_data is None:
             return None
         batches = self._batches(self.valid_data, 0)
-        runs = (self._run(batches, forward_only=True) for _ in range(self.config.eval_iters))
-        return self._mean_loss([report for reported in runs for report in reported])
+        runs = [self._run(batches, forward_only=True) for _ in range(self.config.eval_iters)]
+        return _mean_loss([report for reports in runs for report in reports], self.device)
 
     def _run(self, batches: list[Iterator[Any] | None], forward_only: bool) -> list[Any]:
         return self.forward_backward(
@@ -261,20 +253,27 @@ class _Trainer:
             forward_only=forward_only,
         )
 
-    def _mean_loss(self, reported: list[Any]) -> float:
-        """Loss per token over all replicas; one tensor-parallel rank of each last rank counts."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        if reported and parallel_state.get_tensor_model_parallel_rank() == 0:
-            sums += torch.stack([report["lm loss"] for report in reported]).double().sum(0)
-        dist.all_reduce(sums)
-        total, tokens = sums.tolist()
-        return total / max(tokens, 1.0)
 
-    def _peak_memory_mib(self) -> list[float]:
-        """The largest peak of each stage's ranks, less what the process held before the model was built."""
-        peaks = torch.zeros(self.config.pp, dtype=torch.float64, device=self.device)
-        peaks[parallel_state.get_pipeline_model_parallel_rank()] = (
-            peak_memory_mib(self.device) - self.held_before_mib
-        )
-        dist.all_reduce(peaks, dist.ReduceOp.MAX)
-        return [round(peak, 1) for peak in peaks.tolist()]
+def _on_any_rank(flag: bool, device: torch.device) -> bool:
+    flags = torch.tensor(float(flag), device=device)
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return bool(flags)
+
+
+def _mean_loss(reports: list[Any], device: torch.device) -> float:
+    """Loss per token over all replicas; one tensor-parallel rank of each last rank counts."""
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    if reports and parallel_state.get_tensor_model_parallel_rank() == 0:
+        sums += torch.stack([report["lm loss"] for report in reports]).double().sum(0)
+    dist.all_reduce(sums)
+    total, tokens = sums.tolist()
+    return total / max(tokens, 1.0)
+
+
+def _peak_memory_mib(device: torch.device, before_mib: float) -> list[float]:
+    """The largest peak of each stage's ranks, less what the process held before the model was built."""
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    peaks = torch.zeros(stages, dtype=torch.float64, device=device)
+    peaks[parallel_state.get_pipeline_model_parallel_rank()] = peak_memory_mib(device) - before_mib
+    dist.all_reduce(peaks, dist.ReduceOp.MAX)
+    return [round(peak, 1) for peak in peaks.tolist()]

@@ -45,7 +45,6 @@ def initialise_weights(model: GPTModel, seed: int) -> None:
     Args:
         model: GPTModel or VocabParallelGPTModel. A stock last stage draws a tied output weight as the
             embedding is drawn.
-        seed: of the whole model.
     """
     config = model.config
     for name, parameter in global_parameters(model):

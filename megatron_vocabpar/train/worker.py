@@ -73,7 +73,6 @@ def _leave(code: int, temporary: Path | None) -> NoReturn:
 
 
 def _log_to(path: Path) -> None:
-    """Send this process's output, and its children's, to a file."""
     with open(path, "ab", buffering=0) as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())

@@ -2,7 +2,10 @@
 
 A worker that ends badly ends the others. Ctrl-C ends them at once; SIGTERM is handed on, and they get time to
 save. A watchdog says which ranks stand still, and ends the job after a time that the user may give.
-Next: ``failure.py``, what is read from the ranks' records.
+
+``torch.distributed.elastic.multiprocessing`` breaks two promises: what a dead worker has started lives on,
+and peers get SIGTERM, which means "save" here, so one that saves or stands still holds the job for 30 s.
+Next: ``failure.py``, which reads the ranks' records.
 """
 
 from __future__ import annotations
@@ -48,10 +51,7 @@ class Watchdog:
     """Says, a line each time, that no rank has got any further for a while, and where each of them is.
 
     Attributes:
-        logs: folder of the ranks' records.
-        ranks: number of ranks.
         timeout_s: after which the job ends; 0 is never.
-        say: told the lines.
         places: gives each instruction's place in an order in which none waits for a later one.
     """
 
@@ -121,7 +121,7 @@ def _places(schedule: Path) -> dict[str, int]:
     plan = plan_from_json(schedule.read_text())
     places = places_in_step(plan.schedule, plan.program)
     last = {row[-1] for row in plan.program}
-    return {str(item): len(places) if item in last else place for item, place in places.items()}
+    return {str(item): len(places) if item in last else position for item, position in places.items()}
 
 
 def run_workers(
@@ -141,18 +141,17 @@ def run_workers(
         Interrupted: after Ctrl-C, or after SIGTERM, here or at a worker, once all have saved.
         TrainingFailed: the watchdog's.
     """
-    with (
-        on_signal(signal.SIGTERM, _interrupt),
-        on_signal(signal.SIGINT, _interrupt),
-        ExitStack() as stack,
-    ):
+    with on_signal(signal.SIGTERM, _interrupt), on_signal(signal.SIGINT, _interrupt), ExitStack() as stack:
         processes: dict[int, subprocess.Popen[bytes]] = {}
         try:
             for rank, environment in environments.items():
                 temporary = TemporaryDirectory(prefix="vocabpar-", ignore_cleanup_errors=True)
-                own = {**environment, **dict.fromkeys(("TMPDIR", TEMPORARY), stack.enter_context(temporary))}
+                variables = {
+                    **environment,
+                    **dict.fromkeys(("TMPDIR", TEMPORARY), stack.enter_context(temporary)),
+                }
                 processes[rank] = subprocess.Popen(
-                    [sys.executable, *command], env=own, start_new_session=True
+                    [sys.executable, *command], env=variables, start_new_session=True
                 )
             codes = _wait(processes, watchdog)
         except Interrupted as stop:

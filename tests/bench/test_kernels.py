@@ -11,11 +11,11 @@ import torch
 from click.testing import CliRunner
 from torch.nn import functional
 
+from benchmarks.kernels_others import ON_ANY_DEVICE, OTHERS, forward_backward
+from benchmarks.kernels_published import published_pass
 from megatron_vocabpar.bench import kernels, kernels_layer
 from megatron_vocabpar.bench.environment import file_name
 from megatron_vocabpar.bench.kernels import METHODS, Shape, measure_input, measure_output, shapes
-from megatron_vocabpar.bench.kernels_others import ON_ANY_DEVICE, OTHERS, forward_backward
-from megatron_vocabpar.bench.kernels_published import published_pass
 from megatron_vocabpar.cli.bench import kernels_command
 from tests.layers import reference
 from tests.layers.test_output import V, batch
@@ -118,3 +118,11 @@ def test_the_table_names_what_was_not_measured(monkeypatch: pytest.MonkeyPatch) 
     assert done.exit_code == 0, done.output
     for name in ("liger", "cce", "quack", "megatron"):
         assert f"{name}: not measured: it needs a CUDA device" in done.output
+
+
+def test_an_installed_package_measures_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "benchmarks", lambda: None)
+    monkeypatch.setattr(kernels, "shapes", lambda device, quick: [SMALL])
+    done = CliRunner().invoke(kernels_command, ["--device", "cpu", "--rounds", "1", "--format", "json"])
+    rows = json.loads(done.stdout)["rows"]
+    assert all(row["ours_ms"] > 0 and row["published_ms"] is None and not row["others_ms"] for row in rows)

@@ -6,8 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -24,25 +24,16 @@ SMALL = [
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> str:
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"line {number} of a text, {number * number}\n" for number in range(800)))
-    return str(path)
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A small job's flags; its results go to ``out``."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {number} of a text, {number * number}\n" for number in range(800)))
+    monkeypatch.setenv("VOCABPAR_CACHE", str(tmp_path / "cache"))
+    return [*SMALL, "--text", str(text), "--output", str(tmp_path / "out")]
 
 
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    return {**os.environ, "VOCABPAR_CACHE": str(tmp_path / "cache")}
-
-
-def vocabpar(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_vocabpar", *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+def python(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=240, **options)
 
 
 def test_verbs_are_listed_without_torch() -> None:
@@ -67,10 +58,6 @@ def test_version() -> None:
     ("arguments", "message"),
     [
         (["--pp", "9"], "--pp 9 is larger than --layers 8"),
-        (["--microbatches", "0"], "--microbatches is 0"),
-        (["--method", "vocab2"], "did you mean vocab-2?"),
-        (["--text", "/no/such/text"], "--text /no/such/text: there is no such file"),
-        (["--vocab-size", "300", "--tokenizer-vocab-size", "301"], "--vocab-size 300 is smaller than"),
         (["--resume"], "holds no checkpoint"),
     ],
 )
@@ -111,28 +98,24 @@ def test_only_our_own_value_errors_are_the_users(monkeypatch: pytest.MonkeyPatch
 def test_an_interrupt_while_the_command_line_is_imported(tmp_path: Path) -> None:
     (tmp_path / "click.py").write_text(f"import os\nos.kill(os.getpid(), {int(signal.SIGINT)})\n")
     root = str(Path(command.__file__).parents[2])
-    interrupted = vocabpar(environment={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"})
+    paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
+    interrupted = python("-m", "megatron_vocabpar", env=os.environ | paths)
     assert (interrupted.returncode, interrupted.stderr) == (130, "vocabpar: interrupted\n")
 
 
-def fake_job(*arguments: str) -> list[str]:
-    """Python's arguments for a job whose workers only pretend."""
-    code = (
-        "import functools\n"
-        "from megatron_vocabpar.train import job\n"
-        "job.run_job = functools.partial(job.run_job, worker_module='tests.train.fake_worker')\n"
-        "from megatron_vocabpar.cli.main import main\n"
-        "main(prog_name='vocabpar')"
-    )
-    return ["-c", code, "train", *arguments]
+FAKE_JOB = (
+    "import functools\n"
+    "from megatron_vocabpar.train import job\n"
+    "job.run_job = functools.partial(job.run_job, worker_module='tests.train.fake_worker')\n"
+    "from megatron_vocabpar.cli.main import main\n"
+    "main(prog_name='vocabpar')"
+)
+"""A job whose workers only pretend."""
 
 
-def test_a_whole_job_with_two_methods(tmp_path: Path, text: str, environment: dict[str, str]) -> None:
+def test_a_whole_job_with_two_methods(tmp_path: Path, job: list[str]) -> None:
     output = tmp_path / "out"
-    arguments = [*SMALL, "--text", text, "--output", str(output), "--compare", "baseline"]
-    result = subprocess.run(
-        [sys.executable, *fake_job(*arguments)], env=environment, capture_output=True, text=True
-    )
+    result = python("-c", FAKE_JOB, "train", *job, "--compare", "baseline")
     assert result.returncode == 0, result.stderr
     assert "training vocab-2 on 2 processes (cpu)" in result.stdout
     assert "rank 0 of 2 trains baseline" in result.stdout
@@ -140,100 +123,58 @@ def test_a_whole_job_with_two_methods(tmp_path: Path, text: str, environment: di
     assert (output / "baseline" / "data.json").is_file()
     assert from_json((output / "vocab-2" / "schedule.json").read_text()) == generate("vocab-2", 2, 8)
     assert "<p>Schedule: 1f1b, 1 model chunk a rank; planned peak" in (output / "index.html").read_text()
-    again = vocabpar("train", *arguments, environment=environment)
+    again = python("-m", "megatron_vocabpar", "train", *job, "--compare", "baseline")
     assert again.returncode == 2
     assert "give --resume, --overwrite, or another folder" in again.stderr
 
 
 @pytest.mark.slow
-def test_a_further_method_joins_a_finished_job(
-    tmp_path: Path, text: str, environment: dict[str, str]
-) -> None:
-    arguments = [*SMALL, "--text", text, "--output", str(tmp_path / "out"), "--compare"]
-    for further in ([*arguments, "baseline"], [*arguments, "baseline,naive", "--resume"]):
-        job = [sys.executable, *fake_job(*further)]
-        result = subprocess.run(job, env=environment, capture_output=True, text=True)
+def test_a_further_method_joins_a_finished_job(job: list[str]) -> None:
+    for further in (["baseline"], ["baseline,naive", "--resume"]):
+        result = python("-c", FAKE_JOB, "train", *job, "--compare", *further)
         assert result.returncode == 0, result.stderr
     assert "baseline has done its 40 steps" in result.stdout
     assert "rank 0 of 2 trains naive" in result.stdout
 
 
-@pytest.mark.slow
-def test_a_failing_worker_is_exit_code_1(tmp_path: Path, text: str, environment: dict[str, str]) -> None:
-    arguments = [*SMALL, "--text", text, "--output", str(tmp_path / "out")]
-    result = subprocess.run(
-        [sys.executable, *fake_job(*arguments)],
-        env={**environment, "FAKE_WORKER": "raise:1"},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 1
-    first = result.stderr.splitlines()[0]
-    assert first.startswith(
-        "vocabpar train: error: rank 1 raised RuntimeError: the pretended fault (at step 7"
-    )
+def torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(f"import sys\nsys.argv[1:] = {['train', *words]!r}\n{FAKE_JOB}\n")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    return python(*launcher, str(script))
 
 
 @pytest.mark.slow
-def test_ctrl_c_is_exit_code_130(tmp_path: Path, text: str, environment: dict[str, str]) -> None:
-    arguments = [*SMALL, "--text", text, "--output", str(tmp_path / "out")]
-    process = subprocess.Popen(
-        [sys.executable, *fake_job(*arguments)], env={**environment, "FAKE_WORKER": "wait"}
-    )
-    deadline = time.monotonic() + 240
-    while not (tmp_path / "out" / "vocab-2" / "pid1").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=240) == 130
-
-
-def torchrun(
-    tmp_path: Path, environment: dict[str, str], *arguments: str
-) -> subprocess.CompletedProcess[str]:
-    script = tmp_path / "script.py"
-    _, code, *words = fake_job(*arguments)
-    script.write_text(f"import sys\nsys.argv[1:] = {words!r}\n{code}\n")
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-
-@pytest.mark.slow
-def test_under_torchrun(tmp_path: Path, text: str, environment: dict[str, str]) -> None:
-    output = tmp_path / "out"
-    result = torchrun(
-        tmp_path, environment, *SMALL, "--text", text, "--output", str(output), "--compare", "baseline"
-    )
+def test_under_torchrun(tmp_path: Path, job: list[str]) -> None:
+    result = torchrun(tmp_path, *job, "--compare", "baseline")
     assert result.returncode == 0, result.stderr
     assert "rank 0 of 2 trains baseline" in result.stdout
-    assert (output / "vocab-2" / "pid1").exists()
-    assert (output / "index.html").is_file()
+    assert (tmp_path / "out" / "vocab-2" / "pid1").exists()
+    assert (tmp_path / "out" / "index.html").is_file()
 
 
 @pytest.mark.slow
-def test_a_refusal_under_torchrun_is_said_once(
-    tmp_path: Path, text: str, environment: dict[str, str]
+@pytest.mark.parametrize(
+    ("flags", "fault", "message"),
+    [
+        (
+            ["--tp", "2"],
+            "train",
+            "torchrun started 2 processes, but the job has --pp 2 × --tp 2 × --dp 1",
+        ),
+        ([], "kill:1", "error: rank 1 was killed by signal 9, SIGKILL (at step 7, in pass 2S5"),
+    ],
+)
+def test_what_fails_under_torchrun_is_said_once(
+    tmp_path: Path,
+    job: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    fault: str,
+    message: str,
 ) -> None:
-    result = torchrun(
-        tmp_path, environment, *SMALL, "--text", text, "--output", str(tmp_path / "o"), "--tp", "2"
-    )
+    monkeypatch.setenv("FAKE_WORKER", fault)
+    result = torchrun(tmp_path, *job, *flags)
     assert result.returncode != 0
-    assert (
-        result.stderr.count("torchrun started 2 processes, but the job has --pp 2 × --tp 2 × --dp 1 = 4") == 1
-    )
-    assert not (tmp_path / "o").exists()
-
-
-@pytest.mark.slow
-def test_a_failure_under_torchrun_names_the_rank(
-    tmp_path: Path, text: str, environment: dict[str, str]
-) -> None:
-    environment = {**environment, "FAKE_WORKER": "kill:1"}
-    result = torchrun(tmp_path, environment, *SMALL, "--text", text, "--output", str(tmp_path / "out"))
-    assert result.returncode != 0
-    assert result.stderr.count("error: rank 1 was killed by signal 9, SIGKILL (at step 7, in pass 2S5") == 1
+    assert result.stderr.count(message) == 1
+    assert (tmp_path / "out").exists() == (not flags)

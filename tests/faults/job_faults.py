@@ -12,6 +12,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from megatron_vocabpar.train.intact import write_digests
@@ -26,6 +27,9 @@ KILL, TERM, INT, STOP = signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SI
 FRESH = Fault.__dataclass_fields__["arguments"].default
 SAVES_AT_END = FRESH.replace(" --no-save", "")
 SAVING_TWICE = FRESH.replace("--no-save", "--save-interval 2")
+on_resume = partial(Fault, arguments=RESUME, after="one")
+"""A job of one method goes on; four of its six steps were done before."""
+
 GO_ON = r"last checkpoints: .*go on with: vocabpar train --resume --output \S+out"
 SAVING = "saving results"
 
@@ -43,11 +47,8 @@ def not_finite() -> Iterator[Fault]:
         (1, "final_layernorm", r"first not finite in .*rank 1"),
     ):
         said = rf"loss nan at step 5; {where}.*; before it in \S*{what}\S* of rank {rank}; .*\n(.*\n)*{GO_ON}"
-        yield Fault(f"nan-in-{what}-of-rank-{rank}", 1, said, RESUME, after="one", plant=spoils(rank, 5, what))
-    yield Fault(
-        "nan-infinite-weight", 1, r"loss (nan|inf) at step 2; first not finite in layer 1",
-        plant=spoils(0, 2, "layers.0.self_attention", float("inf")),
-    )  # fmt: skip
+        yield on_resume(f"nan-in-{what}-of-rank-{rank}", 1, said, plant=spoils(rank, 5, what))
+    yield Fault("nan-infinite-weight", 1, r"loss (nan|inf) at step 2; first not finite in layer 1", plant=spoils(0, 2, "layers.0.self_attention", float("inf")))
     yield Fault(
         "nan-in-stock-last-stage", 1, r"loss nan at step 3; first not finite in .*rank 1",
         arguments=FRESH + " --method baseline", plant=spoils(1, 3, "output_layer"), 
@@ -57,10 +58,7 @@ def not_finite() -> Iterator[Fault]:
         "nan-goes-on-where-it-is-told-to", 0, r"not finite from step 3", plant=spoils(0, 3, "layers.0.mlp"),
         arguments=FRESH + " --no-check-finite --compare baseline",
     )  # fmt: skip
-    yield Fault(
-        "nan-after-resume", 1, rf"loss nan at step 6.*\n(.*\n)*{GO_ON}", RESUME, after="two",
-        plant=spoils(1, 6, "output_layer"),
-    )  # fmt: skip
+    yield on_resume("nan-after-resume", 1, rf"loss nan at step 6.*\n(.*\n)*{GO_ON}", after="two", plant=spoils(1, 6, "output_layer"))
 
 
 # ---- resume
@@ -68,18 +66,14 @@ def not_finite() -> Iterator[Fault]:
 
 def resume() -> Iterator[Fault]:
     done = r"step 6/6"
-    yield Fault("resume-plain", 0, rf"{done}(.*\n)*.*steps compared", RESUME, after="two")
+    yield on_resume("resume-plain", 0, rf"{done}(.*\n)*.*steps compared", after="two")
     yield Fault("resume-on-one-stage", 0, done, RESUME + " --pp 1", after="two")
     yield Fault("resume-with-another-method", 0, done, RESUME + " --method naive", after="one")
     yield Fault("resume-with-more-replicas", 0, done, RESUME + " --dp 2 --pp 1", after="one")
     yield Fault("resume-without-more-steps", 2, "has done 4 steps, and --steps is 4; give more", "train --resume --output {}/out", after="two")
     yield Fault("resume-fewer-steps", 2, "has done 4 steps, and --steps is 3; give more", "train --resume --steps 3 --output {}/out", after="two")
     yield Fault(
-        "resume-of-another-model",
-        2,
-        r"--hidden 16 \(this job: 32\), .*--seq-length 16 \(this job: 8\)",
-        RESUME + " --hidden 32 --seq-length 8",
-        after="two",
+        "resume-of-another-model", 2, r"--hidden 16 \(this job: 32\), .*--seq-length 16 \(this job: 8\)", RESUME + " --hidden 32 --seq-length 8", after="two"
     )
     yield Fault("resume-nothing", 2, "holds no checkpoint", RESUME)
     yield Fault("resume-and-overwrite", 2, "give one of the two", RESUME + " --overwrite", after="one")
@@ -92,16 +86,10 @@ def resume() -> Iterator[Fault]:
         ("types", '{"pp": "two"}'),
         ("empty", ""),
     ):
+        yield on_resume(f"resume-config-{name}", 2, r"cannot read \S+config.json|unknown field|is 'two'", after="two", prepare=writes("config.json", text))
         yield Fault(
-            f"resume-config-{name}", 2, r"cannot read \S+config.json|unknown field|is 'two'", RESUME, after="two", prepare=writes("config.json", text)
-        )
-        yield Fault(
-            f"resume-method-config-{name}",
-            2,
-            r"cannot read \S+config.json|unknown field|is 'two'",
-            RESUME,
-            after="two",
-            prepare=writes("vocab-2/config.json", text),
+            f"resume-method-config-{name}", 2, r"cannot read \S+config.json|unknown field|is 'two'", RESUME, after="two",
+            prepare=writes("vocab-2/config.json", text)
         )
 
 
@@ -126,21 +114,15 @@ def processes() -> Iterator[Fault]:
     ):  # fmt: skip
         name = place.replace(" ", "-") or "between"
         yield Fault(
-            f"orphans-rank-{rank}-{signal.Signals(number).name}-step-{step}-{name}",
-            1,
-            died.format(rank, int(number)),
-            SAVING_TWICE if place == SAVING else FRESH,
-            plant=at(rank, step, place, by(number)),
+            f"orphans-rank-{rank}-{signal.Signals(number).name}-step-{step}-{name}", 1, died.format(rank, int(number)),
+            SAVING_TWICE if place == SAVING else FRESH, plant=at(rank, step, place, by(number))
         )
     for rank in (0, 1):
         yield Fault(f"orphans-rank-{rank}-leaves", 1, f"rank {rank} ended with exit code 7", plant=at(rank, 2, "1F1" if rank else "0F1", ends(7)))
     for step, place in ((1, ""), (2, "1F0"), (2, SAVING), (4, SAVING)):
         yield Fault(
-            f"orphans-launcher-killed-step-{step}-{place.replace(' ', '-') or 'between'}",
-            -KILL,
-            "training vocab-2",
-            SAVING_TWICE if place == SAVING else FRESH,
-            plant=at(1, step, place, by(KILL, parent=True)),
+            f"orphans-launcher-killed-step-{step}-{place.replace(' ', '-') or 'between'}", -KILL, "training vocab-2",
+            SAVING_TWICE if place == SAVING else FRESH, plant=at(1, step, place, by(KILL, parent=True))
         )
     yield Fault("orphans-launcher-killed-after-saving", -KILL, "training vocab-2", SAVING_TWICE, plant=at(0, 3, "0F0", by(KILL, parent=True)))
     for step, place in ((2, "1F0"), (3, SAVING)):
@@ -152,22 +134,13 @@ def processes() -> Iterator[Fault]:
             plant=at(1, step, place, by(TERM, parent=True)),
         )
         yield Fault(
-            f"saved-sigterm-rank-step-{step}",
-            128 + TERM,
-            f"interrupted; last checkpoints: vocab-2 of step {step}",
-            SAVES_AT_END,
-            plant=at(1, step, place, by(TERM)),
+            f"saved-sigterm-rank-step-{step}", 128 + TERM, f"interrupted; last checkpoints: vocab-2 of step {step}", SAVES_AT_END,
+            plant=at(1, step, place, by(TERM))
         )
+    yield Fault("saved-sigterm-all", 128 + TERM, "interrupted; last checkpoints: vocab-2 of step 3", SAVES_AT_END, plant=at(0, 3, "0F1", plants.to_both(TERM)))
     yield Fault(
-        "saved-sigterm-all", 128 + TERM, "interrupted; last checkpoints: vocab-2 of step 3", SAVES_AT_END, plant=at(0, 3, "0F1", plants.to_both(TERM))
-    )
-    yield Fault(
-        "saved-sigterm-while-resuming",
-        128 + TERM,
-        "interrupted; last checkpoints: vocab-2 of step 5",
-        RESUME_SAVING,
-        after="two",
-        plant=at(0, 5, "0F1", by(TERM, parent=True)),
+        "saved-sigterm-while-resuming", 128 + TERM, "interrupted; last checkpoints: vocab-2 of step 5", RESUME_SAVING, after="two",
+        plant=at(0, 5, "0F1", by(TERM, parent=True))
     )
     for name, function in (
         ("check", "check"), ("prepare", "prepare"), ("plan", "plan_method"), ("report", "write_report"),
@@ -177,24 +150,16 @@ def processes() -> Iterator[Fault]:
             if number == TERM and name in ("check", "plan"):
                 continue
             code, said = (130, "vocabpar train: interrupted") if number == INT else (-TERM, "")
-            yield Fault(
-                f"stopped-{signal.Signals(number).name}-in-{name}", code, said, plant=instead("megatron_vocabpar.train.job", function, by(number))
-            )
+            yield Fault(f"stopped-{signal.Signals(number).name}-in-{name}", code, said, plant=instead("megatron_vocabpar.train.job", function, by(number)))
     for step, place in ((1, ""), (2, "1F0"), (2, SAVING), (4, SAVING)):
         yield Fault(
-            f"stopped-ctrl-c-step-{step}-{place.replace(' ', '-') or 'between'}",
-            130,
-            "interrupted; (last|no) checkpoint",
-            plant=at(1, step, place, plants.to_both(INT) if step == 2 else by(INT, parent=True)),
+            f"stopped-ctrl-c-step-{step}-{place.replace(' ', '-') or 'between'}", 130, "interrupted; (last|no) checkpoint",
+            plant=at(1, step, place, plants.to_both(INT) if step == 2 else by(INT, parent=True))
         )
     yield Fault("stopped-ctrl-c-by-the-shell", 130, "vocabpar train: interrupted", real=True, meanwhile=_interrupted_soon)
     interrupts = f"import os; os.kill(os.getpid(), {int(INT)})"
     yield Fault(
-        "stopped-ctrl-c-while-importing",
-        130,
-        "^vocabpar: interrupted\n$",
-        real=True,
-        prepare=lambda place: (place.folder / "click.py").write_text(interrupts),
+        "stopped-ctrl-c-while-importing", 130, "^vocabpar: interrupted\n$", real=True, prepare=lambda place: (place.folder / "click.py").write_text(interrupts)
     )
 
 
@@ -216,9 +181,7 @@ def hangs() -> Iterator[Fault]:
     yield Fault("hang-rank-1-sleeps", 1, said.format(1), FRESH + " --timeout 2", plant=at(1, 2, "1S1", plants.stops))
     both = r"--timeout 2: no rank has got any further for \d+ s: ranks 0, 1 at step 2, in saving results\n"
     yield Fault("hang-while-saving", 1, both, FRESH + " --timeout 2", plant=at(0, 2, SAVING, plants.stops))
-    yield Fault(
-        "hang-is-told-and-can-go-on", 0, r"no rank has got any further for 1\d s(.*\n)*.*step 4/4", plant=at(1, 2, "1F1", lambda: time.sleep(17))
-    )
+    yield Fault("hang-is-told-and-can-go-on", 0, r"no rank has got any further for 1\d s(.*\n)*.*step 4/4", plant=at(1, 2, "1F1", lambda: time.sleep(17)))
 
 
 # ---- two jobs
@@ -227,22 +190,15 @@ def hangs() -> Iterator[Fault]:
 def two_jobs() -> Iterator[Fault]:
     for name, extra in (("overwrite", "--steps 4 --overwrite"), ("resume", "--resume --steps 6")):
         yield Fault(
-            f"two-jobs-second-by-{name}",
-            2,
-            r"--output \S+out is in use by process \d+ on ",
-            RESUME if name == "resume" else FRESH.replace("--steps 4", "") + " " + extra,
-            after="two",
-            prepare=holds_lock,
+            f"two-jobs-second-by-{name}", 2, r"--output \S+out is in use by process \d+ on ",
+            RESUME if name == "resume" else FRESH.replace("--steps 4", "") + " " + extra, after="two", prepare=holds_lock
         )
     yield Fault("two-jobs-again-without-a-word", 2, "holds the results of an earlier job; give --resume, --overwrite, or", after="two")
-    yield Fault("two-jobs-lock-of-a-dead-one", 0, "step 6/6", RESUME, after="two", prepare=writes(".lock", "process 1 on nowhere"))
+    yield on_resume("two-jobs-lock-of-a-dead-one", 0, "step 6/6", after="two", prepare=writes(".lock", "process 1 on nowhere"))
     yield Fault("two-jobs-overwrite-says-so", 0, "replacing the results of vocab-2, baseline", FRESH + " --overwrite", after="two", spared=False)
     yield Fault(
-        "two-jobs-in-a-folder-of-something-else",
-        2,
-        "holds no results of an earlier job; give another folder",
-        FRESH + " --overwrite",
-        prepare=writes("thesis.txt", "years of work"),
+        "two-jobs-in-a-folder-of-something-else", 2, "holds no results of an earlier job; give another folder", FRESH + " --overwrite",
+        prepare=writes("thesis.txt", "years of work")
     )
 
 
@@ -265,45 +221,34 @@ _HELD: list[object] = []
 
 def flips(path: Path) -> None:
     data = bytearray(path.read_bytes())
-    for place in range(len(data) // 3, min(len(data), len(data) // 3 + 64)):
-        data[place] ^= 0xFF
+    third = len(data) // 3
+    data[third : third + 64] = bytes(byte ^ 0xFF for byte in data[third : third + 64])
     path.write_bytes(data)
 
 
-def empties(path: Path) -> None:
-    path.write_bytes(b"")
+def replaced_by(make: Callable[[Path], object]) -> Callable[[Path], object]:
+    """The file is removed, and this made in its place."""
+    return lambda path: (path.unlink(), make(path))
 
 
-def cuts(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def removes(path: Path) -> None:
-    path.unlink()
-
-
-def becomes_a_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def becomes_a_loop(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path.name)
-
-
-def becomes_a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
+HARMS: dict[str, Callable[[Path], object]] = {
+    "flips": flips,
+    "empties": lambda path: path.write_bytes(b""),
+    "cuts": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "removes": Path.unlink,
+    "becomes_a_folder": replaced_by(Path.mkdir),
+    "becomes_a_loop": replaced_by(lambda path: path.symlink_to(path.name)),
+    "becomes_a_pipe": replaced_by(os.mkfifo),
+}
 NEWEST, EARLIER = "vocab-2/checkpoint/step_0000004", "vocab-2/checkpoint/step_0000002"
 
 
-def harms(*pairs: tuple[Callable[[Path], None], str]) -> Callable[[Place], None]:
+def harms(*pairs: tuple[str, str]) -> Callable[[Place], None]:
+    """Files of the results folder are harmed: names of ``HARMS`` and of files."""
+
     def prepare(place: Place) -> None:
         for harm, name in pairs:
-            harm(place.out / name)
+            HARMS[harm](place.out / name)
 
     return prepare
 
@@ -312,58 +257,31 @@ def damaged() -> Iterator[Fault]:
     falls_back = r"step_0000004 is damaged: .*; it is kept as step_0000004.damaged, and the one before it is used(.*\n)*.*step 6/6"
     files = ("__0_0.distcp", "__1_1.distcp", "common.pt", "metadata.json", ".metadata")
     for name in files:
-        for harm in (flips, empties, cuts, removes):
-            if (name, harm) not in {("metadata.json", empties), ("common.pt", cuts), ("__1_1.distcp", empties)}:
-                yield Fault(f"damage-{harm.__name__}-{name}", 0, falls_back, RESUME, after="one", prepare=harms((harm, f"{NEWEST}/{name}")))
-    for harm in (becomes_a_folder, becomes_a_loop, becomes_a_pipe):
-        yield Fault(f"damage-{harm.__name__}", 0, falls_back, RESUME, after="one", prepare=harms((harm, f"{NEWEST}/__0_1.distcp")))
-    for harm in (empties, cuts, becomes_a_pipe, becomes_a_loop, becomes_a_folder):
-        yield Fault(
-            f"damage-digests-{harm.__name__}",
-            0,
-            falls_back if harm in (empties, cuts) else "step 6/6",
-            RESUME,
-            after="one",
-            prepare=harms((harm, f"{NEWEST}/digests.json")),
-        )
+        for harm in ("flips", "empties", "cuts", "removes"):
+            if (name, harm) not in {("metadata.json", "empties"), ("common.pt", "cuts"), ("__1_1.distcp", "empties")}:
+                yield on_resume(f"damage-{harm}-{name}", 0, falls_back, prepare=harms((harm, f"{NEWEST}/{name}")))
+    for harm in ("becomes_a_folder", "becomes_a_loop", "becomes_a_pipe"):
+        yield on_resume(f"damage-{harm}", 0, falls_back, prepare=harms((harm, f"{NEWEST}/__0_1.distcp")))
+    for harm in ("empties", "cuts", "becomes_a_pipe", "becomes_a_loop", "becomes_a_folder"):
+        yield on_resume(f"damage-digests-{harm}", 0, falls_back if harm in ("empties", "cuts") else "step 6/6", prepare=harms((harm, f"{NEWEST}/digests.json")))
     for text in ("[]", '"x"', '{"x": 1}', "\0"):
-        yield Fault(f"damage-digests-hold-{text.strip()[:3]!r}", 0, falls_back, RESUME, after="one", prepare=writes(f"{NEWEST}/digests.json", text))
-    yield Fault("damage-without-digests", 0, "step 6/6", RESUME, after="one", prepare=harms((removes, f"{NEWEST}/digests.json")))
-    yield Fault(
-        "damage-all",
-        2,
-        r"is damaged(.*\n)*.*holds no checkpoint",
-        RESUME,
-        after="one",
-        prepare=harms((flips, f"{NEWEST}/__0_0.distcp"), (flips, f"{EARLIER}/__0_0.distcp")),
+        yield on_resume(f"damage-digests-hold-{text.strip()[:3]!r}", 0, falls_back, prepare=writes(f"{NEWEST}/digests.json", text))
+    yield on_resume("damage-without-digests", 0, "step 6/6", prepare=harms(("removes", f"{NEWEST}/digests.json")))
+    yield on_resume(
+        "damage-all", 2, r"is damaged(.*\n)*.*holds no checkpoint", prepare=harms(("flips", f"{NEWEST}/__0_0.distcp"), ("flips", f"{EARLIER}/__0_0.distcp"))
     )
-    yield Fault("damage-of-one-method", 0, falls_back, RESUME, after="two", prepare=harms((flips, f"{NEWEST}/common.pt")))
+    yield on_resume("damage-of-one-method", 0, falls_back, after="two", prepare=harms(("flips", f"{NEWEST}/common.pt")))
     for name in ("step_0000009", "step_later", "step_0000009.partial", "step_0000009.damaged", "notes"):
-        yield Fault(
-            f"damage-stray-folder-{name}",
-            0,
-            "step 6/6",
-            RESUME,
-            after="one",
-            prepare=lambda place, name=name: (place.out / f"vocab-2/checkpoint/{name}").mkdir(),
-        )
-    yield Fault("damage-stray-file", 0, "step 6/6", RESUME, after="one", prepare=writes("vocab-2/checkpoint/step_0000006", "a file in its place"))
-    yield Fault(
-        "damage-partial-with-files",
-        0,
-        "step 6/6",
-        RESUME,
-        after="one",
-        prepare=lambda place: shutil.copytree(place.out / NEWEST, place.out / "vocab-2/checkpoint/step_0000006.partial"),
+        yield on_resume(f"damage-stray-folder-{name}", 0, "step 6/6", prepare=lambda place, name=name: (place.out / f"vocab-2/checkpoint/{name}").mkdir())
+    yield on_resume("damage-stray-file", 0, "step 6/6", prepare=writes("vocab-2/checkpoint/step_0000006", "a file in its place"))
+    yield on_resume(
+        "damage-partial-with-files", 0, "step 6/6",
+        prepare=lambda place: shutil.copytree(place.out / NEWEST, place.out / "vocab-2/checkpoint/step_0000006.partial")
     )
     for name, number in (("rank-1", 1), ("rank-0", 0)):
         yield Fault(
-            f"damage-killed-while-saving-{name}",
-            1,
-            r"was killed by signal 9(.*\n)*last checkpoints: vocab-2 of step 4",
-            RESUME_SAVING,
-            after="one",
-            plant=instead("megatron_vocabpar.train.trainer", "save_checkpoint", by(KILL), rank=number),
+            f"damage-killed-while-saving-{name}", 1, r"was killed by signal 9(.*\n)*last checkpoints: vocab-2 of step 4", RESUME_SAVING, after="one",
+            plant=instead("megatron_vocabpar.train.trainer", "save_checkpoint", by(KILL), rank=number)
         )
 
 
@@ -391,16 +309,12 @@ def crafted(name: str, as_torch: bool) -> Callable[[Place], None]:
 
 
 def security() -> Iterator[Fault]:
-    yield Fault(
-        "security-metadata",
-        1,
-        r"\.metadata: it names \S+system, which is no part of the format; take a checkpoint from",
-        RESUME,
-        after="one",
-        prepare=crafted(".metadata", as_torch=False),
+    yield on_resume(
+        "security-metadata", 1, r"\.metadata: it names \S+system, which is not part of the format; take a checkpoint from",
+        prepare=crafted(".metadata", as_torch=False)
     )
-    yield Fault("security-common", 1, r"common\.pt", RESUME, after="one", prepare=crafted("common.pt", as_torch=True))
-    yield Fault("security-common-pickle", 1, r"common\.pt", RESUME, after="one", prepare=crafted("common.pt", as_torch=False))
+    yield on_resume("security-common", 1, r"common\.pt", prepare=crafted("common.pt", as_torch=True))
+    yield on_resume("security-common-pickle", 1, r"common\.pt", prepare=crafted("common.pt", as_torch=False))
     yield Fault("security-store-on-loopback", 0, "step 4/4", plant=at(0, 2, "0F0", lambda: listens_on_loopback()))
 
 
@@ -479,87 +393,48 @@ def files() -> Iterator[Fault]:
     yield Fault("files-output-is-a-file", 2, "is a file; give a folder", prepare=lambda place: place.out.write_text(""))
     yield Fault("files-output-below-a-file", 2, "cannot use .*out", FRESH + "/deeper", prepare=lambda place: place.out.write_text(""))
     for name in ("index.html", "loss.png", "summary.json", "comparison.json"):
-        yield Fault(f"files-folder-instead-of-{name}", 2, rf"cannot use \S+{name}", RESUME, after="two", prepare=in_the_way(name))
+        yield on_resume(f"files-folder-instead-of-{name}", 2, rf"cannot use \S+{name}", after="two", prepare=in_the_way(name))
     for name in ("config.json", "job.toml", ".lock"):
-        yield Fault(f"files-folder-instead-of-{name}", 2, rf"{name}", RESUME, after="two", prepare=in_the_way(name))
+        yield on_resume(f"files-folder-instead-of-{name}", 2, rf"{name}", after="two", prepare=in_the_way(name))
     for name in ("metrics.jsonl", "schedule.svg", "timeline.json"):
-        yield Fault(
-            f"files-folder-instead-of-{name}",
-            2 if name == "schedule.svg" else 1,  # the report draws it
-            rf"IsADirectoryError.*{name}|{name}",
-            RESUME,
-            after="one",
-            prepare=in_the_way(f"vocab-2/{name}"),
-            spared=name != "metrics.jsonl",
+        yield on_resume(
+            f"files-folder-instead-of-{name}", 1, rf"rank 0 raised IsADirectoryError.*{name}", prepare=in_the_way(f"vocab-2/{name}"), spared=name != "metrics.jsonl"
         )
-    yield Fault("files-file-instead-of-logs", 2, "cannot use .*logs", RESUME, after="one", prepare=file_in_the_way("vocab-2/logs"))
+    yield on_resume("files-file-instead-of-logs", 2, "cannot use .*logs", prepare=file_in_the_way("vocab-2/logs"))
     yield Fault(
-        "files-file-instead-of-checkpoint",
-        1,
-        "checkpoint",
-        SAVES_AT_END,
-        plant=instead("megatron_vocabpar.train.job", "write_inputs", lambda: Path("out/vocab-2/checkpoint").write_text(""), after=True),
+        "files-file-instead-of-checkpoint", 1, "checkpoint", SAVES_AT_END,
+        plant=instead("megatron_vocabpar.train.job", "write_inputs", lambda: Path("out/vocab-2/checkpoint").write_text(""), after=True)
     )
     yield Fault("files-file-instead-of-method", 2, "cannot use .*naive", RESUME + " --method naive", after="one", prepare=file_in_the_way("naive"))
     yield Fault("files-cache-is-a-file", 2, "cannot use .*text.txt", variables={"VOCABPAR_CACHE": "text.txt"})
     yield Fault("files-cache-cannot-be-made", 2, "cannot use .*/dev/null", variables={"VOCABPAR_CACHE": "/dev/null/cache"})
     yield Fault("files-full-disk", 2, r"cannot use .*No space left", FRESH + "/deeper", prepare=full_disk)
     yield Fault(
-        "files-full-disk-at-resume",
-        1,
-        r"rank \d raised .*saving results(.*\n)*last checkpoints: vocab-2 of step 4",
-        RESUME_SAVING,
-        after="one",
-        prepare=full_disk,
+        "files-full-disk-at-resume", 1, r"rank \d raised .*saving results(.*\n)*last checkpoints: vocab-2 of step 4", RESUME_SAVING, after="one",
+        prepare=full_disk
     )
-    yield Fault("files-read-only", 2, r"cannot use .*Read-only", RESUME, after="one", prepare=read_only)
+    yield on_resume("files-read-only", 2, r"cannot use .*Read-only", prepare=read_only)
     yield Fault(
-        "files-disk-full-at-save",
-        1,
-        r"rank \d raised .*(\n.*)*last checkpoints: vocab-2 of step 4",
-        RESUME_SAVING,
-        after="one",
-        plant=at(1, 5, SAVING, plants.no_more_than(20_000)),
+        "files-disk-full-at-save", 1, r"rank \d raised .*(\n.*)*last checkpoints: vocab-2 of step 4", RESUME_SAVING, after="one",
+        plant=at(1, 5, SAVING, plants.no_more_than(20_000))
     )
     yield Fault(
-        "files-disk-full-at-save-rank-0",
-        1,
-        r"rank \d raised .*(\n.*)*last checkpoints: vocab-2 of step 4",
-        RESUME_SAVING,
-        after="one",
-        plant=at(0, 5, SAVING, plants.no_more_than(20_000)),
+        "files-disk-full-at-save-rank-0", 1, r"rank \d raised .*(\n.*)*last checkpoints: vocab-2 of step 4", RESUME_SAVING, after="one",
+        plant=at(0, 5, SAVING, plants.no_more_than(20_000))
+    )
+    yield on_resume(
+        "files-disk-full-at-metrics", 1, r"rank 0 raised OSError: .*(\n.*)*last checkpoints: vocab-2 of step 4", plant=at(0, 5, "0F0", plants.no_more_than(700))
     )
     yield Fault(
-        "files-disk-full-at-metrics",
-        1,
-        r"rank 0 raised OSError: .*(\n.*)*last checkpoints: vocab-2 of step 4",
-        RESUME,
-        after="one",
-        plant=at(0, 5, "0F0", plants.no_more_than(700)),
+        "files-disk-full-at-pictures", 1, r"rank 0 raised OSError: .*(\n.*)*last checkpoints: vocab-2 of step 6", RESUME_SAVING, after="one",
+        plant=instead("megatron_vocabpar.train.trainer", "write_pictures", plants.no_more_than(100), rank=0)
     )
-    yield Fault(
-        "files-disk-full-at-pictures",
-        1,
-        r"rank 0 raised OSError: .*(\n.*)*last checkpoints: vocab-2 of step 6",
-        RESUME_SAVING,
-        after="one",
-        plant=instead("megatron_vocabpar.train.trainer", "write_pictures", plants.no_more_than(100), rank=0),
+    yield on_resume(
+        "files-disk-full-at-report", 2, r"cannot use .*File too large", plant=instead("megatron_vocabpar.train.job", "write_report", plants.no_more_than(100))
     )
-    yield Fault(
-        "files-disk-full-at-report",
-        2,
-        r"cannot use .*File too large",
-        RESUME,
-        after="one",
-        plant=instead("megatron_vocabpar.train.job", "write_report", plants.no_more_than(100)),
-    )
-    yield Fault(
-        "files-no-descriptors",
-        1,
-        r"rank 1 raised .*Too many open files",
-        RESUME,
-        after="one",
-        plant=at(1, 5, SAVING, lambda: __import__("resource").setrlimit(__import__("resource").RLIMIT_NOFILE, (3, 3))),
+    yield on_resume(
+        "files-no-descriptors", 1, r"rank 1 raised .*Too many open files",
+        plant=at(1, 5, SAVING, lambda: __import__("resource").setrlimit(__import__("resource").RLIMIT_NOFILE, (3, 3)))
     )
 
 
@@ -588,34 +463,22 @@ def metrics() -> Iterator[Fault]:
         ("loss-of-text", b'{"step": 2, "loss": "x", "tokens_per_s": 1, "iteration_ms": 1, "peak_memory_mib": [1, 1]}'),
         ("huge", b'{"step": 2, "loss": ' + b"9" * 5000 + b"}"), ("deep", b"[" * 100_000), ("null", b"null"),
     ):  # fmt: skip
-        yield Fault(f"metrics-line-{name}-resumed", 0, r"step 6/6(.*\n)*results: ", RESUME, after="two", prepare=line(1, text))
+        yield on_resume(f"metrics-line-{name}-resumed", 0, r"step 6/6(.*\n)*results: ", after="two", prepare=line(1, text))
         yield Fault(f"metrics-line-{name}-reported", 0, "results: ", "report {}/out", after="two", prepare=line(1, text))
     yield Fault(
-        "report-of-a-job-that-was-killed",
-        0,
-        "results: ",
-        "report {}/out",
-        after="two",
-        prepare=lambda place: [
-            shutil.rmtree(place.out / "baseline/checkpoint"),
-            (place.out / "index.html").unlink(),
-            cuts(place.out / "baseline/metrics.jsonl"),
-        ],
+        "report-of-a-job-that-was-killed", 0, "results: ", "report {}/out", after="two",
+        prepare=lambda place: [shutil.rmtree(place.out / "baseline/checkpoint"), (place.out / "index.html").unlink(), HARMS["cuts"](place.out / "baseline/metrics.jsonl")]
     )
     yield Fault("report-of-nothing", 2, "cannot read .*config.json", "report {}/out")
-    yield Fault("report-without-metrics", 2, "holds no metrics", "report {}/out", after="one", prepare=harms((removes, METRICS)), spared=False)
+    yield Fault("report-without-metrics", 2, "holds no metrics", "report {}/out", after="one", prepare=harms(("removes", METRICS)), spared=False)
     yield Fault("report-onto-a-full-disk", 2, "cannot use .*No space left", "report {}/out", after="one", prepare=lambda p: [(p.out / "index.html").unlink(), full_disk(p)])
     for name, text in (("cut", '{"pp": 2'), ("list", "[]"), ("empty", ""), ("other", '{"pp": 2}'), ("deep", "[" * 100_000)):
         yield Fault(f"report-emulation-{name}", 2, r"emulation\.json", "report {}/out", after="one", prepare=writes("emulation.json", text))
         yield Fault(f"report-schedule-{name}", 2, r"schedule\.json", "report {}/out", after="one", prepare=writes("vocab-2/schedule.json", text))
     yield Fault("report-metrics-are-a-folder", 2, "holds no metrics", "report {}/out", after="one", prepare=in_the_way(METRICS), spared=False)
     yield Fault(
-        "report-interrupted",
-        130,
-        "vocabpar report: interrupted",
-        "report {}/out",
-        after="one",
-        plant=instead("megatron_vocabpar.train.report", "plot_losses", by(INT)),
+        "report-interrupted", 130, "vocabpar report: interrupted", "report {}/out", after="one",
+        plant=instead("megatron_vocabpar.train.report", "plot_losses", by(INT))
     )
 
 
@@ -629,40 +492,21 @@ def texts() -> Iterator[Fault]:
     yield Fault("text-missing", 2, "there is no such file", wrong + "{}/nowhere")
     yield Fault("text-empty", 2, "is empty", wrong + "{}/empty", prepare=lambda p: (p.folder / "empty").write_text(""))
     yield Fault("text-binary", 2, "is not text", wrong + "{}/b", prepare=lambda p: (p.folder / "b").write_bytes(bytes(range(256)) * 99))
-    yield Fault(
-        "text-binary-later", 2, "is not text", wrong + "{}/b", prepare=lambda p: (p.folder / "b").write_bytes(b"text " * 20_000 + b"\xff\xfe")
-    )
+    yield Fault("text-binary-later", 2, "is not text", wrong + "{}/b", prepare=lambda p: (p.folder / "b").write_bytes(b"text " * 20_000 + b"\xff\xfe"))
     yield Fault("text-empty-folder", 2, "holds no text file", wrong + "{}/f", prepare=lambda p: (p.folder / "f").mkdir())
+    yield Fault("text-folder-of-pipes", 2, "holds no text file", wrong + "{}/f", prepare=lambda p: [(p.folder / "f").mkdir(), os.mkfifo(p.folder / "f/pipe")])
     yield Fault(
-        "text-folder-of-pipes", 2, "holds no text file", wrong + "{}/f", prepare=lambda p: [(p.folder / "f").mkdir(), os.mkfifo(p.folder / "f/pipe")]
+        "text-short", 2, "too short|fewer than one sequence|cannot fill|give a longer text", wrong + "{}/s",
+        prepare=lambda p: (p.folder / "s").write_text("short")
     )
-    yield Fault(
-        "text-short",
-        2,
-        "too short|fewer than one sequence|cannot fill|give a longer text",
-        wrong + "{}/s",
-        prepare=lambda p: (p.folder / "s").write_text("short"),
-    )
-    yield Fault(
-        "text-loop", 2, "cannot use|there is no such file|levels of symbolic", wrong + "{}/l", prepare=lambda p: (p.folder / "l").symlink_to("l")
-    )
+    yield Fault("text-loop", 2, "cannot use|there is no such file|levels of symbolic", wrong + "{}/l", prepare=lambda p: (p.folder / "l").symlink_to("l"))
     yield Fault("text-half-an-indexed-dataset", 2, "--text", wrong + "{}/x.bin", prepare=lambda p: (p.folder / "x.bin").write_bytes(b"\0\1"))
     yield Fault(
-        "text-indexed-dataset-of-nothing",
-        2,
-        "--text",
-        wrong + "{}/x",
-        prepare=lambda p: [(p.folder / f"x.{e}").write_bytes(b"junk") for e in ("bin", "idx")],
+        "text-indexed-dataset-of-nothing", 2, "--text", wrong + "{}/x", prepare=lambda p: [(p.folder / f"x.{e}").write_bytes(b"junk") for e in ("bin", "idx")]
     )
+    yield Fault("text-tokenizer-junk", 2, "--tokenizer", wrong + "{}/text.txt --tokenizer {}/t.json", prepare=lambda p: (p.folder / "t.json").write_text("{}"))
     yield Fault(
-        "text-tokenizer-junk", 2, "--tokenizer", wrong + "{}/text.txt --tokenizer {}/t.json", prepare=lambda p: (p.folder / "t.json").write_text("{}")
-    )
-    yield Fault(
-        "text-tokenizer-binary",
-        2,
-        "--tokenizer",
-        wrong + "{}/text.txt --tokenizer {}/t.json",
-        prepare=lambda p: (p.folder / "t.json").write_bytes(b"\xff\0"),
+        "text-tokenizer-binary", 2, "--tokenizer", wrong + "{}/text.txt --tokenizer {}/t.json", prepare=lambda p: (p.folder / "t.json").write_bytes(b"\xff\0")
     )
     yield Fault("text-tokenizer-is-a-folder", 2, "--tokenizer", wrong + "{}/text.txt --tokenizer {}")
 
@@ -717,11 +561,8 @@ def emulate() -> Iterator[Fault]:
     small = "emulate vocab-2 --pp 2 --microbatches 2 --scale 1"
     for number in (KILL, signal.SIGSEGV):
         yield Fault(
-            f"emulate-rank-1-{number.name}",
-            1,
-            rf"vocabpar emulate: error: rank 1 was killed by signal {int(number)}.*in pass 1S0",
-            small,
-            plant=at(1, 2, "1S0", by(number)),
+            f"emulate-rank-1-{number.name}", 1, rf"vocabpar emulate: error: rank 1 was killed by signal {int(number)}.*in pass 1S0", small,
+            plant=at(1, 2, "1S0", by(number))
         )
     yield Fault("emulate-launcher-killed", -KILL, "", small, plant=at(1, 2, "1S0", by(KILL, parent=True)))
     yield Fault("emulate-ctrl-c", 130, "vocabpar emulate: interrupted", small, plant=at(1, 2, "1S0", by(INT, parent=True)))

@@ -10,12 +10,12 @@ from megatron_vocabpar.layers.partition import VocabRange, even_ranges, ranges_f
 from megatron_vocabpar.losses import LazyLogits, vocab_argmax, vocab_cross_entropy, vocab_kl, vocab_logprobs
 from megatron_vocabpar.losses.compat import nemo_rl, slime
 from megatron_vocabpar.losses.compat import verl as verl_compat
-from megatron_vocabpar.losses.runs import numbers, record
 from megatron_vocabpar.losses.tensor_parallel import all_reduce, copy_to_shards, nll_mean, nll_per_token
 from megatron_vocabpar.losses.zigzag import zigzag_gather, zigzag_order, zigzag_split
 from tests.losses import reference
 from tests.losses.reference import error
 from tests.spawn import run_ranks
+from tools.runs import numbers, record
 
 SIZES = (11, 0, 29)
 

@@ -7,8 +7,8 @@ from statistics import mean
 
 import pytest
 
+from megatron_vocabpar.paper.published import cells, peak_gib
 from megatron_vocabpar.plan.memory import parameters_of
-from megatron_vocabpar.plan.published import cells, peak_gib
 from megatron_vocabpar.plan.read_model import model_preset
 from megatron_vocabpar.plan.times import Job
 from megatron_vocabpar.schedule.methods import METHODS

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vocabpar.plan.published import cells
+from megatron_vocabpar.paper.published import cells
 from megatron_vocabpar.plan.read_model import (
     load_config,
     megatron_arguments,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vocabpar.train.prepare import cache_folder
+from megatron_vocabpar.train.data_files import cache_folder
 
 
 def test_the_folder_that_is_named_comes_first(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_files_that_would_run_code_are_refused(folder: Path) -> None:
     dotted = b"\x80\x04\x8c\x27torch.distributed.checkpoint.filesystem\x8c\x09os.system\x93."
     for crafted in (dotted, *map(pickle.dumps, (Intruder(told), torch.load, [metadata(), Intruder(told)]))):
         file.write_bytes(crafted)
-        with pytest.raises(ValueError, match=r"\.metadata: it names [\w.]+, which is no part of the format"):
+        with pytest.raises(ValueError, match=r"\.metadata: it names [\w.]+, which is not part of the format"):
             check_files(folder)
     file.write_bytes(b"\x80\x05no pickle")
     with pytest.raises(ValueError, match=r"\.metadata: "):
@@ -110,7 +110,7 @@ def test_nothing_but_a_member_of_an_enumeration_is_an_attribute(
     """A pickle that calls ``getattr(owner, name)``, as Python 3.11.2 writes a member."""
     crafted = f"\x80\x04cbuiltins\ngetattr\n({owner}V{name}\ntR."
     (folder / ".metadata").write_bytes(crafted.encode("latin-1"))
-    message = rf"\.metadata: it names \S*{re.escape(named)}, which is no part of the format"
+    message = rf"\.metadata: it names \S*{re.escape(named)}, which is not part of the format"
     with pytest.raises(ValueError, match=message):
         check_files(folder)
 

@@ -17,6 +17,7 @@ import torch
 from megatron.core.datasets import utils as dataset_utils
 
 from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.data_files import DataFiles
 from megatron_vocabpar.train.datasets import (
     build_datasets,
     compile_helpers,
@@ -25,7 +26,7 @@ from megatron_vocabpar.train.datasets import (
     microbatches,
     write_dataset,
 )
-from megatron_vocabpar.train.prepare import DataFiles, prepare
+from megatron_vocabpar.train.prepare import prepare
 from megatron_vocabpar.train.text import read_corpus
 from megatron_vocabpar.train.tokenizer import load_tokenizer
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -71,14 +72,20 @@ def test_tables_as_text() -> None:
     assert "1.00e-04" in as_text(*difference_table(rows))
 
 
-def reported(tmp_path: Path, **values: object) -> tuple[Path, str]:
-    config = TrainConfig(output=str(tmp_path / "out"), steps=40, **values)  # type: ignore[arg-type]
+def trained(tmp_path: Path, *methods: str, **values: Any) -> Path:
+    """A results folder in which these methods (all, if none is named) have been trained."""
+    config = TrainConfig(output=str(tmp_path / "out"), steps=40, **values)
     open_output(config)
-    for method in config.methods:
-        told = method_config(config, method)
-        open_method(told)
-        write_results(told)
-    return tmp_path / "out", write_report(tmp_path / "out")
+    for method in methods or config.methods:
+        job = method_config(config, method)
+        open_method(job)
+        write_results(job)
+    return tmp_path / "out"
+
+
+def reported(tmp_path: Path, **values: Any) -> tuple[Path, str]:
+    folder = trained(tmp_path, **values)
+    return folder, write_report(folder)
 
 
 def test_report_of_a_comparison(tmp_path: Path) -> None:
@@ -119,59 +126,47 @@ def test_the_page_needs_no_other_file(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_all_schedules_on_one_time_axis_and_their_idle_time(tmp_path: Path) -> None:
-    config = TrainConfig(output=str(tmp_path / "out"), steps=40, pp=2, compare=("baseline",), device="cpu")
-    open_output(config)
-    for method in config.methods:
-        told = method_config(config, method)
-        open_method(told)
-        write_results(told)
-        plan, folder = make_plan(method, 2, 3), tmp_path / "out" / method
+    output = trained(tmp_path, pp=2, compare=("baseline",), device="cpu")
+    for method in ("vocab-2", "baseline"):
+        plan, folder = make_plan(method, 2, 3), output / method
         (folder / "schedule.json").write_text(plan_to_json(plan))
         slow = json.loads(draw_trace(simulate(plan)))
         for event in slow["traceEvents"]:
             if event["ph"] == "X":
                 event["ts"] *= 2  # with as much idle time between as there is work
         (folder / "timeline.json").write_text(json.dumps(slow))
-    shown = write_report(tmp_path / "out")
-    picture = (tmp_path / "out" / "schedules.svg").read_text()
-    for summary in json.loads((tmp_path / "out" / "summary.json").read_text()):
+    shown = write_report(output)
+    picture = (output / "schedules.svg").read_text()
+    for summary in json.loads((output / "summary.json").read_text()):
         plan = make_plan(summary["method"], 2, 3)
         idle = sum(simulate(plan).bubble) / 2
         assert summary["idle_planned"] == pytest.approx(idle)
         assert summary["idle_measured"] > (1 + idle) / 2 - 0.1
         assert f"{100 * idle:.0f}/{100 * summary['idle_measured']:.0f} " in shown
         assert f"1f1b + {summary['method']}, p = 2, m = 3: {simulate(plan).iteration_ms:.1f} ms" in picture
-    page = (tmp_path / "out" / "index.html").read_text()
+    page = (output / "index.html").read_text()
     assert 'href="schedules.html"' in page
-    assert (tmp_path / "out" / "schedules.html").is_file()
+    assert (output / "schedules.html").is_file()
     assert "On the CPU these are figures of whole processes" in page
 
 
 def test_a_method_that_was_not_trained_is_left_out(tmp_path: Path) -> None:
-    config = TrainConfig(output=str(tmp_path), steps=40, compare=("baseline",))
-    open_output(config)
+    output = trained(tmp_path, "baseline", compare=("baseline",))
+    assert "vocab-2" not in write_report(output).split("results:")[0]
+    (output / "baseline" / "metrics.jsonl").unlink()
     with pytest.raises(ValueError, match="holds no metrics of vocab-2, baseline"):
-        write_report(tmp_path)
-    told = method_config(config, "baseline")
-    open_method(told)
-    write_results(told)
-    assert "vocab-2" not in write_report(tmp_path).split("results:")[0]
+        write_report(output)
 
 
 def test_the_page_shows_the_measured_timeline_below_the_plan(tmp_path: Path) -> None:
-    config = TrainConfig(output=str(tmp_path / "out"), steps=40, pp=2, family="v-half")
-    open_output(config)
-    told = method_config(config, "vocab-2")
-    open_method(told)
-    write_results(told)
-    plan = make_plan("vocab-2", 2, 3, family="v-half")
-    (tmp_path / "out" / "vocab-2" / "schedule.json").write_text(plan_to_json(plan))
-    write_pictures(tmp_path / "out" / "vocab-2", plan, json.loads(draw_trace(simulate(plan))))
-    write_report(tmp_path / "out")
-    page = (tmp_path / "out" / "index.html").read_text()
+    output, plan = trained(tmp_path, pp=2, family="v-half"), make_plan("vocab-2", 2, 3, family="v-half")
+    (output / "vocab-2" / "schedule.json").write_text(plan_to_json(plan))
+    write_pictures(output / "vocab-2", plan, json.loads(draw_trace(simulate(plan))))
+    write_report(output)
+    page = (output / "index.html").read_text()
     assert page.count("data:image/svg+xml;base64,") == 2
     assert "Schedule: v-half, 2 model chunks a rank, V-shaped, W split off; planned peak activations" in page
     assert "which the plan does not know. vocab-2/timeline.html shows both" in page
     for name in ("timeline.html", "schedule.json", "timeline.json"):
         assert f'<a href="vocab-2/{name}">' in page
-        assert (tmp_path / "out" / "vocab-2" / name).is_file()
+        assert (output / "vocab-2" / name).is_file()

@@ -30,9 +30,6 @@ def from_parallel_logits_to_logprobs(
     """[b, s/C, P] logits and [b, s] unshifted ids to [b, s-1] log-probabilities of the next ids.
 
     ``chunk_size`` has no effect: chunks are chosen by size.
-
-    Raises:
-        ValueError: if ``sampling_params`` asks for top-k or top-p.
     """
     if sampling_params is not None and (
         getattr(sampling_params, "top_k", None) not in (None, -1)
@@ -87,9 +84,6 @@ def from_parallel_hidden_states_to_logprobs(
 
     ``runtime_gather_output`` has no effect. The logits exist for ``chunk_size`` tokens (of all sequences) at
     a time.
-
-    Raises:
-        ValueError: if ``cp_group`` has several ranks.
     """
     if cp_group is not None and dist.get_world_size(cp_group) != 1:
         raise ValueError("hidden states over context parallelism: gather them first, and leave cp_group out")

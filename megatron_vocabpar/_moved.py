@@ -1,0 +1,49 @@
+"""Old import paths: they work through one release, with a ``DeprecationWarning``. Standard library only.
+
+Add a row to ``MOVED`` when a module moves whose name stood in an example or in the documentation.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+MOVED = {
+    "megatron_vocabpar.artifact": "megatron_vocabpar.paper",
+    "megatron_vocabpar.artifact.expected": "megatron_vocabpar.paper.checks",
+    "megatron_vocabpar.artifact.experiments": "megatron_vocabpar.paper.experiments",
+    "megatron_vocabpar.artifact.results": "megatron_vocabpar.paper.results",
+    "megatron_vocabpar.losses.drift": "tools.drift",
+    "megatron_vocabpar.losses.runs": "tools.runs",
+}
+"""Old dotted name -> new one."""
+
+
+class _Moved(MetaPathFinder, Loader):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name in MOVED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        old, new = module.__name__, MOVED[module.__name__]
+        text = f"{old} is now {new}; import that"
+        try:
+            sys.modules[old] = importlib.import_module(new)  # the import system returns what stands there
+        except ModuleNotFoundError as error:
+            if error.name != new.partition(".")[0]:
+                raise
+            remedy = "it is not installed: put the root of a clone of the repository on PYTHONPATH"
+            raise ModuleNotFoundError(f"{text}; {remedy}", name=new) from error
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+
+
+def install() -> None:
+    """Look old names up before all others: a folder that moved would give a second copy of its modules."""
+    if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Moved())

@@ -1,0 +1,16 @@
+"""One rank of an experiment: ``torchrun ... -m megatron_vocabpar.paper.rank MODULE script arguments``.
+
+It runs the module's ``main``, and ends with torchrun however that ends: torchrun gives each rank a session of
+its own, so a torchrun that is killed leaves its ranks behind, and with them the memory of their GPUs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from megatron_vocabpar.parent import follow_parent
+
+if __name__ == "__main__":
+    follow_parent()
+    importlib.import_module(sys.argv[1]).main(sys.argv[2:])

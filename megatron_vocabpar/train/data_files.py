@@ -1,0 +1,88 @@
+"""The record of prepared data, and the cache that holds it. Next: ``prepare.py``, ``datasets.py``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class DataFiles:
+    """Prepared data, as the workers read it.
+
+    Attributes:
+        name: the text, as a person would call it.
+        prefix: path of the indexed dataset without ``.bin`` and ``.idx``.
+        tokenizer: path of the ``tokenizer.json``; None for an indexed dataset that the user named.
+        vocab_size: the tokenizer's size, or the largest token id plus one.
+        eod: id of the end-of-document token (0 where there is no tokenizer).
+        documents: documents (sequences of the indexed dataset) in all.
+        valid_documents: how many of them, at the end, are kept for evaluation.
+        train_tokens: tokens of the documents that are trained on.
+        valid_tokens: tokens of the documents that are kept for evaluation.
+        index_cache: folder in which ``GPTDataset`` keeps its indices.
+    """
+
+    name: str
+    prefix: str
+    tokenizer: str | None
+    vocab_size: int
+    eod: int
+    documents: int
+    valid_documents: int
+    train_tokens: int
+    valid_tokens: int
+    index_cache: str
+
+    def to_json(self) -> str:
+        """The record as indented JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> DataFiles:
+        """Read ``to_json`` back."""
+        return cls(**json.loads(text))
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """``$VOCABPAR_CACHE``, else ``vocabpar`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``.
+
+    A user who cannot write there, such as a service without a home, gets a folder among temporary files.
+    """
+    named = environment.get("VOCABPAR_CACHE")
+    if named:
+        return Path(named).expanduser().absolute()
+    base = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: nobody knows where the home is
+        folder = Path(base).expanduser() / "vocabpar"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    folder = Path(tempfile.gettempdir()) / f"vocabpar-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise ValueError(f"{folder} belongs to another user; set VOCABPAR_CACHE to a folder of your own")
+    return folder
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of ``folder`` (created if missing); others wait for it, and a dead process frees it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write ``text`` so that a reader finds the whole of it under ``path``, or nothing."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
