@@ -1,7 +1,49 @@
-"""Vocabulary parallelism for pipeline-parallel training with Megatron-LM."""
+"""Vocabulary parallelism for pipeline-parallel training with Megatron-LM.
+
+The names below are the public face. Each is imported when it is first asked for, so that plans and
+simulations need no torch.
+"""
+
+from importlib import import_module
+from typing import Any
 
 from megatron_vocabpar import _moved
 
 __version__ = "0.1.0"
+
+_FACE = {
+    "ForwardBackward": "integration.forward_backward",
+    "vocab_groups": "integration.forward_backward",
+    "VocabOptions": "integration.options",
+    "VocabParallelGPTModel": "integration.model",
+    "make_plan": "schedule.generate",
+    "simulate": "schedule.simulate",
+    "losses": "",
+}
+"""Public name -> the module that has it; a room has none."""
+
+__all__ = [
+    "ForwardBackward",
+    "VocabOptions",
+    "VocabParallelGPTModel",
+    "losses",
+    "make_plan",
+    "simulate",
+    "vocab_groups",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FACE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_FACE)}")
+    home = _FACE[name]
+    if not home:
+        return import_module(f"{__name__}.{name}")
+    return getattr(import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_FACE})
+
 
 _moved.install()

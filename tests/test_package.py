@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import megatron_vocabpar
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -41,3 +43,18 @@ def test_the_wheel_brings_its_data_and_verbs(tmp_path: Path) -> None:
     assert "License-Expression: Apache-2.0" in _run(
         python, "-c", "import importlib.metadata as m; print(m.metadata('megatron-vocabpar'))", cwd=tmp_path
     )
+
+
+def test_public_names_are_imported_when_asked_for() -> None:
+    code = (
+        "import sys, megatron_vocabpar as package\n"
+        "package.make_plan, package.simulate, package.VocabOptions\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(*(getattr(package, name).__name__ for name in package.__all__))"
+    )
+    assert _run(sys.executable, "-c", code, cwd=ROOT).split() == [
+        *("ForwardBackward", "VocabOptions", "VocabParallelGPTModel", "megatron_vocabpar.losses"),
+        *("make_plan", "simulate", "vocab_groups"),
+    ]
+    with pytest.raises(AttributeError, match=r"no attribute 'make_plans'; it has ForwardBackward, "):
+        megatron_vocabpar.make_plans  # noqa: B018
