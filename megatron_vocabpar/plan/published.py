@@ -16,9 +16,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..schedule.families import Family, family_named
+from ..schedule.families import Family, claimed_peak, family_named
 from ..schedule.methods import Method, method_named
-from ..schedule.peaks import claimed_peak
 from ..schedule.placement import Placement
 from .measured import MeasuredRow, read_measured
 from .memory import GIB, PUBLISHED, Held, stage_memory

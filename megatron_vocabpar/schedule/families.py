@@ -17,7 +17,10 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from .building_block import Hops
+from .methods import Method
+from .peaks import peak_activations
 from .placement import Shape
+from .schedule import Schedule
 
 SEARCH = "search"  # not a family: the best of all (``search.py``)
 
@@ -161,3 +164,28 @@ def family_named(name: str) -> Family:
     if name not in known:
         raise ValueError(f"unknown family {name!r}; choose one of {', '.join((*known, SEARCH))}")
     return known[name]
+
+
+def claimed_peak(method: Method, p: int, family: Family, chunks: int) -> float:
+    """The most microbatches whose activations a rank holds (section 5.2, appendix B.1).
+
+    A method whose ranks stop together holds half as many again as the family without vocabulary passes.
+    """
+    if method.in_step:
+        return ceil(1.5 * family.peak(p, chunks, 0))
+    return family.peak(p, chunks, method.barriers)
+
+
+def family_of(schedule: Schedule) -> str:
+    """The name of the family that a schedule looks like; empty where it is like none.
+
+    V shapes differ in memory alone: it is the one that claims least of those that claim enough.
+    """
+    fitting = []
+    for kind in families().values():
+        same = kind.shape == schedule.placement.shape and kind.splits_w == schedule.splits_w
+        if same and kind.allows(schedule.chunks):
+            claim = claimed_peak(schedule.method, schedule.p, kind, schedule.chunks)
+            enough = claim >= max(peak_activations(schedule), default=0.0)
+            fitting.append((not enough, claim if enough else -claim, kind.name))
+    return min(fitting)[-1] if fitting else ""

@@ -44,7 +44,7 @@ def generate(
         costs: times of the passes; ``PassCosts.default`` where nothing is measured. Every rank must be
             given the same.
         max_activations: the most microbatches whose activations a rank may hold, at least 1; by default
-            what is claimed for the method in this family (``peaks.claimed_peak``), in a search in 1F1B.
+            what is claimed for the method in this family (``families.claimed_peak``), in a search in 1F1B.
         among: the families to search; by default all.
         progress: told what a search tries next.
 

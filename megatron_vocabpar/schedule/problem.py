@@ -13,14 +13,14 @@ from .bounds import WAITING, lower_bound_ms
 from .candidates import Candidate, candidates, is_textbook
 from .costs import PassCosts, PassTimes
 from .events import run_events
-from .families import Family
+from .families import Family, claimed_peak
 from .list_scheduling import Stuck, Timeline, arrange
 from .lower import lower
 from .methods import Method, method_named
 from .numbering import Numbering
 from .pass_graph import PassGraph, build_graph
 from .passes import PassType
-from .peaks import check_cap, claimed_peak
+from .peaks import check_cap
 from .placement import Placement
 from .polish import Caps, is_small, polish
 from .schedule import Schedule, passes_of

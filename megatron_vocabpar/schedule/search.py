@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from math import inf
 
 from .costs import PassCosts
-from .families import Family, families, family_named
+from .families import Family, claimed_peak, families, family_named
 from .methods import Method, method_named
-from .peaks import claimed_peak
 from .problem import TRIAL_PASSES, Problem
 from .schedule import MOST_FORWARDS, Schedule
 

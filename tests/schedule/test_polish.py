@@ -14,10 +14,9 @@ import pytest
 
 from megatron_vocabpar.schedule.bounds import least_ms
 from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.families import families
+from megatron_vocabpar.schedule.families import claimed_peak, families
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.methods import METHODS
-from megatron_vocabpar.schedule.peaks import claimed_peak
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.problem import TRIAL_PASSES, Problem
 from megatron_vocabpar.schedule.search import rungs, search

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.families import families
+from megatron_vocabpar.schedule.families import claimed_peak, families
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.methods import method_named
-from megatron_vocabpar.schedule.peaks import claimed_peak, peak_activations
+from megatron_vocabpar.schedule.peaks import peak_activations
 from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.schedule.search import search
 from megatron_vocabpar.schedule.validate import validate

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ..families import family_of
 from ..memory import ACTIVATIONS, WEIGHT_INPUTS, BufferSizes, Curve, memory_curve
 from ..passes import (
     INPUT_COLLECTIVES,
@@ -19,7 +20,6 @@ from ..passes import (
     Pass,
     PassType,
 )
-from ..peaks import family_of
 from ..placement import Placement
 from ..schedule import Schedule
 from ..simulate import Simulation
