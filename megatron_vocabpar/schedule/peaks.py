@@ -25,7 +25,6 @@ def peak_activations(schedule: Schedule) -> tuple[float, ...]:
     return tuple(peaks)
 
 
-
 def check_cap(max_activations: float) -> None:
     """Raise a ``ValueError`` for a cap under which nothing can run, or that is no number."""
     if not max_activations >= 1:

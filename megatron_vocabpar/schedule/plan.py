@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .costs import PassCosts
-from .forward_only import forward_only
 from .lower import lower
 from .program_rules import validate_program
-from .schedule import Deadlock, Program, Schedule
+from .schedule import Deadlock, Program, Schedule, forward_only
 from .validate import validate, validate_rows
 from .violations import deadlocked
 

@@ -6,7 +6,7 @@ Next: ``dependencies.py`` (which orders are allowed), ``generate.py`` (how one i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .methods import Method
@@ -15,6 +15,7 @@ from .placement import Placement
 
 Program = tuple[tuple[Instruction, ...], ...]
 
+FORWARD = frozenset({PassType.IF, PassType.F, PassType.S, PassType.S2})  # what evaluation runs
 MOST_FORWARDS = 2**18  # of all ranks: about a minute of planning
 
 
@@ -100,3 +101,12 @@ class Schedule:
 def passes_of(instructions: Iterable[Instruction]) -> tuple[Pass, ...]:
     """The compute passes among ``instructions``, in order."""
     return tuple(item for item in instructions if isinstance(item, Pass))
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """For evaluation: keep IF, F, S and S2, in order.
+
+    Lowering then leaves out the collectives that nothing produces.
+    """
+    ranks = tuple(tuple(pass_ for pass_ in passes if pass_.type in FORWARD) for passes in schedule.ranks)
+    return replace(schedule, ranks=ranks)

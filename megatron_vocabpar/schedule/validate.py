@@ -14,12 +14,11 @@ from collections.abc import Iterator
 
 from .costs import PassTimes
 from .dependencies import ranks_of, vocabulary_passes
-from .forward_only import FORWARD
 from .lower import play_passes
 from .numbering import Need, Numbering, in_numbers
 from .passes import POINT_TO_POINT, Pass, PassType
 from .peaks import check_cap, peak_activations
-from .schedule import Deadlock, Schedule, ScheduleError
+from .schedule import FORWARD, Deadlock, Schedule, ScheduleError
 from .violations import deadlocked, missing, violation
 
 

@@ -1,10 +1,10 @@
 """Evaluation keeps the forward half, in order."""
 
-from megatron_vocabpar.schedule.forward_only import forward_only
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.lower import lower
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.program_rules import validate_program
+from megatron_vocabpar.schedule.schedule import forward_only
 from megatron_vocabpar.schedule.validate import validate
 
 

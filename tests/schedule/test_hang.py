@@ -11,7 +11,6 @@ import pytest
 
 from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.families import families
-from megatron_vocabpar.schedule.forward_only import forward_only
 from megatron_vocabpar.schedule.generate import generate, make_plan
 from megatron_vocabpar.schedule.hang import MODELS, STRICTEST, find_hangs, iteration_ms, runs_in_step
 from megatron_vocabpar.schedule.lower import lower
@@ -19,7 +18,7 @@ from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.numbering import Numbering
 from megatron_vocabpar.schedule.passes import Comm, parse
 from megatron_vocabpar.schedule.program_rules import check_program_order
-from megatron_vocabpar.schedule.schedule import Program, Schedule, ScheduleError, passes_of
+from megatron_vocabpar.schedule.schedule import Program, Schedule, ScheduleError, forward_only, passes_of
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.validate import validate
 from tests.cases import rest_is_slow

@@ -9,7 +9,6 @@ from random import Random
 import pytest
 
 from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
-from megatron_vocabpar.schedule.forward_only import forward_only
 from megatron_vocabpar.schedule.generate import generate
 from megatron_vocabpar.schedule.lower import communications, insert, lower, play_passes
 from megatron_vocabpar.schedule.methods import METHODS
@@ -19,7 +18,7 @@ from megatron_vocabpar.schedule.passes import (
     parse,
 )
 from megatron_vocabpar.schedule.placement import Placement, Shape
-from megatron_vocabpar.schedule.schedule import Schedule, passes_of
+from megatron_vocabpar.schedule.schedule import Schedule, forward_only, passes_of
 
 
 def schedule_of(
