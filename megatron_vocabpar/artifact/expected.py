@@ -14,8 +14,8 @@ from functools import cache
 from megatron_vocabpar.artifact.experiments import Experiment
 from megatron_vocabpar.artifact.results import Result
 from megatron_vocabpar.plan.published import PEAK_TFLOPS, Cell, cells
-from megatron_vocabpar.schedule.families import family_named
-from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.make.families import family_named
+from megatron_vocabpar.schedule.words.methods import METHODS
 
 SPEED_TOLERANCE = 0.10
 """Other versions of Megatron-LM, cuDNN and NCCL than the authors'."""

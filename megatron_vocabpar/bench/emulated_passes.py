@@ -33,9 +33,10 @@ from megatron_vocabpar.runtime.comm import (
 from megatron_vocabpar.runtime.executor import Observer, execute
 from megatron_vocabpar.runtime.profile import INPUT, OUTPUT, Span, Timeline
 from megatron_vocabpar.runtime.streams import Event, Stream, side_stream
-from megatron_vocabpar.schedule.costs import PassTimes
-from megatron_vocabpar.schedule.dependencies import prerequisites
-from megatron_vocabpar.schedule.passes import (
+from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.times.costs import PassTimes
+from megatron_vocabpar.schedule.words.dependencies import prerequisites
+from megatron_vocabpar.schedule.words.passes import (
     COLLECTIVES,
     INPUT_COLLECTIVES,
     RECEIVE_OF,
@@ -45,7 +46,6 @@ from megatron_vocabpar.schedule.passes import (
     Pass,
     PassType,
 )
-from megatron_vocabpar.schedule.plan import Plan
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
 """From this rank's message to those that arrive, a row each."""

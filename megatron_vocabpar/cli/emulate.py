@@ -14,11 +14,11 @@ import click
 
 from megatron_vocabpar.cli.files import FORMAT, will_be_written, write_output
 from megatron_vocabpar.cli.main import RunFailed
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.families import SEARCH, families
-from megatron_vocabpar.schedule.generate import make_plan
-from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.make.families import SEARCH, families
+from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import METHODS
 
 _DEFAULT = ("baseline", "redis", "interlaced", "vocab-1", "vocab-2", "v-half:vocab-2")
 

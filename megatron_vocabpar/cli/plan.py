@@ -29,7 +29,7 @@ from megatron_vocabpar.plan.read_model import (
 )
 from megatron_vocabpar.plan.tables import advice_json, advise, print_advice
 from megatron_vocabpar.plan.times import Job
-from megatron_vocabpar.schedule.costs import PassCosts
+from megatron_vocabpar.schedule.times.costs import PassCosts
 
 _WORKERS = 4
 _FILE_COLUMNS = 100  # of the tables where they are not shown on a terminal

@@ -10,8 +10,7 @@ from typing import Any
 import click
 
 from megatron_vocabpar.cli.files import FORMAT, without_garbage, write_output
-from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
-from megatron_vocabpar.schedule.critical_path import Step, time_by_rank, time_by_type
+from megatron_vocabpar.schedule.check.validate import validate
 from megatron_vocabpar.schedule.draw import (
     WHY_THEY_DIFFER,
     draw_html,
@@ -20,10 +19,11 @@ from megatron_vocabpar.schedule.draw import (
     planned_chart,
     read_timeline,
 )
-from megatron_vocabpar.schedule.memory import BUFFERS, BufferSizes, peak_memory
+from megatron_vocabpar.schedule.play.critical_path import Step, time_by_rank, time_by_type
+from megatron_vocabpar.schedule.play.memory import BUFFERS, BufferSizes, peak_memory
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
-from megatron_vocabpar.schedule.validate import validate
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 
 _COLUMNS = "rank    busy ms  idle %  activations  held for W  softmax  inputs  gradients"
 _FIELDS = (

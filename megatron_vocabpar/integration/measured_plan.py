@@ -24,12 +24,12 @@ from megatron_vocabpar.integration.forward_backward import ForwardBackward
 from megatron_vocabpar.runtime.background_plan import BackgroundPlan, PlanKind
 from megatron_vocabpar.runtime.pass_times import IterationTimes, RankTimes, pass_costs
 from megatron_vocabpar.runtime.profile import Span
-from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
-from megatron_vocabpar.schedule.passes import Pass, PassType
 from megatron_vocabpar.schedule.plan import Plan
-from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.simulate import simulate
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.words.passes import Pass, PassType
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from megatron_vocabpar.layers.rivals import likelier_ids, merged_rivals, rival_p
 from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats, merged_place
 from megatron_vocabpar.runtime.comm import all_gather, all_reduce, broadcast
 from megatron_vocabpar.runtime.streams import Event
-from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, PassType
+from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType
 
 
 class OutputLayer(LayerHandlers):

@@ -17,9 +17,9 @@ from megatron_vocabpar.integration.loss_reports import further_arguments, taken_
 from megatron_vocabpar.integration.microbatches import ModelCall, record_call, share_microbatches
 from megatron_vocabpar.integration.model import PartitionedModel
 from megatron_vocabpar.integration.weight_gradients import WeightGradients
-from megatron_vocabpar.schedule.methods import Method
-from megatron_vocabpar.schedule.passes import PassType
-from megatron_vocabpar.schedule.schedule import Schedule
+from megatron_vocabpar.schedule.words.methods import Method
+from megatron_vocabpar.schedule.words.passes import PassType
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 _OTHER_LOSSES = (0.01, 100.0)
 """Of tokens, in nats, that the loss function is asked about where masked ones are dropped."""

@@ -14,9 +14,9 @@ from typing import Any
 
 from megatron_vocabpar.layers.recipes import RECIPES, ROW, Fp8Recipe
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
-from megatron_vocabpar.schedule.families import SEARCH, Family, families, family_named
-from megatron_vocabpar.schedule.methods import METHODS, method_named
-from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.make.families import SEARCH, Family, families, family_named
+from megatron_vocabpar.schedule.words.methods import METHODS, method_named
+from megatron_vocabpar.schedule.words.placement import Placement
 
 AUTO = "auto"
 SCHEDULES = (*families(), SEARCH, AUTO)
@@ -241,7 +241,7 @@ class FlagConfig:
 
     Attributes:
         enabled: whether layers are to be moved or scheduled otherwise at all.
-        method: a name of ``schedule.methods``; ``baseline`` where no option changes anything.
+        method: a name of ``schedule.words.methods``; ``baseline`` where no option changes anything.
         schedule: one of ``SCHEDULES``; ``baseline`` and ``redis`` on 1f1b run Megatron's own.
         methods: what ``auto`` chooses from.
         costs: a cost file to plan with; None: the proportions of ``PassCosts.default``.

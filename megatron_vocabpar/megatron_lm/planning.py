@@ -32,13 +32,13 @@ from megatron_vocabpar.runtime.background_plan import PlanKind
 from megatron_vocabpar.runtime.pass_times import transfer_ms
 from megatron_vocabpar.runtime.profile import Timeline
 from megatron_vocabpar.runtime.streams import machine
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.families import SEARCH, claimed_peak, family_named
-from megatron_vocabpar.schedule.generate import make_plan
-from megatron_vocabpar.schedule.methods import method_named
+from megatron_vocabpar.schedule.make.families import SEARCH, claimed_peak, family_named
+from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.simulate import simulate
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import method_named
 
 
 def say(line: str) -> None:

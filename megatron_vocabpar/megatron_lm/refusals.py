@@ -15,8 +15,8 @@ from typing import Any
 from megatron_vocabpar.integration.graph_options import SCOPES, asks_for_graphs, beside_graphs
 from megatron_vocabpar.megatron_lm.checkpoints import is_legacy, is_of_modelopt, starting_checkpoint
 from megatron_vocabpar.megatron_lm.flags import AUTO, FlagConfig
-from megatron_vocabpar.schedule.families import SEARCH, families, family_named
-from megatron_vocabpar.schedule.redistribution import layout, redistribute_by_flops, with_final_stage
+from megatron_vocabpar.schedule.make.families import SEARCH, families, family_named
+from megatron_vocabpar.schedule.times.redistribution import layout, redistribute_by_flops, with_final_stage
 
 
 @dataclass(frozen=True, slots=True)

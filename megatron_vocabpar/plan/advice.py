@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..schedule.families import family_named
-from ..schedule.redistribution import layout
-from .hardware import hardware_presets
-from .options import Option, Request, option_of
-from .read_model import megatron_arguments
+from megatron_vocabpar.plan.hardware import hardware_presets
+from megatron_vocabpar.plan.options import Option, Request, option_of
+from megatron_vocabpar.plan.read_model import megatron_arguments
+from megatron_vocabpar.schedule.make.families import family_named
+from megatron_vocabpar.schedule.times.redistribution import layout
 
 _SUFFICES = 1.03  # redistribution within this of the best: it balances the time
 _CLOSE = 1.02  # options within this of the best are named

@@ -29,10 +29,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..schedule.methods import Method
-from ..schedule.placement import Placement
-from .model import Model
-from .times import Job
+from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.times import Job
+from megatron_vocabpar.schedule.words.methods import Method
+from megatron_vocabpar.schedule.words.placement import Placement
 
 GIB = 2.0**30
 _UNCOUNTED = 34.3 / 34.0

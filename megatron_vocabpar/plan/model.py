@@ -5,8 +5,8 @@ windows), each counts as the mean. A head of multi-token prediction has such a l
 states beside embedded tokens, and the output layer's work once more; its weights are those of a layer with
 experts, where there are any (DeepSeek-V3, README_WEIGHTS.md: 11.5 B in its head).
 
-Source: ``schedule/flops.py`` for operations; Korthikanti et al., Reducing Activation Recomputation (2022),
-section 4.1, for activations, with attention that keeps no scores.
+Source: for operations ``schedule/times/flops.py``; for activations Korthikanti et al., Reducing Activation
+Recomputation (2022), section 4.1, with attention that keeps no scores.
 Next: ``read_model.py``, where they come from; ``times.py``, ``memory.py``.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..schedule.flops import STEP, attention_flops, product_flops
+from megatron_vocabpar.schedule.times.flops import STEP, attention_flops, product_flops
 
 _HALF = 2  # bytes of an element in 16 bits
 

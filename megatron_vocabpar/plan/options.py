@@ -18,23 +18,23 @@ from functools import partial
 from itertools import islice, product
 from math import inf
 
-from ..parent import follow_parent
-from ..schedule.costs import PassCosts, PerRank
-from ..schedule.events import run_events
-from ..schedule.families import Family, families, family_named
-from ..schedule.lower import lower
-from ..schedule.methods import Method, method_named
-from ..schedule.passes import PassType
-from ..schedule.peaks import peak_activations
-from ..schedule.placement import Placement
-from ..schedule.problem import TRIAL_PASSES, Problem
-from ..schedule.redistribution import redistribute, with_final_stage
-from ..schedule.schedule import Schedule
-from ..schedule.simulate import Simulation
-from .hardware import Hardware
-from .memory import GIB, Bytes, Held, StageMemory, parameters_of, stage_memory
-from .model import Model
-from .times import Job, estimated_costs, step_ms
+from megatron_vocabpar.parent import follow_parent
+from megatron_vocabpar.plan.hardware import Hardware
+from megatron_vocabpar.plan.memory import GIB, Bytes, Held, StageMemory, parameters_of, stage_memory
+from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.times import Job, estimated_costs, step_ms
+from megatron_vocabpar.schedule.make.families import Family, families, family_named
+from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
+from megatron_vocabpar.schedule.play.events import run_events
+from megatron_vocabpar.schedule.play.lower import lower
+from megatron_vocabpar.schedule.play.peaks import peak_activations
+from megatron_vocabpar.schedule.simulate import Simulation
+from megatron_vocabpar.schedule.times.costs import PassCosts, PerRank
+from megatron_vocabpar.schedule.times.redistribution import redistribute, with_final_stage
+from megatron_vocabpar.schedule.words.methods import Method, method_named
+from megatron_vocabpar.schedule.words.passes import PassType
+from megatron_vocabpar.schedule.words.placement import Placement
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 METHODS = ("baseline", "redis", "vocab-1", "vocab-2", "interlaced")
 ONLY_1F1B = ("redis", "interlaced")  # layers move between whole stages; other families' ranks would all stop

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import mean
 
-from .hardware import hardware_named
-from .measured import MeasuredRow, predict
-from .options import Request, option_of
-from .published import PEAK_TFLOPS, Cell, cells, peak_gib, published_passes, tables
+from megatron_vocabpar.plan.hardware import hardware_named
+from megatron_vocabpar.plan.measured import MeasuredRow, predict
+from megatron_vocabpar.plan.options import Request, option_of
+from megatron_vocabpar.plan.published import PEAK_TFLOPS, Cell, cells, peak_gib, published_passes, tables
 
 MEASURED, ESTIMATED = "measured passes", "estimated passes"
 

@@ -16,13 +16,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..schedule.families import Family, claimed_peak, family_named
-from ..schedule.methods import Method, method_named
-from ..schedule.placement import Placement
-from .measured import MeasuredRow, read_measured
-from .memory import GIB, PUBLISHED, Held, stage_memory
-from .model import Model
-from .times import Job
+from megatron_vocabpar.plan.measured import MeasuredRow, read_measured
+from megatron_vocabpar.plan.memory import GIB, PUBLISHED, Held, stage_memory
+from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.times import Job
+from megatron_vocabpar.schedule.make.families import Family, claimed_peak, family_named
+from megatron_vocabpar.schedule.words.methods import Method, method_named
+from megatron_vocabpar.schedule.words.placement import Placement
 
 PEAK_TFLOPS = 320.0
 _TABLES = {"table5": ("table1_1f1b", "1f1b"), "table6": ("table2_vhalf", "v-half")}

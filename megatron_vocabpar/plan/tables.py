@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .advice import launch_line, reasons, redistribution, remedies
-from .memory import GIB
-from .options import Option, Request, all_options, best_of
+from megatron_vocabpar.plan.advice import launch_line, reasons, redistribution, remedies
+from megatron_vocabpar.plan.memory import GIB
+from megatron_vocabpar.plan.options import Option, Request, all_options, best_of
 
 PARTS = {
     "weights": "weights",

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vocabpar import __version__
-from megatron_vocabpar.schedule.passes import Instruction
+from megatron_vocabpar.schedule.words.passes import Instruction
 
 
 def versions() -> dict[str, str]:

@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.families import family_named
-from megatron_vocabpar.schedule.generate import make_plan
-from megatron_vocabpar.schedule.methods import method_named
+from megatron_vocabpar.schedule.make.families import family_named
+from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.serialize import plan_to_json
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import method_named
 
 _SOURCES = Path(__file__).resolve().parents[2]
 _WANTED, _PLAN, _ERRORS = "wanted.json", "plan.json", "errors"
@@ -29,7 +29,7 @@ _WANTED, _PLAN, _ERRORS = "wanted.json", "plan.json", "errors"
 
 @dataclass(frozen=True)
 class PlanKind:
-    """What all plans of a training have in common; the fields are arguments of ``schedule.generate``.
+    """What all plans of a training have in common; the fields are arguments of ``schedule.make.generate``.
 
     ``among`` has the names of the families that a search tries; ``late_gradient`` is the method's.
     """
@@ -43,7 +43,7 @@ class PlanKind:
     late_gradient: bool = False
 
     def plan(self, m: int, costs: PassCosts | None = None) -> Plan:
-        """The plan for ``m`` microbatches; errors are those of ``schedule.generate``."""
+        """The plan for ``m`` microbatches; errors are those of ``schedule.make.generate``."""
         return make_plan(
             method_named(self.method, late_gradient=self.late_gradient),
             self.p,

@@ -17,9 +17,9 @@ import torch
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, links
 from megatron_vocabpar.runtime.profile import COMPUTE, WAIT, Span
 from megatron_vocabpar.runtime.streams import clock
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.methods import Method
-from megatron_vocabpar.schedule.passes import CommType, PassType, parse
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import Method
+from megatron_vocabpar.schedule.words.passes import CommType, PassType, parse
 
 _ROUNDS = 5
 

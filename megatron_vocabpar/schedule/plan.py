@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from .costs import PassCosts
-from .lower import lower
-from .program_rules import validate_program
-from .schedule import Deadlock, Program, Schedule, forward_only
-from .validate import validate, validate_rows
-from .violations import deadlocked
+from megatron_vocabpar.schedule.check.program_rules import validate_program
+from megatron_vocabpar.schedule.check.validate import validate, validate_rows
+from megatron_vocabpar.schedule.check.violations import deadlocked
+from megatron_vocabpar.schedule.play.lower import lower
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.schedule import Deadlock, Program, Schedule, forward_only
 
 
 @dataclass(frozen=True)

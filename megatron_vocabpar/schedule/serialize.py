@@ -19,13 +19,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from .costs import PassCosts
-from .methods import METHODS, Method
-from .passes import VOCABULARY_PASSES, Instruction, Pass, PassType, parse
-from .placement import Placement
-from .plan import Plan
-from .schedule import Program, Schedule, passes_of
-from .schema import check, read_object
+from megatron_vocabpar.schedule.data.schema import check, read_object
+from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import METHODS, Method
+from megatron_vocabpar.schedule.words.passes import VOCABULARY_PASSES, Instruction, Pass, PassType, parse
+from megatron_vocabpar.schedule.words.placement import Placement
+from megatron_vocabpar.schedule.words.schedule import Program, Schedule, passes_of
 
 _PASS_TYPES = {type_.value: type_ for type_ in PassType}
 Methods = Mapping[str, Method]
@@ -85,7 +85,7 @@ def _input(method: Method) -> str:
 def from_json(text: str, methods: Methods = METHODS) -> Schedule:
     """Read the JSON form of a schedule, or the schedule of a plan.
 
-    Rules are not checked (see ``validate.validate``), words and numbers are.
+    Rules are not checked (see ``check.validate.validate``), words and numbers are.
 
     Args:
         text: of either.

@@ -1,7 +1,7 @@
 """Simulation of a schedule: when every pass and transfer runs, what each rank waits for and holds meanwhile.
 
-``events.py`` plays the program; this module reads the result. ``memory.py`` says what is alive when,
-``critical_path.py`` what the iteration's length is made of.
+``play/events.py`` plays the program; this module reads the result. ``play/memory.py`` says what is alive
+when, ``play/critical_path.py`` what the iteration's length is made of.
 
 Next: ``draw/``.
 """
@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from .costs import PassTimes
-from .critical_path import Step, critical_path
-from .events import NOTHING, Events, run_events
-from .memory import (
+from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.play.critical_path import Step, critical_path
+from megatron_vocabpar.schedule.play.events import NOTHING, Events, run_events
+from megatron_vocabpar.schedule.play.memory import (
     EMBEDDED_INPUTS,
     INPUT_GRADIENTS,
     SOFTMAX_SHARDS,
@@ -24,10 +24,10 @@ from .memory import (
     lifetimes,
     most_alive,
 )
-from .passes import Comm, CommType, Instruction, Pass
-from .peaks import peak_activations
-from .plan import Plan
-from .schedule import Schedule
+from megatron_vocabpar.schedule.play.peaks import peak_activations
+from megatron_vocabpar.schedule.times.costs import PassTimes
+from megatron_vocabpar.schedule.words.passes import Comm, CommType, Instruction, Pass
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 TAIL = "end"  # a rank's idle time after its last pass
 
@@ -125,7 +125,7 @@ class Simulation:
 
     @cached_property
     def alive(self) -> tuple[dict[str, list[Interval]], ...]:
-        """For each rank, when each of its buffers is alive (see ``memory.py``)."""
+        """For each rank, when each of its buffers is alive (see ``play/memory.py``)."""
         return tuple(lifetimes(self.events, rank) for rank in range(self.schedule.p))
 
     @cached_property

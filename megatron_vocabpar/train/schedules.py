@@ -2,19 +2,19 @@
 
 It is made once, before any process starts, and every rank reads the same ``schedule.json``: the model chunks
 of a rank follow from it.
-Next: ``schedule/generate.py``; ``job.py``, which hands it on.
+Next: ``schedule/make/generate.py``; ``job.py``, which hands it on.
 """
 
 from __future__ import annotations
 
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.families import SEARCH, Family, families
-from megatron_vocabpar.schedule.generate import make_plan
-from megatron_vocabpar.schedule.methods import method_named
-from megatron_vocabpar.schedule.peaks import peak_activations
+from megatron_vocabpar.schedule.make.families import SEARCH, Family, families
+from megatron_vocabpar.schedule.make.generate import make_plan
+from megatron_vocabpar.schedule.make.search import search
 from megatron_vocabpar.schedule.plan import Plan
-from megatron_vocabpar.schedule.schedule import Schedule
-from megatron_vocabpar.schedule.search import search
+from megatron_vocabpar.schedule.play.peaks import peak_activations
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import method_named
+from megatron_vocabpar.schedule.words.schedule import Schedule
 from megatron_vocabpar.train.config import TrainConfig
 
 

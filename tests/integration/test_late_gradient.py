@@ -14,8 +14,8 @@ from megatron_vocabpar.integration.forward_backward import ForwardBackward
 from megatron_vocabpar.integration.iteration import OutputOptions
 from megatron_vocabpar.runtime.background_plan import PlanKind
 from megatron_vocabpar.runtime.comm import VocabGroups
-from megatron_vocabpar.schedule.generate import generate
-from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.make.generate import generate
+from megatron_vocabpar.schedule.words.methods import METHODS
 from tests.cases import covering, rest_is_slow
 from tests.integration import test_equality as equality
 from tests.integration.gpt import Case, case_of

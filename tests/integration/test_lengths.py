@@ -15,8 +15,8 @@ import torch
 from megatron_vocabpar.integration.forward_backward import check_config
 from megatron_vocabpar.integration.iteration import OutputOptions
 from megatron_vocabpar.integration.output_layer import OutputLayer
-from megatron_vocabpar.schedule.generate import generate
-from megatron_vocabpar.schedule.passes import Pass
+from megatron_vocabpar.schedule.make.generate import generate
+from megatron_vocabpar.schedule.words.passes import Pass
 from tests.cases import rest_is_slow
 from tests.integration.gpt import Case, case_of, run, train, transformer_config
 from tests.integration.test_equality import check

@@ -27,13 +27,13 @@ from megatron_vocabpar.integration.watched import Watched
 from megatron_vocabpar.runtime.background_plan import BackgroundPlan, PlanKind
 from megatron_vocabpar.runtime.pass_times import transfer_ms
 from megatron_vocabpar.runtime.profile import Timeline
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.families import families
-from megatron_vocabpar.schedule.methods import METHODS
-from megatron_vocabpar.schedule.passes import Pass, parse
-from megatron_vocabpar.schedule.placement import Placement
-from megatron_vocabpar.schedule.schedule import Schedule
+from megatron_vocabpar.schedule.make.families import families
 from megatron_vocabpar.schedule.serialize import plan_from_json
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.schedule.words.passes import Pass, parse
+from megatron_vocabpar.schedule.words.placement import Placement
+from megatron_vocabpar.schedule.words.schedule import Schedule
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from tests.integration.gpt import (
     Case,
@@ -229,7 +229,7 @@ def awaited(kind: PlanKind, costs: PassCosts) -> str:
 _LEFT_ALONE = """
 import os
 from megatron_vocabpar.runtime.background_plan import BackgroundPlan, PlanKind
-from megatron_vocabpar.schedule.costs import PassCosts
+from megatron_vocabpar.schedule.times.costs import PassCosts
 background = BackgroundPlan(PlanKind("vocab-2", "search", 32, 1), 512, PassCosts.default(32))
 print(background._process.pid, flush=True)
 os._exit(0)

@@ -30,7 +30,7 @@ from megatron_vocabpar.megatron_lm.bindings import BINDINGS, SIGNATURES, VERSION
 from megatron_vocabpar.megatron_lm.checkout import importable, source_signatures
 from megatron_vocabpar.megatron_lm.flags import FlagConfig, config_from_argv, is_asked_for
 from megatron_vocabpar.megatron_lm.refusals import REFUSALS, check
-from megatron_vocabpar.schedule.redistribution import layout
+from megatron_vocabpar.schedule.times.redistribution import layout
 from tests.megatron_lm.training import ROOT, checkout, words
 
 ENABLE = "--enable-vocab-parallel"

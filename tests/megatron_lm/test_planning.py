@@ -12,9 +12,9 @@ import pytest
 
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
 from megatron_vocabpar.megatron_lm.planning import check_costs, plan_kind, planned
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.generate import make_plan
+from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.simulate import simulate
+from megatron_vocabpar.schedule.times.costs import PassCosts
 from tests.megatron_lm.training import Log, checkout, pretrain, scalars
 
 UNTIED = "--untie-embeddings-and-output-weights"

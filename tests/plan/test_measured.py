@@ -9,10 +9,10 @@ import pytest
 
 from megatron_vocabpar.plan.measured import COLUMNS, Prediction, blocking_program, predict, read_measured
 from megatron_vocabpar.plan.published import published_passes
-from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
-from megatron_vocabpar.schedule.events import run_events
-from megatron_vocabpar.schedule.generate import generate
+from megatron_vocabpar.schedule.make.generate import generate
+from megatron_vocabpar.schedule.play.events import run_events
 from megatron_vocabpar.schedule.simulate import Simulation
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 
 ROW = dict(
     zip(

@@ -10,23 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
-from megatron_vocabpar.schedule.critical_path import time_by_rank, time_by_type
-from megatron_vocabpar.schedule.events import run_events
-from megatron_vocabpar.schedule.generate import generate
-from megatron_vocabpar.schedule.lower import lower, play_passes
-from megatron_vocabpar.schedule.memory import BUFFERS, BufferSizes, memory_curve, peak_memory
-from megatron_vocabpar.schedule.methods import METHODS
-from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, parse
-from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.plan import Plan
-from megatron_vocabpar.schedule.schedule import Deadlock, Schedule
+from megatron_vocabpar.schedule.play.critical_path import time_by_rank, time_by_type
+from megatron_vocabpar.schedule.play.events import run_events
+from megatron_vocabpar.schedule.play.lower import lower, play_passes
+from megatron_vocabpar.schedule.play.memory import BUFFERS, BufferSizes, memory_curve, peak_memory
 from megatron_vocabpar.schedule.serialize import from_json, to_json
 from megatron_vocabpar.schedule.simulate import simulate
-
-from . import reference, reference_queues
-from .random_schedules import SHAPES, Shape, random_data, random_schedule
-from .simulated import ranks_of, simulated
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, parse
+from megatron_vocabpar.schedule.words.placement import Placement
+from megatron_vocabpar.schedule.words.schedule import Deadlock, Schedule
+from tests.schedule import reference, reference_queues
+from tests.schedule.random_schedules import SHAPES, Shape, random_data, random_schedule
+from tests.schedule.simulated import ranks_of, simulated
 
 COSTS = PassCosts(
     F_ms=10.0,

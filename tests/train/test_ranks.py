@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_vocabpar.schedule.generate import make_plan
-from megatron_vocabpar.schedule.passes import POINT_TO_POINT, Comm
-from megatron_vocabpar.schedule.schedule import Program
+from megatron_vocabpar.schedule.make.generate import make_plan
+from megatron_vocabpar.schedule.play.waits import whole
 from megatron_vocabpar.schedule.serialize import plan_to_json
-from megatron_vocabpar.schedule.waits import whole
+from megatron_vocabpar.schedule.words.passes import POINT_TO_POINT, Comm
+from megatron_vocabpar.schedule.words.schedule import Program
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import ProgressRecord, TrainingFailed
 from megatron_vocabpar.train.output import LOG_FOLDER, method_config, open_method

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.families import Family, families
-from megatron_vocabpar.schedule.generate import generate
-from megatron_vocabpar.schedule.methods import METHODS
-from megatron_vocabpar.schedule.peaks import peak_activations
-from megatron_vocabpar.schedule.schedule import Schedule
+from megatron_vocabpar.schedule.make.families import Family, families
+from megatron_vocabpar.schedule.make.generate import generate
+from megatron_vocabpar.schedule.play.peaks import peak_activations
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.schedule.words.schedule import Schedule
 from megatron_vocabpar.train import schedules
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.schedules import describe, plan_method

@@ -9,9 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..families import family_of
-from ..memory import ACTIVATIONS, WEIGHT_INPUTS, BufferSizes, Curve, memory_curve
-from ..passes import (
+from megatron_vocabpar.schedule.make.families import family_of
+from megatron_vocabpar.schedule.play.memory import (
+    ACTIVATIONS,
+    WEIGHT_INPUTS,
+    BufferSizes,
+    Curve,
+    memory_curve,
+)
+from megatron_vocabpar.schedule.simulate import Simulation
+from megatron_vocabpar.schedule.words.passes import (
     INPUT_COLLECTIVES,
     OUTPUT_COLLECTIVES,
     VOCABULARY_PASSES,
@@ -20,9 +27,8 @@ from ..passes import (
     Pass,
     PassType,
 )
-from ..placement import Placement
-from ..schedule import Schedule
-from ..simulate import Simulation
+from megatron_vocabpar.schedule.words.placement import Placement
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 MICROBATCHES, MIB = "microbatches", "MiB"  # units of memory
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from ..passes import CommType, PassType
-from .chart import Bar, Chart, Row
-from .style import MEANINGS, STYLES, shade
+from megatron_vocabpar.schedule.draw.chart import Bar, Chart, Row
+from megatron_vocabpar.schedule.draw.style import MEANINGS, STYLES, shade
+from megatron_vocabpar.schedule.words.passes import CommType, PassType
 
 _US_PER_MS = 1e3
 _INDEX = {type_: place for place, type_ in enumerate((*PassType, *CommType))}

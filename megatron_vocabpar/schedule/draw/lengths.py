@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from .scene import Box, Scene, Text, axis
-from .style import QUIET
+from megatron_vocabpar.schedule.draw.scene import Box, Scene, Text, axis
+from megatron_vocabpar.schedule.draw.style import QUIET
 
 _LEFT, _WIDTH, _RIGHT = 130, 460, 170
 _TOP, _ROW, _GAP, _AXIS, _LEGEND = 34, 24, 8, 26, 26

@@ -12,11 +12,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..costs import PassTimes
-from ..passes import Comm, CommType, Pass, PassType, parse
-from ..schedule import Schedule
-from ..schema import check, read_object
-from .chart import Bar, Chart, Row
+from megatron_vocabpar.schedule.data.schema import check, read_object
+from megatron_vocabpar.schedule.draw.chart import Bar, Chart, Row
+from megatron_vocabpar.schedule.times.costs import PassTimes
+from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType, parse
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 WHY_THEY_DIFFER = (
     "Above the plan with the measured times (medians of passes, the shortest of each collective), below what "

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..plan import Plan
-from ..simulate import simulate
-from .chart import name_of, planned_chart
-from .html import draw_html
-from .measured import WHY_THEY_DIFFER, measured_chart, measured_times
-from .svg import draw_svg, svg_of
+from megatron_vocabpar.schedule.draw.chart import name_of, planned_chart
+from megatron_vocabpar.schedule.draw.html import draw_html
+from megatron_vocabpar.schedule.draw.measured import WHY_THEY_DIFFER, measured_chart, measured_times
+from megatron_vocabpar.schedule.draw.svg import draw_svg, svg_of
+from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.simulate import simulate
 
 SCHEDULE_FILE = "schedule.svg"
 TIMELINE_FILE = "timeline.json"

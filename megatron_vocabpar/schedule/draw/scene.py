@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from math import ceil, log10
 from typing import Literal
 
-from ..passes import PassType
-from .chart import Bar, Chart
-from .style import INK, QUIET, STYLES, shade
+from megatron_vocabpar.schedule.draw.chart import Bar, Chart
+from megatron_vocabpar.schedule.draw.style import INK, QUIET, STYLES, shade
+from megatron_vocabpar.schedule.words.passes import PassType
 
 _ROW, _GAP, _LEFT, _TOP, _RIGHT = 24, 4, 60, 34, 16
 _BETWEEN = 18  # above each further chart

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..passes import CommType, PassType
-from ..schedule import Schedule
+from megatron_vocabpar.schedule.words.passes import CommType, PassType
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 INK, QUIET = "#222222", "#666666"  # of texts
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from math import ceil
 from typing import NamedTuple
 
-from ..passes import VOCABULARY_PASSES, Pass, PassType
-from ..schedule import Schedule
-from ..simulate import Simulation
-from .style import STYLES, shade, types_in
+from megatron_vocabpar.schedule.draw.style import STYLES, shade, types_in
+from megatron_vocabpar.schedule.simulate import Simulation
+from megatron_vocabpar.schedule.words.passes import VOCABULARY_PASSES, Pass, PassType
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 _LETTERS = {PassType.IF: "i", PassType.IB: "o", PassType.S2: "M"}
 _COLUMNS_PER_FORWARD = 4

@@ -9,8 +9,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ..passes import INPUT_COLLECTIVES, OUTPUT_COLLECTIVES, Comm, Instruction, Pass
-from ..simulate import Simulation
+from megatron_vocabpar.schedule.simulate import Simulation
+from megatron_vocabpar.schedule.words.passes import (
+    INPUT_COLLECTIVES,
+    OUTPUT_COLLECTIVES,
+    Comm,
+    Instruction,
+    Pass,
+)
 
 _LANES = ("compute", "output collectives", "input collectives")
 

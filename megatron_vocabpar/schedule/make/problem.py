@@ -1,0 +1,173 @@
+"""One schedule to be found in one family: its frame, its rules with their times, and the best candidate.
+
+Next: ``candidates.py``, ``list_scheduling.py``, ``polish.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+
+from megatron_vocabpar.schedule.make.bounds import WAITING, lower_bound_ms
+from megatron_vocabpar.schedule.make.candidates import Candidate, candidates, is_textbook
+from megatron_vocabpar.schedule.make.families import Family, claimed_peak
+from megatron_vocabpar.schedule.make.list_scheduling import Stuck, Timeline, arrange
+from megatron_vocabpar.schedule.make.pass_graph import PassGraph, build_graph
+from megatron_vocabpar.schedule.make.polish import Caps, is_small, polish
+from megatron_vocabpar.schedule.play.events import run_events
+from megatron_vocabpar.schedule.play.lower import lower
+from megatron_vocabpar.schedule.play.numbering import Numbering
+from megatron_vocabpar.schedule.play.peaks import check_cap
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.words.methods import Method, method_named
+from megatron_vocabpar.schedule.words.passes import PassType
+from megatron_vocabpar.schedule.words.placement import Placement
+from megatron_vocabpar.schedule.words.schedule import Schedule, passes_of
+
+TRIAL_PASSES = 60_000  # about how many the trials may play in all: a fraction of a second
+_LEAST_TRIAL = 64  # microbatches; and enough that a steady state is seen
+_PLACING = 25  # placing a block of two chunks takes as long as playing so many microbatches
+_FEWEST = 4  # fewer trials than this are not worth their time
+_POLISHED = 3  # the best of the trials, from which a small schedule is polished
+_ROUNDING = 1e-9  # of sums of 1/chunks
+_FINALISTS = 3  # the best of the trials, played for all microbatches where the budget allows
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What has to be scheduled.
+
+    Attributes:
+        shape: the frame.
+        family: gives the building blocks.
+        times: of all passes, in ms.
+        costs: what the times were read from.
+        graph: the rules, with the times.
+        cap: the most microbatches whose activations a rank may hold.
+    """
+
+    shape: Schedule
+    family: Family
+    times: PassTimes
+    costs: PassCosts
+    graph: PassGraph
+    cap: float
+
+    @staticmethod
+    def of(
+        method: str | Method,
+        p: int,
+        m: int,
+        family: Family,
+        *,
+        chunks: int | None = None,
+        costs: PassCosts | None = None,
+        max_activations: float | None = None,
+    ) -> Problem:
+        """See ``generate`` for the arguments and what it raises."""
+        if max_activations is not None:
+            check_cap(max_activations)
+        costs = costs or PassCosts.default(p)
+        shape = replace(frame(method, p, m, family=family, chunks=chunks), mtp_depths=costs.mtp_depths)
+        times = PassTimes.of(costs, shape, splits_w=family.splits_w)
+        cap = max_activations
+        if cap is None:
+            cap = claimed_peak(method_named(method), p, family, shape.chunks)
+        graph = build_graph(Numbering(shape), times, splits_w=family.splits_w)
+        return Problem(shape, family, times, costs, graph, cap)
+
+    def best(self, budget: int) -> Schedule:
+        """The fastest of as many candidates as may be tried; polished where it is small.
+
+        Args:
+            budget: about how many passes the trials may play in all.
+        """
+        if is_textbook(self.shape, self.family) or not is_small(self.graph, self.shape.m):
+            return self.schedule(self.played(budget)[0].order)
+        orders = [played.order for played in self.played(budget)[:_POLISHED]]
+        polished = polish(self.graph, self.shape.m, self._caps, orders, self.bound_ms())
+        return min(map(self.schedule, (*orders, *polished)), key=self.simulated_ms)
+
+    def bound_ms(self) -> float:
+        """What no order under the caps can undercut."""
+        return lower_bound_ms(self.graph, self.shape.m, self._caps.chunks)
+
+    @property
+    def _caps(self) -> Caps:
+        room = int(min(self.cap, self.shape.m) * self.shape.chunks + _ROUNDING)
+        return Caps(room, WAITING[PassType.T], WAITING[PassType.IB])
+
+    def simulated_ms(self, schedule: Schedule) -> float:
+        """What the simulator says of a schedule with its communication."""
+        program = lower(schedule, self.costs)
+        return max(run_events(schedule, PassTimes.of(self.costs, schedule), program).ends)
+
+    def played(self, budget: int) -> list[Timeline]:
+        """The candidates tried, unpolished, the fastest first; of those that take equally long, one."""
+        choices = candidates(self.shape, self.graph, self.times, self.family, self.cap)
+        if is_textbook(self.shape, self.family):
+            return [arrange(self.graph, self.shape.m, *next(choices))]
+        passes = len(self.graph.passes)  # of one microbatch
+        trial_m = min(self.shape.m, max(_LEAST_TRIAL, 2 * self.shape.p + 4))
+        placing = int(_PLACING * max(1.0, self.shape.chunks / 2) ** 2)
+        affordable = max(1, budget // (passes * (trial_m + placing)))
+        trials = []
+        for position, candidate in enumerate(islice(choices, affordable) if affordable >= _FEWEST else ()):
+            played = self._try(candidate, trial_m)
+            if played is not None:
+                trials.append((self._extrapolated(played, trial_m), position, candidate, played))
+        trials.sort(key=lambda trial: trial[:2])
+        if trials and trial_m == self.shape.m:
+            different = {trial[0]: trial[-1] for trial in reversed(trials)}
+            return [different[end] for end in sorted(different)]
+        least = 2 if self.shape.chunks > 1 else 1  # both rules of memory
+        finalists = max(least, min(_FINALISTS, budget // (passes * self.shape.m)))
+        ranked = chain((trial[2] for trial in trials), choices)
+        finished = filter(None, (self._try(candidate, self.shape.m) for candidate in ranked))
+        return sorted(islice(finished, finalists), key=lambda played: played.end)
+
+    def schedule(self, order: Iterable[Sequence[int]]) -> Schedule:
+        """A schedule with the order in which the passes were played."""
+        numbering = self.graph.numbering
+        rows = ([numbering.item(number) for number in row if number < numbering.size] for row in order)
+        return replace(self.shape, ranks=tuple(map(passes_of, rows)))
+
+    def _try(self, candidate: Candidate, m: int) -> Timeline | None:
+        """The candidate played, or None if its rules leave no way to go on."""
+        try:
+            return arrange(self.graph, m, candidate.block, candidate.rules)
+        except Stuck:
+            return None
+
+    def _extrapolated(self, played: Timeline, m: int) -> float:
+        """The end if all microbatches were played and the steady state went on as in the trial's middle."""
+        if m < 3:
+            return played.end
+        first = self.graph.of_type(PassType.B)[0] * m
+        early, late = m // 3, 2 * m // 3
+        steady = (played.ends[first + late] - played.ends[first + early]) / (late - early)
+        return played.end + steady * (self.shape.m - m)
+
+
+def frame(method: str | Method, p: int, m: int, *, family: Family, chunks: int | None = None) -> Schedule:
+    """A schedule's shape, with no passes yet.
+
+    Raises:
+        ValueError: naming the argument that is wrong, and what to give instead.
+    """
+    chosen = method_named(method)
+    if p < 1:
+        raise ValueError(f"pipeline size {p} is below 1; use at least one rank")
+    if m < 1:
+        raise ValueError(f"{m} microbatches is below 1; use at least one")
+    if chunks is None:
+        chunks = family.chunks
+    if not family.allows(chunks):
+        least = "" if family.fixed_chunks else "at least "
+        plural = "s" if family.chunks > 1 else ""
+        raise ValueError(
+            f"{family.name} has {least}{family.chunks} model chunk{plural} on each rank, not {chunks}; "
+            "leave chunks out"
+        )
+    return Schedule(chosen, Placement(p, chunks, family.shape), m)
