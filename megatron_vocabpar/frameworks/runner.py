@@ -19,8 +19,9 @@ from megatron_vocabpar.integration.forward_backward import ForwardBackward, chec
 from megatron_vocabpar.integration.microbatches import StandIn
 from megatron_vocabpar.integration.model import PartitionedModel
 from megatron_vocabpar.megatron_lm.flags import FlagConfig
-from megatron_vocabpar.megatron_lm.planning import output_options, plan_kind
+from megatron_vocabpar.megatron_lm.planning import output_options, plan_request
 from megatron_vocabpar.runtime.comm import broadcast
+from megatron_vocabpar.schedule.make.generate import plan_for
 
 
 class StepRunner:
@@ -62,13 +63,13 @@ class StepRunner:
 
     def _build(self, model: PartitionedModel, m: int, chunks: int) -> ForwardBackward:
         config, groups = self._config, vocab_groups()
-        kind, _ = plan_kind(config, groups.pipeline, m, chunks, None)
+        request, _ = plan_request(config, groups.pipeline, m, chunks, None)
         return ForwardBackward(
-            kind.method,
+            request.method_name,
             groups,
             model.output_weight.device,
             late_gradient=True,
-            make_plan=kind.plan,
+            make_plan=lambda size: plan_for(replace(request, m=size)),
             output_options=output_options(config),
         )
 

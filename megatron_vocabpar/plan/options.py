@@ -25,6 +25,7 @@ from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.times import Job, estimated_costs, step_ms
 from megatron_vocabpar.schedule.make.families import Family, families, family_named
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
+from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.play.events import run_events
 from megatron_vocabpar.schedule.play.lower import lower
 from megatron_vocabpar.schedule.play.peaks import peak_activations
@@ -178,7 +179,7 @@ def option_of(request: Request, method_name: str, name: str, microbatches: int |
     try:
         layers = layers_of(request, method, family)
         costs = costs_of(request, method.name, family, layers)
-        problem = Problem.of(method, job.p, m, family, costs=costs)
+        problem = Problem.of(PlanRequest(method=method, p=job.p, m=m, family=family, costs=costs))
     except ValueError as error:
         return Option(method.name, family.name, problem=str(error))
     played, *_ = problem.played(_PASSES)
@@ -194,7 +195,7 @@ def in_full(request: Request, option: Option) -> Option:
     """The option as its training would run it: its whole schedule, generated and simulated."""
     job, family = request.job, family_named(option.family)
     costs = costs_of(request, option.method, family, option.layers)
-    problem = Problem.of(option.method, job.p, job.m, family, costs=costs)
+    problem = Problem.of(PlanRequest(method=option.method, p=job.p, m=job.m, family=family, costs=costs))
     schedule = problem.best(TRIAL_PASSES)
     result = Simulation(schedule, run_events(schedule, problem.times, lower(schedule, costs)))
     idle = sum(result.bubble) / job.p

@@ -8,8 +8,8 @@ Next: ``schedule/make/generate.py``; ``job.py``, which hands it on.
 from __future__ import annotations
 
 from megatron_vocabpar.schedule.make.families import SEARCH, Family, families
-from megatron_vocabpar.schedule.make.generate import make_plan
-from megatron_vocabpar.schedule.make.search import search
+from megatron_vocabpar.schedule.make.generate import plan_for
+from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.play.peaks import peak_activations
 from megatron_vocabpar.schedule.times.costs import PassCosts
@@ -57,12 +57,17 @@ def plan_method(config: TrainConfig, method: str) -> Plan:
     """
     fitting = fitting_families(config, method)
     costs = None if config.costs is None else PassCosts.load(config.costs)
-    chosen = method_named(method, late_gradient=config.late_gradient)
-    p, m, chunks, cap = config.pp, config.microbatches, config.chunks, config.max_activations
-    if config.family == SEARCH:
-        found = search(chosen, p, m, among=fitting, chunks=chunks, costs=costs, max_activations=cap)
-        return Plan.of(found, costs)
-    return make_plan(chosen, p, m, family=fitting[0], chunks=chunks, costs=costs, max_activations=cap)
+    request = PlanRequest(
+        method=method_named(method, late_gradient=config.late_gradient),
+        p=config.pp,
+        m=config.microbatches,
+        family=SEARCH if config.family == SEARCH else fitting[0],
+        chunks=config.chunks,
+        costs=costs,
+        max_activations=config.max_activations,
+        among=fitting,
+    )
+    return plan_for(request)
 
 
 def fitting_families(config: TrainConfig, method: str) -> list[Family]:

@@ -154,12 +154,14 @@ def families() -> dict[str, Family]:
     return {family.name: family for family in (ONE_F_ONE_B, INTERLEAVED, V_HALF, V_MIN, V_ZB, ZB_H1)}
 
 
-def family_named(name: str) -> Family:
-    """The family with this name.
+def family_named(name: str | Family) -> Family:
+    """The family with this name; a ``Family`` stands for itself.
 
     Raises:
         ValueError: if there is none; the message lists the names.
     """
+    if isinstance(name, Family):
+        return name
     known = families()
     if name not in known:
         raise ValueError(f"unknown family {name!r}; choose one of {', '.join((*known, SEARCH))}")

@@ -11,18 +11,17 @@ from itertools import chain, islice
 
 from megatron_vocabpar.schedule.make.bounds import WAITING, lower_bound_ms
 from megatron_vocabpar.schedule.make.candidates import Candidate, candidates, is_textbook
-from megatron_vocabpar.schedule.make.families import Family, claimed_peak
+from megatron_vocabpar.schedule.make.families import Family, claimed_peak, family_named
 from megatron_vocabpar.schedule.make.list_scheduling import Stuck, Timeline, arrange
 from megatron_vocabpar.schedule.make.pass_graph import PassGraph, build_graph
 from megatron_vocabpar.schedule.make.polish import Caps, is_small, polish
+from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.play.events import run_events
 from megatron_vocabpar.schedule.play.lower import lower
 from megatron_vocabpar.schedule.play.numbering import Numbering
 from megatron_vocabpar.schedule.play.peaks import check_cap
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
-from megatron_vocabpar.schedule.words.methods import Method, method_named
 from megatron_vocabpar.schedule.words.passes import PassType
-from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule, passes_of
 
 TRIAL_PASSES = 60_000  # about how many the trials may play in all: a fraction of a second
@@ -55,25 +54,20 @@ class Problem:
     cap: float
 
     @staticmethod
-    def of(
-        method: str | Method,
-        p: int,
-        m: int,
-        family: Family,
-        *,
-        chunks: int | None = None,
-        costs: PassCosts | None = None,
-        max_activations: float | None = None,
-    ) -> Problem:
-        """See ``generate`` for the arguments and what it raises."""
-        if max_activations is not None:
-            check_cap(max_activations)
-        costs = costs or PassCosts.default(p)
-        shape = replace(frame(method, p, m, family=family, chunks=chunks), mtp_depths=costs.mtp_depths)
+    def of(request: PlanRequest) -> Problem:
+        """The problem of a request for one family.
+
+        Raises:
+            ValueError: naming the argument that is wrong, and what to give instead.
+        """
+        cap, family = request.max_activations, family_named(request.family)
+        if cap is not None:
+            check_cap(cap)
+        costs = request.costs or PassCosts.default(request.p)
+        shape = request.frame()
         times = PassTimes.of(costs, shape, splits_w=family.splits_w)
-        cap = max_activations
         if cap is None:
-            cap = claimed_peak(method_named(method), p, family, shape.chunks)
+            cap = claimed_peak(shape.method, shape.p, family, shape.chunks)
         graph = build_graph(Numbering(shape), times, splits_w=family.splits_w)
         return Problem(shape, family, times, costs, graph, cap)
 
@@ -148,26 +142,3 @@ class Problem:
         early, late = m // 3, 2 * m // 3
         steady = (played.ends[first + late] - played.ends[first + early]) / (late - early)
         return played.end + steady * (self.shape.m - m)
-
-
-def frame(method: str | Method, p: int, m: int, *, family: Family, chunks: int | None = None) -> Schedule:
-    """A schedule's shape, with no passes yet.
-
-    Raises:
-        ValueError: naming the argument that is wrong, and what to give instead.
-    """
-    chosen = method_named(method)
-    if p < 1:
-        raise ValueError(f"pipeline size {p} is below 1; use at least one rank")
-    if m < 1:
-        raise ValueError(f"{m} microbatches is below 1; use at least one")
-    if chunks is None:
-        chunks = family.chunks
-    if not family.allows(chunks):
-        least = "" if family.fixed_chunks else "at least "
-        plural = "s" if family.chunks > 1 else ""
-        raise ValueError(
-            f"{family.name} has {least}{family.chunks} model chunk{plural} on each rank, not {chunks}; "
-            "leave chunks out"
-        )
-    return Schedule(chosen, Placement(p, chunks, family.shape), m)

@@ -9,73 +9,77 @@ Next: ``problem.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import inf
 
-from megatron_vocabpar.schedule.make.families import Family, claimed_peak, families, family_named
+from megatron_vocabpar.schedule.make.families import (
+    ONE_F_ONE_B,
+    Family,
+    claimed_peak,
+    families,
+    family_named,
+)
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
-from megatron_vocabpar.schedule.times.costs import PassCosts
-from megatron_vocabpar.schedule.words.methods import Method, method_named
+from megatron_vocabpar.schedule.make.request import PlanRequest
+from megatron_vocabpar.schedule.words.methods import method_named
 from megatron_vocabpar.schedule.words.schedule import MOST_FORWARDS, Schedule
 
 
 def search(
-    method: str | Method,
-    p: int,
-    m: int,
-    *,
-    among: Sequence[Family] | None = None,
-    chunks: int | None = None,
-    costs: PassCosts | None = None,
-    max_activations: float | None = None,
-    passes: int = TRIAL_PASSES,
-    progress: Callable[[str], None] | None = None,
+    request: PlanRequest, *, passes: int = TRIAL_PASSES, progress: Callable[[str], None] | None = None
 ) -> Schedule:
     """The fastest valid schedule that is found.
 
     Args:
-        method: one of ``words.methods.METHODS``.
-        p: pipeline size, at least 1.
-        m: microbatches, at least 1.
-        among: the families to search; by default all.
-        chunks: model chunks on each rank; by default any number that a family has of its own.
-        costs: times of the passes; ``PassCosts.default`` where nothing is measured.
-        max_activations: the most microbatches whose activations a rank may hold, at least 1; by default
-            what is claimed for the method in 1F1B.
+        request: what to schedule; its families to search are ``among``, whatever its ``family``.
         passes: about how many passes the trials of one family with one cap may play; a million takes some
             five seconds.
-        progress: told what is tried next.
+        progress: is told what is tried next.
 
     Raises:
         ValueError: naming the argument that is wrong, and what to give instead.
     """
-    chosen = [kind for kind in among or families().values() if kind.allows(chunks)]
-    if not chosen:
-        raise ValueError(f"no family has {chunks} model chunks on each rank; leave chunks out to search all")
-    cap = max_activations
-    if cap is None:
-        cap = claimed_peak(method_named(method), max(p, 1), family_named("1f1b"), 1)
-    tried: dict[tuple[object, ...], tuple[float, Family]] = {}
-    for kind in chosen:
-        own = claimed_peak(method_named(method), max(p, 1), kind, chunks or kind.chunks)
-        like = kind.shape, kind.chunks, kind.fixed_chunks, kind.splits_w, kind.packed, kind.hops
-        tried |= {(rung, *like): (rung, kind) for rung in {*rungs(cap), cap, min(own, cap)}}
+    rivals = _rivals(request)
     best, least = None, inf
-    # The most memory first: the sort keeps the order of families.
-    in_turn = sorted(tried.values(), key=lambda pair: -pair[0])
-    for place, (rung, kind) in enumerate(in_turn):
-        problem = Problem.of(method, p, m, kind, chunks=chunks, costs=costs, max_activations=rung)
+    for place, rival in enumerate(rivals):
+        problem = Problem.of(rival)
         if problem.bound_ms() > least:
             continue
         if progress is not None:
-            progress(f"{place + 1} of {len(tried)}: {kind.name}, at most {rung:g} microbatches")
+            progress(
+                f"{place + 1} of {len(rivals)}: {rival.family_name}, "
+                f"at most {rival.max_activations:g} microbatches"
+            )
         for budget in {TRIAL_PASSES: None, passes: None}:  # what generate makes is among what is tried
-            found = problem.best(budget)
-            taken = problem.simulated_ms(found)
-            if taken < least:
-                best, least = found, taken
+            schedule = problem.best(budget)
+            taken_ms = problem.simulated_ms(schedule)
+            if taken_ms < least:
+                best, least = schedule, taken_ms
     assert best is not None
     return best
+
+
+def _rivals(request: PlanRequest) -> list[PlanRequest]:
+    """The same request for each family with each cap; the most memory first, then in the order of families.
+
+    Families that differ in their claims alone (V shapes) are tried once with each cap.
+    """
+    chunks, method, p = request.chunks, method_named(request.method), max(request.p, 1)
+    named = map(family_named, request.among or families())
+    allowed = [family for family in named if family.allows(chunks)]
+    if not allowed:
+        raise ValueError(f"no family has {chunks} model chunks on each rank; leave chunks out to search all")
+    cap = request.max_activations
+    if cap is None:
+        cap = claimed_peak(method, p, ONE_F_ONE_B, 1)
+    rivals: dict[tuple[object, ...], tuple[float, Family]] = {}
+    for family in allowed:
+        claim = claimed_peak(method, p, family, chunks or family.chunks)
+        alike = family.shape, family.chunks, family.fixed_chunks, family.splits_w, family.packed, family.hops
+        rivals |= {(rung, *alike): (rung, family) for rung in {*rungs(cap), cap, min(claim, cap)}}
+    in_turn = sorted(rivals.values(), key=lambda rival: -rival[0])
+    return [replace(request, family=family, max_activations=rung) for rung, family in in_turn]
 
 
 def rungs(cap: float) -> Iterator[int]:

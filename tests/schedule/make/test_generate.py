@@ -16,6 +16,7 @@ from megatron_vocabpar.schedule.make.candidates import candidates
 from megatron_vocabpar.schedule.make.families import families
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
+from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.play.lower import lower
 from megatron_vocabpar.schedule.serialize import to_json
 from megatron_vocabpar.schedule.simulate import Simulation
@@ -140,7 +141,7 @@ def test_golden(golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return (each for each in candidates(*problem) if not each.rules.chunks)
 
     monkeypatch.setattr("megatron_vocabpar.schedule.make.problem.candidates", first_rule)
-    problem = Problem.of(method, 4, 6, families()[family])
+    problem = Problem.of(PlanRequest(method=method, p=4, m=6, family=family))
     assert problem.schedule(problem.played(TRIAL_PASSES)[0].order).to_text() == golden.read_text().strip()
 
 

@@ -5,17 +5,16 @@ from dataclasses import replace
 import pytest
 
 from megatron_vocabpar.schedule.make.building_block import BuildingBlock
-from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.make.list_scheduling import Rules, Stuck, Timeline, arrange
 from megatron_vocabpar.schedule.make.pass_graph import PassGraph, TimedNeed
-from megatron_vocabpar.schedule.make.problem import frame
+from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.play.numbering import Numbering
 
 
 def graph(passes: list[tuple[str, int, float, list[tuple[int, float]]]]) -> PassGraph:
     """Nodes given as (type, rank, duration, [(needed node, latency)]); types are for the reader."""
     return PassGraph(
-        numbering=Numbering(frame("baseline", 1, 1, family=family_named("1f1b"))),
+        numbering=Numbering(PlanRequest(method="baseline", p=1, m=1).frame()),
         nodes={},
         arrival={},
         size=len(passes),

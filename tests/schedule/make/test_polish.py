@@ -7,6 +7,7 @@ latencies from ``prerequisites``, activations as a cumulative resource, microbat
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import pytest
 from megatron_vocabpar.schedule.check.validate import validate
 from megatron_vocabpar.schedule.make.bounds import least_ms
 from megatron_vocabpar.schedule.make.families import claimed_peak, families
-from megatron_vocabpar.schedule.make.generate import generate
+from megatron_vocabpar.schedule.make.generate import generate, schedule_for
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
+from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.make.search import rungs, search
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.simulate import simulate
@@ -33,18 +35,22 @@ WORST = {"default": 1.04, "smallest": 1.03, "ends": 1.03}
 def over_the_optimum(case: dict[str, Any]) -> float:
     """Time over the least time; what comes out keeps rules and caps, and the bound is one."""
     costs, family = PassCosts.from_dict(case["costs"]), families()[case["family"]]
-    made = generate(
-        case["method"], case["p"], case["m"], family=family, costs=costs, max_activations=case["cap"]
+    request = PlanRequest(
+        method=case["method"],
+        p=case["p"],
+        m=case["m"],
+        family=family,
+        costs=costs,
+        max_activations=case["cap"],
     )
+    made = schedule_for(request)
     validate(made, case["cap"] or claimed_peak(METHODS[case["method"]], case["p"], family, family.chunks))
     plan = Plan.of(made, costs)
     result = simulate(plan)
     assert max(result.peak_softmax_shards) <= 4
     assert max(result.peak_input_gradients) <= 4
     assert least_ms(plan) <= result.iteration_ms + 1e-6
-    problem = Problem.of(
-        case["method"], case["p"], case["m"], family, costs=costs, max_activations=case["cap"]
-    )
+    problem = Problem.of(request)
     assert problem.bound_ms() <= case["optimum"] + 0.02  # the solver's times are whole microseconds
     return result.iteration_ms / case["optimum"]
 
@@ -69,7 +75,7 @@ def test_the_bankers_rule_lets_two_chunks_share_little_memory() -> None:
 
 def test_polishing_never_makes_a_schedule_slower() -> None:
     for family in ("1f1b", "v-zb"):
-        problem = Problem.of("vocab-1", 3, 4, families()[family])
+        problem = Problem.of(PlanRequest(method="vocab-1", p=3, m=4, family=family))
         listed = problem.schedule(problem.played(TRIAL_PASSES)[0].order)
         assert problem.simulated_ms(problem.best(TRIAL_PASSES)) <= problem.simulated_ms(listed)
 
@@ -81,7 +87,7 @@ def test_every_rank_plans_the_same() -> None:
 
 
 def test_large_schedules_are_not_polished() -> None:
-    problem = Problem.of("vocab-2", 4, 64, families()["1f1b"])
+    problem = Problem.of(PlanRequest(method="vocab-2", p=4, m=64))
     assert problem.best(TRIAL_PASSES) == problem.schedule(problem.played(TRIAL_PASSES)[0].order)
 
 
@@ -100,7 +106,8 @@ def test_search_tries_smaller_caps() -> None:
     assert [*rungs(25.5)] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24]
     among, told = [families()["1f1b"], families()["v-half"]], list[str]()
     caps = (1.0, 1.5, 2.5)
-    found = [search("vocab-2", 2, 3, among=among, max_activations=c, progress=told.append) for c in caps]
+    request = PlanRequest(method="vocab-2", p=2, m=3, among=among)
+    found = [search(replace(request, max_activations=cap), progress=told.append) for cap in caps]
     ms = [simulated(each).iteration_ms for each in found]
     assert ms == sorted(ms, reverse=True)
     assert told[0].startswith("1 of 2: 1f1b, at most 1 ")

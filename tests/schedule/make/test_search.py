@@ -10,6 +10,7 @@ import pytest
 from megatron_vocabpar.schedule.check.validate import validate
 from megatron_vocabpar.schedule.make.families import claimed_peak, families
 from megatron_vocabpar.schedule.make.generate import generate
+from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.make.search import search
 from megatron_vocabpar.schedule.play.peaks import peak_activations
 from megatron_vocabpar.schedule.times.costs import PassCosts
@@ -55,7 +56,7 @@ def milliseconds(schedule: Schedule, costs: PassCosts) -> float:
 @pytest.mark.parametrize("cap", rest_is_slow([1.5, 3.0, 5.0], 1.5))
 def test_no_family_is_faster(cap: float) -> None:
     costs = times()
-    found = search("vocab-2", 4, 8, costs=costs, max_activations=cap, passes=90_000)
+    found = search(PlanRequest(method="vocab-2", p=4, m=8, costs=costs, max_activations=cap), passes=90_000)
     validate(found, cap)
     for name in families():
         alone = generate("vocab-2", 4, 8, family=name, costs=costs, max_activations=cap)
@@ -66,22 +67,25 @@ def test_no_family_is_faster(cap: float) -> None:
 def test_more_memory_is_not_slower_and_less_is_kept() -> None:
     ms = []
     for cap in (1.0, 2.0, 4.0, 8.0):
-        found = search("vocab-1", 4, 8, costs=times(), max_activations=cap, passes=FEW)
+        found = search(
+            PlanRequest(method="vocab-1", p=4, m=8, costs=times(), max_activations=cap), passes=FEW
+        )
         assert max(peak_activations(found)) <= cap
         ms.append(milliseconds(found, times()))
     assert ms[0] > ms[1] > ms[2] >= ms[3]
 
 
 def test_chunks_and_families_can_be_prescribed() -> None:
-    assert search("vocab-2", 2, 4, chunks=1, passes=30_000).chunks == 1
-    assert search("vocab-2", 2, 4, chunks=3, passes=30_000).placement.num_stages == 6
-    only = search("vocab-2", 3, 6, among=[families()["v-half"]], passes=30_000)
+    assert search(PlanRequest(method="vocab-2", p=2, m=4, chunks=1), passes=30_000).chunks == 1
+    assert search(PlanRequest(method="vocab-2", p=2, m=4, chunks=3), passes=30_000).placement.num_stages == 6
+    only = search(PlanRequest(method="vocab-2", p=3, m=6, among=[families()["v-half"]]), passes=30_000)
     assert only.placement.shape == "vshape"
 
 
 def test_the_same_arguments_give_the_same_schedule() -> None:
     among = [families()["v-half"], families()["zb-h1"]]
-    first, second = (search("vocab-2", 2, 5, among=among, passes=30_000) for _ in range(2))
+    request = PlanRequest(method="vocab-2", p=2, m=5, among=among)
+    first, second = (search(request, passes=30_000) for _ in range(2))
     assert first == second
 
 
@@ -133,7 +137,7 @@ def test_drawn_searches_are_not_slower_than_a_family_nor_with_more_memory(seed: 
 @pytest.mark.long
 def test_search_takes_less_than_a_minute() -> None:
     before = time.process_time()
-    found = search("vocab-2", 8, 32, costs=PassCosts.paper(8), max_activations=8)
+    found = search(PlanRequest(method="vocab-2", p=8, m=32, costs=PassCosts.paper(8), max_activations=8))
     assert time.process_time() - before < 60
     assert max(peak_activations(found)) <= 8
 
