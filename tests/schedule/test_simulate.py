@@ -15,7 +15,16 @@ from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.play.critical_path import time_by_rank, time_by_type
 from megatron_vocabpar.schedule.play.events import run_events
 from megatron_vocabpar.schedule.play.lower import lower, play_passes
-from megatron_vocabpar.schedule.play.memory import BUFFERS, BufferSizes, memory_curve, peak_memory
+from megatron_vocabpar.schedule.play.memory import (
+    BUFFERS,
+    EMBEDDED_INPUTS,
+    INPUT_GRADIENTS,
+    SOFTMAX_SHARDS,
+    WEIGHT_INPUTS,
+    BufferSizes,
+    memory_curve,
+    peak_memory,
+)
 from megatron_vocabpar.schedule.serialize import from_json, to_json
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
@@ -64,7 +73,9 @@ def test_one_microbatch_by_hand() -> None:
     assert result.busy_ms == pytest.approx((38.0, 38.0))
     assert result.bubble == pytest.approx((31 / 69, 31 / 69))
     assert result.peak_activations == (1.0, 1.0)
-    assert result.peak_softmax_shards == result.peak_embedded_inputs == result.peak_input_gradients == (1, 1)
+    assert (
+        result.peak(SOFTMAX_SHARDS) == result.peak(EMBEDDED_INPUTS) == result.peak(INPUT_GRADIENTS) == (1, 1)
+    )
 
 
 def test_interlaced_stops_all_ranks_for_the_output_layer() -> None:
@@ -214,8 +225,9 @@ def test_buffers_by_hand() -> None:
     schedule = Schedule(METHODS["vocab-2"], Placement(1), 2, rows)
     result = simulated(schedule, COSTS)
     assert result.peak_activations == (2.0,)
-    assert result.peak_weight_inputs == (2.0,)
-    assert result.peak_softmax_shards == result.peak_embedded_inputs == result.peak_input_gradients == (2,)
+    assert result.peak(WEIGHT_INPUTS) == (2.0,)
+    for buffer in (SOFTMAX_SHARDS, EMBEDDED_INPUTS, INPUT_GRADIENTS):
+        assert result.peak(buffer) == (2,)
     sizes = BufferSizes({"activations": 100.0, "weight_inputs": 60.0, "softmax_shards": 7.0})
     sizes = BufferSizes(dict.fromkeys(BUFFERS, 0.0) | sizes.mib)
     peak = peak_memory(result.alive[0], sizes, 1)

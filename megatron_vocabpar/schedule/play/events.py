@@ -1,7 +1,7 @@
 """The event loop of the simulator: instructions, as numbers, played in each rank's order, with queues.
 
-Every rank runs its instructions in order. A pass starts when its rank is free and all that it waits for has
-ended. Everything else runs beside the passes, and takes its turn in a queue:
+Every rank runs its instructions in order. A pass starts when its rank is free and everything that it waits
+for has ended. Communication runs beside the passes and takes its turn in a queue:
 
 - a *link* for each pair of ranks and direction. A transfer starts when it has been sent, its receive has been
   posted and the transfer before it on the link has ended; the order is that of the sends;
@@ -10,11 +10,11 @@ ended. Everything else runs beside the passes, and takes its turn in a queue:
 
 Sends, receives and launches take no time of their rank: they are issued when the pass before them ends.
 
-``run_passes`` plays passes alone, where nothing waits but for what it needs: a transfer or a collective
-starts when all that it carries has been produced. From this ``lower.py`` makes a program.
+``run_passes`` plays passes alone, without queues: a transfer or a collective starts when everything that it
+carries has been produced. ``lower.py`` makes a program from this.
 
-For each pass and transfer the loop notes its *cause*: what ended last of all that it waited for. It starts at
-the very moment at which its cause ends, so that ``critical_path.py`` can follow causes without a gap.
+For each pass and transfer the loop notes its *cause*: of all that it waited for, what ended last. It starts
+at the moment at which its cause ends, so ``critical_path.py`` can follow causes without a gap.
 
 Next: ``simulate.py``.
 """
@@ -22,7 +22,7 @@ Next: ``simulate.py``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron_vocabpar.schedule.play.numbering import TYPES, Numbering, in_numbers
@@ -35,7 +35,6 @@ from megatron_vocabpar.schedule.words.passes import (
     RECEIVE_OF,
     Comm,
     CommType,
-    Instruction,
     PassType,
 )
 from megatron_vocabpar.schedule.words.schedule import Deadlock, Program, Schedule
@@ -52,7 +51,7 @@ class Events:
         numbering: what the numbers mean.
         starts: of passes, receives (the transfer itself) and parts in collectives; ``NEVER`` if it did not
             run.
-        ends: likewise.
+        ends: of the same.
         causes: the number of what it waited for last; ``NOTHING`` if it started at once.
     """
 
@@ -85,7 +84,7 @@ def run_passes(schedule: Schedule, times: PassTimes) -> Events:
 
 @dataclass
 class _Queue:
-    """Work that is served one after the other: what waits, and when and with what the last one ended."""
+    """Work served one after the other: what waits, when the queue is free, and the last that it served."""
 
     waiting: deque[int] = field(default_factory=deque)
     free: float = 0.0
@@ -107,47 +106,38 @@ class _Loop:
         self.causes = [NOTHING] * numbering.size
         self.position, self.free = [0] * self.p, [0.0] * self.p
         self.last = [NOTHING] * self.p  # each rank's latest pass
-        self.sleepers: dict[int, list[int]] = {}
+        self.sleepers: dict[int, list[int]] = {}  # by the number that they wait for
         self.awake = list(range(self.p))
-        self.acts = [self._act_of(type_) for type_ in TYPES]
+        # What runs an instruction of each type; it returns the number that the rank waits for, or NOTHING.
+        acts: dict[PassType | CommType, Callable[[int, int], int]] = {
+            **dict.fromkeys(PassType, self._pass),
+            **dict.fromkeys(schedule.method.in_step, self._together),
+            **dict.fromkeys(CommType, self._launch),
+            **dict.fromkeys((CommType.RECV_F, CommType.RECV_B), self._post),
+            **dict.fromkeys(RECEIVE_OF, self._send),
+        }
+        self.acts = [acts[type_] for type_ in TYPES]
         # What comes together of parts: how many came, when the latest came, and after which pass.
         self.gathered: dict[int, tuple[int, float, int]] = {}
         self.links = _links(numbering)
-        self.queues = {
-            type_: queue
-            for group in (OUTPUT_COLLECTIVES, INPUT_COLLECTIVES)
-            for queue in [_Queue(deque(self._launches(group)))]
-            for type_ in group
-        }
+        self.queues = _queues(numbering, program)
 
     def run(self) -> Events:
         while self.awake:
             self._advance(self.awake.pop())
-        places = enumerate(zip(self.program, self.position, strict=True))
-        stopped = {rank: row[position] for rank, (row, position) in places if position < len(row)}
+        stopped = {
+            rank: row[position]
+            for rank, (row, position) in enumerate(zip(self.program, self.position, strict=True))
+            if position < len(row)
+        }
         if stopped:
             blocker = next(number for number, ranks in self.sleepers.items() if min(stopped) in ranks)
-            raise Deadlock(stopped, self._named(blocker))
+            node, mb = divmod(blocker, self.m)
+            if self.alone and self.numbering.type_of(node) in POINT_TO_POINT:
+                # Without a program the transfer has no instruction to name: name the pass that sends.
+                (node,) = self.numbering.producers(node)
+            raise Deadlock(stopped, self.numbering.item_of(node, mb))
         return Events(self.numbering, self.starts, self.ends, self.causes)
-
-    def _named(self, number: int) -> Instruction:
-        """What a rank waits for; of a transfer that has no instructions, the pass that sends."""
-        node, mb = divmod(number, self.m)
-        if self.alone and self.numbering.type_of(node) in POINT_TO_POINT:
-            (node,) = self.numbering.producers(node)
-        return self.numbering.item_of(node, mb)
-
-    def _launches(self, group: frozenset[CommType]) -> Iterable[int]:
-        row = self.program[0] if self.program else ()
-        return (self.numbering.number(i) for i in row if isinstance(i, Comm) and i.type in group)
-
-    def _act_of(self, type_: PassType | CommType) -> Callable[[int, int], int]:
-        """What runs an instruction of this type; it returns what the rank has to wait for, or ``NOTHING``."""
-        if isinstance(type_, PassType):
-            return self._together if type_ in self.schedule.method.in_step else self._pass
-        if type_ in RECEIVE_OF:
-            return self._send
-        return self._post if type_ in (CommType.RECV_F, CommType.RECV_B) else self._launch
 
     def _advance(self, rank: int) -> None:
         """Run the instructions of ``rank`` up to the first that has to wait."""
@@ -261,6 +251,15 @@ class _Loop:
         if sleepers:
             self.awake += sleepers
         return end
+
+
+def _queues(numbering: Numbering, program: Program) -> dict[CommType, _Queue]:
+    """One queue for each layer's collectives, in the order of rank 0's launches."""
+    queues: dict[CommType, _Queue] = {}
+    for group in (OUTPUT_COLLECTIVES, INPUT_COLLECTIVES):
+        launches = (item for item in program[0] if isinstance(item, Comm) and item.type in group)
+        queues |= dict.fromkeys(group, _Queue(deque(map(numbering.number, launches))))
+    return queues
 
 
 def _carried(numbering: Numbering) -> list[list[tuple[int, int, int]]]:

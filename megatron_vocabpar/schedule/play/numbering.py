@@ -1,10 +1,16 @@
 """Every instruction of a schedule as one number, for speed: no hashing, no objects made for a look-up.
 
-Instruction ``type`` of ``stage`` and ``microbatch`` is ``(place of type * stages + stage) * m + microbatch``;
-what stands before the microbatch is its *node*. The rules are the same for every microbatch, so that what a
-node waits for is worked out once, from ``words.dependencies.prerequisites``.
+Instruction ``type`` of ``stage`` and ``microbatch`` is ``(place of type * stages + stage) * m + microbatch``.
+The part before the microbatch is its *node*. With two stages and m = 8, F is type 0 and B type 1, so that 1F5
+is node 1 and number 13, and 0B5 is node 2 and number 21.
 
-Next: ``make/pass_graph.py``, ``events.py`` and ``check/validate.py``, which use it.
+The rules are the same for every microbatch, so what a node waits for is worked out once, from
+``dependencies.prerequisites``. Four modules play these numbers, each for a reason of its own:
+
+- ``events.py`` plays a given order, with queues for transfers and collectives: the simulator;
+- ``make/list_scheduling.py`` finds an order while it plays;
+- ``make/polish.py`` plays an order again and again with small changes, so it leaves out queues;
+- ``waits.py`` asks what a GPU's streams wait for, whatever the times are; it numbers what a program holds.
 """
 
 from __future__ import annotations
@@ -34,11 +40,10 @@ from megatron_vocabpar.schedule.words.schedule import Schedule
 _TRANSFORMER = (PassType.F, PassType.B, PassType.W)
 _VOCABULARY = (PassType.S, PassType.S2, PassType.T, PassType.IF, PassType.IB, PassType.L, PassType.TW)
 TYPES: tuple[PassType | CommType, ...] = (*_TRANSFORMER, *_VOCABULARY, *CommType)
-_PASS_TYPES = len(PassType)
 
 
 class Need(NamedTuple):
-    """A node of microbatch i waits for ``node`` of microbatch i - ``back``, if there is one."""
+    """Microbatch i of a node waits for microbatch i - ``back`` of ``node``, if there is one."""
 
     node: int
     back: int
@@ -70,26 +75,16 @@ class Numbering:
         """The node of each type on stage 0."""
         return {type_: place * self.width for place, type_ in enumerate(TYPES)}
 
-    @cached_property
-    def first_comm(self) -> int:
-        """The first node that is no pass."""
-        return _PASS_TYPES * self.width
-
-    @cached_property
-    def _first(self) -> dict[PassType | CommType, int]:
-        return {type_: node * self.schedule.m for type_, node in self.first_node.items()}
-
     def number(self, item: Instruction) -> int:
         """The number of an instruction whose stage and microbatch the schedule has."""
-        return self._first[item.type] + item.stage * self.schedule.m + item.microbatch
+        return (self.first_node[item.type] + item.stage) * self.schedule.m + item.microbatch
 
     def item(self, number: int) -> Instruction:
         """The instruction with this number."""
-        node, microbatch = divmod(number, self.schedule.m)
-        return self.item_of(node, microbatch)
+        return self.item_of(*divmod(number, self.schedule.m))
 
     def item_of(self, node: int, microbatch: int) -> Instruction:
-        """The instruction that a node is of a microbatch."""
+        """A node's instruction of one microbatch."""
         type_, stage = self.type_of(node), node % self.width
         return (
             Pass(type_, stage, microbatch) if isinstance(type_, PassType) else Comm(type_, stage, microbatch)
@@ -99,12 +94,8 @@ class Numbering:
         """The type of a node's instructions."""
         return TYPES[node // self.width]
 
-    def node(self, item: Instruction) -> int:
-        """The number of an instruction, its microbatch left out."""
-        return self.first_node[item.type] + item.stage
-
     def nodes_of(self, type_: PassType | CommType) -> range:
-        """The nodes of a type: one a stage, or one a rank that has it for the vocabulary layers."""
+        """The nodes of a type: one a stage; of the vocabulary layers one for each rank that has it."""
         first = self.first_node[type_]
         if type_ in _TRANSFORMER or type_ in POINT_TO_POINT:
             return range(first, first + self.width)
@@ -115,34 +106,35 @@ class Numbering:
     def needs(self) -> tuple[tuple[Need, ...], ...]:
         """What each node waits for; nothing where the schedule has no such instruction."""
         table: list[tuple[Need, ...]] = [()] * self.nodes
-        for item in self._templates():
-            needs = prerequisites(item, self.schedule)
-            table[self.node(item)] = tuple(
-                Need(self.node(need), item.microbatch - need.microbatch) for need in needs
+        for item in _templates(self.schedule):
+            table[self.first_node[item.type] + item.stage] = tuple(
+                Need(self.first_node[need.type] + need.stage, item.microbatch - need.microbatch)
+                for need in prerequisites(item, self.schedule)
             )
         return tuple(table)
 
     def producers(self, node: int) -> tuple[int, ...]:
         """The pass nodes whose result a receive, or a rank's part in a collective, carries."""
-        if node < self.first_comm:
+        if isinstance(self.type_of(node), PassType):
             return (node,)
         return tuple(producer for need in self.needs[node] for producer in self.producers(need.node))
 
-    def _templates(self) -> Iterator[Instruction]:
-        """One instruction of each node that the schedule can have, of a microbatch with all its needs."""
-        mb = EMBEDDED_INPUTS
-        for type_ in _TRANSFORMER:
-            for stage in range(self.width):
-                pass_ = Pass(type_, stage, mb)
-                yield pass_
-                for receive in prerequisites(pass_, self.schedule):
-                    if isinstance(receive, Comm) and receive.type in POINT_TO_POINT:
-                        yield receive
-                        yield from prerequisites(receive, self.schedule)
-        for type_ in vocabulary_passes(self.schedule):
-            yield from (Pass(type_, rank, mb) for rank in ranks_of(type_, self.schedule))
-        for rank in range(self.schedule.p):
-            yield from (Comm(comm, rank, mb) for comm in collectives(self.schedule))
+
+def _templates(schedule: Schedule) -> Iterator[Instruction]:
+    """One instruction of each node that the schedule can have, of a microbatch with all its needs."""
+    mb = EMBEDDED_INPUTS
+    for type_ in _TRANSFORMER:
+        for stage in range(schedule.placement.num_stages):
+            pass_ = Pass(type_, stage, mb)
+            yield pass_
+            for receive in prerequisites(pass_, schedule):
+                if isinstance(receive, Comm) and receive.type in POINT_TO_POINT:
+                    yield receive
+                    yield from prerequisites(receive, schedule)
+    for type_ in vocabulary_passes(schedule):
+        yield from (Pass(type_, rank, mb) for rank in ranks_of(type_, schedule))
+    for rank in range(schedule.p):
+        yield from (Comm(comm, rank, mb) for comm in collectives(schedule))
 
 
 def in_numbers(needs: tuple[Need, ...], m: int) -> list[tuple[int, int]]:

@@ -1,19 +1,19 @@
 """The methods: one value each, whose chain says it all.
 
-A chain is what one microbatch's output layer does between the last stage's F and its B, in the words of
-``passes.py``: every rank's pass, then the collective that carries its result, and so on. What may be done
-later stands in a second chain. From these follow the passes and collectives of a method, what each waits for,
-who produces it, and the number of barriers: the collectives that all ranks' passes produce on the way to B.
+A chain says what the output layer does for one microbatch between the last stage's F and its B, in the words
+of ``passes.py``: a pass of every rank, then the collective that carries its result, and so on. A second chain
+says what may be done later. From these follow the passes and collectives of a method, what each waits for,
+who produces it, and the number of barriers: the collectives on the way to B that all ranks' passes produce.
 
     naive       C0 S C1 S2 C2 T C3 B
     vocab-1     C0 S C1 T C2 B
     vocab-2     C0 S C1 B       and later   C1 T
     interlaced  C0 [S] B        in brackets: all ranks run it in step, with its collectives inside
 
-Methods differ in when T runs, not in what the loss may be. Where it is any function of the tokens' losses
-(*late gradient*), its gradient is known only when these are: L runs the loss function, CG sends every token's
-gradient to all ranks, and B scales the rows of the input gradient with it. The weight gradient waits for CG,
-and where B waits for T, is a pass of its own (TW). So there are besides
+Methods differ in when T runs, not in what the loss may be. If the loss is any function of the tokens' losses
+(*late gradient*), its gradient is known only after they are: L runs the loss function, CG sends every token's
+gradient to all ranks, and B scales the rows of the input gradient with it. The weight gradient waits for CG;
+where B waits for T, it is a pass of its own (TW). Such methods add these chains:
 
     naive       C2 L CG B    C2 TW    CG TW
     vocab-1     C1 L CG B    C1 TW    CG TW
@@ -28,6 +28,7 @@ Next: ``dependencies.py``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -45,12 +46,12 @@ class Method:
         name: the one name, as on the command line.
         summary: one line for tables and ``--help``.
         chain: from C0 to B; empty where both layers stay inside the first and the last stage's F and B.
-        late: what follows a word of the chain, and may be delayed at will; such chains, separated by commas,
-            may end in what stands before.
+        late: what follows a word of the chain and may be delayed at will: chains, separated by commas, that
+            may end in a word named before.
         late_gradient: whether the loss may be any function of the tokens' losses; see ``with_late_gradient``.
 
     Raises:
-        ValueError: for a word that is no pass or collective of the output layer, or a chain that is none.
+        ValueError: for an unknown word, or a chain that does not lead from C0 to B.
     """
 
     name: str
@@ -60,7 +61,7 @@ class Method:
     late_gradient: bool = False
 
     def __post_init__(self) -> None:
-        words, *later = self._chains
+        words, *later = _chains(self)
         if words and (words[0] is not CommType.C0 or words[-1] is not PassType.B):
             raise ValueError(f"method {self.name}: the chain {self.chain!r} must lead from C0 to B")
         known, twice = set(words), len(set(words)) < len(words)
@@ -78,8 +79,8 @@ class Method:
     def with_late_gradient(self) -> Method:
         """The same method for losses that are any function of the tokens' losses.
 
-        Methods that keep the output layer on one rank have its autograd, and those whose ranks run it in step
-        wait for one another anyway: their chains stay as they are.
+        The chain stays as it is where one rank has the whole output layer, whose autograd does the work, and
+        where all ranks run the layer in step and wait for one another anyway.
         """
         if self.late_gradient or PassType.T not in self.passes:
             return replace(self, late_gradient=True)
@@ -96,45 +97,45 @@ class Method:
     @cached_property
     def words(self) -> tuple[Word, ...]:
         """Passes and collectives, in order, without B."""
-        words = dict.fromkeys(word for chain in self._chains for word in chain)
+        words = dict.fromkeys(word for chain in _chains(self) for word in chain)
         return tuple(word for word in words if word is not PassType.B)
 
     @cached_property
     def passes(self) -> tuple[PassType, ...]:
-        """The output layer's passes, which every rank runs for every microbatch, but for L."""
+        """The output layer's passes. Every rank runs them for every microbatch, except L."""
         return tuple(word for word in self.words if isinstance(word, PassType))
 
     @cached_property
     def collectives(self) -> tuple[CommType, ...]:
-        """The output layer's collectives, which every rank takes part in for every microbatch."""
+        """The output layer's collectives. Every rank takes part in them for every microbatch."""
         return tuple(word for word in self.words if isinstance(word, CommType))
 
     @cached_property
     def in_step(self) -> frozenset[PassType]:
-        """The passes that all ranks start together, since their collectives are inside."""
+        """The passes that all ranks start together, because collectives run inside them."""
         marked = (word for word in self.chain.split() if word.startswith("["))
         return frozenset(type_ for word in marked if isinstance(type_ := _type(self, word), PassType))
 
     @cached_property
     def weight_pass(self) -> PassType:
-        """The pass after which nothing needs the exponentials: it adds the weight gradient."""
+        """The pass that adds the weight gradient, the last to need the exponentials."""
         return PassType.TW if PassType.TW in self.passes else PassType.T
 
     @cached_property
     def waits_for(self) -> dict[PassType, tuple[Word, ...]]:
-        """What each pass of the output layer waits for, and the last stage's B; first what the chain says."""
+        """What each pass of the output layer, and the last stage's B, waits for; the chain's word first."""
         waits: dict[PassType, tuple[Word, ...]] = {}
-        for before, word in self._links:
+        for before, word in _links(self):
             if isinstance(word, PassType):
                 waits[word] = (*waits.get(word, ()), before)
         return waits
 
     @cached_property
     def producers(self) -> dict[CommType, PassType]:
-        """Whose result a collective carries; C0 is missing, which carries the last stage's alone."""
+        """The pass whose result each collective carries; without C0, which carries that of the last F."""
         return {
             word: before
-            for before, word in self._links
+            for before, word in _links(self)
             if isinstance(word, CommType) and isinstance(before, PassType)
         }
 
@@ -147,15 +148,6 @@ class Method:
         """Communication barriers between the last stage's F and B (sections 4.3 and 4.4)."""
         return len(self.producers.keys() - {CommType.CG})
 
-    @cached_property
-    def _chains(self) -> tuple[list[Word], ...]:
-        chains = (self.chain, *filter(None, self.late.split(",")))
-        return tuple([_type(self, word) for word in chain.split()] for chain in chains)
-
-    @cached_property
-    def _links(self) -> tuple[tuple[Word, Word], ...]:
-        return tuple(link for chain in self._chains for link in pairwise(chain))
-
 
 _WORDS: dict[str, Word] = {
     word.value: word
@@ -164,6 +156,15 @@ _WORDS: dict[str, Word] = {
         *(CommType.C0, CommType.C1, CommType.C2, CommType.C3, CommType.CG),
     )
 }
+
+
+def _chains(method: Method) -> list[list[Word]]:
+    chains = (method.chain, *filter(None, method.late.split(",")))
+    return [[_type(method, word) for word in chain.split()] for chain in chains]
+
+
+def _links(method: Method) -> Iterator[tuple[Word, Word]]:
+    return (link for chain in _chains(method) for link in pairwise(chain))
 
 
 def _type(method: Method, word: str) -> Word:
@@ -195,7 +196,7 @@ METHODS: dict[str, Method] = {
 
 
 def method_named(method: str | Method, *, late_gradient: bool = False) -> Method:
-    """The method with this name; a ``Method`` is its own. With a late gradient, if asked for.
+    """The method with this name, with a late gradient if asked for; a ``Method`` stands for itself.
 
     Raises:
         ValueError: if there is none; the message lists the names.

@@ -18,6 +18,7 @@ from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
 from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.play.lower import lower
+from megatron_vocabpar.schedule.play.memory import EMBEDDED_INPUTS, INPUT_GRADIENTS, SOFTMAX_SHARDS
 from megatron_vocabpar.schedule.serialize import to_json
 from megatron_vocabpar.schedule.simulate import Simulation
 from megatron_vocabpar.schedule.times.costs import PassCosts
@@ -203,9 +204,9 @@ def test_vocab_2_is_within_half_a_percent_of_the_bound(p: int) -> None:
     result = in_the_papers_setting("vocab-2", p)
     assert result.iteration_ms <= 1.005 * lower_bound(PassCosts.paper(p), p, 128)
     assert max(result.peak_activations) == p + 1
-    assert max(result.peak_softmax_shards) <= 4
-    assert max(result.peak_embedded_inputs) <= 2
-    assert max(result.peak_input_gradients) <= 4
+    assert max(result.peak(SOFTMAX_SHARDS)) <= 4
+    assert max(result.peak(EMBEDDED_INPUTS)) <= 2
+    assert max(result.peak(INPUT_GRADIENTS)) <= 4
 
 
 # Iteration time over m times vocab-2's work of one microbatch on a rank, by an independent generator and
@@ -260,9 +261,9 @@ def test_iteration_time_of_families_in_the_papers_settings(family: str, p: int, 
     work_ms = 128 * sum(scalars(PassCosts.paper(p)).values())
     assert result.iteration_ms / work_ms <= FAMILIES_REACHED[family, p, cap] + 5e-4
     assert max(result.peak_activations) <= cap
-    assert max(result.peak_softmax_shards) <= 4
-    assert max(result.peak_embedded_inputs) <= 2
-    assert max(result.peak_input_gradients) <= 4
+    assert max(result.peak(SOFTMAX_SHARDS)) <= 4
+    assert max(result.peak(EMBEDDED_INPUTS)) <= 2
+    assert max(result.peak(INPUT_GRADIENTS)) <= 4
 
 
 # Few microbatches, p = 8: vocab-2 with 8, 16, 32, 64 microbatches, by the same independent generator. Ours is

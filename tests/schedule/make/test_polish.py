@@ -21,6 +21,7 @@ from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
 from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.make.search import rungs, search
 from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.play.memory import INPUT_GRADIENTS, SOFTMAX_SHARDS
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import METHODS
@@ -47,8 +48,8 @@ def over_the_optimum(case: dict[str, Any]) -> float:
     validate(made, case["cap"] or claimed_peak(METHODS[case["method"]], case["p"], family, family.chunks))
     plan = Plan.of(made, costs)
     result = simulate(plan)
-    assert max(result.peak_softmax_shards) <= 4
-    assert max(result.peak_input_gradients) <= 4
+    assert max(result.peak(SOFTMAX_SHARDS)) <= 4
+    assert max(result.peak(INPUT_GRADIENTS)) <= 4
     assert least_ms(plan) <= result.iteration_ms + 1e-6
     problem = Problem.of(request)
     assert problem.bound_ms() <= case["optimum"] + 0.02  # the solver's times are whole microseconds
