@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from megatron_vocabpar.schedule.make.building_block import BuildingBlock, Hops, lifespans, place
 from megatron_vocabpar.schedule.make.families import Family
-from megatron_vocabpar.schedule.make.list_scheduling import Rules
 from megatron_vocabpar.schedule.make.pass_graph import PassGraph, build_graph
+from megatron_vocabpar.schedule.make.rules import NEVER, Rules
 from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.passes import PassType
 from megatron_vocabpar.schedule.words.schedule import Schedule
@@ -50,7 +50,7 @@ class _Recipe(NamedTuple):
     stretch: float
     overlap: float
     spare: int | None
-    ahead: float = float("inf")
+    ahead: float = NEVER
     packed: bool | None = None
     banker: bool = False
 

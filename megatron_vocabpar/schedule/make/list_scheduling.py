@@ -1,33 +1,28 @@
 """Playing the repeated block: each rank runs, of the passes that are ready, the one planned first.
 
 A building block repeated every interval gives each *core* pass (F, S, B, and what they wait for) a planned
-start. Real times differ from the plan in warm-up and cool-down, so the plan is only a priority: a rank that
-would idle runs a later pass that is ready, if that delays an earlier one by no more than a share of its
-own length, and if it then holds no more activations than it may. Warm-up and cool-down need no rule
-of their own: they are what is left of the steady state when microbatches before the first and after the last
-are missing.
+start. In warm-up and cool-down, real times differ from the plan, so the plan is only a priority: a rank that
+would idle runs a later pass that is ready, if that delays an earlier one by no more than a share of its own
+length, and if the rank then holds no more activations than it may. Warm-up and cool-down need no rule of
+their own: they are the steady state without the microbatches before the first and after the last.
 
 Other passes have no planned start. IF is *eager*: it runs as soon as the throttle allows. What nothing waits
-for (T of vocab-2, W, IB) is *lazy*: it fills idle time, and is forced only where its buffers would become
-too many. Every pass runs after all that it waits for, so the order that comes out keeps every rule.
+for (T of vocab-2, W, IB) is *lazy*: it fills idle time, and is forced only when its buffers would become too
+many. Every pass runs after all that it waits for, so the resulting order keeps every rule.
 
 For speed, node ``n`` of microbatch ``i`` is one number, the *item* ``n * m + i``.
-Source: list scheduling, Graham (1966); the banker's rule, Dijkstra (1965); the in-flight limit is 1F1B's own
-rule, for any building block.
-Next: ``candidates.py``.
+Source: list scheduling, Graham (1966); the banker's rule, Dijkstra (1965).
+Next: ``rules.py``, the caps; ``candidates.py``, who tries which block with which rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from megatron_vocabpar.schedule.make.building_block import BuildingBlock
 from megatron_vocabpar.schedule.make.pass_graph import PassGraph
-
-_NEVER = float("inf")
-_ROUNDING = 1e-9  # of sums of 1/chunks
+from megatron_vocabpar.schedule.make.rules import NEVER, NO_NODE, Rules
 
 
 class Stuck(Exception):
@@ -43,7 +38,7 @@ class Timeline:
     """How a schedule plays.
 
     Attributes:
-        order: for each rank the items of all its passes, in the order in which it runs them.
+        order: for each rank the items of all its passes, in order.
         ends: for each item its end in ms.
         peak: for each rank, the most microbatches whose activations it holds.
     """
@@ -58,38 +53,6 @@ class Timeline:
         return max((self.ends[row[-1]] for row in self.order if row), default=0.0)
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What the order may look like.
-
-    Attributes:
-        eager: the nodes that run as soon as they can.
-        lazy: for each lazy node, the node that makes the buffer it frees: a pass, or a collective.
-        pending: for each lazy node, how many of these buffers there may be when another is to be made.
-        overlap: how far a pass may delay one that is planned before it, as a share of its own length.
-        ahead: how many intervals ahead of the first one planned a pass may be.
-        hold: for each node that starts or ends to hold activations, how it changes the number of
-            microbatches held.
-        max_activations: the most that a rank may hold.
-        reserve: for each F node, the room that it must leave for later chunks of its rank, so that the
-            oldest microbatch can always go on.
-        chunks: for each F node, the F nodes of its rank, first chunk first. Where it is given, it stands for
-            ``reserve``: a banker's rule that leaves room for the later chunks of the oldest microbatch alone.
-        in_flight: for each F node, its B node and how many microbatches may be between the two.
-    """
-
-    eager: Sequence[int] = ()
-    lazy: Mapping[int, int] = field(default_factory=dict)
-    pending: Mapping[int, int] = field(default_factory=dict)
-    overlap: float = 0.5
-    ahead: float = _NEVER
-    hold: Mapping[int, float] = field(default_factory=dict)
-    max_activations: float = _NEVER
-    reserve: Mapping[int, float] = field(default_factory=dict)
-    chunks: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    in_flight: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-
-
 def arrange(graph: PassGraph, m: int, block: BuildingBlock, rules: Rules) -> Timeline:
     """Play ``m`` microbatches of ``block``.
 
@@ -97,7 +60,7 @@ def arrange(graph: PassGraph, m: int, block: BuildingBlock, rules: Rules) -> Tim
         graph: rules and times.
         m: microbatches.
         block: the planned starts.
-        rules: which orders are allowed.
+        rules: the caps, and how far an order may leave the plan.
 
     Raises:
         Stuck: if no rank can go on. Does not happen where ``ahead`` and ``in_flight`` leave all freedom and
@@ -122,37 +85,35 @@ class _Arranger:
         self.together = {arrival: node for node, arrival in graph.arrival.items()}
         self._sort_nodes(graph, block, ranks)
 
-        self.ends = [_NEVER] * (graph.size * m)  # not known yet
+        self.ends = [NEVER] * (graph.size * m)  # not known yet
         # Of collectives: how many producers have not ended, and the end of the last that has.
         self.missing = {node: [count] * m for node, count in graph.producers.items()}
         self.latest = {node: [0.0] * m for node in graph.producers}
-        self.next = [0] * graph.size  # of each node: its next microbatch
-        self.ready = [_NEVER] * graph.size  # when that has all that it waits for; infinite while not known
+        self.counts = [0] * graph.size  # of each node: the microbatches that have started it
+        self.ready = [NEVER] * graph.size  # when the next one has all that it waits for, once that is known
         self.hold = [rules.hold.get(node, 0.0) for node in nodes]
-        self.need_room = [max(hold, 0.0) + rules.reserve.get(n, 0.0) for n, hold in enumerate(self.hold)]
+        self.room_for = [rules.room_for(node) for node in nodes]
         self.held, self.peak = [0.0] * ranks, [0.0] * ranks
         self.free, self.wake = [0.0] * ranks, [0.0] * ranks
-        self.arrived = [-1] * ranks  # the pass that a rank has promised to run next
+        self.arrived = [NO_NODE] * ranks  # the pass that a rank has promised to run next
         self.order: list[list[int]] = [[] for _ in range(ranks)]
         self.heap = [(0.0, rank) for rank in range(ranks)]
         for node in graph.rank:
             self._work_out(node)
 
     def _sort_nodes(self, graph: PassGraph, block: BuildingBlock, ranks: int) -> None:
-        """The nodes of each rank, by how they are placed."""
+        """The nodes of each rank, by how their turn comes."""
         eager, lazy = set(self.rules.eager), self.rules.lazy
         self.core: list[list[tuple[float, int]]] = [[] for _ in range(ranks)]  # planned start, node
         self.eager: list[list[int]] = [[] for _ in range(ranks)]
         self.lazy: list[list[int]] = [[] for _ in range(ranks)]
-        self.received: list[list[int]] = [[] for _ in range(ranks)]  # lazy ones whose buffers come unasked
-        self.freeing: list[list[int]] = [[] for _ in range(ranks)]  # lazy ones that free activations
-        self.forces: list[list[int]] = [[] for _ in range(graph.size)]  # lazy ones by what makes their buffer
+        self.received: list[list[int]] = [[] for _ in range(ranks)]  # lazy: a collective brings its buffers
+        self.freeing: list[list[int]] = [[] for _ in range(ranks)]  # lazy: it frees activations
         for node, rank in graph.rank.items():
             if node in eager:
                 self.eager[rank].append(node)
             elif node in lazy:
                 self.lazy[rank].append(node)
-                self.forces[lazy[node]].append(node)
                 if lazy[node] in graph.producers:
                     self.received[rank].append(node)
                 if self.rules.hold.get(node, 0.0) < 0.0:
@@ -164,119 +125,103 @@ class _Arranger:
         while self.heap:
             now, rank = heappop(self.heap)
             if now == self.wake[rank]:
-                self.wake[rank] = _NEVER
+                self.wake[rank] = NEVER
                 node = self._choose(rank, now)
-                if node >= 0:
+                if node != NO_NODE:
                     self._run(rank, node, now)
         waiting = {}
         for rank, core in enumerate(self.core):
             nodes = [*(node for _, node in core), *self.eager[rank], *self.lazy[rank]]
-            left = [(self.next[node], node) for node in nodes if self.next[node] < self.m]
-            if left:
-                mb, node = min(left)
+            unfinished = [(self.counts[node], node) for node in nodes if self.counts[node] < self.m]
+            if unfinished:
+                mb, node = min(unfinished)
                 waiting[rank] = node, mb
         if waiting:
             raise Stuck(waiting)
         return Timeline(tuple(self.order), self.ends, tuple(self.peak))
 
     def _choose(self, rank: int, now: float) -> int:
-        """What a rank that is free runs now; -1 if nothing, and then it is woken when that may change."""
-        if self.arrived[rank] >= 0:
+        """What a free rank runs now, or ``NO_NODE``; then it is woken when that may change."""
+        if self.arrived[rank] != NO_NODE:
             node = self.arrived[rank]
             ready = self.ready[node]
             if ready <= now:
-                self.arrived[rank] = -1
+                self.arrived[rank] = NO_NODE
                 return node
             self._wake(rank, ready)
-            return -1
+            return NO_NODE
         for node in self.eager[rank]:
             ready = self.ready[node]
             if ready <= now:
                 return node
             self._wake(rank, ready)
         for node in self.received[rank]:
-            made = self.next[self.rules.lazy[node]] - self.next[node]
-            if made >= self.rules.pending[node] and self.ready[node] <= now:
+            waiting = self.counts[self.rules.lazy[node]] - self.counts[node]
+            if waiting >= self.rules.pending[node] and self.ready[node] <= now:
                 return node
         node, until = self._choose_core(rank, now)
-        return node if node >= 0 else self._choose_lazy(rank, now, until)
+        return node if node != NO_NODE else self._choose_lazy(rank, now, until)
 
     def _choose_core(self, rank: int, now: float) -> tuple[int, float]:
-        """The core pass (or what has to run before it), else -1 and when the next core pass can start."""
-        interval, overlap, starts = self.interval, 1.0 - self.rules.overlap, self.ready
-        strict = (
-            self.rules.ahead < _NEVER
-        )  # passes that are not ready count too: they may be the first planned
-        room = self.rules.max_activations + _ROUNDING - self.held[rank]
-        until = last = _NEVER
-        by_plan = [
-            (at + self.next[n] * interval, n)
-            for at, n in self.core[rank]
-            if starts[n] < _NEVER or (strict and self.next[n] < self.m)
+        """The core pass to run now, or the lazy one that must run before it; else ``NO_NODE``.
+
+        And when the first of the planned passes passed over can start: nothing that runs now may delay it by
+        more than ``overlap`` allows.
+        """
+        rules, interval, ready_at = self.rules, self.interval, self.ready
+        # B1 takes 12 ms and could start at 10 ms; F3, which is planned first, gets its input at 20 ms. With
+        # overlap 0.5, B1 may delay F3 by half its own length: it runs now, as 10 + 0.5 * 12 <= 20. A B1 of
+        # 24 ms would leave the rank idle, as 10 + 0.5 * 24 > 20.
+        kept_free = 1.0 - rules.overlap
+        # If ``ahead`` is bounded, it counts from the first planned pass, whether that is ready or not.
+        bounded = rules.ahead < NEVER
+        room = rules.room(self.held[rank])
+        until = last_start = NEVER
+        planned = [
+            (offset + self.counts[node] * interval, node)
+            for offset, node in self.core[rank]
+            if ready_at[node] < NEVER or (bounded and self.counts[node] < self.m)
         ]
-        by_plan.sort()
-        for at, node in by_plan:
-            if at > last:
+        planned.sort()
+        for start, node in planned:
+            if start > last_start:
                 break
-            ready = starts[node]
+            ready = ready_at[node]
             if self.hold[node] > 0.0:
-                if self.need_room[node] > room or self._would_starve(node):
+                if self.room_for[node] > room or (rules.chunks and rules.starves(node, self.counts)):
                     if ready <= now:
                         for lazy in self.freeing[rank]:
-                            if starts[lazy] <= now:
+                            if ready_at[lazy] <= now:
                                 return lazy, until
                     continue
-                if node in self.rules.in_flight:
-                    backward, most = self.rules.in_flight[node]
-                    if self.next[node] - self.next[backward] >= most:
-                        continue
-            if last == _NEVER:
-                last = at + self.rules.ahead * interval
-            if ready <= now:
-                if now + self.duration[node] * overlap > until:
+                if rules.in_flight and rules.is_full(node, self.counts):
                     continue
-                forced = self._forced_before(node)
-                if forced < 0:
+            if last_start == NEVER:
+                last_start = start + rules.ahead * interval
+            if ready <= now:
+                if now + self.duration[node] * kept_free > until:
+                    continue
+                forced = rules.forced_before(node, self.counts)
+                if forced == NO_NODE:
                     return node, until
-                ready = starts[forced]
+                ready = ready_at[forced]
                 if ready <= now:
                     return forced, until
             if ready < until:
                 until = ready
         self._wake(rank, until)
-        return -1, until
-
-    def _would_starve(self, node: int) -> bool:
-        """Whether after this F the oldest microbatch with chunks to come may have no room for them.
-
-        Once all that is older has gone, that microbatch needs 1 for itself, beside what younger ones hold.
-        """
-        chunks = self.rules.chunks.get(node)
-        if not chunks:
-            return False
-        oldest = self.next[chunks[-1]]
-        if self.next[node] <= oldest:
-            return False
-        younger = 1 + sum(max(self.next[other] - oldest - 1, 0) for other in chunks)
-        return 1.0 + younger * self.hold[node] > self.rules.max_activations + _ROUNDING
+        return NO_NODE, until
 
     def _choose_lazy(self, rank: int, now: float, until: float) -> int:
-        """A lazy pass that delays a core pass, which starts at ``until``, by no more than it may; or -1."""
-        overlap = 1.0 - self.rules.overlap
+        """A lazy pass that delays the core pass at ``until`` by no more than it may, or ``NO_NODE``."""
+        kept_free = 1.0 - self.rules.overlap
         for node in self.lazy[rank]:
             ready = self.ready[node]
             if ready > now:
                 self._wake(rank, ready)
-            elif now + self.duration[node] * overlap <= until:
+            elif now + self.duration[node] * kept_free <= until:
                 return node
-        return -1
-
-    def _forced_before(self, node: int) -> int:
-        """A lazy pass that must run before ``node``, as too many of its buffers are pending; or -1."""
-        for lazy in self.forces[node]:
-            if self.next[node] - self.next[lazy] >= self.rules.pending[lazy]:
-                return lazy
-        return -1
+        return NO_NODE
 
     def _wake(self, rank: int, at: float) -> None:
         if at < self.wake[rank]:
@@ -284,10 +229,10 @@ class _Arranger:
             heappush(self.heap, (at, rank))
 
     def _work_out(self, node: int) -> None:
-        """Note when the node's next microbatch has all that it waits for, if that is known."""
-        mb, ready = self.next[node], 0.0
+        """Note when the node's next microbatch has all that it waits for, or that it is not known."""
+        mb, ready = self.counts[node], 0.0
         if mb == self.m:
-            ready = _NEVER
+            ready = NEVER
         else:
             for source, back, latency in self.needs[node]:
                 if mb >= back:
@@ -297,7 +242,7 @@ class _Arranger:
         self.ready[node] = ready
 
     def _run(self, rank: int, node: int, now: float) -> None:
-        mb = self.next[node]
+        mb = self.counts[node]
         end = self.free[rank] = now + self.duration[node]
         self.order[rank].append(node * self.m + mb)
         if self.hold[node]:
@@ -319,10 +264,10 @@ class _Arranger:
     def _finish(self, node: int, mb: int, end: float) -> None:
         """Make the end of a pass or a collective known, and wake the ranks that wait for it."""
         self.ends[node * self.m + mb] = end
-        self.next[node] = mb + 1
+        self.counts[node] = mb + 1
         for follower, back in self.followers[node]:
-            if self.next[follower] == mb + back:
+            if self.counts[follower] == mb + back:
                 self._work_out(follower)
                 ready, rank = self.ready[follower], self.rank[follower]
-                if ready < _NEVER:
+                if ready < NEVER:
                     self._wake(rank, ready if ready > self.free[rank] else self.free[rank])

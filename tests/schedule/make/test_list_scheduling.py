@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from megatron_vocabpar.schedule.make.building_block import BuildingBlock
-from megatron_vocabpar.schedule.make.list_scheduling import Rules, Stuck, Timeline, arrange
+from megatron_vocabpar.schedule.make.list_scheduling import Stuck, Timeline, arrange
 from megatron_vocabpar.schedule.make.pass_graph import PassGraph, TimedNeed
 from megatron_vocabpar.schedule.make.request import PlanRequest
+from megatron_vocabpar.schedule.make.rules import Rules
 from megatron_vocabpar.schedule.play.numbering import Numbering
 
 
