@@ -80,8 +80,9 @@ def _folded(words: Sequence[str], width: int = 96) -> str:
 def reasons(request: Request, options: Sequence[Option], best: Option) -> list[str]:
     """Why this one, in sentences."""
     model, job = request.model, request.job
+    outputs, layer = (1 + model.mtp_depths) * model.output_flops, model.matmul_flops + model.attention_flops
     said = [
-        f"The output layer is as much work as {model.output_in_layers:.1f} layers, and a stage has "
+        f"The output layer is as much work as {outputs / layer:.1f} layers, and a stage has "
         f"{model.layers / job.p:.3g}."
     ]
     if model.layers % job.p:

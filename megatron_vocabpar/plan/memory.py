@@ -110,7 +110,7 @@ def parameters_of(
     counts = [number * model.shared_weights / job.t for number in numbers]
     counts[placement.last_rank] += model.mtp_depths * model.head_weights / job.t
     experts = [number * model.expert_weights for number in numbers]
-    experts[placement.last_rank] += model.mtp_depths * model.head_expert_weights
+    experts[placement.last_rank] += model.mtp_depths * model.with_head_layers.expert_weights
     whole = model.vocabulary_weights / job.t
     positions = model.seq_length * model.hidden if model.learned_positions else 0
     if method.vocabulary_parallel:
