@@ -16,12 +16,12 @@ from megatron.core.utils import unwrap_model
 from megatron_vocabpar.frameworks.steps import Step, as_megatron, begin_step
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, check_options, vocab_groups
+from megatron_vocabpar.integration.measured_plan import Plans, WriteOrder
 from megatron_vocabpar.integration.microbatches import StandIn
 from megatron_vocabpar.integration.model import PartitionedModel
 from megatron_vocabpar.megatron_lm.flags import FlagConfig
 from megatron_vocabpar.megatron_lm.planning import output_options, plan_request
 from megatron_vocabpar.runtime.comm import broadcast
-from megatron_vocabpar.schedule.make.generate import plan_for
 
 
 class StepRunner:
@@ -69,7 +69,7 @@ class StepRunner:
             groups,
             model.output_weight.device,
             late_gradient=True,
-            make_plan=lambda size: plan_for(replace(request, m=size)),
+            make_plan=Plans(request, WriteOrder()),
             output_options=output_options(config),
         )
 
