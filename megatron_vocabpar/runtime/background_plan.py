@@ -1,7 +1,7 @@
-"""A plan that is made while training goes on, in a process of its own, which runs this module.
+"""A plan that is made while training goes on, in a separate process that runs this module.
 
-A thread would take Python's interpreter lock from the one that launches the passes, and stop training for
-as long as it plans. The process needs no torch and no GPU.
+A thread would take Python's interpreter lock from the one that launches the passes, and stop training while
+it plans. The process needs neither torch nor a GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A plan: a schedule, the times that it was planned with, and the one program that follows from both.
 
-The program is made and checked once. It is the very one that ``simulate`` plays, that the pictures show, that
-the hang models try and that every rank runs, in training and, without its backward half, in evaluation.
+The program is made and checked once. ``simulate`` plays it, the pictures show it, the hang models try it, and
+every rank runs it: in training whole, in evaluation without its backward half.
 
 Next: ``simulate.py``; ``runtime/executor.py``, which runs a rank's part.
 """
@@ -26,8 +26,7 @@ class Plan:
     Attributes:
         schedule: the compute passes of every rank, in order.
         costs: the times that decided the order of communication.
-        program: every rank's passes with the communication between them; by default what the schedule is
-            lowered to.
+        program: every rank's passes with the communication between them; by default, the schedule lowered.
 
     Raises:
         ScheduleError: if the schedule or the program breaks a rule; the message names the first.
@@ -50,12 +49,9 @@ class Plan:
 
     @staticmethod
     def of(schedule: Schedule, costs: PassCosts | None = None) -> Plan:
-        """Lower a schedule.
+        """Lower a schedule, with ``PassCosts.default`` if nothing is measured.
 
-        Args:
-            schedule: a valid one, or a forward-only one.
-            costs: times of the passes; ``PassCosts.default`` where nothing is measured. Every rank must be
-                given the same.
+        Every rank must be given the same costs.
 
         Raises:
             ScheduleError: if the schedule breaks a rule.

@@ -1,4 +1,4 @@
-"""Simulation of a schedule: when every pass and transfer runs, what each rank waits for and holds meanwhile.
+"""Simulation of a plan: when every pass and transfer runs, and what each rank waits for and holds.
 
 ``play/events.py`` plays the program; this module reads the result. ``play/memory.py`` says what is alive
 when, ``play/critical_path.py`` what the iteration's length is made of.
@@ -85,13 +85,13 @@ class Simulation:
         return tuple(_idle(self, rank) for rank in range(self.schedule.p))
 
     def waited_for(self, pass_: Pass) -> Instruction | None:
-        """What a pass waited for last: the pass before it on its rank if it started at once."""
+        """What a pass waited for last: the pass before it on its rank, if it started right after that."""
         cause = self.events.causes[self.events.numbering.number(pass_)]
         return None if cause == NOTHING else self.events.numbering.item(cause)
 
     @cached_property
     def critical_path(self) -> tuple[Step, ...]:
-        """The chain of passes and transfers, end to start, that the iteration's length is made of."""
+        """The passes and transfers, each starting as the one before ends, that fill the iteration."""
         return critical_path(self.events)
 
     @cached_property
@@ -129,11 +129,7 @@ def _idle(simulation: Simulation, rank: int) -> dict[str, float]:
 
 
 def simulate(plan: Plan, times: PassTimes | None = None) -> Simulation:
-    """Run a plan's program.
-
-    Args:
-        plan: what to run.
-        times: of its passes and transfers; by default those that it was planned with.
+    """Run a plan's program, by default with the times that it was planned with.
 
     Raises:
         ValueError: if the plan's costs do not fit its schedule.

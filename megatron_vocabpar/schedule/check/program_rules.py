@@ -1,8 +1,9 @@
 """The rules of programs, checked one by one; the first that is broken is named.
 
-The schedule's passes in their order; every communication there once; launches after producers and before
-consumers; one order of the collectives of both layers on all ranks; receives in the order of sends; no buffer
-left; no hang, even where every operation holds its rank until all others have joined (``play/hang.py``).
+It has the schedule's passes in their order, and every communication once; launches come after producers and
+before consumers; all ranks have the collectives in one order, and receives in the order of sends; no buffer
+is left; nothing hangs, even if every operation holds its rank until all others have joined
+(``play/hang.py``).
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def validate_program(schedule: Schedule, program: Program) -> None:
 def expected_communication(schedule: Schedule) -> list[set[Comm]]:
     """The communication instructions that each rank must have."""
     expected: list[set[Comm]] = [set() for _ in range(schedule.p)]
-    there = {pass_ for passes in schedule.ranks for pass_ in passes}
-    for pass_ in there:
+    passes = {pass_ for row in schedule.ranks for pass_ in row}
+    for pass_ in passes:
         for receive in prerequisites(pass_, schedule):
             if isinstance(receive, Comm) and receive.type in POINT_TO_POINT:
                 (send,) = prerequisites(receive, schedule)
@@ -50,7 +51,7 @@ def expected_communication(schedule: Schedule) -> list[set[Comm]]:
     for type_ in collectives(schedule):
         for mb in range(schedule.m):
             parts = [Comm(type_, rank, mb) for rank in range(schedule.p)]
-            if all(need in there for part in parts for need in prerequisites(part, schedule)):
+            if all(need in passes for part in parts for need in prerequisites(part, schedule)):
                 for rank, part in enumerate(parts):
                     expected[rank].add(part)
     return expected
@@ -59,12 +60,12 @@ def expected_communication(schedule: Schedule) -> list[set[Comm]]:
 def check_passes(schedule: Schedule, program: Program) -> None:
     """A program holds the schedule's passes, in their order."""
     for rank, (passes, row) in enumerate(zip(schedule.ranks, program, strict=True)):
-        for expected, found in zip_longest(passes, passes_of(row)):
-            if found is None:
+        for expected, actual in zip_longest(passes, passes_of(row)):
+            if actual is None:
                 raise missing("pass", "runs", program, rank, expected)
-            if expected != found:
+            if expected != actual:
                 reason = f"the schedule has {expected or 'nothing more'} here"
-                raise violation("order", program, rank, found, reason)
+                raise violation("order", program, rank, actual, reason)
 
 
 def check_communication(program: Program, rank: int, expected: set[Comm]) -> None:
@@ -96,14 +97,13 @@ def check_program_order(numbering: Numbering, program: Program, rank: int) -> No
 
 
 def check_collective_order(program: Program) -> None:
-    """All ranks launch the collectives of both layers in one order, each layer's beside the other's."""
+    """All ranks launch the collectives of both layers in one order."""
     orders = [[item for item in row if item.type in COLLECTIVES] for row in program]
     for rank, order in enumerate(orders):
-        for first, here in zip(orders[0], order, strict=True):
-            if (first.type, first.microbatch) != (here.type, here.microbatch):
-                raise violation(
-                    "collective order", program, rank, here, f"rank 0 issues {first} at this place"
-                )
+        for first, item in zip(orders[0], order, strict=True):
+            if (first.type, first.microbatch) != (item.type, item.microbatch):
+                reason = f"rank 0 issues {first} at this place"
+                raise violation("collective order", program, rank, item, reason)
 
 
 def check_point_to_point_order(schedule: Schedule, program: Program) -> None:
@@ -122,14 +122,14 @@ def check_point_to_point_order(schedule: Schedule, program: Program) -> None:
                 neighbour = schedule.placement.rank_of(item.stage + step)
                 posted.setdefault((neighbour, rank), []).append(item)
     for (source, target), order in sent.items():
-        for expected, found in zip(order, posted[source, target], strict=True):
-            if expected != found:
+        for expected, actual in zip(order, posted[source, target], strict=True):
+            if expected != actual:
                 reason = f"rank {source} sends what {expected} receives first"
-                raise violation("point-to-point order", program, target, found, reason)
+                raise violation("point-to-point order", program, target, actual, reason)
 
 
 def check_hang(schedule: Schedule, program: Program) -> None:
-    """A program runs to its end even where every operation holds its rank until all others have joined."""
+    """A program runs to its end even if every operation holds its rank until all others have joined."""
     if not runs_in_step(schedule, program):
         (circle,) = find_hangs(schedule, program, (STRICTEST,)).values()
         stands = {wait.rank: program[wait.rank].index(wait.item) for wait in circle}

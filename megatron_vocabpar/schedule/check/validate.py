@@ -1,10 +1,10 @@
 """The rules of schedules, checked one by one; the first that is broken is named.
 
-Every pass is there once, on its rank; passes of one rank are in an order that the dependencies allow; there
-is no deadlock; peaks are under the cap. The message holds the rank, the pass and a small grid of every rank's
-passes with the culprit marked.
+Every pass runs once, on its rank; each rank's order keeps the dependencies; no ranks wait for each other;
+peaks are under the cap. The message names rank and pass, and shows a small grid of every rank's passes around
+it.
 
-Next: ``program_rules.py``, what more a program must keep.
+Next: ``program_rules.py``, the further rules of a program.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ from megatron_vocabpar.schedule.words.schedule import FORWARD, Deadlock, Schedul
 
 
 def validate(schedule: Schedule, max_activations: float | None = None) -> None:
-    """Check a schedule, or a forward-only one.
-
-    Args:
-        schedule: what to check.
-        max_activations: the most microbatches whose activations a rank may hold, if there is a cap.
+    """Check a schedule, or a forward-only one, perhaps with a cap on the microbatches that a rank holds.
 
     Raises:
         ScheduleError: naming the first broken rule, the rank, the pass, and showing where it is.
@@ -41,7 +37,7 @@ def validate(schedule: Schedule, max_activations: float | None = None) -> None:
 
 
 def validate_rows(schedule: Schedule) -> None:
-    """Check all but whether ranks wait for each other, which who plays the schedule will see.
+    """Check everything except deadlocks, which playing the schedule will show.
 
     Raises:
         ScheduleError: naming the first broken rule, the rank, the pass, and showing where it is.
@@ -57,12 +53,12 @@ def validate_rows(schedule: Schedule) -> None:
 def _expected_nodes(schedule: Schedule, rank: int) -> dict[PassType, frozenset[int]]:
     """The types of passes that ``rank`` must run for every microbatch, each on these stages."""
     backward = any(pass_.type is PassType.B for passes in schedule.ranks for pass_ in passes)
-    wanted = frozenset(PassType) if backward or not any(schedule.ranks) else FORWARD
+    types = frozenset(PassType) if backward or not any(schedule.ranks) else FORWARD
     stages = frozenset(schedule.placement.stage_of(rank, chunk) for chunk in range(schedule.chunks))
     transformer = (PassType.F, PassType.B, *((PassType.W,) if schedule.splits_w else ()))
-    here = (type_ for type_ in vocabulary_passes(schedule) if rank in ranks_of(type_, schedule))
-    nodes = dict.fromkeys(transformer, stages) | dict.fromkeys(here, frozenset({rank}))
-    return {type_: nodes[type_] for type_ in nodes if type_ in wanted}
+    vocabulary = (type_ for type_ in vocabulary_passes(schedule) if rank in ranks_of(type_, schedule))
+    nodes = dict.fromkeys(transformer, stages) | dict.fromkeys(vocabulary, frozenset({rank}))
+    return {type_: nodes[type_] for type_ in nodes if type_ in types}
 
 
 def _check_complete(schedule: Schedule, numbering: Numbering, rank: int) -> None:
@@ -71,19 +67,19 @@ def _check_complete(schedule: Schedule, numbering: Numbering, rank: int) -> None
         if not 0 <= pass_.microbatch < schedule.m or pass_.stage not in nodes.get(pass_.type, ()):
             raise violation("foreign pass", schedule.ranks, rank, pass_, "it does not belong to this rank")
     numbers = list(map(numbering.number, row))
-    there = set(numbers)
-    if len(there) < len(numbers):
+    distinct = set(numbers)
+    if len(distinct) < len(numbers):
         number, count = Counter(numbers).most_common(1)[0]
         culprit = numbering.item(number)
         raise violation("doubled pass", schedule.ranks, rank, culprit, f"it is there {count} times")
-    if len(there) < schedule.m * sum(map(len, nodes.values())):
+    if len(distinct) < schedule.m * sum(map(len, nodes.values())):
         expected = (
             Pass(type_, stage, mb)
             for mb in range(schedule.m)
             for type_, stages in nodes.items()
             for stage in sorted(stages)
         )
-        absent = next(pass_ for pass_ in expected if numbering.number(pass_) not in there)
+        absent = next(pass_ for pass_ in expected if numbering.number(pass_) not in distinct)
         raise missing("pass", "runs", schedule.ranks, rank, absent)
 
 
@@ -102,7 +98,7 @@ def _check_order(schedule: Schedule, numbering: Numbering) -> None:
 
 
 def _local_needs(numbering: Numbering) -> Iterator[tuple[Need, ...]]:
-    """For each node, the passes of its own rank that it waits for, straight or through a collective."""
+    """For each node, the passes of its own rank that it waits for, directly or through a collective."""
     for needs in numbering.needs:
         yield tuple(
             Need(producer, back)

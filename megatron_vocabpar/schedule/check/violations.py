@@ -1,4 +1,4 @@
-"""What a broken rule is told with: its name, rank and pass, and a grid of what all ranks do around it."""
+"""The message of a broken rule: its name, rank and pass, and a grid of what all ranks do around it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _GRID_WIDTH = 5  # instructions shown before and after the culprit
 
 
 def violation(rule: str, rows: Rows, rank: int, culprit: Instruction, reason: str) -> ScheduleError:
-    """A rule that an instruction of a rank breaks."""
+    """A rule that an instruction breaks."""
     row = rows[rank]
     position = len(row) - 1 - row[::-1].index(culprit)
     return ScheduleError(f"{rule}: rank {rank}, {culprit}: {reason}\n{grid(rows, rank, {rank: position})}")
 
 
 def missing(what: str, does: str, rows: Rows, rank: int, item: Instruction) -> ScheduleError:
-    """An instruction that a rank lacks; the grid shows where its like of an earlier microbatch stands."""
+    """An instruction that a rank lacks; the grid shows where that of an earlier microbatch stands."""
     row = rows[rank]
-    like = [
-        place
-        for place, other in enumerate(row)
+    earlier = [
+        position
+        for position, other in enumerate(row)
         if (other.type, other.stage) == (item.type, item.stage) and other.microbatch < item.microbatch
     ]
     return ScheduleError(
         f"missing {what}: rank {rank} never {does} {item}\n"
-        f"{grid(rows, rank, {rank: like[-1] if like else 0}, bracket=False)}"
+        f"{grid(rows, rank, {rank: earlier[-1] if earlier else 0}, bracket=False)}"
     )
 
 
@@ -40,14 +40,10 @@ def deadlocked(rows: Rows, deadlock: Deadlock) -> ScheduleError:
 
 
 def grid(rows: Rows, rank: int, marked: Mapping[int, int], *, bracket: bool = True) -> str:
-    """The instructions of all ranks around one, with what is marked in brackets.
+    """The instructions of all ranks around one of ``rank``.
 
-    Args:
-        rows: the instructions of each rank.
-        rank: whose instruction it is.
-        marked: position of the culprit on its rank, and on other ranks if there is one. Other rows are cut
-            at about the culprit's share of its own row, as ranks may have different lengths.
-        bracket: whether to mark at all.
+    ``marked`` holds the positions of culprits by rank, shown in brackets if ``bracket``. A row without one is
+    cut at the same share of its length as that of ``rank``, since rows may have different lengths.
     """
     share = marked[rank] / max(len(rows[rank]), 1)
     lines = []
@@ -55,8 +51,8 @@ def grid(rows: Rows, rank: int, marked: Mapping[int, int], *, bracket: bool = Tr
         middle = marked.get(other, round(share * len(row)))
         first = max(0, middle - _GRID_WIDTH)
         words = [
-            f"[{item}]" if bracket and marked.get(other) == place else f" {item} "
-            for place, item in enumerate(row[first : middle + _GRID_WIDTH + 1], first)
+            f"[{item}]" if bracket and marked.get(other) == position else f" {item} "
+            for position, item in enumerate(row[first : middle + _GRID_WIDTH + 1], first)
         ]
         cells = "".join(f"{word:>10}" for word in words)
         lines.append(f"{'>' if other == rank else ' '} rank {other:>2} {'...' if first else '   '}{cells}")

@@ -1,7 +1,7 @@
-"""Files that people write: read as strict JSON, and held against a schema in ``data/``.
+"""Files that people write: read as strict JSON, and held against a schema of this folder.
 
-What is wrong is told in one line: where it stands, what stands there and, from the schema's descriptions,
-what to give instead. The schemas are JSON Schema, so that an editor can check a file too.
+A fault is one line: where it is, what stands there and, from the schema's description, what to give instead.
+The schemas are JSON Schema, so an editor can check a file too.
 """
 
 from __future__ import annotations
@@ -18,15 +18,11 @@ _short.maxstring = _short.maxother = 60
 
 
 def read_object(text: str, what: str) -> dict[str, Any]:
-    """The object that ``text`` holds as JSON.
-
-    Args:
-        text: of a file.
-        what: names it in messages, such as "the schedule".
+    """The object that ``text`` holds as JSON; ``what`` names it in messages, such as "the schedule".
 
     Raises:
-        ValueError: if it is not JSON (NaN and Infinity are not), says one thing twice, is nested without
-            end, or is no object.
+        ValueError: if it is not JSON (NaN and Infinity are not), names a key twice, is nested too deep, or is
+            not an object.
     """
     try:
         data = json.loads(text, parse_constant=_refuse, object_pairs_hook=_once)
@@ -40,7 +36,7 @@ def read_object(text: str, what: str) -> dict[str, Any]:
 
 
 def check(data: Mapping[str, Any], schema: Literal["costs", "schedule", "timeline"]) -> None:
-    """Hold what was read against a schema.
+    """Hold a file's object against a schema.
 
     Raises:
         ValueError: naming the first entry that is missing, unknown or wrong.
@@ -50,7 +46,7 @@ def check(data: Mapping[str, Any], schema: Literal["costs", "schedule", "timelin
     try:
         _validator(schema)(data)
     except JsonSchemaValueException as error:
-        raise ValueError(f"{schema}: {_told(error)}") from None
+        raise ValueError(f"{schema}: {_in_words(error)}") from None
 
 
 @cache
@@ -61,17 +57,17 @@ def _validator(schema: str) -> Callable[[Any], Any]:
     return compiled(json.loads(file.read_text(encoding="utf-8")))
 
 
-def _told(error: Any) -> str:
+def _in_words(error: Any) -> str:
     """The line for one of the library's errors."""
-    place, value, rule = ".".join(error.path[1:]), error.value, error.definition
+    path, value, rule = ".".join(error.path[1:]), error.value, error.definition
     if error.rule == "required":
         name = next(name for name in rule["required"] if name not in value)
-        return f"{place + '.' if place else ''}{name} is missing; {rule['description']}"
+        return f"{path + '.' if path else ''}{name} is missing; {rule['description']}"
     if error.rule == "additionalProperties":
         unknown = _short.repr(next(name for name in value if name not in rule["properties"]))
-        inside = f" in {place}" if place else ""
+        inside = f" in {path}" if path else ""
         return f"unknown entry {unknown}{inside}; there are {', '.join(rule['properties'])}"
-    return f"{place} is {_short.repr(value)}; {rule['description']}"
+    return f"{path} is {_short.repr(value)}; {rule['description']}"
 
 
 def _refuse(name: str) -> float:
@@ -79,9 +75,9 @@ def _refuse(name: str) -> float:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"{twice!r} is there twice")
-    return found
+    return entries

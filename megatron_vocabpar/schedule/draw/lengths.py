@@ -1,4 +1,4 @@
-"""Iterations beside each other: one bar for each schedule, as long as its iteration, and its idle part."""
+"""Iterations compared: one bar for each schedule, as long as its iteration, with its idle part."""
 
 from __future__ import annotations
 
@@ -16,14 +16,7 @@ _BUSY, _IDLE, _PREDICTED = "#4a7fc1", "#d5dde8", "#c0392b"
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """One schedule's iteration.
-
-    Attributes:
-        label: its name.
-        ms: the iteration.
-        idle: the share of it that the ranks idle, on average.
-        predicted_ms: by the simulator.
-    """
+    """One schedule's iteration: measured, the share of it that ranks idle on average, and simulated."""
 
     label: str
     ms: float
@@ -32,7 +25,7 @@ class Length:
 
 
 def lay_out_lengths(title: str, lengths: Sequence[Length]) -> Scene:
-    """One bar below the other on one time axis; the first is what the others are compared with."""
+    """One bar below the other on one time axis; the others are compared with the first."""
     scale = _WIDTH / max(max(row.ms, row.predicted_ms) for row in lengths)
     bottom = _TOP + len(lengths) * (_ROW + _GAP)
     height = bottom + _AXIS + _LEGEND

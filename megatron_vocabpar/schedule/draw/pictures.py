@@ -25,13 +25,8 @@ PAGE_WIDTH = 950.0
 def write_pictures(folder: Path, plan: Plan, trace: Mapping[str, Any]) -> None:
     """Write the schedule, the measured timeline, and the two below each other.
 
-    The plan is drawn with the times that were measured: what differs below is waiting, communication and
-    the work between passes.
-
-    Args:
-        folder: is made where it is missing.
-        plan: what ran.
-        trace: of one iteration, as ``runtime.profile.trace_events`` makes it.
+    The plan is drawn with the measured times, so the two differ by waiting, communication and the work
+    between passes. ``trace`` is that of one iteration, as ``runtime.profile.trace_events`` makes it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     schedule, name = plan.schedule, name_of(plan.schedule)

@@ -1,7 +1,7 @@
 """A picture on paper: charts laid out as rectangles and texts, which ``svg.py`` and ``image.py`` paint.
 
-One row a rank, time to the right; a pass shows its microbatch where it fits. Charts stand one below the
-other on one time axis, so that a planned and a measured one compare. Lengths are pixels (of 1/96 inch).
+One row a rank, time to the right; a pass shows its microbatch if that fits. Charts stand one below the other
+on one time axis, so that a planned and a measured one compare. Lengths are pixels (of 1/96 inch).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BETWEEN = 18  # above each further chart
 _AXIS, _LEGEND = 26, 34
 _FORWARD, _LEAST, _MOST = 26.0, 640.0, 12000.0  # of a forward pass; of all passes
 _DIGIT, _LETTER = 6.4, 6.2  # width at size 11
-_EDGE, _EDGED = 0.4, 2.5  # width of a pass's edge; narrower passes have none, as it would hide them
+_EDGE, _EDGED = 0.4, 2.5  # width of a pass's edge; of the narrowest pass with one, which it does not hide
 _LABELS = (11, 9, 7.5)  # sizes of a pass's microbatch, the largest that fits
 _GROUND = "#f3f3f3"
 
@@ -63,11 +63,9 @@ class Scene:
 
 
 def lay_out(charts: Sequence[Chart], widest: float | None = None) -> Scene:
-    """Place charts below each other, with one legend at the end.
+    """Place charts below each other on one time axis, with one legend at the end.
 
-    Args:
-        charts: they share one time axis.
-        widest: the most pixels that the longest chart's time may take; by default passes stay readable.
+    ``widest`` is the most pixels for the longest chart's time; by default passes stay readable.
     """
     scale = _pixels_per_ms(charts, widest or _MOST)
     length = max((chart.length_ms for chart in charts), default=0.0)

@@ -1,7 +1,7 @@
 """A schedule as Chrome trace-event JSON (Perfetto, chrome://tracing).
 
 One row a rank with its passes, and below it one for each group of collectives. Times are in microseconds, as
-the format asks for. The measured timeline of a training run has the same rows and names.
+the format demands. The measured timeline of a training run has the same rows and names.
 """
 
 from __future__ import annotations

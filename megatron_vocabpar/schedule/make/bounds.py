@@ -2,16 +2,17 @@
 
 Three things take time, whatever the order:
 
-- *work*: a rank runs its passes one after the other; before the first F (or S) that can reach it, it has
-  only a few IF to run, as the throttle allows, and after its last B only the few T that may wait, the IB of
-  microbatches that are on their way back, and W;
-- *memory*: a microbatch's activations stay for at least as long as its way from F to B (or W), and a rank
-  holds only so many at once;
+- *work*: a rank runs its passes one after the other. Before the first F (or S) reaches it, it has only the
+few
+  IF that the throttle allows; after its last B, only the few T that may wait, the IB of microbatches on their
+  way back, and W;
+- *memory*: a microbatch's activations stay at least from F to B (or W), and a rank holds only so many at
+once;
 - *the way* of one microbatch through all stages and back.
 
 Source: for the first F's way to the last rank, see the V-shaped schedules of Qi et al., Pipeline Parallelism
 with Controllable Memory (2024); the rest is counting.
-Next: ``polish.py``, which stops where it reaches the bound.
+Next: ``polish.py``, which stops when it reaches the bound.
 """
 
 from __future__ import annotations
@@ -35,13 +36,7 @@ Arcs = Mapping[int, list[tuple[int, float]]]
 
 
 def lower_bound_ms(graph: PassGraph, m: int, room: int) -> float:
-    """The least time of an iteration.
-
-    Args:
-        graph: the rules and times.
-        m: microbatches.
-        room: model chunks whose activations a rank may hold.
-    """
+    """The least time of an iteration of ``m`` microbatches, if ranks hold activations of ``room`` chunks."""
     order, arcs = _arcs(graph)
     head = _longest(order, arcs, dict.fromkeys(order, 0.0))
     tail = _tails(graph, order, arcs)
@@ -89,7 +84,7 @@ def _work(
 
 
 def _on_the_way(way: float, step: float) -> float:
-    """The most microbatches that can be between the first stage and a rank this way apart."""
+    """The most microbatches that can be under way on a distance of so many ms."""
     return max(ceil(way / step), 0) if step > 0.0 else inf
 
 
@@ -107,7 +102,7 @@ def _memory(
 
 
 def _arcs(graph: PassGraph) -> tuple[list[int], Arcs]:
-    """The nodes of one microbatch in an order that keeps the rules, and of each what it needs, how long."""
+    """One microbatch's nodes in an order that keeps the rules; for each, what it needs and how long after."""
     arcs: dict[int, list[tuple[int, float]]] = {node: [] for node in (*graph.rank, *graph.producers)}
     for node, needs in graph.needs.items():
         arcs[node] += [
@@ -121,7 +116,7 @@ def _arcs(graph: PassGraph) -> tuple[list[int], Arcs]:
 
 
 def _longest(order: list[int], arcs: Arcs, starts: Mapping[int, float]) -> dict[int, float]:
-    """The earliest start of each node if these start when given; -inf where nothing leads to a node."""
+    """The earliest start of each node, given those of some; -inf for nodes that none of them leads to."""
     at: dict[int, float] = {}
     for node in order:
         at[node] = max((at[before] + time for before, time in arcs[node]), default=-inf)

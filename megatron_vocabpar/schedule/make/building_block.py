@@ -1,13 +1,13 @@
 """The idea: one microbatch's passes, placed once, repeat for all microbatches.
 
-A *building block* gives every pass of one microbatch a start, its *offset*. The block of microbatch
-``i`` is the same, ``i`` *intervals* later, the interval being the work of one microbatch on the busiest
-rank. Repeating it is conflict-free if on each rank no two passes overlap modulo the interval, which
-``place`` ensures with a ring of busy arcs per rank; where stages start far apart, it need not, as the
-slack absorbs collisions. The *lifespan* of a stage, from the start of its F to the end of its B, divided by
-the interval, is the number of microbatches whose activations it holds. The vocabulary passes are part of
-the block: S goes where its rank has room after C0, and so on, so that a barrier lengthens the lifespan by
-at most about one interval.
+A *building block* gives every pass of one microbatch a start, its *offset*. The block of microbatch ``i`` is
+the same, ``i`` *intervals* later; the interval is the work of one microbatch on the busiest rank. Blocks do
+not collide if on each rank no two passes overlap modulo the interval. ``place`` ensures that with a ring of
+busy arcs per rank; if stages start far apart it need not, as the slack absorbs collisions.
+
+The *lifespan* of a stage, from the start of its F to the end of its B, divided by the interval, is the number
+of microbatches whose activations it holds. The vocabulary passes are part of the block: S goes where its rank
+has room after C0, and so on, so a barrier lengthens the lifespan by at most about one interval.
 
 Source: section 5.2 and Figure 9; Qi et al., Pipeline Parallelism with Controllable Memory (2024).
 Next: ``list_scheduling.py`` (playing the repeated block), ``families.py`` (the blocks themselves).
@@ -26,9 +26,9 @@ from megatron_vocabpar.schedule.words.schedule import Schedule
 
 Name = tuple[PassType, int]
 
-_SLACK = 1e-9  # relative to the interval: what counts as touching
-_PACKINGS = 200  # ways of packing that are tried, where many passes are to fit into many gaps
-_ROOM_FOR = 4  # passes that a gap may be left for, when a start in mid-gap is considered
+_SLACK = 1e-9  # of the interval: arcs this close touch
+_PACKINGS = 200  # ways tried to fit many passes into many gaps
+_ROOM_FOR = 4  # passes that a start in the middle of a gap may leave room for
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Hops:
     """How far apart, in intervals, passes of neighbouring stages start, at least; 0: as close as can be.
 
     Attributes:
-        forward: for each chunk, of F on its stages after F on the stage before.
-        backward: for each chunk, of B on its stages after B on the stage behind.
+        forward: for each chunk, from F on the stage before to F on a stage of the chunk.
+        backward: for each chunk, from B on the stage after to B on a stage of the chunk.
     """
 
     forward: tuple[float, ...]
@@ -60,7 +60,7 @@ class Hops:
 
 @dataclass
 class _Ring:
-    """The busy time of one rank, modulo the interval, and what is still to be placed in it."""
+    """The busy time of one rank, modulo the interval, and the lengths still to be placed in it."""
 
     interval: float
     remaining: list[float]
@@ -73,6 +73,10 @@ class _Ring:
 
     def place(self, ready: float, duration: float) -> float:
         """Reserve the earliest start, not before ``ready``, that leaves room for all that remains."""
+        # The interval is 10, F has the arc 0 to 3, and S of length 2 is ready at 14, which is phase 4; B of
+        # length 5 remains. At once, S would leave gaps of 1 (3 to 4) and 4 (6 to 10): B fits into neither.
+        # So it tries starts that leave a gap for B: phase 3, right after F, leaves 5 to 10; phase 8, right
+        # before the next F, leaves 3 to 8. Phase 8 comes first after 4: S starts at 18, not at 23.
         self.remaining.remove(duration)
         slack = self.interval * _SLACK
         if duration <= slack:
@@ -86,10 +90,10 @@ class _Ring:
             ):
                 self.arcs = arcs
                 return ready + wait
-        return ready  # rounding left no room; overlapping passes still give a valid order
+        return ready  # rounding left no room: passes overlap, and still give a valid order
 
     def _starts(self, phase: float, duration: float) -> Iterator[float]:
-        """Where a start can be best: at once, or leaving a gap that other passes fill exactly."""
+        """The starts that can be best: at once, or leaving a gap that remaining passes fill exactly."""
         yield phase
         fillers = sorted(self.remaining, reverse=True)[:_ROOM_FOR]
         sums = {fsum(part) for size in range(len(fillers) + 1) for part in combinations(fillers, size)}
@@ -101,8 +105,8 @@ class _Ring:
     def _gaps(self, arcs: Sequence[tuple[float, float]]) -> list[float]:
         if not arcs:
             return [self.interval]
-        following = [*arcs[1:], (arcs[0][0] + self.interval, 0.0)]
-        return [nxt[0] - arc[1] for arc, nxt in zip(arcs, following, strict=True)]
+        starts = [*(start for start, _ in arcs[1:]), arcs[0][0] + self.interval]
+        return [start - end for (_, end), start in zip(arcs, starts, strict=True)]
 
 
 def _insert(
@@ -118,7 +122,7 @@ def _insert(
 
 
 def _fits(sizes: Sequence[float], gaps: Sequence[float], slack: float, tries: Iterator[int]) -> bool:
-    """Whether a way is found to pack passes of these sizes (descending) into these gaps in so many tries."""
+    """Whether passes of these sizes (descending) can be packed into these gaps, as far as ``tries`` go."""
     if not sizes:
         return True
     if next(tries, None) is None or fsum(sizes) > fsum(gaps) + slack:
@@ -137,27 +141,30 @@ def place(
 ) -> BuildingBlock:
     """Place one microbatch's passes, in the order of the chain: F, the output layer's barriers, B.
 
+    IF, and passes that nothing waits for (T of vocab-2, W, IB), only get room here:
+    ``list_scheduling.arrange`` places them.
+
     Args:
         frame: the schedule's shape.
         graph: its rules and times.
-        hops: how far apart passes of neighbouring stages start, at least; by default as close as can be.
+        hops: how far apart passes of neighbouring stages start, at least.
         stretch: the interval, over the work of the busiest rank; at least 1.
-        packed: whether the passes of a rank must not overlap modulo the interval (modulo scheduling), so
-            that each starts as early as the rings allow. If not, each starts as soon as it is ready, and
-            the offsets are priorities only; right where hops are long enough to absorb what then collides.
-
-    Returns:
-        Offsets of the passes that others wait for. IF, and passes that nothing waits for (T of vocab-2,
-        W, IB), are only given room; ``list_scheduling.arrange`` places them.
+        packed: whether the passes of a rank must not overlap modulo the interval (modulo scheduling); each
+            then starts as early as the rings allow. If not, each starts as soon as it is ready, and offsets
+            are only priorities: right if hops are long enough to absorb collisions.
     """
     work = [0.0] * frame.p
     for node, duration in graph.duration.items():
         work[graph.rank[node]] += duration
     interval = max(work) * stretch or 1.0
-    placed = (nodes for type_, nodes in graph.nodes.items() if type_ not in (PassType.IF, PassType.IB))
-    planned = [node for nodes in placed for node in nodes]
+    placed = [
+        node
+        for type_, nodes in graph.nodes.items()
+        for node in nodes
+        if type_ not in (PassType.IF, PassType.IB)
+    ]
     rings = [
-        _Ring(interval, [graph.duration[n] for n in planned if graph.rank[n] == rank])
+        _Ring(interval, [graph.duration[node] for node in placed if graph.rank[node] == rank])
         for rank in range(frame.p)
     ]
     for node in graph.arrival:
@@ -188,7 +195,7 @@ def place(
 
 
 def _hopped(graph: PassGraph, node: int, offsets: Mapping[int, float], hop: Mapping[Name, float]) -> float:
-    """The start of the neighbouring stage's pass plus the hop; 0 for passes that do not hop."""
+    """The start of the neighbouring stage's pass plus the hop; 0 for other passes."""
     type_, stage = graph.type_of(node), graph.stage_of(node)
     neighbour = node + (-1 if type_ is PassType.F else 1)
     if (type_, stage) not in hop or neighbour not in graph.of_type(type_):
@@ -197,7 +204,7 @@ def _hopped(graph: PassGraph, node: int, offsets: Mapping[int, float], hop: Mapp
 
 
 def _finished(node: int, graph: PassGraph, finish: Mapping[int, float]) -> float:
-    """End of a pass or, for a collective, of its last producer; passes outside the chain do not count."""
+    """The end of a pass, or of a collective's last producer; passes outside the chain do not count."""
     if node in graph.producers:
         return max(finish.get(part, 0.0) for part, groups in graph.feeds.items() if node in groups)
     return finish.get(node, 0.0)
@@ -206,14 +213,14 @@ def _finished(node: int, graph: PassGraph, finish: Mapping[int, float]) -> float
 def _chain(graph: PassGraph) -> Iterator[int]:
     """The nodes that a microbatch passes through, in order: F, the output layer's barriers, B."""
     sinks = graph.sinks
-    for wanted in (PassType.F, *graph.numbering.schedule.method.passes, PassType.B):
-        nodes = [node for node in graph.of_type(wanted) if node not in sinks]
+    for type_ in (PassType.F, *graph.numbering.schedule.method.passes, PassType.B):
+        nodes = [node for node in graph.of_type(type_) if node not in sinks]
         yield from (graph.arrival[node] for node in nodes if node in graph.arrival)
-        yield from reversed(nodes) if wanted is PassType.B else nodes
+        yield from reversed(nodes) if type_ is PassType.B else nodes
 
 
 def lifespans(block: BuildingBlock, graph: PassGraph) -> dict[int, float]:
-    """For each F node, the intervals from the start of its F to the end of its B."""
+    """For each F node, the intervals from its start to the end of its stage's B."""
     spans = {}
     for forward, backward in zip(graph.of_type(PassType.F), graph.of_type(PassType.B), strict=True):
         end = block.offsets[backward] + graph.duration[backward]

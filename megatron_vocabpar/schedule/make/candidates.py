@@ -1,13 +1,13 @@
 """The building blocks that are tried, and how each is played: a long list, the best first.
 
-What can be varied: the hops, which the family gives; the communication that the block is made for, and the
-interval, which where longer leaves slack; how much a pass may delay one that is planned before it; and
-whether each stage is held to the microbatches in flight that the block has in its steady state. One kind of
-block is made with *benign* times: backward twice as long as forward, short vocabulary passes, no latency. It
-is the textbook's (Figures 9 and 10).
+Candidates differ in the hops, which the family gives; in the communication that the block is made for; in the
+interval, as a longer one leaves slack; in how much a pass may delay one that is planned before it; and in
+whether each stage is held to the microbatches in flight of the block's steady state. One kind of block is
+made with *benign* times: backward twice as long as forward, short vocabulary passes, no latency. It is the
+textbook's (Figures 9 and 10).
 
-First come the recipes that have been found to win most often, then random ones, the same in every run. Who
-plays long schedules affords only the first few; ``search.py`` plays thousands.
+First come the recipes that win most often, then random ones, the same in every run. Of a long schedule only
+the first few can be played; ``search.py`` plays thousands.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.passes import PassType
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
-SOFTMAX_SHARDS = 3  # softmax shards that may wait for a delayed T when S makes another
-INPUT_GRADIENTS = 3  # input gradients that may wait for IB when another arrives
+SOFTMAX_SHARDS = 3  # may wait for a delayed T when S makes another
+INPUT_GRADIENTS = 3  # may wait for IB when another arrives
 _SEED = 20250321
 
 
@@ -41,9 +41,9 @@ class _Recipe(NamedTuple):
     """How a block is made from hops, and how it is played.
 
     ``comm``: scale of the communication that it is made for, None for benign times. ``stretch``: of the
-    interval. ``overlap``: see ``Rules``. ``spare``: microbatches in flight beyond the block's, None for any.
-    ``ahead``: see ``Rules``. ``packed``: see ``place``; None as the family says.
-    ``banker``: whether an F leaves room for the oldest microbatch's later chunks alone, not for its own.
+    interval. ``overlap``, ``ahead``: see ``Rules``. ``spare``: microbatches in flight beyond the block's,
+    None for any number. ``packed``: see ``place``; None as the family says. ``banker``: an F leaves room for
+    later chunks of the oldest microbatch, instead of for its own.
     """
 
     comm: float | None
@@ -66,7 +66,7 @@ _PACKED = (
     _Recipe(1.0, 1.0, 0.2, None),
     _Recipe(None, 1.0, 0.5, 0),
 )
-# Lazy W fills bubbles better if it may not delay what comes after it by much.
+# A lazy W fills bubbles better if it may not delay the next pass by much.
 _PACKED_SPLIT = (_PACKED[1], _PACKED[0], *_PACKED[2:])
 _UNPACKED = (
     _Recipe(1.0, 1.0, 0.5, 1),
@@ -96,12 +96,12 @@ _TEXTBOOK = _Recipe(None, 1.0, 0.0, None, ahead=0.0)
 def candidates(
     shape: Schedule, graph: PassGraph, times: PassTimes, family: Family, cap: float
 ) -> Iterator[Candidate]:
-    """Candidates without end (one only, where the order is the textbook's).
+    """Candidates without end, or the textbook's alone.
 
     Args:
         shape: the schedule's frame.
-        graph: its rules with the given times.
-        times: the given times.
+        graph: its rules, with the times.
+        times: of all passes.
         family: gives the hops.
         cap: the most microbatches whose activations a rank may hold.
     """
@@ -146,7 +146,7 @@ def _recipes(shape: Schedule, family: Family) -> tuple[_Recipe, ...]:
 
 
 def _random_hops(random: Random, around: Hops) -> Hops:
-    """Hops near the given ones, each chunk's on its own."""
+    """Hops near these, chosen for each chunk separately."""
 
     def near(hop: float) -> float:
         return random.choice((hop, hop * random.uniform(0.6, 1.6), random.uniform(0.0, 0.6)))
@@ -165,7 +165,7 @@ def _random_recipe(random: Random) -> _Recipe:
 
 
 def rules(shape: Schedule, graph: PassGraph, block: BuildingBlock, recipe: _Recipe, cap: float) -> Rules:
-    """IF and L are eager; what nothing waits for is lazy; activations count from F to B, or W if split."""
+    """IF and L are eager; passes that nothing waits for are lazy; activations live from F to B (or W)."""
     chunk = 1.0 / shape.chunks
     forward, backward, weight = (graph.of_type(type_) for type_ in (PassType.F, PassType.B, PassType.W))
     limits = dict.fromkeys((PassType.T, PassType.TW), SOFTMAX_SHARDS)
@@ -205,5 +205,5 @@ def _holder(node: int, graph: PassGraph) -> int:
     needed = graph.needs[node][0].node
     parts = [part for part, groups in graph.feeds.items() if needed in groups]
     if graph.type_of(node) is PassType.IB:
-        parts = parts[:1]  # B of stage 0; that of a last stage which embeds, too, is long over by then
+        parts = parts[:1]  # B of stage 0: a last stage that embeds, too, has ended its B long before
     return next((part for part in parts if graph.rank[part] == graph.rank[node]), needed)

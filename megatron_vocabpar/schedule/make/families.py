@@ -1,8 +1,8 @@
 """Families of schedules: each gives the building block that vocabulary passes are inserted into.
 
-A family is a placement, hops and a claim; everything else (vocabulary passes, warm-up, cool-down, input
-layer, communication) is added by the general mechanism in ``generate.py`` and ``play/lower.py``. ``generate``
-takes a ``Family`` of your own as well as the name of one of these.
+A family is a placement, hops and a claim. The general mechanism in ``generate.py`` and ``play/lower.py`` adds
+everything else: vocabulary passes, warm-up, cool-down, input layer, communication. A ``Family`` of your own
+can stand for the name of one of these.
 
 Source: 1F1B: Harlap et al., PipeDream (2018); Figure 9 with the vocabulary passes inserted, section 5.2 for
 the peak. Interleaved: Narayanan et al., Efficient Large-Scale Language Model Training (2021), section 2.2.
@@ -24,8 +24,8 @@ from megatron_vocabpar.schedule.words.schedule import Schedule
 
 SEARCH = "search"  # not a family: the best of all (``search.py``)
 
-_LONG_F, _LONG_B = 0.5, 0.75  # of the one-chunk hops at which interleaved's steady state packs best
-_BESIDES = 2.0  # microbatches that V-shapes hold besides the hops: in the output layer, and between B and W
+_LONG_F, _LONG_B = 0.5, 0.75  # of the one-chunk hops with which interleaved's steady state packs best
+_BESIDES = 2.0  # microbatches that V-shapes hold beside the hops: in the output layer, and between B and W
 _SCALES = (1.0, 0.85, 1.15)
 
 
@@ -37,13 +37,13 @@ class Family:
         name: as on the command line.
         summary: one line for tables and ``--help``.
         shape: how stages are placed on ranks.
-        chunks: model chunks on each rank, where the user does not say.
-        fixed_chunks: whether no other number of chunks is possible; if not, ``chunks`` is the least.
-        splits_w: whether the weight gradient is a pass of its own.
-        packed: whether the building block is free of collisions (see ``building_block.place``).
+        chunks: model chunks on each rank, unless the user says otherwise.
+        fixed_chunks: no other number of chunks is possible; if not, ``chunks`` is the least.
+        splits_w: the weight gradient is a separate pass.
+        packed: passes of the building block do not collide (see ``building_block.place``).
         hops: from pipeline size, chunks and ``max_activations`` to the hops worth trying, best first.
         peak: from pipeline size, chunks and barriers to the claim: the most microbatches whose activations
-            a rank holds, the default of ``max_activations``.
+            a rank holds, and the default of ``max_activations``.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Family:
     peak: Callable[[int, int, int], float]
 
     def allows(self, chunks: int | None) -> bool:
-        """Whether a rank may have this number of chunks; None is the family's own."""
+        """Whether a rank may have this number of chunks; None stands for the family's own."""
         return chunks is None or chunks == self.chunks or (chunks > self.chunks and not self.fixed_chunks)
 
 
@@ -67,7 +67,7 @@ def _as_close_as_can_be(p: int, chunks: int, max_activations: float) -> tuple[Ho
 
 
 def _interleaved(p: int, chunks: int, max_activations: float) -> tuple[Hops, ...]:
-    """As close as can be, or farther apart in some chunks, which makes room where the rings are full."""
+    """As close as can be, or farther apart in some chunks, which makes room in full rings."""
     zeros = (0.0,) * chunks
     first, rest = zeros[:1], zeros[1:]
     long_f, long_b = 2.0 * _LONG_F / chunks, 2.0 * _LONG_B / chunks
@@ -81,7 +81,7 @@ def _interleaved(p: int, chunks: int, max_activations: float) -> tuple[Hops, ...
 
 
 def _vshape(p: int, chunks: int, max_activations: float) -> tuple[Hops, ...]:
-    """Hops that make use of ``max_activations``, and somewhat shorter and longer ones; then other shapes."""
+    """Hops as long as ``max_activations`` allows, somewhat shorter and longer ones, and another shape."""
     even = max(max_activations - _BESIDES, 0.0) / (2 * p - 1)
     uniform = tuple(Hops((even * scale,) * chunks, (even * scale,) * chunks) for scale in _SCALES)
     down_at_once = Hops((0.0, 2.0 * even), (0.0,) * chunks)
@@ -171,7 +171,7 @@ def family_named(name: str | Family) -> Family:
 def claimed_peak(method: Method, p: int, family: Family, chunks: int) -> float:
     """The most microbatches whose activations a rank holds (section 5.2, appendix B.1).
 
-    A method whose ranks stop together holds half as many again as the family without vocabulary passes.
+    If ranks stop together, they hold half as many again as the family without vocabulary passes.
     """
     if method.in_step:
         return ceil(1.5 * family.peak(p, chunks, 0))
@@ -179,15 +179,15 @@ def claimed_peak(method: Method, p: int, family: Family, chunks: int) -> float:
 
 
 def family_of(schedule: Schedule) -> str:
-    """The name of the family that a schedule looks like; empty where it is like none.
+    """The name of the family that a schedule looks like; empty if it looks like none.
 
-    V shapes differ in memory alone: it is the one that claims least of those that claim enough.
+    V shapes differ only in memory: of those that claim enough, it is the one that claims least.
     """
     fitting = []
-    for kind in families().values():
-        same = kind.shape == schedule.placement.shape and kind.splits_w == schedule.splits_w
-        if same and kind.allows(schedule.chunks):
-            claim = claimed_peak(schedule.method, schedule.p, kind, schedule.chunks)
+    for family in families().values():
+        same = family.shape == schedule.placement.shape and family.splits_w == schedule.splits_w
+        if same and family.allows(schedule.chunks):
+            claim = claimed_peak(schedule.method, schedule.p, family, schedule.chunks)
             enough = claim >= max(peak_activations(schedule), default=0.0)
-            fitting.append((not enough, claim if enough else -claim, kind.name))
+            fitting.append((not enough, claim if enough else -claim, family.name))
     return min(fitting)[-1] if fitting else ""

@@ -2,8 +2,8 @@
 
 The nodes are those of ``play/numbering.py``. Sends and receives are left out: a pass waits for the pass that
 sends to it, and the transfer's time more. A collective is one node, that of rank 0's part. Passes that start
-together on all ranks (interlaced's S) get a zero-length *arrival* node before them, and one *gate* that waits
-for all arrivals; these have numbers above all others.
+together on all ranks (interlaced's S) get a zero-length *arrival* node each, and one *gate* that waits for
+all arrivals; arrivals and gates have numbers above all others.
 
 Everything here is derived from ``words.dependencies.prerequisites``; no rule is restated.
 Next: ``building_block.py`` places the nodes of one microbatch, ``list_scheduling.py`` plays those of all.
@@ -35,9 +35,9 @@ class PassGraph:
     """What waits for what.
 
     Attributes:
-        numbering: what the nodes mean, but for arrivals and gates.
+        numbering: what the nodes mean, except arrivals and gates.
         nodes: the pass nodes of each type, by stage.
-        arrival: the arrival node of a pass node that has one.
+        arrival: for a pass node that all ranks start together, its arrival node.
         size: all nodes are below this.
         rank: the rank of each pass node and arrival node.
         duration: in ms, of each pass node and arrival node.
@@ -67,7 +67,7 @@ class PassGraph:
         return node % self.numbering.width
 
     def of_type(self, type_: PassType) -> range:
-        """The pass nodes of a type, by stage; none where the schedule has no such pass."""
+        """The pass nodes of a type, by stage; empty if the schedule has no such pass."""
         return self.nodes.get(type_, range(0))
 
     @cached_property
@@ -77,7 +77,7 @@ class PassGraph:
 
     @cached_property
     def sinks(self) -> frozenset[int]:
-        """Pass nodes that nothing waits for, so that they may be delayed: T of vocab-2, TW, W, IB."""
+        """Pass nodes that may be delayed, as nothing waits for them: T of vocab-2, TW, W, IB."""
         needed = {need.node for needs in self.needs.values() for need in needs}
         types = (PassType.T, PassType.TW, PassType.W, PassType.IB)
         delayed = (node for type_ in types for node in self.of_type(type_))

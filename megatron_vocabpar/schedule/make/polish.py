@@ -1,13 +1,13 @@
 """A local search on the order of a small schedule: passes on the critical path change places.
 
-The iteration's length is that of the critical path. It consists of *blocks*: runs of passes that follow each
-other at once on one rank. Only moving a pass within a block, or to its ends, can shorten it, so that most
-moves do this; a few move passes anywhere, to get out of corners. A move that makes the iteration longer is
-kept if it does by less than a threshold, which falls to nothing. Each rank keeps its caps: activations, and
-softmax shards and input gradients that wait.
+The iteration is as long as its critical path, which consists of *blocks*: runs of passes that follow each
+other at once on one rank. Only moving a pass within a block, or to its ends, can shorten it, so most moves do
+this; a few move passes anywhere, to get out of corners. A move that makes the iteration longer is kept if it
+adds less than a threshold, which falls to zero. Each rank keeps its caps: activations, and softmax shards and
+input gradients that wait.
 
 The same arguments give the same order everywhere: a fixed seed, a budget of items visited instead of seconds,
-and no arithmetic but sums, products and comparisons.
+and only sums, products and comparisons.
 
 Source: the blocks are those of Nowicki and Smutnicki, A Fast Taboo Search Algorithm for the Job Shop Problem
 (1996); the threshold is Dueck and Scheuer's, Threshold Accepting (1990).
@@ -27,9 +27,9 @@ Order = list[list[int]]
 
 _SEED = 1
 _VISITS = 150_000  # items played in all: a fraction of a second
-_FEWEST_PLAYS = 100  # fewer moves than this are not worth their time: the schedule is large
+_FEWEST_PLAYS = 100  # with fewer moves, a large schedule does not improve
 _ANYWHERE = 0.2  # share of moves that are not on the critical path
-_THRESHOLD = 0.04  # at first, as a share of the length, where there are at least ...
+_THRESHOLD = 0.04  # at first, as a share of the length, if there are at least ...
 _PATIENCE = 10  # ... so many plays a pass; with fewer it is lower in proportion
 _ROUNDING = 1e-9
 
@@ -43,7 +43,7 @@ class Caps(NamedTuple):
 
 
 class _Played(NamedTuple):
-    """Of each item its end and what it waited for last; of each pass the next on its rank; -1 for none."""
+    """Each item's end and what it waited for last; each pass's next on its rank; -1 for none."""
 
     length: float
     ends: list[float]
@@ -57,19 +57,18 @@ class _Net:
     def __init__(self, graph: PassGraph, m: int, caps: Caps) -> None:
         self.m, self.caps = m, caps
         nodes = sorted({*graph.passes, *graph.producers})
-        self.nodes, self.place = nodes, {node: place for place, node in enumerate(nodes)}
+        self.nodes, self.index = nodes, {node: index for index, node in enumerate(nodes)}
         size = len(nodes) * m
         self.duration = [graph.duration.get(node, 0.0) for node in nodes for _ in range(m)]
         self.rank = [graph.rank.get(node, -1) for node in nodes]
         self.follow: list[list[tuple[int, float]]] = [[] for _ in range(size)]
         self.waits = [0] * size
-        self.entry = list(
-            range(size)
-        )  # what waits for all that an item needs: for some the gate of all ranks
+        # What waits for all that an item needs: the item, or the gate of the ranks that start it together.
+        self.entry = list(range(size))
         gates = {part: graph.feeds[part][0] for part in graph.arrival.values()}
         for node, part in graph.arrival.items():
             for mb in range(m):
-                self.entry[self.place[node] * m + mb] = self.place[gates[part]] * m + mb
+                self.entry[self.index[node] * m + mb] = self.index[gates[part]] * m + mb
         for node, needs in graph.needs.items():
             for need in needs:
                 self._link(need.node, gates.get(node, node), need.back, need.latency)
@@ -82,17 +81,17 @@ class _Net:
         self.hold = [(node in graph.of_type(PassType.F)) - (node in release) for node in nodes]
         self.shards = [(node in shards[0]) - (node in shards[1]) if shards[1] else 0 for node in nodes]
         self.waiting = [
-            (self.place[n], self.place[graph.needs[n][0].node]) for n in graph.of_type(PassType.IB)
+            (self.index[n], self.index[graph.needs[n][0].node]) for n in graph.of_type(PassType.IB)
         ]
 
     def _link(self, before: int, after: int, back: int, latency: float) -> None:
-        first, then = self.place[before] * self.m, self.place[after] * self.m
+        first, then = self.index[before] * self.m, self.index[after] * self.m
         for mb in range(back, self.m):
             self.follow[first + mb - back].append((then + mb, latency))
             self.waits[then + mb] += 1
 
     def play(self, order: Order) -> _Played | None:
-        """Each pass as early as it can in this order; None if there is a circle."""
+        """Play each pass as early as this order allows; None if the order has a circle."""
         duration, follow, entry, size = self.duration, self.follow, self.entry, len(self.follow)
         waits, ends, cause, following = self.waits[:], [0.0] * size, [-1] * size, [-1] * size
         for row in order:
@@ -127,24 +126,24 @@ class _Net:
     def blocks(self, played: _Played) -> list[list[int]]:
         """The runs of at least two passes that follow each other at once on the critical path."""
         item = max(range(len(played.ends)), key=played.ends.__getitem__)
-        found, block = [], [item]
+        blocks, block = [], [item]
         while played.cause[item] >= 0:
             before = played.cause[item]
             after = played.following[before]
             if after >= 0 and self.entry[after] == item:
                 if block[0] != after:
-                    found.append(block)
+                    blocks.append(block)
                     block = [after]
                 block.insert(0, before)
             else:
-                found.append(block)
+                blocks.append(block)
                 block = [before]
             item = before
-        found.append(block)
-        return [block for block in found if len(block) > 1]
+        blocks.append(block)
+        return [block for block in blocks if len(block) > 1]
 
     def keeps(self, row: Sequence[int], moved: Sequence[int]) -> bool:
-        """Whether the microbatches of a node stay in order, and the rank holds no more than it may."""
+        """Whether each node's microbatches stay in order, and the rank keeps its caps."""
         m, last = self.m, dict[int, int]()
         for item in moved:
             if last.get(item // m, -1) > item:
@@ -169,33 +168,32 @@ class _Net:
 
 
 def is_small(graph: PassGraph, m: int) -> bool:
-    """Whether a schedule is small enough for a search to find anything."""
+    """Whether the budget allows enough moves."""
     return (len(graph.passes) + len(graph.producers)) * m * _FEWEST_PLAYS <= _VISITS
 
 
 def polish(
     graph: PassGraph, m: int, caps: Caps, orders: Sequence[Sequence[Sequence[int]]], bound: float
 ) -> list[Order]:
-    """The fastest order found from each of a few.
+    """From each of a few orders, the fastest that is found.
 
     Args:
         graph: the rules and times.
         m: microbatches.
-        caps: what the orders keep, and the result too.
+        caps: which all orders keep.
         orders: of passes, one list a rank, items as in ``Timeline``.
-        bound: in ms; an order that is no slower is not improved further.
+        bound: in ms; the search ends when it is reached.
     """
     net = _Net(graph, m, caps)
-    plays, found = _VISITS // len(net.follow) // len(orders), []
+    plays, polished = _VISITS // len(net.follow) // len(orders), []
     for order in orders:
-        rows = [[net.place[i // m] * m + i % m for i in row if i // m in graph.passes] for row in order]
+        rows = [[net.index[i // m] * m + i % m for i in row if i // m in graph.passes] for row in order]
         best = _search(net, rows, plays, bound)
-        found.append([[net.nodes[i // m] * m + i % m for i in row] for row in best])
-    return found
+        polished.append([[net.nodes[i // m] * m + i % m for i in row] for row in best])
+    return polished
 
 
 def _search(net: _Net, order: Order, plays: int, bound: float) -> Order:
-    """The fastest order found."""
     random = Random(_SEED)
     played = net.play(order)
     assert played is not None

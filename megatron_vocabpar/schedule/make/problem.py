@@ -1,4 +1,4 @@
-"""One schedule to be found in one family: its frame, its rules with their times, and the best candidate.
+"""One schedule to find in one family: its frame, its rules with their times, and the best candidate.
 
 Next: ``candidates.py``, ``list_scheduling.py``, ``polish.py``.
 """
@@ -24,18 +24,18 @@ from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.words.passes import PassType
 from megatron_vocabpar.schedule.words.schedule import Schedule, passes_of
 
-TRIAL_PASSES = 60_000  # about how many the trials may play in all: a fraction of a second
-_LEAST_TRIAL = 64  # microbatches; and enough that a steady state is seen
+TRIAL_PASSES = 60_000  # about so many the trials may play in all: a fraction of a second
+_LEAST_TRIAL = 64  # microbatches of a trial, or more, to reach a steady state
 _PLACING = 25  # placing a block of two chunks takes as long as playing so many microbatches
-_FEWEST = 4  # fewer trials than this are not worth their time
-_POLISHED = 3  # the best of the trials, from which a small schedule is polished
+_FEWEST = 4  # fewer trials are not worth their time
+_POLISHED = 3  # so many of the best trials are polished, if the schedule is small
 _ROUNDING = 1e-9  # of sums of 1/chunks
-_FINALISTS = 3  # the best of the trials, played for all microbatches where the budget allows
+_FINALISTS = 3  # so many of the best trials are played for all microbatches, if the budget allows
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What has to be scheduled.
+    """A request, worked out for one family.
 
     Attributes:
         shape: the frame.
@@ -72,11 +72,7 @@ class Problem:
         return Problem(shape, family, times, costs, graph, cap)
 
     def best(self, budget: int) -> Schedule:
-        """The fastest of as many candidates as may be tried; polished where it is small.
-
-        Args:
-            budget: about how many passes the trials may play in all.
-        """
+        """The fastest of as many candidates as a budget of passes to play allows; polished if it is small."""
         if is_textbook(self.shape, self.family) or not is_small(self.graph, self.shape.m):
             return self.schedule(self.played(budget)[0].order)
         orders = [played.order for played in self.played(budget)[:_POLISHED]]
@@ -84,7 +80,7 @@ class Problem:
         return min(map(self.schedule, (*orders, *polished)), key=self.simulated_ms)
 
     def bound_ms(self) -> float:
-        """What no order under the caps can undercut."""
+        """The time that no order under the caps can undercut."""
         return lower_bound_ms(self.graph, self.shape.m, self._caps.chunks)
 
     @property
@@ -93,12 +89,12 @@ class Problem:
         return Caps(room, WAITING[PassType.T], WAITING[PassType.IB])
 
     def simulated_ms(self, schedule: Schedule) -> float:
-        """What the simulator says of a schedule with its communication."""
+        """The simulated iteration of a schedule with its communication."""
         program = lower(schedule, self.costs)
         return max(run_events(schedule, PassTimes.of(self.costs, schedule), program).ends)
 
     def played(self, budget: int) -> list[Timeline]:
-        """The candidates tried, unpolished, the fastest first; of those that take equally long, one."""
+        """The candidates tried, unpolished, the fastest first; one of those that take equally long."""
         choices = candidates(self.shape, self.graph, self.times, self.family, self.cap)
         if is_textbook(self.shape, self.family):
             return [arrange(self.graph, self.shape.m, *next(choices))]
@@ -128,14 +124,14 @@ class Problem:
         return replace(self.shape, ranks=tuple(map(passes_of, rows)))
 
     def _try(self, candidate: Candidate, m: int) -> Timeline | None:
-        """The candidate played, or None if its rules leave no way to go on."""
+        """The candidate played, or None if its rules leave no rank a way to go on."""
         try:
             return arrange(self.graph, m, candidate.block, candidate.rules)
         except Stuck:
             return None
 
     def _extrapolated(self, played: Timeline, m: int) -> float:
-        """The end if all microbatches were played and the steady state went on as in the trial's middle."""
+        """The end of all microbatches if the steady state went on as in the trial's middle."""
         if m < 3:
             return played.end
         first = self.graph.of_type(PassType.B)[0] * m

@@ -1,8 +1,8 @@
 """The best schedule under a memory cap: every family, each with that cap and with smaller ones.
 
-What is found with less memory is valid with more, and what ``generate`` makes of a family is among what is
-tried. So a search is never slower than a family under its own cap, and more memory never makes it slower
-(from one of the caps of ``rungs`` to any other). What a bound rules out is not played.
+A schedule found with less memory is valid with more, and the schedule that ``generate`` makes in a family is
+among those tried. So a search is never slower than a family under its own cap, and more memory never makes it
+slower (from one of the caps of ``rungs`` to any other). A family whose bound is above the best is not played.
 
 Next: ``problem.py``.
 """
@@ -51,7 +51,7 @@ def search(
                 f"{place + 1} of {len(rivals)}: {rival.family_name}, "
                 f"at most {rival.max_activations:g} microbatches"
             )
-        for budget in {TRIAL_PASSES: None, passes: None}:  # what generate makes is among what is tried
+        for budget in {TRIAL_PASSES: None, passes: None}:  # generate's own budget first
             schedule = problem.best(budget)
             taken_ms = problem.simulated_ms(schedule)
             if taken_ms < least:
@@ -83,7 +83,7 @@ def _rivals(request: PlanRequest) -> list[PlanRequest]:
 
 
 def rungs(cap: float) -> Iterator[int]:
-    """Whole numbers up to a cap, farther apart where they are large: 1 to 8, 10, 12, 14, 16, 20, 24, ..."""
+    """Whole numbers up to a cap, farther apart as they grow: 1 to 8, 10, 12, 14, 16, 20, 24, ..."""
     number = 1
     while number <= min(cap, MOST_FORWARDS):
         yield number

@@ -1,8 +1,8 @@
 """The critical path of a simulation: the passes and transfers that the iteration's length is made of.
 
-From the pass that ends last, each step back goes to what the step waited for last (its cause in
-``events.py``), down to the start. Every step starts when the one before it ends: shortening a step that is
-not on the path gains nothing.
+Each step back, from the pass that ends last, goes to what the step waited for last (its cause in
+``events.py``). Every step starts when the one before it ends, so shortening a step that is not on the path
+gains nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_vocabpar.schedule.words.passes import Instruction, Pass
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One pass or transfer of the path; a transfer goes by its receive, a collective by one rank's part."""
+    """One pass or transfer of the path: a transfer by its receive, a collective by one rank's part."""
 
     item: Instruction
     rank: int

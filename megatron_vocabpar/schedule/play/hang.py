@@ -1,10 +1,10 @@
-"""Whether a program can hang on GPUs: NCCL's rules, as strict as they get, played on the program.
+"""Whether a program can hang on GPUs: NCCL's strictest rules, played on the program.
 
-gloo starts a transfer as soon as it is issued. NCCL does not: an operation of a communicator holds its stream
-until all ranks of the communicator have joined, and settings make it hold more: the host, the device's only
-queue, the whole device. Each ``Model`` is one such setting. In each of them an instruction is *issued* by the
-host, then *starts* on its stream and *ends*, and each of these waits for others, whatever the times are: a
-program hangs exactly if some of them wait for each other in a circle. ``find_hangs`` looks for a circle.
+gloo starts a transfer as soon as it is issued. NCCL does not: an operation holds its stream until all ranks
+of its communicator have joined, and some settings make it hold more: the host, the device's only queue, the
+whole device. Each ``Model`` is one such setting. In every model the host *issues* an instruction, which then
+*starts* on its stream and *ends*. Each of these events waits for others, whatever the times are, so a program
+hangs exactly if some events wait for each other in a circle. ``find_hangs`` looks for one.
 
 What waits for what in every model:
 
@@ -47,7 +47,7 @@ MODELS = (
         one_rank=True,
     ),
 )
-# Whatever any model adds, an operation that follows another on its rank waits for no more than its end.
+# No model makes an operation wait for more than the end of the one before it on its rank.
 STRICTEST = next(model for model in MODELS if model.blocking == "everything" and not model.one_rank)
 
 
@@ -58,7 +58,7 @@ class Wait:
     Attributes:
         rank: whose instruction ``item`` is.
         item: a communication that has not ended.
-        behind: what comes after ``item`` on this rank, and what the step before waits for; may be ``item``.
+        behind: the instruction of this rank that the step before waits for; ``item``, or one after it.
         peer: the rank that has not joined ``item``.
         peer_item: that rank's part of it.
     """
@@ -79,22 +79,16 @@ def find_hangs(
 ) -> dict[Model, tuple[Wait, ...]]:
     """For each model a circle of ranks that wait for each other; empty if the program runs to its end.
 
-    Args:
-        schedule: what ``program`` was lowered from.
-        program: of all ranks; it keeps the rules of ``validate_program`` but for hangs.
-        models: what operations wait for.
+    The program was lowered from the schedule, and keeps all other rules of ``validate_program``.
     """
     waits = Waits(schedule, program)
     return {model: _hang(waits, model) for model in models}
 
 
 def iteration_ms(schedule: Schedule, program: Program, times: PassTimes, model: Model) -> float:
-    """How long an iteration takes in a model, in ms; where one rank is held, whichever costs most.
+    """The ms that an iteration takes in a model in which it does not hang.
 
-    Args:
-        schedule: what ``program`` was lowered from.
-        program: of all ranks; it does not hang in ``model``.
-        times: of its passes and transfers.
+    If the model holds one rank, it is the rank that costs most.
     """
     waits = Waits(schedule, program)
     lengths = waits.lengths(times)
@@ -114,9 +108,9 @@ def _held(p: int, model: Model) -> list[tuple[int, ...]]:
 
 
 def runs_in_step(schedule: Schedule, program: Program) -> bool:
-    """Whether a program runs to its end with each rank held at each communication until all have come.
+    """Whether a program runs to its end if each rank stops at each communication until all have come.
 
-    That is what ``find_hangs`` says of ``STRICTEST``, in a fraction of its time.
+    ``find_hangs`` says the same for ``STRICTEST``, but takes many times as long.
     """
     waiting: dict[Hashable, list[int]] = {}
     position, awake = [0] * schedule.p, list(range(schedule.p))
@@ -126,11 +120,11 @@ def runs_in_step(schedule: Schedule, program: Program) -> bool:
         while position[rank] < len(row):
             item = row[position[rank]]
             if isinstance(item, Comm) or item.type in schedule.method.in_step:
-                there = waiting.setdefault(whole(item), [])
-                there.append(rank)
-                if len(there) < (2 if item.type in POINT_TO_POINT else schedule.p):
+                joined = waiting.setdefault(whole(item), [])
+                joined.append(rank)
+                if len(joined) < (2 if item.type in POINT_TO_POINT else schedule.p):
                     break
-                for other in there[:-1]:
+                for other in joined[:-1]:
                     position[other] += 1
                     awake.append(other)
             position[rank] += 1
@@ -138,10 +132,10 @@ def runs_in_step(schedule: Schedule, program: Program) -> bool:
 
 
 def places_in_step(schedule: Schedule, program: Program) -> dict[Instruction, int]:
-    """Where each instruction ends in an order of all ranks' in which none waits for a later one.
+    """The place of each instruction in one order of all ranks' ends, in which none waits for a later one.
 
-    The parts of one communication share a place. So of ranks that stand still the one whose instruction comes
-    first does not wait for the others, but for those that have yet to join that communication.
+    The parts of one communication share a place. So if ranks stand still, the one whose instruction comes
+    first does not wait for the others that stand, but for a rank that has yet to join its communication.
     """
     waits, places = Waits(schedule, program), dict[Hashable, int]()
     for node in _in_order(waits.under(STRICTEST, range(schedule.p))):
@@ -154,12 +148,12 @@ def _hang(waits: Waits, model: Model) -> tuple[Wait, ...]:
     for held in _held(waits.schedule.p, model):
         circle = _circle(waits.under(model, held))
         if circle:
-            return _told(waits, circle)
+            return _in_words(waits, circle)
     return ()
 
 
 def _circle(before: Sequence[Sequence[int]]) -> list[int]:
-    """Nodes of which each waits for the next, and the last for the first; empty if there are none."""
+    """Nodes that each wait for the next, the last for the first; empty if there are none."""
     done = set(_in_order(before))
     if len(done) == len(before):
         return []
@@ -173,7 +167,7 @@ def _circle(before: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _in_order(before: Sequence[Sequence[int]]) -> list[int]:
-    """The nodes that happen, each behind those that it waits for."""
+    """The nodes that happen, each after those that it waits for."""
     missing = [len(needs) for needs in before]
     after: list[list[int]] = [[] for _ in before]
     for node, needs in enumerate(before):
@@ -188,7 +182,7 @@ def _in_order(before: Sequence[Sequence[int]]) -> list[int]:
     return order
 
 
-def _told(waits: Waits, circle: Sequence[int]) -> tuple[Wait, ...]:
+def _in_words(waits: Waits, circle: Sequence[int]) -> tuple[Wait, ...]:
     """The steps of a circle that lead from one rank to another."""
     steps = [waits.step(node) for node in circle if not waits.is_joined(node)]
     hops = [

@@ -3,18 +3,19 @@
 A buffer lives from the pass or transfer that fills it to the one that frees it:
 
     activations      from the start of F to the end of B
-    weight_inputs    where W is split off: from the end of B to the end of W
+    weight_inputs    if W is split off: from the end of B to the end of W
     softmax_shards   from the start of S to the end of T (of TW, where there is one)
     embedded_inputs  from the start of IF until CI has ended; on the first rank to the end of F of stage 0
     input_gradients  from the end of CIB (on the first rank: of B of stage 0) to the end of IB
-    mtp_layers       with multi-token prediction: from the start to the end of the last stage's F and B, what
-                     its further layers keep; with embedded_inputs on the last rank from CI to the end of F,
-                     and input_gradients from the end of B to that of CIB, once for each of its depths
-    logits           where the output layer is not partitioned: from the start to the end of the last stage's
-                     F and B
+    mtp_layers       with multi-token prediction, what its layers keep: from the start of the last stage's F
+                     to the end of its B. Besides, for each depth, the last rank holds embedded_inputs from
+                     CI to the end of F, and input_gradients from the end of B to that of CIB
+    logits           if the output layer is not partitioned: from the start of the last stage's F to the end
+    of
+                     its B
 
-Sizes come from a cost file: given in it, or estimated from the model's shape. Weights, their gradients and
-the optimizer's state do not change within an iteration and are left out.
+Sizes come from a cost file, which gives them or the model's shape to estimate them from. Weights, their
+gradients and the optimizer's state do not change within an iteration and are left out.
 
 Source of the estimates: bytes per element fitted to the paper's Table 5 (34.3·s·b·H a layer, 7.3 B per logit
 of a shard, 11 B per logit of an undivided layer); Qi et al., Zero Bubble Pipeline Parallelism (2023), Table
@@ -50,25 +51,20 @@ _SHAPE = ("seq_length", "hidden", "layers", "vocab")
 
 @dataclass(frozen=True)
 class BufferSizes:
-    """MiB that one microbatch takes on one rank, for each buffer; activations are those of all its chunks."""
+    """For each buffer, the MiB of one microbatch on one rank; activations are those of all its chunks."""
 
     mib: Mapping[str, float]
 
     @staticmethod
     def from_dict(data: Mapping[str, Any], p: int) -> BufferSizes | None:
-        """Read a cost file's ``memory_mib``, or estimate from its model's shape.
+        """Read a cost file's ``memory_mib``, MiB by buffer, or estimate from its model's shape.
 
-        Args:
-            data: a cost file's object: with ``memory_mib``, MiB by buffer; or with ``seq_length``,
-                ``hidden``, ``layers``, ``vocab`` and perhaps ``micro_batch_size``.
-            p: pipeline size.
-
-        Returns:
-            None where the file has neither.
+        The shape is ``seq_length``, ``hidden``, ``layers``, ``vocab`` and perhaps ``micro_batch_size``. None
+        if the file has neither.
         """
-        given = data.get("memory_mib")
-        if given is not None:
-            return BufferSizes({name: float(given.get(name, 0.0)) for name in BUFFERS})
+        sizes_mib = data.get("memory_mib")
+        if sizes_mib is not None:
+            return BufferSizes({name: float(sizes_mib.get(name, 0.0)) for name in BUFFERS})
         if not all(key in data for key in _SHAPE):
             return None
         seq, hidden, layers, vocab = (data[key] for key in _SHAPE)
@@ -123,20 +119,20 @@ def lifetimes(events: Events, rank: int) -> dict[str, list[Interval]]:
     freed = times(ends, schedule.method.weight_pass, rank)
     alive[SOFTMAX_SHARDS] = between(times(starts, PassType.S, rank), freed)
     first = rank == placement.first_rank
-    gone = times(ends, PassType.F, 0) if first else times(ends, CommType.CI, rank)
-    came = times(ends, PassType.B, 0) if first else times(ends, CommType.CIB, rank)
-    alive[EMBEDDED_INPUTS] = between(times(starts, PassType.IF, rank), gone)
-    alive[INPUT_GRADIENTS] = between(came, times(ends, PassType.IB, rank))
+    sent = times(ends, PassType.F, 0) if first else times(ends, CommType.CI, rank)
+    received = times(ends, PassType.B, 0) if first else times(ends, CommType.CIB, rank)
+    alive[EMBEDDED_INPUTS] = between(times(starts, PassType.IF, rank), sent)
+    alive[INPUT_GRADIENTS] = between(received, times(ends, PassType.IB, rank))
     if schedule.method.vocabulary_parallel and rank == placement.last_rank:
         last, depths = placement.last_stage, schedule.mtp_depths
-        arrived, sent = times(ends, CommType.CI, rank), times(ends, CommType.CIB, rank)
-        alive[EMBEDDED_INPUTS] += depths * between(arrived, times(ends, PassType.F, last))
+        received, sent = times(ends, CommType.CI, rank), times(ends, CommType.CIB, rank)
+        alive[EMBEDDED_INPUTS] += depths * between(received, times(ends, PassType.F, last))
         alive[INPUT_GRADIENTS] += depths * between(times(ends, PassType.B, last), sent)
     return alive
 
 
 def most_alive(intervals: Sequence[Interval]) -> int:
-    """The most intervals that are open at once; at the same time an end comes before a start."""
+    """The most intervals that are open at once; an end comes before a start at the same time."""
     return round(max((count for _, count in curve([(1.0, intervals)])), default=0.0))
 
 
@@ -153,7 +149,7 @@ def curve(weighted: Iterable[tuple[float, Sequence[Interval]]]) -> Curve:
 
 
 def memory_curve(alive: Mapping[str, Sequence[Interval]], mib: Mapping[str, float], chunks: int) -> Curve:
-    """What a rank holds in time, from ``lifetimes`` and the size of one microbatch of each buffer."""
+    """What a rank holds in time, from ``lifetimes`` and each buffer's size for one microbatch."""
     return curve((mib.get(name, 0.0) / _share(name, chunks), alive[name]) for name in BUFFERS)
 
 
@@ -174,5 +170,5 @@ def peak_memory(alive: Mapping[str, Sequence[Interval]], sizes: BufferSizes, chu
 
 
 def _share(name: str, chunks: int) -> int:
-    """Chunks that a rank's activations are made of; other buffers are whole."""
+    """How many intervals of a buffer make up one microbatch's: activations are counted by chunk."""
     return chunks if name in (ACTIVATIONS, WEIGHT_INPUTS) else 1

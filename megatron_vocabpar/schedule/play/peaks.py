@@ -10,9 +10,9 @@ from megatron_vocabpar.schedule.words.schedule import Schedule
 
 
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:
-    """For each rank, the most microbatches whose activations it holds at once, from F to B (W if split).
+    """For each rank, the most microbatches whose activations it holds at once, from F to B (or W, if split).
 
-    A chunk of a rank's layers counts as 1/chunks of a microbatch.
+    A chunk counts as 1/chunks of a microbatch.
     """
     release = PassType.W if schedule.splits_w else PassType.B
     peaks = []
@@ -26,6 +26,6 @@ def peak_activations(schedule: Schedule) -> tuple[float, ...]:
 
 
 def check_cap(max_activations: float) -> None:
-    """Raise a ``ValueError`` for a cap under which nothing can run, or that is no number."""
+    """Raise a ``ValueError`` for a cap under which nothing can run, or NaN."""
     if not max_activations >= 1:
         raise ValueError(f"max_activations is {max_activations:g}; a rank holds at least 1 microbatch")

@@ -34,12 +34,12 @@ class Model:
     Attributes:
         name: short, for tables.
         summary: which setting leads to it.
-        pairs: whether each pair of ranks has a stream of its own for each direction; otherwise all
-            transfers in one direction share one.
-        one_queue: whether nothing starts before what was issued before it on the rank has started.
-        first_use: whether the first use of a communicator blocks the host until all its ranks have used it.
-        blocking: whose end the host waits for before it issues anything more.
-        one_rank: whether only one rank is held so, any of them, while the others run freely.
+        pairs: each pair of ranks has a stream for each direction; if not, all transfers in one direction
+            share one.
+        one_queue: nothing starts before what the rank issued earlier has started.
+        first_use: the first use of a communicator blocks the host until all its ranks have used it.
+        blocking: the operations whose end the host waits for before it issues more.
+        one_rank: only one rank's host waits, any of them, while the others run freely.
     """
 
     name: str
@@ -63,7 +63,7 @@ Edge = tuple[int, int]  # a node, and one that it waits for
 
 
 class _Pair(NamedTuple):
-    """The communicator of two ranks for transfers in one direction, towards higher or lower ranks."""
+    """The communicator of two ranks for transfers in one direction, to higher or to lower ranks."""
 
     upward: bool
     low: int
@@ -71,12 +71,12 @@ class _Pair(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A node, told.
+    """A node in words.
 
     Attributes:
         rank: whose item it is.
-        item: what is issued, starts or ends.
-        waits_in: where its rank waits: in the item itself, or, if it is not issued, in the one before.
+        item: the instruction that is issued, starts or ends.
+        waits_in: where the rank waits: in the item, or, before it is issued, in the one before it.
     """
 
     rank: int
@@ -98,7 +98,7 @@ class Waits:
     def __init__(self, schedule: Schedule, program: Program) -> None:
         self.schedule = schedule
         self.items = [(rank, item) for rank, row in enumerate(program) for item in row]
-        self.place = {entry: k for k, entry in enumerate(self.items)}
+        self.index = {entry: k for k, entry in enumerate(self.items)}
         self.first_part: dict[Hashable, int] = {}  # of each communication, by what its parts have in common
         self.communicators = [
             self._communicator(rank, item) if isinstance(item, Comm) else None for rank, item in self.items
@@ -110,12 +110,7 @@ class Waits:
             self.common[node].append(need)
 
     def under(self, model: Model, held: Collection[int]) -> list[list[int]]:
-        """For each node the nodes that it waits for in ``model``.
-
-        Args:
-            model: what operations wait for.
-            held: the ranks whose hosts ``model.blocking`` blocks.
-        """
+        """For each node the nodes that it waits for in ``model``, which blocks the hosts of ``held``."""
         before = [list(needs) for needs in self.common]
         for rank, row in enumerate(self.rows):
             for node, need in chain(self._on_streams(row, model), self._on_rank(row, model, rank in held)):
@@ -126,7 +121,7 @@ class Waits:
         return before
 
     def lengths(self, times: PassTimes) -> list[float]:
-        """For each node, how long it takes once all that it waits for has happened, in ms: only ends do."""
+        """For each node, the ms from the last event that it waits for; only ends take time."""
         lengths = [0.0] * len(self.common)
         for k, (_, item) in enumerate(self.items):
             timed = times.passes[item.type][item.stage] if isinstance(item, Pass) else times.comms[item.type]
@@ -134,15 +129,14 @@ class Waits:
         return lengths
 
     def is_joined(self, node: int) -> bool:
-        """Whether it stands for all ranks, and so for none."""
+        """Whether a node is the one event of all ranks: they have joined a communication."""
         return node % _PHASES == _JOINED
 
     def is_end(self, node: int) -> bool:
-        """Whether an item ends there."""
         return node % _PHASES == _ENDED
 
     def step(self, node: int) -> Step:
-        """What a node says, of one rank."""
+        """A rank's node in words."""
         k, phase = divmod(node, _PHASES)
         rank, item = self.items[k]
         return Step(rank, item, self.items[k - 1][1] if phase == _ISSUED else item)
@@ -160,7 +154,7 @@ class Waits:
             if isinstance(item, Pass):
                 last_pass = k
                 for need in prerequisites(item, self.schedule):
-                    yield _node(_STARTED, k), _node(_ENDED, self.place[rank, need])
+                    yield _node(_STARTED, k), _node(_ENDED, self.index[rank, need])
             if isinstance(item, Comm) or item.type in self.schedule.method.in_step:
                 joined = _node(_JOINED, self.first_part.setdefault(whole(item), k))
                 yield joined, _node(_STARTED, k)
@@ -177,7 +171,7 @@ class Waits:
                 last[stream] = k
 
     def _on_rank(self, row: range, model: Model, held: bool) -> Iterator[Edge]:
-        """A host waits, and a queue, for what was issued before."""
+        """A host, and a single queue, wait for what was issued before."""
         for k in row[1:]:
             if held and _blocks(model, self.items[k - 1][1]):
                 yield _node(_ISSUED, k), _node(_ENDED, k - 1)
@@ -185,7 +179,7 @@ class Waits:
                 yield _node(_STARTED, k), _node(_STARTED, k - 1)
 
     def _creations(self) -> Iterator[Edge]:
-        """A rank goes on behind its first use of a communicator when all ranks have come to theirs."""
+        """A rank goes on after its first use of a communicator when all ranks have come to theirs."""
         firsts: dict[Hashable, list[tuple[int, bool]]] = {}
         for row in self.rows:
             seen: set[Hashable] = {None}
@@ -199,7 +193,6 @@ class Waits:
                     yield _node(_ISSUED, k + 1), _node(_ISSUED, other)
 
     def _stream(self, k: int, model: Model) -> Hashable:
-        """The side stream of an operation; None if it has none."""
         communicator, item = self.communicators[k], self.items[k][1]
         if isinstance(item, Pass):
             return _OUTPUT if item.type in self.schedule.method.in_step else None
@@ -218,7 +211,7 @@ class Waits:
 
 
 def whole(item: Instruction) -> Hashable:
-    """What all ranks' parts of a communication, or of a pass with one inside, have in common."""
+    """A name that all ranks' parts of one communication share, or of one pass that they run in step."""
     if isinstance(item, Pass) or item.type not in POINT_TO_POINT:
         return item.type, item.microbatch
     if item.type in RECEIVE_OF:
@@ -232,7 +225,6 @@ def _node(phase: int, k: int) -> int:
 
 
 def _blocks(model: Model, item: Instruction) -> bool:
-    """Whether the host waits until ``item`` has ended."""
     match model.blocking:
         case "everything":
             return True

@@ -1,14 +1,14 @@
 """How long things take: ``PassCosts`` as profiled or estimated, ``PassTimes`` for one schedule.
 
-``PassCosts`` holds what does not depend on the schedule: times of a rank's *whole* share of layers, in
-milliseconds, one number or one per rank. ``PassTimes`` is their reading for one schedule: a chunk's pass
-takes 1/chunks of it, B takes B_ms + W_ms where W is not split off, and baseline and redis add the output
-layer to the last stage.
+``PassCosts`` holds what does not depend on the schedule: the times of a rank's *whole* share of layers, in
+milliseconds, one number or one per rank. ``PassTimes`` reads them for one schedule: a chunk's pass takes
+1/chunks of them, B takes B_ms + W_ms unless W is split off, and baseline and redis add the output layer to
+the last stage.
 
 The files in ``data/`` hold the paper's settings (sequence length 2048, Tables 1 and 2), estimated from
 FLOPs at the rates that its published 8-GPU runs reached.
 
-Next: ``make/list_scheduling.py``.
+Next: ``make/list_scheduling.py``, which plays them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FILE_NAMES = {
     "first_rank_extra": "baseline_first_rank_extra",
 }
 _EXTRAS = (*_FILE_NAMES, "last_stage_extra")
-_LAYERS_PER_RANK = 4  # assumed where a cost file does not say how many layers there are
+_LAYERS_PER_RANK = 4  # unless a cost file says how many layers there are
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,14 @@ class PassCosts:
         p2p_ms: one point-to-point transfer between stages.
         broadcast_ms: C0, CG and CIB.
         all_reduce_ms: the other collectives.
-        last_rank_extra: ``F_ms``, ``B_ms``, ``W_ms`` that the whole output layer adds to the last stage
-            where it is not partitioned.
-        first_rank_extra: what the whole input layer adds to the first stage, likewise.
+        last_rank_extra: ``F_ms``, ``B_ms``, ``W_ms`` that an undivided output layer adds to the last stage.
+        first_rank_extra: the same of an undivided input layer, which it adds to the first stage.
         last_stage_extra: ``F_ms``, ``B_ms``, ``W_ms`` that the layers of multi-token prediction add to the
             last stage, in any method. S, T, IF and IB take the times above for the rows of all heads.
         mtp_depths: D, how many further tokens are predicted.
-        layers: transformer layers of the whole model, or None where unknown.
-        layers_per_stage: transformer layers of each stage where they are not even, for instance Megatron's
-            split by layout; in any method with one chunk a rank. See ``redistribution.py``.
+        layers: transformer layers of the whole model, if known.
+        layers_per_stage: transformer layers of each stage if they are uneven, for instance by Megatron's
+            layout; in any method with one chunk a rank. See ``redistribution.py``.
     """
 
     F_ms: PerRank
@@ -90,9 +89,8 @@ class PassCosts:
     def default(p: int, mtp_depths: int = 0) -> PassCosts:
         """Round numbers in the paper's proportions, for when nothing is measured.
 
-        Args:
-            p: pipeline size; the undivided output layer costs p times a rank's shard.
-            mtp_depths: heads of multi-token prediction, each with an output layer's rows and a layer.
+        The undivided output layer costs p times a rank's shard. Each head of multi-token prediction has the
+        rows of an output layer, and a transformer layer.
         """
         heads = 1 + mtp_depths
         methods = {
@@ -122,24 +120,20 @@ class PassCosts:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any], methods: Mapping[str, Method] = METHODS) -> PassCosts:
-        """Read the JSON form (see ``data/p8_v256k.json``).
-
-        Args:
-            data: a cost file's object.
-            methods: those that it may have times for.
+        """Read the JSON form (see ``data/p8_v256k.json``), with times for some of ``methods``.
 
         Raises:
             ValueError: naming the first missing, unknown or malformed entry.
         """
         check(data, "costs")
-        given = data.get("methods", {})
-        for name in given:
+        rows = data.get("methods", {})
+        for name in rows:
             if name not in methods:
                 raise ValueError(f"costs: unknown method {name!r}; there are {', '.join(methods)}")
         names = {_FILE_NAMES.get(field_.name, field_.name): field_.name for field_ in fields(PassCosts)}
         values = {names[key]: value for key, value in data.items() if key in names}
         times = {name: _per_rank(values[name]) for name in _TIMES if name in values}
-        tables = {name: {key: _per_rank(time) for key, time in row.items()} for name, row in given.items()}
+        tables = {name: {key: _per_rank(time) for key, time in row.items()} for name, row in rows.items()}
         extras = {name: {key: float(time) for key, time in values.get(name, {}).items()} for name in _EXTRAS}
         stages = {name: tuple(values[name]) for name in ("layers_per_stage",) if name in values}
         return PassCosts(**{**values, **times, **extras, **stages, "methods": tables})
@@ -149,8 +143,12 @@ class PassCosts:
         data = {
             _FILE_NAMES.get(field_.name, field_.name): getattr(self, field_.name) for field_ in fields(self)
         }
-        unsaid = ("last_stage_extra", "mtp_depths")
-        return {k: value for k, value in data.items() if value is not None and (value or k not in unsaid)}
+        left_out_if_zero = ("last_stage_extra", "mtp_depths")
+        return {
+            name: value
+            for name, value in data.items()
+            if value is not None and (value or name not in left_out_if_zero)
+        }
 
     @staticmethod
     def load(path: str | Path, methods: Mapping[str, Method] = METHODS) -> PassCosts:
@@ -188,12 +186,9 @@ class PassTimes:
 
     @staticmethod
     def of(costs: PassCosts, schedule: Schedule, *, splits_w: bool | None = None) -> PassTimes:
-        """Read ``costs`` for one schedule.
+        """Read ``costs`` for one schedule, or a frame.
 
-        Args:
-            costs: times of a rank's whole share.
-            schedule: the schedule, or a frame.
-            splits_w: whether W stands apart from B; by default as the schedule's passes say.
+        ``splits_w`` says whether W is split from B; by default the schedule's passes do.
 
         Raises:
             ValueError: if a list of times does not have one entry per rank, or the costs say nothing
@@ -242,7 +237,7 @@ class PassTimes:
         )
 
     def scaled(self, comm: float, passes: float = 1.0) -> PassTimes:
-        """Every communication ``comm`` times as long, every pass ``passes`` times."""
+        """The same with communication ``comm`` times as long, and passes ``passes`` times."""
         return PassTimes(
             {type_: tuple(passes * time for time in times) for type_, times in self.passes.items()},
             {type_: comm * time for type_, time in self.comms.items()},
@@ -251,15 +246,15 @@ class PassTimes:
 
 def _shares(costs: PassCosts, schedule: Schedule) -> list[float]:
     """For each rank, its number of layers over the even share."""
-    p, given = schedule.p, costs.layers_per_stage
-    if given is not None:
-        if len(given) != p or schedule.chunks > 1:
+    p, counts = schedule.p, costs.layers_per_stage
+    if counts is not None:
+        if len(counts) != p or schedule.chunks > 1:
             raise ValueError(
-                f"costs: layers_per_stage lists {len(given)} stages, but there are "
+                f"costs: layers_per_stage lists {len(counts)} stages, but there are "
                 f"{schedule.placement.num_stages} on {p} ranks; it is for one stage a rank: give {p} "
                 "numbers, or leave it out"
             )
-        return [count * p / sum(given) for count in given]
+        return [count * p / sum(counts) for count in counts]
     if schedule.method.name != "redis":
         return [1.0] * p
     layers = costs.layers or _LAYERS_PER_RANK * p
@@ -273,38 +268,38 @@ def _shares(costs: PassCosts, schedule: Schedule) -> list[float]:
 def _vocabulary_times(costs: PassCosts, schedule: Schedule) -> dict[PassType, tuple[float, ...]]:
     p = schedule.p
     times = {PassType.IF: _spread(costs.IF_ms, p, "IF_ms"), PassType.IB: _spread(costs.IB_ms, p, "IB_ms")}
-    chosen = schedule.method
-    if not chosen.vocabulary_parallel:
+    method = schedule.method
+    if not method.vocabulary_parallel:
         return times
-    if chosen.name not in costs.methods:
+    if method.name not in costs.methods:
         raise ValueError(
-            f"the costs have no times for {chosen.name!r}; add them under 'methods' "
+            f"the costs have no times for {method.name!r}; add them under 'methods' "
             f"(there are {', '.join(costs.methods) or 'none'})"
         )
-    method = costs.methods[chosen.name]
+    row = costs.methods[method.name]
     for type_ in _OUTPUT:
         name = f"{type_.value}_ms"
-        if type_ in chosen.passes and name not in method:
-            raise ValueError(f"the costs have no {name} for {chosen.name!r}; add it under 'methods'")
-        times[type_] = _spread(method.get(name, 0.0), p, name)
-    times[PassType.L] = _spread(method.get("L_ms", 0.0), p, "L_ms")
-    times[PassType.T], times[PassType.TW] = _halves_of_t(method, p, apart=PassType.TW in chosen.passes)
-    for type_ in chosen.in_step:  # it does T's work too, and its collectives
-        synchronous = _spread(method.get("synchronous_ms", 0.0), p, "synchronous_ms")
+        if type_ in method.passes and name not in row:
+            raise ValueError(f"the costs have no {name} for {method.name!r}; add it under 'methods'")
+        times[type_] = _spread(row.get(name, 0.0), p, name)
+    times[PassType.L] = _spread(row.get("L_ms", 0.0), p, "L_ms")
+    times[PassType.T], times[PassType.TW] = _halves_of_t(row, p, apart=PassType.TW in method.passes)
+    for type_ in method.in_step:  # it does T's work too, and its collectives
+        synchronous = _spread(row.get("synchronous_ms", 0.0), p, "synchronous_ms")
         parts = zip(times[type_], times[PassType.T], synchronous, strict=True)
         times[type_] = tuple(map(fsum, parts))
     return times
 
 
 def _halves_of_t(
-    method: Mapping[str, PerRank], p: int, *, apart: bool
+    row: Mapping[str, PerRank], p: int, *, apart: bool
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """T and TW of each rank, or all of it in T; a TW that is not given is half of T: two equal products."""
-    t = _spread(method.get("T_ms", 0.0), p, "T_ms")
-    if "TW_ms" not in method:
+    """T and TW of each rank, or both together in T; by default TW is half of T, one of two equal products."""
+    t = _spread(row.get("T_ms", 0.0), p, "T_ms")
+    if "TW_ms" not in row:
         t = tw = tuple(time / 2 for time in t)
     else:
-        tw = _spread(method["TW_ms"], p, "TW_ms")
+        tw = _spread(row["TW_ms"], p, "TW_ms")
     return (t, tw) if apart else (tuple(map(sum, zip(t, tw, strict=True))), (0.0,) * p)
 
 

@@ -1,13 +1,13 @@
 """Floating-point operations of a model, per token: the one place that counts them.
 
-Multiplication and addition count as two; attention is not halved for its causal mask; nothing is recomputed.
-For a GPT this is the paper's Table 4, after Narayanan et al., Efficient Large-Scale
-Language Model Training (2021). Other models are made of the same products: ``plan/model.py``.
+A multiplication and an addition count as two; attention is not halved for its causal mask; nothing is
+recomputed. For a GPT this is the paper's Table 4, after Narayanan et al., Efficient Large-Scale Language
+Model Training (2021). Other models are made of the same products: ``plan/model.py``.
 """
 
 from __future__ import annotations
 
-STEP = 3  # of the operations of a forward pass: backward has two products for each of its own
+STEP = 3  # times the forward pass: for each of its products, backward has two
 
 
 def product_flops(weights: float) -> float:
@@ -16,12 +16,7 @@ def product_flops(weights: float) -> float:
 
 
 def attention_flops(keys: float, width: float) -> float:
-    """Operations of the scores and of their use, forward.
-
-    Args:
-        keys: tokens that are attended to.
-        width: of the queries and of the output together, all heads.
-    """
+    """Operations of the scores and of their use, forward; ``width``: of queries and output together."""
     return 2 * keys * width
 
 
@@ -41,5 +36,5 @@ def input_flops(hidden: int) -> float:
 
 
 def model_flops(layers: int, hidden: int, seq_length: int, vocab_size: int) -> float:
-    """Operations of a GPT's training step: what MFU counts (appendix F), without the input layer."""
+    """Operations of a GPT's training step without the input layer: what MFU counts (appendix F)."""
     return layers * layer_flops(hidden, seq_length) + output_flops(hidden, vocab_size)

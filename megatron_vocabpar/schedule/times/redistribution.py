@@ -1,8 +1,8 @@
 """Redis: transformer layers moved away from the stages that hold the vocabulary layers.
 
 The paper's second baseline (section 6.2) counts floating-point operations and makes the longest stage as
-short as whole layers allow. Where the output layer alone outweighs an average stage, nothing helps: the last
-stage has no layer left and the others wait for it.
+short as whole layers allow. If the output layer alone outweighs an average stage, that does not help: the
+last stage has no layer left, and the others wait for it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,10 @@ def redistribute(
     last_stage_work: float,
     layer_work: float,
 ) -> tuple[int, ...]:
-    """Transformer layers of each stage that make the longest stage shortest.
+    """The numbers of transformer layers per stage that make the longest stage shortest.
 
-    Args:
-        layers: transformer layers of the model.
-        p: pipeline stages.
-        first_stage_work, last_stage_work: what the input and the output layer add, in any unit.
-        layer_work: one transformer layer, in the same unit.
-
-    Returns:
-        Layers per stage; the last stage may have none. Ties go to earlier stages.
+    The work of the input layer (on the first stage), of the output layer (on the last) and of a transformer
+    layer are in one unit, whichever. The last stage may get no layer; ties go to earlier stages.
 
     Raises:
         ValueError: if there are fewer layers than stages to fill.
@@ -58,7 +52,7 @@ def redistribute_by_flops(
 
 
 def with_final_stage(layers: int, p: int, final_stage_layers: int) -> tuple[int, ...]:
-    """``final_stage_layers`` on the last stage, the others as even as whole layers allow, longer ones first.
+    """``final_stage_layers`` on the last stage, the rest as even as whole layers allow, longer stages first.
 
     Raises:
         ValueError: if the other stages would have no layer.
@@ -74,6 +68,6 @@ def with_final_stage(layers: int, p: int, final_stage_layers: int) -> tuple[int,
 
 
 def layout(counts: tuple[int, ...]) -> str:
-    """Megatron's layout string of these transformer layers per stage, such as ``Ettt|ttt|tL``."""
+    """These layers per stage in the words of Megatron's layout, such as ``Ettt|ttt|tL``."""
     stages = ["t" * count for count in counts]
     return "|".join(["E" + stages[0], *stages[1:-1], stages[-1] + "L"])

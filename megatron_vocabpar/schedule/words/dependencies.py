@@ -7,12 +7,12 @@ For one microbatch::
     middle    F(s) -> F(s+1)      F(s), B(s+1) -> B(s)       B(s) -> W(s)
     output    F(last) -> the method's chain -> B(last)       its late part, any time later (``methods.py``)
 
-Between microbatches there is one rule, a throttle: IF(i) waits until the embedded tokens of microbatch
-i-2 have left, so that a rank holds those of at most two. Those that multi-token prediction embeds stay on the
-last rank until its F: to wait for them would empty the pipeline.
+Between microbatches there is one rule, a throttle: IF(i) waits until the embedded tokens of microbatch i-2
+have left, so a rank holds those of at most two. It does not wait for those that multi-token prediction embeds
+on the last rank: they stay until its F, and to wait for it would empty the pipeline.
 
 Source: sections 4.3, 4.4 and 5.1, appendix C.
-Next: ``make/building_block.py`` (the idea of the generator).
+Next: ``make/building_block.py``, the idea of the generator.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ EMBEDDED_INPUTS = 2  # microbatches whose embedded tokens a rank may hold, appen
 
 
 def vocabulary_passes(schedule: Schedule) -> tuple[PassType, ...]:
-    """The types of vocabulary passes that ``ranks_of`` each run for every microbatch."""
+    """The types of the schedule's vocabulary passes; ``ranks_of`` says which ranks run each."""
     around = (PassType.IF, PassType.IB) if schedule.method.vocabulary_parallel else ()
     return (*schedule.method.passes, *around)
 
 
 def ranks_of(type_: PassType, schedule: Schedule) -> range:
-    """The ranks that run a vocabulary pass: all, but the loss function is on one."""
+    """The ranks that run a vocabulary pass: all; L, the loss function, only one."""
     placement = schedule.placement
     first = placement.rank_of(placement.loss_stage) if type_ is PassType.L else 0
     return range(first, first + 1) if type_ is PassType.L else range(schedule.p)
 
 
 def collectives(schedule: Schedule) -> tuple[CommType, ...]:
-    """The types of collectives that every rank takes part in for every microbatch."""
+    """The types of the schedule's collectives; every rank takes part in them for every microbatch."""
     around = (CommType.CI, CommType.CIB) if schedule.method.vocabulary_parallel else ()
     return (*schedule.method.collectives, *around)
 
@@ -52,11 +52,11 @@ def collectives(schedule: Schedule) -> tuple[CommType, ...]:
 def prerequisites(pass_: Instruction, schedule: Schedule) -> tuple[Instruction, ...]:
     """What must have completed before ``pass_`` may start.
 
-    For a pass: passes on the same rank, receives and collectives; a collective has completed once *all*
-    ranks have launched it. For a send or the launch of a collective: the pass on this rank that
-    produces what it carries, if there is one. For a receive: the send on the other rank.
+    For a pass: passes on the same rank, receives, and collectives, which complete once *all* ranks have
+    launched them. For a send or the launch of a collective: the pass on this rank whose result it carries, if
+    there is one. For a receive: the send on the other rank.
 
-    Only ``schedule``'s shape is read, not its order: a frame will do.
+    Only the schedule's shape is read: a frame will do.
     """
     if isinstance(pass_, Pass):
         return _before_pass(pass_, schedule)
@@ -71,19 +71,19 @@ def _before_pass(pass_: Pass, schedule: Schedule) -> tuple[Instruction, ...]:
         case PassType.IF:
             if mb < EMBEDDED_INPUTS:
                 return ()
-            gone: list[Instruction] = [Comm(CommType.CI, stage, mb - EMBEDDED_INPUTS)]
+            leaving = Comm(CommType.CI, stage, mb - EMBEDDED_INPUTS)
             if stage == placement.first_rank:
-                gone.append(Pass(PassType.F, 0, mb - EMBEDDED_INPUTS))
-            return tuple(gone)
+                return leaving, Pass(PassType.F, 0, mb - EMBEDDED_INPUTS)
+            return (leaving,)
         case PassType.F if stage == 0:
             return (
                 (Comm(CommType.CI, placement.first_rank, mb),) if schedule.method.vocabulary_parallel else ()
             )
         case PassType.F:
-            before = _arrival(PassType.F, stage, stage - 1, mb, schedule)
+            arrival = _arrival(PassType.F, stage, stage - 1, mb, schedule)
             if stage == placement.last_stage and _embeds_last(schedule):
-                return before, Comm(CommType.CI, placement.last_rank, mb)
-            return (before,)
+                return arrival, Comm(CommType.CI, placement.last_rank, mb)
+            return (arrival,)
         case PassType.B if stage < placement.last_stage:
             return Pass(PassType.F, stage, mb), _arrival(PassType.B, stage, stage + 1, mb, schedule)
         case PassType.B if schedule.method.vocabulary_parallel:
@@ -99,14 +99,14 @@ def _before_pass(pass_: Pass, schedule: Schedule) -> tuple[Instruction, ...]:
 
 
 def _embeds_last(schedule: Schedule) -> bool:
-    """Whether the last stage takes embedded tokens of its own from CI."""
+    """Whether the last stage, too, gets embedded tokens from CI."""
     return schedule.mtp_depths > 0 and schedule.method.vocabulary_parallel
 
 
 def _in_chain(type_: PassType, rank: int, mb: int, schedule: Schedule) -> tuple[Instruction, ...]:
-    """What a pass of the output layer waits for on ``rank``: the words before it in the method's chains.
+    """The words before a pass of the output layer in its method's chains, as instructions of ``rank``.
 
-    The last stage's B scales with a late gradient: with L's own result, where that is on its rank.
+    The last stage's B needs the late gradient; if L runs on the same rank, it takes L's result, not CG's.
     """
     words = schedule.method.waits_for[type_]
     if type_ is PassType.B and rank in ranks_of(PassType.L, schedule):

@@ -5,9 +5,9 @@ A schedule is data. Its atoms are *passes* (computation) and *communications*; b
 ``0SEND_F3`` sends the output of 0F3, ``1C1.5`` is C1 of microbatch 5 (the dot keeps digits apart).
 Times, peers and flags never live inside an instruction; they stand in maps keyed by it.
 
-For F, B and W the stage is the virtual pipeline stage (``chunk * p + rank`` in the standard
-placement). The passes of the vocabulary layers run on every rank (L on that of the loss alone), so for
-them, and for the collectives between them, the stage is the rank.
+The stage of F, B and W is the virtual pipeline stage (``chunk * p + rank`` in the standard placement). The
+passes of the vocabulary layers run on every rank (L only on the loss function's), so their stage, and that of
+the collectives between them, is the rank.
 
 Source: Balancing Pipeline Parallelism with Vocabulary Parallelism, sections 4 and 5, appendix C.
 Next: ``dependencies.py`` (the ordering rules), then ``make/building_block.py`` (the idea).
@@ -21,7 +21,7 @@ from enum import Enum
 
 
 class _Name(Enum):
-    """Members are singletons, so identity hashes them; Enum's own hash is a slow call on every look-up."""
+    """Members are singletons, so identity can hash them; Enum's own hash is a slow call on every look-up."""
 
     __hash__ = object.__hash__
 
@@ -33,11 +33,11 @@ class PassType(_Name):
     F = "F"  # forward of a stage's transformer layers
     S = "S"  # output layer on this rank's shard: logits and local softmax statistics
     S2 = "S2"  # naive only: exponentials and their sum, once the global maximum is known
-    T = "T"  # output layer: weight gradient (and, but for vocab-2, the input gradient)
-    L = "L"  # late gradient: the loss function, and the gradient that it gives every token
-    TW = "TW"  # late gradient, but for vocab-2: the weight gradient, which T leaves out
-    B = "B"  # backward of a stage (its input gradient alone where W is split off)
-    W = "W"  # weight gradient of a stage, where it is split from B
+    T = "T"  # output layer: weight gradient, and, except in vocab-2, input gradient
+    L = "L"  # late gradient: the loss function, and the gradient of every token's loss
+    TW = "TW"  # late gradient, except in vocab-2: the weight gradient, which T leaves out
+    B = "B"  # backward of a stage; if W is split off, only its input gradient
+    W = "W"  # weight gradient of a stage, if it is split from B
     IB = "IB"  # input backward: add the input gradient into this rank's embedding rows
 
 
@@ -52,7 +52,7 @@ class CommType(_Name):
     C1 = "C1"  # softmax statistics of all ranks (naive: maxima; vocab-2: and the input gradient)
     C2 = "C2"  # vocab-1: the input gradient to the last stage; naive: the sums of exponentials
     C3 = "C3"  # naive: the input gradient to the last stage
-    CG = "CG"  # late gradient: that of every token's loss, from the loss function's rank to every rank
+    CG = "CG"  # late gradient: the gradient of every token's loss, from L's rank to every rank
     CI = "CI"  # embedded tokens to the first stage
     CIB = "CIB"  # input gradient of the first stage's B back to the shards that own the rows
 
@@ -97,7 +97,7 @@ _PATTERN = re.compile(r"(\d+)([A-Z]+(?:_[A-Z]+)?)(?:(\d)\.)?(\d+)")
 
 
 def _text(stage: int, name: str, microbatch: int) -> str:
-    """A dot keeps a name that ends in a digit apart from the microbatch: 2S2.0 is S2, 2S20 is S."""
+    """A dot separates a name that ends in a digit from the microbatch: 2S2.0 is S2, 2S20 is S."""
     return f"{stage}{name}.{microbatch}" if name[-1].isdigit() else f"{stage}{name}{microbatch}"
 
 

@@ -1,9 +1,9 @@
 """Where the virtual pipeline stages live: (rank, chunk) -> stage and back.
 
-A rank holds ``chunks`` model chunks; chunk ``c`` of rank ``r`` is one virtual stage. In the
-``standard`` placement (1F1B, interleaved 1F1B) every chunk runs from rank 0 to rank p-1, so the stage
-is ``c * p + r``. In the ``vshape`` placement (V-Half and its relatives) odd chunks run backwards, so
-with two chunks rank 0 holds the first and the last stage.
+A rank holds ``chunks`` model chunks; chunk ``c`` of rank ``r`` is one virtual stage. In the ``standard``
+placement (1F1B, interleaved) every chunk runs from rank 0 to rank p-1, so the stage is ``c * p + r``. In the
+``vshape`` placement (V-Half and its relatives) odd chunks run back, so with two chunks rank 0 holds the first
+and the last stage.
 
 Source: section 5 and appendix D; Qi et al., Pipeline Parallelism with Controllable Memory (2024).
 Next: ``schedule.py``.
@@ -71,16 +71,14 @@ class Placement:
         return self.stage_of(self.p - 1, self.chunks - 1)
 
     def chunk_of(self, stage: int) -> int:
-        """The chunk that ``stage`` is on its rank."""
+        """Which chunk of its rank ``stage`` is."""
         return stage // self.p
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds ``stage``."""
         chunk, position = divmod(stage, self.p)
         return self.p - 1 - position if self._backwards(chunk) else position
 
     def stage_of(self, rank: int, chunk: int = 0) -> int:
-        """The stage that chunk ``chunk`` of ``rank`` is."""
         return chunk * self.p + (self.p - 1 - rank if self._backwards(chunk) else rank)
 
     def _backwards(self, chunk: int) -> bool:

@@ -1,6 +1,6 @@
 """A schedule: the compute passes of every rank, in order. Data, nothing else.
 
-Next: ``dependencies.py`` (which orders are allowed), ``make/generate.py`` (how one is made).
+Next: ``dependencies.py``, which orders are allowed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Deadlock(ScheduleError):
     """No rank can go on.
 
     Attributes:
-        rank: the first that has not finished.
-        stopped: for each rank that has not finished, the instruction at which it stands.
+        rank: the first unfinished rank.
+        stopped: for each unfinished rank, the instruction at which it stands.
     """
 
     def __init__(self, stopped: Mapping[int, Instruction], waits_for: Instruction) -> None:
@@ -53,9 +53,9 @@ class Schedule:
         method: how the vocabulary layers are placed and scheduled.
         placement: where the stages live.
         m: microbatches.
-        ranks: for each rank its passes, in order. Empty in a *frame*, which has the shape of a
-            schedule but no order yet.
-        mtp_depths: D of multi-token prediction: the last stage embeds tokens, too, if it is not 0.
+        ranks: for each rank its passes, in order. Empty in a *frame*: the shape of a schedule, without an
+            order.
+        mtp_depths: D of multi-token prediction. If it is not 0, the last stage embeds tokens, too.
 
     Raises:
         ValueError: if it is larger than what can be planned in minutes.
@@ -91,7 +91,7 @@ class Schedule:
         return any(pass_.type is PassType.W for passes in self.ranks for pass_ in passes)
 
     def rank_of(self, instruction: Instruction) -> int:
-        """The rank that runs ``instruction`` (the stage of a vocabulary pass or a collective is a rank)."""
+        """The rank that runs ``instruction``."""
         if isinstance(instruction, Pass):
             if instruction.type in VOCABULARY_PASSES:
                 return instruction.stage

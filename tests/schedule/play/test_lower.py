@@ -121,7 +121,7 @@ def test_what_is_ready_at_once_is_in_order_of_type_stage_and_microbatch() -> Non
     played = play_passes(schedule, PassTimes.of(costs, schedule))
     order = list(communications(played))
     Random(0).shuffle(order)
-    order.sort(key=lambda c: (c.ready_ms, c.place, c.stage, c.microbatch))
+    order.sort(key=lambda c: (c.ready_ms, c.kind, c.stage, c.microbatch))
     assert lower(schedule, costs) == insert(played, order)
 
 
