@@ -90,7 +90,6 @@ def bars_svg(figure: Figure, compared: Sequence[Compared]) -> str:
 
 
 def _pair(one: Compared, memory: bool) -> tuple[float, float | None]:
-    """Simulated and published."""
     return (one.peak_gib, one.cell.peak_memory_gb) if memory else (one.mfu_percent, one.cell.mfu_percent)
 
 

@@ -152,7 +152,6 @@ def _widths(model: Model) -> tuple[int, int, int, int]:
 
 
 def _attention_weights(model: Model) -> int:
-    """Weights of one layer's attention."""
     query, key, value, output = _widths(model)
     if not model.latent:
         return model.hidden * (query + key + value + output)

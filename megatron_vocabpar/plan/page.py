@@ -50,12 +50,10 @@ def draw_page(advice: Advice) -> str:
 
 
 def _used(option: Option) -> list[str]:
-    """The parts that can be seen in a bar of any stage."""
     return [name for name in PARTS if any(getattr(stage, name) >= 0.05 * GIB for stage in option.stages)]
 
 
 def _pictures(advice: Advice, shown: list[Option]) -> Iterator[tuple[str, str]]:
-    """The schedules of the options, for a few microbatches: caption and SVG."""
     job = advice.request.job
     m = min(job.m, max(_DRAWN, 3 * job.p // 2))
     for option in shown:

@@ -131,7 +131,6 @@ def _cells(option: Option, request: Request, best: Option | None) -> list[str]:
 
 
 def _memory_table(option: Option) -> Table:
-    """A row a part, a column a rank."""
     table = _table("rank")
     for rank in range(len(option.stages)):
         table.add_column(str(rank), justify="right", no_wrap=True)

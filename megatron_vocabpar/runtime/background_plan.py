@@ -68,7 +68,6 @@ class BackgroundPlan:
 
 
 def _plan_in(folder: Path) -> None:
-    """What the process does."""
     request = _from_dict(json.loads((folder / _REQUEST).read_text()))
     (folder / _PLAN).write_text(plan_to_json(plan_for(request)))
 

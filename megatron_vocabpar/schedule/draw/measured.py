@@ -116,7 +116,6 @@ def measured_times(chart: Chart, schedule: Schedule) -> PassTimes:
 
 
 def _row(name: str) -> tuple[str, str]:
-    """The rank's label and the lane of a row of the trace."""
     words = name.split(" ", 2)
     suffix = f" {words[2]}" if len(words) > 2 else ""
     if suffix not in _LANES:

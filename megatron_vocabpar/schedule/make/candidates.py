@@ -146,7 +146,6 @@ def _recipes(shape: Schedule, family: Family) -> tuple[_Recipe, ...]:
 
 
 def _random_hops(random: Random, around: Hops) -> Hops:
-    """Hops near these, chosen for each chunk separately."""
 
     def near(hop: float) -> float:
         return random.choice((hop, hop * random.uniform(0.6, 1.6), random.uniform(0.0, 0.6)))

@@ -223,7 +223,6 @@ def _search(net: _Net, order: Order, plays: int, bound: float) -> Order:
 
 
 def _choose(net: _Net, order: Order, blocks: list[list[int]], random: Random) -> tuple[int, int, list[int]]:
-    """A block to change, its rank and its place there."""
     if random.random() < _ANYWHERE:
         rank = int(random.random() * len(order))
         at = int(random.random() * (len(order[rank]) - 1))

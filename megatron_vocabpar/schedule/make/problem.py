@@ -124,7 +124,6 @@ class Problem:
         return replace(self.shape, ranks=tuple(map(passes_of, rows)))
 
     def _try(self, candidate: Candidate, m: int) -> Timeline | None:
-        """The candidate played, or None if its rules leave no rank a way to go on."""
         try:
             return arrange(self.graph, m, candidate.block, candidate.rules)
         except Stuck:

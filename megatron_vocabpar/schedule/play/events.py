@@ -174,7 +174,6 @@ class _Loop:
         return NOTHING
 
     def _together(self, rank: int, number: int) -> int:
-        """A pass that starts on all ranks at once."""
         if self.ends[number] < 0.0:
             start, cause = self._ready(rank, number)
             if start < 0.0:
@@ -276,7 +275,6 @@ def _carried(numbering: Numbering) -> list[list[tuple[int, int, int]]]:
 
 
 def _durations(numbering: Numbering, times: PassTimes) -> list[float]:
-    """The time of each node, in ms."""
     durations = [0.0] * numbering.nodes
     for type_, row in times.passes.items():
         first = numbering.first_node[type_]
