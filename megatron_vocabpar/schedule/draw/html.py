@@ -17,7 +17,7 @@ from megatron_vocabpar.schedule.draw.style import MEANINGS, STYLES, shade
 from megatron_vocabpar.schedule.words.passes import CommType, PassType
 
 _US_PER_MS = 1e3
-_INDEX = {type_: place for place, type_ in enumerate((*PassType, *CommType))}
+_INDEX = {type_: index for index, type_ in enumerate((*PassType, *CommType))}
 
 
 def draw_html(charts: Sequence[Chart], title: str | None = None, note: str = "") -> str:

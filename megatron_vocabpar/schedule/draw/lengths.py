@@ -31,8 +31,8 @@ def lay_out_lengths(title: str, lengths: Sequence[Length]) -> Scene:
     height = bottom + _AXIS + _LEGEND
     width = _LEFT + _WIDTH + _RIGHT
     shapes: list[Box | Text] = [Box(0, 0, width, height, "#ffffff"), Text(16, 20, title, size=13, bold=True)]
-    for place, row in enumerate(lengths):
-        shapes += _bar(row, lengths[0], scale, _TOP + place * (_ROW + _GAP))
+    for index, row in enumerate(lengths):
+        shapes += _bar(row, lengths[0], scale, _TOP + index * (_ROW + _GAP))
     shapes += axis(_WIDTH / scale, scale, bottom, _LEFT)
     shapes += _legend(bottom + _AXIS + 4)
     return Scene(width, ceil(height), tuple(shapes))

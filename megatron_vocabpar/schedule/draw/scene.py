@@ -96,8 +96,8 @@ def _pixels_per_ms(charts: Sequence[Chart], widest: float) -> float:
 
 def _chart(chart: Chart, scale: float, top: float) -> Iterator[Box | Text]:
     yield Text(_LEFT, top + 20, chart.title, size=13, bold=True)
-    for place, row in enumerate(chart.rows):
-        y = top + _TOP + place * (_ROW + _GAP)
+    for index, row in enumerate(chart.rows):
+        y = top + _TOP + index * (_ROW + _GAP)
         yield Text(_LEFT - 8, y + _ROW - 8, row.label, anchor="end")
         yield Box(_LEFT, y, chart.length_ms * scale, _ROW, _GROUND)
         for bar in row.passes:

@@ -63,7 +63,7 @@ def arrange(graph: PassGraph, m: int, block: BuildingBlock, rules: Rules) -> Tim
         rules: the caps, and how far an order may leave the plan.
 
     Raises:
-        Stuck: if no rank can go on. Does not happen where ``ahead`` and ``in_flight`` leave all freedom and
+        Stuck: if no rank can go on; never if neither ``ahead`` nor ``in_flight`` is bounded and
             ``max_activations`` is at least 1.
     """
     return _Arranger(graph, m, block, rules).run()
@@ -163,10 +163,9 @@ class _Arranger:
         return node if node != NO_NODE else self._choose_lazy(rank, now, until)
 
     def _choose_core(self, rank: int, now: float) -> tuple[int, float]:
-        """The core pass to run now, or the lazy one that must run before it; else ``NO_NODE``.
+        """The core pass to run now, or the lazy one that must run before it, or ``NO_NODE``.
 
-        And when the first of the planned passes passed over can start: nothing that runs now may delay it by
-        more than ``overlap`` allows.
+        With it the earliest time at which a pass that is planned before it can start.
         """
         rules, interval, ready_at = self.rules, self.interval, self.ready
         # B1 takes 12 ms and could start at 10 ms; F3, which is planned first, gets its input at 20 ms. With
@@ -189,7 +188,7 @@ class _Arranger:
             ready = ready_at[node]
             if self.hold[node] > 0.0:
                 if self.room_for[node] > room or (rules.chunks and rules.starves(node, self.counts)):
-                    if ready <= now:
+                    if ready <= now:  # a W that frees activations makes room for it
                         for lazy in self.freeing[rank]:
                             if ready_at[lazy] <= now:
                                 return lazy, until

@@ -42,13 +42,13 @@ def search(
     """
     rivals = _rivals(request)
     best, least = None, inf
-    for place, rival in enumerate(rivals):
+    for number, rival in enumerate(rivals, 1):
         problem = Problem.of(rival)
         if problem.bound_ms() > least:
             continue
         if progress is not None:
             progress(
-                f"{place + 1} of {len(rivals)}: {rival.family_name}, "
+                f"{number} of {len(rivals)}: {rival.family_name}, "
                 f"at most {rival.max_activations:g} microbatches"
             )
         for budget in {TRIAL_PASSES: None, passes: None}:  # generate's own budget first

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from megatron_vocabpar.schedule.play.waits import Model, Waits, whole
+from megatron_vocabpar.schedule.play.waits import Model, Waits, shared_name
 from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.passes import POINT_TO_POINT, Comm, Instruction
 from megatron_vocabpar.schedule.words.schedule import Program, Schedule
@@ -120,7 +120,7 @@ def runs_in_step(schedule: Schedule, program: Program) -> bool:
         while position[rank] < len(row):
             item = row[position[rank]]
             if isinstance(item, Comm) or item.type in schedule.method.in_step:
-                joined = waiting.setdefault(whole(item), [])
+                joined = waiting.setdefault(shared_name(item), [])
                 joined.append(rank)
                 if len(joined) < (2 if item.type in POINT_TO_POINT else schedule.p):
                     break
@@ -140,8 +140,8 @@ def places_in_step(schedule: Schedule, program: Program) -> dict[Instruction, in
     waits, places = Waits(schedule, program), dict[Hashable, int]()
     for node in _in_order(waits.under(STRICTEST, range(schedule.p))):
         if waits.is_end(node):
-            places.setdefault(whole(waits.step(node).item), len(places))
-    return {item: places[whole(item)] for row in program for item in row}
+            places.setdefault(shared_name(waits.step(node).item), len(places))
+    return {item: places[shared_name(item)] for row in program for item in row}
 
 
 def _hang(waits: Waits, model: Model) -> tuple[Wait, ...]:

@@ -1,6 +1,6 @@
 """Every instruction of a schedule as one number, for speed: no hashing, no objects made for a look-up.
 
-Instruction ``type`` of ``stage`` and ``microbatch`` is ``(place of type * stages + stage) * m + microbatch``.
+Instruction ``type`` of ``stage`` and ``microbatch`` is ``(index of type * stages + stage) * m + microbatch``.
 The part before the microbatch is its *node*. With two stages and m = 8, F is type 0 and B type 1, so that 1F5
 is node 1 and number 13, and 0B5 is node 2 and number 21.
 
@@ -73,7 +73,7 @@ class Numbering:
     @cached_property
     def first_node(self) -> dict[PassType | CommType, int]:
         """The node of each type on stage 0."""
-        return {type_: place * self.width for place, type_ in enumerate(TYPES)}
+        return {type_: index * self.width for index, type_ in enumerate(TYPES)}
 
     def number(self, item: Instruction) -> int:
         """The number of an instruction whose stage and microbatch the schedule has."""

@@ -156,7 +156,7 @@ class Waits:
                 for need in prerequisites(item, self.schedule):
                     yield _node(_STARTED, k), _node(_ENDED, self.index[rank, need])
             if isinstance(item, Comm) or item.type in self.schedule.method.in_step:
-                joined = _node(_JOINED, self.first_part.setdefault(whole(item), k))
+                joined = _node(_JOINED, self.first_part.setdefault(shared_name(item), k))
                 yield joined, _node(_STARTED, k)
                 yield _node(_ENDED, k), joined
 
@@ -210,7 +210,7 @@ class Waits:
         return _Pair(target > source, min(rank, peer), max(rank, peer))
 
 
-def whole(item: Instruction) -> Hashable:
+def shared_name(item: Instruction) -> Hashable:
     """A name that all ranks' parts of one communication share, or of one pass that they run in step."""
     if isinstance(item, Pass) or item.type not in POINT_TO_POINT:
         return item.type, item.microbatch
