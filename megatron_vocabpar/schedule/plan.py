@@ -21,12 +21,12 @@ from megatron_vocabpar.schedule.words.schedule import Deadlock, Program, Schedul
 
 @dataclass(frozen=True)
 class Plan:
-    """What all ranks do in one iteration.
+    """What all ranks do in one iteration; made by ``of`` or ``with_program``.
 
     Attributes:
         schedule: the compute passes of every rank, in order.
         costs: the times that decided the order of communication.
-        program: every rank's passes with the communication between them; by default, the schedule lowered.
+        program: every rank's passes with the communication between them.
 
     Raises:
         ScheduleError: if the schedule or the program breaks a rule; the message names the first.
@@ -34,17 +34,9 @@ class Plan:
 
     schedule: Schedule
     costs: PassCosts
-    program: Program = None  # type: ignore[assignment]  # set below, where none is given
+    program: Program
 
     def __post_init__(self) -> None:
-        if self.program is None:
-            validate_rows(self.schedule)
-            try:
-                object.__setattr__(self, "program", lower(self.schedule, self.costs))
-            except Deadlock as deadlock:
-                raise deadlocked(self.schedule.ranks, deadlock) from deadlock
-        else:
-            validate(self.schedule)
         validate_program(self.schedule, self.program)
 
     @staticmethod
@@ -52,11 +44,19 @@ class Plan:
         """Lower a schedule, with ``PassCosts.default`` if nothing is measured.
 
         Every rank must be given the same costs.
-
-        Raises:
-            ScheduleError: if the schedule breaks a rule.
         """
-        return Plan(schedule, costs or PassCosts.default(schedule.p))
+        costs = costs or PassCosts.default(schedule.p)
+        validate_rows(schedule)
+        try:
+            return Plan(schedule, costs, lower(schedule, costs))
+        except Deadlock as deadlock:
+            raise deadlocked(schedule.ranks, deadlock) from deadlock
+
+    @staticmethod
+    def with_program(schedule: Schedule, costs: PassCosts | None, program: Program) -> Plan:
+        """A plan whose program has been made before, for instance read from a file."""
+        validate(schedule)
+        return Plan(schedule, costs or PassCosts.default(schedule.p), program)
 
     @cached_property
     def forward_only(self) -> Plan:

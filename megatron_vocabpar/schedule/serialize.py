@@ -105,7 +105,7 @@ def plan_from_json(text: str, costs: PassCosts | None = None, methods: Methods =
     if program is None:
         return Plan.of(schedule, costs)
     planned = PassCosts.from_dict(data["costs"], methods) if "costs" in data else None
-    return Plan(schedule, planned or PassCosts.default(schedule.p), program)
+    return Plan.with_program(schedule, planned, program)
 
 
 def _object(text: str) -> dict[str, Any]:
