@@ -99,11 +99,7 @@ class Parameters(NamedTuple):
 def parameters_of(
     model: Model, job: Job, method: Method, placement: Placement, layers: Sequence[int]
 ) -> list[Parameters]:
-    """Parameters of each rank.
-
-    Args:
-        layers: transformer layers of each stage.
-    """
+    """Parameters of each rank, from the transformer layers of each stage."""
     numbers = [0] * placement.p
     for stage, number in enumerate(layers):
         numbers[placement.rank_of(stage)] += number
@@ -137,13 +133,7 @@ def stage_memory(
     *,
     outside: bool = True,
 ) -> list[StageMemory]:
-    """The peak of each rank.
-
-    Args:
-        layers: transformer layers of each stage.
-        held: for each rank, what it holds.
-        outside: whether what PyTorch does not allocate is counted.
-    """
+    """The peak of each rank, from the layers of each stage; ``outside``: with memory beside PyTorch's."""
     tokens = model.seq_length * job.micro_batch
     kept = 2 * model.hidden if job.recompute else _UNCOUNTED * model.activation_bytes
     stages = []

@@ -117,13 +117,7 @@ def all_options(
     *,
     workers: int = 1,
 ) -> list[Option]:
-    """Every method in every family, the fastest of those that fit simulated in full.
-
-    Args:
-        request: what is planned.
-        methods: their names.
-        among: names of the families; None takes all.
-        workers: processes that share the work; the result is the same.
+    """Every method in every family; the fastest of those that fit is simulated in full.
 
     Raises:
         ValueError: if none can run, as the costs list other ranks, or the layers cannot fill the stages.
