@@ -143,12 +143,8 @@ class PassCosts:
         data = {
             _FILE_NAMES.get(field_.name, field_.name): getattr(self, field_.name) for field_ in fields(self)
         }
-        left_out_if_zero = ("last_stage_extra", "mtp_depths")
-        return {
-            name: value
-            for name, value in data.items()
-            if value is not None and (value or name not in left_out_if_zero)
-        }
+        mtp = ("last_stage_extra", "mtp_depths")
+        return {k: value for k, value in data.items() if value is not None and (value or k not in mtp)}
 
     @staticmethod
     def load(path: str | Path, methods: Mapping[str, Method] = METHODS) -> PassCosts:
