@@ -96,15 +96,7 @@ _TEXTBOOK = _Recipe(None, 1.0, 0.0, None, ahead=0.0)
 def candidates(
     shape: Schedule, graph: PassGraph, times: PassTimes, family: Family, cap: float
 ) -> Iterator[Candidate]:
-    """Candidates without end, or the textbook's alone.
-
-    Args:
-        shape: the schedule's frame.
-        graph: its rules, with the times.
-        times: of all passes.
-        family: gives the hops.
-        cap: the most microbatches whose activations a rank may hold.
-    """
+    """Candidates without end, or the textbook's alone; ``shape`` is the schedule's frame."""
     blocks: dict[tuple[Hops, float | None, float, bool], BuildingBlock] = {}
     for hops, recipe in _plans(shape, family, cap):
         packed = family.packed if recipe.packed is None else recipe.packed

@@ -54,13 +54,7 @@ class Timeline:
 
 
 def arrange(graph: PassGraph, m: int, block: BuildingBlock, rules: Rules) -> Timeline:
-    """Play ``m`` microbatches of ``block``.
-
-    Args:
-        graph: rules and times.
-        m: microbatches.
-        block: the planned starts.
-        rules: the caps, and how far an order may leave the plan.
+    """Play ``m`` microbatches of ``block``, which gives the planned starts.
 
     Raises:
         Stuck: if no rank can go on; never if neither ``ahead`` nor ``in_flight`` is bounded and

@@ -175,14 +175,9 @@ def is_small(graph: PassGraph, m: int) -> bool:
 def polish(
     graph: PassGraph, m: int, caps: Caps, orders: Sequence[Sequence[Sequence[int]]], bound: float
 ) -> list[Order]:
-    """From each of a few orders, the fastest that is found.
+    """From each of a few orders under the caps, the fastest that is found under them.
 
-    Args:
-        graph: the rules and times.
-        m: microbatches.
-        caps: which all orders keep.
-        orders: of passes, one list a rank, items as in ``Timeline``.
-        bound: in ms; the search ends when it is reached.
+    Orders are those of ``Timeline``. The search ends when it reaches the bound, in ms.
     """
     net = _Net(graph, m, caps)
     plays, polished = _VISITS // len(net.follow) // len(orders), []

@@ -21,12 +21,7 @@ MOST_CHUNKS = 64  # on a rank
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The map between stages and ranks.
-
-    Args:
-        p: pipeline size, at least 1.
-        chunks: model chunks on each rank, from 1 to 64.
-        shape: ``standard`` or ``vshape``.
+    """The map between stages and ranks: pipeline size, model chunks on each rank, and shape.
 
     Raises:
         ValueError: if a size is out of range or the shape is unknown.

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from megatron_vocabpar.schedule.words.methods import Method
 from megatron_vocabpar.schedule.words.passes import (
-    POINT_TO_POINT,
+    COLLECTIVES,
     VOCABULARY_PASSES,
     Instruction,
     Pass,
@@ -92,10 +92,7 @@ class Schedule:
 
     def rank_of(self, instruction: Instruction) -> int:
         """The rank that runs ``instruction``."""
-        if isinstance(instruction, Pass):
-            if instruction.type in VOCABULARY_PASSES:
-                return instruction.stage
-        elif instruction.type not in POINT_TO_POINT:
+        if instruction.type in VOCABULARY_PASSES or instruction.type in COLLECTIVES:
             return instruction.stage
         return self.placement.rank_of(instruction.stage)
 
