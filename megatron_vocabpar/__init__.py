@@ -16,7 +16,7 @@ _FACE = {
     "vocab_groups": "integration.forward_backward",
     "VocabOptions": "integration.options",
     "VocabParallelGPTModel": "integration.model",
-    "make_plan": "schedule.generate",
+    "make_plan": "schedule.make.generate",
     "simulate": "schedule.simulate",
     "losses": "",
 }

@@ -20,6 +20,13 @@ MOVED = {
     "megatron_vocabpar.artifact.results": "megatron_vocabpar.paper.results",
     "megatron_vocabpar.losses.drift": "tools.drift",
     "megatron_vocabpar.losses.runs": "tools.runs",
+    "megatron_vocabpar.schedule.building_block": "megatron_vocabpar.schedule.make.building_block",
+    "megatron_vocabpar.schedule.costs": "megatron_vocabpar.schedule.times.costs",
+    "megatron_vocabpar.schedule.families": "megatron_vocabpar.schedule.make.families",
+    "megatron_vocabpar.schedule.flops": "megatron_vocabpar.schedule.times.flops",
+    "megatron_vocabpar.schedule.generate": "megatron_vocabpar.schedule.make.generate",
+    "megatron_vocabpar.schedule.methods": "megatron_vocabpar.schedule.words.methods",
+    "megatron_vocabpar.schedule.passes": "megatron_vocabpar.schedule.words.passes",
 }
 """Old dotted name -> new one."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vocabpar.cli import main as command
-from megatron_vocabpar.schedule.generate import make_plan
+from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.serialize import plan_to_json
 
 ROOT = Path(__file__).parents[1]

@@ -86,6 +86,28 @@ def test_a_plan_needs_schedules_and_no_torch() -> None:
     assert libraries_imported("plan", at_once=True) == {"rich"}
 
 
+FLOORS = ["words", "data", "times", "play", "check", "", "make", "draw"]  # of schedule; "" is its own files
+
+
+def floor_of(module: str) -> str:
+    words = module.split(".")
+    return words[2] if (PACKAGE / "schedule" / words[2]).is_dir() else ""
+
+
+def test_the_floors_of_schedule_are_its_folders() -> None:
+    folders = {path.parent.name for path in PACKAGE.glob("schedule/*/__init__.py")}
+    assert folders == {floor for floor in FLOORS if floor}
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_arrows_in_schedule_point_to_lower_floors(floor: str) -> None:
+    folder = PACKAGE / "schedule" / floor
+    files = folder.glob("*.py") if floor == "" else folder.rglob("*.py")
+    names = {name for path in files for name, _ in _imports_of(path)}
+    used = {floor_of(name) for name in names if name.startswith("megatron_vocabpar.schedule.")}
+    assert used <= set(FLOORS[: FLOORS.index(floor) + 1])
+
+
 @pytest.mark.parametrize("room", ["layers", "losses"])
 def test_mathematics_knows_no_schedule(room: str) -> None:
     assert "schedule" not in rooms_imported(room)

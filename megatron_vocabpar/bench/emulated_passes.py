@@ -33,9 +33,10 @@ from megatron_vocabpar.runtime.comm import (
 from megatron_vocabpar.runtime.executor import Observer, execute
 from megatron_vocabpar.runtime.profile import INPUT, OUTPUT, Span, Timeline
 from megatron_vocabpar.runtime.streams import Event, Stream, side_stream
-from megatron_vocabpar.schedule.costs import PassTimes
-from megatron_vocabpar.schedule.dependencies import prerequisites
-from megatron_vocabpar.schedule.passes import (
+from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.times.costs import PassTimes
+from megatron_vocabpar.schedule.words.dependencies import prerequisites
+from megatron_vocabpar.schedule.words.passes import (
     COLLECTIVES,
     INPUT_COLLECTIVES,
     RECEIVE_OF,
@@ -45,7 +46,7 @@ from megatron_vocabpar.schedule.passes import (
     Pass,
     PassType,
 )
-from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
 """From this rank's message to those that arrive, a row each."""
@@ -114,7 +115,7 @@ class _Iteration:
         self._wait_for_needs(pass_)
         third = self._ms(pass_) / 3
         _sleep(third)
-        for exchange in (self._gather, self._sum):
+        for exchange in (partial(_gather, self.groups), partial(_sum, self.groups)):
             message = self._message(pass_.microbatch)
             with self.rank.timeline.waiting():
                 last_s = self.rank.output_stream.submit(
@@ -147,7 +148,8 @@ class _Iteration:
     def _collective(self, instruction: Comm) -> None:
         of_input = instruction.type in INPUT_COLLECTIVES
         stream = self.rank.input_stream if of_input else self.rank.output_stream
-        self._submit(stream, self._exchange_of(instruction.type), instruction)
+        exchange = _exchange_of(instruction.type, self.groups, self.schedule)
+        self._submit(stream, exchange, instruction)
 
     def _submit(self, stream: Stream, exchange: Exchange, instruction: Comm) -> None:
         """Run ``exchange`` on ``stream``, for as long as the costs say."""
@@ -172,56 +174,62 @@ class _Iteration:
         Raises:
             RuntimeError: for a message of another microbatch: the ranks do not run the same program.
         """
-        own_s = float(message[0, 1:].max())
-        arrived = exchange(message)
-        found = set(arrived[:, 0].tolist()) - {float(instruction.microbatch)}
-        if found:
+        issued_s = float(message[0, 1:].max())
+        messages = exchange(message)
+        others = set(messages[:, 0].tolist()) - {float(instruction.microbatch)}
+        if others:
             raise RuntimeError(
-                f"a message of microbatch {found.pop():g} came for microbatch {instruction.microbatch}"
+                f"a message of microbatch {others.pop():g} came for microbatch {instruction.microbatch}"
             )
-        return max([own_s, *arrived[:, 1:].flatten().tolist()])
+        return max([issued_s, *messages[:, 1:].flatten().tolist()])
 
-    def _exchange_of(self, type_: CommType) -> Exchange:
-        """What a collective does follows from who waits for it, as in ``integration/handlers/``."""
-        if type_ in INPUT_COLLECTIVES:
-            return partial(self._rows, to_first=type_ is CommType.CI)
-        return {
-            frozenset({PassType.S}): self._broadcast,
-            frozenset({PassType.S2}): self._maximum,
-            frozenset({PassType.T}): self._gather,
-            frozenset({PassType.B}): self._sum,
-            frozenset({PassType.B, PassType.T}): self._gather_and_sum,
-        }[self.schedule.method.waiting_for(type_)]
 
-    def _broadcast(self, message: torch.Tensor) -> torch.Tensor:
-        source = self.schedule.placement.last_rank
-        broadcast(self.groups, self.groups.output, [message], [source])
-        return message
+def _exchange_of(type_: CommType, groups: VocabGroups, schedule: Schedule) -> Exchange:
+    """What a collective does follows from who waits for it, as in ``integration/handlers/``."""
+    if type_ in INPUT_COLLECTIVES:
+        return partial(_rows, groups, first=schedule.placement.first_rank, to_first=type_ is CommType.CI)
+    exchanges: dict[frozenset[PassType], Callable[[VocabGroups, torch.Tensor], torch.Tensor]] = {
+        frozenset({PassType.S}): partial(_broadcast, source=schedule.placement.last_rank),
+        frozenset({PassType.S2}): _maximum,
+        frozenset({PassType.T}): _gather,
+        frozenset({PassType.B}): _sum,
+        frozenset({PassType.B, PassType.T}): _gather_and_sum,
+    }
+    return partial(exchanges[schedule.method.waiting_for(type_)], groups)
 
-    def _maximum(self, message: torch.Tensor) -> torch.Tensor:
-        return all_reduce(self.groups, self.groups.output, message, dist.ReduceOp.MAX)
 
-    def _gather(self, message: torch.Tensor) -> torch.Tensor:
-        return all_gather(self.groups, self.groups.output, message[0])
+def _broadcast(groups: VocabGroups, message: torch.Tensor, *, source: int) -> torch.Tensor:
+    broadcast(groups, groups.output, [message], [source])
+    return message
 
-    def _sum(self, message: torch.Tensor) -> torch.Tensor:
-        total = all_reduce(self.groups, self.groups.output, message)
-        total[:, 0] /= len(self.groups.ranks)
-        return total
 
-    def _gather_and_sum(self, message: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self._gather(message), self._sum(message)])
+def _maximum(groups: VocabGroups, message: torch.Tensor) -> torch.Tensor:
+    return all_reduce(groups, groups.output, message, dist.ReduceOp.MAX)
 
-    def _rows(self, message: torch.Tensor, to_first: bool) -> torch.Tensor:
-        """A row of every rank to that of the first stage, or back."""
-        members = range(len(self.groups.ranks))
-        first = self.schedule.placement.first_rank
-        ends = [int(member == first) for member in members]
-        every = [int(self.groups.stage == first) for _ in members]
-        send, receive = (ends, every) if to_first else (every, ends)
-        received = message.new_empty((sum(receive), message.shape[1]))
-        exchange_rows(self.groups, received, message.repeat(sum(send), 1), receive, send)
-        return received
+
+def _gather(groups: VocabGroups, message: torch.Tensor) -> torch.Tensor:
+    return all_gather(groups, groups.output, message[0])
+
+
+def _sum(groups: VocabGroups, message: torch.Tensor) -> torch.Tensor:
+    total = all_reduce(groups, groups.output, message)
+    total[:, 0] /= len(groups.ranks)
+    return total
+
+
+def _gather_and_sum(groups: VocabGroups, message: torch.Tensor) -> torch.Tensor:
+    return torch.cat([_gather(groups, message), _sum(groups, message)])
+
+
+def _rows(groups: VocabGroups, message: torch.Tensor, *, first: int, to_first: bool) -> torch.Tensor:
+    """A row of every rank to that of the first stage, or back."""
+    members = range(len(groups.ranks))
+    ends = [int(member == first) for member in members]
+    every = [int(groups.stage == first) for _ in members]
+    send, receive = (ends, every) if to_first else (every, ends)
+    received = message.new_empty((sum(receive), message.shape[1]))
+    exchange_rows(groups, received, message.repeat(sum(send), 1), receive, send)
+    return received
 
 
 def _sleep(ms: float) -> None:

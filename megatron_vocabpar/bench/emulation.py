@@ -28,10 +28,10 @@ from megatron_vocabpar.bench.forked import run_forked
 from megatron_vocabpar.runtime.comm import create_groups, warm_up
 from megatron_vocabpar.runtime.pass_times import pass_ms
 from megatron_vocabpar.runtime.profile import Span
-from megatron_vocabpar.schedule.costs import PassTimes
-from megatron_vocabpar.schedule.passes import Instruction, Pass
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.simulate import simulate
+from megatron_vocabpar.schedule.times.costs import PassTimes
+from megatron_vocabpar.schedule.words.passes import Instruction, Pass
 from megatron_vocabpar.train.failure import ProgressRecord
 
 _PATIENCE_S, _PATIENCE = 120.0, 10.0  # a rank waits for another so long, and so many times what is predicted

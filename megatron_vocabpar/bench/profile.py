@@ -21,8 +21,8 @@ import torch
 
 from megatron_vocabpar.bench.kernels import Shape, measure_input
 from megatron_vocabpar.runtime.streams import machine
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.train.check import check_run, count_gpus, resolve_device
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.output import open_method

@@ -19,9 +19,9 @@ from megatron_vocabpar.runtime.comm import VocabGroups, all_gather, all_reduce, 
 from megatron_vocabpar.runtime.pass_times import RankTimes, transfer_ms
 from megatron_vocabpar.runtime.profile import Span, Timeline
 from megatron_vocabpar.runtime.streams import backend, clock, default_device
-from megatron_vocabpar.schedule.generate import make_plan
-from megatron_vocabpar.schedule.methods import METHODS
-from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.make.generate import make_plan
+from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.train.build import DTYPES, build_chunks
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.cpu import megatron_on

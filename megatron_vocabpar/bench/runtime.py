@@ -61,7 +61,7 @@ def _run_rank(config: TrainConfig) -> None:
 
     from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
     from megatron_vocabpar.runtime.streams import backend, default_device
-    from megatron_vocabpar.schedule.placement import Placement
+    from megatron_vocabpar.schedule.words.placement import Placement
     from megatron_vocabpar.train.build import build_chunks
     from megatron_vocabpar.train.cpu import megatron_on
     from megatron_vocabpar.train.trainer import forward_step

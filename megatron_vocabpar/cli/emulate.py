@@ -9,16 +9,17 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 
 from megatron_vocabpar.cli.files import FORMAT, will_be_written, write_output
 from megatron_vocabpar.cli.main import RunFailed
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.families import SEARCH, families
-from megatron_vocabpar.schedule.generate import make_plan
-from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.make.families import SEARCH, families
+from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import METHODS
 
 _DEFAULT = ("baseline", "redis", "interlaced", "vocab-1", "vocab-2", "v-half:vocab-2")
 
@@ -57,15 +58,14 @@ def emulate_command(
     costs_file: str | None,
     scale: float,
     iterations: int,
-    output_format: str,
-    output: str | None,
-    folder: Path | None,
+    **results: Any,
 ) -> None:
     """Run schedules in real time: real executor, processes and collectives; passes sleep.
 
     Prints their iteration and idle time beside what the simulator predicts. SCHEDULES are methods, such as
     vocab-2, or FAMILY:METHOD, such as v-half:vocab-2; by default those of the paper.
     """
+    output_format, output, folder = _Results(**results)
     if not math.isfinite(scale):
         raise ValueError(f"--scale {scale}: give a finite number")
     costs, source = _costs(costs_file, p)
@@ -88,6 +88,14 @@ def emulate_command(
     if folder is not None:
         write_emulation(folder, found)
         write_report(folder)
+
+
+class _Results(NamedTuple):
+    """Where the results go; ``folder`` is a results folder of ``vocabpar train``."""
+
+    output_format: str
+    output: str | None
+    folder: Path | None
 
 
 def _costs(file: str | None, p: int) -> tuple[PassCosts, str]:

@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import click
 from rich.console import Console
@@ -29,7 +30,7 @@ from megatron_vocabpar.plan.read_model import (
 )
 from megatron_vocabpar.plan.tables import advice_json, advise, print_advice
 from megatron_vocabpar.plan.times import Job
-from megatron_vocabpar.schedule.costs import PassCosts
+from megatron_vocabpar.schedule.times.costs import PassCosts
 
 _WORKERS = 4
 _FILE_COLUMNS = 100  # of the tables where they are not shown on a terminal
@@ -60,47 +61,35 @@ _FILE_COLUMNS = 100  # of the tables where they are not shown on a terminal
 @click.pass_context
 def plan_command(
     ctx: click.Context,
-    preset: str | None,
-    config_file: str | None,
-    script: str | None,
     hardware: str,
     costs_file: str | None,
     memory_gib: float | None,
-    seq_length: int | None,
-    mtp_depths: int | None,
     output_format: str,
     html_file: str | None,
     arguments: tuple[str, ...],
-    **sizes: int | None,
+    **options: Any,
 ) -> None:
     """Which method in which family: time, MFU, memory of each stage, launch line, and why.
 
     The model is a preset, a config.json, a launch script, or Megatron's arguments after --.
     """
+    chosen = _ModelOptions(**{name: options.pop(name) for name in _ModelOptions._fields})
     given = read_arguments(arguments)
-    if script is not None:
-        given = read_script(script) | given
-    if sum(map(bool, (preset, config_file, given))) != 1:
-        raise click.UsageError(
-            "give one model: --preset, --config, --script, or Megatron's arguments after --"
-        )
-    source = script or "your arguments"
-    if seq_length is not None:
-        given |= {"seq-length": str(seq_length)} if given else {}
-    model = _model(preset, config_file, given, source, seq_length)
-    if mtp_depths is not None:
-        model = replace(model, mtp_depths=mtp_depths)
+    if chosen.script is not None:
+        given = read_script(chosen.script) | given
+    source = chosen.script or "your arguments"
+    model = _model(chosen, given, source)
     gpu = hardware_named(hardware)
     limit = gpu.memory_gib if memory_gib is None else memory_gib
     if not 0 < limit < math.inf:
         raise ValueError(f"--memory-gib {limit}: give more than 0")
-    if seq_length is not None and seq_length < 1:
-        raise ValueError(f"--seq-length {seq_length}: give at least 1")
-    for name, value in sizes.items():
+    if chosen.seq_length is not None and chosen.seq_length < 1:
+        raise ValueError(f"--seq-length {chosen.seq_length}: give at least 1")
+    for name, value in options.items():
         if value is not None and value is not False and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: give at least 1")
     costs = PassCosts.load(costs_file) if costs_file is not None else None
-    request = Request(model, _job(given, source, sizes), gpu, limit, costs)
+    request = Request(model, _job(given, source, options), gpu, limit, costs)
     advice = advise(request, workers=min(_WORKERS, os.cpu_count() or 1))
     if html_file is not None:
         from megatron_vocabpar.plan.page import draw_page
@@ -115,15 +104,32 @@ def plan_command(
         ctx.exit(2)
 
 
-def _model(
-    preset: str | None, config_file: str | None, given: Arguments, source: str, seq_length: int | None
-) -> Model:
-    if preset is not None:
-        model = model_preset(preset)
-        return replace(model, seq_length=seq_length) if seq_length is not None else model
-    if config_file is not None:
-        return load_config(config_file, seq_length)
-    return model_from_arguments(given, source)
+class _ModelOptions(NamedTuple):
+    """The options that say which model it is."""
+
+    preset: str | None
+    config_file: str | None
+    script: str | None
+    seq_length: int | None
+    mtp_depths: int | None
+
+
+def _model(chosen: _ModelOptions, given: Arguments, source: str) -> Model:
+    if sum(map(bool, (chosen.preset, chosen.config_file, given))) != 1:
+        raise click.UsageError(
+            "give one model: --preset, --config, --script, or Megatron's arguments after --"
+        )
+    seq_length = chosen.seq_length
+    if chosen.preset is not None:
+        model = model_preset(chosen.preset)
+        if seq_length is not None:
+            model = replace(model, seq_length=seq_length)
+    elif chosen.config_file is not None:
+        model = load_config(chosen.config_file, seq_length)
+    else:
+        length = {} if seq_length is None else {"seq-length": str(seq_length)}
+        model = model_from_arguments(given | length, source)
+    return model if chosen.mtp_depths is None else replace(model, mtp_depths=chosen.mtp_depths)
 
 
 def _job(given: Arguments, source: str, sizes: dict[str, int | bool | None]) -> Job:

@@ -10,18 +10,17 @@ import click
 
 from megatron_vocabpar.cli.files import tell, without_garbage, write_output
 from megatron_vocabpar.schedule import draw
-from megatron_vocabpar.schedule.bounds import least_ms
-from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
-from megatron_vocabpar.schedule.families import SEARCH, families
-from megatron_vocabpar.schedule.generate import make_plan
-from megatron_vocabpar.schedule.hang import find_hangs, iteration_ms
-from megatron_vocabpar.schedule.memory import BufferSizes
-from megatron_vocabpar.schedule.methods import METHODS, method_named
-from megatron_vocabpar.schedule.peaks import family_of
+from megatron_vocabpar.schedule.make.bounds import least_ms
+from megatron_vocabpar.schedule.make.families import SEARCH, families, family_of
+from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.plan import Plan
-from megatron_vocabpar.schedule.schedule import MOST_FORWARDS
+from megatron_vocabpar.schedule.play.hang import find_hangs, iteration_ms
+from megatron_vocabpar.schedule.play.memory import BufferSizes
 from megatron_vocabpar.schedule.serialize import plan_to_csv, plan_to_json, to_json
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.words.methods import METHODS, method_named
+from megatron_vocabpar.schedule.words.schedule import MOST_FORWARDS
 
 _FILE_WIDTH = 160  # columns of the text form where it is not shown on a terminal
 _BINARY = ("png", "pdf")

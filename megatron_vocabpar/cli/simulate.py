@@ -10,8 +10,7 @@ from typing import Any
 import click
 
 from megatron_vocabpar.cli.files import FORMAT, without_garbage, write_output
-from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
-from megatron_vocabpar.schedule.critical_path import Step, time_by_rank, time_by_type
+from megatron_vocabpar.schedule.check.validate import validate
 from megatron_vocabpar.schedule.draw import (
     WHY_THEY_DIFFER,
     draw_html,
@@ -20,16 +19,23 @@ from megatron_vocabpar.schedule.draw import (
     planned_chart,
     read_timeline,
 )
-from megatron_vocabpar.schedule.memory import BUFFERS, BufferSizes, peak_memory
+from megatron_vocabpar.schedule.play.critical_path import Step, time_by_rank, time_by_type
+from megatron_vocabpar.schedule.play.memory import (
+    BUFFERS,
+    EMBEDDED_INPUTS,
+    INPUT_GRADIENTS,
+    SOFTMAX_SHARDS,
+    WEIGHT_INPUTS,
+    BufferSizes,
+    peak_memory,
+)
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
-from megatron_vocabpar.schedule.validate import validate
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 
 _COLUMNS = "rank    busy ms  idle %  activations  held for W  softmax  inputs  gradients"
-_FIELDS = (
-    "busy_ms", "bubble", "idle_ms", "peak_activations", "peak_weight_inputs", "peak_softmax_shards",
-    "peak_embedded_inputs", "peak_input_gradients",
-)  # fmt: skip
+_FIELDS = ("busy_ms", "bubble", "idle_ms", "peak_activations")
+_PEAKS = (SOFTMAX_SHARDS, EMBEDDED_INPUTS, INPUT_GRADIENTS)
 
 
 @click.command("simulate")
@@ -110,6 +116,8 @@ def as_json(result: Simulation, sizes: BufferSizes | None) -> str:
 
 def _rank(result: Simulation, rank: int, sizes: BufferSizes | None) -> dict[str, Any]:
     row = {name: getattr(result, name)[rank] for name in _FIELDS}
+    row["peak_weight_inputs"] = result.peak(WEIGHT_INPUTS)[rank] / result.schedule.chunks
+    row |= {f"peak_{buffer}": result.peak(buffer)[rank] for buffer in _PEAKS}
     if sizes is not None:
         peak = peak_memory(result.alive[rank], sizes, result.schedule.chunks)
         row["peak_memory_mib"], row["memory_at_peak_mib"] = peak.mib, dict(peak.parts)
@@ -123,11 +131,12 @@ def _step(step: Step) -> dict[str, Any]:
 def as_text(result: Simulation, sizes: BufferSizes | None) -> str:
     """Tables: each rank's time and peaks, its memory, its waiting, and the critical path."""
     path, p = result.critical_path, result.schedule.p
+    weight_inputs = [peak / result.schedule.chunks for peak in result.peak(WEIGHT_INPUTS)]
+    shards, inputs, gradients = map(result.peak, _PEAKS)
     rows = [
         f"{rank:>4} {result.busy_ms[rank]:>10.1f} {100 * result.bubble[rank]:>7.1f} "
-        f"{result.peak_activations[rank]:>12g} {result.peak_weight_inputs[rank]:>11g} "
-        f"{result.peak_softmax_shards[rank]:>8} {result.peak_embedded_inputs[rank]:>7} "
-        f"{result.peak_input_gradients[rank]:>10}"
+        f"{result.peak_activations[rank]:>12g} {weight_inputs[rank]:>11g} "
+        f"{shards[rank]:>8} {inputs[rank]:>7} {gradients[rank]:>10}"
         for rank in range(p)
     ]
     by_rank = ", ".join(f"{rank}: {ms:.1f}" for rank, ms in enumerate(time_by_rank(path, p)) if ms)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_vocabpar.doctor.result import Check
-from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.words.methods import METHODS
 
 MOST_PROCESSES, MOST_STAGES = 8, 4
 DTYPES = ("bfloat16", "float16", "float32")

@@ -16,11 +16,12 @@ from megatron.core.utils import unwrap_model
 from megatron_vocabpar.frameworks.steps import Step, as_megatron, begin_step
 from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
+from megatron_vocabpar.integration.measured_plan import Plans, WriteOrder
 from megatron_vocabpar.integration.model import PartitionedModel
 from megatron_vocabpar.integration.options import VocabOptions
 from megatron_vocabpar.integration.recording import StandIn
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
-from megatron_vocabpar.megatron_lm.planning import plan_kind
+from megatron_vocabpar.megatron_lm.planning import plan_request
 from megatron_vocabpar.runtime.comm import broadcast
 
 
@@ -60,13 +61,13 @@ class StepRunner:
 
     def _build(self, model: PartitionedModel, m: int, chunks: int) -> ForwardBackward:
         config, groups = self._config, vocab_groups()
-        kind, _ = plan_kind(config, groups.pipeline, m, chunks, None)
+        request, _ = plan_request(config, groups.pipeline, m, chunks, None)
         return ForwardBackward(
-            kind.method,
+            request.method_name,
             groups,
             model.output_weight.device,
             options=config.options,
-            make_plan=kind.plan,
+            make_plan=Plans(request, WriteOrder()),
         )
 
     def _begin(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_vocabpar.integration import compat
-from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.words.placement import Placement
 
 
 class _AtRank:

@@ -36,13 +36,13 @@ from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_gro
 from megatron_vocabpar.runtime.executor import Observer, execute
 from megatron_vocabpar.runtime.profile import INPUT, OUTPUT, Timeline
 from megatron_vocabpar.runtime.streams import named_range, side_stream
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.generate import make_plan as generate_plan
-from megatron_vocabpar.schedule.methods import method_named
-from megatron_vocabpar.schedule.passes import Instruction
-from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.make.generate import make_plan as generate_plan
 from megatron_vocabpar.schedule.plan import Plan
-from megatron_vocabpar.schedule.schedule import Schedule
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import method_named
+from megatron_vocabpar.schedule.words.passes import Instruction
+from megatron_vocabpar.schedule.words.placement import Placement
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 
 def vocab_groups(timeout: timedelta | None = None) -> VocabGroups:
@@ -86,7 +86,7 @@ class ForwardBackward:
     Every rank makes one at the same time: that is when the connections between ranks are made.
 
     Args:
-        method: one of ``schedule.methods.METHODS``.
+        method: one of ``schedule.words.methods.METHODS``.
         groups: the vocabulary group of this rank.
         device: where the model lives.
         options: how the vocabulary layers are computed where they are partitioned, and whether the loss may

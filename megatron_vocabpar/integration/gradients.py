@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_vocabpar.integration import compat
-from megatron_vocabpar.schedule.passes import PassType
+from megatron_vocabpar.schedule.words.passes import PassType
 
 
 def main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:

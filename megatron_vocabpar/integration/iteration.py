@@ -26,8 +26,8 @@ from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.runtime.buffers import Buffers
 from megatron_vocabpar.runtime.comm import PointToPoint, Receive, VocabGroups
 from megatron_vocabpar.runtime.streams import Event, Stream
-from megatron_vocabpar.schedule.methods import Method
-from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.words.methods import Method
+from megatron_vocabpar.schedule.words.placement import Placement
 
 
 def OutputOptions(

@@ -20,7 +20,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_vocabpar.integration.graph_options import asks_for_graphs, beside_graphs
 from megatron_vocabpar.schedule.plan import Plan
-from megatron_vocabpar.schedule.schedule import Schedule
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 _NAMES = vars(cuda_graphs)
 OF_THIS_VERSION_ARE_WRONG = "alloc_tensor_from_graph_mempool" in _NAMES or (

@@ -26,7 +26,7 @@ from megatron_vocabpar.integration.iteration import Iteration
 from megatron_vocabpar.integration.options import VocabOptions
 from megatron_vocabpar.runtime.comm import broadcast
 from megatron_vocabpar.runtime.streams import HostCopy, start_to_host
-from megatron_vocabpar.schedule.passes import Pass, PassType
+from megatron_vocabpar.schedule.words.passes import Pass, PassType
 
 _METRICS = {"entropy": "entropy", "correct": "accuracy", "rank": "target rank"}
 """What a loss function may take beside the losses, and what the mean of it is called in its report."""

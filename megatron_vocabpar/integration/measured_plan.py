@@ -13,7 +13,7 @@ cannot be made, or is no better, is reported and left.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,15 +21,17 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_vocabpar.integration.forward_backward import ForwardBackward
-from megatron_vocabpar.runtime.background_plan import BackgroundPlan, PlanKind
+from megatron_vocabpar.runtime.background_plan import BackgroundPlan
 from megatron_vocabpar.runtime.pass_times import IterationTimes, RankTimes, pass_costs
 from megatron_vocabpar.runtime.profile import Span
-from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
-from megatron_vocabpar.schedule.passes import Pass, PassType
+from megatron_vocabpar.schedule.make.generate import plan_for
+from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.plan import Plan
-from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.simulate import simulate
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.words.passes import Pass, PassType
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -91,23 +93,24 @@ class Plans:
     """The plans of a training, by number of microbatches; the same on every rank.
 
     Attributes:
-        kind: what they have in common.
-        costs: what the first plans are made with; None for the proportions of ``PassCosts.default``.
+        request: what they have in common, and the costs that the first plans are made with.
         order: what plans with other costs must keep.
         measured: what later ones are made with, once it is known.
     """
 
-    def __init__(self, kind: PlanKind, costs: PassCosts | None, order: WriteOrder) -> None:
-        self.kind = kind
-        self.costs = costs
+    def __init__(self, request: PlanRequest, order: WriteOrder) -> None:
+        self.request = request
         self.order = order
         self.measured: PassCosts | None = None
 
     def __call__(self, m: int) -> Plan:
-        plan = self.kind.plan(m, self.measured or self.costs)
-        if self.measured is None or self.order == WriteOrder():
+        request = replace(self.request, m=m)
+        if self.measured is None:
+            return plan_for(request)
+        plan = plan_for(replace(request, costs=self.measured))
+        if self.order == WriteOrder():
             return plan
-        first = self.kind.plan(m, self.costs)
+        first = plan_for(request)
         return plan if self.order.same(first.schedule, plan.schedule) else first
 
 
@@ -208,7 +211,8 @@ class MeasuredPlan:
         heard = f"measured {self._iterations} iterations of {self._before_ms:.1f} ms"
         try:
             if self._background is None:
-                self._background = BackgroundPlan(self._plans.kind, self._planned_m, self._costs)
+                request = replace(self._plans.request, m=self._planned_m, costs=self._costs)
+                self._background = BackgroundPlan(request)
             text = self._background.result()
             if text is None:
                 return None

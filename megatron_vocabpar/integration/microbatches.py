@@ -22,7 +22,7 @@ from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.targets import OwnedTargets, owned_targets, target_rows
 from megatron_vocabpar.runtime.comm import VocabGroups, broadcast
 from megatron_vocabpar.runtime.streams import queue_to_device, to_device, to_host
-from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.words.placement import Placement
 
 
 @dataclass(frozen=True)

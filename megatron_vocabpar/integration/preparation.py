@@ -18,9 +18,9 @@ from megatron_vocabpar.integration.microbatches import Batches, share_microbatch
 from megatron_vocabpar.integration.model import PartitionedModel
 from megatron_vocabpar.integration.recording import ModelCall, record_call
 from megatron_vocabpar.integration.weight_gradients import WeightGradients
-from megatron_vocabpar.schedule.methods import Method
-from megatron_vocabpar.schedule.passes import PassType
-from megatron_vocabpar.schedule.schedule import Schedule
+from megatron_vocabpar.schedule.words.methods import Method
+from megatron_vocabpar.schedule.words.passes import PassType
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 _ANY_LOSS = 1.0
 _HIGH_LOSS = 100.0

@@ -18,9 +18,9 @@ from megatron_vocabpar.integration.options import (
     asked_for,
     options_of,
 )
-from megatron_vocabpar.schedule.methods import Method
-from megatron_vocabpar.schedule.passes import PassType
-from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.words.methods import Method
+from megatron_vocabpar.schedule.words.passes import PassType
+from megatron_vocabpar.schedule.words.placement import Placement
 
 Spelling = Callable[[str, Any], str]
 """From a field's name and value to how a door writes them."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_vocabpar.integration.options import DEFAULTS, VocabOptions, option
-from megatron_vocabpar.schedule.families import SEARCH, Family, families, family_named
-from megatron_vocabpar.schedule.methods import METHODS, method_named
-from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.make.families import SEARCH, Family, families, family_named
+from megatron_vocabpar.schedule.words.methods import METHODS, method_named
+from megatron_vocabpar.schedule.words.placement import Placement
 
 AUTO = "auto"
 SCHEDULES = (*families(), SEARCH, AUTO)
@@ -26,7 +26,7 @@ class FlagConfig:
 
     Attributes:
         enabled: whether layers are to be moved or scheduled otherwise at all.
-        method: a name of ``schedule.methods``; ``baseline`` where no option changes anything.
+        method: a name of ``schedule.words.methods``; ``baseline`` where no option changes anything.
         schedule: one of ``SCHEDULES``; ``baseline`` and ``redis`` on 1f1b run Megatron's own.
         options: how the vocabulary layers are computed.
         methods: what ``auto`` chooses from.

@@ -24,7 +24,7 @@ from megatron_vocabpar.integration.options import (
 )
 from megatron_vocabpar.integration.rules import PARTITIONED, RULES, conflicts, wrong_values
 from megatron_vocabpar.megatron_lm.flag_config import AUTO, SCHEDULES, FlagConfig
-from megatron_vocabpar.schedule.methods import METHODS, method_named
+from megatron_vocabpar.schedule.words.methods import METHODS, method_named
 
 ENABLE = "--enable-vocab-parallel"
 _HELP = ("-h", "--help")

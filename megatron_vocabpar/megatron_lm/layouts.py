@@ -10,8 +10,8 @@ from fractions import Fraction
 from typing import Any
 
 from megatron_vocabpar.megatron_lm.flag_config import AUTO, FlagConfig
-from megatron_vocabpar.schedule.families import SEARCH, families, family_named
-from megatron_vocabpar.schedule.redistribution import layout, redistribute_by_flops, with_final_stage
+from megatron_vocabpar.schedule.make.families import SEARCH, families, family_named
+from megatron_vocabpar.schedule.times.redistribution import layout, redistribute_by_flops, with_final_stage
 
 _CHUNK_FLAGS = (
     "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank, "

@@ -28,18 +28,17 @@ from megatron_vocabpar.megatron_lm.flag_config import AUTO, FlagConfig
 from megatron_vocabpar.megatron_lm.flags import OPTIONS
 from megatron_vocabpar.megatron_lm.watchers import IdleTime, TimelineFile, iteration
 from megatron_vocabpar.runtime.agreement import agree, program_digest, versions
-from megatron_vocabpar.runtime.background_plan import PlanKind
 from megatron_vocabpar.runtime.pass_times import transfer_ms
 from megatron_vocabpar.runtime.profile import Timeline
 from megatron_vocabpar.runtime.streams import machine
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.families import SEARCH, family_named
-from megatron_vocabpar.schedule.generate import make_plan
-from megatron_vocabpar.schedule.methods import method_named
-from megatron_vocabpar.schedule.peaks import claimed_peak
+from megatron_vocabpar.schedule.make.families import claimed_peak, family_named
+from megatron_vocabpar.schedule.make.generate import make_plan, plan_for
+from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.simulate import simulate
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import method_named
 
 
 def say(line: str) -> None:
@@ -86,13 +85,13 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
     costs, name, kept = _from_rank_0(config, args, chunks[0], device)
     if depths := heads.depths(get_model_config(chunks[0])):
         costs = replace(costs or PassCosts.default(groups.pipeline, depths), mtp_depths=depths)
-    kind, why = plan_kind(config, groups.pipeline, m, len(chunks), costs)
+    request, why = plan_request(config, groups.pipeline, m, len(chunks), costs)
     if why:
         say(why)
-    plans = Plans(kind, costs, WriteOrder.of(chunks))
+    plans = Plans(request, WriteOrder.of(chunks))
     timeline = Timeline(device)
     run = ForwardBackward(
-        kind.method,
+        request.method_name,
         groups,
         device,
         options=config.options,
@@ -118,7 +117,7 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
         watchers.append(IdleTime(args.log_interval))
     agree("plan", {"digest of the plan": program_digest(run.plan(m).program)}, _patience(args) / 2)
     if dist.get_rank() == 0:
-        say(planned(kind.family, run.plan(m)))
+        say(planned(request.family_name, run.plan(m)))
     return Watched(run, timeline, watchers)
 
 
@@ -162,30 +161,48 @@ def _keep(folder: str | None, name: str, plan: Plan, before_ms: float, predicted
             say(f"the plan is not kept: {error}")
 
 
-def plan_kind(
+def plan_request(
     config: FlagConfig, p: int, m: int, chunks: int, costs: PassCosts | None
-) -> tuple[PlanKind, str]:
-    """Method, family and memory cap of all plans, as asked; or the fastest for ``m`` microbatches, and why.
+) -> tuple[PlanRequest, str]:
+    """The request for the first plan: as the flags ask; or the fastest for ``m`` microbatches, and why.
 
     With ``--vocab-parallel-schedule auto`` all are held to one cap: the one that is given, or what 1F1B
     needs with vocab-2.
     """
-    cap, fitting = config.max_activations, [family.name for family in config.families(chunks)]
+    fitting = [family.name for family in config.families(chunks)]
     late = config.options.late_gradient
+    asked = PlanRequest(
+        method=method_named(config.method, late_gradient=late),
+        p=p,
+        m=m,
+        family=config.schedule,
+        chunks=chunks,
+        costs=costs,
+        max_activations=config.max_activations,
+        among=fitting,
+    )
     if config.schedule != AUTO:
-        among = fitting if config.schedule == SEARCH else ()
-        return PlanKind(config.method, config.schedule, p, chunks, cap, among, late), ""
+        return asked, ""
+    cap = asked.max_activations
     if cap is None:
         cap = claimed_peak(method_named("vocab-2"), p, family_named("1f1b"), 1)
     known = [name for name in config.methods if costs is None or name in costs.methods]
-    names = known or config.methods
-    kinds = [PlanKind(name, family, p, chunks, cap, (), late) for family in fitting for name in names]
-    times = [(simulate(kind.plan(m, costs)).iteration_ms, kind) for kind in kinds]
-    best_ms, best = min(times, key=lambda each: each[0])
-    others = ", ".join(f"{k.method} in {k.family} {ms / best_ms - 1:+.1%}" for ms, k in times if k != best)
+    methods = [method_named(name, late_gradient=late) for name in known or config.methods]
+    requests = [
+        replace(asked, method=method, family=family, max_activations=cap)
+        for family in fitting
+        for method in methods
+    ]
+    times = [(simulate(plan_for(each)).iteration_ms, each) for each in requests]
+    best_ms, best = min(times, key=lambda timed: timed[0])
+    others = ", ".join(
+        f"{each.method_name} in {each.family_name} {ms / best_ms - 1:+.1%}"
+        for ms, each in times
+        if each is not best
+    )
     return best, (
-        f"auto takes {best.method} in {best.family}, the fastest within {cap:g} microbatches of activations; "
-        f"others: {others or 'none'}"
+        f"auto takes {best.method_name} in {best.family_name}, the fastest within {cap:g} microbatches of "
+        f"activations; others: {others or 'none'}"
     )
 
 

@@ -26,7 +26,7 @@ from megatron_vocabpar.megatron_lm.layouts import place_layers
 from megatron_vocabpar.megatron_lm.parsed import Declared, check_read, declared, not_run
 from megatron_vocabpar.megatron_lm.planning import build, check_costs, check_same_everywhere
 from megatron_vocabpar.megatron_lm.refusals import check
-from megatron_vocabpar.schedule.families import families
+from megatron_vocabpar.schedule.make.families import families
 
 _TIED = "share_embeddings_and_output_weights"
 

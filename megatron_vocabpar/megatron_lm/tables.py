@@ -16,7 +16,7 @@ from megatron_vocabpar.integration.options import VocabOptions, options_of
 from megatron_vocabpar.integration.rules import RULES, Rule
 from megatron_vocabpar.megatron_lm.flags import OPTIONS, PUBLISHED, Flag
 from megatron_vocabpar.megatron_lm.refusals import REFUSALS
-from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.words.methods import METHODS
 
 
 def flags_table() -> Iterator[str]:

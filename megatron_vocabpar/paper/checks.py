@@ -9,8 +9,8 @@ from functools import cache
 from megatron_vocabpar.paper.experiments import Experiment
 from megatron_vocabpar.paper.published import Cell, cells
 from megatron_vocabpar.paper.results import Result
-from megatron_vocabpar.schedule.families import family_named
-from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.make.families import family_named
+from megatron_vocabpar.schedule.words.methods import METHODS
 
 SPEED_TOLERANCE = 0.10
 """Other versions of Megatron-LM, cuDNN and NCCL than the authors'."""

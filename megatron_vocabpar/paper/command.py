@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vocabpar.paper.experiments import Experiment
-from megatron_vocabpar.schedule.families import family_named
+from megatron_vocabpar.schedule.make.families import family_named
 
 _ADDS_NO_ID = ("0.18", "0.19", "main")  # here --vocab-size counts the NullTokenizer's end-of-document id
 _REPORTS_MEMORY_ONCE = ("0.14", "0.15")

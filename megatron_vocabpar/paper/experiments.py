@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vocabpar.paper.rows import Row, read_rows
-from megatron_vocabpar.schedule.families import family_named
-from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.make.families import family_named
+from megatron_vocabpar.schedule.words.methods import METHODS
 
 _SMALL: dict[str, Any] = {
     "gpus": 2,

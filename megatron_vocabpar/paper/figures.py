@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import ceil
 
-from ..schedule.draw import draw_text, planned_chart, svg_of, svg_of_scene
-from ..schedule.draw.scene import Box, Scene, Text
-from ..schedule.generate import make_plan
-from ..schedule.simulate import Simulation, simulate
-from .rows import read_rows
-from .simulated import Compared
+from megatron_vocabpar.paper.rows import read_rows
+from megatron_vocabpar.paper.simulated import Compared
+from megatron_vocabpar.schedule.draw import draw_text, planned_chart, svg_of, svg_of_scene
+from megatron_vocabpar.schedule.draw.scene import Box, Scene, Text
+from megatron_vocabpar.schedule.make.generate import make_plan
+from megatron_vocabpar.schedule.simulate import Simulation, simulate
 
 _RANKS = 4
 _COLOURS = {

@@ -19,15 +19,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..schedule.costs import PassCosts, PassTimes, PerRank
-from ..schedule.events import run_events
-from ..schedule.generate import generate
-from ..schedule.methods import METHODS
-from ..schedule.passes import Comm, CommType, Instruction, PassType
-from ..schedule.plan import Plan
-from ..schedule.schedule import Program, Schedule
-from ..schedule.simulate import Simulation, simulate
-from .rows import Row, read_rows
+from megatron_vocabpar.paper.rows import Row, read_rows
+from megatron_vocabpar.schedule.make.generate import generate
+from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.play.events import run_events
+from megatron_vocabpar.schedule.simulate import Simulation, simulate
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes, PerRank
+from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.schedule.words.passes import Comm, CommType, Instruction, PassType
+from megatron_vocabpar.schedule.words.schedule import Program, Schedule
 
 _COUNTS = ("pipeline", "num_microbatches", "seq_length", "hidden", "vocab", "layers")
 _PER_RANK = ("F_us_per_rank", "B_us_per_rank", "output_us_per_rank", "IF_us_per_rank", "IB_us_per_rank")

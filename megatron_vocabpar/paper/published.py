@@ -16,15 +16,14 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from ..plan.memory import GIB, PUBLISHED, Held, stage_memory
-from ..plan.model import Model
-from ..plan.times import Job
-from ..schedule.families import Family, family_named
-from ..schedule.methods import Method, method_named
-from ..schedule.peaks import claimed_peak
-from ..schedule.placement import Placement
-from .measured import MeasuredRow, read_measured
-from .rows import Row, read_rows
+from megatron_vocabpar.paper.measured import MeasuredRow, read_measured
+from megatron_vocabpar.paper.rows import Row, read_rows
+from megatron_vocabpar.plan.memory import GIB, PUBLISHED, Held, stage_memory
+from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.times import Job
+from megatron_vocabpar.schedule.make.families import Family, claimed_peak, family_named
+from megatron_vocabpar.schedule.words.methods import Method, method_named
+from megatron_vocabpar.schedule.words.placement import Placement
 
 PEAK_TFLOPS = 320.0
 _FAMILIES = {"table5": "1f1b", "table6": "v-half"}

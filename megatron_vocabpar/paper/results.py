@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_vocabpar.paper.experiments import Experiment
-from megatron_vocabpar.schedule.flops import model_flops
+from megatron_vocabpar.schedule.times.flops import model_flops
 
 Outcome = Literal["done", "out of memory", "failed"]
 

@@ -12,10 +12,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import mean
 
-from ..plan.hardware import hardware_named
-from ..plan.options import Request, option_of
-from .measured import MeasuredRow, predict
-from .published import PEAK_TFLOPS, Cell, cells, peak_gib, published_passes, published_scaling
+from megatron_vocabpar.paper.measured import MeasuredRow, predict
+from megatron_vocabpar.paper.published import (
+    PEAK_TFLOPS,
+    Cell,
+    cells,
+    peak_gib,
+    published_passes,
+    published_scaling,
+)
+from megatron_vocabpar.plan.hardware import hardware_named
+from megatron_vocabpar.plan.options import Request, option_of
 
 MEASURED, ESTIMATED = "measured passes", "estimated passes"
 

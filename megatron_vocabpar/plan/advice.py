@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..schedule.families import family_named
-from ..schedule.redistribution import layout
-from .hardware import hardware_presets
-from .options import Option, Request, option_of
-from .read_model import megatron_arguments
+from megatron_vocabpar.plan.hardware import hardware_presets
+from megatron_vocabpar.plan.options import Option, Request, option_of
+from megatron_vocabpar.plan.read_model import megatron_arguments
+from megatron_vocabpar.schedule.make.families import family_named
+from megatron_vocabpar.schedule.times.redistribution import layout
 
 _SUFFICES = 1.03  # redistribution within this of the best: it balances the time
 _CLOSE = 1.02  # options within this of the best are named
@@ -80,8 +80,9 @@ def _folded(words: Sequence[str], width: int = 96) -> str:
 def reasons(request: Request, options: Sequence[Option], best: Option) -> list[str]:
     """Why this one, in sentences."""
     model, job = request.model, request.job
+    outputs, layer = (1 + model.mtp_depths) * model.output_flops, model.matmul_flops + model.attention_flops
     lines = [
-        f"The output layer is as much work as {model.output_in_layers:.1f} layers, and a stage has "
+        f"The output layer is as much work as {outputs / layer:.1f} layers, and a stage has "
         f"{model.layers / job.p:.3g}."
     ]
     if model.layers % job.p:

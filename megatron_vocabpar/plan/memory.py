@@ -29,10 +29,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..schedule.methods import Method
-from ..schedule.placement import Placement
-from .model import Model
-from .times import Job
+from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.times import Job
+from megatron_vocabpar.schedule.words.methods import Method
+from megatron_vocabpar.schedule.words.placement import Placement
 
 GIB = 2.0**30
 _UNCOUNTED = 34.3 / 34.0
@@ -98,18 +98,14 @@ class Parameters(NamedTuple):
 def parameters_of(
     model: Model, job: Job, method: Method, placement: Placement, layers: Sequence[int]
 ) -> list[Parameters]:
-    """Parameters of each rank.
-
-    Args:
-        layers: transformer layers of each stage.
-    """
+    """Parameters of each rank, from the transformer layers of each stage."""
     numbers = [0] * placement.p
     for stage, number in enumerate(layers):
         numbers[placement.rank_of(stage)] += number
     counts = [number * model.shared_weights / job.t for number in numbers]
     counts[placement.last_rank] += model.mtp_depths * model.head_weights / job.t
     experts = [number * model.expert_weights for number in numbers]
-    experts[placement.last_rank] += model.mtp_depths * model.head_expert_weights
+    experts[placement.last_rank] += model.mtp_depths * model.with_head_layers.expert_weights
     whole = model.vocabulary_weights / job.t
     positions = model.seq_length * model.hidden if model.learned_positions else 0
     if method.vocabulary_parallel:
@@ -136,13 +132,7 @@ def stage_memory(
     *,
     outside: bool = True,
 ) -> list[StageMemory]:
-    """The peak of each rank.
-
-    Args:
-        layers: transformer layers of each stage.
-        held: for each rank, what it holds.
-        outside: whether what PyTorch does not allocate is counted.
-    """
+    """The peak of each rank, from the layers of each stage; ``outside``: with memory beside PyTorch's."""
     tokens = model.seq_length * job.micro_batch
     activation = 2 * model.hidden if job.recompute else _UNCOUNTED * model.activation_bytes
     stages = []

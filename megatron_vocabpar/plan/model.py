@@ -5,8 +5,8 @@ windows), each counts as the mean. A head of multi-token prediction has such a l
 states beside embedded tokens, and the output layer's work once more; its weights are those of a layer with
 experts, where there are any (DeepSeek-V3, README_WEIGHTS.md: 11.5 B in its head).
 
-Source: ``schedule/flops.py`` for operations; Korthikanti et al., Reducing Activation Recomputation (2022),
-section 4.1, for activations, with attention that keeps no scores.
+Source: for operations ``schedule/times/flops.py``; for activations Korthikanti et al., Reducing Activation
+Recomputation (2022), section 4.1, with attention that keeps no scores.
 Next: ``read_model.py``, where they come from; ``times.py``, ``memory.py``.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..schedule.flops import STEP, attention_flops, product_flops
+from megatron_vocabpar.schedule.times.flops import STEP, attention_flops, product_flops
 
 _HALF = 2  # bytes of an element in 16 bits
 
@@ -65,56 +65,26 @@ class Model:
     mtp_depths: int = 0
 
     @property
-    def _widths(self) -> tuple[int, int, int, int]:
-        """Of queries, keys, values and attention's output, all heads."""
-        if not self.latent:
-            query, shared = self.heads * self.head_dim, self.groups * self.head_dim
-            return query, shared, shared, query
-        *_, plain, rotary, value = self.latent
-        return (self.heads * (plain + rotary),) * 2 + (self.heads * value,) * 2
-
-    @property
-    def attention_weights(self) -> int:
-        """Weights of one layer's attention."""
-        query, key, value, output = self._widths
-        if not self.latent:
-            return self.hidden * (query + key + value + output)
-        queries, keys, plain, rotary, head_value = self.latent
-        into_queries = queries * (self.hidden + query) if queries else self.hidden * query
-        into_keys = self.hidden * (keys + rotary) + keys * self.heads * (plain + head_value)
-        return into_queries + into_keys + output * self.hidden
-
-    @property
-    def _sparse(self) -> float:
-        """The share of layers that have experts."""
-        return (self.layers - self.dense_layers) / self.layers if self.experts else 0.0
-
-    @property
-    def _mlp(self) -> int:
-        """Weights of an MLP over its width."""
-        return (3 if self.gated else 2) * self.hidden
-
-    @property
     def expert_weights(self) -> float:
         """Weights of all routed experts of the mean layer."""
-        return self._sparse * self.experts * self._mlp * self.expert_ffn
+        return _sparse(self) * self.experts * _mlp(self) * self.expert_ffn
 
     @property
     def shared_weights(self) -> float:
         """Weights of the mean layer that every token passes, the router among them; norms are left out."""
-        dense = (1.0 - self._sparse) * self._mlp * self.ffn
-        sparse = self._sparse * (self._mlp * self.shared_ffn + self.hidden * self.experts)
-        return self.attention_weights + dense + sparse
+        dense = (1.0 - _sparse(self)) * _mlp(self) * self.ffn
+        sparse = _sparse(self) * (_mlp(self) * self.shared_ffn + self.hidden * self.experts)
+        return _attention_weights(self) + dense + sparse
 
     @property
     def matmul_flops(self) -> float:
         """Operations of the mean layer's products with weights, forward, one token."""
-        return product_flops(self.shared_weights + self._sparse * self.top_k * self._mlp * self.expert_ffn)
+        return product_flops(self.shared_weights + _sparse(self) * self.top_k * _mlp(self) * self.expert_ffn)
 
     @property
     def attention_flops(self) -> float:
         """Operations of the mean layer's scores and their use, forward, one token: the whole square."""
-        query, _, _, output = self._widths
+        query, _, _, output = _widths(self)
         seen = min(self.seq_length, 2 * self.window) if self.window else self.seq_length
         mean = (1.0 - self.windowed) * self.seq_length + self.windowed * seen
         return attention_flops(mean, query + output)
@@ -132,11 +102,6 @@ class Model:
         return STEP * (self.layers * layer + self.output_flops + self.mtp_depths * head)
 
     @property
-    def output_in_layers(self) -> float:
-        """The output layer's work in layers, all heads."""
-        return (1 + self.mtp_depths) * self.output_flops / (self.matmul_flops + self.attention_flops)
-
-    @property
     def projection_weights(self) -> int:
         """Weights of a head's projection, from hidden states beside embedded tokens."""
         return 2 * self.hidden**2
@@ -144,16 +109,11 @@ class Model:
     @property
     def head_weights(self) -> float:
         """Weights of a head of multi-token prediction that every token passes."""
-        return self._of_heads.shared_weights + self.projection_weights
+        return self.with_head_layers.shared_weights + self.projection_weights
 
     @property
-    def head_expert_weights(self) -> float:
-        """Weights of all routed experts of a head."""
-        return self._of_heads.expert_weights
-
-    @property
-    def _of_heads(self) -> Model:
-        """The same model with layers as heads have them."""
+    def with_head_layers(self) -> Model:
+        """The same model with all layers as the heads of multi-token prediction have them."""
         return replace(self, dense_layers=0)
 
     @property
@@ -167,16 +127,45 @@ class Model:
         vocabulary = self.vocabulary_weights * (1 if self.tied else 2)
         positions = self.seq_length * self.hidden if self.learned_positions else 0
         layers = self.layers * (self.shared_weights + self.expert_weights)
-        heads = self.mtp_depths * (self.head_weights + self.head_expert_weights)
+        heads = self.mtp_depths * (self.head_weights + self.with_head_layers.expert_weights)
         return layers + heads + vocabulary + positions
 
     @property
     def activation_bytes(self) -> float:
         """Bytes that the mean layer keeps of one token from forward to backward."""
-        attention = sum(self._widths) + 4 * self.hidden  # and what enters both norms, attention and MLP
+        attention = sum(_widths(self)) + 4 * self.hidden  # and what enters both norms, attention and MLP
         per_width = 3 if self.gated else 2
-        dense = (1.0 - self._sparse) * per_width * self.ffn
+        dense = (1.0 - _sparse(self)) * per_width * self.ffn
         routed = self.top_k * (per_width * self.expert_ffn + 2 * self.hidden)
-        sparse = self._sparse * (routed + per_width * self.shared_ffn)
+        sparse = _sparse(self) * (routed + per_width * self.shared_ffn)
         masks = 2 * self.hidden if self.dropout else 0
         return _HALF * (attention + dense + sparse) + masks
+
+
+def _widths(model: Model) -> tuple[int, int, int, int]:
+    """Of queries, keys, values and attention's output, all heads."""
+    if not model.latent:
+        query, shared = model.heads * model.head_dim, model.groups * model.head_dim
+        return query, shared, shared, query
+    *_, plain, rotary, value = model.latent
+    return (model.heads * (plain + rotary),) * 2 + (model.heads * value,) * 2
+
+
+def _attention_weights(model: Model) -> int:
+    query, key, value, output = _widths(model)
+    if not model.latent:
+        return model.hidden * (query + key + value + output)
+    queries, keys, plain, rotary, head_value = model.latent
+    into_queries = queries * (model.hidden + query) if queries else model.hidden * query
+    into_keys = model.hidden * (keys + rotary) + keys * model.heads * (plain + head_value)
+    return into_queries + into_keys + output * model.hidden
+
+
+def _sparse(model: Model) -> float:
+    """The share of layers that have experts."""
+    return (model.layers - model.dense_layers) / model.layers if model.experts else 0.0
+
+
+def _mlp(model: Model) -> int:
+    """Weights of an MLP over its width."""
+    return (3 if model.gated else 2) * model.hidden

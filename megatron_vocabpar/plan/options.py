@@ -18,23 +18,24 @@ from functools import partial
 from itertools import islice, product
 from math import inf
 
-from ..parent import follow_parent
-from ..schedule.costs import PassCosts, PerRank
-from ..schedule.events import run_events
-from ..schedule.families import Family, families, family_named
-from ..schedule.lower import lower
-from ..schedule.methods import Method, method_named
-from ..schedule.passes import PassType
-from ..schedule.peaks import peak_activations
-from ..schedule.placement import Placement
-from ..schedule.problem import TRIAL_PASSES, Problem
-from ..schedule.redistribution import redistribute, with_final_stage
-from ..schedule.schedule import Schedule
-from ..schedule.simulate import Simulation
-from .hardware import Hardware
-from .memory import GIB, Bytes, Held, StageMemory, parameters_of, stage_memory
-from .model import Model
-from .times import Job, estimated_costs, step_ms
+from megatron_vocabpar.parent import follow_parent
+from megatron_vocabpar.plan.hardware import Hardware
+from megatron_vocabpar.plan.memory import GIB, Bytes, Held, StageMemory, parameters_of, stage_memory
+from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.times import Job, estimated_costs, step_ms
+from megatron_vocabpar.schedule.make.families import Family, families, family_named
+from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
+from megatron_vocabpar.schedule.make.request import PlanRequest
+from megatron_vocabpar.schedule.play.events import run_events
+from megatron_vocabpar.schedule.play.lower import lower
+from megatron_vocabpar.schedule.play.peaks import peak_activations
+from megatron_vocabpar.schedule.simulate import Simulation
+from megatron_vocabpar.schedule.times.costs import PassCosts, PerRank
+from megatron_vocabpar.schedule.times.redistribution import redistribute, with_final_stage
+from megatron_vocabpar.schedule.words.methods import Method, method_named
+from megatron_vocabpar.schedule.words.passes import PassType
+from megatron_vocabpar.schedule.words.placement import Placement
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 METHODS = ("baseline", "redis", "vocab-1", "vocab-2", "interlaced")
 ONLY_1F1B = ("redis", "interlaced")  # layers move between whole stages; other families' ranks would all stop
@@ -115,11 +116,7 @@ def all_options(
     *,
     workers: int = 1,
 ) -> list[Option]:
-    """Every method in every family, the fastest of those that fit simulated in full.
-
-    Args:
-        among: names of the families; None takes all.
-        workers: processes that share the work; the result is the same.
+    """Every method in every family; the fastest of those that fit is simulated in full.
 
     Raises:
         ValueError: if none can run, as the costs list other ranks, or the layers cannot fill the stages.
@@ -175,7 +172,7 @@ def option_of(request: Request, method_name: str, name: str, microbatches: int |
     try:
         layers = layers_of(request, method, family)
         costs = costs_of(request, method.name, family, layers)
-        problem = Problem.of(method, job.p, m, family, costs=costs)
+        problem = Problem.of(PlanRequest(method=method, p=job.p, m=m, family=family, costs=costs))
     except ValueError as error:
         return Option(method.name, family.name, problem=str(error))
     played, *_ = problem.played(_PASSES)
@@ -191,7 +188,7 @@ def in_full(request: Request, option: Option) -> Option:
     """The option as its training would run it: its whole schedule, generated and simulated."""
     job, family = request.job, family_named(option.family)
     costs = costs_of(request, option.method, family, option.layers)
-    problem = Problem.of(option.method, job.p, job.m, family, costs=costs)
+    problem = Problem.of(PlanRequest(method=option.method, p=job.p, m=job.m, family=family, costs=costs))
     schedule = problem.best(TRIAL_PASSES)
     result = Simulation(schedule, run_events(schedule, problem.times, lower(schedule, costs)))
     idle = sum(result.bubble) / job.p

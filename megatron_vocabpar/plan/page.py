@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import resources
 
-from ..schedule.draw import planned_chart, svg_of
-from ..schedule.families import family_named
-from ..schedule.generate import make_plan
-from ..schedule.simulate import simulate
-from .memory import GIB
-from .options import Option, costs_of
-from .tables import PARTS, Advice, summary
+from megatron_vocabpar.plan.memory import GIB
+from megatron_vocabpar.plan.options import Option, costs_of
+from megatron_vocabpar.plan.tables import PARTS, Advice, summary
+from megatron_vocabpar.schedule.draw import planned_chart, svg_of
+from megatron_vocabpar.schedule.make.families import family_named
+from megatron_vocabpar.schedule.make.generate import make_plan
+from megatron_vocabpar.schedule.simulate import simulate
 
 _DRAWN = 12  # microbatches of a picture; and no fewer than one and a half for each rank
 _WIDEST = 1400.0  # pixels of a picture's time
@@ -50,7 +50,6 @@ def _used(option: Option) -> list[str]:
 
 
 def _pictures(advice: Advice, shown: list[Option]) -> Iterator[tuple[str, str]]:
-    """The schedules of the options, for a few microbatches: caption and SVG."""
     job = advice.request.job
     m = min(job.m, max(_DRAWN, 3 * job.p // 2))
     for option in shown:

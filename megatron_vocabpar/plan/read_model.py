@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .model import Model
+from megatron_vocabpar.plan.model import Model
 
 Arguments = dict[str, str]
 """Megatron's flags without their dashes, each with its value; "" for a switch."""

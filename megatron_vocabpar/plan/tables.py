@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .advice import launch_line, reasons, redistribution, remedies
-from .memory import GIB
-from .options import Option, Request, all_options, best_of
+from megatron_vocabpar.plan.advice import launch_line, reasons, redistribution, remedies
+from megatron_vocabpar.plan.memory import GIB
+from megatron_vocabpar.plan.options import Option, Request, all_options, best_of
 
 PARTS = {
     "weights": "weights",
@@ -131,7 +131,6 @@ def _cells(option: Option, request: Request, best: Option | None) -> list[str]:
 
 
 def _memory_table(option: Option) -> Table:
-    """A row a part, a column a rank."""
     table = _table("rank")
     for rank in range(len(option.stages)):
         table.add_column(str(rank), justify="right", no_wrap=True)

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import log2
 
-from ..schedule.costs import PassCosts
-from ..schedule.flops import product_flops
-from .hardware import Hardware
-from .model import Model
+from megatron_vocabpar.plan.hardware import Hardware
+from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.times.flops import product_flops
 
 LAYERS_REACH, OUTPUT_REACHES = 195 / 312, 167 / 312  # of the peak: published passes, A100
 _LINK_REACHES = 36.4 / 300  # of NVLink, a transfer between stages: 12.6 MB in 0.35 ms

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vocabpar import __version__
-from megatron_vocabpar.schedule.passes import Instruction
+from megatron_vocabpar.schedule.words.passes import Instruction
 
 
 def versions() -> dict[str, str]:
@@ -33,12 +33,9 @@ def program_digest(program: Sequence[Sequence[Instruction]]) -> str:
 
 
 def agree(subject: str, facts: Mapping[str, object], timeout: timedelta) -> None:
-    """Compare ``facts``, by their text, over all ranks of the job; all of them call it in the same order.
+    """Compare this rank's facts, by their text, with those of all ranks; all call it in the same order.
 
-    Args:
-        subject: what is compared, for the message, such as "flags and versions".
-        facts: of this rank, by name.
-        timeout: how long to wait for the other ranks.
+    ``subject`` names the facts in messages, such as "flags and versions".
 
     Raises:
         ValueError: on every rank, naming what differs and on which ranks; or which ranks have not come.

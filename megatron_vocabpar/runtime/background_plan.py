@@ -1,73 +1,43 @@
-"""A plan that is made while training goes on, in a process of its own, which runs this module.
+"""A plan that is made while training goes on, in a separate process that runs this module.
 
-A thread would take Python's interpreter lock from the one that launches the passes, and stop training for
-as long as it plans. The process needs no torch and no GPU.
+A thread would take Python's interpreter lock from the one that launches the passes, and stop training while
+it plans. The process needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.families import family_named
-from megatron_vocabpar.schedule.generate import make_plan
-from megatron_vocabpar.schedule.methods import method_named
-from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.make.families import family_named
+from megatron_vocabpar.schedule.make.generate import plan_for
+from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.serialize import plan_to_json
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import method_named
 
 _SOURCES = Path(__file__).resolve().parents[2]
-_WANTED, _PLAN, _ERRORS = "wanted.json", "plan.json", "errors"
-
-
-@dataclass(frozen=True)
-class PlanKind:
-    """What all plans of a training have in common; the fields are arguments of ``schedule.generate``.
-
-    ``among`` has the names of the families that a search tries; ``late_gradient`` is the method's.
-    """
-
-    method: str
-    family: str
-    p: int
-    chunks: int
-    max_activations: float | None = None
-    among: Sequence[str] = ()
-    late_gradient: bool = False
-
-    def plan(self, m: int, costs: PassCosts | None = None) -> Plan:
-        """The plan for ``m`` microbatches; errors are those of ``schedule.generate``."""
-        return make_plan(
-            method_named(self.method, late_gradient=self.late_gradient),
-            self.p,
-            m,
-            family=self.family,
-            chunks=self.chunks,
-            costs=costs,
-            max_activations=self.max_activations,
-            among=[family_named(name) for name in self.among] or None,
-        )
+_REQUEST, _PLAN, _ERRORS = "request.json", "plan.json", "errors"
 
 
 class BackgroundPlan:
-    """``kind.plan(m, costs)``, in the making; the process ends with the one that holds this object.
+    """A plan in the making; its process ends with the one that holds this object.
 
     Raises:
         OSError: if the process cannot be started.
     """
 
-    def __init__(self, kind: PlanKind, m: int, costs: PassCosts) -> None:
+    def __init__(self, request: PlanRequest) -> None:
         self._folder = TemporaryDirectory(prefix="vocabpar-")
         folder = Path(self._folder.name)
-        wanted = {"kind": asdict(kind), "m": m, "costs": costs.to_dict()}
-        (folder / _WANTED).write_text(json.dumps(wanted))
+        (folder / _REQUEST).write_text(json.dumps(_to_dict(request)))
         path = os.pathsep.join(filter(None, (str(_SOURCES), os.environ.get("PYTHONPATH"))))
         with (folder / _ERRORS).open("wb") as errors:
             self._process = subprocess.Popen(
@@ -98,10 +68,26 @@ class BackgroundPlan:
 
 
 def _plan_in(folder: Path) -> None:
-    """What the process does."""
-    wanted = json.loads((folder / _WANTED).read_text())
-    plan = PlanKind(**wanted["kind"]).plan(wanted["m"], PassCosts.from_dict(wanted["costs"]))
-    (folder / _PLAN).write_text(plan_to_json(plan))
+    request = _from_dict(json.loads((folder / _REQUEST).read_text()))
+    (folder / _PLAN).write_text(plan_to_json(plan_for(request)))
+
+
+def _to_dict(request: PlanRequest) -> dict[str, Any]:
+    """The request in JSON's words: methods and families by their names."""
+    fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    return fields | {
+        "method": request.method_name,
+        "late_gradient": method_named(request.method).late_gradient,
+        "family": request.family_name,
+        "among": [family_named(family).name for family in request.among or ()],
+        "costs": request.costs and request.costs.to_dict(),
+    }
+
+
+def _from_dict(fields: dict[str, Any]) -> PlanRequest:
+    method = method_named(fields.pop("method"), late_gradient=fields.pop("late_gradient"))
+    costs = fields.pop("costs")
+    return PlanRequest(**fields, method=method, costs=costs and PassCosts.from_dict(costs))
 
 
 def _end_with_parent() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_vocabpar.schedule.passes import Instruction
+from megatron_vocabpar.schedule.words.passes import Instruction
 
 
 class BufferError(RuntimeError):

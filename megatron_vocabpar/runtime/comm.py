@@ -72,13 +72,9 @@ def create_groups(
 ) -> VocabGroups:
     """Create the communicators; every rank of the job calls this once.
 
-    Args:
-        coordinates: this rank's (replica, stage, tensor rank); a replica is one data- and
-            context-parallel index.
-        pipeline: number of stages.
-        tensor: tensor-parallel size.
-        timeout: after which a collective that peers have not joined ends the process; None is the backend's
-            own, 10 minutes with NCCL.
+    ``coordinates`` are this rank's (replica, stage, tensor rank); a replica is one data- and context-parallel
+    index. A collective that peers have not joined after ``timeout`` ends the process; NCCL's own is 10
+    minutes.
     """
     everyone: list[tuple[int, int, int]] = [(0, 0, 0)] * dist.get_world_size()
     dist.all_gather_object(everyone, coordinates)
@@ -110,13 +106,8 @@ def warm_up(groups: VocabGroups, device: torch.device) -> None:
 
     NCCL makes a communicator at its first use, and one more for every pair of ranks that send to each other
     outside of a batch, and blocks the host until the peer does the same. Inside a schedule, where each rank
-    has its own order, that can deadlock. Hence here, by the very calls that passes make, first collectives,
-    then link by link: a rank that waits in a link waits for one that is in an earlier link or on its way to
-    this one.
-
-    Args:
-        groups: the vocabulary group of this rank.
-        device: where the tensors of the training live.
+    has its own order, that can deadlock. So this makes the calls that passes make, first collectives, then
+    link by link: a rank that waits in a link waits for one in an earlier link, or on its way to this one.
     """
     size = len(groups.ranks)
     if size == 1:

@@ -6,7 +6,7 @@
 4. If that fails, say on which rank, in which pass, of which microbatch.
 
 Handlers launch communication and wait for what they consume; the order in which they are called is the
-schedule's alone. Before this: ``schedule/lower.py`` made the list. Next: ``integration/handlers/``.
+schedule's alone. Before this: ``schedule/play/lower.py`` made the list. Next: ``integration/handlers/``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
-from megatron_vocabpar.schedule.passes import CommType, Instruction, PassType
+from megatron_vocabpar.schedule.words.passes import CommType, Instruction, PassType
 
 Handler = Callable[[Instruction], None]
 Handlers = Mapping[PassType | CommType, Handler]

@@ -17,9 +17,9 @@ import torch
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, links
 from megatron_vocabpar.runtime.profile import COMPUTE, WAIT, Span
 from megatron_vocabpar.runtime.streams import clock
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.methods import Method
-from megatron_vocabpar.schedule.passes import CommType, PassType, parse
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import Method
+from megatron_vocabpar.schedule.words.passes import CommType, PassType, parse
 
 _ROUNDS = 5
 
@@ -109,18 +109,12 @@ class IterationTimes:
 def pass_costs(
     stages: Sequence[Sequence[RankTimes]], method: Method, splits_w: bool, mtp_depths: int = 0
 ) -> PassCosts:
-    """One cost table of what all ranks have measured.
+    """One cost table of what all ranks have measured with one method; ``stages`` is by pipeline rank.
 
     A pass of a pipeline rank takes the median over the ranks that share it (tensor and data parallel). A
-    collective's time on a rank holds its waiting for the others, hence the shortest of all ranks. What was
-    not seen is estimated: where W is not split off, B is divided as in ``PassCosts.default``; where the
-    output layer is not partitioned, its F, B and W take a third each of all ranks' passes.
-
-    Args:
-        stages: by pipeline rank, the times of all ranks that hold it.
-        method: what ran; the table has times of no other.
-        splits_w: whether W was a pass of its own.
-        mtp_depths: of multi-token prediction, whose times are in those of S, T and the last rank.
+    collective's time on a rank includes waiting for the others, hence the shortest of all ranks. What was not
+    measured is estimated: if W is not split off, B is divided as in ``PassCosts.default``; if the output
+    layer is not partitioned, its F, B and W take a third each of all ranks' passes.
     """
     everyone = [times for replicas in stages for times in replicas]
 
@@ -162,11 +156,7 @@ def pass_costs(
 def transfer_ms(groups: VocabGroups, make: Callable[[], torch.Tensor]) -> float | None:
     """Half the shortest round trip between this rank and the next, in ms; None on the last.
 
-    All ranks call this between iterations.
-
-    Args:
-        groups: the vocabulary group of this rank.
-        make: gives a tensor like those that stages send, on the device.
+    All ranks call this between iterations. ``make`` gives a tensor like those that stages send.
     """
     tensor, point_to_point = make(), PointToPoint(groups)
     mark = clock(tensor.device)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vocabpar.runtime.streams import Event, Mark, Stream, clock
-from megatron_vocabpar.schedule.passes import Instruction, Pass
+from megatron_vocabpar.schedule.words.passes import Instruction, Pass
 
 T = TypeVar("T")
 

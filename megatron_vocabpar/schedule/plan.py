@@ -1,7 +1,7 @@
 """A plan: a schedule, the times that it was planned with, and the one program that follows from both.
 
-The program is made and checked once. It is the very one that ``simulate`` plays, that the pictures show, that
-the hang models try and that every rank runs, in training and, without its backward half, in evaluation.
+The program is made and checked once. ``simulate`` plays it, the pictures show it, the hang models try it, and
+every rank runs it: in training whole, in evaluation without its backward half.
 
 Next: ``simulate.py``; ``runtime/executor.py``, which runs a rank's part.
 """
@@ -11,24 +11,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from .costs import PassCosts
-from .forward_only import forward_only
-from .lower import lower
-from .program_rules import validate_program
-from .schedule import Deadlock, Program, Schedule
-from .validate import validate, validate_rows
-from .violations import deadlocked
+from megatron_vocabpar.schedule.check.program_rules import validate_program
+from megatron_vocabpar.schedule.check.validate import validate, validate_rows
+from megatron_vocabpar.schedule.check.violations import deadlocked
+from megatron_vocabpar.schedule.play.lower import lower
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.schedule import Deadlock, Program, Schedule, forward_only
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all ranks do in one iteration.
+    """What all ranks do in one iteration; made by ``of`` or ``with_program``.
 
     Attributes:
         schedule: the compute passes of every rank, in order.
         costs: the times that decided the order of communication.
-        program: every rank's passes with the communication between them; by default what the schedule is
-            lowered to.
+        program: every rank's passes with the communication between them.
 
     Raises:
         ScheduleError: if the schedule or the program breaks a rule; the message names the first.
@@ -36,32 +34,29 @@ class Plan:
 
     schedule: Schedule
     costs: PassCosts
-    program: Program = None  # type: ignore[assignment]  # set below, where none is given
+    program: Program
 
     def __post_init__(self) -> None:
-        if self.program is None:
-            validate_rows(self.schedule)
-            try:
-                object.__setattr__(self, "program", lower(self.schedule, self.costs))
-            except Deadlock as deadlock:
-                raise deadlocked(self.schedule.ranks, deadlock) from deadlock
-        else:
-            validate(self.schedule)
         validate_program(self.schedule, self.program)
 
     @staticmethod
     def of(schedule: Schedule, costs: PassCosts | None = None) -> Plan:
-        """Lower a schedule.
+        """Lower a schedule, with ``PassCosts.default`` if nothing is measured.
 
-        Args:
-            schedule: a valid one, or a forward-only one.
-            costs: times of the passes; ``PassCosts.default`` where nothing is measured. Every rank must be
-                given the same.
-
-        Raises:
-            ScheduleError: if the schedule breaks a rule.
+        Every rank must be given the same costs.
         """
-        return Plan(schedule, costs or PassCosts.default(schedule.p))
+        costs = costs or PassCosts.default(schedule.p)
+        validate_rows(schedule)
+        try:
+            return Plan(schedule, costs, lower(schedule, costs))
+        except Deadlock as deadlock:
+            raise deadlocked(schedule.ranks, deadlock) from deadlock
+
+    @staticmethod
+    def with_program(schedule: Schedule, costs: PassCosts | None, program: Program) -> Plan:
+        """A plan whose program has been made before, for instance read from a file."""
+        validate(schedule)
+        return Plan(schedule, costs or PassCosts.default(schedule.p), program)
 
     @cached_property
     def forward_only(self) -> Plan:

@@ -3,8 +3,8 @@
 A schedule: ``{"method", "p", "m", "chunks", "algorithm", "placement", "input", "ranks": [[{"op", "mb",
 "chunk"}, ...]]}``, the compute passes of each rank in order. ``chunk`` is the chunk of F, B and W on their
 rank, 0 for the vocabulary passes. ``method`` may be left out: it tells redis from baseline, whose passes are
-the same. With multi-token prediction there is also ``mtp_depths``; ``"late_gradient": true`` where
-there are L and CG.
+the same. Multi-token prediction adds ``mtp_depths``, and a late gradient (L and CG) ``"late_gradient":
+true``.
 
 A plan: ``"program": [["0IF0", "0CI0", ...]]`` in place of ``"ranks"``, each rank's instructions in order,
 with communication; and ``"costs"``, as in a cost file.
@@ -19,13 +19,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from .costs import PassCosts
-from .methods import METHODS, Method
-from .passes import VOCABULARY_PASSES, Instruction, Pass, PassType, parse
-from .placement import Placement
-from .plan import Plan
-from .schedule import Program, Schedule, passes_of
-from .schema import check, read_object
+from megatron_vocabpar.schedule.data.schema import check, read_object
+from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import METHODS, Method
+from megatron_vocabpar.schedule.words.passes import VOCABULARY_PASSES, Instruction, Pass, PassType, parse
+from megatron_vocabpar.schedule.words.placement import Placement
+from megatron_vocabpar.schedule.words.schedule import Program, Schedule, passes_of
 
 _PASS_TYPES = {type_.value: type_ for type_ in PassType}
 Methods = Mapping[str, Method]
@@ -73,23 +73,19 @@ def _json(schedule: Schedule, more: Mapping[str, Any], name: str, rows: Sequence
 
 
 def _algorithm(method: Method) -> str:
-    """The word for the output layer: baseline and redis have the same."""
+    """The word for the output layer: one for baseline and redis."""
     return method.name if method.vocabulary_parallel else "none"
 
 
 def _input(method: Method) -> str:
-    """Whether the embedding is partitioned over all ranks, or stays inside the first stage's F and B."""
+    """The word for the input layer: partitioned over all ranks, or inside the first stage's F and B."""
     return "parallel" if method.vocabulary_parallel else "local"
 
 
 def from_json(text: str, methods: Methods = METHODS) -> Schedule:
     """Read the JSON form of a schedule, or the schedule of a plan.
 
-    Rules are not checked (see ``validate.validate``), words and numbers are.
-
-    Args:
-        text: of either.
-        methods: what its words may mean.
+    Rules are not checked (see ``check.validate.validate``), words and numbers are.
 
     Raises:
         ValueError: naming the entry that is missing or wrong.
@@ -98,12 +94,7 @@ def from_json(text: str, methods: Methods = METHODS) -> Schedule:
 
 
 def plan_from_json(text: str, costs: PassCosts | None = None, methods: Methods = METHODS) -> Plan:
-    """Read the JSON form of a plan; that of a schedule is lowered.
-
-    Args:
-        text: of either.
-        costs: to lower a schedule with; by default those of ``PassCosts.default``.
-        methods: what its words may mean.
+    """Read the JSON form of a plan; or of a schedule, to lower it with ``costs`` or ``PassCosts.default``.
 
     Raises:
         ScheduleError: if the schedule or the program breaks a rule.
@@ -114,7 +105,7 @@ def plan_from_json(text: str, costs: PassCosts | None = None, methods: Methods =
     if program is None:
         return Plan.of(schedule, costs)
     planned = PassCosts.from_dict(data["costs"], methods) if "costs" in data else None
-    return Plan(schedule, planned or PassCosts.default(schedule.p), program)
+    return Plan.with_program(schedule, planned, program)
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Simulation of a schedule: when every pass and transfer runs, what each rank waits for and holds meanwhile.
+"""Simulation of a plan: when every pass and transfer runs, and what each rank waits for and holds.
 
-``events.py`` plays the program; this module reads the result. ``memory.py`` says what is alive when,
-``critical_path.py`` what the iteration's length is made of.
+``play/events.py`` plays the program; this module reads the result. ``play/memory.py`` says what is alive
+when, ``play/critical_path.py`` what the iteration's length is made of.
 
 Next: ``draw/``.
 """
@@ -12,22 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from .costs import PassTimes
-from .critical_path import Step, critical_path
-from .events import NOTHING, Events, run_events
-from .memory import (
-    EMBEDDED_INPUTS,
-    INPUT_GRADIENTS,
-    SOFTMAX_SHARDS,
-    WEIGHT_INPUTS,
-    Interval,
-    lifetimes,
-    most_alive,
-)
-from .passes import Comm, CommType, Instruction, Pass
-from .peaks import peak_activations
-from .plan import Plan
-from .schedule import Schedule
+from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.play.critical_path import Step, critical_path
+from megatron_vocabpar.schedule.play.events import NOTHING, Events, run_events
+from megatron_vocabpar.schedule.play.memory import Interval, lifetimes, most_alive
+from megatron_vocabpar.schedule.play.peaks import peak_activations
+from megatron_vocabpar.schedule.times.costs import PassTimes
+from megatron_vocabpar.schedule.words.passes import Comm, CommType, Instruction, Pass
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 TAIL = "end"  # a rank's idle time after its last pass
 
@@ -55,25 +47,19 @@ class Simulation:
     def comms(self) -> dict[Comm, Interval]:
         """Start and end of every transfer, named by its receive, and of every rank's part in a collective."""
         events, numbering = self.events, self.events.numbering
-        comms = {}
-        for k in range(numbering.first_comm * self.schedule.m, numbering.size):
-            if events.ends[k] >= 0.0:
-                item = numbering.item(k)
-                assert isinstance(item, Comm)
-                comms[item] = events.starts[k], events.ends[k]
-        return comms
+        first = numbering.first_node[CommType.SEND_F] * self.schedule.m  # passes have the numbers below
+        items = ((numbering.item(k), k) for k in range(first, numbering.size) if events.ends[k] >= 0.0)
+        return {item: (events.starts[k], events.ends[k]) for item, k in items if isinstance(item, Comm)}
 
     def comms_of(self, rank: int, group: frozenset[CommType]) -> dict[Comm, Interval]:
-        """The parts of one rank in one group's collectives."""
+        """One rank's parts in one group's collectives."""
         events, m = self.events, self.schedule.m
         parts: dict[Comm, Interval] = {}
         for type_ in group:
             first = (events.numbering.first_node[type_] + rank) * m
-            for mb, times in enumerate(
-                zip(events.starts[first : first + m], events.ends[first : first + m], strict=True)
-            ):
-                if times[1] >= 0.0:
-                    parts[Comm(type_, rank, mb)] = times
+            for mb, k in enumerate(range(first, first + m)):
+                if events.ends[k] >= 0.0:
+                    parts[Comm(type_, rank, mb)] = events.starts[k], events.ends[k]
         return parts
 
     @cached_property
@@ -96,31 +82,16 @@ class Simulation:
     @cached_property
     def idle_ms(self) -> tuple[Mapping[str, float], ...]:
         """For each rank, its idle time by the type of what it waited for; ``end`` is after its last pass."""
-        return tuple(self._idle(rank) for rank in range(self.schedule.p))
-
-    def _idle(self, rank: int) -> dict[str, float]:
-        events, now = self.events, 0.0
-        idle: dict[str, float] = {}
-        for pass_ in self.schedule.ranks[rank]:
-            number = events.numbering.number(pass_)
-            if events.starts[number] > now:
-                waited = self.waited_for(pass_)
-                # A pass that starts together with others waits for their ranks.
-                name = waited.type.value if isinstance(waited, Comm) else pass_.type.value
-                idle[name] = idle.get(name, 0.0) + events.starts[number] - now
-            now = events.ends[number]
-        if self.iteration_ms > now:
-            idle[TAIL] = self.iteration_ms - now
-        return dict(sorted(idle.items(), key=lambda entry: -entry[1]))
+        return tuple(_idle(self, rank) for rank in range(self.schedule.p))
 
     def waited_for(self, pass_: Pass) -> Instruction | None:
-        """What a pass waited for last: the pass before it on its rank if it started at once."""
+        """What a pass waited for last: the pass before it on its rank, if it started right after that."""
         cause = self.events.causes[self.events.numbering.number(pass_)]
         return None if cause == NOTHING else self.events.numbering.item(cause)
 
     @cached_property
     def critical_path(self) -> tuple[Step, ...]:
-        """The chain of passes and transfers, end to start, that the iteration's length is made of."""
+        """The passes and transfers, each starting as the one before ends, that fill the iteration."""
         return critical_path(self.events)
 
     @cached_property
@@ -133,36 +104,32 @@ class Simulation:
         """For each rank, the most microbatches whose activations it holds (F to B, or W where W is split)."""
         return peak_activations(self.schedule)
 
-    @property
-    def peak_weight_inputs(self) -> tuple[float, ...]:
-        """For each rank, the most microbatches that wait for W where it is split; a chunk is 1/chunks."""
-        return tuple(peak / self.schedule.chunks for peak in self._peak(WEIGHT_INPUTS))
+    def peak(self, buffer: str) -> tuple[int, ...]:
+        """For each rank, how many of one of ``play/memory.py``'s buffers are alive at once, at most.
 
-    @property
-    def peak_softmax_shards(self) -> tuple[int, ...]:
-        """For each rank, the most softmax shards alive."""
-        return self._peak(SOFTMAX_SHARDS)
-
-    @property
-    def peak_embedded_inputs(self) -> tuple[int, ...]:
-        """For each rank, the most embedded inputs alive."""
-        return self._peak(EMBEDDED_INPUTS)
-
-    @property
-    def peak_input_gradients(self) -> tuple[int, ...]:
-        """For each rank, the most input gradients alive that wait for IB."""
-        return self._peak(INPUT_GRADIENTS)
-
-    def _peak(self, buffer: str) -> tuple[int, ...]:
+        Activations and weight inputs are those of a chunk.
+        """
         return tuple(most_alive(alive[buffer]) for alive in self.alive)
 
 
-def simulate(plan: Plan, times: PassTimes | None = None) -> Simulation:
-    """Run a plan's program.
+def _idle(simulation: Simulation, rank: int) -> dict[str, float]:
+    events, now = simulation.events, 0.0
+    idle: dict[str, float] = {}
+    for pass_ in simulation.schedule.ranks[rank]:
+        number = events.numbering.number(pass_)
+        if events.starts[number] > now:
+            waited = simulation.waited_for(pass_)
+            # A pass that starts together with others waits for their ranks.
+            name = waited.type.value if isinstance(waited, Comm) else pass_.type.value
+            idle[name] = idle.get(name, 0.0) + events.starts[number] - now
+        now = events.ends[number]
+    if simulation.iteration_ms > now:
+        idle[TAIL] = simulation.iteration_ms - now
+    return dict(sorted(idle.items(), key=lambda entry: -entry[1]))
 
-    Args:
-        plan: what to run.
-        times: of its passes and transfers; by default those that it was planned with.
+
+def simulate(plan: Plan, times: PassTimes | None = None) -> Simulation:
+    """Run a plan's program, by default with the times that it was planned with.
 
     Raises:
         ValueError: if the plan's costs do not fit its schedule.

@@ -20,9 +20,9 @@ from megatron_vocabpar.integration import compat
 from megatron_vocabpar.integration.chunks import chunk_positions
 from megatron_vocabpar.integration.model import VocabParallelGPTModel
 from megatron_vocabpar.integration.vocab_layers import vocab_shard
-from megatron_vocabpar.schedule.methods import method_named
-from megatron_vocabpar.schedule.placement import Placement
-from megatron_vocabpar.schedule.redistribution import redistribute_by_flops, with_final_stage
+from megatron_vocabpar.schedule.times.redistribution import redistribute_by_flops, with_final_stage
+from megatron_vocabpar.schedule.words.methods import method_named
+from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.weights import initialise_weights
 

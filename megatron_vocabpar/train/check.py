@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.train.config import TrainConfig, flag
 from megatron_vocabpar.train.output import check_output
 from megatron_vocabpar.train.schedules import fitting_families

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_vocabpar.schedule.families import SEARCH, families
-from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.make.families import SEARCH, families
+from megatron_vocabpar.schedule.words.methods import METHODS
 
 _ONCE = ("resume", "overwrite")  # said of one run, not of the job
 TRAINED_VOCABULARY = 8192  # that a megabyte of text fills

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_vocabpar.schedule.passes import Pass, parse
+from megatron_vocabpar.schedule.words.passes import Pass, parse
 
 _STEP_BYTES, _TIME_BYTES, _TEXT_BYTES = 16, 8, 48
 _ERROR_BYTES = 65536

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
-from megatron_vocabpar.schedule.passes import Instruction, Pass
+from megatron_vocabpar.schedule.words.passes import Instruction, Pass
 from megatron_vocabpar.train.failure import NotFinite
 
 _ADVICE = "give a smaller --lr or a longer --warmup, or go on all the same with --no-check-finite"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from megatron_vocabpar.schedule.families import SEARCH
+from megatron_vocabpar.schedule.make.families import SEARCH
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.serialize import plan_to_json
 from megatron_vocabpar.train import output

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.train.config import TrainConfig, flag
 from megatron_vocabpar.train.intact import DIGESTS_FILE, damage
 

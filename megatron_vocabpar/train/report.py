@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_vocabpar.schedule.draw import WHY_THEY_DIFFER, pictures
-from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.schedule.serialize import from_json
+from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.train import output
 from megatron_vocabpar.train.compare import Difference, differences, loss_curve, reference_method
 from megatron_vocabpar.train.config import TrainConfig, command_line

@@ -2,22 +2,22 @@
 
 It is made once, before any process starts, and every rank reads the same ``schedule.json``: the model chunks
 of a rank follow from it.
-Next: ``schedule/generate.py``; ``job.py``, which hands it on.
+Next: ``schedule/make/generate.py``; ``job.py``, which hands it on.
 """
 
 from __future__ import annotations
 
 from megatron_vocabpar.integration.options import VocabOptions
 from megatron_vocabpar.integration.rules import conflicts
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.families import SEARCH, Family, families
-from megatron_vocabpar.schedule.generate import make_plan
-from megatron_vocabpar.schedule.methods import method_named
-from megatron_vocabpar.schedule.peaks import peak_activations
-from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.make.families import SEARCH, Family, families
+from megatron_vocabpar.schedule.make.generate import plan_for
+from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.plan import Plan
-from megatron_vocabpar.schedule.schedule import Schedule
-from megatron_vocabpar.schedule.search import search
+from megatron_vocabpar.schedule.play.peaks import peak_activations
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import method_named
+from megatron_vocabpar.schedule.words.placement import Placement
+from megatron_vocabpar.schedule.words.schedule import Schedule
 from megatron_vocabpar.train.config import TrainConfig, flag
 
 
@@ -56,12 +56,17 @@ def plan_method(config: TrainConfig, method: str) -> Plan:
     """The plan of one method: of the named family, or the fastest of all that fit."""
     fitting = fitting_families(config, method)
     costs = None if config.costs is None else PassCosts.load(config.costs)
-    chosen = method_named(method, late_gradient=config.late_gradient)
-    p, m, chunks, cap = config.pp, config.microbatches, config.chunks, config.max_activations
-    if config.family == SEARCH:
-        result = search(chosen, p, m, among=fitting, chunks=chunks, costs=costs, max_activations=cap)
-        return Plan.of(result, costs)
-    return make_plan(chosen, p, m, family=fitting[0], chunks=chunks, costs=costs, max_activations=cap)
+    request = PlanRequest(
+        method=method_named(method, late_gradient=config.late_gradient),
+        p=config.pp,
+        m=config.microbatches,
+        family=SEARCH if config.family == SEARCH else fitting[0],
+        chunks=config.chunks,
+        costs=costs,
+        max_activations=config.max_activations,
+        among=fitting,
+    )
+    return plan_for(request)
 
 
 def fitting_families(config: TrainConfig, method: str) -> list[Family]:

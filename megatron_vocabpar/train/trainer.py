@@ -38,8 +38,8 @@ from megatron_vocabpar.runtime.streams import (
     queue_to_device,
 )
 from megatron_vocabpar.schedule.draw.pictures import write_pictures
-from megatron_vocabpar.schedule.passes import Instruction, Pass, PassType
 from megatron_vocabpar.schedule.serialize import plan_from_json
+from megatron_vocabpar.schedule.words.passes import Instruction, Pass, PassType
 from megatron_vocabpar.train import output
 from megatron_vocabpar.train.build import build
 from megatron_vocabpar.train.checkpoint import load_checkpoint, save_checkpoint

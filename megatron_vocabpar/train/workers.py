@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from megatron_vocabpar.schedule.hang import places_in_step
+from megatron_vocabpar.schedule.play.hang import places_in_step
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import Record, TrainingFailed

@@ -27,12 +27,12 @@ from megatron_vocabpar.bench.forked import run_forked
 from megatron_vocabpar.cli import main as command
 from megatron_vocabpar.runtime.comm import create_groups, warm_up
 from megatron_vocabpar.runtime.profile import COMPUTE, WAIT
-from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
-from megatron_vocabpar.schedule.generate import make_plan
-from megatron_vocabpar.schedule.methods import METHODS
-from megatron_vocabpar.schedule.passes import CommType, Pass
+from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.simulate import simulate
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.schedule.words.passes import CommType, Pass
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import ProgressRecord, TrainingFailed
 from megatron_vocabpar.train.output import method_config, open_method, open_output

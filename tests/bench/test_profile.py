@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 from megatron_vocabpar.bench import profile as module
 from megatron_vocabpar.cli import main as command
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.generate import make_plan
-from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.make.generate import make_plan
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.train.config import TrainConfig
 
 PASSES = {

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from megatron_vocabpar.cli.main import main
-from megatron_vocabpar.schedule.hang import MODELS
+from megatron_vocabpar.schedule.play.hang import MODELS
 
 
 def run(*arguments: str) -> Result:

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from megatron_vocabpar.cli import main as command
-from megatron_vocabpar.schedule.generate import generate
+from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.serialize import from_json
 
 SMALL = [

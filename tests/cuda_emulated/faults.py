@@ -23,7 +23,7 @@ from megatron_vocabpar.integration import forward_backward
 from megatron_vocabpar.integration.handlers.softmax import SoftmaxPasses
 from megatron_vocabpar.layers import gemm
 from megatron_vocabpar.runtime import streams
-from megatron_vocabpar.schedule.passes import Comm, CommType
+from megatron_vocabpar.schedule.words.passes import Comm, CommType
 from megatron_vocabpar.train import trainer
 from tests.cuda_emulated import jobs
 from tests.cuda_emulated.jobs import SMALL, Outcome

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_vocabpar.schedule.families import families
-from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.make.families import families
+from megatron_vocabpar.schedule.words.methods import METHODS
 from tests.cuda_emulated import jobs
 from tests.cuda_emulated.jobs import SMALL, Outcome
 

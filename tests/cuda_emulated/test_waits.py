@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vocabpar.schedule.families import families
+from megatron_vocabpar.schedule.make.families import families
 from tests.cuda_emulated import jobs
 
 OURS = "runtime/streams.py"

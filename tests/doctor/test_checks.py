@@ -22,7 +22,7 @@ from megatron_vocabpar.doctor.result import Check
 from megatron_vocabpar.layers.kernels import dispatch
 from megatron_vocabpar.layers.kernels.dispatch import use_kernels
 from megatron_vocabpar.runtime.comm import create_groups
-from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.output import METRICS_FILE
 from tests.spawn import run_ranks

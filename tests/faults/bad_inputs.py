@@ -91,7 +91,7 @@ def schedule() -> Iterator[BadInput]:
 
 
 def made_schedule() -> dict[str, Any]:
-    from megatron_vocabpar.schedule.generate import generate
+    from megatron_vocabpar.schedule.make.generate import generate
     from megatron_vocabpar.schedule.serialize import to_json
 
     return json.loads(to_json(generate("vocab-2", 2, 2)))

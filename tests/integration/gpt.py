@@ -35,13 +35,13 @@ from megatron_vocabpar.integration.forward_backward import ForwardBackward, voca
 from megatron_vocabpar.integration.model import VocabParallelGPTModel
 from megatron_vocabpar.integration.options import VocabOptions
 from megatron_vocabpar.integration.vocab_layers import vocab_shard
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.generate import generate
-from megatron_vocabpar.schedule.methods import METHODS
-from megatron_vocabpar.schedule.passes import Pass, PassType
-from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.plan import Plan
-from megatron_vocabpar.schedule.schedule import Schedule
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.schedule.words.passes import Pass, PassType
+from megatron_vocabpar.schedule.words.placement import Placement
+from megatron_vocabpar.schedule.words.schedule import Schedule
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from megatron_vocabpar.train.weights import global_parameters, initialise_weights, local_part
 from tests.gathered_attention import GatheredAttention, positions

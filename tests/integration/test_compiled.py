@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megatron_vocabpar.schedule.generate import generate
+from megatron_vocabpar.schedule.make.generate import generate
 from tests.integration import gpt
 from tests.integration.gpt import Case, Result, case_of, train
 from tests.integration.test_equality import reference

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from megatron_vocabpar.integration.chunks import chunk_positions
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.generate import generate
-from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.make.generate import generate
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.placement import Placement
 from tests.cases import rest_is_slow
 from tests.integration.gpt import case_of
 from tests.integration.test_equality import check

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_vocabpar.integration.model import VocabParallelGPTModel
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.generate import generate
+from megatron_vocabpar.schedule.make.generate import generate
+from megatron_vocabpar.schedule.times.costs import PassCosts
 from tests.cases import rest_is_slow
 from tests.integration.gpt import Case, case_of
 from tests.integration.test_equality import check, reference

@@ -11,8 +11,8 @@ import torch
 from megatron_vocabpar.integration.handlers.input_layer import InputLayer
 from megatron_vocabpar.runtime.buffers import Buffers
 from megatron_vocabpar.runtime.comm import VocabGroups
-from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, PassType
-from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType
+from megatron_vocabpar.schedule.words.placement import Placement
 
 
 def test_rows_wait_for_those_of_two_microbatches_before() -> None:

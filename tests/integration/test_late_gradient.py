@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 from unittest.mock import Mock
@@ -12,10 +13,12 @@ import torch
 
 from megatron_vocabpar.integration.forward_backward import ForwardBackward
 from megatron_vocabpar.integration.options import VocabOptions
-from megatron_vocabpar.runtime.background_plan import PlanKind
+from megatron_vocabpar.runtime.background_plan import BackgroundPlan
 from megatron_vocabpar.runtime.comm import VocabGroups
-from megatron_vocabpar.schedule.generate import generate
-from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.make.generate import generate
+from megatron_vocabpar.schedule.make.request import PlanRequest
+from megatron_vocabpar.schedule.serialize import plan_from_json
+from megatron_vocabpar.schedule.words.methods import METHODS
 from tests.cases import covering, rest_is_slow
 from tests.integration import test_equality as equality
 from tests.integration.gpt import Case, case_of
@@ -163,5 +166,8 @@ def test_masked_tokens_are_known_by_an_announced_gradient() -> None:
 
 
 def test_plans_made_in_the_background_are_of_the_same_kind() -> None:
-    kind = PlanKind("vocab-1", "1f1b", 2, 1, late_gradient=True)
-    assert kind.plan(2).schedule.method == METHODS["vocab-1"].with_late_gradient()
+    method = METHODS["vocab-1"].with_late_gradient()
+    background = BackgroundPlan(PlanRequest(method=method, p=2, m=2))
+    while (text := background.result()) is None:
+        time.sleep(0.05)
+    assert plan_from_json(text).schedule.method == method

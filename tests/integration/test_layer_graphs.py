@@ -17,7 +17,7 @@ from megatron.core.transformer import cuda_graphs
 from megatron_vocabpar.integration import layer_graphs
 from megatron_vocabpar.integration.layer_graphs import LayerGraphs
 from megatron_vocabpar.runtime.buffers import Buffers
-from megatron_vocabpar.schedule.generate import generate, make_plan
+from megatron_vocabpar.schedule.make.generate import generate, make_plan
 from tests.integration.cpu_graphs import in_a_pool
 from tests.integration.gpt import Case, Result, case_of, run, train
 from tests.integration.test_equality import reference

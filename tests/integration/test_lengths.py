@@ -16,8 +16,8 @@ from megatron_vocabpar.integration.handlers.hidden import HiddenStates
 from megatron_vocabpar.integration.handlers.loss import Losses
 from megatron_vocabpar.integration.options import VocabOptions
 from megatron_vocabpar.integration.settings import check_settings
-from megatron_vocabpar.schedule.generate import generate
-from megatron_vocabpar.schedule.passes import Pass
+from megatron_vocabpar.schedule.make.generate import generate
+from megatron_vocabpar.schedule.words.passes import Pass
 from tests.cases import rest_is_slow
 from tests.integration.gpt import BENT, Case, case_of, run, train, transformer_config
 from tests.integration.test_equality import check

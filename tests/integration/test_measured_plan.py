@@ -24,16 +24,17 @@ from megatron_vocabpar.integration.forward_backward import ForwardBackward, List
 from megatron_vocabpar.integration.kept_plan import PLAN_FILE, digest, keep_plan, kept_plan
 from megatron_vocabpar.integration.measured_plan import MeasuredPlan, Plans, WriteOrder
 from megatron_vocabpar.integration.watched import Watched
-from megatron_vocabpar.runtime.background_plan import BackgroundPlan, PlanKind
+from megatron_vocabpar.runtime.background_plan import BackgroundPlan
 from megatron_vocabpar.runtime.pass_times import transfer_ms
 from megatron_vocabpar.runtime.profile import Timeline
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.families import families
-from megatron_vocabpar.schedule.methods import METHODS
-from megatron_vocabpar.schedule.passes import Pass, parse
-from megatron_vocabpar.schedule.placement import Placement
-from megatron_vocabpar.schedule.schedule import Schedule
+from megatron_vocabpar.schedule.make.generate import plan_for
+from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.serialize import plan_from_json
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.schedule.words.passes import Pass, parse
+from megatron_vocabpar.schedule.words.placement import Placement
+from megatron_vocabpar.schedule.words.schedule import Schedule
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from tests.integration.gpt import (
     Case,
@@ -66,7 +67,7 @@ def slow_down(chunks: list[torch.nn.Module], seconds: float) -> None:
             module.register_forward_hook(forward)
 
 
-def train(rank: int, case: Case, kind: PlanKind, iterations: int | None, broken: bool) -> dict[str, Any]:
+def train(rank: int, case: Case, family: str, iterations: int | None, broken: bool) -> dict[str, Any]:
     """Train until the measured plan has been timed, or, without measuring, for ``iterations``."""
 
     def fail(_: BackgroundPlan) -> str:
@@ -84,7 +85,10 @@ def train(rank: int, case: Case, kind: PlanKind, iterations: int | None, broken:
         model = [DistributedDataParallel(modules[0].config, ddp, module) for module in modules]
         timeline, groups = Timeline(CPU), vocab_groups()
         costs = PassCosts.from_dict({"F_ms": 1, "B_ms": 1, "W_ms": 1, "methods": {case.method: WRONG}})
-        plans = Plans(kind, costs, WriteOrder.of(model))
+        request = PlanRequest(
+            method=case.method, p=case.pp, m=case.m, family=family, chunks=len(modules), costs=costs
+        )
+        plans = Plans(request, WriteOrder.of(model))
         run = ForwardBackward(
             case.method, groups, CPU, make_plan=plans, listeners=Listeners(timeline=timeline)
         )
@@ -111,12 +115,12 @@ def train(rank: int, case: Case, kind: PlanKind, iterations: int | None, broken:
         }
 
 
-def check(case: Case, kind: PlanKind, switches: int, broken: bool = False) -> list[str]:
+def check(case: Case, family: str, switches: int, broken: bool = False) -> list[str]:
     """Both runs have the same bits; returns the lines of the measured one."""
-    ours = run_ranks(case.pp, train, case, kind, None, broken)
+    ours = run_ranks(case.pp, train, case, family, None, broken)
     iterations = len(ours[0]["losses"])
     assert iterations < MOST
-    plain = run_ranks(case.pp, train, case, kind, iterations, False)
+    plain = run_ranks(case.pp, train, case, family, iterations, False)
     for mine, theirs in zip(ours, plain, strict=True):
         assert mine["switched"] == switches
         assert (mine["plan"] != theirs["plan"]) == bool(switches)
@@ -140,19 +144,19 @@ def check(case: Case, kind: PlanKind, switches: int, broken: bool = False) -> li
 )
 def test_a_run_that_switches_has_the_bits_of_one_that_does_not(method: str, family: str, chunks: int) -> None:
     case = Case(method=method, pp=2, m=5, chunks=chunks)
-    heard, after = check(case, PlanKind(method, family, 2, chunks), 1)
+    heard, after = check(case, family, 1)
     assert "ms with one from these times; switched" in heard
     assert "ms an iteration with the plan from measured times; " in after
 
 
 @pytest.mark.slow
 def test_tied_weights_keep_a_plan_that_adds_in_another_order() -> None:
-    (line,) = check(Case(pp=2, m=5, tied=True), PlanKind("vocab-2", "1f1b", 2, 1), 0)
+    (line,) = check(Case(pp=2, m=5, tied=True), "1f1b", 0)
     assert line.endswith("which would change the order of sums (tied embeddings); it stays")
 
 
 def test_a_plan_that_cannot_be_made_ends_nothing() -> None:
-    (line,) = check(Case(pp=2, m=4), PlanKind("vocab-2", "1f1b", 2, 1), 0, broken=True)
+    (line,) = check(Case(pp=2, m=4), "1f1b", 0, broken=True)
     assert line.endswith("the plan stays: no plan today")
 
 
@@ -183,8 +187,8 @@ COSTS = {
 def test_every_plan_of_a_family_adds_in_the_same_order_unless_weights_are_tied(
     method: str, family: str
 ) -> None:
-    kind = PlanKind(method, family, 2, families()[family].chunks)
-    first, other = kind.plan(6), kind.plan(6, PassCosts.from_dict(COSTS))
+    request = PlanRequest(method=method, p=2, m=6, family=family)
+    first, other = plan_for(request), plan_for(replace(request, costs=PassCosts.from_dict(COSTS)))
     assert first.schedule.ranks != other.schedule.ranks
     assert WriteOrder().same(first.schedule, other.schedule)
     assert not WriteOrder(tied=True).same(first.schedule, other.schedule)
@@ -206,23 +210,27 @@ def schedule_of(text: str) -> Schedule:
 
 
 def test_later_sizes_are_planned_with_measured_costs_where_no_bit_changes() -> None:
-    kind, costs = PlanKind("vocab-2", "1f1b", 2, 1), PassCosts.from_dict(COSTS)
+    request, costs = PlanRequest(method="vocab-2", p=2, m=4), PassCosts.from_dict(COSTS)
     for tied in (False, True):
-        plans = Plans(kind, None, WriteOrder(tied=tied))
+        plans = Plans(request, WriteOrder(tied=tied))
         first = plans(6)
         plans.measured = costs
-        assert plans(6).schedule.ranks == (first if tied else kind.plan(6, costs)).schedule.ranks
+        measured = plan_for(replace(request, m=6, costs=costs))
+        assert plans(6).schedule.ranks == (first if tied else measured).schedule.ranks
 
 
 def test_the_background_makes_the_very_plan() -> None:
-    kind, costs = PlanKind("vocab-1", "interleaved", 2, 2, 3.5), PassCosts.from_dict(COSTS)
-    assert plan_from_json(awaited(kind, costs)) == kind.plan(4, costs)
+    costs = PassCosts.from_dict(COSTS)
+    request = PlanRequest(
+        method="vocab-1", p=2, m=4, family="interleaved", chunks=2, costs=costs, max_activations=3.5
+    )
+    assert plan_from_json(awaited(request)) == plan_for(request)
     with pytest.raises(ValueError, match="costs: F_ms lists 2 ranks, but the pipeline has 3"):
-        awaited(replace(kind, p=3), costs)
+        awaited(replace(request, p=3))
 
 
-def awaited(kind: PlanKind, costs: PassCosts) -> str:
-    background = BackgroundPlan(kind, 4, costs)
+def awaited(request: PlanRequest) -> str:
+    background = BackgroundPlan(request)
     while (text := background.result()) is None:
         time.sleep(0.05)
     return text
@@ -230,9 +238,9 @@ def awaited(kind: PlanKind, costs: PassCosts) -> str:
 
 _LEFT_ALONE = """
 import os
-from megatron_vocabpar.runtime.background_plan import BackgroundPlan, PlanKind
-from megatron_vocabpar.schedule.costs import PassCosts
-background = BackgroundPlan(PlanKind("vocab-2", "search", 32, 1), 512, PassCosts.default(32))
+from megatron_vocabpar.runtime.background_plan import BackgroundPlan
+from megatron_vocabpar.schedule.make.request import PlanRequest
+background = BackgroundPlan(PlanRequest(method="vocab-2", p=32, m=512, family="search", chunks=1))
 print(background._process.pid, flush=True)
 os._exit(0)
 """
@@ -249,7 +257,7 @@ def test_the_background_ends_with_the_training() -> None:
 
 def test_a_kept_plan_is_used_for_the_same_training_alone(tmp_path: Path) -> None:
     config = transformer_config(Case(pp=2))
-    plan = PlanKind("vocab-2", "1f1b", 2, 1).plan(3, PassCosts.from_dict(COSTS))
+    plan = plan_for(PlanRequest(method="vocab-2", p=2, m=3, costs=PassCosts.from_dict(COSTS)))
     name = digest(config, machine="a")
     assert kept_plan(tmp_path, name) is None
     keep_plan(tmp_path / "new", name, plan, before_ms=2.0)

@@ -12,8 +12,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_vocabpar.integration.forward_backward import ForwardBackward
 from megatron_vocabpar.integration.options import VocabOptions
-from megatron_vocabpar.schedule.generate import generate
-from megatron_vocabpar.schedule.methods import METHODS
+from megatron_vocabpar.schedule.make.generate import generate
+from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from tests.cases import rest_is_slow
 from tests.integration import gpt

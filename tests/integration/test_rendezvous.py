@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_vocabpar.schedule.generate import generate
+from megatron_vocabpar.schedule.make.generate import generate
 from tests.cases import rest_is_slow
 from tests.integration.gpt import Case, Result, case_of, train
 from tests.integration.test_equality import reference

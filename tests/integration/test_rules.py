@@ -16,8 +16,8 @@ from megatron_vocabpar.integration.rules import RULES, conflicts
 from megatron_vocabpar.layers.recipes import MXFP8
 from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.megatron_lm.flags import spell
-from megatron_vocabpar.schedule.methods import METHODS
-from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.schedule.words.placement import Placement
 
 V_SHAPE = Placement(2, 2, "vshape")
 NUMBERS = ("entropy", "accuracy", "target_rank")

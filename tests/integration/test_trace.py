@@ -38,10 +38,10 @@ from megatron_vocabpar.layers.kernels.dispatch import REFERENCE, use_kernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials
 from megatron_vocabpar.layers.targets import OwnedTargets
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups
-from megatron_vocabpar.schedule.generate import generate
-from megatron_vocabpar.schedule.passes import Instruction, PassType
+from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.plan import Plan
-from megatron_vocabpar.schedule.schedule import Schedule
+from megatron_vocabpar.schedule.words.passes import Instruction, PassType
+from megatron_vocabpar.schedule.words.schedule import Schedule
 from megatron_vocabpar.train.cpu import _REPLACED
 from tests.cases import rest_is_slow, wants_fake_tensors
 from tests.spawn import run_ranks

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import linear
 
 from megatron_vocabpar.integration.weight_gradients import WeightGradients
-from megatron_vocabpar.schedule.generate import generate
+from megatron_vocabpar.schedule.make.generate import generate
 from tests.cases import covering
 from tests.integration.delayed import DelayedLinear
 from tests.integration.gpt import case_of

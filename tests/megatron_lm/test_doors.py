@@ -31,7 +31,7 @@ from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import config_from_argv, is_asked_for
 from megatron_vocabpar.megatron_lm.refusals import REFUSALS, check
 from megatron_vocabpar.megatron_lm.tables import written
-from megatron_vocabpar.schedule.redistribution import layout
+from megatron_vocabpar.schedule.times.redistribution import layout
 from tests.megatron_lm.training import ROOT, checkout, words
 
 ENABLE = "--enable-vocab-parallel"

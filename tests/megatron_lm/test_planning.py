@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
-from megatron_vocabpar.megatron_lm.planning import check_costs, plan_kind, planned
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.generate import make_plan
+from megatron_vocabpar.megatron_lm.planning import check_costs, plan_request, planned
+from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.simulate import simulate
+from megatron_vocabpar.schedule.times.costs import PassCosts
 from tests.megatron_lm.training import Log, checkout, pretrain, scalars
 
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -139,21 +139,21 @@ def test_a_measured_plan_is_faster_where_a_rank_is_slower(tmp_path: Path) -> Non
 
 def test_auto_takes_the_fastest_within_the_memory_and_says_why() -> None:
     config = config_from_argv(AUTO.split())
-    kind, why = plan_kind(config, 2, 4, 1, None)
-    assert (kind.method, kind.family, kind.max_activations) == ("vocab-2", "zb-h1", 3)
+    request, why = plan_request(config, 2, 4, 1, None)
+    assert (request.method_name, request.family_name, request.max_activations) == ("vocab-2", "zb-h1", 3)
     assert why.startswith(
         "auto takes vocab-2 in zb-h1, the fastest within 3 microbatches of activations; others"
     )
     assert "vocab-1 in 1f1b +" in why
     costs = PassCosts(10.0, 11.0, 9.0, methods={"vocab-1": {"S_ms": 1.0, "T_ms": 1.0}})
-    kind, why = plan_kind(config, 2, 4, 2, costs)
-    assert kind.method == "vocab-1"
-    assert kind.family in ("v-half", "v-min", "v-zb")
+    request, why = plan_request(config, 2, 4, 2, costs)
+    assert request.method_name == "vocab-1"
+    assert request.family_name in ("v-half", "v-min", "v-zb")
 
 
 def test_a_search_keeps_to_the_families_of_the_placement() -> None:
     config = config_from_argv(f"{ENABLE} --vocab-parallel-schedule search".split())
-    assert plan_kind(config, 2, 4, 2, None)[0].among == ["v-half", "v-min", "v-zb"]
+    assert plan_request(config, 2, 4, 2, None)[0].among == ["v-half", "v-min", "v-zb"]
 
 
 def test_a_cost_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:

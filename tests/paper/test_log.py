@@ -14,7 +14,7 @@ from megatron_vocabpar.paper.checks import checks
 from megatron_vocabpar.paper.experiments import Experiment, read_experiments
 from megatron_vocabpar.paper.log import read_log
 from megatron_vocabpar.paper.results import Result, result_path, write_result
-from megatron_vocabpar.schedule.flops import model_flops
+from megatron_vocabpar.schedule.times.flops import model_flops
 
 
 def test_times_losses_and_peaks() -> None:

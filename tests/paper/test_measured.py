@@ -9,10 +9,10 @@ import pytest
 
 from megatron_vocabpar.paper.measured import COLUMNS, Prediction, blocking_program, predict, read_measured
 from megatron_vocabpar.paper.published import published_passes
-from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
-from megatron_vocabpar.schedule.events import run_events
-from megatron_vocabpar.schedule.generate import generate
+from megatron_vocabpar.schedule.make.generate import generate
+from megatron_vocabpar.schedule.play.events import run_events
 from megatron_vocabpar.schedule.simulate import Simulation
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 
 ROW = "redis,2,4,64,32,100,3,9.5,1 2,3 4,0 0,0 0,0 0,0"
 

@@ -11,8 +11,8 @@ from megatron_vocabpar.paper.published import cells, peak_gib
 from megatron_vocabpar.plan.memory import parameters_of
 from megatron_vocabpar.plan.read_model import model_preset
 from megatron_vocabpar.plan.times import Job
-from megatron_vocabpar.schedule.methods import METHODS
-from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.schedule.words.placement import Placement
 
 
 @pytest.mark.parametrize("gpus", [8, 16, 32])

@@ -15,10 +15,10 @@ from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.options import Option, Request, all_options, best_of, option_of
 from megatron_vocabpar.plan.read_model import model_preset
 from megatron_vocabpar.plan.times import Job, estimated_costs
-from megatron_vocabpar.schedule.families import families
-from megatron_vocabpar.schedule.generate import make_plan
-from megatron_vocabpar.schedule.redistribution import layout
+from megatron_vocabpar.schedule.make.families import families
+from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.simulate import simulate
+from megatron_vocabpar.schedule.times.redistribution import layout
 
 H200 = hardware_named("h200")
 SOME = ("1f1b", "interleaved")

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron_vocabpar.runtime.agreement import agree, program_digest, versions
-from megatron_vocabpar.schedule.generate import make_plan
+from megatron_vocabpar.schedule.make.generate import make_plan
 from tests.spawn import run_ranks
 
 LONG = timedelta(seconds=60)

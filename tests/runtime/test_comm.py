@@ -20,7 +20,7 @@ from megatron_vocabpar.runtime.comm import (
     exchange_rows,
     warm_up,
 )
-from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.words.placement import Placement
 from tests.runtime.rendezvous import rendezvous
 from tests.spawn import run_ranks
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_vocabpar.runtime.buffers import BufferError, Buffers
 from megatron_vocabpar.runtime.executor import InstructionError, execute
-from megatron_vocabpar.schedule.passes import CommType, Instruction, Pass, PassType, parse
+from megatron_vocabpar.schedule.words.passes import CommType, Instruction, Pass, PassType, parse
 
 
 def program(text: str) -> list[Instruction]:

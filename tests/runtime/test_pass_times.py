@@ -8,11 +8,11 @@ import pytest
 
 from megatron_vocabpar.runtime.pass_times import IterationTimes, RankTimes, pass_costs
 from megatron_vocabpar.runtime.profile import COMPUTE, INPUT, OUTPUT, WAIT, Span
-from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
-from megatron_vocabpar.schedule.generate import make_plan
-from megatron_vocabpar.schedule.passes import INPUT_COLLECTIVES, CommType
+from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.words.passes import INPUT_COLLECTIVES, CommType
 
 P = 3
 COSTS = PassCosts(

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.schedule.serialize import from_json
-
-from . import reference
+from megatron_vocabpar.schedule.words.schedule import Schedule
+from tests.schedule import reference
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from . import reference
-from .random_schedules import Shape
-from .reference_queues import _needs, parts
+from tests.schedule import reference
+from tests.schedule.random_schedules import Shape
+from tests.schedule.reference_queues import _needs, parts
 
 Words = Sequence[Sequence[str]]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from . import reference
-from .random_schedules import Shape
+from tests.schedule import reference
+from tests.schedule.random_schedules import Shape
 
 Words = Sequence[Sequence[str]]
 _NEEDS = {  # the collectives that a pass of each algorithm waits for; B for the last stage alone

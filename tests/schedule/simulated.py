@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
-from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
-from megatron_vocabpar.schedule.passes import Pass, parse
 from megatron_vocabpar.schedule.plan import Plan
-from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.words.passes import Pass, parse
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 
 def simulated(

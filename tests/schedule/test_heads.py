@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
-from megatron_vocabpar.schedule.generate import make_plan
-from megatron_vocabpar.schedule.memory import BUFFERS, BufferSizes, peak_memory
-from megatron_vocabpar.schedule.passes import PassType, parse
-from megatron_vocabpar.schedule.peaks import peak_activations
+from megatron_vocabpar.schedule.check.program_rules import validate_program
+from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.plan import Plan
-from megatron_vocabpar.schedule.program_rules import validate_program
-from megatron_vocabpar.schedule.schedule import ScheduleError
+from megatron_vocabpar.schedule.play.memory import BUFFERS, BufferSizes, peak_memory
+from megatron_vocabpar.schedule.play.peaks import peak_activations
 from megatron_vocabpar.schedule.serialize import plan_from_json, plan_to_json
 from megatron_vocabpar.schedule.simulate import simulate
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.words.passes import PassType, parse
+from megatron_vocabpar.schedule.words.schedule import ScheduleError
 
 P, M, DEPTHS = 4, 7, 2
 COSTS = PassCosts.default(P, DEPTHS)

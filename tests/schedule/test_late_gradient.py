@@ -6,21 +6,21 @@ import json
 
 import pytest
 
-from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.check.validate import validate
 from megatron_vocabpar.schedule.draw import draw_text
-from megatron_vocabpar.schedule.families import families
-from megatron_vocabpar.schedule.generate import generate, make_plan
-from megatron_vocabpar.schedule.hang import find_hangs
-from megatron_vocabpar.schedule.methods import METHODS, method_named
-from megatron_vocabpar.schedule.numbering import Numbering
-from megatron_vocabpar.schedule.passes import CommType, PassType
+from megatron_vocabpar.schedule.make.families import families
+from megatron_vocabpar.schedule.make.generate import generate, make_plan
+from megatron_vocabpar.schedule.play.hang import find_hangs
+from megatron_vocabpar.schedule.play.memory import SOFTMAX_SHARDS
+from megatron_vocabpar.schedule.play.numbering import Numbering
 from megatron_vocabpar.schedule.serialize import plan_from_json, plan_to_json, to_json
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
-from megatron_vocabpar.schedule.validate import validate
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.words.methods import METHODS, method_named
+from megatron_vocabpar.schedule.words.passes import CommType, PassType
 from tests.cases import covering, rest_is_slow
-
-from . import reference
-from .test_generate import claimed
+from tests.schedule import reference
+from tests.schedule.make.test_generate import claimed
 
 LATE = {name: METHODS[name].with_late_gradient() for name in ("naive", "vocab-1", "vocab-2")}
 MS = {
@@ -83,7 +83,7 @@ def test_a_late_gradient_costs_nothing(method: str, p: int) -> None:
     print(method, p, f"{late.iteration_ms / announced.iteration_ms - 1:+.4%}")
     assert late.iteration_ms <= announced.iteration_ms * 1.001
     assert max(late.peak_activations) <= max(announced.peak_activations)
-    assert max(late.peak_softmax_shards) <= 4
+    assert max(late.peak(SOFTMAX_SHARDS)) <= 4
 
 
 def test_softmax_shards_are_counted_until_the_weight_gradient() -> None:

@@ -8,13 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.generate import generate, make_plan
-from megatron_vocabpar.schedule.methods import METHODS
-from megatron_vocabpar.schedule.passes import Pass, PassType, parse
-from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.make.generate import generate, make_plan
 from megatron_vocabpar.schedule.plan import Plan
-from megatron_vocabpar.schedule.schedule import Schedule
 from megatron_vocabpar.schedule.serialize import (
     from_json,
     plan_from_json,
@@ -22,6 +17,11 @@ from megatron_vocabpar.schedule.serialize import (
     plan_to_json,
     to_json,
 )
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.schedule.words.passes import Pass, PassType, parse
+from megatron_vocabpar.schedule.words.placement import Placement
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 SMALL = json.loads(to_json(generate("vocab-2", 2, 1)))
 

@@ -10,23 +10,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_vocabpar.schedule.costs import PassCosts, PassTimes
-from megatron_vocabpar.schedule.critical_path import time_by_rank, time_by_type
-from megatron_vocabpar.schedule.events import run_events
-from megatron_vocabpar.schedule.generate import generate
-from megatron_vocabpar.schedule.lower import lower, play_passes
-from megatron_vocabpar.schedule.memory import BUFFERS, BufferSizes, memory_curve, peak_memory
-from megatron_vocabpar.schedule.methods import METHODS
-from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, parse
-from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.plan import Plan
-from megatron_vocabpar.schedule.schedule import Deadlock, Schedule
+from megatron_vocabpar.schedule.play.critical_path import time_by_rank, time_by_type
+from megatron_vocabpar.schedule.play.events import run_events
+from megatron_vocabpar.schedule.play.lower import lower, play_passes
+from megatron_vocabpar.schedule.play.memory import (
+    BUFFERS,
+    EMBEDDED_INPUTS,
+    INPUT_GRADIENTS,
+    SOFTMAX_SHARDS,
+    WEIGHT_INPUTS,
+    BufferSizes,
+    memory_curve,
+    peak_memory,
+)
 from megatron_vocabpar.schedule.serialize import from_json, to_json
 from megatron_vocabpar.schedule.simulate import simulate
-
-from . import reference, reference_queues
-from .random_schedules import SHAPES, Shape, random_data, random_schedule
-from .simulated import ranks_of, simulated
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, parse
+from megatron_vocabpar.schedule.words.placement import Placement
+from megatron_vocabpar.schedule.words.schedule import Deadlock, Schedule
+from tests.schedule import reference, reference_queues
+from tests.schedule.random_schedules import SHAPES, Shape, random_data, random_schedule
+from tests.schedule.simulated import ranks_of, simulated
 
 COSTS = PassCosts(
     F_ms=10.0,
@@ -65,7 +73,9 @@ def test_one_microbatch_by_hand() -> None:
     assert result.busy_ms == pytest.approx((38.0, 38.0))
     assert result.bubble == pytest.approx((31 / 69, 31 / 69))
     assert result.peak_activations == (1.0, 1.0)
-    assert result.peak_softmax_shards == result.peak_embedded_inputs == result.peak_input_gradients == (1, 1)
+    assert (
+        result.peak(SOFTMAX_SHARDS) == result.peak(EMBEDDED_INPUTS) == result.peak(INPUT_GRADIENTS) == (1, 1)
+    )
 
 
 def test_interlaced_stops_all_ranks_for_the_output_layer() -> None:
@@ -215,8 +225,9 @@ def test_buffers_by_hand() -> None:
     schedule = Schedule(METHODS["vocab-2"], Placement(1), 2, rows)
     result = simulated(schedule, COSTS)
     assert result.peak_activations == (2.0,)
-    assert result.peak_weight_inputs == (2.0,)
-    assert result.peak_softmax_shards == result.peak_embedded_inputs == result.peak_input_gradients == (2,)
+    assert result.peak(WEIGHT_INPUTS) == (2.0,)
+    for buffer in (SOFTMAX_SHARDS, EMBEDDED_INPUTS, INPUT_GRADIENTS):
+        assert result.peak(buffer) == (2,)
     sizes = BufferSizes({"activations": 100.0, "weight_inputs": 60.0, "softmax_shards": 7.0})
     sizes = BufferSizes(dict.fromkeys(BUFFERS, 0.0) | sizes.mib)
     peak = peak_memory(result.alive[0], sizes, 1)

@@ -16,7 +16,7 @@ import torch
 
 from megatron_vocabpar.integration import forward_backward
 from megatron_vocabpar.runtime.streams import side_stream
-from megatron_vocabpar.schedule.passes import parse
+from megatron_vocabpar.schedule.words.passes import parse
 from megatron_vocabpar.train import trainer
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.worker import run_worker

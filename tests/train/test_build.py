@@ -15,7 +15,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.train import cpu
 from megatron_vocabpar.train.build import build_chunks
 from megatron_vocabpar.train.config import TrainConfig

@@ -25,7 +25,7 @@ from megatron_vocabpar.integration.options import VocabOptions
 from megatron_vocabpar.layers.kernels.reference import Exponentials
 from megatron_vocabpar.runtime.buffers import Buffers
 from megatron_vocabpar.runtime.streams import HostCopy
-from megatron_vocabpar.schedule.placement import Placement
+from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.train import cpu
 from megatron_vocabpar.train.build import build_chunks
 from megatron_vocabpar.train.config import TrainConfig

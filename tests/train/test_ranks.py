@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_vocabpar.schedule.generate import make_plan
-from megatron_vocabpar.schedule.passes import POINT_TO_POINT, Comm
-from megatron_vocabpar.schedule.schedule import Program
+from megatron_vocabpar.schedule.make.generate import make_plan
+from megatron_vocabpar.schedule.play.waits import shared_name
 from megatron_vocabpar.schedule.serialize import plan_to_json
-from megatron_vocabpar.schedule.waits import whole
+from megatron_vocabpar.schedule.words.passes import POINT_TO_POINT, Comm
+from megatron_vocabpar.schedule.words.schedule import Program
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import ProgressRecord, TrainingFailed
 from megatron_vocabpar.train.output import LOG_FOLDER, method_config, open_method
@@ -169,7 +169,7 @@ def standing(program: Program, stuck: int, place: int) -> list[int]:
         meeting: dict[object, list[int]] = {}
         for rank, row in enumerate(program):
             if at[rank] < len(row) and (rank, at[rank]) != (stuck, place):
-                meeting.setdefault(whole(row[at[rank]]), []).append(rank)
+                meeting.setdefault(shared_name(row[at[rank]]), []).append(rank)
         ready = [
             rank
             for key, ranks in meeting.items()

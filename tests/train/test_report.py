@@ -12,7 +12,7 @@ from PIL import Image
 
 from megatron_vocabpar.schedule.draw import draw_trace
 from megatron_vocabpar.schedule.draw.pictures import write_pictures
-from megatron_vocabpar.schedule.generate import make_plan
+from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.serialize import plan_to_json
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.train.compare import differences, loss_curve, reference_method

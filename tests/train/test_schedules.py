@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from megatron_vocabpar.schedule.costs import PassCosts
-from megatron_vocabpar.schedule.families import Family, families
-from megatron_vocabpar.schedule.generate import generate
-from megatron_vocabpar.schedule.methods import METHODS
-from megatron_vocabpar.schedule.peaks import peak_activations
-from megatron_vocabpar.schedule.schedule import Schedule
+from megatron_vocabpar.schedule.make.families import Family, families
+from megatron_vocabpar.schedule.make.generate import generate, make_plan
+from megatron_vocabpar.schedule.make.request import PlanRequest
+from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.play.peaks import peak_activations
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.train import schedules
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.schedules import describe, plan_method
@@ -72,11 +73,11 @@ def test_search_is_among_what_fits(
 ) -> None:
     asked: list[str] = []
 
-    def search(method: str, p: int, m: int, *, among: list[Family], **_: Any) -> Schedule:
-        asked.extend(family.name for family in among)
-        return generate(method, p, m)
+    def plan_for(request: PlanRequest) -> Plan:
+        asked.extend(family.name for family in request.among or () if isinstance(family, Family))
+        return make_plan(request.method, request.p, request.m)
 
-    monkeypatch.setattr(schedules, "search", search)
+    monkeypatch.setattr(schedules, "plan_for", plan_for)
     plan_method(TrainConfig(family="search", **options), method)
     assert set(asked) == names
 

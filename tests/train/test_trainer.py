@@ -16,8 +16,8 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_vocabpar.schedule.placement import Placement
 from megatron_vocabpar.schedule.serialize import from_json
+from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.train.build import build
 from megatron_vocabpar.train.checkpoint import load_checkpoint
 from megatron_vocabpar.train.config import TrainConfig

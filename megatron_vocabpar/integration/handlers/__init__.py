@@ -4,7 +4,7 @@
        -> B(last) ... B(first) -> CIB -> IB
 
 Handlers hand tensors to each other through buffers, launch communication on side streams, and wait for what
-they consume. They never decide an order: that is the schedule's (``schedule/dependencies.py``).
+they consume. They never decide an order: that is the schedule's (``schedule/words/dependencies.py``).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megatron_vocabpar.integration.loss_reports import DistantLoss
 from megatron_vocabpar.integration.model import PartitionedModel
 from megatron_vocabpar.integration.weight_gradients import WeightGradients
 from megatron_vocabpar.runtime.executor import Handlers
-from megatron_vocabpar.schedule.methods import Method
-from megatron_vocabpar.schedule.passes import CommType, PassType
+from megatron_vocabpar.schedule.words.methods import Method
+from megatron_vocabpar.schedule.words.passes import CommType, PassType
 
 Table = dict[PassType | CommType, Callable[[Any], None]]
 

@@ -22,7 +22,7 @@ from megatron_vocabpar.layers.head import Part, total, with_place
 from megatron_vocabpar.layers.numbers import Softmax
 from megatron_vocabpar.runtime.comm import all_gather, all_reduce, broadcast
 from megatron_vocabpar.runtime.streams import Event
-from megatron_vocabpar.schedule.passes import Comm, Pass, PassType
+from megatron_vocabpar.schedule.words.passes import Comm, Pass, PassType
 
 
 class Barriers(LayerHandlers):

@@ -20,7 +20,7 @@ from megatron_vocabpar.layers.numbers import Slopes, Softmax
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.layers.token_loss import loss_slopes
-from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, PassType
+from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType
 
 
 class OutputChain:

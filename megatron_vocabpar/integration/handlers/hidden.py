@@ -7,7 +7,7 @@ import torch
 from megatron_vocabpar.integration.handlers.chain import OutputChain
 from megatron_vocabpar.integration.iteration import LayerHandlers
 from megatron_vocabpar.runtime.comm import broadcast
-from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, PassType
+from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType
 
 
 class HiddenStates(LayerHandlers):

@@ -15,8 +15,8 @@ from megatron_vocabpar.integration.model import PartitionedModel
 from megatron_vocabpar.layers.embedding import assemble, embedding_backward, split_gradient
 from megatron_vocabpar.runtime.comm import exchange_rows
 from megatron_vocabpar.runtime.streams import Event
-from megatron_vocabpar.schedule.dependencies import EMBEDDED_INPUTS
-from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, PassType
+from megatron_vocabpar.schedule.words.dependencies import EMBEDDED_INPUTS
+from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType
 
 
 class InputLayer(LayerHandlers):

@@ -15,7 +15,7 @@ from megatron_vocabpar.layers.numbers import Softmax
 from megatron_vocabpar.layers.token_loss import loss_of
 from megatron_vocabpar.runtime.comm import all_reduce
 from megatron_vocabpar.runtime.streams import Event
-from megatron_vocabpar.schedule.passes import Pass
+from megatron_vocabpar.schedule.words.passes import Pass
 
 
 class Losses(LayerHandlers):

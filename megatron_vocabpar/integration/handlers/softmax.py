@@ -23,7 +23,7 @@ from megatron_vocabpar.integration.iteration import LayerHandlers
 from megatron_vocabpar.layers.head import NaiveHead
 from megatron_vocabpar.layers.naive import NaiveState
 from megatron_vocabpar.layers.numbers import Softmax
-from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, PassType
+from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType
 
 
 class SoftmaxPasses(LayerHandlers):

@@ -15,7 +15,7 @@ from megatron_vocabpar.integration.layer_graphs import kept
 from megatron_vocabpar.integration.loss_reports import DistantLoss
 from megatron_vocabpar.integration.recording import ModelCall
 from megatron_vocabpar.integration.weight_gradients import WeightGradients
-from megatron_vocabpar.schedule.passes import Comm, CommType, Pass, PassType
+from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType
 
 
 class Stages(LayerHandlers):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_vocabpar.integration.iteration import LayerHandlers
-from megatron_vocabpar.schedule.passes import Comm, Pass, PassType
+from megatron_vocabpar.schedule.words.passes import Comm, Pass, PassType
 
 
 class Transfers(LayerHandlers):

@@ -1,18 +1,23 @@
 """Pictures of schedules in time: for the terminal, for a paper, for a browser and for trace viewers.
 
-All show one row a rank. ``text.py`` and ``trace.py`` draw a simulation; ``svg.py``, ``image.py`` (PNG, PDF)
-and ``html.py`` draw charts (``chart.py``), planned or measured (``measured.py``), several below each other.
+Each shows one row a rank. ``text.py`` and ``trace.py`` draw a simulation; ``svg.py``, ``image.py`` (PNG, PDF)
+and ``html.py`` draw charts (``chart.py``), planned or measured (``measured.py``), one below the other.
 """
 
 from __future__ import annotations
 
-from .chart import Chart, name_of, planned_chart
-from .html import draw_html
-from .image import draw_image
-from .measured import WHY_THEY_DIFFER, measured_chart, measured_times, read_timeline
-from .svg import draw_svg, svg_of, svg_of_scene
-from .text import draw_text
-from .trace import draw_trace
+from megatron_vocabpar.schedule.draw.chart import Chart, name_of, planned_chart
+from megatron_vocabpar.schedule.draw.html import draw_html
+from megatron_vocabpar.schedule.draw.image import draw_image
+from megatron_vocabpar.schedule.draw.measured import (
+    WHY_THEY_DIFFER,
+    measured_chart,
+    measured_times,
+    read_timeline,
+)
+from megatron_vocabpar.schedule.draw.svg import draw_svg, svg_of, svg_of_scene
+from megatron_vocabpar.schedule.draw.text import draw_text
+from megatron_vocabpar.schedule.draw.trace import draw_trace
 
 __all__ = [
     "WHY_THEY_DIFFER",

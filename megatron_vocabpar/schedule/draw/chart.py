@@ -1,7 +1,7 @@
 """What every picture shows: rows of bars in time, planned or measured.
 
-``planned_chart`` makes one from a simulation, ``measured.py`` from the timeline of a training run, so that
-all renderers draw both alike and side by side. Next: ``scene.py`` (on paper), ``html.py`` (in a browser).
+``planned_chart`` makes a chart from a simulation, ``measured.py`` from the timeline of a training run, so all
+renderers draw both alike. Next: ``scene.py`` (on paper), ``html.py`` (in a browser).
 """
 
 from __future__ import annotations
@@ -9,8 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..memory import ACTIVATIONS, WEIGHT_INPUTS, BufferSizes, Curve, memory_curve
-from ..passes import (
+from megatron_vocabpar.schedule.make.families import family_of
+from megatron_vocabpar.schedule.play.memory import (
+    ACTIVATIONS,
+    WEIGHT_INPUTS,
+    BufferSizes,
+    Curve,
+    memory_curve,
+)
+from megatron_vocabpar.schedule.simulate import Simulation
+from megatron_vocabpar.schedule.words.passes import (
     INPUT_COLLECTIVES,
     OUTPUT_COLLECTIVES,
     VOCABULARY_PASSES,
@@ -19,10 +27,8 @@ from ..passes import (
     Pass,
     PassType,
 )
-from ..peaks import family_of
-from ..placement import Placement
-from ..schedule import Schedule
-from ..simulate import Simulation
+from megatron_vocabpar.schedule.words.placement import Placement
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 MICROBATCHES, MIB = "microbatches", "MiB"  # units of memory
 
@@ -43,8 +49,8 @@ class Row:
 
     Attributes:
         label: such as ``rank 3``.
-        passes: in the order of time.
-        output, input: its collectives of the output and of the input layer, in the order of time.
+        passes: its passes in time.
+        output, input: its collectives of the output and of the input layer in time.
         memory: what it holds, as (time in ms, amount from then on); empty if unknown.
     """
 
@@ -60,7 +66,7 @@ class Chart:
     """One picture's content.
 
     Attributes:
-        name: what the line above begins with.
+        name: begins the line above.
         rows: one a rank.
         length_ms: from the first start to the last end.
         placement: which chunk a stage is.
@@ -88,8 +94,8 @@ class Chart:
 
     def types(self) -> list[PassType]:
         """The types of pass that it shows."""
-        there = {bar.item.type for row in self.rows for bar in row.passes}
-        return [type_ for type_ in PassType if type_ in there]
+        shown = {bar.item.type for row in self.rows for bar in row.passes}
+        return [type_ for type_ in PassType if type_ in shown]
 
     def chunk_of(self, item: Instruction) -> int:
         """The chunk that a pass belongs to on its rank; 0 for those of the vocabulary layers."""
@@ -115,8 +121,8 @@ def planned_chart(
     Args:
         simulation: what to draw.
         title: the line above; by default family, method, p and m.
-        family: its name; by default the one that it looks like.
-        sizes: for memory in MiB; in microbatches of activations where they are not known.
+        family: its name; by default that of the family that it looks like.
+        sizes: for memory in MiB; without them, memory is in microbatches of activations.
     """
     schedule = simulation.schedule
     return Chart(
@@ -153,6 +159,6 @@ def _collectives(simulation: Simulation, rank: int, group: frozenset[CommType]) 
 
 
 def _memory(simulation: Simulation, rank: int, sizes: BufferSizes | None) -> Curve:
-    """What a rank holds: in MiB, or if sizes are not known, activations in microbatches."""
+    """What a rank holds: in MiB, or without sizes, activations in microbatches."""
     mib = {ACTIVATIONS: 1.0, WEIGHT_INPUTS: 1.0} if sizes is None else sizes.mib
     return memory_curve(simulation.alive[rank], mib, simulation.schedule.chunks)

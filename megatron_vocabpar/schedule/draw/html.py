@@ -12,22 +12,16 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from ..passes import CommType, PassType
-from .chart import Bar, Chart, Row
-from .style import MEANINGS, STYLES, shade
+from megatron_vocabpar.schedule.draw.chart import Bar, Chart, Row
+from megatron_vocabpar.schedule.draw.style import MEANINGS, STYLES, shade
+from megatron_vocabpar.schedule.words.passes import CommType, PassType
 
 _US_PER_MS = 1e3
-_INDEX = {type_: place for place, type_ in enumerate((*PassType, *CommType))}
+_INDEX = {type_: index for index, type_ in enumerate((*PassType, *CommType))}
 
 
 def draw_html(charts: Sequence[Chart], title: str | None = None, note: str = "") -> str:
-    """The page's text.
-
-    Args:
-        charts: shown below each other on one time axis.
-        title: of the page; by default that of the first chart.
-        note: a sentence above the charts.
-    """
+    """The text of a page with charts below each other on one time axis, and a sentence above them."""
     heading = title or (charts[0].name if charts else "schedule")
     folder = resources.files(__package__)
     frame = (folder / "viewer.html").read_text(encoding="utf-8")

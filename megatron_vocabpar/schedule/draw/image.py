@@ -6,8 +6,8 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from .chart import Chart
-from .scene import Box, Scene, Text, lay_out
+from megatron_vocabpar.schedule.draw.chart import Chart
+from megatron_vocabpar.schedule.draw.scene import Box, Scene, Text, lay_out
 
 _DOTS_PER_INCH = 96.0
 _SHARPNESS = 2.0  # of a PNG: its pixels for one of the scene

@@ -1,4 +1,4 @@
-"""Iterations beside each other: one bar for each schedule, as long as its iteration, and its idle part."""
+"""Iterations compared: one bar for each schedule, as long as its iteration, with its idle part."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from .scene import Box, Scene, Text, axis
-from .style import QUIET
+from megatron_vocabpar.schedule.draw.scene import Box, Scene, Text, axis
+from megatron_vocabpar.schedule.draw.style import QUIET
 
 _LEFT, _WIDTH, _RIGHT = 130, 460, 170
 _TOP, _ROW, _GAP, _AXIS, _LEGEND = 34, 24, 8, 26, 26
@@ -16,14 +16,7 @@ _BUSY, _IDLE, _PREDICTED = "#4a7fc1", "#d5dde8", "#c0392b"
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """One schedule's iteration.
-
-    Attributes:
-        label: its name.
-        ms: the iteration.
-        idle: the share of it that the ranks idle, on average.
-        predicted_ms: by the simulator.
-    """
+    """One schedule's iteration: measured, the share of it that ranks idle on average, and simulated."""
 
     label: str
     ms: float
@@ -32,14 +25,14 @@ class Length:
 
 
 def lay_out_lengths(title: str, lengths: Sequence[Length]) -> Scene:
-    """One bar below the other on one time axis; the first is what the others are compared with."""
+    """One bar below the other on one time axis; the others are compared with the first."""
     scale = _WIDTH / max(max(row.ms, row.predicted_ms) for row in lengths)
     bottom = _TOP + len(lengths) * (_ROW + _GAP)
     height = bottom + _AXIS + _LEGEND
     width = _LEFT + _WIDTH + _RIGHT
     shapes: list[Box | Text] = [Box(0, 0, width, height, "#ffffff"), Text(16, 20, title, size=13, bold=True)]
-    for place, row in enumerate(lengths):
-        shapes += _bar(row, lengths[0], scale, _TOP + place * (_ROW + _GAP))
+    for index, row in enumerate(lengths):
+        shapes += _bar(row, lengths[0], scale, _TOP + index * (_ROW + _GAP))
     shapes += axis(_WIDTH / scale, scale, bottom, _LEFT)
     shapes += _legend(bottom + _AXIS + 4)
     return Scene(width, ceil(height), tuple(shapes))

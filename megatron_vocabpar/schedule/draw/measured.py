@@ -1,8 +1,7 @@
 """The timeline that a training run measured (``timeline.json``), as a chart, and as times to plan with.
 
-The file is the trace-event JSON that ``runtime/profile.py`` writes: a row for each rank's passes, and one
-for each group of collectives, named alike in ``trace.py``. Waiting inside a pass is told apart from the
-pass itself.
+The file is the trace-event JSON that ``runtime/profile.py`` writes: a row for each rank's passes, and one for
+each group of collectives, with the names of ``trace.py``. Waiting inside a pass is an event of its own.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..costs import PassTimes
-from ..passes import Comm, CommType, Pass, PassType, parse
-from ..schedule import Schedule
-from ..schema import check, read_object
-from .chart import Bar, Chart, Row
+from megatron_vocabpar.schedule.data.schema import check, read_object
+from megatron_vocabpar.schedule.draw.chart import Bar, Chart, Row
+from megatron_vocabpar.schedule.times.costs import PassTimes
+from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType, parse
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 WHY_THEY_DIFFER = (
     "Above the plan with the measured times (medians of passes, the shortest of each collective), below what "
@@ -29,12 +28,7 @@ _US_PER_MS = 1e3
 
 
 def read_timeline(path: str | Path, schedule: Schedule, title: str = "measured") -> Chart:
-    """Read a measured timeline.
-
-    Args:
-        path: the file.
-        schedule: what ran.
-        title: the line above the chart; its length is added.
+    """The chart of a file that a run of ``schedule`` measured; its length is added to the title.
 
     Raises:
         ValueError: naming the file and what is wrong with it.
@@ -57,7 +51,7 @@ def read_timeline(path: str | Path, schedule: Schedule, title: str = "measured")
 def measured_chart(trace: Mapping[str, Any], schedule: Schedule, title: str = "measured") -> Chart:
     """The chart of a trace in the form of ``runtime/profile.py``; times count from the first pass.
 
-    Of what stands in a row more than once (an evaluation after the step), the first is shown.
+    If an item is in a row more than once (in an evaluation after the step), the first is shown.
 
     Raises:
         KeyError, TypeError, ValueError: if the trace has another form, or passes that the schedule lacks.
@@ -98,7 +92,7 @@ def measured_times(chart: Chart, schedule: Schedule) -> PassTimes:
     """The times to plan ``schedule`` with: medians of measured passes, the shortest of each collective.
 
     A collective's span on one rank includes waiting for the other ranks, hence the shortest. Transfers
-    between stages are not in a timeline and count as nothing.
+    between stages are not in a timeline and take 0 ms.
 
     Raises:
         ValueError: naming a pass of the schedule of which no instance was measured.
@@ -112,8 +106,8 @@ def measured_times(chart: Chart, schedule: Schedule) -> PassTimes:
                 seen.setdefault((item.type, item.stage), []).append(took)
             elif isinstance(item, Comm):
                 shortest[item.type] = min(shortest[item.type], took)
-    wanted = {(pass_.type, pass_.stage) for passes in schedule.ranks for pass_ in passes}
-    for type_, stage in sorted(wanted, key=lambda key: (key[0].value, key[1])):
+    kinds = {(pass_.type, pass_.stage) for passes in schedule.ranks for pass_ in passes}
+    for type_, stage in sorted(kinds, key=lambda key: (key[0].value, key[1])):
         if (type_, stage) not in seen:
             raise ValueError(f"the timeline has no pass {type_.value} of stage {stage}")
     stages = range(schedule.placement.num_stages)
@@ -122,7 +116,6 @@ def measured_times(chart: Chart, schedule: Schedule) -> PassTimes:
 
 
 def _row(name: str) -> tuple[str, str]:
-    """The rank's label and the lane of a row of the trace."""
     words = name.split(" ", 2)
     suffix = f" {words[2]}" if len(words) > 2 else ""
     if suffix not in _LANES:

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..plan import Plan
-from ..simulate import simulate
-from .chart import name_of, planned_chart
-from .html import draw_html
-from .measured import WHY_THEY_DIFFER, measured_chart, measured_times
-from .svg import draw_svg, svg_of
+from megatron_vocabpar.schedule.draw.chart import name_of, planned_chart
+from megatron_vocabpar.schedule.draw.html import draw_html
+from megatron_vocabpar.schedule.draw.measured import WHY_THEY_DIFFER, measured_chart, measured_times
+from megatron_vocabpar.schedule.draw.svg import draw_svg, svg_of
+from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.simulate import simulate
 
 SCHEDULE_FILE = "schedule.svg"
 TIMELINE_FILE = "timeline.json"
@@ -25,13 +25,8 @@ PAGE_WIDTH = 950.0
 def write_pictures(folder: Path, plan: Plan, trace: Mapping[str, Any]) -> None:
     """Write the schedule, the measured timeline, and the two below each other.
 
-    The plan is drawn with the times that were measured: what differs below is waiting, communication and
-    the work between passes.
-
-    Args:
-        folder: is made where it is missing.
-        plan: what ran.
-        trace: of one iteration, as ``runtime.profile.trace_events`` makes it.
+    The plan is drawn with the measured times, so the two differ by waiting, communication and the work
+    between passes. ``trace`` is that of one iteration, as ``runtime.profile.trace_events`` makes it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     schedule, name = plan.schedule, name_of(plan.schedule)

@@ -1,7 +1,7 @@
 """A picture on paper: charts laid out as rectangles and texts, which ``svg.py`` and ``image.py`` paint.
 
-One row a rank, time to the right; a pass shows its microbatch where it fits. Charts stand one below the
-other on one time axis, so that a planned and a measured one compare. Lengths are pixels (of 1/96 inch).
+One row a rank, time to the right; a pass shows its microbatch if that fits. Charts stand one below the other
+on one time axis, so that a planned and a measured one compare. Lengths are pixels (of 1/96 inch).
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from math import ceil, log10
 from typing import Literal
 
-from ..passes import PassType
-from .chart import Bar, Chart
-from .style import INK, QUIET, STYLES, shade
+from megatron_vocabpar.schedule.draw.chart import Bar, Chart
+from megatron_vocabpar.schedule.draw.style import INK, QUIET, STYLES, shade
+from megatron_vocabpar.schedule.words.passes import PassType
 
 _ROW, _GAP, _LEFT, _TOP, _RIGHT = 24, 4, 60, 34, 16
 _BETWEEN = 18  # above each further chart
 _AXIS, _LEGEND = 26, 34
 _FORWARD, _LEAST, _MOST = 26.0, 640.0, 12000.0  # of a forward pass; of all passes
 _DIGIT, _LETTER = 6.4, 6.2  # width at size 11
-_EDGE, _EDGED = 0.4, 2.5  # width of a pass's edge; narrower passes have none, as it would hide them
+_EDGE, _EDGED = 0.4, 2.5  # width of a pass's edge; of the narrowest pass with one, which it does not hide
 _LABELS = (11, 9, 7.5)  # sizes of a pass's microbatch, the largest that fits
 _GROUND = "#f3f3f3"
 
@@ -63,11 +63,9 @@ class Scene:
 
 
 def lay_out(charts: Sequence[Chart], widest: float | None = None) -> Scene:
-    """Place charts below each other, with one legend at the end.
+    """Place charts below each other on one time axis, with one legend at the end.
 
-    Args:
-        charts: they share one time axis.
-        widest: the most pixels that the longest chart's time may take; by default passes stay readable.
+    ``widest`` is the most pixels for the longest chart's time; by default passes stay readable.
     """
     scale = _pixels_per_ms(charts, widest or _MOST)
     length = max((chart.length_ms for chart in charts), default=0.0)
@@ -98,8 +96,8 @@ def _pixels_per_ms(charts: Sequence[Chart], widest: float) -> float:
 
 def _chart(chart: Chart, scale: float, top: float) -> Iterator[Box | Text]:
     yield Text(_LEFT, top + 20, chart.title, size=13, bold=True)
-    for place, row in enumerate(chart.rows):
-        y = top + _TOP + place * (_ROW + _GAP)
+    for index, row in enumerate(chart.rows):
+        y = top + _TOP + index * (_ROW + _GAP)
         yield Text(_LEFT - 8, y + _ROW - 8, row.label, anchor="end")
         yield Box(_LEFT, y, chart.length_ms * scale, _ROW, _GROUND)
         for bar in row.passes:

@@ -1,15 +1,15 @@
 """What all pictures share: the colour and the explanation of each type of pass.
 
-Colours are chosen to differ in lightness too, so that they survive greyscale print and colour blindness;
-a rank's second and later chunks are drawn in a darker shade.
+Colours differ in lightness too, for greyscale print and colour blindness. A rank's second and later chunks
+have a darker shade.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..passes import CommType, PassType
-from ..schedule import Schedule
+from megatron_vocabpar.schedule.words.passes import CommType, PassType
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 INK, QUIET = "#222222", "#666666"  # of texts
 
@@ -37,7 +37,7 @@ STYLES: dict[PassType, Style] = {
 }
 
 
-# What a pass waits for when it waits for this.
+# What a pass waits for when it waits for a communication.
 MEANINGS: dict[CommType, str] = {
     CommType.RECV_F: "the output of the previous stage",
     CommType.RECV_B: "the input gradient of the next stage",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from ..simulate import Simulation
-from .chart import Chart, planned_chart
-from .scene import Box, Scene, Text, lay_out
+from megatron_vocabpar.schedule.draw.chart import Chart, planned_chart
+from megatron_vocabpar.schedule.draw.scene import Box, Scene, Text, lay_out
+from megatron_vocabpar.schedule.simulate import Simulation
 
 
 def draw_svg(simulation: Simulation, *, title: str | None = None) -> str:

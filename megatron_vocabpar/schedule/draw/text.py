@@ -1,8 +1,8 @@
 """A time grid for the terminal, as the paper's Figure 10: one row a rank, time to the right.
 
-Each pass is as wide as it is long. It shows its letter and its microbatch where there is room (``F3``), the
-letter alone where there is not; ``i`` and ``o`` are IF and IB. A rank's second, fourth ... chunk has small
-letters. Idle time is blank. Long schedules are cut into panels.
+Each pass is as wide as it is long. It shows its letter and, if there is room, its microbatch (``F3``); ``i``
+and ``o`` are IF and IB. A rank's second, fourth ... chunk has small letters. Idle time is blank. Long
+schedules are cut into panels.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from math import ceil
 from typing import NamedTuple
 
-from ..passes import VOCABULARY_PASSES, Pass, PassType
-from ..schedule import Schedule
-from ..simulate import Simulation
-from .style import STYLES, shade, types_in
+from megatron_vocabpar.schedule.draw.style import STYLES, shade, types_in
+from megatron_vocabpar.schedule.simulate import Simulation
+from megatron_vocabpar.schedule.words.passes import VOCABULARY_PASSES, Pass, PassType
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 _LETTERS = {PassType.IF: "i", PassType.IB: "o", PassType.S2: "M"}
 _COLUMNS_PER_FORWARD = 4
@@ -22,13 +22,7 @@ _RESET = "\x1b[0m"
 
 
 def draw_text(sim: Simulation, *, width: int = 120, colour: bool = False) -> str:
-    """The grid, with a legend below.
-
-    Args:
-        sim: what to draw.
-        width: columns of a panel, the rank's number included.
-        colour: draw passes as coloured cells (ANSI escapes).
-    """
+    """The grid in panels of so many columns, with a legend below; ``colour`` adds ANSI escapes."""
     schedule, unit = sim.schedule, _unit_ms(sim)
     rows = [_cells(passes, sim, unit, schedule) for passes in schedule.ranks]
     length = max((cell.column + len(cell.text) for row in rows for cell in row), default=0)

@@ -1,7 +1,7 @@
 """A schedule as Chrome trace-event JSON (Perfetto, chrome://tracing).
 
 One row a rank with its passes, and below it one for each group of collectives. Times are in microseconds, as
-the format asks for. The measured timeline of a training run has the same rows and names.
+the format demands. The measured timeline of a training run has the same rows and names.
 """
 
 from __future__ import annotations
@@ -9,8 +9,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ..passes import INPUT_COLLECTIVES, OUTPUT_COLLECTIVES, Comm, Instruction, Pass
-from ..simulate import Simulation
+from megatron_vocabpar.schedule.simulate import Simulation
+from megatron_vocabpar.schedule.words.passes import (
+    INPUT_COLLECTIVES,
+    OUTPUT_COLLECTIVES,
+    Comm,
+    Instruction,
+    Pass,
+)
 
 _LANES = ("compute", "output collectives", "input collectives")
 

@@ -1,0 +1,139 @@
+"""The rules of programs, checked one by one; the first that is broken is named.
+
+It has the schedule's passes in their order, and every communication once; launches come after producers and
+before consumers; all ranks have the collectives in one order, and receives in the order of sends; no buffer
+is left; nothing hangs, even if every operation holds its rank until all others have joined
+(``play/hang.py``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import zip_longest
+
+from megatron_vocabpar.schedule.check.violations import grid, missing, violation
+from megatron_vocabpar.schedule.play.hang import STRICTEST, find_hangs, runs_in_step
+from megatron_vocabpar.schedule.play.numbering import Numbering, in_numbers
+from megatron_vocabpar.schedule.words.dependencies import collectives, prerequisites
+from megatron_vocabpar.schedule.words.passes import COLLECTIVES, POINT_TO_POINT, RECEIVE_OF, Comm, CommType
+from megatron_vocabpar.schedule.words.schedule import Program, Schedule, ScheduleError, passes_of
+
+
+def validate_program(schedule: Schedule, program: Program) -> None:
+    """Check a program that a valid ``schedule`` was lowered to.
+
+    Raises:
+        ScheduleError: naming the first broken rule, the rank, the instruction, and showing where it is.
+    """
+    if len(program) != schedule.p:
+        raise ScheduleError(f"missing rank: {len(program)} programs for {schedule.p} ranks")
+    check_passes(schedule, program)
+    numbering, expected = Numbering(schedule), expected_communication(schedule)
+    for rank in range(schedule.p):
+        check_communication(program, rank, expected[rank])
+        check_program_order(numbering, program, rank)
+    check_collective_order(program)
+    check_point_to_point_order(schedule, program)
+    check_hang(schedule, program)
+
+
+def expected_communication(schedule: Schedule) -> list[set[Comm]]:
+    """The communication instructions that each rank must have."""
+    expected: list[set[Comm]] = [set() for _ in range(schedule.p)]
+    passes = {pass_ for row in schedule.ranks for pass_ in row}
+    for pass_ in passes:
+        for receive in prerequisites(pass_, schedule):
+            if isinstance(receive, Comm) and receive.type in POINT_TO_POINT:
+                (send,) = prerequisites(receive, schedule)
+                assert isinstance(send, Comm)
+                expected[schedule.rank_of(receive)].add(receive)
+                expected[schedule.rank_of(send)].add(send)
+    for type_ in collectives(schedule):
+        for mb in range(schedule.m):
+            parts = [Comm(type_, rank, mb) for rank in range(schedule.p)]
+            if all(need in passes for part in parts for need in prerequisites(part, schedule)):
+                for rank, part in enumerate(parts):
+                    expected[rank].add(part)
+    return expected
+
+
+def check_passes(schedule: Schedule, program: Program) -> None:
+    """A program holds the schedule's passes, in their order."""
+    for rank, (passes, row) in enumerate(zip(schedule.ranks, program, strict=True)):
+        for expected, actual in zip_longest(passes, passes_of(row)):
+            if actual is None:
+                raise missing("pass", "runs", program, rank, expected)
+            if expected != actual:
+                reason = f"the schedule has {expected or 'nothing more'} here"
+                raise violation("order", program, rank, actual, reason)
+
+
+def check_communication(program: Program, rank: int, expected: set[Comm]) -> None:
+    counts = Counter(item for item in program[rank] if isinstance(item, Comm))
+    for item, count in counts.items():
+        if item not in expected:
+            raise violation(
+                "leaked buffer", program, rank, item, "nothing produces or consumes what it carries"
+            )
+        if count > 1:
+            raise violation("doubled communication", program, rank, item, f"it is there {count} times")
+    if len(counts) < len(expected):
+        absent = min(expected - set(counts), key=lambda item: (item.microbatch, str(item)))
+        raise missing("communication", "issues", program, rank, absent)
+
+
+def check_program_order(numbering: Numbering, program: Program, rank: int) -> None:
+    """Producers before launches, launches and receives before consumers."""
+    m, seen = numbering.schedule.m, bytearray(numbering.size)
+    needs = [in_numbers(needs, m) for needs in numbering.needs]
+    for item in program[rank]:
+        number = numbering.number(item)
+        for first, back in needs[number // m]:
+            if item.microbatch >= back and not seen[first + item.microbatch]:
+                need = numbering.item(first + item.microbatch)
+                if numbering.schedule.rank_of(need) == rank:
+                    raise violation("order", program, rank, item, f"{need} must come before it")
+        seen[number] = 1
+
+
+def check_collective_order(program: Program) -> None:
+    """All ranks launch the collectives of both layers in one order."""
+    orders = [[item for item in row if item.type in COLLECTIVES] for row in program]
+    for rank, order in enumerate(orders):
+        for first, item in zip(orders[0], order, strict=True):
+            if (first.type, first.microbatch) != (item.type, item.microbatch):
+                reason = f"rank 0 issues {first} at this place"
+                raise violation("collective order", program, rank, item, reason)
+
+
+def check_point_to_point_order(schedule: Schedule, program: Program) -> None:
+    """Between two ranks, receives are posted in the order of the sends."""
+    sent: dict[tuple[int, int], list[Comm]] = {}
+    posted: dict[tuple[int, int], list[Comm]] = {}
+    for rank, row in enumerate(program):
+        for item in row:
+            if isinstance(item, Comm) and item.type in RECEIVE_OF:
+                receive, step = RECEIVE_OF[item.type]
+                neighbour = schedule.placement.rank_of(item.stage + step)
+                comm = Comm(receive, item.stage + step, item.microbatch)
+                sent.setdefault((rank, neighbour), []).append(comm)
+            elif isinstance(item, Comm) and item.type in POINT_TO_POINT:
+                step = -1 if item.type is CommType.RECV_F else 1
+                neighbour = schedule.placement.rank_of(item.stage + step)
+                posted.setdefault((neighbour, rank), []).append(item)
+    for (source, target), order in sent.items():
+        for expected, actual in zip(order, posted[source, target], strict=True):
+            if expected != actual:
+                reason = f"rank {source} sends what {expected} receives first"
+                raise violation("point-to-point order", program, target, actual, reason)
+
+
+def check_hang(schedule: Schedule, program: Program) -> None:
+    """A program runs to its end even if every operation holds its rank until all others have joined."""
+    if not runs_in_step(schedule, program):
+        (circle,) = find_hangs(schedule, program, (STRICTEST,)).values()
+        stands = {wait.rank: program[wait.rank].index(wait.item) for wait in circle}
+        waits = "\n".join(f"  {wait}" for wait in circle)
+        raise ScheduleError(
+            f"hang: these ranks wait for each other:\n{waits}\n{grid(program, circle[0].rank, stands)}"
+        )

@@ -1,0 +1,83 @@
+"""Files that people write: read as strict JSON, and held against a schema of this folder.
+
+A fault is one line: where it is, what stands there and, from the schema's description, what to give instead.
+The schemas are JSON Schema, so an editor can check a file too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import resources
+from reprlib import Repr
+from typing import Any, Literal
+
+_short = Repr()
+_short.maxstring = _short.maxother = 60
+
+
+def read_object(text: str, what: str) -> dict[str, Any]:
+    """The object that ``text`` holds as JSON; ``what`` names it in messages, such as "the schedule".
+
+    Raises:
+        ValueError: if it is not JSON (NaN and Infinity are not), names a key twice, is nested too deep, or is
+            not an object.
+    """
+    try:
+        data = json.loads(text, parse_constant=_refuse, object_pairs_hook=_once)
+    except RecursionError:
+        raise ValueError(f"{what} is nested too deep; give one JSON object") from None
+    except ValueError as error:
+        raise ValueError(f"{what} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{what} must hold one JSON object")
+    return data
+
+
+def check(data: Mapping[str, Any], schema: Literal["costs", "schedule", "timeline"]) -> None:
+    """Hold a file's object against a schema.
+
+    Raises:
+        ValueError: naming the first entry that is missing, unknown or wrong.
+    """
+    from fastjsonschema import JsonSchemaValueException
+
+    try:
+        _validator(schema)(data)
+    except JsonSchemaValueException as error:
+        raise ValueError(f"{schema}: {_in_words(error)}") from None
+
+
+@cache
+def _validator(schema: str) -> Callable[[Any], Any]:
+    from fastjsonschema import compile as compiled
+
+    file = resources.files(__package__) / f"{schema}.schema.json"
+    return compiled(json.loads(file.read_text(encoding="utf-8")))
+
+
+def _in_words(error: Any) -> str:
+    """The line for one of the library's errors."""
+    path, value, rule = ".".join(error.path[1:]), error.value, error.definition
+    if error.rule == "required":
+        name = next(name for name in rule["required"] if name not in value)
+        return f"{path + '.' if path else ''}{name} is missing; {rule['description']}"
+    if error.rule == "additionalProperties":
+        unknown = _short.repr(next(name for name in value if name not in rule["properties"]))
+        inside = f" in {path}" if path else ""
+        return f"unknown entry {unknown}{inside}; there are {', '.join(rule['properties'])}"
+    return f"{path} is {_short.repr(value)}; {rule['description']}"
+
+
+def _refuse(name: str) -> float:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} is there twice")
+    return entries

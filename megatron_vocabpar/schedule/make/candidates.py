@@ -1,0 +1,200 @@
+"""The building blocks that are tried, and how each is played: a long list, the best first.
+
+Candidates differ in the hops, which the family gives; in the communication that the block is made for; in the
+interval, as a longer one leaves slack; in how much a pass may delay one that is planned before it; and in
+whether each stage is held to the microbatches in flight of the block's steady state. One kind of block is
+made with *benign* times: backward twice as long as forward, short vocabulary passes, no latency. It is the
+textbook's (Figures 9 and 10).
+
+First come the recipes that win most often, then random ones, the same in every run. Of a long schedule only
+the first few can be played; ``search.py`` plays thousands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from random import Random
+from typing import NamedTuple
+
+from megatron_vocabpar.schedule.make.building_block import BuildingBlock, Hops, lifespans, place
+from megatron_vocabpar.schedule.make.families import Family
+from megatron_vocabpar.schedule.make.pass_graph import PassGraph, build_graph
+from megatron_vocabpar.schedule.make.rules import NEVER, Rules
+from megatron_vocabpar.schedule.times.costs import PassTimes
+from megatron_vocabpar.schedule.words.passes import PassType
+from megatron_vocabpar.schedule.words.schedule import Schedule
+
+SOFTMAX_SHARDS = 3  # may wait for a delayed T when S makes another
+INPUT_GRADIENTS = 3  # may wait for IB when another arrives
+_SEED = 20250321
+
+
+class Candidate(NamedTuple):
+    """A building block and the way to play it."""
+
+    block: BuildingBlock
+    rules: Rules
+
+
+class _Recipe(NamedTuple):
+    """How a block is made from hops, and how it is played.
+
+    ``comm``: scale of the communication that it is made for, None for benign times. ``stretch``: of the
+    interval. ``overlap``, ``ahead``: see ``Rules``. ``spare``: microbatches in flight beyond the block's,
+    None for any number. ``packed``: see ``place``; None as the family says. ``banker``: an F leaves room for
+    later chunks of the oldest microbatch, instead of for its own.
+    """
+
+    comm: float | None
+    stretch: float
+    overlap: float
+    spare: int | None
+    ahead: float = NEVER
+    packed: bool | None = None
+    banker: bool = False
+
+
+_PACKED = (
+    _Recipe(1.0, 1.0, 0.9, None),
+    _Recipe(1.0, 1.0, 0.5, None),
+    _Recipe(None, 1.0, 0.9, None),
+    _Recipe(1.0, 1.03, 0.9, 1),
+    _Recipe(1.25, 1.0, 0.5, None),
+    _Recipe(1.0, 1.0, 0.5, 1),
+    _Recipe(0.0, 1.03, 0.9, None),
+    _Recipe(1.0, 1.0, 0.2, None),
+    _Recipe(None, 1.0, 0.5, 0),
+)
+# A lazy W fills bubbles better if it may not delay the next pass by much.
+_PACKED_SPLIT = (_PACKED[1], _PACKED[0], *_PACKED[2:])
+_UNPACKED = (
+    _Recipe(1.0, 1.0, 0.5, 1),
+    _Recipe(1.0, 1.0, 0.5, None),
+    _Recipe(None, 1.0, 0.9, None, packed=True),
+    _Recipe(0.5, 1.01, 0.1, 1),
+    _Recipe(0.0, 1.01, 0.1, 2),
+    _Recipe(1.25, 1.06, 0.9, 0),
+    _Recipe(1.0, 1.0, 0.9, 1),
+    _Recipe(1.0, 1.0, 0.9, None),
+    _Recipe(1.0, 1.0, 0.5, 2),
+    _Recipe(1.0, 1.0, 0.2, None),
+    _Recipe(1.0, 1.0, 0.5, 0),
+)
+# All ranks stop for S, so there is little to gain from other orders.
+_INTERLACED = (
+    _Recipe(None, 1.0, 1.0, None, ahead=0.0),
+    _Recipe(None, 1.0, 0.5, None, ahead=0.0),
+    _Recipe(1.0, 1.0, 0.5, None, ahead=0.0),
+    _Recipe(None, 1.0, 1.0, None, ahead=0.1),
+    _Recipe(1.0, 1.0, 0.9, None, ahead=0.3),
+)
+# Baseline and redis on 1F1B: the order that Megatron runs, unchanged.
+_TEXTBOOK = _Recipe(None, 1.0, 0.0, None, ahead=0.0)
+
+
+def candidates(
+    shape: Schedule, graph: PassGraph, times: PassTimes, family: Family, cap: float
+) -> Iterator[Candidate]:
+    """Candidates without end, or the textbook's alone; ``shape`` is the schedule's frame."""
+    blocks: dict[tuple[Hops, float | None, float, bool], BuildingBlock] = {}
+    for hops, recipe in _plans(shape, family, cap):
+        packed = family.packed if recipe.packed is None else recipe.packed
+        key = hops, recipe.comm, recipe.stretch, packed
+        if key not in blocks:
+            block_times = PassTimes.benign(shape) if recipe.comm is None else times.scaled(recipe.comm)
+            plan = build_graph(graph.numbering, block_times, splits_w=family.splits_w)
+            blocks[key] = place(shape, plan, hops=hops, stretch=recipe.stretch, packed=packed)
+        yield Candidate(blocks[key], rules(shape, graph, blocks[key], recipe, cap))
+
+
+def is_textbook(shape: Schedule, family: Family) -> bool:
+    """Whether there is only one order: 1F1B with nothing to insert."""
+    return not shape.method.vocabulary_parallel and family.name == "1f1b"
+
+
+def _plans(shape: Schedule, family: Family, cap: float) -> Iterator[tuple[Hops, _Recipe]]:
+    known = family.hops(shape.p, shape.chunks, cap)
+    if is_textbook(shape, family):
+        yield known[0], _TEXTBOOK
+        return
+    recipes = _recipes(shape, family)
+    pairs = [(i + j, i, j) for i in range(len(known)) for j in range(len(recipes))]
+    for _, i, j in sorted(pairs):
+        yield known[i], recipes[j]
+        if shape.chunks > 1:
+            yield known[i], recipes[j]._replace(banker=True)
+    random = Random(_SEED)
+    for turn in count():
+        hops, recipe = _random_hops(random, random.choice(known)), _random_recipe(random)
+        yield hops, recipe._replace(banker=shape.chunks > 1 and turn % 2 == 1)
+
+
+def _recipes(shape: Schedule, family: Family) -> tuple[_Recipe, ...]:
+    recipes: tuple[_Recipe, ...] = _UNPACKED
+    if family.packed:
+        recipes = _PACKED_SPLIT if family.splits_w else _PACKED
+    return _INTERLACED + recipes if shape.method.in_step else recipes
+
+
+def _random_hops(random: Random, around: Hops) -> Hops:
+
+    def near(hop: float) -> float:
+        return random.choice((hop, hop * random.uniform(0.6, 1.6), random.uniform(0.0, 0.6)))
+
+    return Hops(tuple(map(near, around.forward)), tuple(map(near, around.backward)))
+
+
+def _random_recipe(random: Random) -> _Recipe:
+    return _Recipe(
+        random.choice((0.0, 0.5, 1.0, 1.0, 1.25, None)),
+        random.choice((1.0, 1.01, 1.03, 1.06)),
+        random.choice((0.1, 0.25, 0.5, 0.75, 0.9, 1.0)),
+        random.choice((None, None, 0, 1, 2)),
+        packed=random.choice((None, None, True)),
+    )
+
+
+def rules(shape: Schedule, graph: PassGraph, block: BuildingBlock, recipe: _Recipe, cap: float) -> Rules:
+    """IF and L are eager; passes that nothing waits for are lazy; activations live from F to B (or W)."""
+    chunk = 1.0 / shape.chunks
+    forward, backward, weight = (graph.of_type(type_) for type_ in (PassType.F, PassType.B, PassType.W))
+    limits = dict.fromkeys((PassType.T, PassType.TW), SOFTMAX_SHARDS)
+    limits |= {PassType.IB: INPUT_GRADIENTS, PassType.W: shape.chunks * shape.m}
+    lazy = sorted(graph.sinks)
+    later_chunks = {n: shape.chunks - 1 - shape.placement.chunk_of(graph.stage_of(n)) for n in forward}
+    in_flight = {}
+    if recipe.spare is not None:
+        for (node, lifespan), partner in zip(lifespans(block, graph).items(), backward, strict=True):
+            in_flight[node] = partner, int(lifespan) + 1 + recipe.spare
+    return Rules(
+        eager=(*graph.of_type(PassType.IF), *graph.of_type(PassType.L)),
+        lazy={node: _holder(node, graph) for node in lazy},
+        pending={node: limits[graph.type_of(node)] for node in lazy},
+        overlap=recipe.overlap,
+        ahead=recipe.ahead,
+        hold=dict.fromkeys(forward, chunk) | dict.fromkeys(weight or backward, -chunk),
+        max_activations=cap,
+        reserve={} if recipe.banker else {node: chunk * later for node, later in later_chunks.items()},
+        chunks=_in_chunks(forward, graph, later_chunks) if recipe.banker else {},
+        in_flight=in_flight,
+    )
+
+
+def _in_chunks(
+    forward: Sequence[int], graph: PassGraph, later_chunks: Mapping[int, int]
+) -> dict[int, list[int]]:
+    """For each F node, those of its rank, first chunk first."""
+    ranks: dict[int, list[int]] = {}
+    for node in sorted(forward, key=lambda node: -later_chunks[node]):
+        ranks.setdefault(graph.rank[node], []).append(node)
+    return {node: ranks[graph.rank[node]] for node in forward}
+
+
+def _holder(node: int, graph: PassGraph) -> int:
+    """What makes the buffer that a lazy pass frees: a pass on its rank (S for T), or a collective."""
+    needed = graph.needs[node][0].node
+    parts = [part for part, groups in graph.feeds.items() if needed in groups]
+    if graph.type_of(node) is PassType.IB:
+        parts = parts[:1]  # B of stage 0: a last stage that embeds, too, has ended its B long before
+    return next((part for part in parts if graph.rank[part] == graph.rank[node]), needed)

@@ -1,0 +1,266 @@
+"""Playing the repeated block: each rank runs, of the passes that are ready, the one planned first.
+
+A building block repeated every interval gives each *core* pass (F, S, B, and what they wait for) a planned
+start. In warm-up and cool-down, real times differ from the plan, so the plan is only a priority: a rank that
+would idle runs a later pass that is ready, if that delays an earlier one by no more than a share of its own
+length, and if the rank then holds no more activations than it may. Warm-up and cool-down need no rule of
+their own: they are the steady state without the microbatches before the first and after the last.
+
+Other passes have no planned start. IF is *eager*: it runs as soon as the throttle allows. What nothing waits
+for (T of vocab-2, W, IB) is *lazy*: it fills idle time, and is forced only when its buffers would become too
+many. Every pass runs after all that it waits for, so the resulting order keeps every rule.
+
+For speed, node ``n`` of microbatch ``i`` is one number, the *item* ``n * m + i``.
+Source: list scheduling, Graham (1966); the banker's rule, Dijkstra (1965).
+Next: ``rules.py``, the caps; ``candidates.py``, who tries which block with which rules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from megatron_vocabpar.schedule.make.building_block import BuildingBlock
+from megatron_vocabpar.schedule.make.pass_graph import PassGraph
+from megatron_vocabpar.schedule.make.rules import NEVER, NO_NODE, Rules
+
+
+class Stuck(Exception):
+    """No rank can go on. ``waiting`` holds the (node, microbatch) at which each unfinished rank stopped."""
+
+    def __init__(self, waiting: dict[int, tuple[int, int]]) -> None:
+        super().__init__(f"no rank can go on; stopped at {waiting}")
+        self.waiting = waiting
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """How a schedule plays.
+
+    Attributes:
+        order: for each rank the items of all its passes, in order.
+        ends: for each item its end in ms.
+        peak: for each rank, the most microbatches whose activations it holds.
+    """
+
+    order: tuple[list[int], ...]
+    ends: list[float]
+    peak: tuple[float, ...]
+
+    @property
+    def end(self) -> float:
+        """When the last pass ends, in ms."""
+        return max((self.ends[row[-1]] for row in self.order if row), default=0.0)
+
+
+def arrange(graph: PassGraph, m: int, block: BuildingBlock, rules: Rules) -> Timeline:
+    """Play ``m`` microbatches of ``block``, which gives the planned starts.
+
+    Raises:
+        Stuck: if no rank can go on; never if neither ``ahead`` nor ``in_flight`` is bounded and
+            ``max_activations`` is at least 1.
+    """
+    return _Arranger(graph, m, block, rules).run()
+
+
+class _Arranger:
+    def __init__(self, graph: PassGraph, m: int, block: BuildingBlock, rules: Rules) -> None:
+        ranks, nodes = max(graph.rank.values()) + 1, range(graph.size)
+        self.m, self.rules, self.interval = m, rules, block.interval
+        self.rank = [graph.rank.get(node, 0) for node in nodes]
+        self.feeds = [graph.feeds.get(node, ()) for node in nodes]
+        self.duration = [graph.duration.get(node, 0.0) for node in nodes]
+        self.needs: list[list[tuple[int, int, float]]] = [[] for _ in nodes]
+        self.followers: list[list[tuple[int, int]]] = [[] for _ in nodes]
+        for node, row in graph.needs.items():
+            for source, back, latency in row:
+                self.needs[node].append((source * m - back, back, latency))
+                self.followers[source].append((node, back))
+        self.together = {arrival: node for node, arrival in graph.arrival.items()}
+        self._sort_nodes(graph, block, ranks)
+
+        self.ends = [NEVER] * (graph.size * m)  # not known yet
+        # Of collectives: how many producers have not ended, and the end of the last that has.
+        self.missing = {node: [count] * m for node, count in graph.producers.items()}
+        self.latest = {node: [0.0] * m for node in graph.producers}
+        self.counts = [0] * graph.size  # of each node: the microbatches that have started it
+        self.ready = [NEVER] * graph.size  # when the next one has all that it waits for, once that is known
+        self.hold = [rules.hold.get(node, 0.0) for node in nodes]
+        self.room_for = [rules.room_for(node) for node in nodes]
+        self.held, self.peak = [0.0] * ranks, [0.0] * ranks
+        self.free, self.wake = [0.0] * ranks, [0.0] * ranks
+        self.arrived = [NO_NODE] * ranks  # the pass that a rank has promised to run next
+        self.order: list[list[int]] = [[] for _ in range(ranks)]
+        self.heap = [(0.0, rank) for rank in range(ranks)]
+        for node in graph.rank:
+            self._work_out(node)
+
+    def _sort_nodes(self, graph: PassGraph, block: BuildingBlock, ranks: int) -> None:
+        """The nodes of each rank, by how their turn comes."""
+        eager, lazy = set(self.rules.eager), self.rules.lazy
+        self.core: list[list[tuple[float, int]]] = [[] for _ in range(ranks)]  # planned start, node
+        self.eager: list[list[int]] = [[] for _ in range(ranks)]
+        self.lazy: list[list[int]] = [[] for _ in range(ranks)]
+        self.received: list[list[int]] = [[] for _ in range(ranks)]  # lazy: a collective brings its buffers
+        self.freeing: list[list[int]] = [[] for _ in range(ranks)]  # lazy: it frees activations
+        for node, rank in graph.rank.items():
+            if node in eager:
+                self.eager[rank].append(node)
+            elif node in lazy:
+                self.lazy[rank].append(node)
+                if lazy[node] in graph.producers:
+                    self.received[rank].append(node)
+                if self.rules.hold.get(node, 0.0) < 0.0:
+                    self.freeing[rank].append(node)
+            elif node not in graph.arrival:
+                self.core[rank].append((block.offsets[self.together.get(node, node)], node))
+
+    def run(self) -> Timeline:
+        while self.heap:
+            now, rank = heappop(self.heap)
+            if now == self.wake[rank]:
+                self.wake[rank] = NEVER
+                node = self._choose(rank, now)
+                if node != NO_NODE:
+                    self._run(rank, node, now)
+        waiting = {}
+        for rank, core in enumerate(self.core):
+            nodes = [*(node for _, node in core), *self.eager[rank], *self.lazy[rank]]
+            unfinished = [(self.counts[node], node) for node in nodes if self.counts[node] < self.m]
+            if unfinished:
+                mb, node = min(unfinished)
+                waiting[rank] = node, mb
+        if waiting:
+            raise Stuck(waiting)
+        return Timeline(tuple(self.order), self.ends, tuple(self.peak))
+
+    def _choose(self, rank: int, now: float) -> int:
+        """What a free rank runs now, or ``NO_NODE``; then it is woken when that may change."""
+        if self.arrived[rank] != NO_NODE:
+            node = self.arrived[rank]
+            ready = self.ready[node]
+            if ready <= now:
+                self.arrived[rank] = NO_NODE
+                return node
+            self._wake(rank, ready)
+            return NO_NODE
+        for node in self.eager[rank]:
+            ready = self.ready[node]
+            if ready <= now:
+                return node
+            self._wake(rank, ready)
+        for node in self.received[rank]:
+            waiting = self.counts[self.rules.lazy[node]] - self.counts[node]
+            if waiting >= self.rules.pending[node] and self.ready[node] <= now:
+                return node
+        node, until = self._choose_core(rank, now)
+        return node if node != NO_NODE else self._choose_lazy(rank, now, until)
+
+    def _choose_core(self, rank: int, now: float) -> tuple[int, float]:
+        """The core pass to run now, or the lazy one that must run before it, or ``NO_NODE``.
+
+        With it the earliest time at which a pass that is planned before it can start.
+        """
+        rules, interval, ready_at = self.rules, self.interval, self.ready
+        # B1 takes 12 ms and could start at 10 ms; F3, which is planned first, gets its input at 20 ms. With
+        # overlap 0.5, B1 may delay F3 by half its own length: it runs now, as 10 + 0.5 * 12 <= 20. A B1 of
+        # 24 ms would leave the rank idle, as 10 + 0.5 * 24 > 20.
+        kept_free = 1.0 - rules.overlap
+        # If ``ahead`` is bounded, it counts from the first planned pass, whether that is ready or not.
+        bounded = rules.ahead < NEVER
+        room = rules.room(self.held[rank])
+        until = last_start = NEVER
+        planned = [
+            (offset + self.counts[node] * interval, node)
+            for offset, node in self.core[rank]
+            if ready_at[node] < NEVER or (bounded and self.counts[node] < self.m)
+        ]
+        planned.sort()
+        for start, node in planned:
+            if start > last_start:
+                break
+            ready = ready_at[node]
+            if self.hold[node] > 0.0:
+                if self.room_for[node] > room or (rules.chunks and rules.starves(node, self.counts)):
+                    if ready <= now:  # a W that frees activations makes room for it
+                        for lazy in self.freeing[rank]:
+                            if ready_at[lazy] <= now:
+                                return lazy, until
+                    continue
+                if rules.in_flight and rules.is_full(node, self.counts):
+                    continue
+            if last_start == NEVER:
+                last_start = start + rules.ahead * interval
+            if ready <= now:
+                if now + self.duration[node] * kept_free > until:
+                    continue
+                forced = rules.forced_before(node, self.counts)
+                if forced == NO_NODE:
+                    return node, until
+                ready = ready_at[forced]
+                if ready <= now:
+                    return forced, until
+            if ready < until:
+                until = ready
+        self._wake(rank, until)
+        return NO_NODE, until
+
+    def _choose_lazy(self, rank: int, now: float, until: float) -> int:
+        """A lazy pass that delays the core pass at ``until`` by no more than it may, or ``NO_NODE``."""
+        kept_free = 1.0 - self.rules.overlap
+        for node in self.lazy[rank]:
+            ready = self.ready[node]
+            if ready > now:
+                self._wake(rank, ready)
+            elif now + self.duration[node] * kept_free <= until:
+                return node
+        return NO_NODE
+
+    def _wake(self, rank: int, at: float) -> None:
+        if at < self.wake[rank]:
+            self.wake[rank] = at
+            heappush(self.heap, (at, rank))
+
+    def _work_out(self, node: int) -> None:
+        """Note when the node's next microbatch has all that it waits for, or that it is not known."""
+        mb, ready = self.counts[node], 0.0
+        if mb == self.m:
+            ready = NEVER
+        else:
+            for source, back, latency in self.needs[node]:
+                if mb >= back:
+                    at = self.ends[source + mb] + latency
+                    if at > ready:
+                        ready = at
+        self.ready[node] = ready
+
+    def _run(self, rank: int, node: int, now: float) -> None:
+        mb = self.counts[node]
+        end = self.free[rank] = now + self.duration[node]
+        self.order[rank].append(node * self.m + mb)
+        if self.hold[node]:
+            self.held[rank] += self.hold[node]
+            self.peak[rank] = max(self.peak[rank], self.held[rank])
+        if node in self.together:
+            self.arrived[rank] = self.together[node]
+        self.wake[rank] = end
+        heappush(self.heap, (end, rank))
+        self._finish(node, mb, end)
+        self._work_out(node)
+        for group in self.feeds[node]:
+            missing, latest = self.missing[group], self.latest[group]
+            latest[mb] = max(latest[mb], end)
+            missing[mb] -= 1
+            if not missing[mb]:
+                self._finish(group, mb, latest[mb])
+
+    def _finish(self, node: int, mb: int, end: float) -> None:
+        """Make the end of a pass or a collective known, and wake the ranks that wait for it."""
+        self.ends[node * self.m + mb] = end
+        self.counts[node] = mb + 1
+        for follower, back in self.followers[node]:
+            if self.counts[follower] == mb + back:
+                self._work_out(follower)
+                ready, rank = self.ready[follower], self.rank[follower]
+                if ready < NEVER:
+                    self._wake(rank, ready if ready > self.free[rank] else self.free[rank])

@@ -1,0 +1,139 @@
+"""One schedule to find in one family: its frame, its rules with their times, and the best candidate.
+
+Next: ``candidates.py``, ``list_scheduling.py``, ``polish.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+
+from megatron_vocabpar.schedule.make.bounds import WAITING, lower_bound_ms
+from megatron_vocabpar.schedule.make.candidates import Candidate, candidates, is_textbook
+from megatron_vocabpar.schedule.make.families import Family, claimed_peak, family_named
+from megatron_vocabpar.schedule.make.list_scheduling import Stuck, Timeline, arrange
+from megatron_vocabpar.schedule.make.pass_graph import PassGraph, build_graph
+from megatron_vocabpar.schedule.make.polish import Caps, is_small, polish
+from megatron_vocabpar.schedule.make.request import PlanRequest
+from megatron_vocabpar.schedule.play.events import run_events
+from megatron_vocabpar.schedule.play.lower import lower
+from megatron_vocabpar.schedule.play.numbering import Numbering
+from megatron_vocabpar.schedule.play.peaks import check_cap
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.words.passes import PassType
+from megatron_vocabpar.schedule.words.schedule import Schedule, passes_of
+
+TRIAL_PASSES = 60_000  # about so many the trials may play in all: a fraction of a second
+_LEAST_TRIAL = 64  # microbatches of a trial, or more, to reach a steady state
+_PLACING = 25  # placing a block of two chunks takes as long as playing so many microbatches
+_FEWEST = 4  # fewer trials are not worth their time
+_POLISHED = 3  # so many of the best trials are polished, if the schedule is small
+_ROUNDING = 1e-9  # of sums of 1/chunks
+_FINALISTS = 3  # so many of the best trials are played for all microbatches, if the budget allows
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A request, worked out for one family.
+
+    Attributes:
+        shape: the frame.
+        family: gives the building blocks.
+        times: of all passes, in ms.
+        costs: what the times were read from.
+        graph: the rules, with the times.
+        cap: the most microbatches whose activations a rank may hold.
+    """
+
+    shape: Schedule
+    family: Family
+    times: PassTimes
+    costs: PassCosts
+    graph: PassGraph
+    cap: float
+
+    @staticmethod
+    def of(request: PlanRequest) -> Problem:
+        """The problem of a request for one family.
+
+        Raises:
+            ValueError: naming the argument that is wrong, and what to give instead.
+        """
+        cap, family = request.max_activations, family_named(request.family)
+        if cap is not None:
+            check_cap(cap)
+        costs = request.costs or PassCosts.default(request.p)
+        shape = request.frame()
+        times = PassTimes.of(costs, shape, splits_w=family.splits_w)
+        if cap is None:
+            cap = claimed_peak(shape.method, shape.p, family, shape.chunks)
+        graph = build_graph(Numbering(shape), times, splits_w=family.splits_w)
+        return Problem(shape, family, times, costs, graph, cap)
+
+    def best(self, budget: int) -> Schedule:
+        """The fastest of as many candidates as a budget of passes to play allows; polished if it is small."""
+        if is_textbook(self.shape, self.family) or not is_small(self.graph, self.shape.m):
+            return self.schedule(self.played(budget)[0].order)
+        orders = [played.order for played in self.played(budget)[:_POLISHED]]
+        polished = polish(self.graph, self.shape.m, self._caps, orders, self.bound_ms())
+        return min(map(self.schedule, (*orders, *polished)), key=self.simulated_ms)
+
+    def bound_ms(self) -> float:
+        """The time that no order under the caps can undercut."""
+        return lower_bound_ms(self.graph, self.shape.m, self._caps.chunks)
+
+    @property
+    def _caps(self) -> Caps:
+        room = int(min(self.cap, self.shape.m) * self.shape.chunks + _ROUNDING)
+        return Caps(room, WAITING[PassType.T], WAITING[PassType.IB])
+
+    def simulated_ms(self, schedule: Schedule) -> float:
+        """The simulated iteration of a schedule with its communication."""
+        program = lower(schedule, self.costs)
+        return max(run_events(schedule, PassTimes.of(self.costs, schedule), program).ends)
+
+    def played(self, budget: int) -> list[Timeline]:
+        """The candidates tried, unpolished, the fastest first; one of those that take equally long."""
+        choices = candidates(self.shape, self.graph, self.times, self.family, self.cap)
+        if is_textbook(self.shape, self.family):
+            return [arrange(self.graph, self.shape.m, *next(choices))]
+        passes = len(self.graph.passes)  # of one microbatch
+        trial_m = min(self.shape.m, max(_LEAST_TRIAL, 2 * self.shape.p + 4))
+        placing = int(_PLACING * max(1.0, self.shape.chunks / 2) ** 2)
+        affordable = max(1, budget // (passes * (trial_m + placing)))
+        trials = []
+        for position, candidate in enumerate(islice(choices, affordable) if affordable >= _FEWEST else ()):
+            played = self._try(candidate, trial_m)
+            if played is not None:
+                trials.append((self._extrapolated(played, trial_m), position, candidate, played))
+        trials.sort(key=lambda trial: trial[:2])
+        if trials and trial_m == self.shape.m:
+            different = {trial[0]: trial[-1] for trial in reversed(trials)}
+            return [different[end] for end in sorted(different)]
+        least = 2 if self.shape.chunks > 1 else 1  # both rules of memory
+        finalists = max(least, min(_FINALISTS, budget // (passes * self.shape.m)))
+        ranked = chain((trial[2] for trial in trials), choices)
+        finished = filter(None, (self._try(candidate, self.shape.m) for candidate in ranked))
+        return sorted(islice(finished, finalists), key=lambda played: played.end)
+
+    def schedule(self, order: Iterable[Sequence[int]]) -> Schedule:
+        """A schedule with the order in which the passes were played."""
+        numbering = self.graph.numbering
+        rows = ([numbering.item(number) for number in row if number < numbering.size] for row in order)
+        return replace(self.shape, ranks=tuple(map(passes_of, rows)))
+
+    def _try(self, candidate: Candidate, m: int) -> Timeline | None:
+        try:
+            return arrange(self.graph, m, candidate.block, candidate.rules)
+        except Stuck:
+            return None
+
+    def _extrapolated(self, played: Timeline, m: int) -> float:
+        """The end of all microbatches if the steady state went on as in the trial's middle."""
+        if m < 3:
+            return played.end
+        first = self.graph.of_type(PassType.B)[0] * m
+        early, late = m // 3, 2 * m // 3
+        steady = (played.ends[first + late] - played.ends[first + early]) / (late - early)
+        return played.end + steady * (self.shape.m - m)

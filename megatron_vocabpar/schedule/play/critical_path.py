@@ -1,0 +1,56 @@
+"""The critical path of a simulation: the passes and transfers that the iteration's length is made of.
+
+Each step back, from the pass that ends last, goes to what the step waited for last (its cause in
+``events.py``). Every step starts when the one before it ends, so shortening a step that is not on the path
+gains nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_vocabpar.schedule.play.events import NOTHING, Events
+from megatron_vocabpar.schedule.words.passes import Instruction, Pass
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One pass or transfer of the path: a transfer by its receive, a collective by one rank's part."""
+
+    item: Instruction
+    rank: int
+    start_ms: float
+    end_ms: float
+
+
+def critical_path(events: Events) -> tuple[Step, ...]:
+    """The path, from the first step to the last; empty if nothing ran."""
+    numbering, ends = events.numbering, events.ends
+    number = max(range(len(ends)), key=ends.__getitem__, default=NOTHING)
+    if number != NOTHING and ends[number] < 0.0:
+        number = NOTHING
+    steps = []
+    while number != NOTHING:
+        item = numbering.item(number)
+        steps.append(Step(item, numbering.schedule.rank_of(item), events.starts[number], ends[number]))
+        number = events.causes[number]
+    return tuple(reversed(steps))
+
+
+def time_by_type(path: Sequence[Step]) -> dict[str, float]:
+    """Milliseconds of the path in each type of pass and of communication, the longest first."""
+    total: dict[str, float] = {}
+    for step in path:
+        name = step.item.type.value
+        total[name] = total.get(name, 0.0) + step.end_ms - step.start_ms
+    return dict(sorted(total.items(), key=lambda entry: -entry[1]))
+
+
+def time_by_rank(path: Sequence[Step], p: int) -> tuple[float, ...]:
+    """Milliseconds of the path in the passes of each rank."""
+    total = [0.0] * p
+    for step in path:
+        if isinstance(step.item, Pass):
+            total[step.rank] += step.end_ms - step.start_ms
+    return tuple(total)

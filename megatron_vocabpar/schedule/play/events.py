@@ -1,0 +1,299 @@
+"""The event loop of the simulator: instructions, as numbers, played in each rank's order, with queues.
+
+Every rank runs its instructions in order. A pass starts when its rank is free and everything that it waits
+for has ended. Communication runs beside the passes and takes its turn in a queue:
+
+- a *link* for each pair of ranks and direction. A transfer starts when it has been sent, its receive has been
+  posted and the transfer before it on the link has ended; the order is that of the sends;
+- one queue for the collectives of the output layer and one for those of the input layer. The next starts when
+  all ranks have launched it and the one before has ended; the order is that of rank 0's launches.
+
+Sends, receives and launches take no time of their rank: they are issued when the pass before them ends.
+
+``run_passes`` plays passes alone, without queues: a transfer or a collective starts when everything that it
+carries has been produced. ``lower.py`` makes a program from this.
+
+For each pass and transfer the loop notes its *cause*: of all that it waited for, what ended last. It starts
+at the moment at which its cause ends, so ``critical_path.py`` can follow causes without a gap.
+
+Next: ``simulate.py``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megatron_vocabpar.schedule.play.numbering import TYPES, Numbering, in_numbers
+from megatron_vocabpar.schedule.times.costs import PassTimes
+from megatron_vocabpar.schedule.words.dependencies import collectives
+from megatron_vocabpar.schedule.words.passes import (
+    INPUT_COLLECTIVES,
+    OUTPUT_COLLECTIVES,
+    POINT_TO_POINT,
+    RECEIVE_OF,
+    Comm,
+    CommType,
+    PassType,
+)
+from megatron_vocabpar.schedule.words.schedule import Deadlock, Program, Schedule
+
+NEVER = -1.0
+NOTHING = -1
+
+
+@dataclass(frozen=True)
+class Events:
+    """What happened, by number (see ``numbering.py``); times in ms.
+
+    Attributes:
+        numbering: what the numbers mean.
+        starts: of passes, receives (the transfer itself) and parts in collectives; ``NEVER`` if it did not
+            run.
+        ends: of the same.
+        causes: the number of what it waited for last; ``NOTHING`` if it started at once.
+    """
+
+    numbering: Numbering
+    starts: list[float]
+    ends: list[float]
+    causes: list[int]
+
+
+def run_events(schedule: Schedule, times: PassTimes, program: Program) -> Events:
+    """Play ``program``.
+
+    Raises:
+        Deadlock: naming for the first stuck rank the instruction and what it waits for.
+    """
+    return _Loop(schedule, times, program).run()
+
+
+def run_passes(schedule: Schedule, times: PassTimes) -> Events:
+    """Play the passes of ``schedule``, each as soon as it can run, with communication that never queues.
+
+    Returns:
+        of transfers and collectives, ``starts`` is when their last producer ends.
+
+    Raises:
+        Deadlock: naming for the first stuck rank the pass and what it waits for.
+    """
+    return _Loop(schedule, times, schedule.ranks, alone=True).run()
+
+
+@dataclass
+class _Queue:
+    """Work served one after the other: what waits, when the queue is free, and the last that it served."""
+
+    waiting: deque[int] = field(default_factory=deque)
+    free: float = 0.0
+    last: int = NOTHING
+
+
+class _Loop:
+    def __init__(
+        self, schedule: Schedule, times: PassTimes, program: Program, *, alone: bool = False
+    ) -> None:
+        self.schedule, self.program, self.alone = schedule, program, alone
+        self.numbering = numbering = Numbering(schedule)
+        self.m, self.p = schedule.m, schedule.p
+        self.rows = [[numbering.number(item) for item in row] for row in program]
+        self.needs = [in_numbers(needs, schedule.m) for needs in numbering.needs]
+        self.carried = _carried(numbering) if alone else [[] for _ in numbering.needs]
+        self.durations = _durations(numbering, times)
+        self.starts, self.ends = [NEVER] * numbering.size, [NEVER] * numbering.size
+        self.causes = [NOTHING] * numbering.size
+        self.position, self.free = [0] * self.p, [0.0] * self.p
+        self.last = [NOTHING] * self.p  # each rank's latest pass
+        self.sleepers: dict[int, list[int]] = {}  # by the number that they wait for
+        self.awake = list(range(self.p))
+        # What runs an instruction of each type; it returns the number that the rank waits for, or NOTHING.
+        acts: dict[PassType | CommType, Callable[[int, int], int]] = {
+            **dict.fromkeys(PassType, self._pass),
+            **dict.fromkeys(schedule.method.in_step, self._together),
+            **dict.fromkeys(CommType, self._launch),
+            **dict.fromkeys((CommType.RECV_F, CommType.RECV_B), self._post),
+            **dict.fromkeys(RECEIVE_OF, self._send),
+        }
+        self.acts = [acts[type_] for type_ in TYPES]
+        # What comes together of parts: how many came, when the latest came, and after which pass.
+        self.gathered: dict[int, tuple[int, float, int]] = {}
+        self.links = _links(numbering)
+        self.queues = _queues(numbering, program)
+
+    def run(self) -> Events:
+        while self.awake:
+            self._advance(self.awake.pop())
+        stopped = {
+            rank: row[position]
+            for rank, (row, position) in enumerate(zip(self.program, self.position, strict=True))
+            if position < len(row)
+        }
+        if stopped:
+            blocker = next(number for number, ranks in self.sleepers.items() if min(stopped) in ranks)
+            node, mb = divmod(blocker, self.m)
+            if self.alone and self.numbering.type_of(node) in POINT_TO_POINT:
+                # Without a program the transfer has no instruction to name: name the pass that sends.
+                (node,) = self.numbering.producers(node)
+            raise Deadlock(stopped, self.numbering.item_of(node, mb))
+        return Events(self.numbering, self.starts, self.ends, self.causes)
+
+    def _advance(self, rank: int) -> None:
+        """Run the instructions of ``rank`` up to the first that has to wait."""
+        row, block = self.rows[rank], self.numbering.width * self.m
+        position = self.position[rank]
+        while position < len(row):
+            number = row[position]
+            blocker = self.acts[number // block](rank, number)
+            if blocker != NOTHING:
+                self.sleepers.setdefault(blocker, []).append(rank)
+                break
+            position += 1
+        self.position[rank] = position
+
+    def _ready(self, rank: int, number: int) -> tuple[float, int]:
+        """When a pass can start and after what; or ``NEVER`` and what it waits for."""
+        start, cause = self.free[rank], self.last[rank]
+        node, mb = divmod(number, self.m)
+        for first, back in self.needs[node]:
+            if mb >= back:
+                end = self.ends[first + mb]
+                if end < 0.0:
+                    return NEVER, first + mb
+                if end > start:
+                    start, cause = end, first + mb
+        return start, cause
+
+    def _pass(self, rank: int, number: int) -> int:
+        start, cause = self._ready(rank, number)
+        if start < 0.0:
+            return cause
+        self.free[rank] = self._finish(number, start, cause)
+        self.last[rank] = number
+        return NOTHING
+
+    def _together(self, rank: int, number: int) -> int:
+        if self.ends[number] < 0.0:
+            start, cause = self._ready(rank, number)
+            if start < 0.0:
+                return cause
+            first = number - rank * self.m
+            if not self._gather(first, self.p, start, cause):
+                return number
+            _, start, cause = self.gathered.pop(first)
+            for part in range(first, first + self.p * self.m, self.m):
+                self._finish(part, start, cause)
+        self.free[rank], self.last[rank] = self.ends[number], number
+        return NOTHING
+
+    def _send(self, rank: int, number: int) -> int:
+        type_ = TYPES[number // self.m // self.numbering.width]
+        assert isinstance(type_, CommType)
+        receive, step = RECEIVE_OF[type_]
+        first_node = self.numbering.first_node
+        transfer = number + (first_node[receive] - first_node[type_] + step) * self.m
+        self.links[transfer // self.m].waiting.append(transfer)
+        return self._post(rank, transfer)
+
+    def _post(self, rank: int, transfer: int) -> int:
+        """The send or the receive of a transfer has been issued."""
+        if self._gather(transfer, 2, self.free[rank], self.last[rank]):
+            self._serve(self.links[transfer // self.m], 2, 1)
+        return NOTHING
+
+    def _launch(self, rank: int, number: int) -> int:
+        """One rank's part in a collective has been issued; it is known by the number of rank 0's part."""
+        if self._gather(number - rank * self.m, self.p, self.free[rank], self.last[rank]):
+            type_ = TYPES[number // self.m // self.numbering.width]
+            assert isinstance(type_, CommType)
+            self._serve(self.queues[type_], self.p, self.p)
+        return NOTHING
+
+    def _gather(self, key: int, parts: int, now: float, cause: int) -> bool:
+        """Note that one part has come; whether all have."""
+        count, latest, latest_cause = self.gathered.get(key, (0, NEVER, NOTHING))
+        if now > latest:
+            latest, latest_cause = now, cause
+        self.gathered[key] = count + 1, latest, latest_cause
+        return count + 1 == parts
+
+    def _serve(self, queue: _Queue, gathered: int, parts: int) -> None:
+        """Start what waits in a queue, as far as all of its parts have come."""
+        while queue.waiting:
+            key = queue.waiting[0]
+            count, start, cause = self.gathered.get(key, (0, NEVER, NOTHING))
+            if count < gathered:
+                return
+            del self.gathered[key]
+            queue.waiting.popleft()
+            if queue.free > start:
+                start, cause = queue.free, queue.last
+            for part in range(key, key + parts * self.m, self.m):
+                queue.free = self._finish(part, start, cause)
+            queue.last = key
+
+    def _finish(self, number: int, start: float, cause: int) -> float:
+        """Note when something runs and wake the ranks that wait for it; returns its end."""
+        node = number // self.m
+        end = start + self.durations[node]
+        self.starts[number], self.ends[number], self.causes[number] = start, end, cause
+        for offset, producers, parts in self.carried[node]:
+            key, ready, last = number + offset, end, number
+            if producers > 1:
+                if not self._gather(key, producers, end, number):
+                    continue
+                _, ready, last = self.gathered.pop(key)
+            for part in range(key, key + parts * self.m, self.m):
+                self._finish(part, ready, last)
+        sleepers = self.sleepers.pop(number, None)
+        if sleepers:
+            self.awake += sleepers
+        return end
+
+
+def _queues(numbering: Numbering, program: Program) -> dict[CommType, _Queue]:
+    """One queue for each layer's collectives, in the order of rank 0's launches."""
+    queues: dict[CommType, _Queue] = {}
+    for group in (OUTPUT_COLLECTIVES, INPUT_COLLECTIVES):
+        launches = (item for item in program[0] if isinstance(item, Comm) and item.type in group)
+        queues |= dict.fromkeys(group, _Queue(deque(map(numbering.number, launches))))
+    return queues
+
+
+def _carried(numbering: Numbering) -> list[list[tuple[int, int, int]]]:
+    """For each pass node what carries its result: how many numbers on, its producers, and its parts."""
+    carried: list[list[tuple[int, int, int]]] = [[] for _ in numbering.needs]
+    wholes = [range(node, node + 1) for type_, _ in RECEIVE_OF.values() for node in numbering.nodes_of(type_)]
+    wholes += [numbering.nodes_of(type_) for type_ in collectives(numbering.schedule)]
+    for parts in wholes:
+        producers = [node for part in parts for node in numbering.producers(part)]
+        for node in producers:
+            offset = (parts[0] - node) * numbering.schedule.m
+            carried[node].append((offset, len(producers), len(parts)))
+    return carried
+
+
+def _durations(numbering: Numbering, times: PassTimes) -> list[float]:
+    durations = [0.0] * numbering.nodes
+    for type_, row in times.passes.items():
+        first = numbering.first_node[type_]
+        durations[first : first + len(row)] = row
+    for comm, time in times.comms.items():
+        first = numbering.first_node[comm]
+        durations[first : first + numbering.width] = [time] * numbering.width
+    return durations
+
+
+def _links(numbering: Numbering) -> dict[int, _Queue]:
+    """The link of each receive's node; transfers between the same ranks in one direction share it."""
+    placement = numbering.schedule.placement
+    by_ranks: dict[tuple[int, int], _Queue] = {}
+    links: dict[int, _Queue] = {}
+    for receive, step in RECEIVE_OF.values():
+        for stage in range(placement.num_stages):
+            source = stage - step
+            if 0 <= source < placement.num_stages:
+                ranks = placement.rank_of(source), placement.rank_of(stage)
+                links[numbering.first_node[receive] + stage] = by_ranks.setdefault(ranks, _Queue())
+    return links

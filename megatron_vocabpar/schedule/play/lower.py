@@ -1,0 +1,128 @@
+"""From compute passes to programs: communication inserted in one order that all ranks share.
+
+1. ``play_passes`` runs the passes as soon as they can.
+2. ``communications`` lists every transfer and every collective of both vocabulary layers, by the moment at
+   which it is *ready*: when its last producer ends.
+3. ``insert`` puts a rank's part in each before the first of its passes that ends after that moment; sends,
+   receives and collectives that are ready at once are in the order of type, stage and microbatch.
+
+So on every rank a communication stands after the rank's own producer and before its consumer, and the
+programs of all ranks are parts of one list: all passes by their ends, and all communications by their
+moments. Running that list item by item runs them all. So no program can hang, whatever the real times are,
+and whether a communication holds its stream, its host or its device until all ranks have joined (``hang.py``
+tries each). A rank joins no earlier than that, and so does not hold receive buffers for long.
+
+Next: ``plan.py``, then ``simulate.py``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from megatron_vocabpar.schedule.play.events import Events, run_passes
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.words.dependencies import collectives
+from megatron_vocabpar.schedule.words.passes import RECEIVE_OF, Comm, CommType, Instruction, PassType
+from megatron_vocabpar.schedule.words.schedule import Program, Schedule
+
+_RANKING = {type_: number for number, type_ in enumerate(CommType)}
+_TRANSFERS = frozenset(_RANKING[send] for send in RECEIVE_OF)
+_LEAST_MS = 1e-5  # of a pass or a transfer, so that "after" never means "at the same time"
+
+
+def lower(schedule: Schedule, costs: PassCosts | None = None) -> Program:
+    """Each rank's instructions: the schedule's passes, in order, with communication between them.
+
+    The costs, by default ``PassCosts.default``, decide the order of communication: every rank must be given
+    the same.
+
+    Raises:
+        Deadlock: if the order of the passes cannot be kept.
+    """
+    played = play_passes(schedule, PassTimes.of(costs or PassCosts.default(schedule.p), schedule))
+    return insert(played, sorted(communications(played)))
+
+
+def play_passes(schedule: Schedule, times: PassTimes) -> Events:
+    """When passes run, and when their results are ready, if all run as soon as they can.
+
+    Raises:
+        Deadlock: if the order of the passes cannot be kept.
+    """
+    passes = {type_: tuple(max(time, _LEAST_MS) for time in row) for type_, row in times.passes.items()}
+    comms = {type_: max(time, _LEAST_MS) for type_, time in times.comms.items()}
+    return run_passes(schedule, PassTimes(passes, comms))
+
+
+class Communication(NamedTuple):
+    """One communication of all ranks that take part; a tuple, so that sorting gives the global order.
+
+    Attributes:
+        ready_ms: when its last producer ends.
+        kind: the number of its type; of a transfer, of its send.
+        stage: where a transfer is sent; 0 for collectives.
+        microbatch: its microbatch.
+        parts: each rank's instruction.
+    """
+
+    ready_ms: float
+    kind: int
+    stage: int
+    microbatch: int
+    parts: tuple[Comm, ...]
+
+
+def communications(played: Events) -> Iterator[Communication]:
+    """Every transfer and collective that the schedule's passes need, unsorted."""
+    numbering, m = played.numbering, played.numbering.schedule.m
+    for send, (receive, step) in RECEIVE_OF.items():
+        for stage, node in enumerate(numbering.nodes_of(receive)):
+            for mb, ready in enumerate(played.starts[node * m : (node + 1) * m]):
+                if ready >= 0.0:
+                    parts: tuple[Comm, ...] = Comm(send, stage - step, mb), Comm(receive, stage, mb)
+                    yield Communication(ready, _RANKING[send], stage - step, mb, parts)
+    for comm in collectives(numbering.schedule):
+        node, *_ = ranks = numbering.nodes_of(comm)
+        for mb, ready in enumerate(played.starts[node * m : (node + 1) * m]):
+            if ready >= 0.0:
+                parts = tuple(Comm(comm, rank, mb) for rank in range(len(ranks)))
+                yield Communication(ready, _RANKING[comm], 0, mb, parts)
+
+
+def insert(played: Events, order: Iterable[Communication]) -> Program:
+    """Each rank's passes, with its parts in the sorted communications between them."""
+    schedule = played.numbering.schedule
+    ranks = [schedule.placement.rank_of(stage) for stage in range(schedule.placement.num_stages)]
+    moments = _moments(played)
+    out: list[list[Instruction]] = [[] for _ in schedule.ranks]
+    position = [0] * schedule.p
+    for communication in order:
+        is_transfer = communication.kind in _TRANSFERS
+        for part in communication.parts:
+            rank = ranks[part.stage] if is_transfer else part.stage
+            first = position[rank]
+            behind = bisect_right(moments[rank], communication.ready_ms, lo=first)
+            out[rank] += schedule.ranks[rank][first:behind]
+            out[rank].append(part)
+            position[rank] = behind
+    return tuple((*row, *schedule.ranks[rank][position[rank] :]) for rank, row in enumerate(out))
+
+
+def _moments(played: Events) -> list[list[float]]:
+    """Each pass's moment in the global order: its end; of a pass that all ranks run together, the first."""
+    schedule, number = played.numbering.schedule, played.numbering.number
+    moments = [[played.ends[number(pass_)] for pass_ in row] for row in schedule.ranks]
+    first: dict[tuple[PassType, int], float] = {}
+    together = [
+        (rank, position, (pass_.type, pass_.microbatch))
+        for rank, row in enumerate(schedule.ranks)
+        for position, pass_ in enumerate(row)
+        if pass_.type in schedule.method.in_step
+    ]
+    for rank, position, pass_ in together:
+        first[pass_] = min(first.get(pass_, moments[rank][position]), moments[rank][position])
+    for rank, position, pass_ in together:
+        moments[rank][position] = first[pass_]
+    return moments

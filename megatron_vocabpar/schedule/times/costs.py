@@ -1,0 +1,339 @@
+"""How long things take: ``PassCosts`` as profiled or estimated, ``PassTimes`` for one schedule.
+
+``PassCosts`` holds what does not depend on the schedule: the times of a rank's *whole* share of layers, in
+milliseconds, one number or one per rank. ``PassTimes`` reads them for one schedule: a chunk's pass takes
+1/chunks of them, B takes B_ms + W_ms unless W is split off, and baseline and redis add the output layer to
+the last stage.
+
+The files in ``data/`` hold the paper's settings (sequence length 2048, Tables 1 and 2), estimated from
+FLOPs at the rates that its published 8-GPU runs reached.
+
+Next: ``make/list_scheduling.py``, which plays them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from math import fsum
+from pathlib import Path
+from typing import Any, ClassVar
+
+from megatron_vocabpar.schedule.data.schema import check, read_object
+from megatron_vocabpar.schedule.times.redistribution import redistribute
+from megatron_vocabpar.schedule.words.methods import METHODS, Method
+from megatron_vocabpar.schedule.words.passes import VOCABULARY_PASSES, CommType, PassType
+from megatron_vocabpar.schedule.words.schedule import Schedule
+
+PerRank = float | tuple[float, ...]
+
+_OUTPUT = (PassType.S, PassType.S2, PassType.T)
+_TRANSFORMER = (PassType.F, PassType.B, PassType.W)
+_TIMES = ("F_ms", "B_ms", "W_ms", "IF_ms", "IB_ms", "p2p_ms", "broadcast_ms", "all_reduce_ms")
+_MOST_MS = 1e7  # of one pass
+_FILE_NAMES = {
+    "last_rank_extra": "baseline_last_rank_extra",
+    "first_rank_extra": "baseline_first_rank_extra",
+}
+_EXTRAS = (*_FILE_NAMES, "last_stage_extra")
+_LAYERS_PER_RANK = 4  # unless a cost file says how many layers there are
+
+
+@dataclass(frozen=True)
+class PassCosts:
+    """Measured or estimated times, in milliseconds.
+
+    Attributes:
+        F_ms: forward of a rank's whole share of layers; one number, or one per rank.
+        B_ms: its input gradient alone.
+        W_ms: its weight gradient alone.
+        IF_ms: input forward of one microbatch on one rank's shard.
+        IB_ms: input backward.
+        methods: for each method that partitions the vocabulary, ``S_ms``, ``T_ms``, ``S2_ms`` (naive) and
+            ``synchronous_ms`` (interlaced: the collectives inside S). With a late gradient also ``L_ms``, by
+            default 0, and ``TW_ms``, by default half of T.
+        p2p_ms: one point-to-point transfer between stages.
+        broadcast_ms: C0, CG and CIB.
+        all_reduce_ms: the other collectives.
+        last_rank_extra: ``F_ms``, ``B_ms``, ``W_ms`` that an undivided output layer adds to the last stage.
+        first_rank_extra: the same of an undivided input layer, which it adds to the first stage.
+        last_stage_extra: ``F_ms``, ``B_ms``, ``W_ms`` that the layers of multi-token prediction add to the
+            last stage, in any method. S, T, IF and IB take the times above for the rows of all heads.
+        mtp_depths: D, how many further tokens are predicted.
+        layers: transformer layers of the whole model, if known.
+        layers_per_stage: transformer layers of each stage if they are uneven, for instance by Megatron's
+            layout; in any method with one chunk a rank. See ``redistribution.py``.
+    """
+
+    F_ms: PerRank
+    B_ms: PerRank
+    W_ms: PerRank
+    IF_ms: PerRank = 0.0
+    IB_ms: PerRank = 0.0
+    methods: Mapping[str, Mapping[str, PerRank]] = field(default_factory=dict)
+    p2p_ms: float = 0.0
+    broadcast_ms: float = 0.0
+    all_reduce_ms: float = 0.0
+    last_rank_extra: Mapping[str, float] = field(default_factory=dict)
+    first_rank_extra: Mapping[str, float] = field(default_factory=dict)
+    last_stage_extra: Mapping[str, float] = field(default_factory=dict)
+    mtp_depths: int = 0
+    layers: int | None = None
+    layers_per_stage: tuple[int, ...] | None = None
+
+    PAPER_SIZES: ClassVar = (8, 16, 32)
+
+    @staticmethod
+    def default(p: int, mtp_depths: int = 0) -> PassCosts:
+        """Round numbers in the paper's proportions, for when nothing is measured.
+
+        The undivided output layer costs p times a rank's shard. Each head of multi-token prediction has the
+        rows of an output layer, and a transformer layer.
+        """
+        heads = 1 + mtp_depths
+        methods = {
+            "naive": {"S_ms": 2.5, "S2_ms": 0.5, "T_ms": 5.0},
+            "vocab-1": {"S_ms": 2.5, "T_ms": 5.0},
+            "vocab-2": {"S_ms": 5.0, "T_ms": 2.5},
+            "interlaced": {"S_ms": 7.5, "T_ms": 0.0, "synchronous_ms": 1.0},
+        }
+        layers = {"F_ms": 10.0, "B_ms": 11.0, "W_ms": 9.0}
+        return PassCosts(
+            F_ms=layers["F_ms"],
+            B_ms=layers["B_ms"],
+            W_ms=layers["W_ms"],
+            IF_ms=0.5 * heads,
+            IB_ms=0.5 * heads,
+            methods={m: {name: ms * heads for name, ms in times.items()} for m, times in methods.items()},
+            p2p_ms=0.3,
+            broadcast_ms=0.3,
+            all_reduce_ms=0.3,
+            last_rank_extra=dict.fromkeys(layers, 2.5 * p * heads),
+            first_rank_extra={"B_ms": 0.5 * p},
+            last_stage_extra={name: mtp_depths * ms / _LAYERS_PER_RANK for name, ms in layers.items()}
+            if mtp_depths
+            else {},
+            mtp_depths=mtp_depths,
+        )
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any], methods: Mapping[str, Method] = METHODS) -> PassCosts:
+        """Read the JSON form (see ``data/p8_v256k.json``), with times for some of ``methods``.
+
+        Raises:
+            ValueError: naming the first missing, unknown or malformed entry.
+        """
+        check(data, "costs")
+        rows = data.get("methods", {})
+        for name in rows:
+            if name not in methods:
+                raise ValueError(f"costs: unknown method {name!r}; there are {', '.join(methods)}")
+        names = {_FILE_NAMES.get(field_.name, field_.name): field_.name for field_ in fields(PassCosts)}
+        values = {names[key]: value for key, value in data.items() if key in names}
+        times = {name: _per_rank(values[name]) for name in _TIMES if name in values}
+        tables = {name: {key: _per_rank(time) for key, time in row.items()} for name, row in rows.items()}
+        extras = {name: {key: float(time) for key, time in values.get(name, {}).items()} for name in _EXTRAS}
+        stages = {name: tuple(values[name]) for name in ("layers_per_stage",) if name in values}
+        return PassCosts(**{**values, **times, **extras, **stages, "methods": tables})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form, which ``from_dict`` reads back."""
+        data = {
+            _FILE_NAMES.get(field_.name, field_.name): getattr(self, field_.name) for field_ in fields(self)
+        }
+        mtp = ("last_stage_extra", "mtp_depths")
+        return {k: value for k, value in data.items() if value is not None and (value or k not in mtp)}
+
+    @staticmethod
+    def load(path: str | Path, methods: Mapping[str, Method] = METHODS) -> PassCosts:
+        """Read a cost file.
+
+        Raises:
+            ValueError: if it is missing, not JSON or malformed; the message names the file.
+        """
+        data = read_costs(path)
+        try:
+            return PassCosts.from_dict(data, methods)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    @staticmethod
+    def paper(p: int, vocab: str = "256k") -> PassCosts:
+        """The setting for ``p`` in ``PAPER_SIZES`` and ``vocab`` 32k or 256k, sequence length 2048."""
+        file = resources.files("megatron_vocabpar.schedule.data") / f"p{p}_v{vocab}.json"
+        if not file.is_file():
+            raise ValueError(f"no costs for p={p}, vocabulary {vocab!r}; there are p=8, 16, 32 and 32k, 256k")
+        return PassCosts.from_dict(json.loads(file.read_text(encoding="utf-8")))
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """The times of one schedule's instructions, in milliseconds.
+
+    Attributes:
+        passes: for each type, the time on each stage (F, B, W) or rank (vocabulary passes).
+        comms: for each type of communication, its time.
+    """
+
+    passes: Mapping[PassType, tuple[float, ...]]
+    comms: Mapping[CommType, float]
+
+    @staticmethod
+    def of(costs: PassCosts, schedule: Schedule, *, splits_w: bool | None = None) -> PassTimes:
+        """Read ``costs`` for one schedule, or a frame.
+
+        ``splits_w`` says whether W is split from B; by default the schedule's passes do.
+
+        Raises:
+            ValueError: if a list of times does not have one entry per rank, or the costs say nothing
+                about the schedule's method.
+        """
+        p, placement = schedule.p, schedule.placement
+        split = schedule.splits_w if splits_w is None else splits_w
+        share = _shares(costs, schedule)
+        transformer: dict[PassType, list[float]] = {}
+        for type_ in _TRANSFORMER:
+            name = f"{type_.value}_ms"
+            per_rank = _spread(getattr(costs, name), p, name)
+            ranks = [placement.rank_of(stage) for stage in range(placement.num_stages)]
+            times = [per_rank[rank] * share[rank] / schedule.chunks for rank in ranks]
+            times[-1] += costs.last_stage_extra.get(name, 0.0)
+            if not schedule.method.vocabulary_parallel:
+                times[-1] += costs.last_rank_extra.get(name, 0.0)
+                times[0] += costs.first_rank_extra.get(name, 0.0)
+            transformer[type_] = times
+        if not split:
+            w = transformer[PassType.W]
+            transformer[PassType.B] = [b + w for b, w in zip(transformer[PassType.B], w, strict=True)]
+            transformer[PassType.W] = [0.0] * placement.num_stages
+        passes = {type_: tuple(times) for type_, times in transformer.items()}
+        passes |= _vocabulary_times(costs, schedule)
+        comms = _comm_times(costs)
+        rows = {type_.value: row for type_, row in passes.items()}
+        rows |= {type_.value: (time,) for type_, time in comms.items()}
+        for name, row in rows.items():
+            if not all(0.0 <= time <= _MOST_MS for time in row):
+                raise ValueError(f"costs: {name} takes {max(row)} ms; give times from 0 to {_MOST_MS:g} ms")
+        return PassTimes(passes, comms)
+
+    @staticmethod
+    def benign(schedule: Schedule) -> PassTimes:
+        """Backward twice as long as forward, short vocabulary passes, no latency; in units of a forward."""
+        stages, ranks = schedule.placement.num_stages, schedule.p
+        one = {PassType.F: 1.0, PassType.B: 2.0, PassType.W: 1.0}
+        vocabulary = dict.fromkeys(VOCABULARY_PASSES, 0.0) | dict.fromkeys((*_OUTPUT, PassType.TW), 0.25)
+        return PassTimes(
+            {
+                **{type_: (time,) * stages for type_, time in one.items()},
+                **{type_: (time,) * ranks for type_, time in vocabulary.items()},
+            },
+            dict.fromkeys(CommType, 0.0),
+        )
+
+    def scaled(self, comm: float, passes: float = 1.0) -> PassTimes:
+        """The same with communication ``comm`` times as long, and passes ``passes`` times."""
+        return PassTimes(
+            {type_: tuple(passes * time for time in times) for type_, times in self.passes.items()},
+            {type_: comm * time for type_, time in self.comms.items()},
+        )
+
+
+def _shares(costs: PassCosts, schedule: Schedule) -> list[float]:
+    """For each rank, its number of layers over the even share."""
+    p, counts = schedule.p, costs.layers_per_stage
+    if counts is not None:
+        if len(counts) != p or schedule.chunks > 1:
+            raise ValueError(
+                f"costs: layers_per_stage lists {len(counts)} stages, but there are "
+                f"{schedule.placement.num_stages} on {p} ranks; it is for one stage a rank: give {p} "
+                "numbers, or leave it out"
+            )
+        return [count * p / sum(counts) for count in counts]
+    if schedule.method.name != "redis":
+        return [1.0] * p
+    layers = costs.layers or _LAYERS_PER_RANK * p
+    names = [f"{type_.value}_ms" for type_ in _TRANSFORMER]
+    layer_work = fsum(fsum(_spread(getattr(costs, name), p, name)) for name in names) / layers
+    first = fsum(costs.first_rank_extra.values())
+    last = fsum((*costs.last_rank_extra.values(), *costs.last_stage_extra.values()))
+    return [count * p / layers for count in redistribute(layers, p, first, last, layer_work)]
+
+
+def _vocabulary_times(costs: PassCosts, schedule: Schedule) -> dict[PassType, tuple[float, ...]]:
+    p = schedule.p
+    times = {PassType.IF: _spread(costs.IF_ms, p, "IF_ms"), PassType.IB: _spread(costs.IB_ms, p, "IB_ms")}
+    method = schedule.method
+    if not method.vocabulary_parallel:
+        return times
+    if method.name not in costs.methods:
+        raise ValueError(
+            f"the costs have no times for {method.name!r}; add them under 'methods' "
+            f"(there are {', '.join(costs.methods) or 'none'})"
+        )
+    row = costs.methods[method.name]
+    for type_ in _OUTPUT:
+        name = f"{type_.value}_ms"
+        if type_ in method.passes and name not in row:
+            raise ValueError(f"the costs have no {name} for {method.name!r}; add it under 'methods'")
+        times[type_] = _spread(row.get(name, 0.0), p, name)
+    times[PassType.L] = _spread(row.get("L_ms", 0.0), p, "L_ms")
+    times[PassType.T], times[PassType.TW] = _halves_of_t(row, p, apart=PassType.TW in method.passes)
+    for type_ in method.in_step:  # it does T's work too, and its collectives
+        synchronous = _spread(row.get("synchronous_ms", 0.0), p, "synchronous_ms")
+        parts = zip(times[type_], times[PassType.T], synchronous, strict=True)
+        times[type_] = tuple(map(fsum, parts))
+    return times
+
+
+def _halves_of_t(
+    row: Mapping[str, PerRank], p: int, *, apart: bool
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """T and TW of each rank, or both together in T; by default TW is half of T, one of two equal products."""
+    t = _spread(row.get("T_ms", 0.0), p, "T_ms")
+    if "TW_ms" not in row:
+        t = tw = tuple(time / 2 for time in t)
+    else:
+        tw = _spread(row["TW_ms"], p, "TW_ms")
+    return (t, tw) if apart else (tuple(map(sum, zip(t, tw, strict=True))), (0.0,) * p)
+
+
+def _comm_times(costs: PassCosts) -> dict[CommType, float]:
+    p2p = (CommType.SEND_F, CommType.RECV_F, CommType.SEND_B, CommType.RECV_B)
+    broadcast = (CommType.C0, CommType.CG, CommType.CIB)
+    times = dict.fromkeys(CommType, costs.all_reduce_ms)
+    return times | dict.fromkeys(p2p, costs.p2p_ms) | dict.fromkeys(broadcast, costs.broadcast_ms)
+
+
+def _spread(value: PerRank, p: int, name: str) -> tuple[float, ...]:
+    if not isinstance(value, tuple):
+        return (value,) * p
+    if len(value) != p:
+        raise ValueError(
+            f"costs: {name} lists {len(value)} ranks, but the pipeline has {p}; give one number or {p}"
+        )
+    return value
+
+
+def read_costs(path: str | Path) -> dict[str, Any]:
+    """The JSON object of a cost file, held against ``data/costs.schema.json``.
+
+    Raises:
+        ValueError: if it is missing, not JSON or malformed; the message names the file.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ValueError(f"cannot read costs from {path}: {reason}") from error
+    data = read_object(text, f"costs file {path}")
+    try:
+        check(data, "costs")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return data
+
+
+def _per_rank(value: float | Sequence[float]) -> PerRank:
+    return tuple(map(float, value)) if isinstance(value, Sequence) else float(value)

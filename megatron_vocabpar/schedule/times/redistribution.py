@@ -1,0 +1,73 @@
+"""Redis: transformer layers moved away from the stages that hold the vocabulary layers.
+
+The paper's second baseline (section 6.2) counts floating-point operations and makes the longest stage as
+short as whole layers allow. If the output layer alone outweighs an average stage, that does not help: the
+last stage has no layer left, and the others wait for it.
+"""
+
+from __future__ import annotations
+
+from megatron_vocabpar.schedule.times.flops import input_flops, layer_flops, output_flops
+
+
+def redistribute(
+    layers: int,
+    p: int,
+    first_stage_work: float,
+    last_stage_work: float,
+    layer_work: float,
+) -> tuple[int, ...]:
+    """The numbers of transformer layers per stage that make the longest stage shortest.
+
+    The work of the input layer (on the first stage), of the output layer (on the last) and of a transformer
+    layer are in one unit, whichever. The last stage may get no layer; ties go to earlier stages.
+
+    Raises:
+        ValueError: if there are fewer layers than stages to fill.
+    """
+    if p > 1 and layers < p - 1:
+        raise ValueError(f"{layers} layers cannot fill the first {p - 1} of {p} stages; use fewer stages")
+    counts = [1] * (p - 1) + [0] if p > 1 else [0]
+    loads = [count * layer_work for count in counts]
+    loads[0] += first_stage_work
+    loads[-1] += last_stage_work
+    for _ in range(layers - sum(counts)):
+        stage = min(range(p), key=lambda s: (loads[s], s))
+        counts[stage] += 1
+        loads[stage] += layer_work
+    return tuple(counts)
+
+
+def redistribute_by_flops(
+    layers: int, p: int, hidden: int, seq_length: int, vocab_size: int
+) -> tuple[int, ...]:
+    """``redistribute`` with the operation counts of Table 4, as in section 6.2."""
+    return redistribute(
+        layers,
+        p,
+        input_flops(hidden),
+        output_flops(hidden, vocab_size),
+        layer_flops(hidden, seq_length),
+    )
+
+
+def with_final_stage(layers: int, p: int, final_stage_layers: int) -> tuple[int, ...]:
+    """``final_stage_layers`` on the last stage, the rest as even as whole layers allow, longer stages first.
+
+    Raises:
+        ValueError: if the other stages would have no layer.
+    """
+    rest = layers - final_stage_layers
+    if final_stage_layers < 0 or p < 2 or rest < p - 1:
+        raise ValueError(
+            f"{final_stage_layers} layers on the last of {p} stages leave {rest} for the other {p - 1}; "
+            f"choose 0 to {max(0, layers - p + 1)} with at least two stages"
+        )
+    share, longer = divmod(rest, p - 1)
+    return (*(share + (stage < longer) for stage in range(p - 1)), final_stage_layers)
+
+
+def layout(counts: tuple[int, ...]) -> str:
+    """These layers per stage in the words of Megatron's layout, such as ``Ettt|ttt|tL``."""
+    stages = ["t" * count for count in counts]
+    return "|".join(["E" + stages[0], *stages[1:-1], stages[-1] + "L"])

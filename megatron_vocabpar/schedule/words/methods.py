@@ -1,0 +1,208 @@
+"""The methods: one value each, whose chain says it all.
+
+A chain says what the output layer does for one microbatch between the last stage's F and its B, in the words
+of ``passes.py``: a pass of every rank, then the collective that carries its result, and so on. A second chain
+says what may be done later. From these follow the passes and collectives of a method, what each waits for,
+who produces it, and the number of barriers: the collectives on the way to B that all ranks' passes produce.
+
+    naive       C0 S C1 S2 C2 T C3 B
+    vocab-1     C0 S C1 T C2 B
+    vocab-2     C0 S C1 B       and later   C1 T
+    interlaced  C0 [S] B        in brackets: all ranks run it in step, with its collectives inside
+
+Methods differ in when T runs, not in what the loss may be. If the loss is any function of the tokens' losses
+(*late gradient*), its gradient is known only after they are: L runs the loss function, CG sends every token's
+gradient to all ranks, and B scales the rows of the input gradient with it. The weight gradient waits for CG;
+where B waits for T, it is a pass of its own (TW). Such methods add these chains:
+
+    naive       C2 L CG B    C2 TW    CG TW
+    vocab-1     C1 L CG B    C1 TW    CG TW
+    vocab-2     C1 L CG B             CG T
+
+A method of your own is a ``Method`` with its chain and, in a cost file (``times/costs.py``), the times of its
+passes. To train with it, write handlers for what is new in it (``integration/handlers/``).
+
+Source: sections 4.1 to 4.4, appendix C.
+Next: ``dependencies.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from megatron_vocabpar.schedule.words.passes import CommType, PassType
+
+Word = PassType | CommType
+
+
+@dataclass(frozen=True)
+class Method:
+    """How the vocabulary layers are placed and scheduled.
+
+    Attributes:
+        name: the one name, as on the command line.
+        summary: one line for tables and ``--help``.
+        chain: from C0 to B; empty where both layers stay inside the first and the last stage's F and B.
+        late: what follows a word of the chain and may be delayed at will: chains, separated by commas, that
+            may end in a word named before.
+        late_gradient: whether the loss may be any function of the tokens' losses; see ``with_late_gradient``.
+
+    Raises:
+        ValueError: for an unknown word, or a chain that does not lead from C0 to B.
+    """
+
+    name: str
+    summary: str
+    chain: str = ""
+    late: str = ""
+    late_gradient: bool = False
+
+    def __post_init__(self) -> None:
+        words, *later = _chains(self)
+        if words and (words[0] is not CommType.C0 or words[-1] is not PassType.B):
+            raise ValueError(f"method {self.name}: the chain {self.chain!r} must lead from C0 to B")
+        known, twice = set(words), len(set(words)) < len(words)
+        for late in later:
+            if late[0] not in known:
+                raise ValueError(
+                    f"method {self.name}: {self.late!r} must start with a word of {self.chain!r}"
+                )
+            joins = late[-1] is PassType.B or late[-1] not in words
+            twice = twice or bool(known & set(late[1:-1] if joins else late[1:]))
+            known |= set(late)
+        if twice:
+            raise ValueError(f"method {self.name}: {self.chain!r}, then {self.late!r}, names a word twice")
+
+    def with_late_gradient(self) -> Method:
+        """The same method for losses that are any function of the tokens' losses.
+
+        The chain stays as it is where one rank has the whole output layer, whose autograd does the work, and
+        where all ranks run the layer in step and wait for one another anyway.
+        """
+        if self.late_gradient or PassType.T not in self.passes:
+            return replace(self, late_gradient=True)
+        (statistics,) = (word.value for word in self.waits_for[PassType.T])
+        weight = PassType.TW.value if PassType.T.value in self.chain.split() else PassType.T.value
+        late = f"{statistics} L CG B, {self.late or f'{statistics} {weight}'}, CG {weight}"
+        return replace(self, late=late, late_gradient=True)
+
+    @property
+    def vocabulary_parallel(self) -> bool:
+        """Whether the vocabulary layers are partitioned over all ranks."""
+        return bool(self.chain)
+
+    @cached_property
+    def words(self) -> tuple[Word, ...]:
+        """Passes and collectives, in order, without B."""
+        words = dict.fromkeys(word for chain in _chains(self) for word in chain)
+        return tuple(word for word in words if word is not PassType.B)
+
+    @cached_property
+    def passes(self) -> tuple[PassType, ...]:
+        """The output layer's passes. Every rank runs them for every microbatch, except L."""
+        return tuple(word for word in self.words if isinstance(word, PassType))
+
+    @cached_property
+    def collectives(self) -> tuple[CommType, ...]:
+        """The output layer's collectives. Every rank takes part in them for every microbatch."""
+        return tuple(word for word in self.words if isinstance(word, CommType))
+
+    @cached_property
+    def in_step(self) -> frozenset[PassType]:
+        """The passes that all ranks start together, because collectives run inside them."""
+        marked = (word for word in self.chain.split() if word.startswith("["))
+        return frozenset(type_ for word in marked if isinstance(type_ := _type(self, word), PassType))
+
+    @cached_property
+    def weight_pass(self) -> PassType:
+        """The pass that adds the weight gradient, the last to need the exponentials."""
+        return PassType.TW if PassType.TW in self.passes else PassType.T
+
+    @cached_property
+    def waits_for(self) -> dict[PassType, tuple[Word, ...]]:
+        """What each pass of the output layer, and the last stage's B, waits for; the chain's word first."""
+        waits: dict[PassType, tuple[Word, ...]] = {}
+        for before, word in _links(self):
+            if isinstance(word, PassType):
+                waits[word] = (*waits.get(word, ()), before)
+        return waits
+
+    @cached_property
+    def producers(self) -> dict[CommType, PassType]:
+        """The pass whose result each collective carries; without C0, which carries that of the last F."""
+        return {
+            word: before
+            for before, word in _links(self)
+            if isinstance(word, CommType) and isinstance(before, PassType)
+        }
+
+    def waiting_for(self, word: Word) -> frozenset[PassType]:
+        """The passes that wait for a pass or collective of the chain."""
+        return frozenset(pass_ for pass_, before in self.waits_for.items() if word in before)
+
+    @property
+    def barriers(self) -> int:
+        """Communication barriers between the last stage's F and B (sections 4.3 and 4.4)."""
+        return len(self.producers.keys() - {CommType.CG})
+
+
+_WORDS: dict[str, Word] = {
+    word.value: word
+    for word in (
+        *(PassType.S, PassType.S2, PassType.T, PassType.L, PassType.TW, PassType.B),
+        *(CommType.C0, CommType.C1, CommType.C2, CommType.C3, CommType.CG),
+    )
+}
+
+
+def _chains(method: Method) -> list[list[Word]]:
+    chains = (method.chain, *filter(None, method.late.split(",")))
+    return [[_type(method, word) for word in chain.split()] for chain in chains]
+
+
+def _links(method: Method) -> Iterator[tuple[Word, Word]]:
+    return (link for chain in _chains(method) for link in pairwise(chain))
+
+
+def _type(method: Method, word: str) -> Word:
+    name = word.removeprefix("[").removesuffix("]")
+    if name not in _WORDS:
+        raise ValueError(f"method {method.name}: {word!r} in its chain; there are {', '.join(_WORDS)}")
+    return _WORDS[name]
+
+
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method("baseline", "input layer on the first stage, output layer on the last"),
+        Method("redis", "baseline with transformer layers moved away from the last stage"),
+        Method(
+            "naive",
+            "partitioned; maximum, sum and input gradient reduced one by one",
+            "C0 S C1 S2 C2 T C3 B",
+        ),
+        Method(
+            "vocab-1",
+            "partitioned, Algorithm 1: statistics, then the input gradient",
+            "C0 S C1 T C2 B",
+        ),
+        Method("vocab-2", "partitioned, Algorithm 2: one barrier, T delayed at will", "C0 S C1 B", "C1 T"),
+        Method("interlaced", "partitioned; all ranks stop for a synchronous output layer", "C0 [S] B"),
+    )
+}
+
+
+def method_named(method: str | Method, *, late_gradient: bool = False) -> Method:
+    """The method with this name, with a late gradient if asked for; a ``Method`` stands for itself.
+
+    Raises:
+        ValueError: if there is none; the message lists the names.
+    """
+    if not isinstance(method, Method):
+        if method not in METHODS:
+            raise ValueError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
+        method = METHODS[method]
+    return method.with_late_gradient() if late_gradient else method

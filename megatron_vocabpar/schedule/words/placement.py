@@ -1,0 +1,80 @@
+"""Where the virtual pipeline stages live: (rank, chunk) -> stage and back.
+
+A rank holds ``chunks`` model chunks; chunk ``c`` of rank ``r`` is one virtual stage. In the ``standard``
+placement (1F1B, interleaved) every chunk runs from rank 0 to rank p-1, so the stage is ``c * p + r``. In the
+``vshape`` placement (V-Half and its relatives) odd chunks run back, so with two chunks rank 0 holds the first
+and the last stage.
+
+Source: section 5 and appendix D; Qi et al., Pipeline Parallelism with Controllable Memory (2024).
+Next: ``schedule.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Shape = Literal["standard", "vshape"]
+
+MOST_CHUNKS = 64  # on a rank
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The map between stages and ranks: pipeline size, model chunks on each rank, and shape.
+
+    Raises:
+        ValueError: if a size is out of range or the shape is unknown.
+    """
+
+    p: int
+    chunks: int = 1
+    shape: Shape = "standard"
+
+    def __post_init__(self) -> None:
+        if self.p < 1:
+            raise ValueError(f"pipeline size {self.p} is below 1; use at least one rank")
+        if self.chunks < 1:
+            raise ValueError(f"{self.chunks} chunks per rank is below 1; use at least one")
+        if self.chunks > MOST_CHUNKS:
+            raise ValueError(f"{self.chunks} chunks per rank is above {MOST_CHUNKS}; use fewer")
+        if self.shape not in ("standard", "vshape"):
+            raise ValueError(f"unknown placement {self.shape!r}; choose standard or vshape")
+
+    @property
+    def num_stages(self) -> int:
+        return self.p * self.chunks
+
+    @property
+    def last_stage(self) -> int:
+        return self.num_stages - 1
+
+    @property
+    def first_rank(self) -> int:
+        return self.rank_of(0)
+
+    @property
+    def last_rank(self) -> int:
+        return self.rank_of(self.last_stage)
+
+    @property
+    def loss_stage(self) -> int:
+        """The stage of the last rank's last chunk: where Megatron's training loops keep labels and loss.
+
+        In a V-shaped placement it is not the last stage.
+        """
+        return self.stage_of(self.p - 1, self.chunks - 1)
+
+    def chunk_of(self, stage: int) -> int:
+        """Which chunk of its rank ``stage`` is."""
+        return stage // self.p
+
+    def rank_of(self, stage: int) -> int:
+        chunk, position = divmod(stage, self.p)
+        return self.p - 1 - position if self._backwards(chunk) else position
+
+    def stage_of(self, rank: int, chunk: int = 0) -> int:
+        return chunk * self.p + (self.p - 1 - rank if self._backwards(chunk) else rank)
+
+    def _backwards(self, chunk: int) -> bool:
+        return self.shape == "vshape" and chunk % 2 == 1

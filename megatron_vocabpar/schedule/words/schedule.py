@@ -1,0 +1,115 @@
+"""A schedule: the compute passes of every rank, in order. Data, nothing else.
+
+Next: ``dependencies.py``, which orders are allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron_vocabpar.schedule.words.methods import Method
+from megatron_vocabpar.schedule.words.passes import (
+    COLLECTIVES,
+    VOCABULARY_PASSES,
+    Instruction,
+    Pass,
+    PassType,
+)
+from megatron_vocabpar.schedule.words.placement import Placement
+
+Program = tuple[tuple[Instruction, ...], ...]
+
+FORWARD = frozenset({PassType.IF, PassType.F, PassType.S, PassType.S2})  # what evaluation runs
+MOST_FORWARDS = 2**18  # of all ranks: about a minute of planning
+
+
+class ScheduleError(ValueError):
+    """A schedule or a program breaks a rule; the message names the first broken one."""
+
+
+class Deadlock(ScheduleError):
+    """No rank can go on.
+
+    Attributes:
+        rank: the first unfinished rank.
+        stopped: for each unfinished rank, the instruction at which it stands.
+    """
+
+    def __init__(self, stopped: Mapping[int, Instruction], waits_for: Instruction) -> None:
+        self.rank, self.stopped = min(stopped), stopped
+        item, reason = stopped[self.rank], f"waits for {waits_for}, which never completes"
+        if item == waits_for:
+            reason = "waits for all ranks to start it together, which they never do"
+        super().__init__(f"deadlock: rank {self.rank}, {item}: {reason}")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The compute passes of one iteration.
+
+    Attributes:
+        method: how the vocabulary layers are placed and scheduled.
+        placement: where the stages live.
+        m: microbatches.
+        ranks: for each rank its passes, in order. Empty in a *frame*: the shape of a schedule, without an
+            order.
+        mtp_depths: D of multi-token prediction. If it is not 0, the last stage embeds tokens, too.
+
+    Raises:
+        ValueError: if it is larger than what can be planned in minutes.
+    """
+
+    method: Method
+    placement: Placement
+    m: int
+    ranks: tuple[tuple[Pass, ...], ...] = ()
+    mtp_depths: int = 0
+
+    def __post_init__(self) -> None:
+        size = self.placement.num_stages * self.m
+        if size > MOST_FORWARDS:
+            raise ValueError(
+                f"{self.p} ranks x {self.chunks} chunks x {self.m} microbatches are {size:,} forward passes, "
+                f"more than {MOST_FORWARDS:,}; use fewer microbatches"
+            )
+
+    @property
+    def p(self) -> int:
+        """Pipeline size."""
+        return self.placement.p
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks on each rank."""
+        return self.placement.chunks
+
+    @cached_property
+    def splits_w(self) -> bool:
+        """Whether the weight gradient is split from B into passes of its own."""
+        return any(pass_.type is PassType.W for passes in self.ranks for pass_ in passes)
+
+    def rank_of(self, instruction: Instruction) -> int:
+        """The rank that runs ``instruction``."""
+        if instruction.type in VOCABULARY_PASSES or instruction.type in COLLECTIVES:
+            return instruction.stage
+        return self.placement.rank_of(instruction.stage)
+
+    def to_text(self) -> str:
+        """One line a rank, the passes in order, as in ``0F0 0F1 0B0``."""
+        return "\n".join(" ".join(map(str, passes)) for passes in self.ranks)
+
+
+def passes_of(instructions: Iterable[Instruction]) -> tuple[Pass, ...]:
+    """The compute passes among ``instructions``, in order."""
+    return tuple(item for item in instructions if isinstance(item, Pass))
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """For evaluation: keep IF, F, S and S2, in order.
+
+    Lowering then leaves out the collectives that nothing produces.
+    """
+    ranks = tuple(tuple(pass_ for pass_ in passes if pass_.type in FORWARD) for passes in schedule.ranks)
+    return replace(schedule, ranks=ranks)

@@ -1,0 +1,149 @@
+"""Search: better than every family alone, under any cap; and generation nearly as good as a search."""
+
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from megatron_vocabpar.schedule.check.validate import validate
+from megatron_vocabpar.schedule.make.families import claimed_peak, families
+from megatron_vocabpar.schedule.make.generate import generate
+from megatron_vocabpar.schedule.make.request import PlanRequest
+from megatron_vocabpar.schedule.make.search import search
+from megatron_vocabpar.schedule.play.peaks import peak_activations
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import method_named
+from megatron_vocabpar.schedule.words.schedule import Schedule
+from tests.cases import rest_is_slow
+from tests.schedule.simulated import simulated
+
+DOCS = Path(__file__).parents[3] / "docs" / "schedules.md"
+
+
+def times(
+    f: Any = 10.0, b: Any = 10.0, w: Any = 10.0, s: float = 4.0, t: float = 2.0, comm: float = 0.3
+) -> PassCosts:
+    methods = {"vocab-1": {"S_ms": t, "T_ms": s}, "vocab-2": {"S_ms": s, "T_ms": t}}
+    return PassCosts(f, b, w, 0.5, 0.5, methods, comm, comm, comm)
+
+
+def uneven(ms: float, p: int) -> tuple[float, ...]:
+    """Ranks that differ by up to 30 %."""
+    random = Random(p)
+    return tuple(ms * random.uniform(0.85, 1.15) for _ in range(p))
+
+
+ADVERSE = {
+    "B < F": lambda p: times(f=20.0, b=6.0, w=6.0),
+    "B > 2F": lambda p: times(b=20.0),
+    "S longer than F": lambda p: times(s=15.0, t=3.0),
+    "T longer than F": lambda p: times(s=3.0, t=15.0),
+    "communication as long as F": lambda p: times(comm=10.0),
+    "uneven ranks": lambda p: times(uneven(10.0, p), uneven(10.0, p), uneven(10.0, p)),
+    "no vocabulary": lambda p: times(s=0.0, t=0.0),
+}
+
+
+FEW = 100_000  # passes: enough for a test
+
+
+def milliseconds(schedule: Schedule, costs: PassCosts) -> float:
+    return simulated(schedule, costs).iteration_ms
+
+
+@pytest.mark.parametrize("cap", rest_is_slow([1.5, 3.0, 5.0], 1.5))
+def test_no_family_is_faster(cap: float) -> None:
+    costs = times()
+    found = search(PlanRequest(method="vocab-2", p=4, m=8, costs=costs, max_activations=cap), passes=90_000)
+    validate(found, cap)
+    for name in families():
+        alone = generate("vocab-2", 4, 8, family=name, costs=costs, max_activations=cap)
+        assert milliseconds(found, costs) <= milliseconds(alone, costs) + 1e-6
+
+
+@pytest.mark.slow
+def test_more_memory_is_not_slower_and_less_is_kept() -> None:
+    ms = []
+    for cap in (1.0, 2.0, 4.0, 8.0):
+        found = search(
+            PlanRequest(method="vocab-1", p=4, m=8, costs=times(), max_activations=cap), passes=FEW
+        )
+        assert max(peak_activations(found)) <= cap
+        ms.append(milliseconds(found, times()))
+    assert ms[0] > ms[1] > ms[2] >= ms[3]
+
+
+def test_chunks_and_families_can_be_prescribed() -> None:
+    assert search(PlanRequest(method="vocab-2", p=2, m=4, chunks=1), passes=30_000).chunks == 1
+    assert search(PlanRequest(method="vocab-2", p=2, m=4, chunks=3), passes=30_000).placement.num_stages == 6
+    only = search(PlanRequest(method="vocab-2", p=3, m=6, among=[families()["v-half"]]), passes=30_000)
+    assert only.placement.shape == "vshape"
+
+
+def test_the_same_arguments_give_the_same_schedule() -> None:
+    among = [families()["v-half"], families()["zb-h1"]]
+    request = PlanRequest(method="vocab-2", p=2, m=5, among=among)
+    first, second = (search(request, passes=30_000) for _ in range(2))
+    assert first == second
+
+
+def gap(name: str, method: str, p: int, m: int, case: str, passes: int = 400_000) -> float:
+    """Time of the generated schedule over that of the best that a search of the family finds."""
+    costs, family = ADVERSE[case](p), families()[name]
+    cap = claimed_peak(method_named(method), p, family, family.chunks)
+    found = search(method, p, m, among=[family], costs=costs, max_activations=cap, passes=passes)
+    generated = generate(method, p, m, family=name, costs=costs)
+    validate(generated, cap)
+    return milliseconds(generated, costs) / milliseconds(found, costs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ADVERSE)
+def test_generated_is_within_five_percent_of_a_search(case: str) -> None:
+    assert gap("1f1b", "vocab-2", 3, 8, case) <= 1.05
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ADVERSE)
+@pytest.mark.parametrize("method", ["vocab-1", "vocab-2"])
+@pytest.mark.parametrize("name", families())
+@pytest.mark.parametrize(("p", "m"), [(4, 12), (8, 32)])
+def test_generated_is_within_five_percent_of_a_search_in_every_family(
+    name: str, method: str, p: int, m: int, case: str
+) -> None:
+    assert gap(name, method, p, m, case) <= 1.05
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(12))
+def test_drawn_searches_are_not_slower_than_a_family_nor_with_more_memory(seed: int) -> None:
+    random = Random(seed)
+    p, method = random.randint(2, 5), random.choice(("vocab-1", "vocab-2"))
+    m = random.randint(p, 3 * p)
+    f, b, s, t = (random.uniform(5, 20) for _ in range(4))
+    costs = times(f, b, random.uniform(0, 20), s, t, random.uniform(0, 5))
+    before = float("inf")
+    for cap in sorted({random.choice((1.5, 2.5)), *(float(random.randint(1, p + 2)) for _ in range(2))}):
+        found = milliseconds(search(method, p, m, costs=costs, max_activations=cap, passes=30_000), costs)
+        for name in families():
+            alone = generate(method, p, m, family=name, costs=costs, max_activations=cap)
+            assert found <= milliseconds(alone, costs) + 1e-6, name
+        assert found <= before + 1e-6
+        before = found
+
+
+@pytest.mark.long
+def test_search_takes_less_than_a_minute() -> None:
+    before = time.process_time()
+    found = search(PlanRequest(method="vocab-2", p=8, m=32, costs=PassCosts.paper(8), max_activations=8))
+    assert time.process_time() - before < 60
+    assert max(peak_activations(found)) <= 8
+
+
+def test_the_documented_family_works(capsys: pytest.CaptureFixture[str]) -> None:
+    text = DOCS.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    assert len(text.splitlines()) < 40
+    exec(compile(text, str(DOCS), "exec"), {})
+    assert capsys.readouterr().out.startswith("0IF0")

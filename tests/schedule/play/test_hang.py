@@ -1,0 +1,164 @@
+"""Programs under NCCL's rules: ours run in every model; those that hang are found, and who waits for whom."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from megatron_vocabpar.schedule.check.program_rules import check_program_order
+from megatron_vocabpar.schedule.check.validate import validate
+from megatron_vocabpar.schedule.make.families import families
+from megatron_vocabpar.schedule.make.generate import generate, make_plan
+from megatron_vocabpar.schedule.play.hang import MODELS, STRICTEST, find_hangs, iteration_ms, runs_in_step
+from megatron_vocabpar.schedule.play.lower import lower
+from megatron_vocabpar.schedule.play.numbering import Numbering
+from megatron_vocabpar.schedule.simulate import simulate
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.schedule.words.passes import Comm, parse
+from megatron_vocabpar.schedule.words.schedule import (
+    Program,
+    Schedule,
+    ScheduleError,
+    forward_only,
+    passes_of,
+)
+from tests.cases import rest_is_slow
+from tests.schedule import reference_hang
+from tests.schedule.random_schedules import SHAPES, random_schedule
+
+HANGS = Path(__file__).parents[1] / "golden" / "hangs"
+
+
+def lowered(name: str) -> Program:
+    lines = (HANGS / f"{name}.txt").read_text().splitlines()
+    return tuple(tuple(map(parse, line.split())) for line in lines)
+
+
+def told(schedule: Schedule, program: Program) -> dict[str, list[str]]:
+    found = find_hangs(schedule, program)
+    return {model.name: [str(wait) for wait in circle] for model, circle in found.items()}
+
+
+def test_receives_issued_first_on_both_ranks() -> None:
+    """What an earlier lowering made of the smallest pipeline: each rank posts its receive before it sends."""
+    program = lowered("1f1b_baseline_p2_m1")
+    schedule = generate("baseline", 2, 1)
+    assert tuple(map(passes_of, program)) == schedule.ranks
+    found = told(schedule, program)
+    circle = [
+        "rank 0, 0RECV_B0 before 0SEND_F0: waits for 1SEND_B0 of rank 1",
+        "rank 1, 1RECV_F0 before 1SEND_B0: waits for 0SEND_F0 of rank 0",
+    ]
+    for name in ("first use", "communication blocks", "launch blocking", "synchronisation"):
+        assert sorted(found.pop(name)) == circle
+    assert not any(found.values())
+
+
+def test_a_receive_that_waits_at_the_head_of_the_only_queue() -> None:
+    """The second receive waits for the first; in one queue the forward behind it waits too."""
+    rows = (
+        "0RECV_B0 0RECV_B1 0F0 0SEND_F0 0F1 0SEND_F1 0B0 0B1",
+        "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
+    )
+    program = tuple(tuple(map(parse, row.split())) for row in rows)
+    found = told(generate("baseline", 2, 2), program)
+    assert not found["streams"]
+    assert len(found["one queue"]) == 2
+
+
+def test_layers_whose_collectives_cross() -> None:
+    """Likewise: each layer's in one order, but CI2 stands behind C0.0 on one rank, before it on the other."""
+    program = lowered("1f1b_interlaced_p2_m3")
+    schedule = replace(generate("interlaced", 2, 3), ranks=tuple(map(passes_of, program)))
+    validate(schedule)
+    found = told(schedule, program)
+    assert found["collectives block"] == [
+        "rank 0, 0C0.0 before 0CI2: waits for 1C0.0 of rank 1",
+        "rank 1, 1CI2 before 1C0.0: waits for 0CI2 of rank 0",
+    ]
+    assert not found["streams"]
+    assert not found["device_id"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_time_in_the_freest_model_is_the_simulators(method: str) -> None:
+    plan = make_plan(method, 4, 7, family="v-half" if method != "redis" else "1f1b")
+    times = PassTimes.of(plan.costs, plan.schedule)
+    in_models = [iteration_ms(plan.schedule, plan.program, times, model) for model in MODELS]
+    assert in_models[0] == pytest.approx(simulate(plan).iteration_ms)
+    assert in_models[MODELS.index(STRICTEST)] == max(in_models) >= min(in_models) == in_models[0]
+
+
+def shuffled(schedule: Schedule, program: Program, draw: Random) -> Program:
+    """The same program with communication moved about, as far as each rank's own order allows."""
+    rows = [list(row) for row in program]
+    numbering = Numbering(schedule)
+    for _ in range(draw.randint(0, 12)):
+        rank = draw.randrange(schedule.p)
+        row = list(rows[rank])
+        places = [k for k, item in enumerate(row) if isinstance(item, Comm)]
+        if not places:
+            continue
+        item = row.pop(draw.choice(places))
+        row.insert(draw.randint(0, len(row)), item)
+        tried = tuple(row if r == rank else other for r, other in enumerate(rows))
+        try:
+            check_program_order(numbering, tried, rank)
+        except ScheduleError:
+            continue
+        rows[rank] = row
+    return tuple(map(tuple, rows))
+
+
+def test_hangs_are_those_of_an_independent_play() -> None:
+    """Random schedules of every shape, with communication moved about; both verdicts occur in every model."""
+    verdicts: Counter[tuple[str, bool]] = Counter()
+    for seed in range(30):
+        draw = Random(seed)
+        shape = replace(draw.choice([s for s in SHAPES if s.p > 1]), m=2)
+        schedule = random_schedule(shape, seed)
+        program = shuffled(schedule, lower(schedule), draw)
+        words = [list(map(str, row)) for row in program]
+        for model, circle in find_hangs(schedule, program).items():
+            held = [[rank] for rank in range(shape.p)] if model.one_rank else [range(shape.p)]
+            expected = any(reference_hang.hangs(words, shape, model, ranks) for ranks in held)
+            assert bool(circle) == expected, (seed, shape, model.name, circle)
+            verdicts[model.name, expected] += 1
+        assert runs_in_step(schedule, program) != bool(find_hangs(schedule, program, (STRICTEST,))[STRICTEST])
+    assert {name for name, hangs in verdicts if not hangs} == {model.name for model in MODELS}
+    assert {name for name, hangs in verdicts if hangs} == {model.name for model in MODELS}
+
+
+def check_family(family: str, sizes: dict[int, set[int]]) -> None:
+    for method in METHODS:
+        for p, microbatches in sizes.items():
+            for m in microbatches:
+                schedule = generate(method, p, m, family=family)
+                for part in (schedule, forward_only(schedule)):
+                    found = find_hangs(part, lower(part))
+                    assert not any(found.values()), (method, p, m, found)
+
+
+@pytest.mark.parametrize("family", rest_is_slow(families(), "1f1b", "v-half", "v-zb"))
+def test_our_programs_run_in_every_model(family: str) -> None:
+    check_family(family, {4: {5}})
+
+
+@pytest.mark.parametrize(("family", "p", "m"), [("v-zb", 2, 5), ("v-min", 4, 5)])
+def test_ranks_in_step_that_take_different_times(family: str, p: int, m: int) -> None:
+    """A pass that all ranks run together stands at one moment, although it does not end at one."""
+    in_step_ms = tuple(3.0 + 9.0 * rank / (p - 1) for rank in range(p))
+    costs = PassCosts(10.0, 10.0, 10.0, 0.5, 0.5, {"interlaced": {"S_ms": 0.0, "synchronous_ms": in_step_ms}})
+    schedule = generate("interlaced", p, m, family=family, costs=costs)
+    assert not any(find_hangs(schedule, lower(schedule, costs)).values())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", families())
+def test_our_programs_run_in_every_model_at_all_sizes(family: str) -> None:
+    check_family(family, {p: {1, p, 2 * p + 1} for p in range(1, 9)})
