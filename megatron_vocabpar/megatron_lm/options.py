@@ -386,8 +386,8 @@ ROWS = (
         """,
     ),
     _row(
-        NOT_RUN,
-        "the type of hidden states between stages; stock needs Transformer Engine for it",
+        REFUSED,
+        "embedded tokens, and hidden states between stages, have the model's 16 bits",
         """
         fp32_residual_connection
         """,
