@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.transformer_engine import activations, norms, optimizers, products, quantized, rotation, softmax
+from tests.transformer_engine import (
+    activations,
+    norms,
+    optimizers,
+    products,
+    quantized,
+    rotation,
+    shards,
+    softmax,
+)
 from tests.transformer_engine.dtypes import DType, wide
 from tests.transformer_engine.unserved import enumeration
 
@@ -64,6 +73,7 @@ def names() -> dict[str, Any]:
         **softmax.FUNCTIONS,
         **rotation.FUNCTIONS,
         **optimizers.FUNCTIONS,
+        **shards.FUNCTIONS,
     }
     types = {
         "DType": DType,
