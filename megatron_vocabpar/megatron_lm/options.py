@@ -322,8 +322,8 @@ ROWS = (
     ),
     _row(
         REFUSED,
-        "with several model chunks a rank; with one beside stock by "
-        "tests/megatron_lm/test_transformer_engine.py",
+        "with several model chunks a rank and another recipe than tensorwise or blockwise; else beside stock "
+        "by tests/megatron_lm/test_transformer_engine.py",
         """
         fp8_param_gather
         """,

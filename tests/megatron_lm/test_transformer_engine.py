@@ -103,6 +103,7 @@ METHODS = ("vocab-1", "vocab-2")
 DISTRIBUTED = "--use-distributed-optimizer"
 SELECTIVE = "--recompute-granularity selective"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+GATHERED = f"--fp8-param-gather {DISTRIBUTED} --bf16"
 MATRIX = (
     *(Case(schedule, method, pp) for schedule in SCHEDULES for method in METHODS for pp in (2, 4)),
     *(Case(schedule, both=NOT_FUSED) for schedule in ("1f1b", *SPLIT)),
@@ -225,7 +226,9 @@ def test_trains_as_stock_in_16_bits(case: Case, record_property: Record) -> None
     ("recipe", "schedule", "dp"),
     [
         *product(("delayed", "tensorwise", "blockwise", "mxfp8"), ("zb-h1", "v-half"), (1,)),
-        (f"delayed --fp8-param-gather {DISTRIBUTED} --bf16", "zb-h1", 2),
+        (f"delayed {GATHERED}", "zb-h1", 2),
+        *product((f"tensorwise {GATHERED}", f"blockwise {GATHERED}"), ("zb-h1", "v-half"), (2,)),
+        *product((f"delayed {RECOMPUTED}", f"mxfp8 {RECOMPUTED}"), ("zb-h1", "v-half"), (1,)),
     ],
 )
 def test_trains_as_stock_in_8_bits(recipe: str, schedule: str, dp: int, record_property: Record) -> None:
