@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.transformer_engine import (
     activations,
+    empty,
     norms,
     optimizers,
     products,
@@ -68,6 +69,7 @@ def names() -> dict[str, Any]:
         "get_fused_attn_backend": _constant(backends.NVTE_No_Backend),
         **products.FUNCTIONS,
         **quantized.FUNCTIONS,
+        **empty.FUNCTIONS,
         **norms.FUNCTIONS,
         **activations.functions(),
         **softmax.FUNCTIONS,

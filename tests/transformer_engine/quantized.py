@@ -114,7 +114,7 @@ def _by_32(x: Tensor, quantizer: Any, output: Any) -> None:
 
 
 def _by_128(x: Tensor, quantizer: Any, output: Any) -> None:
-    if quantizer.all_gather_usage:
+    if getattr(quantizer, "all_gather_usage", False):
         raise NotImplementedError("blocks of 8-bit tensors that are gathered")
     flat = quantizer.block_scaling_dim == 1
     for data, scales, columns in (
