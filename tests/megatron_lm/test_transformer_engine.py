@@ -119,6 +119,7 @@ MATRIX = (
     Case("v-zb", tp=2, dp=2, model="tied"),
     *(Case(schedule, "vocab-1", model="tied") for schedule in ("1f1b", *SPLIT)),
     *(Case(schedule, model="llama") for schedule in SCHEDULES),
+    *(Case(schedule, "baseline", model="llama", both="--bf16") for schedule in SPLIT),  # logits as stock's
     *(
         Case(schedule, model=model, both=options)
         for schedule in ("1f1b", *SPLIT)
