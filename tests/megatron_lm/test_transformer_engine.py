@@ -237,6 +237,10 @@ def test_trains_as_stock_in_8_bits(recipe: str, schedule: str, dp: int, record_p
 
     Delayed scales follow from what a process has multiplied before, so stock runs on the same stages.
     """
+    if recipe.startswith("blockwise") and find_version(source_signatures(checkout())) == "0.14":
+        pytest.skip(
+            "Transformer Engine 2.7 has products of blocks on Hopper alone, and of 32 elements after it"
+        )
     case = Case(schedule, "baseline", both=f"--fp8-format hybrid --fp8-recipe {recipe}")
     load = ("--load", str(weights(case.model)), *FROM_WEIGHTS, *words(case.both))
     theirs, ours = (train(case.model, *load, *flags, pp=2, dp=dp) for flags in ((), case.flags))
