@@ -1,4 +1,4 @@
-"""Prints ``docs/options.md``, from the table in ``options.py``.
+"""Prints ``docs/options.md``, from ``data/options.txt``.
 
 ``python -m megatron_vocabpar.megatron_lm.options_page > docs/options.md``
 """

@@ -239,6 +239,12 @@ REFUSALS = (
         {"tensor_parallel_num_weight_shards": 4},
     ),
     Refusal(
+        "--fp32-residual-connection",
+        _set("fp32_residual_connection"),
+        "embedded tokens, and hidden states between stages, have the model's 16 bits here; leave it out",
+        {"fp32_residual_connection": True},
+    ),
+    Refusal(
         "--init-model-with-meta-device",
         _set("init_model_with_meta_device"),
         "weights that are drawn after the layers are made have not been run with shards; leave it out",

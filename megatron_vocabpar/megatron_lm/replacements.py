@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from math import log
@@ -26,6 +27,7 @@ from megatron_vocabpar.megatron_lm.layouts import place_layers
 from megatron_vocabpar.megatron_lm.parsed import Declared, check_read, declared, not_run
 from megatron_vocabpar.megatron_lm.planning import build, check_costs, check_same_everywhere
 from megatron_vocabpar.megatron_lm.refusals import check
+from megatron_vocabpar.megatron_lm.scripts import check_script
 from megatron_vocabpar.schedule.make.families import families
 
 _TIED = "share_embeddings_and_output_weights"
@@ -71,6 +73,8 @@ def _parse_with_our_options(original: Callable[..., Any], config: FlagConfig) ->
 def _check_first(original: Callable[..., Any], config: FlagConfig) -> Callable[..., Any]:
     @wraps(original)
     def validate_args(args: Any, *rest: Any, **named: Any) -> Any:
+        if config.runs_our_schedule:
+            check_script(vars(sys.modules["__main__"]))
         check(args, config)
         check_costs(args, config)
         if config.redistribute:

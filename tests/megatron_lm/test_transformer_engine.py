@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -102,16 +103,23 @@ METHODS = ("vocab-1", "vocab-2")
 DISTRIBUTED = "--use-distributed-optimizer"
 SELECTIVE = "--recompute-granularity selective"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+GATHERED = f"--fp8-param-gather {DISTRIBUTED} --bf16"
 MATRIX = (
     *(Case(schedule, method, pp) for schedule in SCHEDULES for method in METHODS for pp in (2, 4)),
     *(Case(schedule, both=NOT_FUSED) for schedule in ("1f1b", *SPLIT)),
     *(Case(schedule, model="no biases", both=options) for schedule in SPLIT for options in ("", NOT_FUSED)),
+    Case("v-min", model="no biases"),
     *(Case(schedule, tp=2) for schedule in ("1f1b", *SPLIT)),
+    Case("zb-h1", tp=2, model="no biases"),
     *(Case(schedule, "vocab-1", dp=2, ours=DISTRIBUTED) for schedule in ("1f1b", *SPLIT)),
-    Case("1f1b", dp=2, ours=f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"),
+    *(
+        Case("1f1b", dp=2, ours=f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather{buckets}")
+        for buckets in ("", " --ddp-bucket-size 20000")
+    ),
     Case("v-zb", tp=2, dp=2, model="tied"),
     *(Case(schedule, "vocab-1", model="tied") for schedule in ("1f1b", *SPLIT)),
     *(Case(schedule, model="llama") for schedule in SCHEDULES),
+    *(Case(schedule, "baseline", model="llama", both="--bf16") for schedule in SPLIT),  # logits as stock's
     *(
         Case(schedule, model=model, both=options)
         for schedule in ("1f1b", *SPLIT)
@@ -131,6 +139,9 @@ MATRIX = (
     Case("zb-h1", model="no biases", ours=f"{SELECTIVE} --recompute-modules mlp layernorm"),
 )
 ROUNDED = tuple(Case(schedule, model="llama", both="--bf16") for schedule in ("1f1b", *SPLIT))
+
+Record = Callable[[str, object], None]
+"""pytest's ``record_property``."""
 
 
 @cache
@@ -163,8 +174,16 @@ def stock(model: str, options: str) -> Log:
     return train(model, "--load", str(weights(model)), *FROM_WEIGHTS, *words(options))
 
 
-def check(case: Case, **tolerances: float) -> None:
-    """Losses, gradient norms and evaluations are stock's, each to its relative tolerance."""
+def compare(ours: Log, expected: Log, record: Record, **tolerances: float) -> None:
+    """Each to its relative tolerance; the largest difference goes to the record (``--junit-xml``)."""
+    for name, tolerance in tolerances.items():
+        found, wanted = (np.array(getattr(log, name)) for log in (ours, expected))
+        np.testing.assert_allclose(found, wanted, tolerance, err_msg=name)
+        record(name, float(abs(found / wanted - 1).max()))
+
+
+def check(case: Case, record: Record, **tolerances: float) -> None:
+    """Losses, gradient norms and evaluations are stock's."""
     expected = stock(case.model, case.both)
     load = ("--load", str(weights(case.model)), *FROM_WEIGHTS)
     sizes = {"pp": case.pp, "tp": case.tp, "dp": case.dp}
@@ -172,18 +191,16 @@ def check(case: Case, **tolerances: float) -> None:
     assert f"method {case.method}, schedule {case.schedule}" in ours.text
     assert len(ours.losses) == len(ours.norms) == ITERATIONS
     assert len(ours.evaluations) > 0
-    for name, tolerance in tolerances.items():
-        np.testing.assert_allclose(getattr(ours, name), getattr(expected, name), tolerance, err_msg=name)
+    compare(ours, expected, record, **tolerances)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("model", ["default", "llama"])
-def test_the_stand_in_trains_as_megatrons_own_layers(model: str) -> None:
+def test_the_stand_in_trains_as_megatrons_own_layers(model: str, record_property: Record) -> None:
     """Stock from one seed: its local layers are PyTorch's products, norms, softmax and Adam."""
     options = (*UNTIED, *words(MODELS[model]), *EIGHT_LAYERS)
     theirs, local = (pretrain(*options, iterations=4, transformer_engine=te) for te in (True, False))
-    for name in ("losses", "norms", "evaluations"):
-        np.testing.assert_allclose(getattr(theirs, name), getattr(local, name), rtol=2e-6, err_msg=name)
+    compare(theirs, local, record_property, losses=2e-6, norms=2e-6, evaluations=2e-6)
 
 
 DEFAULT = (Case("zb-h1"), Case("v-half", model="grouped experts", both=NOT_FUSED))
@@ -194,15 +211,15 @@ DEFAULT = (Case("zb-h1"), Case("v-half", model="grouped experts", both=NOT_FUSED
     [*DEFAULT, *(pytest.param(case, marks=pytest.mark.long) for case in MATRIX if case not in DEFAULT)],
     ids=str,
 )
-def test_trains_as_stock(case: Case) -> None:
-    check(case, losses=1e-5, norms=1e-5, evaluations=1e-5)
+def test_trains_as_stock(case: Case, record_property: Record) -> None:
+    check(case, record_property, losses=1e-5, norms=1e-5, evaluations=1e-5)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", ROUNDED, ids=str)
-def test_trains_as_stock_in_16_bits(case: Case) -> None:
+def test_trains_as_stock_in_16_bits(case: Case, record_property: Record) -> None:
     """Stock rounds its logits to 16 bits, and ours does not."""
-    check(case, losses=1e-4, norms=1e-2, evaluations=1e-4)
+    check(case, record_property, losses=1e-4, norms=1e-2, evaluations=1e-4)
 
 
 @pytest.mark.long
@@ -210,20 +227,25 @@ def test_trains_as_stock_in_16_bits(case: Case) -> None:
     ("recipe", "schedule", "dp"),
     [
         *product(("delayed", "tensorwise", "blockwise", "mxfp8"), ("zb-h1", "v-half"), (1,)),
-        (f"delayed --fp8-param-gather {DISTRIBUTED} --bf16", "zb-h1", 2),
+        (f"delayed {GATHERED}", "zb-h1", 2),
+        *product((f"tensorwise {GATHERED}", f"blockwise {GATHERED}"), ("zb-h1", "v-half"), (2,)),
+        *product((f"delayed {RECOMPUTED}", f"mxfp8 {RECOMPUTED}"), ("zb-h1", "v-half"), (1,)),
     ],
 )
-def test_trains_as_stock_in_8_bits(recipe: str, schedule: str, dp: int) -> None:
+def test_trains_as_stock_in_8_bits(recipe: str, schedule: str, dp: int, record_property: Record) -> None:
     """With whole vocabulary layers each operand is stock's, and so is each of its 8-bit roundings.
 
     Delayed scales follow from what a process has multiplied before, so stock runs on the same stages.
     """
+    if recipe.startswith("blockwise") and find_version(source_signatures(checkout())) == "0.14":
+        pytest.skip(
+            "Transformer Engine 2.7 has products of blocks on Hopper alone, and of 32 elements after it"
+        )
     case = Case(schedule, "baseline", both=f"--fp8-format hybrid --fp8-recipe {recipe}")
     load = ("--load", str(weights(case.model)), *FROM_WEIGHTS, *words(case.both))
     theirs, ours = (train(case.model, *load, *flags, pp=2, dp=dp) for flags in ((), case.flags))
     exact = stock(case.model, "")
-    for name in ("losses", "norms", "evaluations"):
-        np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol=1e-5, err_msg=name)
+    compare(ours, theirs, record_property, losses=1e-5, norms=1e-5, evaluations=1e-5)
     assert max(abs(a - b) for a, b in zip(theirs.norms, exact.norms, strict=True)) > 1e-5  # they were rounded
     assert max(theirs.losses) < 9  # and it trains
 

@@ -172,13 +172,19 @@ def pretrain(
 
 
 def _environment(megatron: Path) -> dict[str, str]:
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(megatron), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-    }
+    # Python 3.11.0 to 3.11.3 write members of enumerations so that torch.load refuses them by default.
+    trusted = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"} if sys.version_info < (3, 11, 4) else {}
+    return (
+        trusted
+        | os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(megatron), os.environ.get("PYTHONPATH", "")]),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        }
+    )
 
 
 def _torchrun(megatron: Path, processes: int, command: list[str]) -> tuple[bool, str]:

@@ -13,7 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.transformer_engine import activations, norms, optimizers, products, quantized, rotation, softmax
+from tests.transformer_engine import (
+    activations,
+    empty,
+    norms,
+    optimizers,
+    products,
+    quantized,
+    rotation,
+    shards,
+    softmax,
+)
 from tests.transformer_engine.dtypes import DType, wide
 from tests.transformer_engine.unserved import enumeration
 
@@ -59,11 +69,13 @@ def names() -> dict[str, Any]:
         "get_fused_attn_backend": _constant(backends.NVTE_No_Backend),
         **products.FUNCTIONS,
         **quantized.FUNCTIONS,
+        **empty.FUNCTIONS,
         **norms.FUNCTIONS,
         **activations.functions(),
         **softmax.FUNCTIONS,
         **rotation.FUNCTIONS,
         **optimizers.FUNCTIONS,
+        **shards.FUNCTIONS,
     }
     types = {
         "DType": DType,

@@ -92,6 +92,11 @@ class _Source(importlib.machinery.SourceFileLoader):
             vars(module)["load_framework_extension"] = lambda _: None  # its place is taken already
         elif module.__name__ == f"{PACKAGE}.pytorch.utils":
             vars(module).update(canonicalize_device=lambda _: _CPU, devices_match=lambda *_: True)
+        elif module.__name__ == f"{PACKAGE}.pytorch.distributed":  # for layers that are recomputed
+            vars(module).update(
+                _get_cuda_rng_state=lambda *_, **__: torch.get_rng_state(),
+                _set_cuda_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
+            )
 
 
 class _EmptyModule(importlib.abc.Loader):

@@ -87,11 +87,11 @@ def _whole(x: Tensor, quantizer: Any, output: Any, current: bool) -> None:
     if current:
         if quantizer.with_amax_reduction:
             dist.all_reduce(amax, dist.ReduceOp.MAX, quantizer.amax_reduction_group)
-        scale = _scales(amax, quantizer, quantizer.amax_epsilon, quantizer.force_pow_2_scales)
+        scale = scale_of(amax, _most(quantizer), quantizer.amax_epsilon, quantizer.force_pow_2_scales)
     else:
         quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
         scale = quantizer.scale
-    numbers = _rounded(x * scale, quantizer)
+    numbers = rounded(x * scale, torch_dtype(quantizer.dtype))
     if output._data is not None:
         output._data.copy_(numbers.view(output._data.shape))
     if output._transpose is not None:
@@ -106,15 +106,15 @@ def _by_32(x: Tensor, quantizer: Any, output: Any) -> None:
         (output._columnwise_data, output._columnwise_scale_inv, (32, 1)),
     ):
         if data is not None:
-            largest = _largest(x, block)
-            exponents = torch.log2((largest / _most(quantizer)).clamp(min=_SMALLEST)).ceil().clamp(-127, 127)
-            numbers = _rounded(x / _spread(torch.exp2(exponents), block, x), quantizer)
+            amax = largest(x, block)
+            exponents = torch.log2((amax / _most(quantizer)).clamp(min=_SMALLEST)).ceil().clamp(-127, 127)
+            numbers = rounded(x / spread(torch.exp2(exponents), block, x), torch_dtype(quantizer.dtype))
             data.copy_(numbers.view(data.shape))
-            _corner(scales, exponents).copy_(exponents + 127)
+            corner(scales, exponents).copy_(exponents + 127)
 
 
 def _by_128(x: Tensor, quantizer: Any, output: Any) -> None:
-    if quantizer.all_gather_usage:
+    if getattr(quantizer, "all_gather_usage", False):
         raise NotImplementedError("blocks of 8-bit tensors that are gathered")
     flat = quantizer.block_scaling_dim == 1
     for data, scales, columns in (
@@ -123,36 +123,36 @@ def _by_128(x: Tensor, quantizer: Any, output: Any) -> None:
     ):
         if data is not None:
             block = ((128, 1) if columns else (1, 128)) if flat else (128, 128)
-            scale = _scales(
-                _largest(x, block), quantizer, quantizer.amax_epsilon, quantizer.force_pow_2_scales
-            )
-            numbers = _rounded(x * _spread(scale, block, x), quantizer)
+            epsilon, power_of_two = quantizer.amax_epsilon, quantizer.force_pow_2_scales
+            scale = scale_of(largest(x, block), _most(quantizer), epsilon, power_of_two)
+            numbers = rounded(x * spread(scale, block, x), torch_dtype(quantizer.dtype))
             data.copy_((numbers.t() if columns else numbers).reshape(data.shape))
             inverse = (1 / scale).t() if flat != columns else 1 / scale
-            _corner(scales, inverse).copy_(inverse)
+            corner(scales, inverse).copy_(inverse)
 
 
 def _most(quantizer: Any) -> float:
     return torch.finfo(torch_dtype(quantizer.dtype)).max
 
 
-def _scales(largest: Tensor, quantizer: Any, epsilon: float, power_of_two: bool) -> Tensor:
-    """So that the largest number is the most that the dtype has; 1 where all are zero."""
-    scale = _most(quantizer) / largest.clamp(min=epsilon)
+def scale_of(amax: Tensor, most: float, epsilon: float, power_of_two: bool) -> Tensor:
+    """So that the largest number is ``most``, that of the dtype; 1 where all are zero."""
+    scale = most / amax.clamp(min=epsilon)
     scale = torch.where(torch.isfinite(scale), scale, 1.0)
     return torch.exp2(torch.log2(scale).floor()) if power_of_two else scale
 
 
-def _rounded(x: Tensor, quantizer: Any) -> Tensor:
-    most = _most(quantizer)
-    return x.clamp(-most, most).to(torch_dtype(quantizer.dtype)).view(torch.uint8)
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Its nearest numbers of this dtype, as bytes."""
+    most = torch.finfo(dtype).max
+    return x.clamp(-most, most).to(dtype).view(torch.uint8)
 
 
 def _numbers(data: Tensor, x: Any) -> Tensor:
     return data.contiguous().view(torch_dtype(x._fp8_dtype)).float()
 
 
-def _largest(x: Tensor, block: tuple[int, int]) -> Tensor:
+def largest(x: Tensor, block: tuple[int, int]) -> Tensor:
     """The largest size in each block of ``[m, k]``, the last ones filled up with zeros."""
     rows, columns = block
     padded = F.pad(x.abs(), (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
@@ -160,7 +160,7 @@ def _largest(x: Tensor, block: tuple[int, int]) -> Tensor:
     return padded.view(shape).amax((1, 3))
 
 
-def _spread(scales: Tensor, block: tuple[int, int], like: Tensor) -> Tensor:
+def spread(scales: Tensor, block: tuple[int, int], like: Tensor) -> Tensor:
     """Each block's for all of its elements, ``[m, k]``."""
     every = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return every[: like.shape[0], : like.shape[1]]
@@ -168,10 +168,10 @@ def _spread(scales: Tensor, block: tuple[int, int], like: Tensor) -> Tensor:
 
 def _unscaled(numbers: Tensor, inverse: Tensor, block: tuple[int, int]) -> Tensor:
     flat = numbers.flatten(0, -2)
-    return (flat * _spread(inverse, block, flat)).view(numbers.shape)
+    return (flat * spread(inverse, block, flat)).view(numbers.shape)
 
 
-def _corner(scales: Tensor, of: Tensor) -> Tensor:
+def corner(scales: Tensor, of: Tensor) -> Tensor:
     """Scales are padded."""
     return scales[: of.shape[0], : of.shape[1]]
 
