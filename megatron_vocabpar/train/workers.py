@@ -91,7 +91,7 @@ class Watchdog:
     def stood_still(self) -> str:
         """Where the ranks stood if none had got any further for a while, as a line; else an empty text.
 
-        For a job that has failed: a backend's timeout ends the ranks that wait, not the one that they wait for.
+        For a job that has failed: NCCL's timeout ends the ranks that wait, not the one waited for.
         """
         now = time.monotonic()
         return f"before that: {self._text(now)}\n" if now - self._since >= _QUIET_S else ""
