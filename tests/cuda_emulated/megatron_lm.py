@@ -245,6 +245,8 @@ def verdict(cell: Cell, stock: Run, ours: Run) -> tuple[str, str]:
         return "failed", told
     if STREAMS in ours.text and STREAMS not in stock.text:
         return "failed", f"{told}; {STREAMS}, in ours alone"
+    if STREAMS in stock.text:
+        told += f"; {STREAMS}, in {'both' if STREAMS in ours.text else 'stock'}"
     if cell.left and not ours.left:
         return "failed", f"{told}; no {cell.left}"
     told += f", {waits_in_iteration(ours):.0f} in ours"
