@@ -95,6 +95,7 @@ def test_a_failing_rank_ends_the_job(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_who_stood_still_before_a_timeout_of_the_backend_is_told(
     config_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
