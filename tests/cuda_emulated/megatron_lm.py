@@ -10,6 +10,7 @@ that stock has saved on one rank, so the losses of ours are to be those of stock
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import re
 import runpy
@@ -21,17 +22,19 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-import megatron.training
 import waits
 
 from megatron_vocabpar import launch
+from megatron_vocabpar.megatron_lm.bindings import find_version
+from megatron_vocabpar.megatron_lm.checkout import source_signatures
 from tests.cuda_emulated.jobs import STREAMS
 from tests.megatron_lm.test_training import FROM_WEIGHTS
-from tests.megatron_lm.training import LOCAL, MODEL, TRAINING, build_dataset_helpers, words
+from tests.megatron_lm.training import LOCAL, MODEL, TRAINING, added_ids, build_dataset_helpers, words
 
 ITERATIONS = 4
 _OURS = "--enable-vocab-parallel"
@@ -54,7 +57,7 @@ class Cell:
         pp, tp, dp: sizes.
         left: a folder that the training has to leave beside its results, as a pattern.
         refused: what ours has to say in the place of training.
-        stopped: the iteration after which ours is saved, and goes on as another job.
+        stopped: the iteration after which it is saved, and goes on as another job.
     """
 
     name: str
@@ -127,7 +130,8 @@ def run(cell: Cell, is_ours: bool, *options: str, limit_s: float = 300) -> Run:
             *(*MODEL, *LOCAL),
             *(argument if argument != "gloo" else "nccl" for argument in TRAINING),
             *("--pipeline-model-parallel-size", str(cell.pp), "--tensor-model-parallel-size", str(cell.tp)),
-            *("--vocab-size", "511", "--make-vocab-size-divisible-by", "8", "--eval-iters", "0"),
+            *("--vocab-size", str(512 - added_ids(script.parent)), "--make-vocab-size-divisible-by", "8"),
+            *("--eval-iters", "0"),
             *("--train-iters", str(ITERATIONS), "--lr-warmup-iters", "1"),
             *(["--tensorboard-dir", name] if cell.left else []),
             *(*cell.model, *cell.both, *options),
@@ -135,6 +139,7 @@ def run(cell: Cell, is_ours: bool, *options: str, limit_s: float = 300) -> Run:
         ]
         probe.bind(("127.0.0.1", 0))
         told = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+        told["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # for make
         told |= {"MASTER_PORT": str(probe.getsockname()[1]), "EMULATED_WAITS": name}
         if cell.tp > 1:
             told["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks for it
@@ -158,22 +163,16 @@ def _weights(model: tuple[str, ...]) -> Path:
     return folder
 
 
-@cache
-def stock_of(cell: Cell) -> Run:
-    """Stock's training from those weights."""
-    return run(cell, False, "--load", str(_weights(cell.model)), *FROM_WEIGHTS)
-
-
-def ours_of(cell: Cell) -> Run:
-    """Ours; where it is stopped, what both jobs left, with the losses of both."""
+def train(cell: Cell, is_ours: bool) -> Run:
+    """Train from those weights; where it is stopped, what the second job left, with the losses of both."""
     begin = ("--load", str(_weights(cell.model)), *FROM_WEIGHTS)
     if not cell.stopped:
-        return run(cell, True, *begin)
+        return run(cell, is_ours, *begin)
     with tempfile.TemporaryDirectory(prefix="emulated-gpus-") as folder:
-        first = run(cell, True, *begin, "--save", folder, "--exit-interval", str(cell.stopped))
+        first = run(cell, is_ours, *begin, "--save", folder, "--exit-interval", str(cell.stopped))
         if not first.well:
             return first
-        second = run(cell, True, "--load", folder)
+        second = run(cell, is_ours, "--load", folder)
         return replace(second, losses=first.losses + second.losses)
 
 
@@ -220,10 +219,18 @@ def _wait(ranks: Sequence[int], limit_s: float) -> tuple[int, ...]:
                 if codes[rank]:
                     deadline = min(deadline, time.monotonic() + 5)
         time.sleep(0.02)
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            os.killpg(rank, signal.SIGKILL)  # also what a checkpoint has started
     for rank in left:
-        os.killpg(rank, signal.SIGKILL)
         os.waitpid(rank, 0)
     return tuple(codes[rank] for rank in ranks)
+
+
+@cache
+def stock_of(cell: Cell) -> Run:
+    """Stock's training; cells that differ in flags of ours alone share it."""
+    return train(cell, is_ours=False)
 
 
 def waits_in_iteration(found: Run) -> float:
@@ -256,17 +263,27 @@ def verdict(cell: Cell, stock: Run, ours: Run) -> tuple[str, str]:
     return "ok", told
 
 
+def _import_before_forks() -> None:
+    """Once for all ranks; of newer versions the import itself asks CUDA, which a fork then cannot use."""
+    version = find_version(source_signatures(Path(os.environ["MEGATRON_LM_PATH"])))
+    if version in ("0.14", "0.15", "0.16"):
+        importlib.import_module("megatron.training")
+        experts = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+        vars(experts).setdefault("te_general_gemm", None)  # it looks for it where there is none
+    print(f"Megatron-LM {version}\n", flush=True)
+
+
 def main(part: str = "") -> int:
     """Print the table; the exit code."""
     build_dataset_helpers(Path(os.environ["MEGATRON_LM_PATH"]))
-    print(f"Megatron-LM of {Path(megatron.training.__file__).parents[2].name}\n", flush=True)
+    _import_before_forks()
     print("| training | result | |\n| --- | --- | --- |", flush=True)
     failed = 0
     for cell in cells():
         if part not in cell.name:
             continue
-        stock = stock_of(Cell("stock", both=cell.both, model=cell.model, tp=cell.tp, dp=cell.dp))
-        result, why = verdict(cell, stock, ours_of(cell))
+        stock = stock_of(replace(cell, name="stock", ours=(), left="", refused=""))
+        result, why = verdict(cell, stock, train(cell, is_ours=True))
         failed += result == "failed"
         print(f"| {cell.name} | {result} | {str(why)[:220]} |", flush=True)
     return int(failed > 0)
