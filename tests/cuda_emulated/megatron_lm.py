@@ -37,6 +37,7 @@ from tests.megatron_lm.test_training import FROM_WEIGHTS
 from tests.megatron_lm.training import LOCAL, MODEL, TRAINING, added_ids, build_dataset_helpers, words
 
 ITERATIONS = 4
+VOCAB_SIZE = 4608  # 0.14 makes up ids to 4096
 _OURS = "--enable-vocab-parallel"
 _UNMEASURED = ("--vocab-parallel-profile-iterations", "0")  # a later one counts
 _ROUNDING = {"fp32": 1e-5, "16-bit": 2e-3}
@@ -130,7 +131,12 @@ def run(cell: Cell, is_ours: bool, *options: str, limit_s: float = 300) -> Run:
             *(*MODEL, *LOCAL),
             *(argument if argument != "gloo" else "nccl" for argument in TRAINING),
             *("--pipeline-model-parallel-size", str(cell.pp), "--tensor-model-parallel-size", str(cell.tp)),
-            *("--vocab-size", str(512 - added_ids(script.parent)), "--make-vocab-size-divisible-by", "8"),
+            *(
+                "--vocab-size",
+                str(VOCAB_SIZE - added_ids(script.parent)),
+                "--make-vocab-size-divisible-by",
+                "8",
+            ),
             *("--eval-iters", "0"),
             *("--train-iters", str(ITERATIONS), "--lr-warmup-iters", "1"),
             *(["--tensorboard-dir", name] if cell.left else []),
