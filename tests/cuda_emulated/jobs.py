@@ -46,8 +46,6 @@ SMALL = TrainConfig(
     save=False,
     device="cuda",
 )
-STREAMS = "AccumulateGrad node's stream does not match"
-"""A warning of PyTorch's, of a wait that costs time."""
 TEXT = "".join(f"line {number} of a text, {number * number}\n" for number in range(3000))
 
 

@@ -18,8 +18,8 @@ from typing import Any
 from megatron_vocabpar.schedule.families import families
 from megatron_vocabpar.schedule.methods import METHODS
 from megatron_vocabpar.train.config import TrainConfig
-from tests.cuda_emulated import jobs
-from tests.cuda_emulated.jobs import SMALL, STREAMS, Outcome
+from tests.cuda_emulated import STREAMS, jobs
+from tests.cuda_emulated.jobs import SMALL, Outcome
 
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-3}
 """Relative, of a loss: sums in other orders, which a step amplifies."""
