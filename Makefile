@@ -150,7 +150,8 @@ cuda-emulated:
 	{ echo "torch's CUDA build cannot be had here, so nothing was run: see .venv-cuda/install.log"; exit 2; }
 	.venv-cuda/bin/python tests/cuda_emulated/build.py
 	@status=0; $(EMULATED) -m pytest tests/cuda_emulated $(PYTEST_ARGS) || status=1; \
-	for table in faults sweep; do $(EMULATED) -m tests.cuda_emulated.$$table || status=1; done; \
+	$(EMULATED) -m pytest -m gpu tests/layers tests/runtime || status=1; \
+	for table in faults sweep commands; do $(EMULATED) -m tests.cuda_emulated.$$table || status=1; done; \
 	exit $$status
 
 .venv-cuda/.installed: pyproject.toml setup.py

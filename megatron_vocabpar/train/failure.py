@@ -144,9 +144,14 @@ class Record:
         )
 
 
-def explain(logs: Path, world_size: int, exit_codes: Mapping[int, int]) -> str:
-    """The message for a job whose workers failed, and where their logs are; arguments as of ``blame``."""
-    return f"{blame(logs, world_size, exit_codes)}\nthe logs of the ranks are in {logs}"
+def explain(logs: Path, world_size: int, exit_codes: Mapping[int, int], before: str = "") -> str:
+    """The message for a job whose workers failed, and where their logs are.
+
+    Args:
+        logs: with ``world_size`` and ``exit_codes`` as of ``blame``.
+        before: lines on what was seen before a rank failed, each with its end.
+    """
+    return f"{blame(logs, world_size, exit_codes)}\n{before}the logs of the ranks are in {logs}"
 
 
 def blame(logs: Path, world_size: int, exit_codes: Mapping[int, int]) -> str:

@@ -101,9 +101,9 @@ class TorchrunRank(OwnProcesses):
         watchdog = Watchdog.of(config) if self.leads else None
         codes = run_workers(_worker(config, worker_module), {self._rank: environment}, watchdog)
         if codes:
-            self._fail(codes[self._rank], config)
+            self._fail(codes[self._rank], config, watchdog.stood_still() if watchdog else "")
 
-    def _fail(self, code: int, config: TrainConfig) -> None:
+    def _fail(self, code: int, config: TrainConfig, before: str) -> None:
         """End this rank; the first to get here waits for the others' exit codes and tells the whole story."""
         self._store.set(f"vocabpar/exit/{self._rank}", str(code))
         if self._store.add("vocabpar/failed", 1) > 1:
@@ -112,7 +112,7 @@ class TorchrunRank(OwnProcesses):
         time.sleep(_SETTLE_S)
         keys = {rank: f"vocabpar/exit/{rank}" for rank in range(config.world_size)}
         codes = {rank: int(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
-        raise TrainingFailed(explain(Path(config.output) / LOG_FOLDER, config.world_size, codes))
+        raise TrainingFailed(explain(Path(config.output) / LOG_FOLDER, config.world_size, codes, before))
 
 
 def processes(environment: Mapping[str, str] = os.environ) -> OwnProcesses:
@@ -156,10 +156,12 @@ def launch(config: TrainConfig, worker_module: str = WORKER_MODULE) -> None:
     ranks = {
         rank: environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(config.world_size)
     }
-    codes = run_workers(_worker(config, worker_module), ranks, Watchdog.of(config))
+    watchdog = Watchdog.of(config)
+    codes = run_workers(_worker(config, worker_module), ranks, watchdog)
     del store
     if codes:
-        raise TrainingFailed(explain(Path(config.output) / LOG_FOLDER, config.world_size, codes))
+        logs, before = Path(config.output) / LOG_FOLDER, watchdog.stood_still()
+        raise TrainingFailed(explain(logs, config.world_size, codes, before))
 
 
 def _worker(config: TrainConfig, module: str) -> tuple[str, ...]:

@@ -88,6 +88,14 @@ class Watchdog:
             self._said = now
             self.say(self._text(now))
 
+    def stood_still(self) -> str:
+        """Where the ranks stood if none had got any further for a while, as a line; else an empty text.
+
+        For a job that has failed: NCCL's timeout ends the ranks that wait, not the one waited for.
+        """
+        now = time.monotonic()
+        return f"before that: {self._text(now)}\n" if now - self._since >= _QUIET_S else ""
+
     def _text(self, now: float) -> str:
         places: dict[str, list[str]] = {}
         for rank, record in enumerate(self._seen):

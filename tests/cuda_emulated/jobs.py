@@ -125,7 +125,9 @@ def run(
         tuple(row["loss"] for row in rows),
         tuple(_waits(folder / "waits", config.world_size)),
         blame(logs, config.world_size, failed) if failed else "",
-        "".join(file.read_text(errors="replace") for file in sorted(logs.glob("*.txt"))),
+        "".join(
+            file.read_text(errors="replace") for file in sorted({*logs.glob("*.txt"), *logs.glob("*.log")})
+        ),
     )
 
 

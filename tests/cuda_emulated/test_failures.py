@@ -24,9 +24,16 @@ LARGE = {"micro_batch_size": 8, "seq_length": 128, "vocab_size": 32768}
     [
         ("kill 1S1", {}, {}, r"rank 1 was killed by signal 9.*pass 1S1: S of microbatch 1 on stage 1"),
         ("hang 1T1", {}, {"timeout": 30.0}, r"--timeout 30.*rank 1 at step 1, in pass 1T1.*1 stopped first"),
+        (
+            "hang 1T1",
+            {"VOCABPAR_NCCL_TIMEOUT_S": "25"},
+            {},
+            r"rank 0 was killed by signal 6.*before that: no rank has got any further for \d+ s: "
+            r".*rank 1 at step 1, in pass 1T1: T of microbatch 1 on stage 1; rank 1 stopped first",
+        ),
         ("", {"EMULATED_MEMORY_MIB": "110"}, LARGE, r"rank [01] raised.*pass [01]S\d.*[Oo]ut of memory"),
     ],
-    ids=["killed", "stops", "full"],
+    ids=["killed", "stops", "stops-nccl", "full"],
 )
 def test_the_rank_the_pass_and_the_microbatch_are_named(
     fault: str, settings: dict[str, str], changes: dict[str, Any], told: str, tmp_path: Path, monkeypatch: Any

@@ -179,6 +179,16 @@ def test_scatter_add_rows(out_dtype: torch.dtype, scaled: bool) -> None:
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_scatter_add_rows_does_not_look_at_values(dtype: torch.dtype) -> None:
+    """On a GPU the host would wait for them; there are none on ``meta``."""
+    with torch.device("meta"):
+        rows = torch.zeros(5, dtype=torch.int64)
+        scatter_add_rows_(
+            torch.zeros(3, 2, dtype=dtype), rows, torch.zeros(5, 2, dtype=dtype), torch.zeros(5)
+        )
+
+
 def test_scatter_add_of_nothing() -> None:
     out = torch.ones(3, 2)
     scatter_add_rows_(out, torch.empty(0, dtype=torch.int64), torch.empty(0, 2))

@@ -117,7 +117,7 @@ def build_dataset_helpers(megatron: Path) -> None:
     partial.replace(target)
 
 
-def _added_ids(megatron: Path) -> int:
+def added_ids(megatron: Path) -> int:
     """How many ids the NullTokenizer adds to ``--vocab-size``: older ones add the end-of-document token."""
     return 0 if find_version(source_signatures(megatron)) in ("0.18", "0.19", "main") else 1
 
@@ -153,7 +153,7 @@ def pretrain(
             *(str(script or megatron / "pretrain_gpt.py"), *MODEL, *layers, *TRAINING),
             *("--pipeline-model-parallel-size", str(pp), "--tensor-model-parallel-size", str(tp)),
             *(["--context-parallel-size", str(cp)] if cp > 1 else []),
-            *("--vocab-size", str(vocab_size - _added_ids(megatron))),
+            *("--vocab-size", str(vocab_size - added_ids(megatron))),
             *([] if _SAMPLES in arguments else ["--train-iters", str(iterations), "--lr-warmup-iters", "2"]),
             *([] if "--eval-iters" in arguments else ["--eval-iters", "1"]),
             *([] if _DIVISOR in arguments else [_DIVISOR, "8"]),

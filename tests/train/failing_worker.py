@@ -1,5 +1,7 @@
 """The real training worker with a fault in one pass, which ``VOCABPAR_FAULT`` names: ``kill 3W2``.
 
+``VOCABPAR_NCCL_TIMEOUT_S`` stands for the minutes that NCCL waits for a peer.
+
 What waits for peers when a process ends, waits for ever here: a failing rank must not come to it.
 """
 
@@ -10,9 +12,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 
 from megatron_vocabpar.integration import forward_backward
 from megatron_vocabpar.runtime.streams import side_stream
@@ -41,6 +45,8 @@ class _NeverCloses:
 def run(config: TrainConfig) -> None:
     trainer.dist.destroy_process_group = _wait_for_ever
     forward_backward.side_stream = _NeverCloses
+    if seconds := os.environ.get("VOCABPAR_NCCL_TIMEOUT_S"):
+        distributed_c10d.default_pg_nccl_timeout = timedelta(seconds=int(seconds))
     fault, _, faulty = os.environ["VOCABPAR_FAULT"].partition(" ")
     handlers_of = forward_backward.handlers_of
 

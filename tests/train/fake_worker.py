@@ -16,11 +16,12 @@ from megatron_vocabpar.train.failure import ProgressRecord
 from megatron_vocabpar.train.output import LOG_FOLDER
 from megatron_vocabpar.train.worker import run_worker
 
-PATIENCE_S = 1000
+PATIENCE_S, STANDSTILL_S = 1000, 2
 
 
 def pretend(config: TrainConfig) -> None:
-    """Do what ``FAKE_WORKER`` says: ``train``, ``raise:RANK``, ``kill:RANK``, ``exit:RANK`` or ``wait``."""
+    """Do what ``FAKE_WORKER`` says: ``train``, ``raise:RANK``, ``kill:RANK``, ``exit:RANK``,
+    ``abort:RANK`` or ``wait``."""
     what, _, chosen = os.environ.get("FAKE_WORKER", "train").partition(":")
     rank = int(os.environ["RANK"])
     record = ProgressRecord(Path(config.output) / LOG_FOLDER, rank)
@@ -39,6 +40,9 @@ def pretend(config: TrainConfig) -> None:
             raise RuntimeError("the pretended fault")
         if what == "exit":
             os._exit(3)
+        if what == "abort":  # as a backend whose patience is over
+            time.sleep(STANDSTILL_S)
+            os.abort()
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(PATIENCE_S)
 

@@ -24,6 +24,7 @@ from megatron_vocabpar.train.output import LOG_FOLDER, method_config, open_metho
 from megatron_vocabpar.train.ranks import launch
 from megatron_vocabpar.train.workers import SAVED, Interrupted, Watchdog, run_workers
 from tests.cases import rest_is_slow
+from tests.train.fake_worker import STANDSTILL_S
 
 RANKS = 3
 FAKE = "tests.train.fake_worker"
@@ -92,6 +93,23 @@ def test_a_failing_rank_ends_the_job(
     )
     assert alive(config_path) == []
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.slow
+def test_who_stood_still_before_a_timeout_of_the_backend_is_told(
+    config_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends a rank that waits."""
+    monkeypatch.setenv("FAKE_WORKER", "abort:1")
+    monkeypatch.setattr("megatron_vocabpar.train.workers._QUIET_S", STANDSTILL_S / 2)
+    plan = make_plan("vocab-2", RANKS, 6)
+    (config_path.parent / "schedule.json").write_text(plan_to_json(plan))
+    with pytest.raises(TrainingFailed) as failed:
+        run(config_path)
+    first, second = str(failed.value).splitlines()[:2]
+    assert first.startswith("rank 1 was killed by signal 6, SIGABRT (at step 7, in pass 2S5")
+    assert second.startswith("before that: no rank has got any further for ")
+    assert "ranks 0, 1, 2 at step 7, in pass 2S5" in second
 
 
 @pytest.mark.parametrize("sent", rest_is_slow([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
@@ -216,6 +234,7 @@ def test_a_watchdog_says_who_stands_where_and_ends_the_job(
     clock[0] = 74.0
     dog.look()
     assert said == []
+    assert dog.stood_still() == ""
     clock[0] = 76.0
     dog.look()
     dog.look()
@@ -229,3 +248,5 @@ def test_a_watchdog_says_who_stands_where_and_ends_the_job(
     late = "^--timeout 40: no rank has got any further for 41 s: rank 0 at step 4"
     with pytest.raises(TrainingFailed, match=late):
         dog.look()
+    clock[0] = 150.0
+    assert dog.stood_still().startswith("before that: no rank has got any further for 51 s: rank 0 at")

@@ -228,11 +228,21 @@ def scatter_add_rows_(
     if scale is not None:
         addends = addends * scale.to(dtype).unsqueeze(1)
     if out.dtype != dtype:
-        rows, repeat = torch.unique(rows, return_inverse=True)
-        sums = addends.new_zeros(len(rows), out.shape[1])
-        _accumulate_rows_(sums, repeat, addends)
+        sums = torch.zeros_like(addends)
+        _accumulate_rows_(sums, _first_of_equals(rows, order), addends)
         addends = sums.to(out.dtype)
     _accumulate_rows_(out, rows, addends)
+
+
+def _first_of_equals(rows: Tensor, order: Tensor | None) -> Tensor:
+    """[m] int64: for each of ``rows`` the place of the first that equals it.
+
+    As ``torch.unique`` would tell, for whose number of results the host waits for the device.
+    """
+    order = rows.argsort(stable=True) if order is None else order
+    by_row, place = rows[order], torch.arange(len(rows), device=rows.device)
+    begins = torch.where(by_row != by_row.roll(1), place, 0).cummax(0).values
+    return torch.empty_like(order).scatter_(0, order, order[begins])
 
 
 def _accumulate_rows_(out: Tensor, rows: Tensor, addends: Tensor) -> None:

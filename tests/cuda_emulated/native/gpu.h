@@ -26,7 +26,8 @@ int current();      // this thread's device
 void make_current(int device);
 size_t memory();    // bytes of each device
 
-void enqueue(cudaStream_t stream, Job job);  // behind what the stream holds
+// Behind what the stream holds; how many bytes it moves is for the time that it takes.
+void enqueue(cudaStream_t stream, Job job, size_t bytes = 0);
 void drain(cudaStream_t stream);             // the host waits for it
 void drain_device();                         // for all streams of the current device
 void host_waits(Wait why);                   // tells who counts

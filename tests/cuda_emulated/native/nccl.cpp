@@ -383,7 +383,9 @@ void flush() {
       Lock lock(comm->mutex);
       place = comm->issued++;
     }
-    gpu::enqueue(calls[0].stream, [comm, calls, place] {
+    size_t bytes = 0;
+    for (const auto& call : calls) bytes += call.bytes();
+    auto exchange = [comm, calls, place] {
       {
         Lock lock(comm->mutex);
         comm->moved.wait(lock, [&] { return comm->turn == place || comm->aborted; });
@@ -399,7 +401,8 @@ void flush() {
       Lock lock(comm->mutex);
       comm->turn++;
       comm->moved.notify_all();
-    });
+    };
+    gpu::enqueue(calls[0].stream, exchange, bytes);
   }
 }
 

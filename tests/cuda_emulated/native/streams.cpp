@@ -2,6 +2,7 @@
 //
 // EMULATED_DELAY_US: before one job in four, a stream waits for a random time up to this; EMULATED_SEED draws
 // others. EMULATED_SLOW=default or other: before every job of the default stream, or of all the others, instead.
+// EMULATED_MIB_PER_S: a job lasts at least as long as its bytes take, without a processor of the host.
 // CUDA_LAUNCH_BLOCKING=1: the host waits for every job. CUDA_DEVICE_MAX_CONNECTIONS=1: a job starts when those
 // that were queued before it, in whichever stream, have started; one that waits for an event holds the others up.
 #include "gpu.h"
@@ -45,6 +46,7 @@ struct Item {
   Job job;
   unsigned long place = 0;  // in the hardware queue
   bool blocks = false;      // the queue goes on when it has ended, not when it has started
+  size_t bytes = 0;
 };
 
 class Stream {
@@ -57,8 +59,8 @@ class Stream {
   const int priority;
   const bool is_default;
 
-  void push(Job job, bool blocks) {
-    Item item{std::move(job), 0, blocks};
+  void push(Job job, bool blocks, size_t bytes = 0) {
+    Item item{std::move(job), 0, blocks, bytes};
     Lock order(hardware_queue().mutex, std::defer_lock);
     if (one_connection()) {
       order.lock();
@@ -92,7 +94,9 @@ class Stream {
         order.moved.wait(lock, [&] { return order.started == item.place; });
       }
       if (!item.blocks) started(item);
+      const auto end = std::chrono::steady_clock::now() + least(item.bytes);
       item.job();
+      std::this_thread::sleep_until(end);
       if (item.blocks) started(item);
       item.job = nullptr;
       Lock lock(mutex_);
@@ -113,6 +117,10 @@ class Stream {
     Lock lock(order.mutex);
     order.started = item.place + 1;
     order.moved.notify_all();
+  }
+  static std::chrono::microseconds least(size_t bytes) {
+    static const long mib_per_s = gpu::setting("EMULATED_MIB_PER_S", 0);
+    return std::chrono::microseconds(mib_per_s ? bytes * 1000000 / (size_t(mib_per_s) << 20) : 0);
   }
   void pause(std::mt19937& random) const {
     static const long most_us = gpu::setting("EMULATED_DELAY_US", 0);
@@ -172,10 +180,10 @@ thread_local int muted = 0;
 
 namespace gpu {
 
-void enqueue(cudaStream_t handle, Job job) {
+void enqueue(cudaStream_t handle, Job job, size_t bytes) {
   static const bool blocking = setting("CUDA_LAUNCH_BLOCKING", 0) != 0;
   auto* stream = resolve(handle);
-  stream->push(std::move(job), false);
+  stream->push(std::move(job), false, bytes);
   if (blocking) stream->wait();
 }
 void drain(cudaStream_t stream) { resolve(stream)->wait(); }
@@ -200,8 +208,8 @@ void host_waits(Wait why) {
 extern "C" {
 
 // For site/emulation.py.
-void emulated_enqueue(void* stream, void (*job)(unsigned long), unsigned long number) {
-  gpu::enqueue(static_cast<cudaStream_t>(stream), [=] { job(number); });
+void emulated_enqueue(void* stream, void (*job)(unsigned long), unsigned long number, size_t bytes) {
+  gpu::enqueue(static_cast<cudaStream_t>(stream), [=] { job(number); }, bytes);
 }
 void emulated_count_waits(void (*told)(int)) { counter = told; }
 void emulated_mute(int change) { muted += change; }

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 _library = ctypes.CDLL(None)
 _Callback = ctypes.CFUNCTYPE(None, ctypes.c_ulong)
-_library.emulated_enqueue.argtypes = [ctypes.c_void_p, _Callback, ctypes.c_ulong]
+_library.emulated_enqueue.argtypes = [ctypes.c_void_p, _Callback, ctypes.c_ulong, ctypes.c_size_t]
 _library.emulated_enqueue.restype = None
 
 aten = torch.ops.aten
@@ -80,11 +80,11 @@ def _run_job(number: int) -> None:
 _run_job_from_c = _Callback(_run_job)
 
 
-def queue(stream: torch.cuda.Stream, job: Callable[[], None]) -> None:
-    """Have ``job`` run in the thread of ``stream``."""
+def queue(stream: torch.cuda.Stream, job: Callable[[], None], size: int = 0) -> None:
+    """Have ``job``, which moves ``size`` bytes, run in the thread of ``stream``."""
     number = next(_numbers)
     _jobs[number] = job
-    _library.emulated_enqueue(stream.cuda_stream, _run_job_from_c, number)
+    _library.emulated_enqueue(stream.cuda_stream, _run_job_from_c, number, size)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -214,7 +214,8 @@ class Emulation(TorchDispatchMode):
                 if mine.untyped_storage().data_ptr() not in written:
                     mine.copy_(computed.reshape(mine.shape))
 
-        queue(torch.cuda.current_stream(device), job)
+        size = sum(v.nbytes for v in tree_leaves((args, kwargs, result)) if _is_cuda(v))
+        queue(torch.cuda.current_stream(device), job, size)
         return result
 
     def _at_once(self, func: Any, args: Any, kwargs: Any, device: torch.device, random: bool) -> Any:

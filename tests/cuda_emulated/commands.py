@@ -1,0 +1,51 @@
+"""What a user types on a machine with GPUs, on emulated ones, as a table of exit codes.
+
+    python tests/cuda_emulated/start.py -m tests.cuda_emulated.commands [PART OF A NAME]
+
+Models are small: times mean nothing here. ``vocabpar doctor --gpu`` has a test of its own.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+
+_SMALL = "--pp 2 --layers 4 --hidden 32 --seq-length 32 --vocab-size 512 --device cuda"
+_KERNELS = """
+from megatron_vocabpar.bench import kernels
+kernels.shapes = lambda *_: [kernels.Shape(256, 64, 2048, 8)]
+from megatron_vocabpar.cli.main import main
+main(["bench", "kernels", "--device", "cuda", "--rounds", "2"])
+"""
+VERBS = (
+    "train --device cuda --pp 4 --output out",
+    f"profile {_SMALL} --heads 2 --iterations 2",
+    f"bench runtime {_SMALL} --microbatches 4 --pairs 2",
+    "emulate vocab-2 v-half:vocab-2 --pp 2 --microbatches 4",
+)
+COMMANDS = {f"vocabpar {line}": ("-m", "megatron_vocabpar", *line.split()) for line in VERBS} | {
+    "vocabpar bench kernels, of one small shape": ("-c", _KERNELS)
+}
+
+
+def main(part: str = "") -> int:
+    """Print the table; the exit code."""
+    print("| command | exit code | |\n| --- | --- | --- |", flush=True)
+    failed = False
+    for name, arguments in COMMANDS.items():
+        if part not in name:
+            continue
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="emulated-gpus-") as folder:
+            done = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True)
+        lines = done.stderr.splitlines() if done.returncode else ()
+        error = next((line for line in reversed(lines) if "Error" in line), "")
+        print(f"| {name} | {done.returncode} | {time.monotonic() - start:.0f} s {error} |", flush=True)
+        failed |= done.returncode != 0
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
