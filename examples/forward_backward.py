@@ -17,8 +17,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
-from megatron_vocabpar.integration.model import VocabParallelGPTModel
+from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, vocab_groups
+from megatron_vocabpar.pipeline.model.stage_model import VocabParallelGPTModel
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 
 VOCAB, LENGTH, MICROBATCH, MICROBATCHES, STEPS = 64, 16, 4, 4, 20

@@ -12,10 +12,10 @@ from megatron_vocabpar import _moved
 __version__ = "0.1.0"
 
 _FACE = {
-    "ForwardBackward": "integration.forward_backward",
-    "vocab_groups": "integration.forward_backward",
-    "VocabOptions": "integration.options",
-    "VocabParallelGPTModel": "integration.model",
+    "ForwardBackward": "pipeline.forward_backward",
+    "vocab_groups": "pipeline.forward_backward",
+    "VocabOptions": "pipeline.options",
+    "VocabParallelGPTModel": "pipeline.model.stage_model",
     "make_plan": "schedule.make.generate",
     "simulate": "schedule.simulate",
     "losses": "",

@@ -37,10 +37,10 @@ TRAIN = (
 PYTEST = 'python -m pytest -n 2 --dist loadfile -m "not slow and not long" -p no:cacheprovider'
 # What the documentation promises bit for bit or to a tolerance, and what reads a checkpoint.
 PROMISES = (
-    f"{PYTEST} tests/layers tests/losses tests/integration/test_invariance.py"
-    " tests/integration/test_equality.py tests/integration/test_bf16.py tests/train/test_trainer.py"
+    f"{PYTEST} tests/layers tests/losses tests/pipeline/test_invariance.py"
+    " tests/pipeline/test_equality.py tests/pipeline/test_bf16.py tests/train/test_trainer.py"
 )
-ROOMS = f"{PYTEST} tests/layers tests/losses tests/runtime tests/integration tests/train tests/bench"
+ROOMS = f"{PYTEST} tests/layers tests/losses tests/runtime tests/pipeline tests/train tests/bench"
 # A job that was started, and stopped by Ctrl-C once it trains.
 INTERRUPTED = (
     'setsid bash -c "trap - INT; exec python -m megatron_vocabpar train --overwrite" & job=$!;'

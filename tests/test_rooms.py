@@ -73,8 +73,8 @@ def test_the_table_has_no_other_rooms() -> None:
 
 def test_arrows_point_one_way() -> None:
     order = list(TopologicalSorter({room: rooms_imported(room) for room in ROOMS}).static_order())
-    chain = [room for room in order if room in ("schedule", "runtime", "integration", "train", "cli")]
-    assert chain == ["schedule", "runtime", "integration", "train", "cli"]
+    chain = [room for room in order if room in ("schedule", "runtime", "pipeline", "train", "cli")]
+    assert chain == ["schedule", "runtime", "pipeline", "train", "cli"]
 
 
 def test_a_schedule_needs_the_standard_library_alone() -> None:
@@ -115,4 +115,4 @@ def test_mathematics_knows_no_schedule(room: str) -> None:
 
 def test_only_some_rooms_face_megatron() -> None:
     facing = {room for room in ROOMS if "megatron" in libraries_imported(room)}
-    assert facing <= {"integration", "megatron_lm", "frameworks", "train", "bench", "losses"}
+    assert facing <= {"pipeline", "megatron_lm", "frameworks", "train", "bench", "losses"}

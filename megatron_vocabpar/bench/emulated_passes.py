@@ -185,7 +185,7 @@ class _Iteration:
 
 
 def _exchange_of(type_: CommType, groups: VocabGroups, schedule: Schedule) -> Exchange:
-    """What a collective does follows from who waits for it, as in ``integration/handlers/``."""
+    """What a collective does follows from who waits for it, as in ``pipeline/handlers/``."""
     if type_ in INPUT_COLLECTIVES:
         return partial(_rows, groups, first=schedule.placement.first_rank, to_first=type_ is CommType.CI)
     exchanges: dict[frozenset[PassType], Callable[[VocabGroups, torch.Tensor], torch.Tensor]] = {

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_vocabpar.bench.runtime import random_batches
-from megatron_vocabpar.integration.forward_backward import ForwardBackward, Listeners, vocab_groups
+from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, vocab_groups
 from megatron_vocabpar.runtime.comm import VocabGroups, all_gather, all_reduce, broadcast, warm_up
 from megatron_vocabpar.runtime.pass_times import RankTimes, transfer_ms
 from megatron_vocabpar.runtime.profile import Span, Timeline

@@ -59,7 +59,7 @@ def _run_rank(config: TrainConfig) -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
+    from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, vocab_groups
     from megatron_vocabpar.runtime.streams import backend, default_device
     from megatron_vocabpar.schedule.words.placement import Placement
     from megatron_vocabpar.train.build import build_chunks

@@ -12,12 +12,12 @@ from typing import Any
 from megatron_vocabpar.frameworks.bindings import FUNCTIONS, LABELS, MEGATRON, answering
 from megatron_vocabpar.frameworks.runner import StepRunner
 from megatron_vocabpar.frameworks.weights import WALKS
-from megatron_vocabpar.integration.options import asked_for
 from megatron_vocabpar.megatron_lm.bindings import Binding, find_version
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import config_from_argv, spell
 from megatron_vocabpar.megatron_lm.patch import Patch, live_signature, original_of
 from megatron_vocabpar.megatron_lm.replacements import model_class
+from megatron_vocabpar.pipeline.options import asked_for
 from megatron_vocabpar.runtime.agreement import agree, versions
 
 # A loss of reinforcement learning is no linear function of the tokens' losses.

@@ -1,7 +1,7 @@
 """Labels of the tokens that a framework reads: those of its responses. The others' become -1, which is no id.
 
 The model sees prompts, responses and padding. A row whose label is -1 takes no part in the output layer
-(``integration/microbatches.py``), and its numbers are NaN (``steps.py``).
+(``pipeline/microbatches.py``), and its numbers are NaN (``steps.py``).
 
 Read at verl v0.7.0 and slime v0.3.1. Next: ``bindings.py``, which names the functions that these replace.
 """

@@ -14,14 +14,14 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.frameworks.steps import Step, as_megatron, begin_step
-from megatron_vocabpar.integration import compat
-from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
-from megatron_vocabpar.integration.measured_plan import Plans, WriteOrder
-from megatron_vocabpar.integration.model import PartitionedModel
-from megatron_vocabpar.integration.options import VocabOptions
-from megatron_vocabpar.integration.recording import StandIn
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.planning import plan_request
+from megatron_vocabpar.pipeline import compat
+from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, vocab_groups
+from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
+from megatron_vocabpar.pipeline.options import VocabOptions
+from megatron_vocabpar.pipeline.recording import StandIn
+from megatron_vocabpar.pipeline.tuning.measured_plan import Plans, WriteOrder
 from megatron_vocabpar.runtime.comm import broadcast
 
 

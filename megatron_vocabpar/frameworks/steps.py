@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megatron_vocabpar.frameworks.handle import Answer, LogitsHandle, Request, Wanted
-from megatron_vocabpar.integration.recording import ForwardStep, ModelCall, StandIn
+from megatron_vocabpar.pipeline.recording import ForwardStep, ModelCall, StandIn
 
 
 class _Remembered:

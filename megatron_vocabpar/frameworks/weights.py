@@ -1,7 +1,7 @@
 """Functions of frameworks and converters that walk a model's parameters, to load weights or to hand them out.
 
 While they run the model shows stock's vocabulary layers. Read at slime v0.3.1, verl v0.7.0, mbridge 0.15.1
-and Megatron Bridge v0.6.0. Next: ``integration/whole_layers.py``, the layers that they see.
+and Megatron Bridge v0.6.0. Next: ``pipeline/model/whole_layers.py``, the layers that they see.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-from megatron_vocabpar.integration.whole_layers import whole_layers
 from megatron_vocabpar.megatron_lm.bindings import Binding
+from megatron_vocabpar.pipeline.model.whole_layers import whole_layers
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_vocabpar.integration.graph_options import asks_for_graphs, beside_graphs
 from megatron_vocabpar.megatron_lm.checkpoints import is_legacy, is_of_modelopt, starting_checkpoint
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
+from megatron_vocabpar.pipeline.graphs.graph_options import asks_for_graphs, beside_graphs
 
 
 def head_problems(args: Any, config: FlagConfig) -> list[str]:

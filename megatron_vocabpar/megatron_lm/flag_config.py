@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_vocabpar.integration.options import DEFAULTS, VocabOptions, option
+from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions, option
 from megatron_vocabpar.schedule.make.families import SEARCH, Family, families, family_named
 from megatron_vocabpar.schedule.words.methods import METHODS, method_named
 from megatron_vocabpar.schedule.words.placement import Placement

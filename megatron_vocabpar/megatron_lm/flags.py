@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_vocabpar.integration.options import (
+from megatron_vocabpar.megatron_lm.flag_config import AUTO, SCHEDULES, FlagConfig
+from megatron_vocabpar.pipeline.options import (
     FLAGS_OF_WORDS,
     Option,
     VocabOptions,
     asked_for,
     options_of,
 )
-from megatron_vocabpar.integration.rules import PARTITIONED, RULES, conflicts, wrong_values
-from megatron_vocabpar.megatron_lm.flag_config import AUTO, SCHEDULES, FlagConfig
+from megatron_vocabpar.pipeline.rules import PARTITIONED, RULES, conflicts, wrong_values
 from megatron_vocabpar.schedule.words.methods import METHODS, method_named
 
 ENABLE = "--enable-vocab-parallel"

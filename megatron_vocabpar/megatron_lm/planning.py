@@ -1,6 +1,6 @@
 """The forward-backward function of a running training, with its plans: chosen, measured, kept and announced.
 
-Next: ``watchers.py``, what is told of single iterations; ``integration/measured_plan.py``.
+Next: ``watchers.py``, what is told of single iterations; ``pipeline/tuning/measured_plan.py``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from megatron_vocabpar import __version__
-from megatron_vocabpar.integration import heads
-from megatron_vocabpar.integration.forward_backward import ForwardBackward, Listeners, vocab_groups
-from megatron_vocabpar.integration.kept_plan import PLAN_FILE, digest, keep_plan, kept_plan
-from megatron_vocabpar.integration.measured_plan import MeasuredPlan, Plans, WriteOrder
-from megatron_vocabpar.integration.watched import Watched, Watcher
 from megatron_vocabpar.megatron_lm.flag_config import AUTO, FlagConfig
 from megatron_vocabpar.megatron_lm.flags import OPTIONS
 from megatron_vocabpar.megatron_lm.watchers import IdleTime, TimelineFile, iteration
+from megatron_vocabpar.pipeline import heads
+from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, vocab_groups
+from megatron_vocabpar.pipeline.tuning.kept_plan import PLAN_FILE, digest, keep_plan, kept_plan
+from megatron_vocabpar.pipeline.tuning.measured_plan import MeasuredPlan, Plans, WriteOrder
+from megatron_vocabpar.pipeline.tuning.watched import Watched, Watcher
 from megatron_vocabpar.runtime.agreement import agree, program_digest, versions
 from megatron_vocabpar.runtime.pass_times import transfer_ms
 from megatron_vocabpar.runtime.profile import Timeline

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vocabpar.integration.graph_options import SCOPES, asks_for_graphs
 from megatron_vocabpar.megatron_lm.combinations import (
     checkpoint_problems,
     graph_problems,
@@ -21,6 +20,7 @@ from megatron_vocabpar.megatron_lm.combinations import (
 )
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.layouts import chunk_problems, redistribution_problems, written_out
+from megatron_vocabpar.pipeline.graphs.graph_options import SCOPES, asks_for_graphs
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from megatron_vocabpar.integration import compat
-from megatron_vocabpar.integration.chunks import ChunkPosition, chunk_position, shown_as_rank
-from megatron_vocabpar.integration.model import PartitionedModel
-from megatron_vocabpar.integration.options import VocabOptions
-from megatron_vocabpar.integration.vocab_layers import vocab_shard
-from megatron_vocabpar.integration.watched import Watched
 from megatron_vocabpar.megatron_lm.bindings import Binding
 from megatron_vocabpar.megatron_lm.checkpoints import starting_checkpoint
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
@@ -28,6 +22,12 @@ from megatron_vocabpar.megatron_lm.parsed import Declared, check_read, declared,
 from megatron_vocabpar.megatron_lm.planning import build, check_costs, check_same_everywhere
 from megatron_vocabpar.megatron_lm.refusals import check
 from megatron_vocabpar.megatron_lm.scripts import check_script
+from megatron_vocabpar.pipeline import compat
+from megatron_vocabpar.pipeline.model.chunks import ChunkPosition, chunk_position, shown_as_rank
+from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
+from megatron_vocabpar.pipeline.model.vocab_layers import vocab_shard
+from megatron_vocabpar.pipeline.options import VocabOptions
+from megatron_vocabpar.pipeline.tuning.watched import Watched
 from megatron_vocabpar.schedule.make.families import families
 
 _TIED = "share_embeddings_and_output_weights"

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_vocabpar.integration.options import VocabOptions, options_of
-from megatron_vocabpar.integration.rules import RULES, Rule
 from megatron_vocabpar.megatron_lm.flags import OPTIONS, PUBLISHED, Flag
 from megatron_vocabpar.megatron_lm.refusals import REFUSALS
+from megatron_vocabpar.pipeline.options import VocabOptions, options_of
+from megatron_vocabpar.pipeline.rules import RULES, Rule
 from megatron_vocabpar.schedule.words.methods import METHODS
 
 

@@ -6,7 +6,7 @@
 4. If that fails, say on which rank, in which pass, of which microbatch.
 
 Handlers launch communication and wait for what they consume; the order in which they are called is the
-schedule's alone. Before this: ``schedule/play/lower.py`` made the list. Next: ``integration/handlers/``.
+schedule's alone. Before this: ``schedule/play/lower.py`` made the list. Next: ``pipeline/handlers/``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each rank keeps the medians of what it has measured itself; those of all ranks give one cost table. Medians,
 so that single passes that took long (a page fault, another process) do not count.
 
-Next: ``integration/measured_plan.py``, which collects them while training goes on.
+Next: ``pipeline/tuning/measured_plan.py``, which collects them while training goes on.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from megatron_vocabpar.integration import compat
-from megatron_vocabpar.integration.chunks import chunk_positions
-from megatron_vocabpar.integration.model import VocabParallelGPTModel
-from megatron_vocabpar.integration.vocab_layers import vocab_shard
+from megatron_vocabpar.pipeline import compat
+from megatron_vocabpar.pipeline.model.chunks import chunk_positions
+from megatron_vocabpar.pipeline.model.stage_model import VocabParallelGPTModel
+from megatron_vocabpar.pipeline.model.vocab_layers import vocab_shard
 from megatron_vocabpar.schedule.times.redistribution import redistribute_by_flops, with_final_stage
 from megatron_vocabpar.schedule.words.methods import method_named
 from megatron_vocabpar.schedule.words.placement import Placement

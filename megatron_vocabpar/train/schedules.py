@@ -7,8 +7,8 @@ Next: ``schedule/make/generate.py``; ``job.py``, which hands it on.
 
 from __future__ import annotations
 
-from megatron_vocabpar.integration.options import VocabOptions
-from megatron_vocabpar.integration.rules import conflicts
+from megatron_vocabpar.pipeline.options import VocabOptions
+from megatron_vocabpar.pipeline.rules import conflicts
 from megatron_vocabpar.schedule.make.families import SEARCH, Family, families
 from megatron_vocabpar.schedule.make.generate import plan_for
 from megatron_vocabpar.schedule.make.request import PlanRequest

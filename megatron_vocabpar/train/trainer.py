@@ -26,8 +26,8 @@ from megatron.core import __version__ as megatron_version
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_vocabpar.integration.forward_backward import ForwardBackward, Listeners, vocab_groups
-from megatron_vocabpar.integration.options import VocabOptions
+from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, vocab_groups
+from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.runtime.agreement import agree, program_digest, versions
 from megatron_vocabpar.runtime.profile import Timeline, gather_trace
 from megatron_vocabpar.runtime.streams import (

@@ -15,8 +15,8 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import get_pg_rank, get_pg_size
 
-from megatron_vocabpar.integration import compat
-from megatron_vocabpar.integration.model import PartitionedModel
+from megatron_vocabpar.pipeline import compat
+from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from megatron_vocabpar.integration import forward_backward
-from megatron_vocabpar.integration.handlers.softmax import SoftmaxPasses
 from megatron_vocabpar.layers import gemm
+from megatron_vocabpar.pipeline import forward_backward
+from megatron_vocabpar.pipeline.handlers.softmax import SoftmaxPasses
 from megatron_vocabpar.runtime import streams
 from megatron_vocabpar.schedule.words.passes import Comm, CommType
 from megatron_vocabpar.train import trainer

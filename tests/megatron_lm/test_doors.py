@@ -23,7 +23,6 @@ from click.testing import CliRunner
 
 from megatron_vocabpar.cli.doctor import PATCHED, doctor_command
 from megatron_vocabpar.cli.patches import table
-from megatron_vocabpar.integration.options import VocabOptions
 from megatron_vocabpar.megatron_lm import bindings
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, SIGNATURES, VERSIONS, find_version
 from megatron_vocabpar.megatron_lm.checkout import importable, source_signatures
@@ -31,6 +30,7 @@ from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import config_from_argv, is_asked_for
 from megatron_vocabpar.megatron_lm.refusals import REFUSALS, check
 from megatron_vocabpar.megatron_lm.tables import written
+from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.schedule.times.redistribution import layout
 from tests.megatron_lm.training import ROOT, checkout, words
 

@@ -44,7 +44,7 @@ TransformerLayer.__init__ = __init__
 """
 # Once the plan has been switched, the first plan and the measured one take turns.
 PAIRED = """
-from megatron_vocabpar.integration.forward_backward import ForwardBackward
+from megatron_vocabpar.pipeline.forward_backward import ForwardBackward
 
 use, run, plans, calls = ForwardBackward.use, ForwardBackward.__call__, [], []
 

@@ -31,7 +31,7 @@ def edit_flags() -> None:
 
 
 def fail_in_a_pass() -> None:
-    from megatron_vocabpar.integration import forward_backward
+    from megatron_vocabpar.pipeline import forward_backward
 
     execute, iterations = forward_backward.execute, [0]
 
@@ -57,8 +57,8 @@ def fail_in_a_pass() -> None:
 
 
 def change_losses() -> None:
-    from megatron_vocabpar.integration import compat, loss_reports
-    from megatron_vocabpar.integration.handlers.hidden import HiddenStates
+    from megatron_vocabpar.pipeline import compat, loss_reports
+    from megatron_vocabpar.pipeline.handlers.hidden import HiddenStates
 
     microbatch, report = int(WHERE), loss_reports.LossReports.report
     hidden = HiddenStates.of

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-from megatron_vocabpar.integration import forward_backward
+from megatron_vocabpar.pipeline import forward_backward
 from megatron_vocabpar.runtime.streams import side_stream
 from megatron_vocabpar.schedule.words.passes import parse
 from megatron_vocabpar.train import trainer

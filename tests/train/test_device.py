@@ -19,10 +19,10 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_vocabpar.integration import loss_reports, microbatches
-from megatron_vocabpar.integration.forward_backward import ForwardBackward, vocab_groups
-from megatron_vocabpar.integration.options import VocabOptions
 from megatron_vocabpar.layers.kernels.reference import Exponentials
+from megatron_vocabpar.pipeline import loss_reports, microbatches
+from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, vocab_groups
+from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.runtime.buffers import Buffers
 from megatron_vocabpar.runtime.streams import HostCopy
 from megatron_vocabpar.schedule.words.placement import Placement

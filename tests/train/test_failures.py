@@ -13,7 +13,7 @@ from megatron_vocabpar.train.output import method_config, open_method
 from megatron_vocabpar.train.prepare import prepare
 from megatron_vocabpar.train.ranks import launch
 from megatron_vocabpar.train.schedules import plan_method
-from tests.integration.gpt import Case, train
+from tests.pipeline.gpt import Case, train
 from tests.spawn import run_ranks
 
 

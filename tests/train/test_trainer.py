@@ -30,7 +30,7 @@ from megatron_vocabpar.train.schedules import plan_method
 from megatron_vocabpar.train.trainer import _Trainer, train
 from megatron_vocabpar.train.weights import global_parameters
 from tests.cases import rest_is_slow
-from tests.integration.gpt import unwrap
+from tests.pipeline.gpt import unwrap
 from tests.spawn import run_ranks
 
 TEXT = " ".join(f"word{i % 37} says {i % 11} times {i % 5}." for i in range(3000))

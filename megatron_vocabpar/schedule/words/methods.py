@@ -20,7 +20,7 @@ where B waits for T, it is a pass of its own (TW). Such methods add these chains
     vocab-2     C1 L CG B             CG T
 
 A method of your own is a ``Method`` with its chain and, in a cost file (``times/costs.py``), the times of its
-passes. To train with it, write handlers for what is new in it (``integration/handlers/``).
+passes. To train with it, write handlers for what is new in it (``pipeline/handlers/``).
 
 Source: sections 4.1 to 4.4, appendix C.
 Next: ``dependencies.py``.

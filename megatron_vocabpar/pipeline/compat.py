@@ -1,0 +1,246 @@
+"""The pieces of megatron-core's schedules that our handlers reuse, behind one signature.
+
+Loss scaling, MoE and autocast settings, timers and activation recomputation stay Megatron's own code; only
+the order of passes and the vocabulary layers are ours. What differs between versions is told by signature
+(``megatron_lm/bindings.py`` has the table), never by version string.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state, process_groups_config
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.rerun_state_machine import RerunStateMachine
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import make_viewless_tensor
+
+from megatron_vocabpar.layers.terms import LossTerms
+
+if TYPE_CHECKING:
+    from megatron_vocabpar.pipeline.iteration import Call
+
+_BACKWARD_PARAMETERS = tuple(inspect.signature(schedules.backward_step).parameters)
+_GROUPS: Any = getattr(process_groups_config, "ProcessGroupCollection", None) or getattr(
+    process_groups_config, "ModelCommProcessGroups", SimpleNamespace
+)
+GROUPS_ARGUMENT = (
+    "pg_collection" if "pg_collection" in inspect.signature(GPTModel).parameters else "model_comm_pgs"
+)
+"""Name of the argument by which GPTModel takes its process groups; 0.14 calls it otherwise."""
+
+COUNTS_LAYERS_BY_GROUP = "pp_rank" in inspect.signature(get_transformer_layer_offset).parameters
+"""Whether the layers of a chunk are counted from its process groups; 0.14 asks its global state."""
+
+_FINALIZE_PARAMETERS = tuple(inspect.signature(finalize_model_grads).parameters)
+
+
+def forward_step(
+    *,
+    call_model: Callable[..., Any],
+    data_iterator: Any,
+    model: torch.nn.Module,
+    num_microbatches: int,
+    input_tensor: torch.Tensor | None,
+    forward_data_store: list[Any],
+    config: Any,
+    cp_group_size: int,
+    collect_non_loss_data: bool,
+    is_first_microbatch: bool,
+    current_microbatch: int,
+    computes_loss: bool,
+    vp_stage: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One stage's forward as in Megatron; the loss too where ``computes_loss``.
+
+    Returns:
+        The stage's output (or the scaled loss) and the number of tokens of the loss.
+    """
+    outputs, num_tokens = schedules.forward_step(
+        call_model,
+        data_iterator,
+        model,
+        num_microbatches,
+        [input_tensor],
+        forward_data_store,
+        config,
+        cp_group_size,
+        collect_non_loss_data=collect_non_loss_data,
+        is_first_microbatch=is_first_microbatch,
+        current_microbatch=current_microbatch,
+        vp_stage=vp_stage,
+        is_last_stage=computes_loss,
+    )
+    return outputs[0], num_tokens
+
+
+def backward_step(
+    input_tensor: torch.Tensor | None,
+    output_tensor: torch.Tensor,
+    output_grad: torch.Tensor | None,
+    config: Any,
+) -> torch.Tensor | None:
+    """One stage's backward as in Megatron; returns the gradient of its input.
+
+    That is zero where the output has no graph, such as a loss that is a constant.
+    """
+    model_type = [ModelType.encoder_or_decoder] if "model_type" in _BACKWARD_PARAMETERS else []
+    grad = schedules.backward_step([input_tensor], [output_tensor], [output_grad], *model_type, config)[0]
+    return torch.zeros_like(input_tensor) if grad is None and input_tensor is not None else grad
+
+
+def released(output_tensor: torch.Tensor, config: Any) -> torch.Tensor:
+    """An output that has been handed on, its storage freed; its graph stays.
+
+    The losses of a microbatch of one sequence are a view, which Megatron does not free.
+    """
+    output = make_viewless_tensor(output_tensor, requires_grad=True, keep_graph=True)
+    schedules.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
+    return output
+
+
+def loss_and_gradient(
+    call: Call,
+    *,
+    token_losses: torch.Tensor,
+    values: Mapping[str, torch.Tensor],
+    main_loss: Callable[[torch.Tensor], torch.Tensor],
+    loss_func: Callable[..., Any],
+    collect_non_loss_data: bool = False,
+) -> tuple[list[Any], torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Megatron's loss scaling around ``loss_func``, and the gradient that it gives every token.
+
+    Args:
+        call: whose last chunk's loss it is; there is a gradient unless it is forward-only.
+        token_losses: ``[1 + D, b, s]`` float32, of all heads.
+        values: ``[b, s]`` float32, of the first, further arguments of ``loss_func``.
+        main_loss: makes of them what ``loss_func`` takes, ``[b, s]`` (``heads.py``).
+
+    Returns:
+        What ``loss_func`` reported, the number of tokens, and the gradients ``[1 + D, b, s]`` float32 with
+        respect to ``token_losses``, and ``[b, s]`` to the value ``entropy``, loss scale included (None in a
+        forward-only call; the second also where the loss doesn't depend on the entropy). The first is zero
+        for a loss without a graph, such as a constant, as it is in Megatron's own backward.
+    """
+    config, with_gradient = call.config, not call.forward_only
+    store: list[Any] = []
+    leaf = token_losses.detach().clone().requires_grad_(with_gradient)
+    values = {name: value.detach().clone() for name, value in values.items()}
+    leaves = [leaf]
+    if "entropy" in values:
+        leaves.append(values["entropy"].requires_grad_(with_gradient))
+    loss_func = partial(loss_func, **values)
+    if config.timers is not None:
+        config.timers("forward-compute", log_level=2).start()
+    with torch.set_grad_enabled(with_gradient):
+        # Megatron divides the loss in place, so it must not be a leaf itself.
+        loss, num_tokens = schedules.forward_step_calc_loss(
+            call.chunks[-1],
+            main_loss(leaf * 1.0 if with_gradient else leaf),
+            loss_func,
+            config,
+            None,
+            collect_non_loss_data,
+            call.num_microbatches,
+            store,
+            call.cp_group_size,
+            True,
+        )
+        if not with_gradient:
+            return store, num_tokens, None, None
+        if config.grad_scale_func is not None:
+            loss = config.grad_scale_func(loss)
+    if not loss.requires_grad:
+        return store, num_tokens, torch.zeros_like(leaf), None
+    grad, *more = torch.autograd.grad(loss, leaves, allow_unused=len(leaves) > 1)
+    return store, num_tokens, torch.zeros_like(leaf) if grad is None else grad, next(iter(more), None)
+
+
+@contextmanager
+def unvalidated() -> Iterator[None]:
+    """Megatron's validation of losses looks at nothing inside this context.
+
+    The loss function of ``pretrain_gpt.py`` has its loss looked at for NaN, and the host waits. Where it
+    is called once more, on values of our own, it would wait once more.
+    """
+    validate = RerunStateMachine.validate_result
+    RerunStateMachine.validate_result = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        RerunStateMachine.validate_result = validate
+
+
+def report_gradient(chunk: Any, parameter: torch.nn.Parameter) -> None:
+    """Tell an overlapping DDP ``chunk`` that the gradient of one of its parameters is complete."""
+    bucket_groups = getattr(chunk, "param_to_bucket_group", {})
+    if parameter in bucket_groups and chunk.ddp_config.overlap_grad_reduce:
+        forced = [chunk.force_all_reduce] if hasattr(chunk, "force_all_reduce") else []
+        bucket_groups[parameter].register_grad_ready(parameter, *forced)
+
+
+def call_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward-backward call of any version, as the newest names them."""
+    return {name: value for name, value in arguments.items() if name != "grad_finalize_pgs"}
+
+
+def process_groups() -> Any:
+    """megatron-core's default process groups, as its own schedules collect them."""
+    # Version 0.14 has no collection of this name.
+    groups = getattr(process_groups_config, "ProcessGroupCollection", SimpleNamespace)()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.dp_cp = parallel_state.get_data_parallel_group(
+        with_context_parallel=True, partial_data_parallel=False
+    )
+    # The biases of routers take their counts from it, from 0.18 on.
+    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return groups
+
+
+def finalize_gradients(
+    config: Any,
+    chunks: Sequence[torch.nn.Module],
+    num_tokens: torch.Tensor | None,
+    pg_collection: Any,
+    force_all_reduce: bool | None,
+) -> None:
+    """Call ``config.finalize_model_grads_func`` with what this version of it takes."""
+    options = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
+    accepted = {name: value for name, value in options.items() if name in _FINALIZE_PARAMETERS}
+    config.finalize_model_grads_func(chunks, num_tokens, **accepted)
+
+
+def tensor_parallel_group(model: Any) -> Any:
+    """The tensor-parallel group that a GPTModel was built with."""
+    return getattr(model, GROUPS_ARGUMENT).tp
+
+
+def model_groups() -> Any:
+    """The process groups that a GPTModel takes, from megatron-core's parallel state."""
+    return _GROUPS.use_mpu_process_groups()
+
+
+def uses_mup(config: Any) -> bool:
+    """Whether the model is parametrised by muP (``use_mup``, from 0.17)."""
+    return getattr(config, "use_mup", False)
+
+
+def with_mup_scale(terms: LossTerms, config: Any) -> LossTerms:
+    """The terms with muP's factor of the logits, which stock applies after its output layer."""
+    if not uses_mup(config):
+        return terms
+    return replace(terms, logit_scale=terms.logit_scale * config.mup_output_mult)

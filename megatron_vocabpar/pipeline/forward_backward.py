@@ -1,0 +1,321 @@
+"""Our executor behind Megatron's forward-backward signature.
+
+``ForwardBackward`` is what ``get_forward_backward_func`` would return: called once per iteration, for
+training or evaluation, with an unchanged ``forward_step``. It owns what outlives an iteration: the
+groups, the side streams and the lowered schedules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+
+from megatron_vocabpar.layers.fp8 import check_device
+from megatron_vocabpar.pipeline import compat, heads
+from megatron_vocabpar.pipeline.graphs.graph_options import asks_for_graphs
+from megatron_vocabpar.pipeline.graphs.layer_graphs import LayerGraphs
+from megatron_vocabpar.pipeline.handlers import handlers_of
+from megatron_vocabpar.pipeline.iteration import Call, Iteration, Rank
+from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions
+from megatron_vocabpar.pipeline.preparation import chunk_with_shards, prepare
+from megatron_vocabpar.pipeline.rules import check
+from megatron_vocabpar.pipeline.settings import check_settings
+from megatron_vocabpar.pipeline.split_w.weight_gradients import split_weight_gradients
+from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_groups, warm_up
+from megatron_vocabpar.runtime.executor import Observer, execute
+from megatron_vocabpar.runtime.profile import INPUT, OUTPUT, Timeline
+from megatron_vocabpar.runtime.streams import named_range, side_stream
+from megatron_vocabpar.schedule.make.generate import make_plan as generate_plan
+from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import method_named
+from megatron_vocabpar.schedule.words.passes import Instruction
+from megatron_vocabpar.schedule.words.placement import Placement
+from megatron_vocabpar.schedule.words.schedule import Schedule
+
+
+def vocab_groups(timeout: timedelta | None = None) -> VocabGroups:
+    """The vocabulary group of this process, from megatron-core's parallel state; all ranks call it.
+
+    Args:
+        timeout: of its communicators, as for ``create_groups``.
+    """
+    pipeline = parallel_state.get_pipeline_model_parallel_world_size()
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    coordinates = (
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    return create_groups(coordinates, pipeline, tensor, timeout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listeners:
+    """Who is told what happens in an iteration.
+
+    Attributes:
+        observers: context managers to hold around every instruction, beside a profiler's range.
+        timeline: records what runs when, while it is started.
+        not_finite: told, on the rank of the loss function, where a loss of a partitioned output layer is not
+            finite; None to not look.
+    """
+
+    observers: Sequence[Observer] = ()
+    timeline: Timeline | None = None
+    not_finite: Callable[[str], None] | None = None
+
+
+_NOBODY = Listeners()
+
+
+class ForwardBackward:
+    """A megatron-core forward-backward function that runs our schedules.
+
+    Every rank makes one at the same time: that is when the connections between ranks are made.
+
+    Args:
+        method: one of ``schedule.words.methods.METHODS``.
+        groups: the vocabulary group of this rank.
+        device: where the model lives.
+        options: how the vocabulary layers are computed where they are partitioned, and whether the loss may
+            be any differentiable function of the tokens' losses (``late_gradient``).
+        make_plan: from a number of microbatches to a plan of this method for this many stages, the same on
+            every rank; by default 1F1B with the paper's proportions of pass times.
+        mtp_depths: of multi-token prediction, for the default plans.
+        listeners: who is told what happens.
+        former: ``late_gradient``, ``output_options`` and the fields of ``Listeners``, as they were given
+            before; for one release.
+
+    Raises:
+        ValueError: for options that cannot be combined, with each other or the method (``rules.py``).
+    """
+
+    def __init__(
+        self,
+        method: str,
+        groups: VocabGroups,
+        device: torch.device,
+        *,
+        options: VocabOptions = DEFAULTS,
+        make_plan: Callable[[int], Plan] | None = None,
+        mtp_depths: int = 0,
+        listeners: Listeners = _NOBODY,
+        **former: Any,
+    ) -> None:
+        options, listeners = _with_former(options, listeners, former)
+        self.method = method_named(method, late_gradient=options.late_gradient)
+        self.options = self._checked(options)
+        if options.fp8 is not None:
+            check_device(options.fp8, device)
+        self._not_finite = listeners.not_finite
+        self.groups = groups
+        self.device = device
+        costs = PassCosts.default(groups.pipeline, mtp_depths)
+        self._make_plan = make_plan or partial(generate_plan, self.method, groups.pipeline, costs=costs)
+        self._timeline = timeline = listeners.timeline
+        named: Observer = partial(_profiler_range, device)
+        self._observers = (*listeners.observers, named, *([timeline.observe] if timeline else []))
+        self._output_stream = side_stream(device, "output-collectives")
+        self._input_stream = side_stream(device, "input-collectives")
+        if timeline is not None:
+            self._output_stream = timeline.watch(self._output_stream, OUTPUT)
+            self._input_stream = timeline.watch(self._input_stream, INPUT)
+        self._point_to_point = PointToPoint(groups)
+        warm_up(groups, device)
+        self._plans: dict[int, Plan] = {}
+        self._graphs = LayerGraphs()
+
+    def plan(self, num_microbatches: int, forward_only: bool = False) -> Plan:
+        """The plan that a call with these arguments runs; it is made once.
+
+        Raises:
+            ValueError: if it is of another method, or for another number of stages or microbatches.
+        """
+        if num_microbatches not in self._plans:
+            plan = self._make_plan(num_microbatches)
+            self._check_plan(plan.schedule, num_microbatches)
+            self._plans[num_microbatches] = plan
+        plan = self._plans[num_microbatches]
+        return plan.forward_only if forward_only else plan
+
+    def use(self, plan: Plan) -> None:
+        """Run ``plan`` from the next call with its number of microbatches on; every rank is given the same.
+
+        Raises:
+            ValueError: if it is of another method, or for another number of stages.
+        """
+        self._check_plan(plan.schedule, plan.schedule.m)
+        self._plans[plan.schedule.m] = plan
+
+    def _checked(self, options: VocabOptions) -> VocabOptions:
+        """Options that go with the method, whose gradient is the one that counts."""
+        options = replace(options, late_gradient=self.method.late_gradient)
+        check(options, self.method)
+        return options
+
+    def _check_plan(self, schedule: Schedule, num_microbatches: int) -> None:
+        check(self.options, self.method, schedule.placement)
+        planned = schedule.method.name, schedule.method.late_gradient, schedule.p, schedule.m
+        wanted = self.method.name, self.method.late_gradient, self.groups.pipeline, num_microbatches
+        if planned != wanted:
+            names = ("method", "late_gradient", "stages", "microbatches")
+            differ = [f"{n} {a}, not {b}" for n, a, b in zip(names, planned, wanted, strict=True) if a != b]
+            raise ValueError(f"the plan has {'; '.join(differ)}; make it for this method and pipeline")
+
+    def close(self) -> None:
+        """Release the side streams, without a wait for what is in them."""
+        self._output_stream.close()
+        self._input_stream.close()
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Iterator[Any] | list[Iterator[Any] | None] | None,
+        model: torch.nn.Module | list[torch.nn.Module],
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
+        options: VocabOptions | None = None,
+    ) -> list[Any]:
+        """Run one iteration; the arguments are megatron-core's, and ``options`` for this call alone.
+
+        Returns:
+            What the loss function reported for each microbatch, on the last rank; else an empty list.
+
+        Raises:
+            ValueError: for a setting that this executor does not support, naming it and the remedy.
+            InstructionError: if an instruction fails, naming rank, pass and microbatch.
+        """
+        chunks: list[torch.nn.Module] = model if isinstance(model, list) else [model]
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        config = get_model_config(chunks[0])
+        check_settings(config, adjust_tensor_shapes_fn, self.method.vocabulary_parallel)
+        if pg_collection is None:
+            pg_collection = compat.process_groups()
+        shards = self.groups.tensor if config.sequence_parallel else 1
+        cp_size = pg_collection.cp.size()
+        call = Call(
+            forward_step_func=forward_step_func,
+            data_iterators=iterators,
+            chunks=chunks,
+            config=config,
+            num_microbatches=num_microbatches,
+            fixed_shape=(seq_length // cp_size // shards, micro_batch_size, config.hidden_size),
+            cp_group_size=cp_size,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_microbatch_flag=first_val_step if forward_only and first_val_step is not None else True,
+        )
+        if asks_for_graphs(config):
+            self._graphs.check(self.plan(num_microbatches), chunks, forward_only)
+        with _timed(config):
+            iteration = self._run(call, self.options if options is None else self._checked(options))
+            if config.finalize_model_grads_func is not None and not forward_only:
+                tokens = _divisor(iteration)
+                compat.finalize_gradients(config, chunks, tokens, pg_collection, force_all_reduce)
+            for look in iteration.checks:
+                look()
+        if asks_for_graphs(config):
+            self._graphs.capture(self.plan(num_microbatches), forward_only)
+        return iteration.reported
+
+    def _run(self, call: Call, options: VocabOptions) -> Iteration:
+        """All instructions of this rank; the gradients then lack but Megatron's last reduction."""
+        chunks, plan = call.chunks, self.plan(call.num_microbatches, call.forward_only)
+        schedule = plan.schedule
+        if len(chunks) != schedule.chunks:
+            raise ValueError(
+                f"the model has {len(chunks)} chunks, the schedule {schedule.chunks}; build as many chunks "
+                "as the schedule has"
+            )
+        depths = heads.depths(call.config)
+        if self.method.vocabulary_parallel and schedule.mtp_depths != depths:
+            raise ValueError(
+                f"the plan is for {schedule.mtp_depths} depths of multi-token prediction, the model has "
+                f"{depths}; give mtp_depths, or a plan made with PassCosts.default(p, mtp_depths)"
+            )
+        model_with_shards = chunk_with_shards(self.method, chunks)
+        with split_weight_gradients(chunks if schedule.splits_w else ()) as weight_gradients:
+            rank = self._rank(schedule.placement, options)
+            iteration = prepare(rank, call, schedule, model_with_shards, weight_gradients)
+            handlers, finish = handlers_of(iteration, model_with_shards, weight_gradients)
+            try:
+                with torch.set_grad_enabled(not call.forward_only):
+                    execute(dist.get_rank(), plan.program[rank.pipeline_rank], handlers, self._observers)
+                    finish()
+            except BaseException:
+                iteration.gradients.abandon()
+                raise
+            if call.forward_only:
+                iteration.gradients.abandon()
+            else:
+                iteration.gradients.finish()
+        return iteration
+
+    def _rank(self, placement: Placement, options: VocabOptions) -> Rank:
+        return Rank(
+            method=self.method,
+            placement=placement,
+            groups=self.groups,
+            device=self.device,
+            output_stream=self._output_stream,
+            input_stream=self._input_stream,
+            point_to_point=self._point_to_point,
+            waiting=self._timeline.waiting if self._timeline else contextlib.nullcontext,
+            output_options=options,
+            not_finite=self._not_finite,
+        )
+
+
+def _with_former(
+    options: VocabOptions, listeners: Listeners, former: dict[str, Any]
+) -> tuple[VocabOptions, Listeners]:
+    """Options and listeners, with what was given by the keywords of the last release."""
+    if not former:
+        return options, listeners
+    warnings.warn(f"{', '.join(former)}: give options or listeners", DeprecationWarning, stacklevel=3)
+    options = former.pop("output_options", None) or options
+    late_gradient = former.pop("late_gradient", options.late_gradient)
+    return replace(options, late_gradient=late_gradient), replace(listeners, **former)
+
+
+def _divisor(iteration: Iteration) -> torch.Tensor | None:
+    """The tokens of the loss, where Megatron divides the gradients by their number."""
+    if not iteration.call.config.calculate_per_token_loss:
+        return None
+    return torch.as_tensor(iteration.num_tokens, dtype=torch.int, device=iteration.rank.device)
+
+
+@contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """Megatron's timer of a forward-backward call, where it keeps timers."""
+    if config.timers is not None:
+        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    yield
+    if config.timers is not None:
+        config.timers("forward-backward").stop()
+
+
+def _profiler_range(device: torch.device, instruction: Instruction) -> AbstractContextManager[object]:
+    return named_range(device, str(instruction))

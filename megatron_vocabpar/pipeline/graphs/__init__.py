@@ -1,0 +1,1 @@
+"""CUDA graphs of layers beside the schedule: which options fit, and when layers are captured."""

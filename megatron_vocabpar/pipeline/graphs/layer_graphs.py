@@ -1,0 +1,90 @@
+"""CUDA graphs of single transformer layers, which megatron-core records, captures and replays by itself.
+
+Each layer has a graph for the F and one for the B of every microbatch. They share memory in the order of the
+first iteration: what a graph leaves is valid until the next one runs, and another order would overwrite what
+is still needed, without a word. So our loop keeps one plan from the first training call on, and takes a copy
+of what leaves a stage (``stages.py``). Passes of the vocabulary layers and all communication stay outside:
+graphs are captured when an iteration is over, and Megatron waits for the device before each of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer import cuda_graphs
+from megatron.core.utils import get_model_config
+
+from megatron_vocabpar.pipeline.graphs.graph_options import asks_for_graphs, beside_graphs
+from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.words.schedule import Schedule
+
+_NAMES = vars(cuda_graphs)
+OF_THIS_VERSION_ARE_WRONG = "alloc_tensor_from_graph_mempool" in _NAMES or (
+    "TensorReusePool" in _NAMES
+    and "cache_key" not in inspect.signature(cuda_graphs.CudaGraphManager.__call__).parameters
+)
+"""Whether graphs of this Megatron, emulated, gave wrong gradients: 0.16, 0.17, 0.19 and main."""
+
+
+def kept(output: torch.Tensor, config: Any) -> torch.Tensor:
+    """A layer's output, or a copy of it where the next graph that is replayed may overwrite it.
+
+    Gradients of a stage's input need none: autograd copies what Megatron holds on to.
+    """
+    return output.clone() if asks_for_graphs(config) else output
+
+
+class LayerGraphs:
+    """Sees that graphs are recorded, captured and replayed in one order."""
+
+    def __init__(self) -> None:
+        self._plan: Plan | None = None
+
+    def check(self, plan: Plan, chunks: Sequence[torch.nn.Module], forward_only: bool) -> None:
+        """Before a call that runs ``plan``, or its evaluation.
+
+        Raises:
+            ValueError: for another plan than that of the first training call; for a schedule in which graphs
+                would be wrong; for an evaluation of a model in training mode, which would be recorded.
+        """
+        problem = _problem(plan.schedule, get_model_config(chunks[0]))
+        if problem:
+            raise ValueError(f"CUDA graphs of layers: {problem}, or leave the graphs out")
+        if self._plan is None and forward_only and chunks[0].training:
+            raise ValueError(
+                "CUDA graphs of layers: an evaluation before the first training call would be recorded in "
+                "its place; call model.eval() before it"
+            )
+        if self._plan is not None and plan is not self._plan:
+            raise ValueError(
+                f"CUDA graphs of layers were captured in the order of a plan of {self._plan.schedule.m} "
+                f"microbatches, this call has another of {plan.schedule.m}; keep the number of "
+                "microbatches, in evaluation too, and the plan"
+            )
+
+    def capture(self, plan: Plan, forward_only: bool) -> None:
+        """After a call: what the first training call recorded becomes graphs."""
+        schedules.create_cudagraphs()
+        if not forward_only:
+            self._plan = plan
+
+
+def _problem(schedule: Schedule, config: Any) -> str | None:
+    if OF_THIS_VERSION_ARE_WRONG:
+        return "emulated ones of this megatron-core gave wrong gradients; use 0.14, 0.15 or 0.18"
+    if schedule.splits_w:
+        return (
+            "a graph of B holds the weight gradients, which this schedule splits off; use 1f1b or interleaved"
+        )
+    if schedule.p == 1:
+        return (
+            "without a pipeline Megatron has one graph for microbatches that are under way together here; "
+            "use a pipeline"
+        )
+    if beside := beside_graphs(config):
+        return f"they have not been shown to train alike with {', '.join(beside)}; leave that out"
+    return None

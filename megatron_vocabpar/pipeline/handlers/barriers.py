@@ -1,0 +1,122 @@
+"""The output layer's collectives behind C0, each on the side stream: C1, C2, C3 and CG.
+
+    naive       C1(maximum)                      C2(statistics)        C3(input gradient)
+    vocab-1     C1(statistics)                   C2(input gradient)
+    vocab-2     C1(statistics, input gradient)
+
+What a collective carries follows from who waits for it. With a late gradient the input gradient is reduced
+before the loss function has run, its rows unscaled, and CG brings every rank the gradient that scales dW.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from megatron_vocabpar.layers.head import Part, total, with_place
+from megatron_vocabpar.layers.numbers import Softmax
+from megatron_vocabpar.pipeline.handlers.chain import OutputChain
+from megatron_vocabpar.pipeline.handlers.loss import Losses
+from megatron_vocabpar.pipeline.iteration import LayerHandlers
+from megatron_vocabpar.runtime.comm import all_gather, all_reduce, broadcast
+from megatron_vocabpar.runtime.streams import Event
+from megatron_vocabpar.schedule.words.passes import Comm, Pass, PassType
+
+
+class Barriers(LayerHandlers):
+    """Handlers of the collectives."""
+
+    def __init__(self, chain: OutputChain, losses: Losses) -> None:
+        super().__init__(chain.iteration)
+        self.chain, self.losses = chain, losses
+
+    def reduce_maximum(self, instruction: Comm) -> None:
+        """naive's C1: the maximal offset of every token."""
+        groups = self.groups
+        source = Pass(PassType.S, instruction.stage, instruction.microbatch)
+        offsets = self.buffers.take(source, "statistics")
+        event = self.rank.output_stream.submit(
+            lambda: all_reduce(groups, groups.output, offsets, dist.ReduceOp.MAX)
+        )
+        self.buffers.put(instruction, "event", event)
+
+    def gather_statistics(self, instruction: Comm) -> None:
+        """C1 of vocab-1, C2 of naive: everyone's statistics, joined in rank order."""
+        source = self.chain.softmax_pass(instruction.microbatch)
+        event = self.joined(self.buffers.take(source, "statistics"))
+        if self.chain.training:
+            self.buffers.put(instruction, "event", event, uses=self.chain.waiting(instruction.type))
+        else:
+            self.losses.evaluate(instruction.microbatch, event)
+
+    def joined(self, statistics: torch.Tensor) -> Event[Softmax]:
+        """The softmax of all shards, in memory of this stream."""
+        groups, head = self.groups, self.chain.head
+        place = head.place(statistics)
+        return self.rank.output_stream.submit(
+            lambda: head.join(all_gather(groups, groups.output, statistics), place)
+        )
+
+    def gather_statistics_and_input_gradient(self, instruction: Comm) -> None:
+        """C1 of vocab-2: the statistics, then the input gradient from what S left."""
+        if not self.chain.training:
+            self.gather_statistics(instruction)
+            return
+        chain, groups, i = self.chain, self.groups, instruction.microbatch
+        source = chain.softmax_pass(i)
+        statistics, state = self.buffers.take(source, "statistics"), self.buffers.take(source, "state")
+        place = chain.head.place(statistics)
+        hidden_grad = None
+        if self.rank.is_last:
+            parts = (2,) if chain.entropy_gradient else ()
+            hidden_grad = state.x.new_empty((*parts, *state.x.shape), dtype=place.total.dtype)
+
+        def run() -> tuple[Softmax, torch.Tensor | None]:
+            softmax = chain.head.join(all_gather(groups, groups.output, statistics), place)
+            slopes = chain.row_slopes(i, softmax)
+            total(chain.input_gradient(state, softmax, slopes, hidden_grad), self._all_reduce)
+            return softmax, hidden_grad
+
+        event = self.rank.output_stream.submit(run)
+        self.buffers.put(instruction, "event", event, uses=chain.waiting(instruction.type))
+
+    def reduce_input_gradient(self, instruction: Comm) -> None:
+        """C2 of vocab-1, C3 of naive: the sum of all ranks' parts of the input gradient, in float32."""
+        part = self.buffers.take(Pass(PassType.T, instruction.stage, instruction.microbatch), "hidden_grad")
+        event = self.sum(part)
+        if self.rank.is_last:
+            self.buffers.put(instruction, "event", event)
+        else:
+            self.iteration.unclaim(event)
+
+    def sum(self, part: Part) -> Event[torch.Tensor]:
+        """The sum of all ranks' parts of the input gradient."""
+        return self.rank.output_stream.submit(partial(total, with_place(part), self._all_reduce))
+
+    def _all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return all_reduce(self.groups, self.groups.output, tensor)
+
+    def broadcast_gradient(self, instruction: Comm) -> None:
+        """CG: the gradient of every token's loss, from the rank of the loss function to every rank."""
+        i, grads = instruction.microbatch, None
+        if self.rank.has_loss:
+            grads = self.buffers.take(Pass(PassType.L, instruction.stage, i), "gradient")
+        event = self.shared_gradient(i, grads)
+        self.buffers.put(instruction, "event", event, uses=self.chain.waiting(instruction.type))
+
+    def shared_gradient(self, i: int, grads: torch.Tensor | None) -> Event[torch.Tensor]:
+        """[k, n] float32; tensor-parallel ranks have the first one's."""
+        groups = self.groups
+        source = groups.members_of(self.rank.placement.p - 1)[0]
+        if grads is None or groups.member != source:
+            rows = 1 + self.chain.entropy_gradient
+            grads = torch.empty(rows, self.microbatches[i].tokens, device=self.rank.device)
+        tensor = grads
+
+        def run() -> torch.Tensor:
+            broadcast(groups, groups.output, [tensor], [source])
+            return tensor
+
+        return self.rank.output_stream.submit(run)

@@ -1,0 +1,84 @@
+"""The last stage's hidden states to every rank (C0), and their gradient back to its B."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_vocabpar.pipeline.handlers.chain import OutputChain
+from megatron_vocabpar.pipeline.iteration import LayerHandlers
+from megatron_vocabpar.runtime.comm import broadcast
+from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType
+
+
+class HiddenStates(LayerHandlers):
+    """The handler of C0; S and B ask it for what arrived."""
+
+    def __init__(self, chain: OutputChain) -> None:
+        super().__init__(chain.iteration)
+        self.chain = chain
+
+    def broadcast(self, instruction: Comm) -> None:
+        """C0: the last stage's hidden states ``[n, H]`` to every rank, of the rows that count.
+
+        With sequence parallelism each tensor-parallel rank of the last stage sends its part of the
+        sequence.
+        """
+        rank, i = self.rank, instruction.microbatch
+        groups, microbatch = rank.groups, self.microbatches[i]
+        parts = self.iteration.sequence_shards
+        members = list(groups.members_of(rank.placement.last_rank))[:parts]
+        dtype = self.chain.model.word_embeddings.weight.dtype
+        shape = (microbatch.tokens, self.call.config.hidden_size)
+        hidden: torch.Tensor | None = None
+        if rank.is_last:
+            hidden = self.buffers.take(Pass(PassType.F, rank.placement.last_stage, i), "hidden")
+
+        part = groups.tensor_rank % parts
+        counted = microbatch.counted_in(part)
+        source = hidden if groups.member in members else None
+        whole = source is not None and parts == 1 and counted is None
+        full = source if whole else torch.empty(shape, dtype=dtype, device=rank.device)
+        assert full is not None
+
+        def run() -> torch.Tensor:
+            pieces = full.split(microbatch.counts)
+            if source is not None and counted is not None:
+                torch.index_select(source, 0, counted, out=pieces[part])
+            elif source is not None and not whole:
+                pieces[part].copy_(source)
+            broadcast(groups, groups.output, pieces, members)
+            return full
+
+        self.buffers.put(instruction, "event", rank.output_stream.submit(run))
+
+    def of(self, instruction: Pass) -> torch.Tensor:
+        """``[n, H]``: what C0 brought for a pass."""
+        source = Comm(CommType.C0, instruction.stage, instruction.microbatch)
+        x: torch.Tensor = self.wait(self.buffers.take(source, "event"))
+        return x
+
+    def gradient(self, i: int) -> torch.Tensor:
+        """The gradient of the last stage's output ``[(1 + D) s, b, H]``, for its B."""
+        rank = self.rank.pipeline_rank
+        source, *more = self.rank.method.waits_for[PassType.B]
+        if isinstance(source, PassType):
+            grad = self.buffers.take(Pass(source, rank, i), "hidden_grad")
+        else:
+            grad = self.wait(self.buffers.take(Comm(source, rank, i), "event"))
+            if self.chain.early:
+                _, grad = grad
+        parts = self.iteration.sequence_shards
+        if CommType.CG in more:
+            grad.mul_(self._scales(i).view(*grad.shape[:-1], 1))
+        if grad.dim() == 3:
+            grad = grad.sum(0)
+        part = self.microbatches[i].spread(grad).chunk(parts)[self.groups.tensor_rank % parts]
+        _, b, hidden = self.iteration.hidden_shape(i)
+        return part.view(-1, b, hidden)
+
+    def _scales(self, i: int) -> torch.Tensor:
+        """[k, n] the late gradient of every token's loss, and entropy, on the last stage."""
+        rank = self.rank.pipeline_rank
+        if self.rank.has_loss:
+            return self.buffers.take(Pass(PassType.L, rank, i), "gradient")
+        return self.wait(self.buffers.take(Comm(CommType.CG, rank, i), "event"))

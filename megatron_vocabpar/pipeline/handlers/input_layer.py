@@ -1,0 +1,125 @@
+"""The partitioned input layer: IF, CI, CIB and IB."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from megatron_vocabpar.layers.embedding import assemble, embedding_backward, split_gradient
+from megatron_vocabpar.pipeline import heads
+from megatron_vocabpar.pipeline.gradients import main_grad
+from megatron_vocabpar.pipeline.iteration import Iteration, LayerHandlers
+from megatron_vocabpar.pipeline.microbatches import Microbatch
+from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
+from megatron_vocabpar.runtime.comm import exchange_rows
+from megatron_vocabpar.runtime.streams import Event
+from megatron_vocabpar.schedule.words.dependencies import EMBEDDED_INPUTS
+from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType
+
+
+class InputLayer(LayerHandlers):
+    """Handlers of IF, CI, CIB and IB for the shard that ``model`` holds."""
+
+    def __init__(self, iteration: Iteration, model: PartitionedModel) -> None:
+        super().__init__(iteration)
+        self.model = model
+        self._departures: deque[Event[torch.Tensor]] = deque()
+
+    def finish(self) -> None:
+        """Wait until this rank's last rows have left."""
+        while self._departures:
+            self._departures.popleft().wait()
+
+    def input_forward(self, instruction: Pass) -> None:
+        """IF: look up the rows that this rank owns, once those of microbatch i - 2 have left."""
+        while len(self._departures) >= EMBEDDED_INPUTS:
+            self.wait(self._departures.popleft())
+        rows = self.model.word_embeddings(self.microbatches[instruction.microbatch].owned_tokens)
+        self.buffers.put(instruction, "rows", rows)
+
+    def gather_rows(self, instruction: Comm) -> None:
+        """CI: every rank's rows to the stages that embed, once for each of their tensor-parallel ranks."""
+        groups, microbatch = self.groups, self.microbatches[instruction.microbatch]
+        rows = self.buffers.take(Pass(PassType.IF, instruction.stage, instruction.microbatch), "rows")
+        send, receive = [0] * len(groups.ranks), [0] * len(groups.ranks)
+        copies: list[torch.Tensor] = []
+        for tokens, part in zip(microbatch.embedded, _parts(microbatch, rows), strict=True):
+            for member in groups.members_of(tokens.rank):
+                send[member] = len(part)
+                copies.append(part)
+            if tokens.rank == self.rank.pipeline_rank:
+                receive = list(tokens.plan.counts)
+        event = self._exchange(torch.cat(copies) if len(copies) > 1 else rows, send, receive)
+        if uses := len(self._embedding_stages):
+            self.buffers.put(instruction, "event", event, uses=uses)
+        else:
+            self._departures.append(event)
+
+    def _exchange(
+        self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]
+    ) -> Event[torch.Tensor]:
+        """Rows to and from every member; the event gives what came, ``[sum(receive), H]``."""
+        groups = self.groups
+        received = rows.new_empty((sum(receive), rows.shape[1]))
+
+        def run() -> torch.Tensor:
+            exchange_rows(groups, received, rows, receive, send)
+            return received
+
+        return self.rank.input_stream.submit(run)
+
+    @property
+    def _embedding_stages(self) -> list[int]:
+        """This rank's stages that embed tokens: the first, and the last where there are further heads."""
+        placement, rank = self.rank.placement, self.rank.pipeline_rank
+        ends = [0] + [placement.last_stage] * bool(heads.depths(self.call.config))
+        return [stage for stage in dict.fromkeys(ends) if placement.rank_of(stage) == rank]
+
+    def embedded_rows(self, stage: int, i: int) -> torch.Tensor | None:
+        """The rows ``[k, b, s, H]`` of the tokens that ``stage`` embeds; None where it embeds none."""
+        if stage not in self._embedding_stages:
+            return None
+        received = self.wait(self.buffers.take(Comm(CommType.CI, self.rank.pipeline_rank, i), "event"))
+        (tokens,) = (t for t in self.microbatches[i].embedded if t.rank == self.rank.pipeline_rank)
+        rows = assemble(tokens.plan, received).view(*tokens.shape, -1)
+        if len(self._embedding_stages) > 1:
+            rows = rows[:1] if stage == 0 else rows[1:]
+        return rows.detach().requires_grad_(not self.call.forward_only)
+
+    def scatter_gradient(self, instruction: Comm) -> None:
+        """CIB: the gradient of every embedded token from its stage to the rank that owns its row.
+
+        Tensor-parallel ranks of a stage hold the same gradient; each serves the owners of its own tensor
+        rank.
+        """
+        groups, i = self.groups, instruction.microbatch
+        receive, send = [0] * len(groups.ranks), [0] * len(groups.ranks)
+        weight = self.model.word_embeddings.weight
+        rows = weight.new_empty((0, self.call.config.hidden_size))
+        for tokens in self.microbatches[i].embedded:
+            counts = tokens.plan.counts
+            receive[groups.members_of(tokens.rank)[groups.tensor_rank]] = counts[groups.member]
+            if tokens.rank != self.rank.pipeline_rank:
+                continue
+            grads = [self.buffers.take(Pass(PassType.B, s, i), "rows_grad") for s in self._embedding_stages]
+            grad = (torch.cat(grads) if len(grads) > 1 else grads[0]).flatten(0, 2)
+            mine = [member % groups.tensor == groups.tensor_rank for member in range(len(counts))]
+            send = [count if m else 0 for count, m in zip(counts, mine, strict=True)]
+            split = split_gradient(tokens.plan, grad).split(list(counts))
+            rows = torch.cat([part for part, m in zip(split, mine, strict=True) if m]).to(weight.dtype)
+        self.buffers.put(instruction, "event", self._exchange(rows, send, receive))
+
+    def input_backward(self, instruction: Pass) -> None:
+        """IB: add the received gradients into this rank's rows of the embedding gradient."""
+        i = instruction.microbatch
+        rows = self.wait(self.buffers.take(Comm(CommType.CIB, instruction.stage, i), "event"))
+        weight_grad = main_grad(self.model.word_embeddings.weight)
+        embedding_backward(rows, self.microbatches[i].owned_tokens, self.model.shard.range, weight_grad)
+        self.gradients.wrote(PassType.IB)
+
+
+def _parts(microbatch: Microbatch, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The owned rows by the rank that gets them."""
+    return rows.split([len(tokens.owned) for tokens in microbatch.embedded])

@@ -1,0 +1,126 @@
+"""The passes that compute on a shard: S, S2, T and TW of every method.
+
+    naive       S  | S2 | T                    vocab-2     S with A | T of the weight alone
+    vocab-1     S  | T                         interlaced  S with everything, all ranks in step
+
+With a late gradient T is the input gradient alone, with rows unscaled, and TW the weight gradient.
+The mathematics is in ``layers/output.py``.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_vocabpar.layers.head import NaiveHead
+from megatron_vocabpar.layers.naive import NaiveState
+from megatron_vocabpar.layers.numbers import Softmax
+from megatron_vocabpar.pipeline.gradients import main_grad
+from megatron_vocabpar.pipeline.handlers.barriers import Barriers
+from megatron_vocabpar.pipeline.handlers.chain import OutputChain
+from megatron_vocabpar.pipeline.handlers.hidden import HiddenStates
+from megatron_vocabpar.pipeline.handlers.loss import Losses
+from megatron_vocabpar.pipeline.iteration import LayerHandlers
+from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType
+
+
+class SoftmaxPasses(LayerHandlers):
+    """Handlers of S, S2, T and TW."""
+
+    def __init__(self, chain: OutputChain, hidden: HiddenStates, barriers: Barriers, losses: Losses) -> None:
+        super().__init__(chain.iteration)
+        self.chain, self.hidden, self.barriers, self.losses = chain, hidden, barriers, losses
+
+    def softmax(self, instruction: Pass) -> None:
+        """S: logits of this rank's shard and their local statistics."""
+        self._put(instruction, *self._forward(instruction))
+
+    def _forward(self, instruction: Pass) -> tuple[Any, torch.Tensor]:
+        """S on what C0 brought, as a call of the module: DDP gathers its parameters before that."""
+        i, head, model = instruction.microbatch, self.chain.head, self.chain.model
+        x, microbatch = self.hidden.of(instruction), self.microbatches[i]
+        self.losses.look_at(i, x)
+        spare = self.chain.spare.take(microbatch.tokens)
+        run = partial(head.forward, targets=microbatch.labels, owned=microbatch.owned_targets, e=spare)
+        return model.vocab_output(x, model.output_weight, shard_pass=run)
+
+    def _put(self, producer: Pass, state: Any, statistics: torch.Tensor) -> None:
+        if self.chain.training or self.chain.counts_ranks or isinstance(state, NaiveState):
+            self.buffers.put(producer, "state", state, uses=self.chain.uses(producer))
+        self.buffers.put(producer, "statistics", statistics)
+
+    def exponential_sum(self, instruction: Pass) -> None:
+        """S2, naive: exponentials against the global offset, and their local sum."""
+        i, head = instruction.microbatch, self.chain.head
+        assert isinstance(head, NaiveHead)
+        offsets = self.wait(self.buffers.take(Comm(CommType.C1, instruction.stage, i), "event"))
+        state = self.buffers.take(Pass(PassType.S, instruction.stage, i), "state")
+        self._put(instruction, *head.exponential_sum(state, offsets))
+
+    def backward(self, instruction: Pass) -> None:
+        """T of vocab-1 and naive: the weight gradient and this rank's part of the input gradient."""
+        i = instruction.microbatch
+        softmax, state = self._taken(i)
+        (slopes,) = self.chain.row_slopes(i, softmax)
+        weight_grad = main_grad(self.chain.model.output_weight)
+        part = self.chain.head.backward(state, softmax, slopes, self.chain.weight, weight_grad)
+        self.buffers.put(instruction, "hidden_grad", part)
+        self._wrote(instruction, softmax, state)
+
+    def input_backward(self, instruction: Pass) -> None:
+        """T of vocab-1 and naive with a late gradient: the part of the input gradient, its rows unscaled."""
+        i = instruction.microbatch
+        softmax, state = self._taken(i)
+        part = self.chain.input_gradient(state, softmax, self.chain.row_slopes(i, softmax))
+        self.buffers.put(instruction, "hidden_grad", part)
+
+    def weight_backward(self, instruction: Pass) -> None:
+        """T of vocab-2, and TW: the weight gradient."""
+        i = instruction.microbatch
+        softmax, state = self._taken(i)
+        if self.chain.late:
+            grads = self.wait(self.buffers.take(Comm(CommType.CG, instruction.stage, i), "event"))
+        else:
+            grads = self.microbatches[i].gradient[None]
+        self._add_weight_gradient(state, softmax, grads)
+        self._wrote(instruction, softmax, state)
+
+    def _taken(self, i: int) -> tuple[Softmax, Any]:
+        return self.chain.softmax(i), self.buffers.take(self.chain.softmax_pass(i), "state")
+
+    def _add_weight_gradient(self, state: Any, softmax: Softmax, grads: torch.Tensor) -> None:
+        """For the gradients [k, n] of the losses and, where k is 2, of the entropies."""
+        slopes = self.chain.slopes(softmax, grads)
+        weight_grad = main_grad(self.chain.model.output_weight)
+        self.chain.head.add_weight_gradient(state, softmax, slopes, weight_grad)
+
+    def _wrote(self, instruction: Pass, softmax: Softmax, state: Any) -> None:
+        """Nobody needs the state any more; the loss function may take its time now."""
+        if self.rank.has_loss and not self.chain.late:
+            self.losses.report(instruction.microbatch, softmax)
+        self.chain.spare.keep(state)
+        self.gradients.wrote(instruction.type)
+
+    def in_step(self, instruction: Pass) -> None:
+        """S of interlaced: the whole output layer, all ranks in step."""
+        rank, i, chain = self.rank, instruction.microbatch, self.chain
+        state, statistics = self._forward(instruction)
+        softmax = self.wait(self.barriers.joined(statistics))
+        if chain.counts_ranks:
+            self.losses.count_likelier(i, softmax, state)
+            return
+        grads = self.losses.report(i, softmax) if rank.has_loss else None
+        if not chain.training:
+            return
+        if chain.late:
+            grads = self.wait(self.barriers.shared_gradient(i, grads))
+        else:
+            grads = self.microbatches[i].gradient[None]
+        part = chain.head.input_gradient(state, softmax, chain.slopes(softmax, grads), chain.weight)
+        hidden_grad = self.wait(self.barriers.sum(part))
+        if rank.is_last:
+            self.buffers.put(instruction, "hidden_grad", hidden_grad)
+        self._add_weight_gradient(state, softmax, grads)
+        self.gradients.wrote(PassType.S)

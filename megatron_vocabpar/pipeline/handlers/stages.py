@@ -1,0 +1,136 @@
+"""The transformer layers of a stage: F, B and W."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+
+from megatron_vocabpar.pipeline import compat
+from megatron_vocabpar.pipeline.graphs.layer_graphs import kept
+from megatron_vocabpar.pipeline.iteration import Iteration, LayerHandlers
+from megatron_vocabpar.pipeline.loss_reports import DistantLoss
+from megatron_vocabpar.pipeline.recording import ModelCall
+from megatron_vocabpar.pipeline.split_w.weight_gradients import WeightGradients
+from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType
+
+
+class Stages(LayerHandlers):
+    """Handlers of F, B and W.
+
+    Args:
+        iteration: the state of this call.
+        weight_gradients: of each chunk, where the schedule splits them from B; else empty.
+        embedded_rows: what a stage embeds of a microbatch, ``[k, b, s, H]``, or None if it embeds nothing.
+            None itself where the input layer is not partitioned but part of the first stage's F.
+        hidden_gradient: the gradient of the last stage's output; None likewise.
+        distant_loss: instead of the two, where the loss function is not on the last stage's rank.
+    """
+
+    def __init__(
+        self,
+        iteration: Iteration,
+        weight_gradients: Sequence[WeightGradients] = (),
+        embedded_rows: Callable[[int, int], torch.Tensor | None] | None = None,
+        hidden_gradient: Callable[[int], torch.Tensor] | None = None,
+        distant_loss: DistantLoss | None = None,
+    ) -> None:
+        super().__init__(iteration)
+        self.weight_gradients = weight_gradients
+        self.embedded_rows = embedded_rows
+        self.hidden_gradient = distant_loss.gradient if distant_loss else hidden_gradient
+        self.distant_loss = distant_loss
+
+    def forward(self, instruction: Pass) -> None:
+        """F: one stage's transformer layers, and what Megatron computes around them."""
+        stage, i = instruction.stage, instruction.microbatch
+        call, placement = self.call, self.rank.placement
+        chunk = placement.chunk_of(stage)
+        is_last_stage = stage == placement.last_stage
+        partitioned = self.embedded_rows is not None
+        stage_input = self._stage_input(stage, i) if stage > 0 else None
+        rows = self.embedded_rows(stage, i) if self.embedded_rows is not None else None
+        model: Any = unwrap_model(call.chunks[chunk])
+        with model.in_schedule(rows) if partitioned else nullcontext():
+            output, num_tokens = compat.forward_step(
+                call_model=self._forward_step(stage, i),
+                data_iterator=call.data_iterators[chunk],
+                model=call.chunks[chunk],
+                num_microbatches=call.num_microbatches,
+                input_tensor=stage_input,
+                forward_data_store=self.iteration.reported,
+                config=call.config,
+                cp_group_size=call.cp_group_size,
+                collect_non_loss_data=call.collect_non_loss_data,
+                is_first_microbatch=call.first_microbatch_flag and i == 0,
+                current_microbatch=i,
+                computes_loss=is_last_stage and not partitioned and self.distant_loss is None,
+                vp_stage=getattr(call.chunks[chunk], "vp_stage", None),
+            )
+        self.iteration.num_tokens = self.iteration.num_tokens + num_tokens
+        if not is_last_stage:
+            self.buffers.put(instruction, "output", kept(output.detach(), call.config))
+        elif partitioned:
+            # Megatron's half-precision wrapper turns the last stage's output into float32: exact either way.
+            hidden = output.detach().to(call.config.params_dtype)
+            self.buffers.put(instruction, "hidden", hidden.flatten(0, 1))
+        elif self.distant_loss is not None:
+            self.distant_loss.keep(i, output.detach())
+        if not call.forward_only:
+            output = compat.released(output, call.config)
+            self.buffers.put(instruction, "graph", (stage_input, rows, output))
+
+    def _forward_step(self, stage: int, i: int) -> Callable[..., Any]:
+        """The training script's own, or the call that it made when it was recorded."""
+        if stage not in self.iteration.recorded:
+            return self.call.forward_step_func
+        return _replay(self.iteration.recorded[stage][i])
+
+    def _stage_input(self, stage: int, i: int) -> torch.Tensor:
+        before = Pass(PassType.F, stage - 1, i)
+        if self.rank.placement.rank_of(stage - 1) == self.rank.pipeline_rank:
+            tensor = self.buffers.take(before, "output")
+        else:
+            tensor = self.wait(self.buffers.take(Comm(CommType.RECV_F, stage, i), "received"))
+        return tensor.requires_grad_(not self.call.forward_only)
+
+    def backward(self, instruction: Pass) -> None:
+        """B: gradients of one stage's transformer layers and of its input."""
+        stage, i = instruction.stage, instruction.microbatch
+        placement = self.rank.placement
+        stage_input, rows, output = self.buffers.take(Pass(PassType.F, stage, i), "graph")
+        output_grad: torch.Tensor | None = None
+        if stage == placement.last_stage:
+            if self.hidden_gradient is not None:
+                output_grad = self.hidden_gradient(i).to(output.dtype)
+        elif placement.rank_of(stage + 1) == self.rank.pipeline_rank:
+            output_grad = self.buffers.take(Pass(PassType.B, stage + 1, i), "input_grad")
+        else:
+            output_grad = self.wait(self.buffers.take(Comm(CommType.RECV_B, stage, i), "received"))
+        chunk = placement.chunk_of(stage)
+        self.gradients.before_backward(chunk)
+        with self.weight_gradients[chunk].left_by(i) if self.weight_gradients else nullcontext():
+            input_grad = compat.backward_step(stage_input, output, output_grad, self.call.config)
+        self.gradients.after_backward(chunk)
+        if stage > 0:
+            self.buffers.put(instruction, "input_grad", input_grad)
+        if rows is not None:
+            self.buffers.put(instruction, "rows_grad", rows.grad)
+
+    def weight_backward(self, instruction: Pass) -> None:
+        """W: the weight gradients that B left out."""
+        chunk = self.rank.placement.chunk_of(instruction.stage)
+        self.weight_gradients[chunk].compute(instruction.microbatch)
+        self.gradients.wrote(PassType.W)
+
+
+def _replay(recorded: ModelCall) -> Callable[..., tuple[torch.Tensor, Callable[..., Any]]]:
+    """A ``forward_step`` that calls the model as recorded."""
+
+    def call_model(_: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        return model(*recorded.args, **recorded.kwargs), recorded.loss_func
+
+    return call_model

@@ -1,0 +1,160 @@
+"""The heads of multi-token prediction: what Megatron does after their layers, run on losses that are known.
+
+With ``mtp_num_layers`` D the last stage's F gives the hidden states of 1 + D heads: the output layer has that
+many times the rows. The tokens that the further heads embed, their labels, masks, scaling and logging stay
+Megatron's own code: it runs with an output layer that hands on what it is given, and a cross-entropy that
+returns these losses. The gradient of every token then comes by autograd, through its ``MTPLossAutoScaler``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import multi_token_prediction
+from megatron.core.utils import unwrap_model
+
+from megatron_vocabpar.pipeline.recording import ModelCall
+
+_PROCESS = getattr(multi_token_prediction, "process_mtp_loss", None)  # 0.17 and later; else in _postprocess
+_ROLLS_PACKED = "packed_seq_params" in inspect.signature(multi_token_prediction.roll_tensor).parameters
+_COUNTS = "_compute_mtp_acceptance_counts"
+_ROTARY = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
+
+
+def depths(config: Any) -> int:
+    """D: how many further tokens are predicted."""
+    return getattr(config, "mtp_num_layers", None) or 0
+
+
+def embedded_tokens(model: torch.nn.Module, call: ModelCall) -> torch.Tensor:
+    """Token ids ``[1 + D, b, s]``: those that the first stage embeds, then those of each further head."""
+    inner: Any = unwrap_model(model)
+    given = _arguments(inner, call)
+    ids = [given["input_ids"]]
+    group = parallel_state.get_context_parallel_group()
+    options: dict[str, Any] = {"shifts": -1, "dims": -1, "cp_group": group}
+    if _ROLLS_PACKED:
+        options["packed_seq_params"] = given.get("packed_seq_params")
+    for _ in range(depths(inner.config)):
+        ids.append(multi_token_prediction.roll_tensor(ids[-1], **options)[0])
+    return torch.stack(ids)
+
+
+def head_labels(model: torch.nn.Module, call: ModelCall) -> torch.Tensor:
+    """Target ids ``[1 + D, b, s]`` of all heads."""
+    inner: Any = unwrap_model(model)
+    assert call.labels is not None
+    heads = _Heads(inner, call.labels.new_ones((1 + depths(inner.config), *call.labels.shape)).float(), False)
+    heads.main_loss(call)
+    return torch.stack([heads.labels[-1], *heads.labels[:-1]])
+
+
+def logs_acceptance(config: Any) -> bool:
+    """Whether it logs how often a head's most likely id is the target: from 0.19 on."""
+    return depths(config) > 0 and hasattr(multi_token_prediction, _COUNTS)
+
+
+def main_loss(
+    model: torch.nn.Module,
+    call: ModelCall,
+    losses: torch.Tensor,
+    *,
+    training: bool,
+    wins: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The losses ``[b, s]`` that the loss function takes; what the other heads add hangs on their gradient.
+
+    Args:
+        model: its last chunk on this rank.
+        call: as the training script makes it on the stage with the labels.
+        losses: ``[1 + D, b, s]`` of all heads.
+        training: log the losses of the further heads.
+        wins: likewise, 1 where the target is the most likely id; without it NaN is logged of that.
+    """
+    if len(losses) == 1:
+        return losses[0]
+    with _acceptance_counts(wins):
+        return _Heads(unwrap_model(model), losses, training).main_loss(call)
+
+
+@contextmanager
+def _acceptance_counts(wins: torch.Tensor | None) -> Iterator[None]:
+    """Where Megatron counts, in logits, how often a head's most likely id is the target: the known answer."""
+    stock = getattr(multi_token_prediction, _COUNTS, None)
+    if stock is None:
+        yield
+        return
+    heads = iter(() if wins is None else wins[1:].bool())
+
+    def counts(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        counted = arguments[2].bool()  # the loss mask
+        total = counted.sum().float()
+        if wins is None:
+            return torch.full_like(total, torch.nan), total
+        return (next(heads) & counted).sum().float(), total
+
+    setattr(multi_token_prediction, _COUNTS, counts)
+    try:
+        yield
+    finally:
+        setattr(multi_token_prediction, _COUNTS, stock)
+
+
+def _arguments(inner: Any, call: ModelCall) -> dict[str, Any]:
+    return inspect.signature(inner.forward).bind(*call.args, **call.kwargs).arguments
+
+
+class _Heads:
+    """Stands in for the model after its MTP layers, whose heads are asked in the order 1 ... D, 0."""
+
+    post_process = mtp_process = True
+    share_embeddings_and_output_weights = False
+
+    def __init__(self, model: Any, losses: torch.Tensor, training: bool) -> None:
+        self._model, self._losses, self.training = model, losses, training
+        self.labels: list[torch.Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def output_layer(self, hidden: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        return hidden, None
+
+    def compute_language_model_loss(
+        self, labels: torch.Tensor, logits: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        self.labels.append(labels)
+        losses = self._losses[len(self.labels) % len(self._losses)]
+        # With the hidden states, so that the backward of the loss scaler is reached.
+        return losses + logits.squeeze(-1).transpose(0, 1)
+
+    def main_loss(self, call: ModelCall) -> torch.Tensor:
+        k, b, s = self._losses.shape
+        given = _arguments(self._model, call)
+        if k == 1:
+            return self.compute_language_model_loss(given["labels"], self._losses.new_zeros(s, b, 1))
+        given["hidden_states"] = self._losses.new_zeros(k * s, b, 1)
+        if _PROCESS is None:
+            accepted = inspect.signature(GPTModel._postprocess).parameters
+            given = {name: value for name, value in given.items() if name in accepted}
+            return GPTModel._postprocess(self, **dict.fromkeys(_ROTARY), **given)
+        given |= {
+            "output_layer": self.output_layer,
+            "output_weight": None,
+            "runtime_gather_output": True,
+            "is_training": self.training,
+            "compute_language_model_loss": self.compute_language_model_loss,
+            "config": self._model.config,
+            "cp_group": self._model.pg_collection.cp,
+            "tp_group": self._model.pg_collection.tp,
+        }
+        options = {"loss_mask": None, **given}
+        accepted = inspect.signature(_PROCESS).parameters
+        hidden = _PROCESS(**{name: value for name, value in options.items() if name in accepted})
+        return self.compute_language_model_loss(given["labels"], hidden)

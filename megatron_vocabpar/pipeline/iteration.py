@@ -1,0 +1,173 @@
+"""One forward-backward call on one rank: what the handlers of all layers share.
+
+``Rank`` stays the same from one iteration to the next, ``Call`` holds the arguments of this one, and an
+``Iteration`` is where handlers leave tensors for each other, keyed by the instruction that produced them.
+
+Next: ``handlers/``, whose classes' methods are the handlers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_vocabpar.layers.recipes import Fp8Recipe
+from megatron_vocabpar.layers.terms import LossTerms
+from megatron_vocabpar.pipeline.gradients import GradientSync
+from megatron_vocabpar.pipeline.microbatches import Microbatches, no_microbatches
+from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions
+from megatron_vocabpar.pipeline.recording import ForwardStep, ModelCall
+from megatron_vocabpar.runtime.buffers import Buffers
+from megatron_vocabpar.runtime.comm import PointToPoint, Receive, VocabGroups
+from megatron_vocabpar.runtime.streams import Event, Stream
+from megatron_vocabpar.schedule.words.methods import Method
+from megatron_vocabpar.schedule.words.placement import Placement
+
+
+def OutputOptions(
+    recompute: bool = False,
+    rows_per_chunk: int | None = None,
+    invariant: bool = False,
+    terms: LossTerms | None = None,
+    fp8: Fp8Recipe | None = None,
+    **more: bool,
+) -> VocabOptions:
+    """``VocabOptions`` by their former name and arguments, for one release."""
+    warnings.warn("OutputOptions is now pipeline.options.VocabOptions", DeprecationWarning, stacklevel=2)
+    more |= {"recompute": recompute, "invariant": invariant}
+    values = {} if terms is None else asdict(terms)
+    head = None if fp8 is None else fp8.name
+    return VocabOptions(rows_per_chunk=rows_per_chunk, fp8_head=head, **values, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """What stays the same on this rank from one iteration to the next, but for ``output_options``."""
+
+    method: Method
+    placement: Placement
+    groups: VocabGroups
+    device: torch.device
+    output_stream: Stream
+    input_stream: Stream
+    point_to_point: PointToPoint
+    waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+    output_options: VocabOptions = DEFAULTS
+    not_finite: Callable[[str], None] | None = None
+
+    @property
+    def pipeline_rank(self) -> int:
+        return self.groups.stage
+
+    @property
+    def is_first(self) -> bool:
+        return self.pipeline_rank == self.placement.first_rank
+
+    @property
+    def is_last(self) -> bool:
+        return self.pipeline_rank == self.placement.last_rank
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether labels and loss function are here."""
+        return self.pipeline_rank == self.placement.p - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """The arguments of one forward-backward call that handlers need.
+
+    ``fixed_shape`` is ``[s, b, H]`` between stages on this rank, where all microbatches have one length.
+    """
+
+    forward_step_func: ForwardStep
+    data_iterators: Sequence[Iterator[Any] | None]
+    chunks: Sequence[torch.nn.Module]
+    config: Any
+    num_microbatches: int
+    fixed_shape: tuple[int, int, int]
+    cp_group_size: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_microbatch_flag: bool
+
+
+@dataclass
+class Iteration:
+    """The state of one forward-backward call on one rank.
+
+    Attributes:
+        microbatches: what every rank knows of each microbatch, by number; none where Megatron's own way does,
+            for baseline and redis with the loss in the last stage.
+        recorded: by stage and microbatch, the calls that ``forward_step`` makes on this rank, on the first
+            stage and on that of the loss (``Placement.loss_stage``).
+        buffers: tensors and events between instructions.
+        reported: what the loss function reported, in order (Megatron's forward_data_store).
+        num_tokens: tokens of the loss, where the loss is computed.
+        checks: to be called when everything is queued, for they wait for the device; each may raise.
+    """
+
+    rank: Rank
+    call: Call
+    gradients: GradientSync
+    microbatches: Microbatches = field(default_factory=no_microbatches)
+    recorded: Mapping[int, Sequence[ModelCall]] = field(default_factory=dict)
+    buffers: Buffers = field(default_factory=Buffers)
+    reported: list[Any] = field(default_factory=list)
+    num_tokens: torch.Tensor | int = 0
+    checks: list[Callable[[], None]] = field(default_factory=list)
+    _unclaimed: deque[Event[Any]] = field(default_factory=deque)
+
+    def wait(self, event: Event[Any] | Receive) -> Any:
+        """Wait for communication, seen as waiting in the timeline."""
+        with self.rank.waiting():
+            return event.wait()
+
+    def unclaim(self, event: Event[Any]) -> None:
+        """Hold an event that nobody consumes until it is done, so that its errors are raised here."""
+        while self._unclaimed and self._unclaimed[0].done():
+            self._unclaimed.popleft().wait()
+        self._unclaimed.append(event)
+
+    def finish(self) -> None:
+        """Wait for what nobody claimed, and check that nothing is left.
+
+        Raises:
+            BufferError: naming the buffers that are left.
+        """
+        self.rank.point_to_point.drain()
+        while self._unclaimed:
+            self._unclaimed.popleft().wait()
+        self.buffers.check_empty()
+
+    @property
+    def sequence_shards(self) -> int:
+        """Parts into which sequence parallelism cuts the hidden states between layers."""
+        return self.rank.groups.tensor if self.call.config.sequence_parallel else 1
+
+    def hidden_shape(self, i: int) -> tuple[int, int, int]:
+        """Shape ``[s, b, H]`` of microbatch ``i`` between stages, on this rank."""
+        if not self.microbatches.shapes:
+            return self.call.fixed_shape
+        _, b, s = self.microbatches.shapes[i]
+        return (s // self.sequence_shards, b, self.call.config.hidden_size)
+
+
+class LayerHandlers:
+    """What the handlers of every layer use of an iteration."""
+
+    def __init__(self, iteration: Iteration) -> None:
+        self.iteration = iteration
+        self.rank = iteration.rank
+        self.groups = iteration.rank.groups
+        self.call = iteration.call
+        self.microbatches = iteration.microbatches
+        self.gradients = iteration.gradients
+        self.buffers = iteration.buffers
+        self.wait = iteration.wait

@@ -1,0 +1,198 @@
+"""Before an iteration's first instruction: record and share the microbatches, suspend gradient reduction."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+
+from megatron_vocabpar.pipeline import compat, heads
+from megatron_vocabpar.pipeline.gradients import GradientSync
+from megatron_vocabpar.pipeline.iteration import Call, Iteration, Rank
+from megatron_vocabpar.pipeline.loss_reports import further_arguments, taken_by
+from megatron_vocabpar.pipeline.microbatches import Batches, share_microbatches
+from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
+from megatron_vocabpar.pipeline.recording import ModelCall, record_call
+from megatron_vocabpar.pipeline.split_w.weight_gradients import WeightGradients
+from megatron_vocabpar.schedule.words.methods import Method
+from megatron_vocabpar.schedule.words.passes import PassType
+from megatron_vocabpar.schedule.words.schedule import Schedule
+
+_ANY_LOSS = 1.0
+_HIGH_LOSS = 100.0
+"""Losses of all tokens, in nats, for which the loss function gives the gradient that is announced.
+
+Where masked tokens are dropped, a threshold must not pass for a mask. Dropped tokens are reported with
+losses of 0. A function whose gradient is 0 below a threshold has one at a high loss, so that its tokens are
+kept; one whose gradient is 0 above it has one at a loss of 0. Either way the check of linearity sees it.
+"""
+
+
+def chunk_with_shards(method: Method, chunks: Sequence[torch.nn.Module]) -> PartitionedModel | None:
+    """The chunk of this rank that holds the vocabulary shards, unwrapped; None where there are none.
+
+    Raises:
+        ValueError: if the method partitions the vocabulary and the first chunk is another model.
+    """
+    if not method.vocabulary_parallel:
+        return None
+    model = unwrap_model(chunks[0])
+    if not isinstance(model, PartitionedModel):
+        raise ValueError(
+            f"method {method.name} needs a VocabParallelGPTModel, got {type(model).__name__}; "
+            "build the model with it, or use method baseline"
+        )
+    return model
+
+
+def prepare(
+    rank: Rank,
+    call: Call,
+    schedule: Schedule,
+    model: PartitionedModel | None,
+    weight_gradients: Sequence[WeightGradients],
+) -> Iteration:
+    """Record and share the microbatches, and suspend gradient reduction."""
+    written: dict[PassType, list[torch.nn.Parameter]] = {}
+    if weight_gradients:
+        written[PassType.W] = [p for gradients in weight_gradients for p in gradients.parameters()]
+    placement = rank.placement
+    if model is None and placement.loss_stage == placement.last_stage:
+        return Iteration(rank, call, _gradient_sync(rank, call, schedule, written))
+    recorded = _record(rank, call, [placement.last_stage] * (model is None and rank.is_last))
+    first, last = recorded.get(0), recorded.get(placement.loss_stage)
+    announced = not (call.forward_only or rank.method.late_gradient)
+    labels = None if last is None else [_labels(recorded, call) for recorded in last]
+    grad_losses = None
+    if last is not None and announced:
+        names = further_arguments(rank.output_options, call.forward_only)
+        drops = rank.output_options.drop_masked
+        value = _HIGH_LOSS if drops else _ANY_LOSS
+        grad_losses = [_announced_gradient(recorded, call, names, value) for recorded in last]
+        if labels is not None and drops:
+            pairs = zip(labels, grad_losses, strict=True)
+            labels = [label.masked_fill(_masked(grad, call), -1) for label, grad in pairs]
+    tokens = None if first is None else [_tokens(recorded, call) for recorded in first]
+    microbatches = share_microbatches(
+        Batches(tokens, labels, grad_losses),
+        groups=rank.groups,
+        ranges=model.shard.ranges if model else (),
+        placement=placement,
+        num_microbatches=call.num_microbatches,
+        device=rank.device,
+        announced=announced,
+        parts=rank.groups.tensor if call.config.sequence_parallel else 1,
+    )
+    if model is None:
+        # The last stage is not that of the loss: it gets the labels from there.
+        for i, recorded_call in enumerate(recorded.get(placement.last_stage, ())):
+            recorded[placement.last_stage][i] = recorded_call.with_labels(microbatches.labels(i)[0])
+    else:
+        if rank.is_last and placement.last_stage not in recorded and heads.depths(call.config):
+            # In a V-shaped placement: its heads take tokens and positions, which the first chunk has.
+            recorded[placement.last_stage] = recorded[0]
+        output_pass = rank.method.passes[-1]  # the one that writes the weight's gradient
+        written |= {PassType.IB: [model.word_embeddings.weight], output_pass: [model.output_weight]}
+    return Iteration(
+        rank,
+        call,
+        _gradient_sync(rank, call, schedule, written),
+        microbatches=microbatches,
+        recorded=recorded,
+    )
+
+
+def _record(rank: Rank, call: Call, besides: list[int]) -> dict[int, list[ModelCall]]:
+    """The calls that ``forward_step`` makes on the first stage and on that of the loss, where they are here.
+
+    Other stages get no batch; they are recorded where they are named in ``besides``. Each chunk has a data
+    iterator of its own, as in Megatron.
+    """
+    placement = rank.placement
+    ends = [0] * rank.is_first + [placement.loss_stage] * rank.has_loss + besides
+    return {
+        stage: [
+            record_call(call.forward_step_func, call.data_iterators[chunk], call.chunks[chunk])
+            for _ in range(call.num_microbatches)
+        ]
+        for stage, chunk in ((stage, placement.chunk_of(stage)) for stage in dict.fromkeys(ends))
+    }
+
+
+def _tokens(recorded: ModelCall, call: Call) -> torch.Tensor:
+    _check_given(recorded.input_ids, "input_ids")
+    return heads.embedded_tokens(call.chunks[0], recorded)
+
+
+def _labels(recorded: ModelCall, call: Call) -> torch.Tensor:
+    _check_given(recorded.labels, "labels")
+    if recorded.kwargs.get("output_processor") is not None:
+        raise ValueError(
+            "forward_step passed an output_processor to the model, which would see the hidden states and the "
+            "whole output layer in place of the loss; vocabulary parallelism has neither on one rank: leave "
+            "it out"
+        )
+    return heads.head_labels(call.chunks[-1], recorded)
+
+
+def _check_given(tensor: torch.Tensor | None, name: str) -> None:
+    if tensor is None:
+        raise ValueError(
+            f"forward_step passed no {name} to the model; vocabulary parallelism needs token ids on the "
+            "first stage and labels on the last"
+        )
+
+
+def _masked(grad: torch.Tensor, call: Call) -> torch.Tensor:
+    """Tokens ``[1 + D, b, s]`` whose announced gradient is 0, but for further heads that are logged alone."""
+    masked = grad == 0
+    if not getattr(call.config, "mtp_loss_scaling_factor", None):
+        masked[1:] = False
+    return masked
+
+
+def _announced_gradient(
+    recorded: ModelCall, call: Call, names: Sequence[str], value: float = _ANY_LOSS
+) -> torch.Tensor:
+    """The gradient ``[1 + D, b, s]`` that every token's loss gets, from losses, and others, of ``value``."""
+    _check_given(recorded.labels, "labels")
+    assert recorded.labels is not None
+    model = call.chunks[-1]
+    shape = (1 + heads.depths(call.config), *recorded.labels.shape)
+    losses = recorded.labels.new_full(shape, value, dtype=torch.float32)
+    with compat.unvalidated():
+        _, _, grad, _ = compat.loss_and_gradient(
+            call,
+            token_losses=losses,
+            values=taken_by(recorded.loss_func, dict.fromkeys(names, losses[0])),
+            main_loss=partial(heads.main_loss, model, recorded, training=False),
+            loss_func=recorded.loss_func,
+        )
+    assert grad is not None
+    return grad
+
+
+def _gradient_sync(
+    rank: Rank, call: Call, schedule: Schedule, written: dict[PassType, list[torch.nn.Parameter]]
+) -> GradientSync:
+    config = call.config
+    no_sync = _per_chunk(config.no_sync_func or contextlib.nullcontext, len(call.chunks))
+    grad_sync = _per_chunk(config.grad_sync_func, len(call.chunks)) if config.grad_sync_func else []
+    passes = schedule.ranks[rank.pipeline_rank]
+    return GradientSync(
+        chunks=call.chunks,
+        no_sync_funcs=no_sync,
+        grad_sync_funcs=grad_sync,
+        starts_early=not grad_sync or rank.is_first,
+        num_microbatches=call.num_microbatches,
+        written=written,
+        runs={kind: sum(p.type is kind for p in passes) for kind in written},
+    )
+
+
+def _per_chunk(value: Any, chunks: int) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value] * chunks

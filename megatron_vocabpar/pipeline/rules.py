@@ -1,0 +1,179 @@
+"""What cannot be combined among ``VocabOptions``: a rule is a row, and every door spells the names.
+
+A launch line writes ``--vocab-parallel-invariant``, ``vocabpar train`` would write ``--invariant``, and a
+program ``invariant=True``. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_vocabpar.pipeline.options import (
+    OF_EXPONENTIALS,
+    TERMS,
+    WITHOUT_EXPONENTIALS,
+    VocabOptions,
+    asked_for,
+    options_of,
+)
+from megatron_vocabpar.schedule.words.methods import Method
+from megatron_vocabpar.schedule.words.passes import PassType
+from megatron_vocabpar.schedule.words.placement import Placement
+
+Spelling = Callable[[str, Any], str]
+"""From a field's name and value to how a door writes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What cannot be combined: options with others, without another, or with some methods.
+
+    Attributes:
+        options: names of fields; the rule is about those that are asked for.
+        why: of what stands against them, as a clause.
+        remedy: what to do.
+        others: fields, none of which may be asked for beside them.
+        needs: a field without which they cannot be.
+        where: whether a method, in a placement, stands against them.
+    """
+
+    options: tuple[str, ...]
+    why: str
+    remedy: str
+    others: tuple[str, ...] = ()
+    needs: str = ""
+    where: Callable[[Method, Placement | None], bool] | None = None
+
+    def broken(
+        self, options: VocabOptions, method: Method, placement: Placement | None, spell: Spelling
+    ) -> str | None:
+        """A sentence if the options break the rule, else None."""
+        asked = asked_for(options, self.options)
+        if self.where is not None:
+            against = f"not with method {method.name}" if self.where(method, placement) else ""
+        elif self.needs:
+            against = "" if getattr(options, self.needs) else f"needs {spell(self.needs, True)}"
+        else:
+            others = asked_for(options, self.others)
+            against = f"not with {_spelled(options, others, spell)}" if others else ""
+        if not (asked and against):
+            return None
+        return f"{_spelled(options, asked, spell)}: {against}, {self.why}; {self.remedy}"
+
+
+def _spelled(options: VocabOptions, names: Sequence[str], spell: Spelling) -> str:
+    return " and ".join(spell(name, getattr(options, name)) for name in names)
+
+
+def _is_whole(method: Method, _: Placement | None) -> bool:
+    return not method.vocabulary_parallel
+
+
+def _keeps_logits(method: Method, _: Placement | None) -> bool:
+    return PassType.S2 in method.passes
+
+
+def _is_far_from_loss(method: Method, placement: Placement | None) -> bool:
+    apart = placement is not None and placement.loss_stage != placement.last_stage
+    return apart and not method.vocabulary_parallel
+
+
+PARTITIONED = Rule(
+    tuple(name for name in options_of(VocabOptions) if name != "late_gradient"),
+    "which does not partition the output layer",
+    "use vocab-1 or vocab-2",
+    where=_is_whole,
+)
+
+RULES = (
+    PARTITIONED,
+    Rule(
+        ("recompute", "invariant", "label_smoothing", "fp8_head", *OF_EXPONENTIALS),
+        "which keeps its logits between two barriers",
+        "use vocab-1 or vocab-2, or leave it out",
+        where=_keeps_logits,
+    ),
+    Rule(
+        ("late_gradient",),
+        "whose last stage in a V shape is on another rank than the loss function",
+        "use a method that partitions the vocabulary, another schedule, or leave it out",
+        where=_is_far_from_loss,
+    ),
+    Rule(
+        ("recompute", "rows_per_chunk", "label_smoothing", "fp8_head"),
+        "which is computed in blocks of its own",
+        "keep one of them",
+        others=("invariant",),
+    ),
+    Rule(
+        ("fp8_head",),
+        "another precision of the same operands",
+        "keep one of them",
+        others=("fp32_head",),
+    ),
+    Rule(
+        OF_EXPONENTIALS,
+        "which leave no plain exponentials to make it of",
+        "leave out the one or the other",
+        others=WITHOUT_EXPONENTIALS,
+    ),
+    Rule(("entropy_gradient",), "of which it is the gradient", "ask for both", needs="entropy"),
+    Rule(("entropy_gradient",), "as its gradient comes late", "give that, too", needs="late_gradient"),
+    Rule(
+        ("drop_masked",),
+        "as masked tokens are known by the gradient that is sent ahead",
+        "give such tokens labels of -100",
+        others=("late_gradient",),
+    ),
+)
+"""What cannot be combined. What is wrong with a term of the loss ``LossTerms`` says itself."""
+
+
+def in_python(name: str, value: Any) -> str:
+    """How a program spells an option."""
+    return f"{name}={value!r}"
+
+
+def conflicts(
+    options: VocabOptions,
+    method: Method,
+    placement: Placement | None = None,
+    *,
+    spell: Spelling = in_python,
+    rules: Sequence[Rule] = RULES,
+) -> list[str]:
+    """A sentence for each rule that the options break with a method: what, why, and the remedy.
+
+    Args:
+        placement: of the model's stages; None where it is not known yet.
+        spell: how the door that asks writes a field and its value.
+    """
+    broken = [rule.broken(options, method, placement, spell) for rule in rules]
+    problems = [*wrong_values(options, spell), *filter(None, broken)]
+    try:
+        assert options.terms
+    except ValueError as error:
+        problems.append(f"{_spelled(options, asked_for(options, TERMS), spell)}: {error}")
+    return problems
+
+
+def wrong_values(record: Any, spell: Spelling) -> Iterator[str]:
+    """A sentence for each option of a record that is below its least value, or none of its choices."""
+    for name, each in options_of(record).items():
+        value = getattr(record, name)
+        if value is not None and each.least is not None and not value >= each.least:
+            yield f"{spell(name, value)}: give {each.least} or more"
+        if value is not None and each.choices and value not in each.choices:
+            yield f"{spell(name, value)}: choose one of {', '.join(each.choices)}"
+
+
+def check(options: VocabOptions, method: Method, placement: Placement | None = None) -> None:
+    """Refuse options that a program cannot combine; arguments as for ``conflicts``.
+
+    Raises:
+        ValueError: a line for each broken rule.
+    """
+    if problems := conflicts(options, method, placement):
+        raise ValueError("\n".join(problems))

@@ -1,0 +1,128 @@
+"""Transformer Engine's linear layers: B leaves weight gradients in their own stores, and these add them.
+
+Where ``delay_wgrad_compute`` is set, such a layer's backward puts a product into ``wgrad_store``, one for
+every run of the layer, and ``backward_dw`` takes the oldest and says where its results belong. We keep the
+products by ourselves, so that W may take those of its microbatch, and hand them back one by one. What B has
+done already stays done: the gradients of norms, of biases that the layer returns to be added later, with FP8
+those of all biases, and whatever Transformer Engine's operation fuser computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_vocabpar.pipeline.gradients import main_grad
+
+Product = Callable[..., Any]
+"""From the tensors that it was put with: the weights' gradients, then the biases', or None for those."""
+
+
+class DelayedProducts:
+    """Weight gradients of the layers of Transformer Engine in a chunk.
+
+    Raises:
+        ValueError: if they do not delay their weight gradients, or megatron-core would reduce the gradients
+            before W.
+    """
+
+    def __init__(self, chunk: torch.nn.Module) -> None:
+        layers = [module for module in chunk.modules() if _has_store(module)]
+        if layers:
+            _check(chunk, layers)
+        self._layers = [_Layer(layer) for layer in layers]
+        self.overwrite = any(getattr(layer, "fuse_wgrad_accumulation", False) for layer in layers)
+        """Whether the product of a layer's first run may replace what its ``main_grad`` holds."""
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters whose gradients are added here."""
+        return [parameter for layer in self._layers for parameter in layer.parameters()]
+
+    def take(self) -> list[Callable[[], None]]:
+        """What backwards have left since the last call; each adds one product of a layer to its gradients."""
+        return [add for layer in self._layers for add in layer.take()]
+
+    def restore(self) -> None:
+        """Let the layers put their products into their stores again."""
+        for layer in self._layers:
+            layer.restore()
+
+
+class _Layer:
+    """The products of one layer, which runs once, several times or not at all in a microbatch."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._left: list[tuple[Sequence[Any], Product]] = []
+        self._put = layer.wgrad_store.put
+        layer.wgrad_store.put = self._keep
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return _trained(self._layer)
+
+    def take(self) -> list[Callable[[], None]]:
+        """Last in, first out: B runs backwards, and the layer's first run is the one that may overwrite."""
+        left, self._left = self._left[::-1], []
+        return [partial(self._add, *product) for product in left]
+
+    def restore(self) -> None:
+        del self._layer.wgrad_store.put
+
+    def _keep(self, tensors: Sequence[Any], product: Product) -> None:
+        self._left.append((tensors, product))
+        for weight in _named(self._layer, "weight"):
+            # GroupedLinear gives autograd the memory that its product will fill; DDP is to leave it alone.
+            weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+
+    def _add(self, tensors: Sequence[Any], product: Product) -> None:
+        results = product(*tensors)
+        self._put(tensors, lambda *_: results)
+        biases = [] if _has_biases(results) else _named(self._layer, "bias")
+        for bias in biases:
+            bias.grad = bias.detach()  # or backward_dw asks the product for what autograd has computed in B
+        self._layer.backward_dw()
+        for bias in biases:
+            bias.grad = None
+        for parameter in (*_named(self._layer, "weight"), *_named(self._layer, "bias")):
+            # With gradient accumulation fusion the product itself has added to the weights'.
+            grad, parameter.grad = parameter.grad, None
+            if grad is not None and parameter.requires_grad:
+                main_grad(parameter).add_(grad)
+
+
+def _has_store(module: Any) -> bool:
+    return hasattr(module, "backward_dw") and getattr(module, "wgrad_store", None) is not None
+
+
+def _named(layer: torch.nn.Module, kind: str) -> list[torch.nn.Parameter]:
+    """A layer's weights or biases, not those of the norm in it: ``weight``, ``bias0``."""
+    return [p for name, p in layer.named_parameters(recurse=False) if name.startswith(kind)]
+
+
+def _trained(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [p for p in (*_named(layer, "weight"), *_named(layer, "bias")) if p.requires_grad]
+
+
+def _has_biases(results: Sequence[Any]) -> bool:
+    """Whether a product computed gradients of biases: one, or a list of one for each of several products."""
+    biases = results[1] if isinstance(results[1], (list, tuple)) else [results[1]]
+    return all(grad is not None and grad.numel() > 0 for grad in biases)
+
+
+def _check(chunk: torch.nn.Module, layers: Sequence[Any]) -> None:
+    if not all(layer.wgrad_store.delay_wgrad_compute() for layer in layers):
+        raise ValueError(
+            "W is split off, but layers of Transformer Engine compute weight gradients in B: set "
+            "delay_wgrad_compute of the TransformerConfig before the model is built, or use local layers"
+        )
+    if any(not hasattr(parameter, "main_grad") for layer in layers for parameter in _trained(layer)):
+        raise ValueError("delayed weight gradients need main_grad: wrap the model in DistributedDataParallel")
+    ddp_config = getattr(chunk, "ddp_config", None)
+    if getattr(ddp_config, "overlap_grad_reduce", False) or getattr(ddp_config, "delay_wgrad_compute", False):
+        raise ValueError(
+            "overlap_grad_reduce or delay_wgrad_compute of DistributedDataParallel would reduce the "
+            "gradients of Transformer Engine's layers before W; turn both off there, or use local layers"
+        )

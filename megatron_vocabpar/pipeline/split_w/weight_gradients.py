@@ -1,0 +1,78 @@
+"""W: weight gradients of linear layers, split off from B.
+
+Zero-bubble schedules fill idle time with weight gradients, so B must leave them out. What B leaves is kept by
+microbatch until its W: products of megatron-core's own linear layers (``local_products.py``) and of
+Transformer Engine's (``delayed_products.py``). What is not a linear layer's (norms, position embeddings)
+stays in B.
+
+Source: Qi et al., Zero Bubble Pipeline Parallelism (2023). Used by ``stages.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from megatron_vocabpar.pipeline.split_w.delayed_products import DelayedProducts
+from megatron_vocabpar.pipeline.split_w.local_products import LocalProducts
+
+
+@contextmanager
+def split_weight_gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[list[WeightGradients]]:
+    """Split the weight gradients of these chunks from their backward while the context is open."""
+    gradients: list[WeightGradients] = []
+    try:
+        gradients.extend(map(WeightGradients, chunks))  # one that is refused leaves the others to restore
+        yield gradients
+    finally:
+        for each in gradients:
+            each.restore()
+
+
+class WeightGradients:
+    """What the weight gradients of a chunk wait for, by microbatch: B runs in ``left_by``, ``compute`` is W.
+
+    Raises:
+        ValueError: for layers of Transformer Engine that do not delay their weight gradients, or whose
+            gradients megatron-core would reduce in B already.
+    """
+
+    def __init__(self, chunk: torch.nn.Module) -> None:
+        self._delayed = DelayedProducts(chunk)
+        self._local = LocalProducts(chunk)
+        self._left: dict[int, list[Callable[[], None]]] = {}
+        self._begun = False
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters whose gradients W writes."""
+        return self._local.parameters() + self._delayed.parameters()
+
+    def restore(self) -> None:
+        """Give the layers their own products back."""
+        self._local.restore()
+        self._delayed.restore()
+
+    @contextmanager
+    def left_by(self, microbatch: int) -> Iterator[None]:
+        """B of this microbatch runs inside."""
+        yield
+        self._left[microbatch] = self._local.take() + self._delayed.take()
+
+    def compute(self, microbatch: int) -> None:
+        """W: add this microbatch's weight gradients.
+
+        Raises:
+            ValueError: if the first microbatch's would be written over this one's.
+        """
+        if self._delayed.overwrite and microbatch > 0 and not self._begun:
+            raise ValueError(
+                f"W of microbatch {microbatch} before that of 0: layers of Transformer Engine write the "
+                "first microbatch's weight gradients over what is there; use a schedule that begins with "
+                "it, --no-gradient-accumulation-fusion, or local layers"
+            )
+        self._begun = True
+        with torch.no_grad():
+            for add in self._left.pop(microbatch):
+                add()

@@ -1,0 +1,162 @@
+"""Training through the executor equals one unsharded stock megatron-core model, from the same weights."""
+
+from __future__ import annotations
+
+from functools import cache
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_vocabpar.pipeline.forward_backward import ForwardBackward
+from megatron_vocabpar.pipeline.options import VocabOptions
+from megatron_vocabpar.runtime.comm import VocabGroups
+from tests.cases import covering, rest_is_slow
+from tests.pipeline.gpt import Case, Result, run, train
+from tests.spawn import run_ranks
+
+METHODS = ("vocab-1", "vocab-2", "naive")
+# Adam amplifies rounding: stock whose first weights are disturbed by 1e-7 ends up to 2.4e-5 away.
+DRIFT = 3.0
+
+
+@cache
+def reference(case: Case) -> Result:
+    (result,) = run(case.unsharded())
+    return result
+
+
+def check(case: Case, tolerance: float = 1e-5, drift: float = DRIFT) -> list[Result]:
+    """Losses, evaluation losses, first gradients and final weights of all ranks equal the reference's."""
+    expected = reference(case)
+    results = run(case, expected)
+    reporting = [result for result in results if result.reports_loss]
+    combine = np.sum if case.loss.endswith("tokens") else np.mean
+    losses = combine([result.losses for result in reporting], axis=0) / (1 if combine is np.mean else case.tp)
+    np.testing.assert_allclose(losses, expected.losses, rtol=tolerance)
+    for result in reporting:
+        np.testing.assert_allclose(result.evaluation, result.losses, rtol=1e-6)
+    for kind, allowed in (("first_gradients", tolerance), ("weights", drift * tolerance)):
+        covered = set()
+        for rank, result in enumerate(results):
+            for name, difference in getattr(result, kind).items():
+                assert difference <= allowed, f"{case}: rank {rank}, {kind} of {name}: {difference}"
+                covered.add(name)
+        assert covered == set(getattr(expected, kind)), case
+    return reporting
+
+
+def layers(pp: int) -> int:
+    return 4 if pp == 4 else 6
+
+
+@covering(
+    ("method", METHODS),
+    (("pp", "m"), [(1, 2), (2, 2), (2, 5), (3, 1), (3, 7), (4, 2), (4, 4), (4, 9)]),
+    ("tied", [False, True]),
+    ("position", ["learned_absolute", "rope"]),
+)
+def test_same_training_as_stock(method: str, pp: int, m: int, tied: bool, position: str) -> None:
+    check(Case(method=method, pp=pp, m=m, layers=layers(pp), tied=tied, position=position))
+
+
+# Stock's tied weight is two parameters on a pipeline: test_checkpoint covers it.
+@pytest.mark.parametrize(
+    ("method", "pp", "m", "tied"),
+    [
+        ("baseline", 4, 5, False),
+        ("interlaced", 2, 1, False),
+        ("interlaced", 4, 5, True),
+        *rest_is_slow(
+            [
+                *(("baseline", pp, m, tied) for pp, m, tied in [(1, 2, False), (1, 2, True), (2, 1, False)]),
+                *(("interlaced", pp, m, tied) for pp, m, tied in [(1, 2, False), (1, 2, True), (2, 1, True)]),
+                ("interlaced", 4, 5, False),
+            ]
+        ),
+    ],
+)
+def test_other_methods(method: str, pp: int, m: int, tied: bool) -> None:
+    check(Case(method=method, pp=pp, m=m, tied=tied))
+
+
+@covering(
+    ("method", METHODS),
+    (("pp", "tp", "dp"), [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)]),
+    ("position", ["learned_absolute", "rope"]),
+    ("tied", [False, True]),
+)
+def test_with_tensor_and_data_parallelism(
+    method: str, pp: int, tp: int, dp: int, position: str, tied: bool
+) -> None:
+    check(Case(method=method, pp=pp, tp=tp, dp=dp, m=3, position=position, tied=tied))
+
+
+@covering(("method", METHODS), ("loss", ["per-microbatch", "tokens"]), ("overlap", [False, True]))
+def test_overlapped_gradient_reduction_and_per_token_loss(method: str, loss: str, overlap: bool) -> None:
+    per_token = loss == "tokens"
+    check(
+        Case(
+            method=method,
+            pp=2,
+            dp=2,
+            m=3,
+            loss=loss,
+            calculate_per_token_loss=per_token,
+            overlap_grad_reduce=overlap,
+        )
+    )
+
+
+@covering(
+    ("method", METHODS),
+    (
+        ("vocab_size", "labels"),
+        [
+            (97, "ignored"),  # p does not divide it
+            (33, "one masked microbatch"),  # padded to 40: a shard with seven padding rows
+            (5, "random"),  # padded to 8: one shard is all padding
+            (96, "all the same"),
+        ],
+    ),
+)
+def test_awkward_vocabularies_and_labels(method: str, vocab_size: int, labels: str) -> None:
+    check(Case(method=method, pp=4, m=3, vocab_size=vocab_size, labels=labels))
+
+
+@pytest.mark.parametrize("method", ["vocab-1", "baseline"])
+def test_a_loss_without_a_graph_is_no_gradient(method: str) -> None:
+    """The last microbatch counts no token, and its loss is ``torch.zeros(())``."""
+    check(Case(method=method, pp=2, m=3, labels="one masked microbatch", loss="constant of masked"))
+
+
+@pytest.mark.parametrize(
+    ("method", "recompute"),
+    [("vocab-1", True), ("vocab-2", True), *rest_is_slow([("interlaced", True)]), ("naive", False)],
+)
+def test_recomputed_and_chunked_logits(method: str, recompute: bool) -> None:
+    check(Case(method=method, pp=2, m=3, output_options=VocabOptions(recompute=recompute, rows_per_chunk=5)))
+
+
+def test_naive_does_not_recompute() -> None:
+    groups = VocabGroups((0,), 1, 1, 0, *[Mock()] * 4)
+    with pytest.raises(ValueError, match="recompute=True: not with method naive, which keeps its logits"):
+        ForwardBackward("naive", groups, torch.device("cpu"), options=VocabOptions(recompute=True))
+
+
+def test_a_gpu_without_such_8_bit_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, gpu = VocabGroups((0,), 1, 1, 0, *[Mock()] * 4), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with pytest.raises(ValueError, match=r"need compute capability 10\.0, and cuda:0 has 9\.0"):
+        ForwardBackward("vocab-2", groups, gpu, options=VocabOptions(fp8_head="mxfp8"))
+
+
+@pytest.mark.parametrize("method", rest_is_slow([*METHODS, "interlaced"], "vocab-2"))
+def test_two_runs_are_bitwise_equal(method: str) -> None:
+    case = Case(method=method, pp=2, tp=2, m=3, steps=1)
+    first, second = run_ranks(4, train, case), run_ranks(4, train, case)
+    for a, b in zip(first, second, strict=True):
+        assert a.losses == b.losses
+        for name, weight in a.weights.items():
+            np.testing.assert_array_equal(weight, b.weights[name])

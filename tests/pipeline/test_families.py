@@ -1,0 +1,88 @@
+"""Schedules of every family train as one unsharded stock model does.
+
+The schedules are what ``generate`` makes, in the order in which passes really interleave; the placements and
+the split of W by themselves are tested in ``test_chunks.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_vocabpar.pipeline.model.chunks import chunk_positions
+from megatron_vocabpar.schedule.make.generate import generate
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.placement import Placement
+from tests.cases import rest_is_slow
+from tests.pipeline.gpt import case_of
+from tests.pipeline.test_equality import check
+
+
+@pytest.mark.parametrize(
+    ("family", "chunks", "method", "p", "m", "tied"),
+    [
+        pytest.param("interleaved", 2, "vocab-1", 2, 3, True, marks=pytest.mark.slow),
+        ("interleaved", 2, "vocab-2", 4, 5, False),
+        pytest.param("v-half", 2, "vocab-2", 2, 5, False, marks=pytest.mark.slow),
+        ("v-half", 2, "vocab-1", 4, 5, True),
+        ("zb-h1", 1, "vocab-2", 2, 4, True),
+        pytest.param("zb-h1", 1, "vocab-1", 4, 5, False, marks=pytest.mark.slow),
+        pytest.param("v-zb", 2, "vocab-2", 4, 4, True, marks=pytest.mark.slow),
+        ("search", None, "vocab-1", 2, 3, False),
+        pytest.param("search", None, "vocab-2", 4, 3, True, marks=pytest.mark.slow),
+        pytest.param("interleaved", 3, "vocab-2", 2, 4, False, marks=pytest.mark.slow),
+        pytest.param("interleaved", 2, "vocab-1", 4, 9, True, marks=pytest.mark.slow),
+        pytest.param("v-half", 2, "vocab-1", 2, 5, True, marks=pytest.mark.slow),
+        pytest.param("v-half", 2, "vocab-2", 4, 9, False, marks=pytest.mark.slow),
+        pytest.param("zb-h1", 1, "vocab-1", 2, 5, True, marks=pytest.mark.slow),
+        pytest.param("zb-h1", 1, "vocab-2", 4, 9, False, marks=pytest.mark.slow),
+        pytest.param("v-min", 2, "vocab-1", 4, 6, False, marks=pytest.mark.slow),
+        pytest.param("v-zb", 2, "vocab-1", 2, 5, False, marks=pytest.mark.slow),
+        pytest.param("v-half", 2, "naive", 2, 3, False, marks=pytest.mark.slow),
+        pytest.param("interleaved", 2, "interlaced", 2, 3, False, marks=pytest.mark.slow),
+        pytest.param("v-half", 2, "interlaced", 2, 3, True, marks=pytest.mark.slow),
+        pytest.param("interleaved", 2, "baseline", 2, 3, False, marks=pytest.mark.slow),
+        pytest.param("v-half", 2, "baseline", 2, 3, False, marks=pytest.mark.slow),
+        pytest.param("zb-h1", 1, "baseline", 2, 3, False, marks=pytest.mark.slow),
+    ],
+)
+def test_same_training_as_stock(
+    family: str, chunks: int | None, method: str, p: int, m: int, tied: bool
+) -> None:
+    check(case_of(generate(method, p, m, family=family, chunks=chunks), tied=tied))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["interleaved", "v-half", "zb-h1"])
+@pytest.mark.parametrize("sizes", [{"dp": 2, "overlap_grad_reduce": True}, {"tp": 2, "tied": True}])
+def test_with_tensor_and_data_parallelism(family: str, sizes: dict[str, Any]) -> None:
+    check(case_of(generate("vocab-2", 2, 3, family=family), **sizes))
+
+
+def test_losses_of_one_sequence_come_back_to_the_first_rank() -> None:
+    """They are a view, for want of anything to transpose."""
+    check(case_of(generate("baseline", 2, 3, family="v-half"), micro_batch_size=1))
+
+
+def test_chunks_need_a_pipeline() -> None:
+    with pytest.raises(ValueError, match="2 model chunks on a pipeline of one rank"):
+        next(chunk_positions(Placement(1, 2), 0, None))
+
+
+UNEVEN = PassCosts(
+    F_ms=(10.0, 14.0, 9.0, 21.0),
+    B_ms=(12.0, 13.0, 8.0, 25.0),
+    W_ms=(7.0, 12.0, 9.0, 16.0),
+    IF_ms=(0.4, 1.5, 0.2, 0.9),
+    IB_ms=(0.4, 1.9, 0.3, 0.8),
+    methods={"vocab-1": {"S_ms": (4.0, 2.0, 9.0, 3.0), "T_ms": (6.0, 5.0, 11.0, 4.0)}},
+    p2p_ms=3.0,
+    broadcast_ms=2.0,
+    all_reduce_ms=4.0,
+)
+
+
+@pytest.mark.parametrize("family", rest_is_slow(["v-half", "interleaved"], "v-half"))
+def test_schedules_for_ranks_that_differ(family: str) -> None:
+    check(case_of(generate("vocab-1", 4, 5, family=family, costs=UNEVEN), steps=1))

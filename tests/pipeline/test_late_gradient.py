@@ -1,0 +1,173 @@
+"""Any loss of the tokens' losses: training equals that of one unsharded stock model with autograd."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_vocabpar.pipeline.forward_backward import ForwardBackward
+from megatron_vocabpar.pipeline.options import VocabOptions
+from megatron_vocabpar.runtime.background_plan import BackgroundPlan
+from megatron_vocabpar.runtime.comm import VocabGroups
+from megatron_vocabpar.schedule.make.generate import generate
+from megatron_vocabpar.schedule.make.request import PlanRequest
+from megatron_vocabpar.schedule.serialize import plan_from_json
+from megatron_vocabpar.schedule.words.methods import METHODS
+from tests.cases import covering, rest_is_slow
+from tests.pipeline import test_equality as equality
+from tests.pipeline.gpt import Case, case_of
+from tests.pipeline.losses import LOSSES
+
+Late = partial(Case, late_gradient=True, micro_batch_size=4, steps=1)
+# Adam amplifies rounding more under these losses: a key's bias has gradients of nothing else.
+check = partial(equality.check, drift=10.0)
+
+WITH_ENTROPY: dict[str, Any] = {
+    "loss": "entropy",
+    "output_options": VocabOptions(entropy=True, entropy_gradient=True),
+}
+
+
+@covering(
+    ("method", ["vocab-1", "vocab-2"]),
+    ("pp", [1, 2, 3, 4]),
+    ("loss", [name for name in LOSSES if name != "entropy"]),
+    ("tied", [False, True]),
+)
+def test_any_loss_trains_as_stock(method: str, pp: int, loss: str, tied: bool) -> None:
+    check_with_metrics(Late(method=method, pp=pp, m=pp + 1, loss=loss, tied=tied, layers=equality.layers(pp)))
+
+
+def check_with_metrics(case: Case) -> None:
+    *_, last = check(case)
+    expected = equality.reference(case).metrics
+    assert [row.keys() for row in last.metrics] == [row.keys() for row in expected]
+    for found, row in zip(last.metrics, expected, strict=True):
+        np.testing.assert_allclose(list(found.values()), list(row.values()), rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("method", "pp", "options"),
+    [
+        ("vocab-2", 3, {"labels": "ignored"}),
+        *rest_is_slow(
+            [
+                *((f"vocab-{k}", pp, {"tied": pp % 2 == 0}) for k in (1, 2) for pp in (1, 2, 3, 4)),
+                ("vocab-1", 2, {"tp": 2, "loss_scale": 65536.0}),
+                ("vocab-2", 2, {"labels": "one masked microbatch", "vocab_size": 33}),
+                ("interlaced", 2, {}),
+            ]
+        ),
+    ],
+)
+def test_a_loss_may_depend_on_entropies(method: str, pp: int, options: dict[str, Any]) -> None:
+    check_with_metrics(
+        Late(method=method, pp=pp, m=pp + 1, layers=equality.layers(pp), **WITH_ENTROPY, **options)
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "pp", "loss"),
+    [
+        ("interlaced", 2, "grpo"),
+        *rest_is_slow([("naive", 3, "ppo"), ("baseline", 2, "dpo"), ("redis", 2, "ppo")]),
+    ],
+)
+def test_other_methods(method: str, pp: int, loss: str) -> None:
+    check(Late(method=method, pp=pp, m=3, loss=loss, layers=equality.layers(pp)))
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "p", "loss", "sizes"),
+    [
+        ("v-half", "vocab-2", 3, "grpo", {"dp": 1}),
+        *rest_is_slow(
+            [
+                ("interleaved", "vocab-2", 2, "ppo", {"tp": 2, "tied": True}),
+                ("zb-h1", "vocab-1", 2, "focal", {"dp": 2, "overlap_grad_reduce": True}),
+                ("v-half", "vocab-1", 2, "dpo", {"tp": 2}),
+                ("v-min", "vocab-1", 4, "grpo", {}),
+                ("v-zb", "vocab-2", 2, "ppo", {"dp": 2, "overlap_grad_reduce": True}),
+                ("v-zb", "naive", 2, "ppo", {}),
+                ("v-half", "interlaced", 2, "ppo", {}),
+                ("search", "vocab-2", 3, "focal", {}),
+            ]
+        ),
+    ],
+)
+def test_in_every_family(family: str, method: str, p: int, loss: str, sizes: dict[str, Any]) -> None:
+    """In V shapes the loss function is on another rank than the last stage."""
+    schedule = generate(METHODS[method].with_late_gradient(), p, p + 2, family=family)
+    check(case_of(schedule, loss=loss, micro_batch_size=4, steps=1, **sizes))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss": "ppo-tokens", "calculate_per_token_loss": True, "dp": 2, "overlap_grad_reduce": True},
+        *rest_is_slow(
+            [
+                {"loss": "grpo", "tp": 2, "loss_scale": 65536.0},
+                {"loss": "ppo", "tp": 2, "dp": 2, "method": "vocab-1"},
+                {"tp": 2, "dp": 2, "overlap_grad_reduce": True, **WITH_ENTROPY},
+                {"loss": "ppo", "labels": "ignored"},
+                {"loss": "ppo", "labels": "one masked microbatch", "method": "vocab-1"},
+                {"loss": "focal", "output_options": VocabOptions(recompute=True), "method": "vocab-1"},
+                {"loss": "focal", "output_options": VocabOptions(recompute=True)},
+                {"loss": "grpo", "output_options": VocabOptions(invariant=True)},
+                {"loss": "grpo", "output_options": VocabOptions(invariant=True), "method": "vocab-1"},
+                {"loss": "per-microbatch"},
+                {"loss": "squared", "vocab_size": 33, "pp": 4, "layers": 4},
+            ]
+        ),
+    ],
+)
+def test_with_everything_else(options: dict[str, Any]) -> None:
+    check(Late(**{"pp": 2, "m": 3, **options}))
+
+
+def test_a_plan_of_another_kind_and_a_distant_output_layer_are_refused() -> None:
+    groups = VocabGroups((0,), 1, 1, 0, *[Mock()] * 4)
+    usual, v_shaped = generate("vocab-2", 1, 2), generate("baseline", 2, 2, family="v-half")
+    options = VocabOptions(late_gradient=True)
+    run = Mock(method=METHODS["vocab-2"].with_late_gradient(), groups=groups, options=options)
+    with pytest.raises(ValueError, match="the plan has late_gradient False, not True"):
+        ForwardBackward._check_plan(run, usual, 2)
+    run.method = METHODS["baseline"].with_late_gradient()
+    with pytest.raises(
+        ValueError, match="late_gradient=True: not with method baseline, whose last stage in a V"
+    ):
+        ForwardBackward._check_plan(run, v_shaped, 2)
+
+
+@pytest.mark.parametrize(
+    ("method", "late", "told"),
+    [
+        ("vocab-2", False, "entropy_gradient=True: needs late_gradient=True"),
+        ("baseline", True, "entropy=True and entropy_gradient=True: not with method baseline"),
+    ],
+)
+def test_entropies_are_refused_where_there_are_none(method: str, late: bool, told: str) -> None:
+    options = VocabOptions(entropy=True, entropy_gradient=True, late_gradient=late)
+    with pytest.raises(ValueError, match=told):
+        ForwardBackward(method, Mock(), torch.device("cpu"), options=options)
+
+
+def test_masked_tokens_are_known_by_an_announced_gradient() -> None:
+    options = VocabOptions(drop_masked=True, late_gradient=True)
+    with pytest.raises(ValueError, match="give such tokens labels of -100"):
+        ForwardBackward("vocab-2", Mock(), torch.device("cpu"), options=options)
+
+
+def test_plans_made_in_the_background_are_of_the_same_kind() -> None:
+    method = METHODS["vocab-1"].with_late_gradient()
+    background = BackgroundPlan(PlanRequest(method=method, p=2, m=2))
+    while (text := background.result()) is None:
+        time.sleep(0.05)
+    assert plan_from_json(text).schedule.method == method

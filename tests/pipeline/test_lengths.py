@@ -1,0 +1,147 @@
+"""Context-parallel slices, packed sequences and microbatches of different lengths train as whole rows do.
+
+Stock has whole rows on one rank, and the same sequences; nothing of it depends on their lengths there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron_vocabpar.pipeline.handlers.hidden import HiddenStates
+from megatron_vocabpar.pipeline.handlers.loss import Losses
+from megatron_vocabpar.pipeline.options import VocabOptions
+from megatron_vocabpar.pipeline.settings import check_settings
+from megatron_vocabpar.schedule.make.generate import generate
+from megatron_vocabpar.schedule.words.passes import Pass
+from tests.cases import rest_is_slow
+from tests.pipeline.gpt import BENT, Case, case_of, run, train, transformer_config
+from tests.pipeline.test_equality import check
+
+TOKENS: dict[str, Any] = {"loss": "tokens", "calculate_per_token_loss": True}
+VARIABLE = ((8,), (3,), (6,), (4,), (7,))
+PACKED = ((4, 8), (8,), (4, 4, 8))
+
+
+@pytest.mark.parametrize("method", rest_is_slow(["vocab-1", "vocab-2", "naive", "interlaced"], "vocab-2"))
+def test_context_parallel(method: str) -> None:
+    check(Case(method, pp=2, cp=2, m=3, position="rope", **TOKENS))
+
+
+@pytest.mark.parametrize("method", rest_is_slow(["vocab-1", "vocab-2", "naive", "interlaced"], "vocab-1"))
+def test_variable_lengths(method: str) -> None:
+    check(Case(method, pp=2, m=5, lengths=VARIABLE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["interleaved", "v-half", "zb-h1"])
+def test_variable_lengths_in_every_family(family: str) -> None:
+    check(case_of(generate("vocab-2", 2, 5, family=family), lengths=VARIABLE))
+
+
+@pytest.mark.parametrize("sizes", [{"cp": 2}, *rest_is_slow([{}, {"tp": 2}])])
+@pytest.mark.parametrize("method", rest_is_slow(["vocab-1", "vocab-2"], "vocab-1"))
+def test_packed_sequences(method: str, sizes: dict[str, int]) -> None:
+    options = {"micro_batch_size": 1, "position": "rope", **TOKENS}
+    check(Case(method, pp=2, m=3, lengths=PACKED, **options, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("vocab-2", {"tp": 2, **TOKENS}),
+        *rest_is_slow(
+            [
+                ("vocab-1", {"lengths": PACKED, "micro_batch_size": 1, "position": "rope", **TOKENS}),
+                ("naive", {"tp": 2, "lengths": ((8,), (6,))}),
+                ("naive", {"tied": True}),
+                ("vocab-2", {"output_options": VocabOptions(recompute=True)}),
+                ("vocab-1", {"output_options": VocabOptions(invariant=True)}),
+            ]
+        ),
+    ],
+)
+def test_tokens_that_do_not_count(method: str, options: dict[str, Any]) -> None:
+    """Nine tenths of the labels are ignored, and all of the last microbatch's; S sees the others alone."""
+    case = Case(method, pp=2, m=3, labels="mostly ignored", **options)
+    check(case)
+    rows = run(case, body=_rows)[0]
+    assert set(rows[2::3]) == {1}  # of no such token
+    assert max(rows) <= case.seq_length
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("vocab-2", {"steps": 1}),
+        *rest_is_slow(
+            [
+                ("vocab-1", {"tp": 2, "mtp": 1, "position": "rope", "steps": 1, **TOKENS}),
+                ("interlaced", {"lengths": PACKED, "micro_batch_size": 1, "position": "rope"}),
+                ("naive", {"tied": True}),
+            ]
+        ),
+    ],
+)
+def test_masked_tokens_are_dropped(method: str, options: dict[str, Any]) -> None:
+    """Nine tenths are masked, and all of the last microbatch: S sees the others alone in training."""
+    drops = VocabOptions(drop_masked=True)
+    case = Case(method, pp=2, m=3, labels="mostly masked", output_options=drops, **options)
+    check(case)
+    training, evaluation = torch.tensor(run(case, body=_rows)[0]).view(-1, 2, 3).unbind(1)
+    assert evaluation.min() >= case.micro_batch_size * case.seq_length * (1 + case.mtp)
+    assert training.sum() < evaluation.sum() / 4
+    assert set(training[:, 2].tolist()) == {1}
+
+
+@pytest.mark.parametrize("loss", BENT)
+def test_tokens_without_a_gradient_are_not_taken_for_masked(loss: str) -> None:
+    """Kept or dropped, they have another gradient at the loss that is reported than was announced."""
+    drops = VocabOptions(drop_masked=True)
+    with pytest.raises(Exception, match="the loss function is not linear in the per-token losses"):
+        run(Case("vocab-2", pp=1, m=1, layers=1, loss=loss, output_options=drops))
+
+
+def _rows(rank: int, case: Case) -> list[int]:
+    """How many tokens S had, one microbatch after the other, in training and evaluation."""
+    rows: list[int] = []
+    hidden_states = HiddenStates.of
+
+    def noted(layer: HiddenStates, instruction: Pass) -> torch.Tensor:
+        x = hidden_states(layer, instruction)
+        rows.append(len(x))
+        return x
+
+    with patch.object(HiddenStates, "of", noted):
+        train(rank, case)
+    return rows
+
+
+def _exponentials(rank: int, case: Case) -> int:
+    """How many tensors of the size tokens x vocabulary an iteration keeps to its end."""
+    kept: list[int] = []
+    finish = Losses.finish
+
+    def counted(layer: Losses) -> None:
+        kept.append(len(layer.chain.spare))
+        finish(layer)
+
+    with patch.object(Losses, "finish", counted):
+        train(rank, case)
+    return max(kept)
+
+
+def test_variable_lengths_keep_no_more_exponentials() -> None:
+    case = Case(pp=2, m=5)
+    fixed = run(case, body=_exponentials)
+    assert run(replace(case, lengths=VARIABLE), body=_exponentials) == fixed
+
+
+def test_methods_without_shared_shapes_refuse_variable_lengths() -> None:
+    config = transformer_config(Case(lengths=VARIABLE))
+    with pytest.raises(ValueError, match="variable_seq_lengths is not supported"):
+        check_settings(config, None, vocabulary_parallel=False)

@@ -1,0 +1,207 @@
+"""Training in every order that GPUs are free to take: the same gradients, and no memory used by two.
+
+Each case trains one step through the real runtime, which is recorded (``tests/runtime/device_record.py``) and
+then run again in seeded orders (``device_replay.py``), sixty in all and ten times as many in the long tests.
+Each mutant breaks one rule of the runtime; some order must show it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+from megatron_vocabpar.layers.softmax_stats import merge_stats
+from megatron_vocabpar.pipeline import forward_backward
+from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, vocab_groups
+from megatron_vocabpar.pipeline.handlers.barriers import Barriers
+from megatron_vocabpar.pipeline.microbatches import Microbatches
+from megatron_vocabpar.runtime import streams
+from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, all_gather
+from megatron_vocabpar.runtime.streams import CudaStream
+from megatron_vocabpar.schedule.make.generate import generate
+from megatron_vocabpar.train.cpu import megatron_on_cpu
+from megatron_vocabpar.train.weights import global_parameters, local_part
+from tests.pipeline.gpt import (
+    Case,
+    Result,
+    batch,
+    build_chunks,
+    case_of,
+    iterate,
+    parallel_groups,
+    plan_maker,
+)
+from tests.pipeline.test_equality import reference
+from tests.runtime.device_record import Log, Recorder, recording
+from tests.runtime.device_replay import DeadlockError, HazardError, Replay
+from tests.spawn import run_ranks
+
+ORDERS = 12
+FAMILIES = {
+    "vocab-1": ("vocab-1", "1f1b"),
+    "vocab-2": ("vocab-2", "1f1b"),
+    "naive": ("naive", "1f1b"),
+    "interlaced": ("interlaced", "1f1b"),
+    "v-half": ("vocab-1", "v-half"),
+}
+
+
+@cache
+def _cases() -> dict[str, Case]:
+    return {
+        name: case_of(generate(method, 2, 3, family=family)) for name, (method, family) in FAMILIES.items()
+    }
+
+
+def _no_wait_for_the_producer(stream_class: type) -> AbstractContextManager[Any]:
+    return patch.object(stream_class, "wait_stream", lambda *_: None)
+
+
+def _no_wait_for_the_event(stream_class: type) -> AbstractContextManager[Any]:
+    return patch.object(stream_class, "wait_event", lambda *_: None)
+
+
+def _work_is_not_held(_: type) -> AbstractContextManager[Any]:
+    class Event(streams._CudaEvent[Any]):
+        def __init__(self, work: Any, value: Any, event: Any) -> None:
+            super().__init__(None, value, event)
+
+    return patch.object(streams, "_CudaEvent", Event)
+
+
+def _result_of_the_side_stream(_: type) -> AbstractContextManager[Any]:
+    def joined(self: Barriers, statistics: torch.Tensor) -> Any:
+        groups = self.groups
+        return self.rank.output_stream.submit(
+            lambda: merge_stats(all_gather(groups, groups.output, statistics))
+        )
+
+    return patch.object(Barriers, "joined", joined)
+
+
+def _sent_tensors_are_not_held(_: type) -> AbstractContextManager[Any]:
+    send = PointToPoint.send
+
+    def send_and_forget(self: PointToPoint, tensor: torch.Tensor, stage: int) -> None:
+        send(self, tensor, stage)
+        self._in_flight.clear()
+
+    return patch.object(PointToPoint, "send", send_and_forget)
+
+
+MUTANTS: dict[str, Callable[[type], AbstractContextManager[Any]]] = {
+    f.__name__.strip("_").replace("_", " "): f
+    for f in (
+        _no_wait_for_the_producer,
+        _no_wait_for_the_event,
+        _work_is_not_held,
+        _result_of_the_side_stream,
+        _sent_tensors_are_not_held,
+    )
+}
+MUTATED = "vocab-1"
+
+
+@contextmanager
+def _without_preparation(recorder: Recorder) -> Iterator[None]:
+    """What happens before the first pass, and the plans, are work of the host: their results are there."""
+
+    def outside(function: Callable[..., Any], *arguments: Any) -> Any:
+        with recorder.paused():
+            return function(*arguments)
+
+    plan = Microbatches._plan
+    with (
+        patch.object(forward_backward, "prepare", partial(outside, forward_backward.prepare)),
+        patch.object(Microbatches, "_plan", lambda *arguments: outside(plan, *arguments)),
+    ):
+        yield
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One rank's log, and what its results should be: by name, values and the norm of the whole tensor."""
+
+    log: Log
+    expected: dict[str, tuple[torch.Tensor, float]]
+
+
+def _record(case: Case, groups: VocabGroups, reference: Result, mutant: str | None) -> Recorded:
+    """The first step on this rank."""
+    modules = build_chunks(case)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    model = [DistributedDataParallel(module.config, ddp, module) for module in modules]
+    data = [batch(case, 0, 0, i) for i in range(case.m)]
+    recorder, expected = Recorder(groups), {}
+    with recording(recorder) as stream_class:
+        with recorder.paused():
+            run = ForwardBackward(case.method, groups, torch.device("cpu"), make_plan=plan_maker(case))
+        broken = MUTANTS[mutant](stream_class) if mutant else nullcontext()
+        with broken, _without_preparation(recorder):
+            reported = iterate(run, case, model, [iter(data) for _ in modules])
+        if reported:
+            recorder.keep("loss", torch.stack([report["lm loss"] for report in reported]).mean())
+            expected["loss"] = (torch.tensor(reference.losses[0]), reference.losses[0])
+    for module in modules:
+        for name, parameter in global_parameters(module):
+            whole = torch.from_numpy(reference.first_gradients[name])
+            recorder.keep(name, parameter.main_grad)
+            expected[name] = (local_part(module, name, parameter, whole), float(whole.norm()))
+    return Recorded(recorder.log, expected)
+
+
+def _record_all(_: int, references: dict[str, Result]) -> bytes:
+    cases = _cases()
+    wanted = [(name, None) for name in FAMILIES] + [(MUTATED, mutant) for mutant in MUTANTS]
+    streams_ = patch.object(forward_backward, "side_stream", lambda *_: CudaStream())
+    with megatron_on_cpu(), streams_, parallel_groups(cases[MUTATED]):
+        groups = vocab_groups()
+        logs = {
+            (name, mutant): _record(cases[name], groups, references[name], mutant) for name, mutant in wanted
+        }
+        return pickle.dumps(logs)  # with the tensors in it: this process ends
+
+
+@cache
+def _recorded() -> list[dict[tuple[str, str | None], Recorded]]:
+    references = {name: reference(case.unsharded()) for name, case in _cases().items()}
+    return [pickle.loads(logs) for logs in run_ranks(2, _record_all, references, timeout=120)]
+
+
+def _largest_error(name: str, mutant: str | None, seed: int) -> float:
+    """Of all gradients and the loss, relative to their norms, in one order."""
+    ranks = [rank[name, mutant] for rank in _recorded()]
+    results = Replay([rank.log for rank in ranks], seed).run()
+    errors = [
+        float((result[key] - value).norm()) / norm
+        for rank, result in zip(ranks, results, strict=True)
+        for key, (value, norm) in rank.expected.items()
+    ]
+    return float(torch.tensor(errors).max())  # unlike Python's, NaN where one is
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("orders", [ORDERS, pytest.param(10 * ORDERS, marks=pytest.mark.slow)])
+def test_every_order_gives_the_gradients_of_the_unsharded_model(name: str, orders: int) -> None:
+    for seed in range(orders):
+        assert _largest_error(name, None, seed) <= 1e-5, f"order {seed}"
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_broken_runtime_is_found(mutant: str) -> None:
+    def is_found(seed: int) -> bool:
+        try:
+            return not _largest_error(MUTATED, mutant, seed) <= 1e-5
+        except (HazardError, DeadlockError):
+            return True
+
+    assert any(map(is_found, range(ORDERS)))

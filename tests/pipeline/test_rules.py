@@ -1,0 +1,129 @@
+"""The rules of options: one sentence each, as every door spells it; and the names that options had before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from megatron_vocabpar.layers.recipes import MXFP8
+from megatron_vocabpar.layers.terms import LossTerms
+from megatron_vocabpar.megatron_lm.flags import spell
+from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, _with_former
+from megatron_vocabpar.pipeline.iteration import OutputOptions
+from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions, options_of
+from megatron_vocabpar.pipeline.rules import RULES, conflicts
+from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.schedule.words.placement import Placement
+
+V_SHAPE = Placement(2, 2, "vshape")
+NUMBERS = ("entropy", "accuracy", "target_rank")
+SMOOTH: dict[str, Any] = {"label_smoothing": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "sentence"),
+    [
+        (
+            "baseline",
+            {"invariant": True},
+            "invariant=True: not with method baseline, which does not partition",
+        ),
+        ("redis", {"rows_per_chunk": 8}, "rows_per_chunk=8: not with method redis, which does not partition"),
+        ("naive", {"recompute": True}, "recompute=True: not with method naive, which keeps its logits"),
+        ("naive", {"invariant": True}, "invariant=True: not with method naive"),
+        ("naive", SMOOTH, "label_smoothing=0.1: not with method naive"),
+        ("naive", {"fp8_head": "row"}, "fp8_head='row': not with method naive"),
+        *(("naive", {name: True}, f"{name}=True: not with method naive") for name in NUMBERS),
+        (
+            "baseline",
+            {"late_gradient": True},
+            "late_gradient=True: not with method baseline, whose last stage",
+        ),
+        ("vocab-2", {"invariant": True, "recompute": True}, "recompute=True: not with invariant=True, which"),
+        ("vocab-2", {"invariant": True, "rows_per_chunk": 4}, "rows_per_chunk=4: not with invariant=True"),
+        ("vocab-2", {"invariant": True, "fp8_head": "row"}, "fp8_head='row': not with invariant=True"),
+        ("vocab-2", {"invariant": True, **SMOOTH}, "label_smoothing=0.1: not with invariant=True"),
+        ("vocab-2", {"fp8_head": "row", "fp32_head": True}, "fp8_head='row': not with fp32_head=True"),
+        (
+            "vocab-2",
+            {"entropy": True, "invariant": True},
+            "entropy=True: not with invariant=True, which leave",
+        ),
+        ("vocab-2", {"accuracy": True, "recompute": True}, "accuracy=True: not with recompute=True"),
+        ("vocab-2", {"target_rank": True, "softcap": 30.0}, "target_rank=True: not with softcap=30.0"),
+        ("vocab-2", {"entropy": True, "fp8_head": "mxfp8"}, "entropy=True: not with fp8_head='mxfp8'"),
+        (
+            "vocab-2",
+            {"entropy": True, "entropy_gradient": True},
+            "entropy_gradient=True: needs late_gradient",
+        ),
+        (
+            "vocab-2",
+            {"entropy_gradient": True, "late_gradient": True},
+            "entropy_gradient=True: needs entropy=True, of which it is the gradient; ask for both",
+        ),
+        (
+            "vocab-2",
+            {"drop_masked": True, "late_gradient": True},
+            "drop_masked=True: not with late_gradient=",
+        ),
+        ("vocab-2", {"rows_per_chunk": 0}, "rows_per_chunk=0: give 1 or more"),
+        ("vocab-2", {"fp8_head": "e5m2"}, "fp8_head='e5m2': choose one of row, mxfp8"),
+        ("vocab-2", {"softcap": -1.0}, "softcap=-1.0: softcap -1.0: give a positive"),
+        (
+            "vocab-2",
+            {"softcap": 30.0, **SMOOTH},
+            "softcap=30.0 and label_smoothing=0.1: .* use one of the two",
+        ),
+    ],
+)
+def test_what_cannot_be_combined_is_one_sentence(method: str, options: dict[str, Any], sentence: str) -> None:
+    [problem] = conflicts(VocabOptions(**options), METHODS[method], V_SHAPE)
+    assert problem.startswith(sentence.partition(".*")[0])
+    assert problem.endswith(sentence.rpartition(".*")[2] if ".*" in sentence else problem)
+
+
+@pytest.mark.parametrize("method", ["vocab-1", "vocab-2", "interlaced"])
+def test_every_option_goes_alone_with_methods_that_partition(method: str) -> None:
+    values: dict[str, Any] = {"rows_per_chunk": 4, "fp8_head": "row", "softcap": 30.0, **SMOOTH}
+    for name in options_of(VocabOptions):
+        options = VocabOptions(**{name: values.get(name, True)})
+        assert name == "entropy_gradient" or conflicts(options, METHODS[method], V_SHAPE) == []
+
+
+def test_rules_name_options() -> None:
+    names = {name for rule in RULES for name in (*rule.options, *rule.others, rule.needs) if name}
+    assert names == set(options_of(VocabOptions))
+
+
+def test_a_door_spells_the_names() -> None:
+    options = VocabOptions(accuracy=True, softcap=30.0, recompute=True)
+    [problem] = conflicts(options, METHODS["vocab-2"], spell=spell)
+    assert problem.startswith(
+        "--vocab-parallel-metrics accuracy: not with --vocab-parallel-recompute-logits and "
+        "--vocab-parallel-logit-softcap 30.0, "
+    )
+
+
+def test_the_methods_gradient_counts() -> None:
+    """A late method takes options of late gradients."""
+    late = METHODS["vocab-2"].with_late_gradient()
+    with pytest.raises(ValueError, match="drop_masked=True: not with late_gradient=True"):
+        ForwardBackward(late, Mock(), torch.device("cpu"), options=VocabOptions(drop_masked=True))  # type: ignore[arg-type]
+
+
+def test_former_names_are_accepted_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="VocabOptions"):
+        options = OutputOptions(True, terms=LossTerms(z_loss=0.1), fp8=MXFP8, accuracy=True)
+    assert options == VocabOptions(recompute=True, z_loss=0.1, fp8_head="mxfp8", accuracy=True)
+    assert (options.terms, options.fp8) == (LossTerms(z_loss=0.1), MXFP8)
+    former = {"late_gradient": True, "output_options": options, "observers": (print,)}
+    with pytest.warns(DeprecationWarning, match="late_gradient, output_options, observers: give options"):
+        both = _with_former(DEFAULTS, Listeners(), former)
+    assert both == (replace(options, late_gradient=True), Listeners(observers=(print,)))
+    with pytest.warns(DeprecationWarning, match="no_such"), pytest.raises(TypeError, match="no_such"):
+        ForwardBackward("vocab-2", Mock(), torch.device("cpu"), no_such=1)
