@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -70,6 +71,8 @@ class PlainHead:
         fp8: gives the weight in 8 bits, once there is one.
     """
 
+    passes: ClassVar[ModuleType] = output
+
     shard: VocabRange
     options: ShardOptions
     columns: tuple[Column, ...] = ()
@@ -94,15 +97,17 @@ class PlainHead:
     def input_gradient(
         self, state: Any, softmax: Softmax, slopes: Slopes, weight: Tensor, out: Tensor | None = None
     ) -> Part:
-        return output.input_gradient(state, softmax, slopes, weight, out=out)
+        part: Part = self.passes.input_gradient(state, softmax, slopes, weight, out=out)
+        return part
 
     def add_weight_gradient(self, state: Any, softmax: Softmax, slopes: Slopes, main_grad: Tensor) -> None:
-        output.weight_gradient(state, softmax, slopes, main_grad)
+        self.passes.weight_gradient(state, softmax, slopes, main_grad)
 
     def backward(
         self, state: Any, softmax: Softmax, slopes: Slopes, weight: Tensor, main_grad: Tensor
     ) -> Part:
-        return output.output_backward(state, softmax, slopes, weight, main_grad)
+        part: Part = self.passes.output_backward(state, softmax, slopes, weight, main_grad)
+        return part
 
 
 class NaiveHead(PlainHead):
@@ -118,36 +123,15 @@ class NaiveHead(PlainHead):
         return naive_sum(state, offsets)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FixedPointHead:
-    """Results that don't depend on the sharding; attributes as of ``PlainHead``."""
+class FixedPointHead(PlainHead):
+    """Results that don't depend on the sharding; without columns and 8-bit products."""
 
-    shard: VocabRange
-    options: ShardOptions
+    passes: ClassVar[ModuleType] = invariant
 
     def forward(
         self, x: Tensor, weight: Tensor, targets: Tensor, owned: OwnedTargets, e: Tensor | None = None
     ) -> tuple[Any, Tensor]:
         return invariant.output_forward(x, weight, targets, self.shard, self.options, owned=owned)
-
-    def place(self, statistics: Tensor) -> Softmax:
-        return place_of(statistics, ())
-
-    def join(self, gathered: Tensor, out: Softmax) -> Softmax:
-        return join(gathered, out=out)
-
-    def input_gradient(
-        self, state: Any, softmax: Softmax, slopes: Slopes, weight: Tensor, out: Tensor | None = None
-    ) -> Part:
-        return invariant.input_gradient(state, softmax, slopes, weight, out=out)
-
-    def add_weight_gradient(self, state: Any, softmax: Softmax, slopes: Slopes, main_grad: Tensor) -> None:
-        invariant.weight_gradient(state, softmax, slopes, main_grad)
-
-    def backward(
-        self, state: Any, softmax: Softmax, slopes: Slopes, weight: Tensor, main_grad: Tensor
-    ) -> Part:
-        return invariant.output_backward(state, softmax, slopes, weight, main_grad)
 
 
 def total(part: Part, all_reduce: Callable[[Tensor], Tensor]) -> Tensor:
