@@ -3,8 +3,8 @@
 Its layers are Python above one compiled module, ``transformer_engine_torch``. The wheel
 ``transformer_engine`` has all of the Python and no library: ``install(folder)`` lets ``import
 transformer_engine`` read it from there, over the stand-in of ``compiled.py``. What it reads is unchanged but
-that a CUDA device means the CPU, and that its Triton kernels and ONNX export, which nothing here uses, are
-empty.
+that a CUDA device means the CPU, unless there is one, and that its Triton kernels and ONNX export, which
+nothing here uses, are empty.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib.metadata import Distribution, DistributionFinder, MetadataPathFinder
 from pathlib import Path
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
@@ -45,17 +46,22 @@ def wheel() -> Path | None:
     return folder if (folder / PACKAGE / "pytorch").is_dir() else None
 
 
-def install(folder: Path) -> None:
-    """Let this process import Transformer Engine from there; it imports nothing by itself."""
+def install(folder: Path, on_cpu: bool = True) -> None:
+    """Let this process import Transformer Engine from there; it imports nothing by itself.
+
+    Args:
+        folder: that holds the wheel's files.
+        on_cpu: whether a CUDA device means the CPU; on emulated GPUs it is one.
+    """
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # or its import looks for CUDA's libraries
-    os.environ["NVTE_TORCH_COMPILE"] = "0"
     os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"  # scales follow from sizes in Python
-    torch.cuda.device = lambda *_: contextlib.nullcontext()  # type: ignore[assignment,misc]
-    torch.cuda.get_device_capability = lambda *_: (10, 0)  # which has every kind of 8-bit products
-    torch.cuda.get_device_properties = lambda *_: _GPU  # type: ignore[assignment]
-    torch.version.cuda = "13.0"
-    sys.path.append(str(folder))  # where importlib.metadata finds its version
-    sys.meta_path.insert(0, _Finder(folder))
+    if on_cpu:
+        os.environ["NVTE_TORCH_COMPILE"] = "0"
+        torch.cuda.device = lambda *_: contextlib.nullcontext()  # type: ignore[assignment,misc]
+        torch.cuda.get_device_capability = lambda *_: (10, 0)  # which has every kind of 8-bit products
+        torch.cuda.get_device_properties = lambda *_: _GPU  # type: ignore[assignment]
+        torch.version.cuda = "13.0"
+    sys.meta_path.insert(0, _Finder(folder, _SourceOnCpu if on_cpu else _Source))
     sys.modules[ACCUMULATION] = compiled.accumulation(ACCUMULATION)
 
 
@@ -79,7 +85,16 @@ class _OnCpu(ast.NodeTransformer):
 
 
 class _Source(importlib.machinery.SourceFileLoader):
-    """A file of the package, read as above; no byte code is kept, nor that of the installer read."""
+    """A file of the package."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        if module.__name__ == f"{PACKAGE}.common":
+            vars(module)["load_framework_extension"] = lambda _: None  # its place is taken already
+
+
+class _SourceOnCpu(_Source):
+    """The same, read as above; no byte code is kept, nor that of the installer read."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -88,9 +103,7 @@ class _Source(importlib.machinery.SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        if module.__name__ == f"{PACKAGE}.common":
-            vars(module)["load_framework_extension"] = lambda _: None  # its place is taken already
-        elif module.__name__ == f"{PACKAGE}.pytorch.utils":
+        if module.__name__ == f"{PACKAGE}.pytorch.utils":
             vars(module).update(canonicalize_device=lambda _: _CPU, devices_match=lambda *_: True)
         elif module.__name__ == f"{PACKAGE}.pytorch.distributed":  # for layers that are recomputed
             vars(module).update(
@@ -119,8 +132,8 @@ class _CompiledModule(_EmptyModule):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, source: type[_Source]) -> None:
+        self._folder, self._source = folder, source
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: Any = None
@@ -136,5 +149,10 @@ class _Finder(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(fullname)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path or [str(self._folder)])
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            spec.loader = _Source(spec.loader.name, spec.loader.path)
+            spec.loader = self._source(spec.loader.name, spec.loader.path)
         return spec
+
+    def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
+        """Its version; were the folder in ``sys.path``, processes that are spawned would import it too."""
+        inside = DistributionFinder.Context(name=context.name, path=[str(self._folder)])
+        return MetadataPathFinder.find_distributions(inside)

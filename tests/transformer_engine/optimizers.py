@@ -17,8 +17,7 @@ def multi_tensor_scale(chunk: int, overflow: Tensor, lists: Lists, scale: Any) -
     """``lists[1] = scale * lists[0]``; ``overflow`` becomes 1 where one of them is not finite."""
     for source, target in zip(*lists, strict=True):
         target.copy_(scale * wide(source))
-        if not target.isfinite().all():
-            overflow.fill_(1)
+        overflow.masked_fill_(~target.isfinite().all(), 1)
 
 
 def multi_tensor_l2norm(
