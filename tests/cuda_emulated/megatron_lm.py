@@ -5,6 +5,7 @@
 
 Nothing stands in for the CPU's sake: the script asks CUDA and NCCL. A rank is a fork. All begin with weights
 that stock has saved on one rank, so the losses of ours are to be those of stock, which has one chunk a rank.
+With TRANSFORMER_ENGINE_PATH the layers are Transformer Engine's own Python (``tests/transformer_engine``).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import waits
@@ -35,6 +37,7 @@ from megatron_vocabpar.megatron_lm.checkout import source_signatures
 from tests.cuda_emulated import STREAMS
 from tests.megatron_lm.test_training import FROM_WEIGHTS
 from tests.megatron_lm.training import LOCAL, MODEL, TRAINING, added_ids, build_dataset_helpers, words
+from tests.transformer_engine import hook
 
 ITERATIONS = 4
 VOCAB_SIZE = 4608  # 0.14 makes up ids to 4096
@@ -128,7 +131,7 @@ def run(cell: Cell, is_ours: bool, *options: str, limit_s: float = 300) -> Run:
     with tempfile.TemporaryDirectory(prefix="emulated-gpus-") as name, socket.socket() as probe:
         folder = Path(name)
         arguments = [
-            *(*MODEL, *LOCAL),
+            *(*MODEL, *(() if hook.wheel() else LOCAL)),
             *(argument if argument != "gloo" else "nccl" for argument in TRAINING),
             *("--pipeline-model-parallel-size", str(cell.pp), "--tensor-model-parallel-size", str(cell.tp)),
             *(
@@ -271,12 +274,16 @@ def verdict(cell: Cell, stock: Run, ours: Run) -> tuple[str, str]:
 
 def _import_before_forks() -> None:
     """Once for all ranks; of newer versions the import itself asks CUDA, which a fork then cannot use."""
+    engine = hook.wheel()
+    if engine:
+        hook.install(engine, on_cpu=False)
     version = find_version(source_signatures(Path(os.environ["MEGATRON_LM_PATH"])))
     if version in ("0.14", "0.15", "0.16"):
         importlib.import_module("megatron.training")
         experts = importlib.import_module("megatron.core.transformer.moe.moe_utils")
         vars(experts).setdefault("te_general_gemm", None)  # it looks for it where there is none
-    print(f"Megatron-LM {version}\n", flush=True)
+    layers = f"layers of Transformer Engine {metadata.version(hook.PACKAGE)}" if engine else "its own layers"
+    print(f"Megatron-LM {version}, {layers}\n", flush=True)
 
 
 def main(part: str = "") -> int:
