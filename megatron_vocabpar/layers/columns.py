@@ -1,8 +1,8 @@
 """Further numbers a token: how a shard makes each, and how all shards' join.
 
-They travel as further columns of the packed statistics, in one order (``columns_of``), so that one collective
-carries all. A column reads what S has stored, so that logits are never read again; stored exponentials are
-rounded to the operands' dtype, and weighted where logits are softcapped.
+They travel as further columns of the packed statistics, in one order (a head's ``columns``), so that one
+collective carries all. A column reads what S has stored, so that logits are never read again; stored
+exponentials are rounded to the operands' dtype, and weighted where logits are softcapped.
 
     mean     sum_j Y_j                    -> (1/V) sum_j Y_j                  label smoothing
     entropy  sum_j E_j ln E_j             -> lse - sum_j p_j Y_j              in bf16 about three digits
@@ -25,6 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatron_vocabpar.layers.entropy import log_exponentials
 from megatron_vocabpar.layers.exponents import log_of_power, power_of_two, subtract_power_log_
 from megatron_vocabpar.layers.gemm import exact, row_chunks, transient_bytes
 from megatron_vocabpar.layers.numbers import STATS_WIDTH, Softmax
@@ -59,11 +60,12 @@ def _mean(vocab_size: int, _: Tensor, parts: Tensor, softmax: Softmax) -> Tensor
 
 
 def _log_sums(state: OutputState) -> Tensor:
-    """[n] the sums of E ln E."""
+    """[n] the sums of E ln E; those that came with the product in S, where it has made one."""
+    if state.log_sums is not None:
+        return state.log_sums
     sums = state.k.new_empty(len(state.x))
-    for rows in row_chunks(*state.exponentials.shape, transient_bytes=transient_bytes(sums.device)):
-        wide = state.exponentials[rows].to(sums.dtype)
-        torch.sum(torch.special.xlogy(wide, wide), 1, out=sums[rows])
+    for rows, logs in log_exponentials(state.exponentials):
+        torch.sum(logs, 1, out=sums[rows])
     return sums
 
 

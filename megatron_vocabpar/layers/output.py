@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers import entropy
@@ -66,6 +67,7 @@ class OutputState:
         target_slope: [n] slope of the softcap at the target's logit, where there is a softcap; else None.
         weight_sum: [H] sum of the weight's true rows, where the loss needs the mean logit; else None.
         log_a: [n, H] like A, (E ln E) W, where the entropy's gradient is wanted as early; else None.
+        log_sums: [n] sums of E ln E, which come with ``log_a``.
     """
 
     tokens: Tokens
@@ -76,6 +78,7 @@ class OutputState:
     target_slope: Tensor | None = None
     weight_sum: Tensor | None = None
     log_a: Tensor | None = None
+    log_sums: Tensor | None = None
 
     @property
     def x(self) -> Tensor:
@@ -151,11 +154,14 @@ def output_forward(
 @exact()
 def with_log_product(state: OutputState, weight: Tensor) -> OutputState:
     """S with ``(E ln E) W`` beside A: then the entropy's dX needs no product after the barrier (vocab-2)."""
-    log_a = state.k.new_empty(state.x.shape)
+    log_a, log_sums = state.k.new_empty(state.x.shape), state.k.new_empty(len(state.x))
     for rows, logs in entropy.log_exponentials(state.exponentials):
-        state.tokens.input_gradient(logs, weight, log_a[rows])
+        torch.sum(logs, 1, out=log_sums[rows])
+        state.tokens.input_gradient(
+            logs.div_(entropy.LARGEST_LOG).to(state.exponentials.dtype), weight, log_a[rows]
+        )
         log_a[rows].mul_(entropy.LARGEST_LOG)
-    return replace(state, log_a=log_a)
+    return replace(state, log_a=log_a, log_sums=log_sums)
 
 
 @exact()

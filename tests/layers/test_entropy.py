@@ -87,5 +87,5 @@ def softmax(
         state, stats = output_forward(x, rows, targets, shard, options)
         assert isinstance(state, OutputState)
         states.append(with_log_product(state, rows) if early else state)
-        packed.append(with_columns(state, stats, columns))
+        packed.append(with_columns(states[-1], stats, columns))
     return states, join(torch.stack(packed), columns)
