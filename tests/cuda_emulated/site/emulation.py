@@ -243,6 +243,10 @@ class Emulation(TorchDispatchMode):
             return target.copy_(aten.copy_.default(moved, dense, False))
 
 
+# As it is written: torch wraps it for its compiler, whose import then takes seconds in every process.
+Emulation.__torch_dispatch__ = Emulation.__torch_dispatch__.__wrapped__
+
+
 def _device_of(kwargs: dict[str, Any]) -> torch.device | None:
     """The CUDA device that is asked for, with its number."""
     device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
