@@ -194,6 +194,7 @@ MASKS = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": Tr
         ("v-half", TWO | {"heterogeneous_layers_config_encoded_json": "{}"}, "one model chunk a rank alone;"),
         ("zb-h1", {"transformer_impl": "inference_optimized"}, "zb-h1: splits weight gradients .* local"),
         ("zb-h1", TE | {"overlap_grad_reduce": True}, "after --overlap-grad-reduce would reduce"),
+        ("zb-h1", TE | {"tp_comm_overlap": True}, "--tp-comm-overlap: .* --disable-tp-comm-bulk-wgrad"),
     ],
 )
 def test_flags_that_do_not_fit_the_schedule(schedule: str, changes: dict[str, object], message: str) -> None:

@@ -60,7 +60,7 @@ def providers() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["image_model", "through_another", "when_called", "Configuration"])
 def test_what_its_functions_take(name: str) -> None:
-    found = "t5_model from megatron.core.models.T5" if name == "when_called" else "LLaVAModel from megatron.core.models.multimodal"
+    found = "t5_model from .*T5" if name == "when_called" else "LLaVAModel from .*multimodal"
     check_script({"provider": providers()["language_model"], "Path": Path, "partial": partial})
     for value in (providers()[name], partial(print, partial(providers()[name]))):
         with pytest.raises(ValueError, match=f"the script takes .*{found}"):
