@@ -68,6 +68,11 @@ def weight_gradient_problems(args: Any, config: FlagConfig) -> list[str]:
             f"{flag}: Transformer Engine's weight gradients come after --overlap-grad-reduce would reduce "
             "them; leave that out, or use 1f1b or interleaved"
         ]
+    if getattr(args, "tp_comm_overlap", False) and getattr(args, "tp_comm_bulk_wgrad", True):
+        return [
+            f"--tp-comm-overlap: {flag} has Transformer Engine delay weight gradients, in which it then cannot "
+            "overlap communication; give --disable-tp-comm-bulk-wgrad, or use 1f1b or interleaved"
+        ]
     return []
 
 
