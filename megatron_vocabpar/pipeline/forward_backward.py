@@ -41,7 +41,6 @@ from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import method_named
 from megatron_vocabpar.schedule.words.passes import Instruction
-from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
 
@@ -137,8 +136,8 @@ class ForwardBackward:
         self._plans: dict[int, Plan] = {}
         self._graphs = LayerGraphs()
 
-    def plan(self, num_microbatches: int, forward_only: bool = False) -> Plan:
-        """The plan that a call with these arguments runs; it is made once.
+    def plan(self, num_microbatches: int) -> Plan:
+        """The plan of a training iteration with so many microbatches; it is made once.
 
         Raises:
             ValueError: if it is of another method, or for another number of stages or microbatches.
@@ -147,8 +146,7 @@ class ForwardBackward:
             plan = self._make_plan(num_microbatches)
             self._check_plan(plan.schedule, num_microbatches)
             self._plans[num_microbatches] = plan
-        plan = self._plans[num_microbatches]
-        return plan.forward_only if forward_only else plan
+        return self._plans[num_microbatches]
 
     def use(self, plan: Plan) -> None:
         """Run ``plan`` from the next call with its number of microbatches on; every rank is given the same.
@@ -242,7 +240,9 @@ class ForwardBackward:
 
     def _run(self, call: Call, options: VocabOptions) -> Iteration:
         """All instructions of this rank; the gradients then lack but Megatron's last reduction."""
-        chunks, plan = call.chunks, self.plan(call.num_microbatches, call.forward_only)
+        chunks, plan = call.chunks, self.plan(call.num_microbatches)
+        if call.forward_only:
+            plan = plan.ranking_targets if options.target_rank else plan.forward_only
         schedule = plan.schedule
         if len(chunks) != schedule.chunks:
             raise ValueError(
@@ -257,7 +257,7 @@ class ForwardBackward:
             )
         model_with_shards = chunk_with_shards(self.method, chunks)
         with split_weight_gradients(chunks if schedule.splits_w else ()) as weight_gradients:
-            rank = self._rank(schedule.placement, options)
+            rank = self._rank(schedule, options)
             iteration = prepare(rank, call, schedule, model_with_shards, weight_gradients)
             handlers, finish = handlers_of(iteration, model_with_shards, weight_gradients)
             try:
@@ -273,10 +273,10 @@ class ForwardBackward:
                 iteration.gradients.finish()
         return iteration
 
-    def _rank(self, placement: Placement, options: VocabOptions) -> Rank:
+    def _rank(self, schedule: Schedule, options: VocabOptions) -> Rank:
         return Rank(
-            method=self.method,
-            placement=placement,
+            method=schedule.method,
+            placement=schedule.placement,
             groups=self.groups,
             device=self.device,
             output_stream=self._output_stream,

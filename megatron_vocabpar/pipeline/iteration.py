@@ -48,7 +48,10 @@ def OutputOptions(
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What stays the same on this rank from one iteration to the next, but for ``output_options``."""
+    """What stays the same on this rank from one iteration to the next.
+
+    But for ``output_options``, and for ``method``: an evaluation's chain ends in the loss.
+    """
 
     method: Method
     placement: Placement

@@ -157,7 +157,7 @@ class VocabOptions:
     target_rank: bool = option(
         False,
         "In forward-only calls, how many ids are likelier than the target: rank=[b, s]. The loss function is "
-        "called at their end then, and three microbatches' exponentials are kept.",
+        "called at their end then, and as many microbatches' exponentials are kept as in training.",
         flag=None,
     )
     independent_init: bool = option(

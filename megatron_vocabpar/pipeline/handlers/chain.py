@@ -27,23 +27,23 @@ class OutputChain:
     """One call's output layer on this rank, for the shard that ``model`` holds.
 
     Attributes:
-        training: whether gradients are wanted.
+        training: whether the chain leads to B; that of an evaluation ends in L.
         late: whether the loss's gradient is known after the loss alone, so that rows of dX come unscaled.
         early: vocab-2: S has computed A = E W, so the input gradient travels with the statistics.
-        counts_ranks: whether an evaluation counts ids that are likelier than the target.
+        ranks_targets: in an evaluation, whether T counts the ids that are likelier than the target.
     """
 
     def __init__(self, iteration: Iteration, model: PartitionedModel) -> None:
         method, options = iteration.rank.method, iteration.rank.output_options
         self.iteration, self.model, self.method = iteration, model, method
-        self.training = not iteration.call.forward_only
+        self.training = PassType.B in method.waits_for
         self.late = method.late_gradient
-        waits = method.waits_for
-        self.early = PassType.T in waits and waits[PassType.T][0] is waits[PassType.B][0]
-        self.counts_ranks = options.target_rank and not self.training
+        computes_t = PassType.T in method.passes
+        self.early = self.training and computes_t and method.waits_for[PassType.B][0] is self.statistics
+        self.ranks_targets = computes_t and not self.training
         self.entropy_gradient = options.entropy_gradient
         self.terms: LossTerms = compat.with_mup_scale(options.terms, iteration.call.config)
-        self.head = head_of(iteration, model, self.terms, self.early or bool(method.in_step))
+        self.head = head_of(self)
         self.spare = SpareExponentials()
 
     @property
@@ -53,8 +53,9 @@ class OutputChain:
 
     @property
     def statistics(self) -> CommType:
-        """The collective that carries the statistics: T waits for it."""
-        word = self.method.waits_for[PassType.T][0]
+        """The collective that carries the statistics: T waits for it, and where no T follows, L."""
+        method = self.method
+        word = method.waits_for[PassType.T if PassType.T in method.passes else PassType.L][0]
         assert isinstance(word, CommType)
         return word
 
@@ -63,9 +64,15 @@ class OutputChain:
         return Pass(self.method.producers[self.statistics], self.iteration.rank.pipeline_rank, i)
 
     def uses(self, producer: Pass) -> int:
-        """How many take what a pass left: T, and besides it an early input gradient, or TW."""
-        again = self.training and (self.early or PassType.TW in self.method.passes)
-        return 1 + (again and producer == self.softmax_pass(producer.microbatch))
+        """How many take the state that a pass left.
+
+        What naive's S left, S2 takes. The exponentials are for T, and besides for an early input gradient
+        or TW; in an evaluation without T nobody takes them.
+        """
+        if producer != self.softmax_pass(producer.microbatch):
+            return 1
+        passes = self.method.passes
+        return (PassType.T in passes) + (self.early or PassType.TW in passes)
 
     def waiting(self, type_: CommType) -> int:
         """How many of this rank's passes take what a collective carries."""
@@ -112,23 +119,18 @@ class OutputChain:
         return out
 
 
-def head_of(iteration: Iteration, model: PartitionedModel, terms: LossTerms, early: bool) -> Head:
-    """How this rank computes its shard, in training or in an evaluation.
-
-    Args:
-        terms: what the loss consists of.
-        early: whether S computes A = E W, in training.
-    """
-    options, method, shard = iteration.rank.output_options, iteration.rank.method, model.shard.range
-    training, is_naive = not iteration.call.forward_only, PassType.S2 in method.passes
+def head_of(chain: OutputChain) -> Head:
+    """How this rank computes its shard in a call."""
+    iteration, model, terms, training = chain.iteration, chain.model, chain.terms, chain.training
+    options, method, shard = iteration.rank.output_options, chain.method, model.shard.range
+    is_naive = PassType.S2 in method.passes
     columns: list[Column] = [mean_column(shard.vocab_size)] if terms.needs_mean else []
     if options.entropy:
         columns.append(ENTROPY)
     logs = training and heads.logs_acceptance(iteration.call.config)
-    counts_ranks = options.target_rank and not training
-    if options.accuracy or counts_ranks or (logs and options.keeps_exponentials and not is_naive):
+    if options.accuracy or chain.ranks_targets or (logs and options.keeps_exponentials and not is_naive):
         columns.append(rival_column(model.output_weight.dtype))
-    early = early and training
+    early = chain.early or bool(method.in_step)
     how = ShardOptions(
         with_input_gradient=early,
         keep_state=training or any(column.of_shard is not None for column in columns),

@@ -3,7 +3,8 @@
     naive       S  | S2 | T                    vocab-2     S with A | T of the weight alone
     vocab-1     S  | T                         interlaced  S with everything, all ranks in step
 
-With a late gradient T is the input gradient alone, with rows unscaled, and TW the weight gradient.
+With a late gradient T is the input gradient alone, with rows unscaled, and TW the weight gradient. In an
+evaluation T, if there is one, counts ids.
 The mathematics is in ``layers/output.py``.
 """
 
@@ -14,8 +15,8 @@ from typing import Any
 
 import torch
 
+from megatron_vocabpar.layers.columns import likelier_ids
 from megatron_vocabpar.layers.head import NaiveHead
-from megatron_vocabpar.layers.naive import NaiveState
 from megatron_vocabpar.layers.numbers import Softmax
 from megatron_vocabpar.pipeline.gradients import main_grad
 from megatron_vocabpar.pipeline.handlers.barriers import Barriers
@@ -47,8 +48,8 @@ class SoftmaxPasses(LayerHandlers):
         return model.vocab_output(x, model.output_weight, shard_pass=run)
 
     def _put(self, producer: Pass, state: Any, statistics: torch.Tensor) -> None:
-        if self.chain.training or self.chain.counts_ranks or isinstance(state, NaiveState):
-            self.buffers.put(producer, "state", state, uses=self.chain.uses(producer))
+        if uses := self.chain.uses(producer):
+            self.buffers.put(producer, "state", state, uses=uses)
         self.buffers.put(producer, "statistics", statistics)
 
     def exponential_sum(self, instruction: Pass) -> None:
@@ -87,6 +88,14 @@ class SoftmaxPasses(LayerHandlers):
         self._add_weight_gradient(state, softmax, grads)
         self._wrote(instruction, softmax, state)
 
+    def count_likelier(self, instruction: Pass) -> None:
+        """T of an evaluation: how many ids of this shard are likelier than each target."""
+        softmax, state = self._taken(instruction.microbatch)
+        self.buffers.put(instruction, "counts", likelier_ids(state, softmax))
+        if self.rank.has_loss:
+            self.buffers.put(instruction, "softmax", softmax)
+        self.chain.spare.keep(state)
+
     def _taken(self, i: int) -> tuple[Softmax, Any]:
         return self.chain.softmax(i), self.buffers.take(self.chain.softmax_pass(i), "state")
 
@@ -108,12 +117,7 @@ class SoftmaxPasses(LayerHandlers):
         rank, i, chain = self.rank, instruction.microbatch, self.chain
         state, statistics = self._forward(instruction)
         softmax = self.wait(self.barriers.joined(statistics))
-        if chain.counts_ranks:
-            self.losses.count_likelier(i, softmax, state)
-            return
         grads = self.losses.report(i, softmax) if rank.has_loss else None
-        if not chain.training:
-            return
         if chain.late:
             grads = self.wait(self.barriers.shared_gradient(i, grads))
         else:
