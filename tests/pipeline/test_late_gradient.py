@@ -13,7 +13,7 @@ import torch
 
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward
 from megatron_vocabpar.pipeline.options import VocabOptions
-from megatron_vocabpar.runtime.background_plan import BackgroundPlan
+from megatron_vocabpar.pipeline.tuning.background_plan import BackgroundPlan
 from megatron_vocabpar.runtime.comm import VocabGroups
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.make.request import PlanRequest

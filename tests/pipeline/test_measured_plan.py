@@ -24,7 +24,7 @@ from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listene
 from megatron_vocabpar.pipeline.tuning.kept_plan import PLAN_FILE, digest, keep_plan, kept_plan
 from megatron_vocabpar.pipeline.tuning.measured_plan import MeasuredPlan, Plans, WriteOrder
 from megatron_vocabpar.pipeline.tuning.watched import Watched
-from megatron_vocabpar.runtime.background_plan import BackgroundPlan
+from megatron_vocabpar.pipeline.tuning.background_plan import BackgroundPlan
 from megatron_vocabpar.runtime.pass_times import transfer_ms
 from megatron_vocabpar.runtime.profile import Timeline
 from megatron_vocabpar.schedule.make.generate import plan_for
@@ -238,7 +238,7 @@ def awaited(request: PlanRequest) -> str:
 
 _LEFT_ALONE = """
 import os
-from megatron_vocabpar.runtime.background_plan import BackgroundPlan
+from megatron_vocabpar.pipeline.tuning.background_plan import BackgroundPlan
 from megatron_vocabpar.schedule.make.request import PlanRequest
 background = BackgroundPlan(PlanRequest(method="vocab-2", p=32, m=512, family="search", chunks=1))
 print(background._process.pid, flush=True)

@@ -23,7 +23,7 @@ from megatron_vocabpar.schedule.serialize import plan_to_json
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import method_named
 
-_SOURCES = Path(__file__).resolve().parents[2]
+_SOURCES = Path(__file__).resolve().parents[3]
 _REQUEST, _PLAN, _ERRORS = "request.json", "plan.json", "errors"
 
 
