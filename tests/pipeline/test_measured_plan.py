@@ -21,10 +21,10 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, vocab_groups
+from megatron_vocabpar.pipeline.tuning.background_plan import BackgroundPlan
 from megatron_vocabpar.pipeline.tuning.kept_plan import PLAN_FILE, digest, keep_plan, kept_plan
 from megatron_vocabpar.pipeline.tuning.measured_plan import MeasuredPlan, Plans, WriteOrder
 from megatron_vocabpar.pipeline.tuning.watched import Watched
-from megatron_vocabpar.pipeline.tuning.background_plan import BackgroundPlan
 from megatron_vocabpar.runtime.pass_times import transfer_ms
 from megatron_vocabpar.runtime.profile import Timeline
 from megatron_vocabpar.schedule.make.generate import plan_for

@@ -113,7 +113,7 @@ def handlers_of(
     Args:
         iteration: the state of the call.
         model: the chunk that holds the vocabulary shards, unwrapped; None for baseline and redis.
-        weight_gradients: of each chunk, where the schedule splits them from B.
+        weight_gradients: one for each chunk if the schedule splits W from B.
     """
     if model is None:
         distant_loss = DistantLoss(iteration) if iteration.microbatches.shapes else None

@@ -49,11 +49,11 @@ class Barriers(LayerHandlers):
         self._hand_on(instruction, self.joined(self.buffers.take(source, "statistics")))
 
     def joined(self, statistics: torch.Tensor) -> Event[Softmax]:
-        """The softmax of all shards, in memory of this stream."""
+        """The softmax of all shards, in memory that the main stream has allocated."""
         groups, head = self.groups, self.chain.head
-        place = head.place(statistics)
+        out = head.place(statistics)
         return self.rank.output_stream.submit(
-            lambda: head.join(all_gather(groups, groups.output, statistics), place)
+            lambda: head.join(all_gather(groups, groups.output, statistics), out)
         )
 
     def gather_statistics_and_input_gradient(self, instruction: Comm) -> None:
@@ -61,14 +61,14 @@ class Barriers(LayerHandlers):
         chain, groups, i = self.chain, self.groups, instruction.microbatch
         source = chain.softmax_pass(i)
         statistics, state = self.buffers.take(source, "statistics"), self.buffers.take(source, "state")
-        place = chain.head.place(statistics)
+        out = chain.head.place(statistics)
         hidden_grad = None
         if self.rank.is_last:
             parts = (2,) if chain.entropy_gradient else ()
-            hidden_grad = state.x.new_empty((*parts, *state.x.shape), dtype=place.total.dtype)
+            hidden_grad = state.x.new_empty((*parts, *state.x.shape), dtype=out.total.dtype)
 
         def run() -> tuple[Softmax, torch.Tensor | None]:
-            softmax = chain.head.join(all_gather(groups, groups.output, statistics), place)
+            softmax = chain.head.join(all_gather(groups, groups.output, statistics), out)
             slopes = chain.row_slopes(i, softmax)
             total(chain.input_gradient(state, softmax, slopes, hidden_grad), self._all_reduce)
             return softmax, hidden_grad
@@ -100,14 +100,14 @@ class Barriers(LayerHandlers):
         return all_reduce(self.groups, self.groups.output, tensor)
 
     def broadcast_gradient(self, instruction: Comm) -> None:
-        """CG: the gradient of every token's loss, from the rank of the loss function to every rank."""
+        """CG: the gradient of every token's loss, from the loss function's rank to every rank."""
         i, grads = instruction.microbatch, None
         if self.rank.has_loss:
             grads = self.buffers.take(Pass(PassType.L, instruction.stage, i), "gradient")
         self._hand_on(instruction, self.shared_gradient(i, grads))
 
     def shared_gradient(self, i: int, grads: torch.Tensor | None) -> Event[torch.Tensor]:
-        """[k, n] float32; tensor-parallel ranks have the first one's."""
+        """The gradients [k, n], float32, of the first tensor-parallel rank that has the loss function."""
         groups = self.groups
         source = groups.members_of(self.rank.placement.p - 1)[0]
         if grads is None or groups.member != source:

@@ -1,4 +1,4 @@
-"""What the output layer's handlers share: the head, the method's chain as this rank sees it, the slopes.
+"""What the output layer's handlers share: the head, the method's chain as this rank sees it, and the slopes.
 
 Next: ``hidden.py``, ``softmax.py``, ``barriers.py``, ``loss.py``: each owns one kind of data.
 """
@@ -28,9 +28,9 @@ class OutputChain:
 
     Attributes:
         training: whether the chain leads to B; that of an evaluation ends in L.
-        late: whether the loss's gradient is known after the loss alone, so that rows of dX come unscaled.
-        early: vocab-2: S has computed A = E W, so the input gradient travels with the statistics.
-        ranks_targets: in an evaluation, whether T counts the ids that are likelier than the target.
+        late: whether L gives the gradient of the loss; until then the rows of dX are not scaled by it.
+        early: whether S computes A = E W, as in vocab-2, so that dX travels with the statistics.
+        ranks_targets: whether T of an evaluation counts the ids that are likelier than the target.
     """
 
     def __init__(self, iteration: Iteration, model: PartitionedModel) -> None:
@@ -48,12 +48,12 @@ class OutputChain:
 
     @property
     def weight(self) -> torch.Tensor:
-        """[P, H] of this shard."""
+        """This shard's rows, [P, H]."""
         return self.model.output_weight.detach()
 
     @property
     def statistics(self) -> CommType:
-        """The collective that carries the statistics: T waits for it, and where no T follows, L."""
+        """The collective that carries the statistics: T waits for it, or L where there is no T."""
         method = self.method
         word = method.waits_for[PassType.T if PassType.T in method.passes else PassType.L][0]
         assert isinstance(word, CommType)
@@ -64,23 +64,23 @@ class OutputChain:
         return Pass(self.method.producers[self.statistics], self.iteration.rank.pipeline_rank, i)
 
     def uses(self, producer: Pass) -> int:
-        """How many take the state that a pass left.
+        """How many passes and collectives take the state that a pass left.
 
-        What naive's S left, S2 takes. The exponentials are for T, and besides for an early input gradient
-        or TW; in an evaluation without T nobody takes them.
+        vocab-1: T. vocab-2: C1, for the input gradient, and T. With a TW of its own: T and TW. In an
+        evaluation nobody does, unless T counts.
         """
         if producer != self.softmax_pass(producer.microbatch):
-            return 1
+            return 1  # naive's S, for S2
         passes = self.method.passes
         return (PassType.T in passes) + (self.early or PassType.TW in passes)
 
     def waiting(self, type_: CommType) -> int:
         """How many of this rank's passes take what a collective carries."""
         rank = self.iteration.rank
-        # With the loss function here, B has its gradients without CG.
+        # L runs on one rank, and so does the B that waits. On the same rank B takes L's gradient, not CG's.
         last_backward = rank.is_last and not (type_ is CommType.CG and rank.has_loss)
-        here = {PassType.L: rank.has_loss, PassType.B: last_backward}
-        return sum(here.get(pass_, True) for pass_ in self.method.waiting_for(type_))
+        runs_here = {PassType.L: rank.has_loss, PassType.B: last_backward}
+        return sum(runs_here.get(pass_, True) for pass_ in self.method.waiting_for(type_))
 
     def softmax(self, i: int) -> Softmax:
         """The softmax of all shards, when their statistics have arrived."""
@@ -90,9 +90,9 @@ class OutputChain:
         return softmax
 
     def row_slopes(self, i: int, softmax: Softmax) -> list[Slopes]:
-        """What scales the rows of dX: the announced gradient, or 1 where that is left to B.
+        """The slopes that scale the rows of dX: of the announced gradient, or of 1, which B multiplies later.
 
-        Where the loss may depend on the entropies, 1 for them too, in a second part of dX.
+        If the loss may depend on the entropies, dX has a second part, for a gradient of 1 of each entropy.
         """
         if not self.late:
             return [loss_slopes(softmax, self.terms, self.iteration.microbatches[i].gradient)]
@@ -103,13 +103,13 @@ class OutputChain:
         return slopes
 
     def slopes(self, softmax: Softmax, grads: torch.Tensor) -> Slopes:
-        """Of the gradients [k, n] of the losses and, where k is 2, of the entropies."""
+        """The slopes for gradients [k, n]: of the losses, and if k is 2, of the entropies."""
         return loss_slopes(softmax, self.terms, *grads)
 
     def input_gradient(
         self, state: Any, softmax: Softmax, slopes: list[Slopes], out: torch.Tensor | None = None
     ) -> Any:
-        """This rank's part of dX, [n, H], or [2, n, H] for two sets of slopes."""
+        """This rank's part of dX: [n, H], or [2, n, H] for two sets of slopes."""
         if len(slopes) == 1:
             return self.head.input_gradient(state, softmax, slopes[0], self.weight, out)
         if out is None:
@@ -151,23 +151,23 @@ def head_of(chain: OutputChain) -> Head:
 
 
 class SpareExponentials:
-    """Memory [n, P] of microbatches that are done, for those to come."""
+    """Memory [n, P] of finished microbatches, for the exponentials of the next ones."""
 
     def __init__(self) -> None:
-        self._spare: list[torch.Tensor] = []
+        self._tensors: list[torch.Tensor] = []
 
     def __len__(self) -> int:
-        return len(self._spare)
+        return len(self._tensors)
 
     def keep(self, state: Any) -> None:
-        """That of a state that nobody needs any more."""
-        if (e := spare_exponentials(state)) is not None:
-            self._spare.append(e)
+        """Keep the memory of a state that nobody needs any more."""
+        if (tensor := spare_exponentials(state)) is not None:
+            self._tensors.append(tensor)
 
     def take(self, tokens: int) -> torch.Tensor | None:
-        """Some for so many tokens; if none fits, the oldest is freed."""
-        if not self._spare:
+        """Memory for this number of tokens, or None; if no tensor fits, the oldest one is freed."""
+        if not self._tensors:
             return None
-        fitting = (k for k, e in enumerate(self._spare) if len(e) == tokens)
-        e = self._spare.pop(next(fitting, 0))
-        return e if len(e) == tokens else None
+        fitting = (k for k, tensor in enumerate(self._tensors) if len(tensor) == tokens)
+        tensor = self._tensors.pop(next(fitting, 0))
+        return tensor if len(tensor) == tokens else None

@@ -13,7 +13,7 @@ from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassTy
 
 
 class Losses(LayerHandlers):
-    """The handler of L; other handlers report a microbatch's softmax when it suits them."""
+    """The handler of L. Without L, the passes of ``softmax.py`` call ``report`` when they are done."""
 
     def __init__(self, chain: OutputChain) -> None:
         super().__init__(chain.iteration)
@@ -35,7 +35,7 @@ class Losses(LayerHandlers):
             self.buffers.put(instruction, "gradient", grads, uses=1 + self.rank.is_last)
 
     def report(self, i: int, softmax: Softmax, ranks: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Call the loss function; returns the gradient [k, n] that it gives the tokens, in training."""
+        """Call the loss function; in training, return the gradient [k, n] that it gives the tokens."""
         microbatches, microbatch = self.microbatches, self.microbatches[i]
         entropy = softmax.entropy
         values = {

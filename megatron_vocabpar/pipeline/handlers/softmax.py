@@ -39,7 +39,7 @@ class SoftmaxPasses(LayerHandlers):
         self._put(instruction, *self._forward(instruction))
 
     def _forward(self, instruction: Pass) -> tuple[Any, torch.Tensor]:
-        """S on what C0 brought, as a call of the module: DDP gathers its parameters before that."""
+        """S, as a call of the module: before such a call DDP gathers the parameters."""
         i, head, model = instruction.microbatch, self.chain.head, self.chain.model
         x, microbatch = self.hidden.of(instruction), self.microbatches[i]
         self.losses.look_at(i, x)
@@ -53,7 +53,7 @@ class SoftmaxPasses(LayerHandlers):
         self.buffers.put(producer, "statistics", statistics)
 
     def exponential_sum(self, instruction: Pass) -> None:
-        """S2, naive: exponentials against the global offset, and their local sum."""
+        """S2 of naive: exponentials relative to the global maximum, and their local sum."""
         i, head = instruction.microbatch, self.chain.head
         assert isinstance(head, NaiveHead)
         offsets = self.wait(self.buffers.take(Comm(CommType.C1, instruction.stage, i), "event"))
@@ -71,7 +71,7 @@ class SoftmaxPasses(LayerHandlers):
         self._wrote(instruction, softmax, state)
 
     def input_backward(self, instruction: Pass) -> None:
-        """T of vocab-1 and naive with a late gradient: the part of the input gradient, its rows unscaled."""
+        """T of vocab-1 and naive with a late gradient: the input gradient, whose rows are not scaled yet."""
         i = instruction.microbatch
         softmax, state = self._taken(i)
         part = self.chain.input_gradient(state, softmax, self.chain.row_slopes(i, softmax))
@@ -100,13 +100,13 @@ class SoftmaxPasses(LayerHandlers):
         return self.chain.softmax(i), self.buffers.take(self.chain.softmax_pass(i), "state")
 
     def _add_weight_gradient(self, state: Any, softmax: Softmax, grads: torch.Tensor) -> None:
-        """For the gradients [k, n] of the losses and, where k is 2, of the entropies."""
+        """Add what gradients [k, n] give: of the losses, and if k is 2, of the entropies."""
         slopes = self.chain.slopes(softmax, grads)
         weight_grad = main_grad(self.chain.model.output_weight)
         self.chain.head.add_weight_gradient(state, softmax, slopes, weight_grad)
 
     def _wrote(self, instruction: Pass, softmax: Softmax, state: Any) -> None:
-        """Nobody needs the state any more; the loss function may take its time now."""
+        """The weight gradient is written: report the loss, which nothing waits for, and reuse the memory."""
         if self.rank.has_loss and not self.chain.late:
             self.losses.report(instruction.microbatch, softmax)
         self.chain.spare.keep(state)
