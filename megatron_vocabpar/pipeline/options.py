@@ -65,8 +65,8 @@ def asked_for(record: Any, names: Iterable[str]) -> list[str]:
 
 FLAGS_OF_WORDS = {
     "metrics": (
-        "What is given of every token to a loss function that has a parameter for it (entropy, correct), "
-        "else logged as its mean; entropy-gradient lets the loss depend on the entropies."
+        "Numbers of every token, for a loss function that has a parameter of that name (entropy, correct), "
+        "and else logged as their mean; entropy-gradient lets the loss depend on the entropies."
     )
 }
 """The help of each flag whose words set several fields."""
@@ -123,20 +123,19 @@ class VocabOptions:
     )
     late_gradient: bool = option(
         False,
-        "The loss function may be any function of the tokens' losses, not a linear one alone: their "
-        "gradients are sent when it has run, not ahead.",
+        "The loss function may be any differentiable function of the tokens' losses, not only a linear one: "
+        "their gradients are sent after it has run.",
         page="See [reinforcement.md](reinforcement.md).",
     )
     drop_masked: bool = option(
         False,
-        "In training, leave tokens that the loss function masks out of the output layer: it gets losses of 0 "
-        "for them.",
-        page="Masked are padding, prompts, `--eod-mask-loss`; a report of unmasked losses changes. Tokens "
-        "whose label is -100, as in Megatron's `--sft`, are left out without it.",
+        "In training, leave tokens that the loss function masks out of the output layer; their losses are 0.",
+        page="Masked tokens are padding, prompts, and with `--eod-mask-loss` ends of documents. A report of "
+        "unmasked losses changes. Tokens labelled -100, as in Megatron's `--sft`, are left out anyway.",
     )
     entropy: bool = option(
         False,
-        "Every token's entropy in nats, for the loss function: entropy=[b, s].",
+        "Give the loss function entropy=[b, s]: every token's entropy in nats.",
         page="`entropy`, `accuracy` or `entropy-gradient`; see "
         "[entropies and accuracy](reinforcement.md#entropies-and-accuracy).",
         flag="metrics",
@@ -150,21 +149,21 @@ class VocabOptions:
     )
     accuracy: bool = option(
         False,
-        "Whether no id is likelier than the target, for the loss function: correct=[b, s].",
+        "Give the loss function correct=[b, s]: whether no id is likelier than the target.",
         flag="metrics",
         words=("accuracy",),
     )
     target_rank: bool = option(
         False,
-        "In forward-only calls, how many ids are likelier than the target: rank=[b, s]. The loss function is "
-        "called at their end then, and as many microbatches' exponentials are kept as in training.",
+        "In forward-only calls, give the loss function rank=[b, s]: how many ids are likelier than the "
+        "target. It is called at the end then, and exponentials are kept as long as in training.",
         flag=None,
     )
     independent_init: bool = option(
         False,
-        "Draw the initial vocabulary weights on each rank, which differ then from those of a run without the "
-        "flag, instead of whole on the first and last stage.",
-        page="For weights that are too large for one rank.",
+        "Draw the initial vocabulary weights on each rank, not as whole layers on the first and last stage; "
+        "they then differ from those of a run without the flag.",
+        page="For layers that are too large for one rank.",
     )
 
     @cached_property
