@@ -164,8 +164,7 @@ class TrainConfig:
     def to_toml(self) -> str:
         """The record as ``vocabpar train --config`` reads it, without resume and overwrite."""
         values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        # JSON's numbers, strings, lists and truth values are TOML's too.
-        lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if name not in _ONCE]
+        lines = [f"{name} = {_toml(value)}" for name, value in values.items() if name not in _ONCE]
         return "\n".join(lines) + "\n"
 
     def to_json(self) -> str:
@@ -189,6 +188,12 @@ class TrainConfig:
 _TYPES = typing.get_type_hints(TrainConfig)
 
 
+def _toml(value: Any) -> str:
+    # JSON's numbers, strings, lists and truth values are TOML's too, but for two things: JSON may write a
+    # character beyond 16 bits as two escapes ("\\ud83d\\ude00"), which TOML refuses, and it leaves DEL as it is.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def _fits(value: Any, kind: Any) -> bool:
     if typing.get_origin(kind) is tuple:
         return isinstance(value, list) and all(isinstance(each, str) for each in value)
@@ -199,7 +204,7 @@ def _fits(value: Any, kind: Any) -> bool:
 def read_toml(path: Path) -> dict[str, Any]:
     """Fields of a TOML file, as texts and numbers of a command line."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8", errors="surrogateescape"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"--config: cannot read {path}: {error}") from error
     if unknown := sorted(values.keys() - {f.name for f in dataclasses.fields(TrainConfig)}):

@@ -228,7 +228,8 @@ def open_output(config: TrainConfig) -> None:
             (folder / name).unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_text(config.to_json())
-    (folder / JOB_FILE).write_text(config.to_toml())
+    # A path that is not UTF-8 keeps its bytes.
+    (folder / JOB_FILE).write_text(config.to_toml(), encoding="utf-8", errors="surrogateescape")
 
 
 def open_method(config: TrainConfig) -> Path:
