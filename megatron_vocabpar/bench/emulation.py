@@ -11,7 +11,7 @@ Next: ``emulated_passes.py`` (the handlers), ``forked.py`` (the processes).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -70,19 +70,24 @@ class Emulation:
         return self.net_ms / self.predicted_ms - 1.0
 
 
-def emulate(plans: dict[str, Plan], scale: float, iterations: int) -> list[Emulation]:
+def emulate(
+    plans: dict[str, Plan], scale: float, iterations: int, say: Callable[[str], None] = lambda line: None
+) -> list[Emulation]:
     """Run plans for the same number of ranks, one after the other, on a process a rank.
 
     Args:
         plans: by the name to show.
         scale: the time that passes for one millisecond of the plans' costs, in milliseconds.
         iterations: of each plan; the median counts.
+        say: takes a line about progress, in this process and in that of rank 0.
     """
     predictions = {name: simulate(plan) for name, plan in plans.items()}
     (world_size,) = {plan.schedule.p for plan in plans.values()}
-    longest_s = max(prediction.iteration_ms for prediction in predictions.values()) * scale / 1e3
-    timeout = timedelta(seconds=_PATIENCE_S + _PATIENCE * longest_s)
-    body = partial(_run_rank, list(plans.values()), scale, iterations, timeout)
+    lengths_s = {name: each.iteration_ms * scale / 1e3 for name, each in predictions.items()}
+    total_s = iterations * sum(lengths_s.values())
+    say(f"emulating on {world_size} processes: their schedules take {total_s:.0f} s")
+    timeout = timedelta(seconds=_PATIENCE_S + _PATIENCE * max(lengths_s.values()))
+    body = partial(_run_rank, plans, scale, iterations, timeout, say)
     by_rank = run_forked(world_size, body, timeout)
     emulations = []
     for number, (name, prediction) in enumerate(predictions.items()):
@@ -103,10 +108,10 @@ def emulate(plans: dict[str, Plan], scale: float, iterations: int) -> list[Emula
     return emulations
 
 
-def record(emulations: Sequence[Emulation], *, p: int, m: int, scale: float, costs: str) -> dict[str, Any]:
-    """Emulations and their settings as JSON; ``costs`` names the cost table."""
+def record(emulations: Sequence[Emulation], **settings: Any) -> dict[str, Any]:
+    """Emulations and their settings as JSON: ``pp``, ``microbatches``, ``scale``, the cost table's name …"""
     rows = [{**asdict(each), "net_ms": each.net_ms, "error": each.error} for each in emulations]
-    return {"pp": p, "microbatches": m, "scale": scale, "costs": costs, "schedules": rows}
+    return {**settings, "schedules": rows}
 
 
 @dataclass(frozen=True)
@@ -127,10 +132,11 @@ class _Iteration:
 
 
 def _run_rank(
-    plans: Sequence[Plan],
+    plans: Mapping[str, Plan],
     scale: float,
     iterations: int,
     timeout: timedelta,
+    say: Callable[[str], None],
     rank: int,
     record: ProgressRecord,
 ) -> list[list[list[Span]]]:
@@ -151,7 +157,9 @@ def _run_rank(
         return emulated.run(plan, times)
 
     runs = []
-    for plan in plans:
+    for number, (name, plan) in enumerate(plans.items(), 1):
+        if rank == 0:
+            say(f"[{number}/{len(plans)}] {name}")
         times = PassTimes.of(plan.costs, plan.schedule)
         empty, slowed = times.scaled(0.0, 0.0), times.scaled(scale, scale)
         runs.append([run(plan, each) for each in (empty, *[slowed] * iterations)])
