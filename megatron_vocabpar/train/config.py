@@ -189,8 +189,8 @@ _TYPES = typing.get_type_hints(TrainConfig)
 
 
 def _toml(value: Any) -> str:
-    # JSON's numbers, strings, lists and truth values are TOML's too, but for two things: JSON may write a
-    # character beyond 16 bits as two escapes ("\\ud83d\\ude00"), which TOML refuses, and it leaves DEL as it is.
+    # JSON's numbers, strings, lists and truth values are TOML's too, with two exceptions: json.dumps escapes
+    # a character beyond 16 bits as a pair ("\\ud83d\\ude00"), which TOML refuses, and leaves DEL unescaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_vocabpar.schedule.draw.lengths import Length, lay_out_lengths
 from megatron_vocabpar.schedule.draw.svg import svg_of_scene
 from megatron_vocabpar.train.output import EMULATION_FILE, EMULATION_PICTURE_FILE
+from megatron_vocabpar.train.tables import TextTable
 
 _HEADINGS = (
     "schedule", "predicted ms", "ran, ms", "empty passes", "net ms", "differs", "idle, predicted", "measured",
@@ -54,8 +55,8 @@ def settings(record: Mapping[str, Any]) -> str:
     return f"{record['pp']} ranks, {record['microbatches']} microbatches, {record['costs']}"
 
 
-def emulation_table(record: Mapping[str, Any]) -> tuple[str, list[list[str]]]:
-    """The title and the cells of a table, a schedule a row."""
+def emulation_table(record: Mapping[str, Any]) -> TextTable:
+    """A row a schedule; the note says when the machine was busy with other work."""
     rows = [
         [
             row["name"],
@@ -69,4 +70,4 @@ def emulation_table(record: Mapping[str, Any]) -> tuple[str, list[list[str]]]:
         ]
         for row in record["schedules"]
     ]
-    return f"Emulated: {settings(record)}", [[*_HEADINGS], *rows]
+    return TextTable(f"Emulated: {settings(record)}", [[*_HEADINGS], *rows], record.get("warning", ""))
