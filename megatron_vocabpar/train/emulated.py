@@ -13,6 +13,7 @@ from typing import Any
 from megatron_vocabpar.schedule.draw.lengths import Length, lay_out_lengths
 from megatron_vocabpar.schedule.draw.svg import svg_of_scene
 from megatron_vocabpar.train.output import EMULATION_FILE, EMULATION_PICTURE_FILE
+from megatron_vocabpar.train.pictures import COLOURS, OTHER_COLOUR
 from megatron_vocabpar.train.tables import TextTable
 
 _HEADINGS = (
@@ -42,11 +43,12 @@ def read_emulation(folder: Path) -> dict[str, Any] | None:
 
 
 def emulation_svg(record: Mapping[str, Any]) -> str:
-    """A bar for each schedule."""
-    rows = [
-        Length(row["name"], row["net_ms"], row["measured_idle"], row["predicted_ms"])
-        for row in record["schedules"]
-    ]
+    """A bar for each schedule, in its method's colour."""
+    rows = []
+    for row in record["schedules"]:
+        method = row["name"].rpartition(" + ")[2]  # of "v-half + vocab-2"
+        colour = COLOURS.get(method, OTHER_COLOUR)
+        rows.append(Length(row["name"], row["net_ms"], row["measured_idle"], row["predicted_ms"], colour))
     return svg_of_scene(lay_out_lengths(f"An iteration, emulated: {settings(record)}", rows))
 
 

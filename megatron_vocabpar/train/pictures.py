@@ -17,6 +17,7 @@ COLOURS = {
     "vocab-2": "#D55E00",
     "interlaced": "#CC79A7",
 }
+OTHER_COLOUR = "#56B4E9"
 _DASHES = {"redis": (0, (6, 2)), "naive": (0, (1, 1)), "vocab-1": (0, (4, 4)), "vocab-2": (3, (2, 4))}
 _REFERENCE_WIDTH, _WIDTH = 3.5, 1.6
 
@@ -39,7 +40,7 @@ def plot_losses(
     figure = Figure(figsize=(8, 6.5 if compared else 4.5), layout="constrained")
     panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for number, name in enumerate([reference, *compared]):
-        colour = COLOURS.get(name, "#56B4E9")
+        colour = COLOURS.get(name, OTHER_COLOUR)
         style: dict[str, Any] = {"linewidth": _WIDTH, "linestyle": _DASHES.get(name, "-") if number else "-"}
         if compared and not number:
             style = {"linewidth": _REFERENCE_WIDTH, "alpha": 0.5}
@@ -77,7 +78,7 @@ def plot_memory(path: Path, peaks: Mapping[str, Sequence[float]]) -> None:
     wide = 0.8 / len(peaks)
     for number, (name, mib) in enumerate(peaks.items()):
         x = [stage + (number - (len(peaks) - 1) / 2) * wide for stage in range(len(mib))]
-        bars = panel.bar(x, mib, wide, color=COLOURS.get(name, "#56B4E9"), label=name)
+        bars = panel.bar(x, mib, wide, color=COLOURS.get(name, OTHER_COLOUR), label=name)
         panel.bar_label(bars, fmt="%.0f", fontsize=8 if len(x) * len(peaks) <= 16 else 5)
     panel.set_xticks(range(max(map(len, peaks.values()))))
     panel.set_xlabel("stage")
