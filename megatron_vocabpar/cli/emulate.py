@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from megatron_vocabpar.cli.files import FORMAT, tell, will_be_written, write_output
+from megatron_vocabpar.cli.files import FORMAT, completing, tell, will_be_written, write_output
 from megatron_vocabpar.cli.main import RunFailed
 from megatron_vocabpar.schedule.make.families import SEARCH, families
 from megatron_vocabpar.schedule.make.generate import make_plan
@@ -25,7 +25,12 @@ _DEFAULT = ("baseline", "redis", "interlaced", "vocab-1", "vocab-2", "v-half:voc
 
 
 @click.command("emulate")
-@click.argument("schedules", nargs=-1, metavar="[[FAMILY:]METHOD]...")
+@click.argument(
+    "schedules",
+    nargs=-1,
+    metavar="[[FAMILY:]METHOD]...",
+    shell_complete=completing((*METHODS, *(f"{name}:" for name in (*families(), SEARCH)))),
+)
 @click.option("--pp", "p", type=int, default=8, help="Pipeline size: processes.")
 @click.option("--microbatches", "m", type=int, default=32, help="Microbatches.")
 @click.option(

@@ -1,15 +1,32 @@
-"""What verbs share: the option ``--format``, writing files, and lines about progress."""
+"""What verbs share: ``--format``, names that a shell completes, writing files, lines about progress."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
-FORMAT = click.option("--format", "output_format", type=click.Choice(["text", "json"]), default="text")
+FORMAT = click.option(
+    "--format", "output_format", type=click.Choice(["text", "json"]), default="text", help="What to print."
+)
+
+
+def completing(names: Iterable[str]) -> Callable[..., list[str]]:
+    """For ``shell_complete``: what is typed, with each of ``names`` that its last part begins.
+
+    Parts end at "," and ":", as in ``baseline,vocab-2`` and ``v-half:vocab-2``.
+    """
+
+    def complete(_: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
+        begun = re.split("[,:]", typed)[-1]
+        before = typed.removesuffix(begun)
+        return [before + name for name in names if name.startswith(begun)]
+
+    return complete
 
 
 @contextmanager

@@ -14,7 +14,9 @@ from typing import Any
 
 import click
 
+from megatron_vocabpar.cli.files import completing
 from megatron_vocabpar.cli.main import RunFailed
+from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.train.check import require_modules
 from megatron_vocabpar.train.config import TrainConfig, flag, off_flag, read_toml
 from megatron_vocabpar.train.output import resumed
@@ -47,6 +49,7 @@ def _option(field: dataclasses.Field[Any]) -> click.Option:
         type=kind,
         default=None if field.default == () else field.default,
         metavar=f"[{'|'.join(meta['choices'])}]" if meta["choices"] else meta["metavar"],
+        shell_complete=completing(METHODS if field.name == "compare" else meta["choices"]),
         help=meta["help"],
     )
 
