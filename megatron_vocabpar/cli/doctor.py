@@ -14,6 +14,7 @@ from pathlib import Path
 
 import click
 
+from megatron_vocabpar.cli.files import FORMAT
 from megatron_vocabpar.megatron_lm import te_version
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, VERSIONS, Binding
 from megatron_vocabpar.megatron_lm.checkout import (
@@ -23,6 +24,7 @@ from megatron_vocabpar.megatron_lm.checkout import (
     takes_by_value,
     version_of,
 )
+from megatron_vocabpar.megatron_lm.needed import remedy
 
 PATCHED = VERSIONS[:-1]
 """Versions with a patch for each of their tags; the development branch has none."""
@@ -39,14 +41,7 @@ _LINE = "import megatron_vocabpar.adaptor"
     help="Look at a Megatron-LM checkout; by default at the Megatron that Python imports.",
 )
 @click.option("--allow-unknown", is_flag=True, help="As --vocab-parallel-allow-unknown-megatron.")
-@click.option(
-    "--format",
-    "output_format",
-    type=click.Choice(["text", "json"]),
-    default="text",
-    show_default=True,
-    help="Of --gpu.",
-)
+@FORMAT
 def doctor_command(gpu: bool, megatron: Path | None, allow_unknown: bool, output_format: str) -> None:
     """Check this machine's GPUs, or say what --enable-vocab-parallel would replace in Megatron.
 
@@ -55,6 +50,8 @@ def doctor_command(gpu: bool, megatron: Path | None, allow_unknown: bool, output
     folder = importable(sys.path)
     if (gpu and megatron) or not (gpu or megatron or folder):
         raise click.UsageError("give --gpu to check this machine, or --megatron PATH to look at a checkout")
+    if output_format == "json" and not gpu:
+        raise click.UsageError("--format json is for --gpu; leave it out")
     if gpu:
         _check_gpus(output_format)
     else:
@@ -96,6 +93,8 @@ def _look_at(megatron: Path, allow_unknown: bool) -> None:
             click.echo("\n".join(_lines(megatron, binding)))
     click.echo(te_version.line(te_version.installed(), *te_version.named_by(megatron)))
     click.echo(_door(megatron, version))
+    if needed := remedy(megatron):
+        click.echo(needed)
 
 
 def _several(folders: list[Path]) -> str:
