@@ -1,7 +1,4 @@
-"""What an emulation (``vocabpar emulate``) leaves in a results folder: its numbers and its bars.
-
-The report of the folder shows them beside the training; see ``report.py``.
-"""
+"""The numbers and the bars of ``vocabpar emulate`` in a results folder, whose report shows them."""
 
 from __future__ import annotations
 

@@ -25,13 +25,10 @@ _REFERENCE_WIDTH, _WIDTH = 3.5, 1.6
 def plot_losses(
     path: Path, curves: Mapping[str, Curve], eval_curves: Mapping[str, Curve], reference: str
 ) -> None:
-    """Draw the training losses (lines) and evaluation losses (circles) of each method into a PNG.
+    """Draw each method's training losses (lines) and evaluation losses (circles) into a PNG.
 
-    Args:
-        curves: training loss by step in order, of each method, as the paper's Figure 17 lays them.
-        eval_curves: evaluation loss by step in order, of each method.
-        reference: drawn first and wide; with other methods beside it, a second panel shows how far they
-            are from it.
+    The ``reference`` is drawn first and wide. With other methods beside it, a second panel shows how far they
+    are from it.
     """
     from matplotlib.figure import Figure
 
@@ -66,11 +63,7 @@ def plot_losses(
 
 
 def plot_memory(path: Path, peaks: Mapping[str, Sequence[float]]) -> None:
-    """Draw the peak of each stage as a bar, the methods beside each other, into a PNG.
-
-    Args:
-        peaks: of each method, MiB by stage.
-    """
+    """Draw ``peaks`` (MiB by stage, of each method) as bars into a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.2), layout="constrained")
