@@ -11,7 +11,7 @@ from megatron_vocabpar.schedule.draw.style import QUIET
 
 _LEFT, _WIDTH, _RIGHT = 130, 460, 170
 _TOP, _ROW, _GAP, _AXIS, _LEGEND = 34, 24, 8, 26, 26
-_BUSY, _PREDICTED = "#4a7fc1", "#c0392b"
+_BUSY, PREDICTED = "#4a7fc1", "#c0392b"
 _GREY = "#666666"  # of the legend, which holds for bars of every colour
 
 
@@ -49,7 +49,7 @@ def _bar(row: Length, first: Length, scale: float, y: float) -> Iterator[Box | T
     yield Text(_LEFT - 8, y + _ROW - 8, row.label, anchor="end")
     yield Box(_LEFT, y, busy, _ROW, row.colour, hover=hover)
     yield Box(_LEFT + busy, y, row.ms * row.idle * scale, _ROW, _pale(row.colour), hover=hover)
-    yield Box(_LEFT + row.predicted_ms * scale - 1, y - 2, 2, _ROW + 4, _PREDICTED, hover=hover)
+    yield Box(_LEFT + row.predicted_ms * scale - 1, y - 2, 2, _ROW + 4, PREDICTED, hover=hover)
     faster = "" if row is first else f", {first.ms / row.ms:.2f} × as fast"
     end = _LEFT + max(row.ms, row.predicted_ms) * scale + 8
     yield Text(end, y + _ROW - 8, f"{row.ms:,.0f} ms{faster}")
@@ -66,9 +66,9 @@ def _legend(y: float) -> Iterator[Box | Text]:
     texts = (
         (_GREY, "passes"),
         (_pale(_GREY), "idle, mean of the ranks"),
-        (_PREDICTED, "the simulator's prediction"),
+        (PREDICTED, "the simulator's prediction"),
     )
     for fill, text in texts:
-        yield Box(x, y, 2 if fill == _PREDICTED else 14, 14, fill)
+        yield Box(x, y, 2 if fill == PREDICTED else 14, 14, fill)
         yield Text(x + 19, y + 11, text, QUIET)
         x += 19 + 6.2 * len(text) + 14
