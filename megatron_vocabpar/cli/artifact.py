@@ -119,7 +119,7 @@ def _show(folder: Path, peak_tflops: float | None, figure: Path | None, output_f
 
 
 def _about(site: Site) -> dict[str, str]:
-    """What the figures must be read with."""
+    """Device, versions and commits, on which the figures depend."""
     import torch
 
     from megatron_vocabpar.bench.environment import commit_of, environment

@@ -1,6 +1,6 @@
-"""``vocabpar doctor``: this machine's GPUs, checked; or what the flag would do to a Megatron-LM checkout.
+"""``vocabpar doctor``: check this machine's GPUs, or say what the flag would do to a Megatron-LM checkout.
 
-The checkout is neither imported nor changed. Next: ``doctor/checks.py``, the checks on GPUs.
+It neither imports nor changes the checkout. Next: ``doctor/checks.py``, the checks on GPUs.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def emulate_command(
 
 
 class _Files(NamedTuple):
-    """Where the results go; ``folder`` is a results folder of ``vocabpar train``."""
+    """Where the results go; ``folder`` holds those of ``vocabpar train``."""
 
     output_format: str
     output: str | None
@@ -113,7 +113,7 @@ class _Files(NamedTuple):
 
 
 def _costs(file: str | None, p: int) -> tuple[PassCosts, str]:
-    """The costs, and what they are in words."""
+    """The costs and a description of them."""
     if file is not None:
         return PassCosts.load(file), f"costs of {Path(file).name}"
     if p in PassCosts.PAPER_SIZES:
@@ -122,7 +122,7 @@ def _costs(file: str | None, p: int) -> tuple[PassCosts, str]:
 
 
 def _plan(text: str, p: int, m: int, costs: PassCosts) -> tuple[str, Plan]:
-    """The name to show and the plan of ``METHOD`` or ``FAMILY:METHOD``."""
+    """The displayed name and the plan of ``METHOD`` or ``FAMILY:METHOD``."""
     family, _, method = text.rpartition(":")
     if method not in METHODS or (family and family not in (*families(), SEARCH)):
         raise ValueError(

@@ -31,7 +31,7 @@ def completing(names: Iterable[str]) -> Callable[..., list[str]]:
 
 @contextmanager
 def without_garbage() -> Iterator[None]:
-    """No collection of garbage inside: millions of passes live to the end; looking them through is slow."""
+    """Stop garbage collection inside: millions of passes live to the end, and scanning them is slow."""
     gc.disable()
     try:
         yield
@@ -50,12 +50,12 @@ def write_output(path: str, content: str | bytes, option: str = "--output") -> N
 
 
 def will_be_written(_: click.Context, option: click.Parameter, path: str | None) -> str | None:
-    """The callback of an option whose file is written after long work: find out before it."""
+    """Callback of an option whose file is written after long work: refuse a bad path before the work."""
     if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
         raise ValueError(f"cannot write {path}: a folder, or in none; give another {option.opts[0]}")
     return path
 
 
 def tell(text: str) -> None:
-    """One line about progress on standard error, for work of more than a few seconds."""
+    """Print a line about progress to standard error, for work of more than a few seconds."""
     click.echo(f"vocabpar: {text}", err=True)

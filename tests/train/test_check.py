@@ -1,4 +1,4 @@
-"""What a job may ask for, and what a results folder allows; ``tests/faults/bad_inputs.py`` has the refusals."""
+"""What a job may ask for, and what a results folder allows; ``tests/faults/bad_inputs.py``: the rest."""
 
 from __future__ import annotations
 
