@@ -48,7 +48,7 @@ def written_out(args: Any) -> str:
 
 def chunk_problems(args: Any, config: FlagConfig) -> list[str]:
     p, chunks = args.pipeline_model_parallel_size, model_chunks(args)
-    flag = f"--vocab-parallel-schedule {config.schedule}"
+    flag = f"--vocab-parallel-family {config.schedule}"
     if chunks.denominator != 1:
         return [f"{_CHUNK_FLAGS}: they give {chunks} model chunks on each of {p} ranks; choose what divides"]
     fitting = [name for name, family in families().items() if family.allows(chunks.numerator)]

@@ -166,7 +166,7 @@ def plan_request(
 ) -> tuple[PlanRequest, str]:
     """The request for the first plan: as the flags ask; or the fastest for ``m`` microbatches, and why.
 
-    With ``--vocab-parallel-schedule auto`` all are held to one cap: the one that is given, or what 1F1B
+    With ``--vocab-parallel-family auto`` all are held to one cap: the one that is given, or what 1F1B
     needs with vocab-2.
     """
     fitting = [family.name for family in config.families(chunks)]
