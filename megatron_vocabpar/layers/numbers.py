@@ -93,7 +93,7 @@ class Softmax:
     @property
     def target_wins(self) -> Tensor | None:
         """[n] boolean: no id is likelier than the target; False for tokens without one."""
-        return None if self.rivals is None else self.valid & (self.rivals[0] >= self.rivals[1])
+        return None if self.rivals is None else self.valid & (self.rivals[1] == 0)
 
 
 def empty_softmax(n: int, dtype: torch.dtype, device: torch.device, *, whole: bool = False) -> Softmax:
