@@ -17,7 +17,7 @@ Of ids with equal logits the target counts as the most likely, where an argmax t
 counts as equal, too, if it is likelier by less than the rounding of what is stored: 0.8 % in bf16, 0.1 % in
 fp16, 4e-6 in fp32 and 7e-15 in fp64, in the last two 2.4e-7 and 4.4e-16 more for each nat from 2^k. What lies
 below the likeliest id of its shard by more than the dtype has exponents (27 nats in fp16, with fewer digits
-from 19 on, 87 in bf16 and fp32, 708 in fp64) is stored as 0: such ids count as equal to a target as far below.
+from 19 on, 87 in bf16 and fp32, 708 in fp64) is stored as 0: such ids equal a target that is as far below.
 
 Next: ``output.py``.
 """

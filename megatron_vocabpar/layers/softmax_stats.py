@@ -56,7 +56,7 @@ def merge_stats(gathered: Tensor, *, out: Softmax | None = None) -> Softmax:
 
     Returns:
         The softmax of all shards. A token whose every logit is -inf, or whose target's logit is -inf, has
-        nll inf; NaN logits give NaN.
+        nll inf; a logit of NaN or +inf, the target's or another, gives NaN.
 
     Raises:
         ValueError: if the shape or the dtype is another.

@@ -47,6 +47,7 @@ def merge(gathered: Tensor, out: Softmax | None = None) -> Softmax:
     unlikely = torch.log(total) + (log_of_power(offset - target_q) - target_r)
     nll = torch.where((rest <= at_target) & (at_target != 0), likely, unlikely)
     nll = torch.where(total == 0, torch.inf, nll)
+    nll = nll.masked_fill_(total == torch.inf, torch.nan)  # another logit has overflowed
     deficit = torch.where(total == 0, 0, -rest / total)
     out.nll.copy_(torch.where(valid, nll, 0))
     out.offset.copy_(offset)

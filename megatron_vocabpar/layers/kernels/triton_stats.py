@@ -91,6 +91,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     unlikely = tl.log(total) + (_log_of_power(offset - target_q) - target_r)
     nll = tl.where((rest <= at_target) & (at_target != 0.0), likely, unlikely)
     nll = tl.where(total == 0.0, float("inf"), nll)
+    nll = tl.where(total == float("inf"), float("nan"), nll)  # another logit has overflowed
     deficit = tl.where(total == 0.0, 0.0, tl.div_rn(-rest, total))
     tl.store(nll_out + token, tl.where(valid, nll, 0.0), mask=inside)
     tl.store(offset_out + token, offset, mask=inside)
