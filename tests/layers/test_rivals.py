@@ -1,4 +1,4 @@
-"""How many ids are likelier than the target, from all shards' stored exponentials, beside whole float64 logits."""
+"""How many ids are likelier than the target, from stored exponentials, beside whole float64 logits."""
 
 from __future__ import annotations
 
