@@ -1,8 +1,8 @@
-"""Further numbers a token: how a shard makes each, and how all shards' join.
+"""Further numbers of a token: how a shard makes each, and how those of all shards join.
 
-They travel as further columns of the packed statistics, in one order (a head's ``columns``), so that one
-collective carries all. A column reads what S has stored, so that logits are never read again; stored
-exponentials are rounded to the operands' dtype, and weighted where logits are softcapped.
+They are further columns of the packed statistics, in one order (a head's ``columns``), so one collective
+carries all. A column is made of the exponentials that S has stored, so logits are never read again. Those are
+rounded to the operands' dtype.
 
     mean     sum_j Y_j                    -> (1/V) sum_j Y_j                  label smoothing
     entropy  sum_j E_j ln E_j             -> lse - sum_j p_j Y_j              in bf16 about three digits
@@ -44,10 +44,10 @@ class Column:
     """One further number of every token.
 
     Attributes:
-        name: of the field of ``Softmax`` that it becomes.
-        join: from the packed statistics [R, n, 4], every shard's number [R, n] and the joined softmax.
-        of_shard: [n] from what S has kept; None where S itself sends it.
-        rows: how many numbers a token it becomes.
+        name: of its field in ``Softmax``.
+        join: makes that field of the packed statistics [R, n, 4], all shards' numbers [R, n] and the softmax.
+        of_shard: makes a shard's [n] of what S has kept; None if S itself sends it.
+        rows: numbers per token in the field.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Column:
 
 
 def mean_column(vocab_size: int) -> Column:
-    """The mean logit; S sends its part."""
+    """The mean logit; S sends each shard's sum."""
     return Column("mean", partial(_mean, vocab_size))
 
 
@@ -66,7 +66,7 @@ def _mean(vocab_size: int, _: Tensor, parts: Tensor, softmax: Softmax) -> Tensor
 
 
 def _log_sums(state: OutputState) -> Tensor:
-    """[n] the sums of E ln E; those that came with the product in S, where it has made one."""
+    """[n] sums of E ln E; ``with_log_product`` has left them in the state."""
     if state.log_sums is not None:
         return state.log_sums
     sums = state.k.new_empty(len(state.x))
@@ -76,7 +76,7 @@ def _log_sums(state: OutputState) -> Tensor:
 
 
 def _entropy(statistics: Tensor, parts: Tensor, softmax: Softmax) -> Tensor:
-    """ln S - sum_j p_j ln(p_j S), all logits relative to the largest exponent: nothing large cancels."""
+    """ln S - sum_j p_j ln(p_j S). All logits are relative to the largest exponent: nothing large cancels."""
     k, rest, target, owner = statistics.unbind(2)
     exponent = k - softmax.offset
     inner = power_of_two(exponent) * (parts + log_of_power(exponent) * rest)
@@ -143,7 +143,7 @@ def likelier_ids(state: OutputState, softmax: Softmax) -> Tensor:
 
 @exact()
 def with_columns(state: OutputState | None, statistics: Tensor, columns: Sequence[Column]) -> Tensor:
-    """[n, W + more]: one shard's statistics with the columns that are made of what S has kept."""
+    """[n, W + more] one shard's statistics, with the columns that are made of what S has kept."""
     makers = [column.of_shard for column in columns if column.of_shard is not None]
     if not makers:
         return statistics
@@ -153,12 +153,7 @@ def with_columns(state: OutputState | None, statistics: Tensor, columns: Sequenc
 
 
 def place_of(statistics: Tensor, columns: Sequence[Column]) -> Softmax:
-    """Memory for what ``join`` makes of everyone's statistics, such as that of another stream.
-
-    Args:
-        statistics: one shard's, as they go into the collective.
-        columns: those in it.
-    """
+    """Memory for the result of ``join``, such as that of another stream, from one shard's statistics."""
     place = softmax_place(statistics)
     shapes = {column.name: (column.rows, len(statistics))[column.rows == 1 :] for column in columns}
     return replace(place, **{name: place.total.new_empty(shape) for name, shape in shapes.items()})
@@ -170,8 +165,8 @@ def join(gathered: Tensor, columns: Sequence[Column] = (), out: Softmax | None =
 
     Args:
         gathered: [R, n, W + more] the statistics of R shards, in rank order.
-        columns: those in it, in the order of the shards'.
-        out: from ``place_of``, whose tensors are written; None allocates.
+        columns: those in the statistics, in their order.
+        out: from ``place_of``, for the result; None allocates.
 
     Raises:
         ValueError: as ``merge_stats``.

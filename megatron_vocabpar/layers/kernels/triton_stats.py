@@ -1,7 +1,7 @@
 """The kernels on [n] in Triton: the merge of all shards' statistics, and T's row gradient.
 
-Same signatures as in ``reference_stats.py`` (whose step numbers are repeated here), and its results but for
-the last bits of exp2 and the logarithms. One launch each, where PyTorch makes dozens.
+Signatures, steps and results are those of ``reference_stats.py``, but for the last bits of exp2 and the
+logarithms. One launch each; PyTorch makes dozens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _log_of_power(q):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _log1p(x):  # type: ignore[no-untyped-def]
-    """log(1 + x) for x from 0 to 1: what 1 + x loses of x, the quotient gives back."""
+    """log(1 + x) for x from 0 to 1; the quotient corrects for the rounding of 1 + x."""
     y = 1.0 + x
     return tl.where(y == 1.0, x, tl.log(y) * tl.div_rn(x, y - 1.0))
 
