@@ -60,9 +60,12 @@ def _direct(
     offset: Tensor | None,
     out: Tensor | None,
     stats: Tensor,
-) -> None: """2^((y - k ln 2) log2 e). The difference is exact for the largest terms, however large the logits
-    are; the
-    others' rounding grows with their distance from the largest."""
+) -> None:
+    """2^((y - k ln 2) log2 e).
+
+    The difference is exact for the largest terms, however large the logits are; the others' rounding grows
+    with their distance from the largest.
+    """
     if valid_rows < logits.shape[1]:
         logits[:, valid_rows:] = -torch.inf
     target_row = target_row.unsqueeze(1)
