@@ -1,8 +1,8 @@
 """Command-line flags: generated from fields, added to Megatron's parser, read, and checked among each other.
 
-The fields are those of ``FlagConfig`` and of ``VocabOptions``. Flags are read twice: from ``sys.argv`` when
-Megatron is about to be imported, to know whether anything is to be replaced at all, and by Megatron's own
-parser, so that they show in ``--help`` and in what Megatron prints and saves. Standard library only.
+The fields are those of ``FlagConfig`` and ``VocabOptions``. Flags are read twice: from ``sys.argv`` before
+Megatron is imported, to know whether to replace anything, and by Megatron's own parser, so that they show in
+``--help`` and in what Megatron prints and saves. Standard library only.
 
 Next: ``refusals.py``, the table of what cannot be combined with Megatron's flags.
 """
@@ -39,7 +39,7 @@ class Flag:
     Attributes:
         flag: as on the command line.
         arguments: further arguments of ``argparse``'s ``add_argument``.
-        fields: of a record, that it sets; of none where it is more than a value.
+        fields: the fields of a record that it sets; none if ``config_from`` reads it by name.
         page: what the table of flags says besides its help.
     """
 
@@ -76,7 +76,7 @@ def _flag(name: str, each: Option) -> str:
 
 
 def _arguments(each: Option, declared: Any) -> dict[str, Any]:
-    """``add_argument``'s arguments for an option of one value, or of none."""
+    """The arguments of ``add_argument`` for an option with one value, or without."""
     if declared is bool:
         return {"action": "store_true", "help": each.help}
     kind = next(kind for kind in (*typing.get_args(declared), declared) if kind in (int, float, str))
@@ -105,7 +105,7 @@ _PUBLISHED: dict[str, tuple[type, str]] = {
 PUBLISHED = tuple(
     Flag(flag, _arguments(Option(help=help), kind)) for flag, (kind, help) in _PUBLISHED.items()
 )
-"""The spellings of the published scripts, kept so that their launch lines run."""
+"""The spellings of the published scripts, so that their launch lines run."""
 
 OLD_FLAGS = {"--vocab-parallel-schedule": "--vocab-parallel-family"}
 """Old spelling -> the flag; they work through one release, with a warning."""
@@ -143,7 +143,7 @@ def is_asked_for(argv: Sequence[str]) -> bool:
 
 
 def config_from_argv(argv: Sequence[str]) -> FlagConfig:
-    """What our options in a command line with Megatron's arguments ask for.
+    """The configuration that our options in a command line with Megatron's arguments ask for.
 
     Raises:
         ValueError: if they contradict each other, naming flags and remedy.
@@ -190,7 +190,7 @@ def config_from(args: Any) -> FlagConfig:
 
 
 def _values(record: type, args: Any) -> dict[str, Any]:
-    """The fields of a record that flags set, with their values."""
+    """The values that flags set, by the fields of a record."""
     options, values = options_of(record), {}
     for flag in OPTIONS:
         for name in (name for name in flag.fields if name in options):
@@ -211,7 +211,7 @@ def spell(name: str, value: Any) -> str:
 
 
 def _methods(args: Any) -> dict[str, str]:
-    """The methods that are named, by the flags that name them."""
+    """The methods that flags name, by flag."""
     named = [
         ("--vocab-parallel-method", args.vocab_parallel_method),
         ("--use-interlaced-schedule", "interlaced" if args.use_interlaced_schedule else None),
@@ -224,7 +224,7 @@ def _methods(args: Any) -> dict[str, str]:
 
 
 def _open_methods(options: VocabOptions, named: dict[str, str]) -> tuple[str, ...]:
-    """The methods that partition the vocabulary layers and go with the other options, or the one named."""
+    """The method that is named; else those that partition the vocabulary layers and take the options."""
     if named:
         return tuple(set(named.values()))
     return tuple(
@@ -235,7 +235,7 @@ def _open_methods(options: VocabOptions, named: dict[str, str]) -> tuple[str, ..
 
 
 def _check_enabled(args: Any, options: VocabOptions, flags: list[str]) -> None:
-    """Refuse what has no effect without ``--enable-vocab-parallel``."""
+    """Refuse flags that have no effect without ``--enable-vocab-parallel``."""
     flags += [spell(name, getattr(options, name)) for name in asked_for(options, options_of(options))]
     if flags:
         raise ValueError(f"{' and '.join(flags)}: needs {ENABLE}; add it")
