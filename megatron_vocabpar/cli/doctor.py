@@ -1,6 +1,6 @@
-"""``vocabpar doctor``: this machine's GPUs, checked; or what the flag would do to a Megatron-LM checkout.
+"""``vocabpar doctor``: check this machine's GPUs, or say what the flag would do to a Megatron-LM checkout.
 
-The checkout is neither imported nor changed. Next: ``doctor/checks.py``, the checks on GPUs.
+It neither imports nor changes the checkout. Next: ``doctor/checks.py``, the checks on GPUs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import click
 
+from megatron_vocabpar.cli.files import FORMAT
 from megatron_vocabpar.megatron_lm import te_version
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, VERSIONS, Binding
 from megatron_vocabpar.megatron_lm.checkout import (
@@ -23,6 +24,7 @@ from megatron_vocabpar.megatron_lm.checkout import (
     takes_by_value,
     version_of,
 )
+from megatron_vocabpar.megatron_lm.needed import remedy
 
 PATCHED = VERSIONS[:-1]
 """Versions with a patch for each of their tags; the development branch has none."""
@@ -39,14 +41,7 @@ _LINE = "import megatron_vocabpar.adaptor"
     help="Look at a Megatron-LM checkout; by default at the Megatron that Python imports.",
 )
 @click.option("--allow-unknown", is_flag=True, help="As --vocab-parallel-allow-unknown-megatron.")
-@click.option(
-    "--format",
-    "output_format",
-    type=click.Choice(["text", "json"]),
-    default="text",
-    show_default=True,
-    help="Of --gpu.",
-)
+@FORMAT
 @click.option(
     "--time-limits",
     type=click.FloatRange(min=1),
@@ -65,6 +60,8 @@ def doctor_command(
         raise click.UsageError("give --gpu to check this machine, or --megatron PATH to look at a checkout")
     if time_limits and not gpu:
         raise click.UsageError("--time-limits is for the checks of --gpu; leave it out, or give --gpu")
+    if output_format == "json" and not gpu:
+        raise click.UsageError("--format json is for --gpu; leave it out")
     if gpu:
         _check_gpus(output_format, time_limits or 1.0)
     else:
@@ -109,6 +106,8 @@ def _look_at(megatron: Path, allow_unknown: bool) -> None:
             click.echo("\n".join(_lines(megatron, binding)))
     click.echo(te_version.line(te_version.installed(), *te_version.named_by(megatron)))
     click.echo(_door(megatron, version))
+    if needed := remedy(megatron):
+        click.echo(needed)
 
 
 def _several(folders: list[Path]) -> str:

@@ -54,7 +54,7 @@ def checkpoint_problems(args: Any) -> list[str]:
 
 
 def weight_gradient_problems(args: Any, config: FlagConfig) -> list[str]:
-    flag = f"--vocab-parallel-schedule {config.schedule}"
+    flag = f"--vocab-parallel-family {config.schedule}"
     implementation = getattr(args, "transformer_impl", None)
     if not config.splits_w or implementation == "local":
         return []
@@ -93,7 +93,7 @@ def graph_problems(args: Any, config: FlagConfig) -> list[str]:
     flag, problems = "--cuda-graph-impl local, --enable-cuda-graph", []
     if config.schedule not in ("1f1b", "interleaved"):
         problems.append(
-            f"{flag}: graphs of B hold the weight gradients, which --vocab-parallel-schedule "
+            f"{flag}: graphs of B hold the weight gradients, which --vocab-parallel-family "
             f"{config.schedule} may split off; use 1f1b or interleaved"
         )
     if config.profile_iterations:

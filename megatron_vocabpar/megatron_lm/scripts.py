@@ -23,17 +23,17 @@ OTHER_MODELS = (
     "megatron.core.models.retro.",
     "megatron.legacy.model.",
 )
-"""Where models are defined whose vocabulary layers are not partitioned, or not those alone."""
+"""Modules of models whose vocabulary layers are not partitioned, or which have others besides."""
 
 
 def check_script(names: Mapping[str, Any]) -> None:
-    """Whether the running script builds a model that is partitioned.
+    """Refuse a script that builds a model which is not partitioned.
 
     Args:
-        names: those of its module, what it has imported among them.
+        names: the names of its module, with those that it has imported.
 
     Raises:
-        ValueError: if it has imported a class or a function of another model, or names a function that takes
+        ValueError: if it has imported a class or a function of such a model, or names a function that takes
             one.
     """
     for name, module in _taken(names):

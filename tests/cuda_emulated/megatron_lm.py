@@ -85,7 +85,7 @@ def cells() -> Iterator[Cell]:
     """All rows in their order."""
     for family in ("1f1b", "zb-h1", "v-half", "v-zb", "interleaved"):
         for method in ("vocab-1", "vocab-2"):
-            flags = ("--vocab-parallel-schedule", family, "--vocab-parallel-method", method)
+            flags = ("--vocab-parallel-family", family, "--vocab-parallel-method", method)
             yield Cell(f"{family}, {method}", flags + (_CHUNKS if family in _OF_CHUNKS else ()))
     yield Cell("1f1b, a measured plan", words("--vocab-parallel-profile-iterations 1"))
     yield Cell("1f1b, a timeline", words("--vocab-parallel-timeline 3"), left="vocab_parallel_timeline_*/*")

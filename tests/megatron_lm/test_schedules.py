@@ -122,7 +122,7 @@ stock = cache(train)
 
 
 def vocab_flags(case: Case) -> tuple[str, ...]:
-    flags = ("--vocab-parallel-schedule", case.schedule, "--vocab-parallel-method", case.method)
+    flags = ("--vocab-parallel-family", case.schedule, "--vocab-parallel-method", case.method)
     return ("--enable-vocab-parallel", *flags, *case.chunks, *words(case.options))
 
 

@@ -92,7 +92,7 @@ class Case:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        ours = ("--vocab-parallel-schedule", self.schedule, "--vocab-parallel-method", self.method)
+        ours = ("--vocab-parallel-family", self.schedule, "--vocab-parallel-method", self.method)
         chunks = () if self.schedule in ("1f1b", "zb-h1") else CHUNKS
         return ("--enable-vocab-parallel", *ours, *chunks, *words(self.ours))
 
