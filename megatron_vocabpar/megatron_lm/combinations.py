@@ -70,7 +70,7 @@ def weight_gradient_problems(args: Any, config: FlagConfig) -> list[str]:
         ]
     if getattr(args, "tp_comm_overlap", False) and getattr(args, "tp_comm_bulk_wgrad", True):
         return [
-            f"--tp-comm-overlap: {flag} has Transformer Engine delay weight gradients, in which it then cannot "
+            f"--tp-comm-overlap: {flag} has Transformer Engine delay weight gradients, and it cannot then "
             "overlap communication; give --disable-tp-comm-bulk-wgrad, or use 1f1b or interleaved"
         ]
     return []
