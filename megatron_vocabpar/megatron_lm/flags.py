@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import typing
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -106,6 +107,9 @@ PUBLISHED = tuple(
 )
 """The spellings of the published scripts, so that their launch lines run."""
 
+OLD_FLAGS = {"--vocab-parallel-schedule": "--vocab-parallel-family"}
+"""Old spelling -> the flag; they work through one release, with a warning."""
+
 OPTIONS = (
     Flag(ENABLE, _arguments(Option(help="Partition the vocabulary layers over all pipeline stages."), bool)),
     *_flags_of(FlagConfig),
@@ -118,7 +122,8 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our options to Megatron's parser, as its ``extra_args_provider`` would."""
     group = parser.add_argument_group(title="vocabulary parallelism")
     for flag in OPTIONS:
-        group.add_argument(flag.flag, **flag.arguments)
+        old = [name for name, new in OLD_FLAGS.items() if new == flag.flag]
+        group.add_argument(flag.flag, *old, **flag.arguments)
     return parser
 
 
@@ -133,7 +138,7 @@ def chain(provider: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
 
 def is_asked_for(argv: Sequence[str]) -> bool:
     """Whether the command line holds one of our options, or asks for help."""
-    names = {flag.flag for flag in OPTIONS} | set(_HELP)
+    names = {flag.flag for flag in OPTIONS} | {*OLD_FLAGS, *_HELP}
     return any(word.partition("=")[0] in names for word in argv)
 
 
@@ -145,6 +150,10 @@ def config_from_argv(argv: Sequence[str]) -> FlagConfig:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     args, _ = add_options(parser).parse_known_args(list(argv))
+    for old in OLD_FLAGS.keys() & {word.partition("=")[0] for word in argv}:
+        warnings.warn(
+            f"{old} is now {OLD_FLAGS[old]}; the next release drops it", FutureWarning, stacklevel=2
+        )
     return config_from(args)
 
 
@@ -169,9 +178,9 @@ def config_from(args: Any) -> FlagConfig:
         values.setdefault("profile_iterations", 0)
     values["method"] = method
     config = FlagConfig(
-        enabled=method != "baseline" or args.vocab_parallel_schedule != "1f1b",
+        enabled=method != "baseline" or args.vocab_parallel_family != "1f1b",
         options=options,
-        methods=_open_methods(options, methods) if args.vocab_parallel_schedule == AUTO else (),
+        methods=_open_methods(options, methods) if args.vocab_parallel_family == AUTO else (),
         redistribute=redistribute,
         final_stage_layers=args.final_stage_num_layers,
         **values,
@@ -230,10 +239,10 @@ def _check_enabled(args: Any, options: VocabOptions, flags: list[str]) -> None:
     flags += [spell(name, getattr(options, name)) for name in asked_for(options, options_of(options))]
     if flags:
         raise ValueError(f"{' and '.join(flags)}: needs {ENABLE}; add it")
-    schedule = args.vocab_parallel_schedule
+    schedule = args.vocab_parallel_family
     if schedule in SCHEDULES and schedule != "1f1b":
         raise ValueError(
-            f"--vocab-parallel-schedule {schedule}: needs {ENABLE}; add it, with "
+            f"--vocab-parallel-family {schedule}: needs {ENABLE}; add it, with "
             "--vocab-parallel-method baseline to leave the vocabulary layers whole"
         )
 
@@ -241,8 +250,7 @@ def _check_enabled(args: Any, options: VocabOptions, flags: list[str]) -> None:
 def _check(config: FlagConfig, args: Any) -> None:
     if config.schedule not in SCHEDULES:
         raise ValueError(
-            f"--vocab-parallel-schedule {config.schedule}: unknown schedule; use one of "
-            f"{', '.join(SCHEDULES)}"
+            f"--vocab-parallel-family {config.schedule}: unknown schedule; use one of {', '.join(SCHEDULES)}"
         )
     problems = conflicts(config.options, method_named(config.method), spell=spell, rules=_RULES)
     problems += wrong_values(config, spell)

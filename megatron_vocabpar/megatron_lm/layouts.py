@@ -46,7 +46,7 @@ def written_out(args: Any) -> str:
 
 def chunk_problems(args: Any, config: FlagConfig) -> list[str]:
     p, chunks = args.pipeline_model_parallel_size, model_chunks(args)
-    flag = f"--vocab-parallel-schedule {config.schedule}"
+    flag = f"--vocab-parallel-family {config.schedule}"
     if chunks.denominator != 1:
         return [f"{_CHUNK_FLAGS}: they give {chunks} model chunks on each of {p} ranks; choose what divides"]
     fitting = [name for name, family in families().items() if family.allows(chunks.numerator)]
@@ -68,12 +68,6 @@ def chunk_problems(args: Any, config: FlagConfig) -> list[str]:
         return [
             f"--reset-attention-mask: Megatron gives masks to its first and last chunk alone, and {flag} has "
             "the last stage in another; use 1f1b or interleaved"
-        ]
-    recipe = getattr(args, "fp8_recipe", None)
-    if chunks > 1 and getattr(args, "fp8_param_gather", False) and recipe not in ("tensorwise", "blockwise"):
-        return [
-            f"--fp8-param-gather with --fp8-recipe {recipe} and several model chunks a rank: gradients were "
-            "seen to differ; use tensorwise or blockwise, or 1f1b or zb-h1, or leave it out"
         ]
     problems = [
         *_skipping_problems(args, p, chunks.numerator),

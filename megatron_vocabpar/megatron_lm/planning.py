@@ -166,7 +166,7 @@ def plan_request(
 ) -> tuple[PlanRequest, str]:
     """The request for the first plan: what the flags ask for, or the fastest for ``m`` microbatches, and why.
 
-    ``--vocab-parallel-schedule auto`` compares plans under one cap of activations: the given one, or what
+    ``--vocab-parallel-family auto`` compares plans under one cap of activations: the given one, or what
     1F1B needs with vocab-2.
     """
     fitting = [family.name for family in config.families(chunks)]

@@ -263,6 +263,12 @@ REFUSALS = (
         {"logits_save_dir": "logits"},
     ),
     Refusal(
+        "--config-logger-dir",
+        _set("config_logger_dir"),
+        "it writes the logits of every forward, which no rank holds; leave it out",
+        {"config_logger_dir": "configurations"},
+    ),
+    Refusal(
         "--save-dgrads-interval, --save-activations-interval",
         lambda args: _set("save_dgrads_interval")(args) or _set("save_activations_interval")(args),
         "they hook the calls of linear layers, which S, T and IB do not make as stock does; leave them out",
