@@ -1,4 +1,4 @@
-"""Puts our names in the place of Megatron's and the frameworks'. Next: ``runner.py``, what runs then."""
+"""Replaces names of Megatron and the frameworks. Next: ``runner.py``, the forward-backward function."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megatron_vocabpar.megatron_lm.replacements import model_class
 from megatron_vocabpar.pipeline.options import asked_for
 from megatron_vocabpar.runtime.agreement import agree, versions
 
-# A loss of reinforcement learning is no linear function of the tokens' losses.
+# Losses of reinforcement learning are not linear in the tokens' losses.
 _ALWAYS = ("--enable-vocab-parallel", "--vocab-parallel-late-gradient")
 
 
 def config_from(environment: Mapping[str, str]) -> FlagConfig:
-    """What ``VOCAB_PARALLEL_FLAGS`` asks for; vocab-2 in 1f1b without it."""
+    """The configuration of ``VOCAB_PARALLEL_FLAGS``; vocab-2 in 1f1b without it."""
     words = shlex.split(environment.get("VOCAB_PARALLEL_FLAGS", ""))
     config = config_from_argv([*_ALWAYS, *words])
     defaults = config_from_argv(_ALWAYS)

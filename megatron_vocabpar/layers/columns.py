@@ -66,7 +66,7 @@ def _mean(vocab_size: int, _: Tensor, parts: Tensor, softmax: Softmax) -> Tensor
 
 
 def _log_sums(state: OutputState) -> Tensor:
-    """[n] sums of E ln E; ``with_log_product`` has left them in the state."""
+    """[n] sums of E ln E, from the state if ``with_log_product`` has made them."""
     if state.log_sums is not None:
         return state.log_sums
     sums = state.k.new_empty(len(state.x))

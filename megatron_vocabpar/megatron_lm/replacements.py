@@ -149,8 +149,7 @@ def model_class(
     class Model(*bases):  # type: ignore[misc]
         """megatron-core's model as the training script builds it, placed as the schedule has it."""
 
-        # The first chunk's input layer, if the output layer is tied to it; in a tuple, so that
-        # torch.nn.Module does not register it twice.
+        # The first chunk's input layer, if tied to it; in a tuple, which torch.nn.Module does not register.
         tied_to: tuple[Any, ...] = ()
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
