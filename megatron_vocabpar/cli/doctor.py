@@ -42,7 +42,15 @@ _LINE = "import megatron_vocabpar.adaptor"
 )
 @click.option("--allow-unknown", is_flag=True, help="As --vocab-parallel-allow-unknown-megatron.")
 @FORMAT
-def doctor_command(gpu: bool, megatron: Path | None, allow_unknown: bool, output_format: str) -> None:
+@click.option(
+    "--time-limits",
+    type=click.FloatRange(min=1),
+    metavar="FACTOR",
+    help="With --gpu: give each check so many times its seconds, on a busy machine or a slow file system.",
+)
+def doctor_command(
+    gpu: bool, megatron: Path | None, allow_unknown: bool, output_format: str, time_limits: float | None
+) -> None:
     """Check this machine's GPUs, or say what --enable-vocab-parallel would replace in Megatron.
 
     With --gpu: exit code 0 where no check failed, 1 where one did, 2 where there is no GPU.
@@ -52,8 +60,10 @@ def doctor_command(gpu: bool, megatron: Path | None, allow_unknown: bool, output
         raise click.UsageError("give --gpu to check this machine, or --megatron PATH to look at a checkout")
     if output_format == "json" and not gpu:
         raise click.UsageError("--format json is for --gpu; leave it out")
+    if time_limits and not gpu:
+        raise click.UsageError("--time-limits is for the checks of --gpu; leave it out, or give --gpu")
     if gpu:
-        _check_gpus(output_format)
+        _check_gpus(output_format, time_limits or 1.0)
     else:
         _look_at(megatron or folder[0], allow_unknown)
         several = list(dict.fromkeys([*([megatron.resolve()] if megatron else []), *folder]))
@@ -61,7 +71,7 @@ def doctor_command(gpu: bool, megatron: Path | None, allow_unknown: bool, output
             click.echo(_several(several))
 
 
-def _check_gpus(output_format: str) -> None:
+def _check_gpus(output_format: str, time_limits: float) -> None:
     from megatron_vocabpar.doctor.checks import checks
     from megatron_vocabpar.doctor.guard import run_all
     from megatron_vocabpar.doctor.surroundings import count_gpus
@@ -70,7 +80,10 @@ def _check_gpus(output_format: str) -> None:
     gpus = count_gpus()
     results = []
     with tempfile.TemporaryDirectory(prefix="vocabpar-doctor-") as folder:
-        every = checks("cuda", gpus, folder)
+        every = [
+            dataclasses.replace(check, timeout_s=time_limits * check.timeout_s)
+            for check in checks("cuda", gpus, folder)
+        ]
         for result in run_all(every, lambda name: click.echo(f"{name} ... ", nl=False, err=True)):
             click.echo(f"{result.outcome}, {result.seconds:.1f} s", err=True)
             results.append(result)

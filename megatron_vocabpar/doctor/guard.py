@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from megatron_vocabpar.doctor.result import Check, Finding, Result
+from megatron_vocabpar.parent import follow_parent
 
 _LOG_LINES = 20
 _LONGEST_REASON = 200
@@ -67,7 +68,7 @@ def _ask(check: Check, answer: Path, log: Path) -> Finding:
         try:
             code = process.wait(check.timeout_s)
         except subprocess.TimeoutExpired:
-            return Finding("failed", reason=f"it did not end within {check.timeout_s:.0f} s")
+            return Finding("failed", reason=f"it did not end within {check.timeout_s:.0f} s (--time-limits)")
         finally:
             _end(process)
     if answer.exists():
@@ -111,7 +112,11 @@ def _is_missing_library(error: Exception) -> bool:
 
 
 def _answer(target: str, arguments: str, answer: str) -> None:
-    """The check's process: call the function, write its finding, and end without waiting for anything."""
+    """The check's process: call the function, write its finding, and end without waiting for anything.
+
+    It also ends when the doctor has been killed: nothing else would end a check that hangs.
+    """
+    follow_parent(Path(answer).parent)
     module, _, function = target.partition(":")
     try:
         finding = getattr(importlib.import_module(module), function)(**json.loads(arguments))

@@ -71,12 +71,6 @@ def chunk_problems(args: Any, config: FlagConfig) -> list[str]:
             f"--reset-attention-mask: Megatron gives masks to its first and last chunk alone, and {flag} has "
             "the last stage in another; use 1f1b or interleaved"
         ]
-    recipe = getattr(args, "fp8_recipe", None)
-    if chunks > 1 and getattr(args, "fp8_param_gather", False) and recipe not in ("tensorwise", "blockwise"):
-        return [
-            f"--fp8-param-gather with --fp8-recipe {recipe} and several model chunks a rank: gradients were "
-            "seen to differ; use tensorwise or blockwise, or 1f1b or zb-h1, or leave it out"
-        ]
     problems = [
         *_skipping_problems(args, p, chunks.numerator),
         *(_heterogeneous_problems(args) if chunks > 1 else []),

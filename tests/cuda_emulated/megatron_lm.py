@@ -124,7 +124,7 @@ class Run:
         return set(self.codes) == {0}
 
 
-def run(cell: Cell, is_ours: bool, *options: str, limit_s: float = 300) -> Run:
+def run(cell: Cell, is_ours: bool, *options: str, limit_s: float = 900) -> Run:
     """Train with ``pretrain_gpt.py`` of the checkout, with our flags or without."""
     script = Path(os.environ["MEGATRON_LM_PATH"]) / "pretrain_gpt.py"
     size = cell.pp * cell.tp * cell.dp

@@ -191,11 +191,6 @@ MASKS = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": Tr
             TWO | {"heterogeneous_layers_config_path": "a.json"},
             "-config-path: .* use 1f1b or zb-h1",
         ),
-        (
-            "v-half",
-            TWO | {"fp8_param_gather": True, "fp8_recipe": "delayed"},
-            "--fp8-param-gather with --fp8-recipe delayed and several .* tensorwise or blockwise",
-        ),
         ("v-half", TWO | {"heterogeneous_layers_config_encoded_json": "{}"}, "one model chunk a rank alone;"),
         ("zb-h1", {"transformer_impl": "inference_optimized"}, "zb-h1: splits weight gradients .* local"),
         ("zb-h1", TE | {"overlap_grad_reduce": True}, "after --overlap-grad-reduce would reduce"),
