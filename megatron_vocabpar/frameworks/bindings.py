@@ -80,7 +80,7 @@ _NO_PATCH = "gives the model another forward or loss"
 
 REFUSED: dict[Binding, str] = {
     Binding("verl.models.mcore.model_forward_fused", "patch_fused_forward", (), _NO_PATCH): (
-        "use_fused_kernels: vocabulary parallelism has an output layer of its own; set use_fused_kernels=False"
+        "use_fused_kernels: vocabulary parallelism has its own output layer; set use_fused_kernels=False"
     ),
     Binding("verl.models.mcore.mtp_patch", "patch_postprocess", (), _NO_PATCH): (
         "multi-token prediction in verl: its loss is computed from logits; set mtp.enable=False, or train "

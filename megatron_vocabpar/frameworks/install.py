@@ -65,10 +65,9 @@ def _of_frameworks() -> list[Binding]:
             has = [binding for binding in names if has_name(binding)]
             if known is not REFUSED and not has:
                 wanted = ", ".join(f"{binding.module}.{binding.name}" for binding in names)
-                raise ValueError(
-                    f"{framework} {getattr(sys.modules[framework], '__version__', '')} has none of {wanted}: use a "
-                    "release that docs/frameworks.md names"
-                )
+                release = f"{framework} {getattr(sys.modules[framework], '__version__', '')}"
+                remedy = "use a release that docs/frameworks.md names"
+                raise ValueError(f"{release} has none of {wanted}: {remedy}")
             here += has
     return here
 
