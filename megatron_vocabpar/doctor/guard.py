@@ -114,7 +114,7 @@ def _is_missing_library(error: Exception) -> bool:
 def _answer(target: str, arguments: str, answer: str) -> None:
     """The check's process: call the function, write its finding, and end without waiting for anything.
 
-    It ends with the doctor, too: where that is killed, nothing else would end a check that hangs.
+    It also ends when the doctor has been killed: nothing else would end a check that hangs.
     """
     follow_parent(Path(answer).parent)
     module, _, function = target.partition(":")

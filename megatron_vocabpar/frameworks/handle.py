@@ -120,12 +120,13 @@ class LogitsHandle(_Shaped):
         self.shape = torch.Size((*tokens, width))
         self.device = device
         self._answer = answer
-        self._temperature = 1.0
+        self._temperatures = torch.ones((1,) * len(tokens), dtype=torch.float64, device=device)
         self._wanted: set[str] = set()  # shared with handles made of this one
 
-    def _like(self, tokens: tuple[int, ...], divisor: float = 1.0) -> LogitsHandle:
+    def _like(self, tokens: tuple[int, ...], temperatures: Tensor | None = None) -> LogitsHandle:
         like = LogitsHandle(tokens, self.shape[-1], self.device, self._answer)
-        like._temperature, like._wanted = self._temperature * divisor, self._wanted
+        like._wanted = self._wanted
+        like._temperatures = self._temperatures if temperatures is None else temperatures
         return like
 
     def clone(self) -> LogitsHandle:
@@ -139,7 +140,9 @@ class LogitsHandle(_Shaped):
         if dim == len(self.shape) - 1:
             raise LogitsError("squeeze of the ids")
         tokens = self.shape[:-1]
-        return self._like(tokens[:dim] + tokens[dim + 1 :] if tokens[dim] == 1 else tokens)
+        if tokens[dim] != 1:
+            return self._like(tokens)
+        return self._like(tokens[:dim] + tokens[dim + 1 :], self._temperatures.squeeze(dim))
 
     def unsqueeze(self, dim: int) -> LogitsHandle:
         """With one more dimension of size 1, before the ids."""
@@ -147,20 +150,40 @@ class LogitsHandle(_Shaped):
         if dim == len(self.shape):
             raise LogitsError("unsqueeze behind the ids")
         tokens = self.shape[:-1]
-        return self._like((*tokens[:dim], 1, *tokens[dim:]))
+        return self._like((*tokens[:dim], 1, *tokens[dim:]), self._temperatures.unsqueeze(dim))
 
     def div(self, temperature: Tensor | float) -> LogitsHandle:
-        """The logits divided by one positive number."""
-        return self._like(self.shape[:-1], _positive(temperature))
+        """The logits divided by one positive number, or by one a token, ``[..., 1]``."""
+        return self._like(self.shape[:-1], self._divided_by(temperature))
 
     __truediv__ = div
 
     def div_(self, temperature: Tensor | float) -> LogitsHandle:
         """``div`` in place."""
-        self._temperature *= _positive(temperature)
+        self._temperatures = self._divided_by(temperature)
         return self
 
-    __itruediv__ = div_
+    def _divided_by(self, temperature: Tensor | float) -> Tensor:
+        divisor = torch.as_tensor(temperature, dtype=torch.float64, device=self.device)
+        if divisor.numel() == 1:
+            return self._temperatures * _positive(float(divisor))
+        if divisor.shape == (*self.shape[:-1], 1):
+            return self._temperatures * divisor.squeeze(-1)
+        raise ValueError(
+            f"a temperature of shape {tuple(divisor.shape)} for tokens {tuple(self.shape[:-1])}: give one "
+            "number, or one a token with a last dimension of 1"
+        )
+
+    def _temperature(self, labels: Tensor) -> float:
+        """The one temperature of all tokens with a label; padding may have another."""
+        everyone = self._temperatures.expand(labels.shape)
+        labelled = everyone[labels >= 0].unique().tolist() or [float(everyone.max())]
+        if len(labelled) > 1:
+            raise ValueError(
+                f"temperatures {labelled} in one microbatch: vocabulary parallelism takes one for all tokens "
+                "of an iteration; sample them with one temperature"
+            )
+        return _positive(labelled[0])
 
     def logprobs(self, labels: Tensor) -> Tensor:
         """Log-probability of each label, in its shape.
@@ -175,7 +198,7 @@ class LogitsHandle(_Shaped):
             )
         if self._answer is None:
             wanted = dict.fromkeys(self._wanted, True)
-            raise Wanted(Request(labels, self._temperature, **wanted))
+            raise Wanted(Request(labels, self._temperature(labels), **wanted))
         return self._answer.logprobs.view(labels.shape)
 
     def entropy(self, gradient: bool = True) -> Tensor:
@@ -224,12 +247,7 @@ for _name in _OPERATORS:
     setattr(LogitsHandle, f"__{_name}__", _refuse(f"__{_name}__"))
 
 
-def _positive(temperature: Any) -> float:
-    if isinstance(temperature, Tensor) and temperature.numel() != 1:
-        raise ValueError(
-            f"a temperature of shape {tuple(temperature.shape)}: vocabulary parallelism takes one for all "
-            "tokens of an iteration; give one number"
-        )
-    if not 0 < (value := float(temperature)) < float("inf"):
-        raise ValueError(f"temperature {value}: give a positive number")
-    return value
+def _positive(temperature: float) -> float:
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature {temperature}: give a positive number")
+    return temperature

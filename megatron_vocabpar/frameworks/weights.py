@@ -6,7 +6,6 @@ and Megatron Bridge v0.6.0. Next: ``pipeline/model/whole_layers.py``, the layers
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from functools import wraps
 from typing import Any
 
 from megatron_vocabpar.megatron_lm.bindings import Binding
+from megatron_vocabpar.megatron_lm.patch import has_name
 from megatron_vocabpar.pipeline.model.whole_layers import whole_layers
 
 
@@ -36,15 +36,9 @@ class Walk:
     iterates: bool
     writes: bool
 
-    def is_found(self) -> bool:
-        """Whether the framework is imported, or is just being, and has the function's module."""
-        if self.framework not in sys.modules:
-            return False
-        try:
-            importlib.import_module(self.binding.module)
-        except ModuleNotFoundError:
-            return False
-        return True
+    def is_here(self) -> bool:
+        """Whether the framework is imported, or is just being, and has the function."""
+        return self.framework in sys.modules and has_name(self.binding)
 
     def on_whole_layers(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """``original`` on a model that shows stock's layers."""

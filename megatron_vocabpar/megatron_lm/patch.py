@@ -57,6 +57,19 @@ def original_of(binding: Binding) -> Any:
     return attrgetter(binding.name)(importlib.import_module(binding.module))
 
 
+def has_name(binding: Binding) -> bool:
+    """Whether its module is there and has the name."""
+    try:
+        original_of(binding)
+    except AttributeError:
+        return False
+    except ModuleNotFoundError as error:
+        if f"{binding.module}.".startswith(f"{error.name}."):
+            return False
+        raise  # something that the module imports
+    return True
+
+
 def _swap(binding: Binding, current: Any, new: Any) -> None:
     for module, path in binding.places:
         holder: Any = sys.modules.get(module)
