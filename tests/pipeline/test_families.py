@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from megatron_vocabpar.pipeline import compat
 from megatron_vocabpar.pipeline.model.chunks import chunk_positions
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.placement import Placement
 from tests.cases import covering, rest_is_slow
-from tests.pipeline.gpt import Case, case_of
+from tests.pipeline.gpt import Case, case_of, skip_unless_buildable
 from tests.pipeline.test_equality import check
 
 
@@ -82,8 +81,7 @@ def test_with_tensor_and_data_parallelism(family: str, sizes: str) -> None:
 )
 def test_any_placement_with_split_weight_gradients(method: str, pp: int, chunks: int, shape: str) -> None:
     """The slowest valid schedule, microbatch after microbatch: the runtime is tested, not the order."""
-    if shape == "vshape" and not compat.COUNTS_LAYERS_BY_GROUP:
-        pytest.skip("this megatron-core counts layers by the global pipeline rank")
+    skip_unless_buildable(shape)
     layers = 2 * pp * chunks if pp < 4 else pp * chunks
     check(Case(method=method, pp=pp, m=2, schedule="sequential", chunks=chunks, shape=shape, layers=layers))
 
