@@ -12,7 +12,7 @@ import torch
 
 from megatron_vocabpar.layers.columns import ENTROPY, Column, mean_column, rival_column
 from megatron_vocabpar.layers.fp8 import Fp8Weight
-from megatron_vocabpar.layers.head import FixedPointHead, Head, NaiveHead, PlainHead, spare_exponentials
+from megatron_vocabpar.layers.head import FixedPointHead, Head, NaiveHead, spare_exponentials
 from megatron_vocabpar.layers.numbers import Slopes, Softmax
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.terms import LossTerms
@@ -147,7 +147,7 @@ def head_of(chain: OutputChain) -> Head:
         # Once an iteration, when the first S has the weight.
         fp8 = cache(lambda: Fp8Weight.of(model.output_weight.detach(), shard, recipe))
     log_product = early and options.entropy_gradient
-    return PlainHead(shard=shard, options=how, columns=tuple(columns), log_product=log_product, fp8=fp8)
+    return Head(shard=shard, options=how, columns=tuple(columns), log_product=log_product, fp8=fp8)
 
 
 class SpareExponentials:
