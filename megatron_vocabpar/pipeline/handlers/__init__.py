@@ -68,7 +68,7 @@ def output_table(method: Method, chain: OutputChain, hidden: HiddenStates, losse
     barriers = Barriers(chain)
     softmax = SoftmaxPasses(chain, hidden, barriers, losses)
     if chain.ranks_targets:
-        run_t = softmax.count_likelier
+        run_t = losses.count_likelier
     elif chain.early:
         run_t = softmax.weight_backward
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_vocabpar.layers.columns import likelier_ids
 from megatron_vocabpar.layers.numbers import Softmax
 from megatron_vocabpar.layers.token_loss import loss_of
 from megatron_vocabpar.pipeline.handlers.chain import OutputChain
@@ -13,7 +14,7 @@ from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassTy
 
 
 class Losses(LayerHandlers):
-    """The handler of L. Without L, the passes of ``softmax.py`` call ``report`` when they are done."""
+    """The handlers of L and of an evaluation's T; without L, other passes call ``report`` at their end."""
 
     def __init__(self, chain: OutputChain) -> None:
         super().__init__(chain.iteration)
@@ -33,6 +34,15 @@ class Losses(LayerHandlers):
         grads = self.report(i, softmax, ranks)
         if grads is not None:
             self.buffers.put(instruction, "gradient", grads, uses=1 + self.rank.is_last)
+
+    def count_likelier(self, instruction: Pass) -> None:
+        """T of an evaluation: how many ids of this shard are likelier than each target."""
+        i, chain = instruction.microbatch, self.chain
+        softmax, state = chain.softmax(i), self.buffers.take(chain.softmax_pass(i), "state")
+        self.buffers.put(instruction, "counts", likelier_ids(state, softmax))
+        if self.rank.has_loss:
+            self.buffers.put(instruction, "softmax", softmax)
+        chain.spare.keep(state)
 
     def report(self, i: int, softmax: Softmax, ranks: torch.Tensor | None = None) -> torch.Tensor | None:
         """Call the loss function; in training, return the gradient [k, n] that it gives the tokens."""

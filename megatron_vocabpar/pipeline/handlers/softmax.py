@@ -3,9 +3,8 @@
     naive       S  | S2 | T                    vocab-2     S with A | T of the weight alone
     vocab-1     S  | T                         interlaced  S with everything, all ranks in step
 
-With a late gradient T is the input gradient alone, with rows unscaled, and TW the weight gradient. In an
-evaluation T, if there is one, counts ids.
-The mathematics is in ``layers/output.py``.
+With a late gradient T is the input gradient alone, with rows unscaled, and TW the weight gradient.
+The T of an evaluation counts ids (``loss.py``). The mathematics is in ``layers/output.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 
-from megatron_vocabpar.layers.columns import likelier_ids
 from megatron_vocabpar.layers.head import NaiveHead
 from megatron_vocabpar.layers.numbers import Softmax
 from megatron_vocabpar.pipeline.gradients import main_grad
@@ -87,14 +85,6 @@ class SoftmaxPasses(LayerHandlers):
             grads = self.microbatches[i].gradient[None]
         self._add_weight_gradient(state, softmax, grads)
         self._wrote(instruction, softmax, state)
-
-    def count_likelier(self, instruction: Pass) -> None:
-        """T of an evaluation: how many ids of this shard are likelier than each target."""
-        softmax, state = self._taken(instruction.microbatch)
-        self.buffers.put(instruction, "counts", likelier_ids(state, softmax))
-        if self.rank.has_loss:
-            self.buffers.put(instruction, "softmax", softmax)
-        self.chain.spare.keep(state)
 
     def _taken(self, i: int) -> tuple[Softmax, Any]:
         return self.chain.softmax(i), self.buffers.take(self.chain.softmax_pass(i), "state")

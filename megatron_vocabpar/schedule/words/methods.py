@@ -92,18 +92,6 @@ class Method:
         late = f"{statistics} L CG B, {self.late or f'{statistics} {weight}'}, CG {weight}"
         return replace(self, late=late, late_gradient=True)
 
-    def without_gradients(self, *, ranks_targets: bool = False) -> Method:
-        """The method of an evaluation: the chain up to the statistics, then the loss.
-
-        Ranks need not run the layer in step then, as no gradient follows.
-        """
-        if not self.chain:
-            return self
-        forward = list(takewhile(lambda word: _unmarked(word) not in ("T", "B"), self.chain.split()))
-        words = [*map(_unmarked, forward), *(["C1"] if self.in_step else [])]
-        chain = " ".join([*words, *(["T", "C2"] if ranks_targets else []), "L"])
-        return replace(self, chain=chain, late="")
-
     @property
     def vocabulary_parallel(self) -> bool:
         """Whether the vocabulary layers are partitioned over all ranks."""
@@ -162,6 +150,19 @@ class Method:
     def barriers(self) -> int:
         """Communication barriers between the last stage's F and B (sections 4.3 and 4.4)."""
         return len(self.producers.keys() - {CommType.CG})
+
+
+def without_gradients(method: Method, *, ranks_targets: bool = False) -> Method:
+    """The method of an evaluation: the chain up to the statistics, then the loss.
+
+    Ranks need not run the layer in step then, as no gradient follows.
+    """
+    if not method.chain:
+        return method
+    forward = takewhile(lambda word: _unmarked(word) not in ("T", "B"), method.chain.split())
+    words = [*map(_unmarked, forward), *(["C1"] if method.in_step else [])]
+    chain = " ".join([*words, *(["T", "C2"] if ranks_targets else []), "L"])
+    return replace(method, chain=chain, late="")
 
 
 _WORDS: dict[str, Word] = {

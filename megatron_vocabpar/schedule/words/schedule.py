@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_vocabpar.schedule.words.methods import Method
+from megatron_vocabpar.schedule.words.methods import Method, without_gradients
 from megatron_vocabpar.schedule.words.passes import (
     COLLECTIVES,
     VOCABULARY_PASSES,
@@ -119,7 +119,7 @@ def forward_only(schedule: Schedule, *, ranks_targets: bool = False) -> Schedule
     To rank targets T stays, on every rank. L then waits for the counts of all ranks, whose T may be much
     later, so all L come at the end.
     """
-    method = schedule.method.without_gradients(ranks_targets=ranks_targets)
+    method = without_gradients(schedule.method, ranks_targets=ranks_targets)
     marker = PassType.T if PassType.T in schedule.method.passes else PassType.S
     loss_rank = schedule.placement.rank_of(schedule.placement.loss_stage)
 

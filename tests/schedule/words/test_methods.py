@@ -12,7 +12,7 @@ from megatron_vocabpar.schedule.play.hang import find_hangs
 from megatron_vocabpar.schedule.serialize import plan_from_json, plan_to_json
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts
-from megatron_vocabpar.schedule.words.methods import METHODS, Method
+from megatron_vocabpar.schedule.words.methods import METHODS, Method, without_gradients
 from megatron_vocabpar.schedule.words.passes import CommType, PassType
 from tests.cases import rest_is_slow
 
@@ -59,9 +59,9 @@ def test_what_waits_for_what() -> None:
 )
 def test_the_chain_of_an_evaluation(name: str, evaluation: str, ranking: str) -> None:
     for method in (METHODS[name], METHODS[name].with_late_gradient()):
-        assert (method.without_gradients().chain, method.without_gradients().late) == (evaluation, "")
-        assert method.without_gradients(ranks_targets=True).chain == ranking
-    assert METHODS["naive"].without_gradients().chain == "C0 S C1 S2 C2 L"
+        assert (without_gradients(method).chain, without_gradients(method).late) == (evaluation, "")
+        assert without_gradients(method, ranks_targets=True).chain == ranking
+    assert without_gradients(METHODS["naive"]).chain == "C0 S C1 S2 C2 L"
 
 
 @pytest.mark.parametrize(
