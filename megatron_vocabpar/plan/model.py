@@ -77,15 +77,20 @@ class Model:
         return not self.experts or self.dense_layers > 0
 
     @property
+    def sparse(self) -> float:
+        """The share of layers that have experts."""
+        return (self.layers - self.dense_layers) / self.layers if self.experts else 0.0
+
+    @property
     def expert_weights(self) -> float:
         """Weights of all routed experts of the mean layer."""
-        return _sparse(self) * self.experts * _mlp(self) * self.expert_ffn
+        return self.sparse * self.experts * _mlp(self) * self.expert_ffn
 
     @property
     def shared_weights(self) -> float:
         """Weights of the mean layer that every token passes, the router among them; norms are left out."""
-        dense = (1.0 - _sparse(self)) * _mlp(self) * self.ffn
-        sparse = _sparse(self) * (_mlp(self) * self.shared_ffn + self.hidden * self.experts)
+        dense = (1.0 - self.sparse) * _mlp(self) * self.ffn
+        sparse = self.sparse * (_mlp(self) * self.shared_ffn + self.hidden * self.experts)
         return _attention_weights(self) + dense + sparse
 
     @property
@@ -96,13 +101,13 @@ class Model:
     @property
     def expert_flops(self) -> float:
         """Operations of the mean layer's products with weights of routed experts, forward, one token."""
-        return product_flops(_sparse(self) * self.top_k * _mlp(self) * self.expert_ffn)
+        return product_flops(self.sparse * self.top_k * _mlp(self) * self.expert_ffn)
 
     @property
     def repeated_flops(self) -> float:
         """Operations of the mean layer that selective recomputation runs again, one token: dense MLPs, and
         latent attention's products into the heads."""
-        weights = (1.0 - _sparse(self)) * _mlp(self) * self.ffn
+        weights = (1.0 - self.sparse) * _mlp(self) * self.ffn
         if self.latent:
             queries, keys, plain, _, value = self.latent
             weights += queries * _widths(self)[0] + keys * self.heads * (plain + value)
@@ -111,7 +116,7 @@ class Model:
     @property
     def exchanged_width(self) -> float:
         """Elements of a token that the mean layer sends to experts, and gets back, forward."""
-        return _sparse(self) * self.top_k * self.hidden
+        return self.sparse * self.top_k * self.hidden
 
     @property
     def key_width(self) -> int:
@@ -172,9 +177,9 @@ class Model:
         """Bytes that the mean layer keeps of one token from forward to backward."""
         attention = sum(_widths(self)) + 4 * self.hidden  # and what enters both norms, attention and MLP
         per_width = 3 if self.gated else 2
-        dense = (1.0 - _sparse(self)) * per_width * self.ffn
+        dense = (1.0 - self.sparse) * per_width * self.ffn
         routed = self.top_k * (per_width * self.expert_ffn + 2 * self.hidden)
-        sparse = _sparse(self) * (routed + per_width * self.shared_ffn)
+        sparse = self.sparse * (routed + per_width * self.shared_ffn)
         masks = 2 * self.hidden if self.dropout else 0
         return _HALF * (attention + dense + sparse) + masks
 
@@ -188,7 +193,7 @@ class Model:
         kept = 2 if self.gated else 1
         routed = self.top_k * (kept * self.expert_ffn + 2 * self.hidden) + kept * self.shared_ffn
         masks = 2 * self.hidden if self.dropout else 0
-        return _HALF * (attention + _sparse(self) * routed) + masks
+        return _HALF * (attention + self.sparse * routed) + masks
 
 
 def _widths(model: Model) -> tuple[int, int, int, int]:
@@ -208,11 +213,6 @@ def _attention_weights(model: Model) -> int:
     into_queries = queries * (model.hidden + query) if queries else model.hidden * query
     into_keys = model.hidden * (keys + rotary) + keys * model.heads * (plain + head_value)
     return into_queries + into_keys + output * model.hidden
-
-
-def _sparse(model: Model) -> float:
-    """The share of layers that have experts."""
-    return (model.layers - model.dense_layers) / model.layers if model.experts else 0.0
 
 
 def _mlp(model: Model) -> int:
