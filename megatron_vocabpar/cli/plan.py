@@ -39,6 +39,8 @@ _FILE_COLUMNS = 100  # of the tables where they are not shown on a terminal
 @click.option("--network-gb-s", type=float, help="GB/s of a GPU's share of the network, one direction.")
 @click.option("--gpus-per-node", type=int, help="GPUs that the link connects.")
 @click.option("--costs", "costs_file", metavar="FILE", help="Measured times of the passes, as JSON.")
+@click.option("--gpus", type=int, help="Search how to spread the model over so many; sizes given stay.")
+@click.option("--sources", is_flag=True, help="Also say where each number about the GPU is from.")
 @click.option("--pp", type=int, help="Pipeline size; by default the arguments', or 8.")
 @click.option("--tp", type=int, help="Tensor parallel size; by default the arguments', or 1.")
 @click.option(
@@ -74,12 +76,21 @@ def plan_command(ctx: click.Context, output_format: str, html_file: str | None, 
     _check(options)
     given = _given(options["script"], options["arguments"])
     model = _model(options, given)
-    notes: list[str] = []
-    job = job_from_arguments(given, options, notes)
     gpu = _hardware(options)
     limit = gpu.memory_gib if options["memory_gib"] is None else options["memory_gib"]
+    if options["sources"]:
+        from megatron_vocabpar.plan.search_tables import sources
+
+        click.echo("\n".join(sources(gpu)), err=output_format == "json")
+    if options["gpus"] is not None:
+        from megatron_vocabpar.cli.search import search_plan
+
+        asked = options | {"html_file": html_file}
+        ctx.exit(0 if search_plan(model, given, gpu, limit, asked, output_format) else NOTHING_FITS)
+    notes: list[str] = []
+    job = job_from_arguments(given, options, notes)
     costs = PassCosts.load(options["costs_file"]) if options["costs_file"] is not None else None
-    notes += _unused(given, options)
+    notes += unused(given, options)
     advice = advise(Request(model, job, gpu, limit, costs), notes, workers=min(_WORKERS, os.cpu_count() or 1))
     if html_file is not None:
         from megatron_vocabpar.plan.page import draw_page
@@ -145,7 +156,7 @@ def _hardware(options: dict[str, Any]) -> Hardware:
     )
 
 
-def _unused(given: Given, options: dict[str, Any]) -> list[str]:
+def unused(given: Given, options: dict[str, Any]) -> list[str]:
     """What was given and nothing read."""
     unread = given.unread()
     lines = [f"Not used by the plan, nor in its launch line: {', '.join(unread)}."] if unread else []

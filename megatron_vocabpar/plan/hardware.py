@@ -21,7 +21,10 @@ class Rates:
     Attributes:
         layers, output: of products and attention in layers, and of the output layer, in bfloat16.
         fp8: of layers' products in 8 bits.
-        experts, fp8_experts: of experts' products, with what moves and sorts their tokens on the device.
+        experts, fp8_experts: of experts' products.
+        moved: passes over an expert's tokens, [tokens, H] in 16 bits, at the memory's bandwidth, that sorting
+            and gathering them takes, forward; as often again for each of the two backward passes.
+        launch_ms: what a layer with experts takes at least, forward, as the host starts its kernels.
         sources: where each is from.
     """
 
@@ -30,6 +33,8 @@ class Rates:
     fp8: float
     experts: float
     fp8_experts: float
+    moved: float
+    launch_ms: float
     sources: dict[str, str] = field(default_factory=dict, compare=False)
 
 

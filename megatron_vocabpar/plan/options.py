@@ -10,16 +10,12 @@ Next: ``advice.py``.
 from __future__ import annotations
 
 import re
-import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, product
 from math import inf
 
-from megatron_vocabpar.parent import follow_parent
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.memory import (
@@ -32,8 +28,9 @@ from megatron_vocabpar.plan.memory import (
     stage_memory,
 )
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.stock import layouts, play, stages_of
+from megatron_vocabpar.plan.stock import Layout, layouts, play, stages_of
 from megatron_vocabpar.plan.times import after_ms, estimated_costs
+from megatron_vocabpar.plan.workers import mapping
 from megatron_vocabpar.schedule.make.families import Family, families, family_named
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
 from megatron_vocabpar.schedule.make.request import PlanRequest
@@ -88,6 +85,7 @@ class Option:
         problem: why it cannot run; nothing else is known then.
         exact: whether it was simulated for all microbatches.
         flags: of Megatron's own, that place its layers; of stock Megatron alone.
+        after_ms: of the iteration, gradients, weights and the optimizer's step behind the schedule.
     """
 
     method: str
@@ -99,6 +97,7 @@ class Option:
     problem: str = ""
     exact: bool = False
     flags: tuple[str, ...] = ()
+    after_ms: float = 0.0
 
     @property
     def stock(self) -> bool:
@@ -145,7 +144,7 @@ def all_options(
         for family, method in product(among or families(), methods)
         if family == "1f1b" or method not in ONLY_1F1B
     ]
-    with _mapping(workers) as each:
+    with mapping(workers) as each:
         tried = list(each(partial(option_of, request), *zip(*pairs, strict=True)))
         if all(one.problem for one in tried):
             raise ValueError(tried[0].problem)
@@ -159,22 +158,6 @@ def all_options(
                 if full.fits(request):  # it may hold more than it did before
                     least = min(least, full.iteration_ms)
     return tried
-
-
-@contextmanager
-def _mapping(workers: int) -> Iterator[Callable[..., Iterator[Option]]]:
-    """``map``, in this process or in so many others."""
-    if workers == 1:
-        yield map
-    else:
-        with ProcessPoolExecutor(workers, initializer=_follow) as pool:
-            yield pool.map
-
-
-def _follow() -> None:
-    """In each worker: the parent answers Ctrl-C, and none outlives it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    follow_parent()
 
 
 def best_of(request: Request, options: Sequence[Option]) -> Option | None:
@@ -205,6 +188,9 @@ def option_of(request: Request, method_name: str, name: str, microbatches: int |
 
 def in_full(request: Request, option: Option) -> Option:
     """The option as its training would run it: its whole schedule, generated and simulated."""
+    if option.method == STOCK:
+        placed = Layout(option.family, len(option.layers) // request.job.p, option.layers, option.flags)
+        return _stock_option(request, placed, False)
     job, family = request.job, family_named(option.family)
     costs = costs_of(request, option.method, family, option.layers)
     problem = Problem.of(PlanRequest(method=option.method, p=job.p, m=job.m, family=family, costs=costs))
@@ -215,40 +201,46 @@ def in_full(request: Request, option: Option) -> Option:
     return replace(done, exact=True)
 
 
-def stock_options(request: Request) -> list[Option]:
-    """What Megatron does by itself: of each way to place layers the fastest that fits, or the smallest."""
-    model, job = request.model, request.job
-    costs = request.costs("baseline")
+def stock_options(request: Request, *, shorter: bool = False) -> list[Option]:
+    """What Megatron does by itself: of each way to place layers the fastest that fits, or the smallest.
+
+    ``shorter``: played for a few microbatches, as ``option_of`` does it.
+    """
     tried: dict[str, list[Option]] = {}
-    for placed in layouts(model.layers, job.p, costs):
-        played = play(stages_of(placed, job.p, costs), job.p, job.m, costs.p2p_ms)
-        placement = Placement(job.p, placed.chunks, "standard")
-        own = [sum(placed.layers[rank :: job.p]) for rank in range(job.p)]
-        held = [Held(most / max(1, count)) for most, count in zip(played.held_layers, own, strict=True)]
-        stages = stage_memory(model, job, method_named("baseline"), placement, placed.layers, held, Bytes())
-        after = _after_ms(
-            request, parameters_of(model, job, method_named("baseline"), placement, placed.layers), costs
-        )
-        idle = 1.0 - sum(played.work_ms) / job.p / played.length_ms
-        one = Option(
-            STOCK,
-            placed.name,
-            placed.layers,
-            played.length_ms + after,
-            idle,
-            tuple(stages),
-            exact=True,
-            flags=placed.flags,
-        )
-        tried.setdefault(re.sub(r" x\d+", "", placed.name), []).append(one)
-    fittest = (
-        min(
-            some,
-            key=lambda one: (not one.fits(request), one.iteration_ms if one.fits(request) else one.peak_gib),
-        )
-        for some in tried.values()
+    for placed in layouts(request.model.layers, request.job.p, request.costs("baseline")):
+        kind = re.sub(r" x\d+", "", placed.name)
+        tried.setdefault(kind, []).append(_stock_option(request, placed, shorter))
+
+    def rank(one: Option) -> tuple[bool, float]:
+        fits = one.fits(request)
+        return not fits, one.iteration_ms if fits else one.peak_gib
+
+    return [min(some, key=rank) for some in tried.values()]
+
+
+def _stock_option(request: Request, placed: Layout, shorter: bool) -> Option:
+    model, job, baseline = request.model, request.job, method_named("baseline")
+    costs = request.costs("baseline")
+    m = min(job.m, max(_LEAST, 2 * job.p)) if shorter else job.m
+    played = play(stages_of(placed, job.p, costs), job.p, m, costs.p2p_ms)
+    length_ms = played.length_ms + (job.m - m) * max(played.work_ms) / m
+    placement = Placement(job.p, placed.chunks, "standard")
+    own = [sum(placed.layers[rank :: job.p]) for rank in range(job.p)]
+    held = [Held(most / max(1, count)) for most, count in zip(played.held_layers, own, strict=True)]
+    stages = stage_memory(model, job, baseline, placement, placed.layers, held, Bytes())
+    after = _after_ms(request, parameters_of(model, job, baseline, placement, placed.layers), costs)
+    idle = 1.0 - sum(played.work_ms) / m * job.m / job.p / length_ms
+    return Option(
+        STOCK,
+        placed.name,
+        placed.layers,
+        length_ms + after,
+        idle,
+        tuple(stages),
+        exact=not shorter,
+        flags=placed.flags,
+        after_ms=after,
     )
-    return list(fittest)
 
 
 def layers_of(request: Request, method: Method, family: Family) -> tuple[int, ...]:
@@ -325,6 +317,7 @@ def _measured_out(
         length_ms + after,
         idle,
         tuple(stages),
+        after_ms=after,
     )
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from megatron_vocabpar.schedule.times.costs import PassCosts, PerRank
 from megatron_vocabpar.schedule.times.redistribution import layout, redistribute
 
-CHUNKS = (1, 2, 3, 4, 5, 6, 8, 12)
+CHUNKS = (1, 2, 3, 4, 5, 6, 8, 12, 24)
 
 
 class Stages(NamedTuple):
@@ -67,25 +67,37 @@ def layouts(layers: int, p: int, costs: PassCosts) -> Iterator[Layout]:
     last = sum(costs.last_rank_extra.values()) + sum(costs.last_stage_extra.values())
     for chunks in CHUNKS:
         stages = p * chunks
-        if stages - 1 > layers or (chunks > 1 and p < 2):
+        if stages - 2 > layers or (chunks > 1 and p < 2):
             return
         name = "1f1b" if chunks == 1 else f"interleaved x{chunks}"
-        by_stage = redistribute(layers, stages, first, last, layer)
-        for counts in dict.fromkeys((by_stage, *_by_rank(layers, p, chunks, (first, last, layer)))):
-            if len(set(counts)) > 1 and p > 1:
+        for counts in dict.fromkeys(_by_hand(layers, p, chunks, (first, last, layer))):
+            if len(set(counts)) > 1:
                 yield Layout(f"{name}, by hand", chunks, counts, (written(counts, costs.mtp_depths),))
-        virtual = (f"--num-virtual-stages-per-pipeline-rank {chunks}",) if chunks > 1 else ()
-        if layers % stages == 0:
-            yield Layout(name, chunks, (layers // stages,) * stages, virtual)
-        elif (layers + 1) % stages == 0 and layers + 1 > stages:
-            share = (layers + 1) // stages
-            flags = ("--account-for-loss-in-pipeline-split", *virtual)
-            yield Layout(f"{name}, loss counted", chunks, (*(share,) * (stages - 1), share - 1), flags)
+        for said, counts in _counted(layers, stages):
+            virtual = (f"--num-virtual-stages-per-pipeline-rank {chunks}",) if chunks > 1 else ()
+            flags = tuple(f"--account-for-{one}-in-pipeline-split" for one in said)
+            words = f", {' and '.join(said)} counted" if said else ""
+            yield Layout(f"{name}{words}", chunks, counts, (*flags, *virtual))
+
+
+def _counted(layers: int, stages: int) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
+    """Layers spread evenly, or evenly where Megatron counts the loss, or both ends, as a layer."""
+    for said in ((), ("loss",), ("embedding", "loss")):
+        share, left = divmod(layers + len(said), stages)
+        if left == 0 and (share > 1 or not said or stages - 2 == layers):
+            yield said, (share - (len(said) == 2), *(share,) * (stages - 2), share - bool(said))[-stages:]
+
+
+def _by_hand(layers: int, p: int, chunks: int, work: tuple[float, float, float]) -> Iterator[tuple[int, ...]]:
+    """Stages with as much work as each other, then ranks; ``work`` is the first stage's, the last stage's and
+    a layer's."""
+    if 1 < p * chunks <= layers + 1:
+        yield redistribute(layers, p * chunks, *work)
+        yield from _by_rank(layers, p, chunks, work)
 
 
 def _by_rank(layers: int, p: int, chunks: int, work: tuple[float, float, float]) -> Iterator[tuple[int, ...]]:
-    """Ranks with as much work as each other, each rank's layers spread over its chunks, the last stage's
-    fewest; where no stage but the last stays empty."""
+    """Each rank's layers spread over its chunks; where no stage but the last stays empty."""
     counts = redistribute(layers, p, *work)
     spread = [[count // chunks + (chunk < count % chunks) for chunk in range(chunks)] for count in counts]
     stages = tuple(spread[rank][chunk] for chunk in range(chunks) for rank in range(p))

@@ -1,0 +1,99 @@
+"""``vocabpar plan --gpus``: asks the search, with a bar while it plays."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+
+from megatron_vocabpar.plan.given import Given
+from megatron_vocabpar.plan.hardware import Hardware
+from megatron_vocabpar.plan.job import Job
+from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.read_arguments import job_from_arguments
+from megatron_vocabpar.plan.search import Question, search, usual_batch
+from megatron_vocabpar.plan.search_tables import print_search, search_json
+
+_WORKERS = 4
+_FILE_COLUMNS = 150
+# Sizes that stay as they are where they are given: the field of Job, the option, Megatron's flag.
+_SIZES = (
+    ("p", "pp", "pipeline-model-parallel-size"),
+    ("t", "tp", "tensor-model-parallel-size"),
+    ("c", "cp", "context-parallel-size"),
+    ("e", "ep", "expert-model-parallel-size"),
+    ("micro_batch", "micro_batch_size", "micro-batch-size"),
+)
+_SWITCHES = (
+    ("distributed_optimizer", ("use-distributed-optimizer",)),
+    ("offload", ("optimizer-cpu-offload",)),
+    ("fp8", ("fp8-format", "fp8")),
+    ("flex_dispatcher", ("moe-token-dispatcher-type",)),
+    ("hidden_exchange", ("overlap-moe-expert-parallel-comm",)),
+    ("recompute", ("recompute-granularity", "recompute-activations", "recompute-modules")),
+)
+
+
+def search_plan(
+    model: Model,
+    given: Given,
+    gpu: Hardware,
+    limit_gib: float,
+    options: Mapping[str, Any],
+    output_format: str,
+) -> bool:
+    """Search and print; whether anything fits."""
+    unusable = [name for name in ("dp", "microbatches", "costs_file", "html_file") if options.get(name)]
+    if unusable:
+        named = ", ".join(f"--{name.replace('_file', '').replace('_', '-')}" for name in unusable)
+        raise click.UsageError(f"{named} cannot be combined with --gpus; leave it out, or leave --gpus out")
+    question, notes = question_of(model, given, gpu, limit_gib, options)
+    with _bar() as progress:
+        found = search(question, workers=min(_WORKERS, os.cpu_count() or 1), progress=progress)
+    if output_format == "json":
+        click.echo(search_json(question, found, notes))
+    else:
+        width = None if sys.stdout.isatty() else _FILE_COLUMNS
+        print_search(question, found, notes, Console(width=width, highlight=False))
+    return bool(found)
+
+
+def question_of(
+    model: Model, given: Given, gpu: Hardware, limit_gib: float, options: Mapping[str, Any]
+) -> tuple[Question, list[str]]:
+    """What is asked for, and notes on what of it is not used."""
+    gpus, notes = int(options["gpus"]), []
+    usual = {name: value for name, value in options.items() if name != "dp"}
+    whole = given.values.get("global-batch-size")
+    batch = options["global_batch_size"] or (whole and given.number("global-batch-size"))
+    said: Job = job_from_arguments(given, {**usual, "microbatches": 1, "dp": 1, "ep": 1}, [])
+    fixed: dict[str, Any] = {
+        name: options[option] or given.number(flag)
+        for name, option, flag in _SIZES
+        if options[option] or flag in given
+    }
+    for name, flags in _SWITCHES:
+        if options.get(name) or any(flag in given for flag in flags):
+            fixed[name] = getattr(said, name)
+    unread = given.unread()
+    if unread:
+        notes.append(f"Not used by the plan, nor in its launch line: {', '.join(unread)}.")
+    return Question(model, gpu, gpus, int(batch or usual_batch(model, gpus)), limit_gib, fixed), notes
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, nothing else."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, of: None
+        return
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("ways to spread the model", total=None)
+        yield lambda done, of: progress.update(task, completed=done, total=of)

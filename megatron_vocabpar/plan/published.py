@@ -1,0 +1,110 @@
+"""Published trainings beside what the planner says of them; ``python -m megatron_vocabpar.plan.published``.
+
+``data/published.json`` holds each run's sizes, its tokens a second and GPU, where it is from, and whether
+the shares in ``data/rates.json`` were fitted to it. What was not published is taken as the launch line has
+it: layers placed by hand, a distributed optimizer, communication of gradients beside the passes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from statistics import mean
+
+from megatron_vocabpar.plan.hardware import hardware_named
+from megatron_vocabpar.plan.job import Job
+from megatron_vocabpar.plan.memory import parameters_of
+from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.read_config import model_preset
+from megatron_vocabpar.plan.stock import layouts, play, stages_of
+from megatron_vocabpar.plan.times import after_ms, estimated_costs
+from megatron_vocabpar.schedule.words.methods import method_named
+from megatron_vocabpar.schedule.words.placement import Placement
+
+
+@dataclass(frozen=True)
+class Run:
+    """One published training: its sizes as in ``Job``, and tokens a second and GPU."""
+
+    model: str
+    hardware: str
+    gpus: int
+    fp8: bool
+    batch: int
+    micro_batch: int
+    seq_length: int
+    t: int
+    p: int
+    c: int
+    chunks: int
+    e: int
+    mtp: int
+    recompute: str
+    flex: bool
+    hidden: float
+    tokens_per_s: float
+    fitted: bool
+    source: str
+
+    @property
+    def job(self) -> Job:
+        d = self.gpus // (self.t * self.p * self.c)
+        return Job(
+            p=self.p, t=self.t, c=self.c, d=d, e=self.e, m=self.batch // (d * self.micro_batch),
+            micro_batch=self.micro_batch, distributed_optimizer=True, recompute=self.recompute, fp8=self.fp8,
+            flex_dispatcher=self.flex, hidden_exchange=self.hidden,
+        )  # fmt: skip
+
+    @property
+    def planned(self) -> Model:
+        """The preset as the run had it."""
+        return replace(model_preset(self.model), seq_length=self.seq_length, mtp_depths=self.mtp)
+
+
+def published_runs() -> list[Run]:
+    """Every run of ``data/published.json``."""
+    file = resources.files(__package__) / "data" / "published.json"
+    return [Run(**entry) for entry in json.loads(file.read_text("utf-8"))]
+
+
+def planned_tokens_per_s(run: Run) -> float:
+    """Tokens a second and GPU of Megatron's own schedule with the run's chunks, by the planner."""
+    model, job, gpu = run.planned, run.job, hardware_named(run.hardware)
+    costs = estimated_costs(model, job, gpu, "baseline")
+    best = min(
+        (play(stages_of(placed, job.p, costs), job.p, job.m, costs.p2p_ms).length_ms, placed)
+        for placed in layouts(model.layers, job.p, costs)
+        if placed.chunks == run.chunks
+    )
+    placement = Placement(job.p, run.chunks, "standard")
+    parameters = parameters_of(model, job, method_named("baseline"), placement, best[1].layers)
+    after = max(after_ms(*own, own.updated(job), job, gpu, costs) for own in parameters)
+    return run.batch * run.seq_length / (best[0] + after) * 1e3 / run.gpus
+
+
+def errors(runs: Sequence[Run]) -> Iterator[tuple[Run, float]]:
+    """Each run with the planner's relative error."""
+    for run in runs:
+        yield run, planned_tokens_per_s(run) / run.tokens_per_s - 1.0
+
+
+def table() -> Iterator[str]:
+    """The table of ``docs/plan.md``, and the mean errors."""
+    yield "| model | GPUs | precision | t, p, c, e, chunks | published | planned | error | fitted |"
+    yield "| --- | --- | --- | --- | ---: | ---: | ---: | --- |"
+    found = list(errors(published_runs()))
+    for run, error in found:
+        yield (
+            f"| {run.model} | {run.gpus} {run.hardware} | {'fp8' if run.fp8 else 'bf16'} | {run.t}, {run.p}, "
+            f"{run.c}, {run.e}, {run.chunks} | {run.tokens_per_s:,.0f} | "
+            f"{run.tokens_per_s * (1 + error):,.0f} | {100 * error:+.0f} % | {'yes' if run.fitted else ''} |"
+        )
+    for words, fitted in (("fitted", True), ("not fitted", False)):
+        sizes = [abs(error) for run, error in found if run.fitted == fitted]
+        yield f"Mean error of the {len(sizes)} {words}: {100 * mean(sizes):.1f} %."
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))

@@ -1,0 +1,227 @@
+"""How to spread a model over so many GPUs: every way to divide it, the promising ones played.
+
+Each way (t, p, c, e and the microbatch's size) has a bound: the work of the mean rank without any waiting.
+They are taken in the order of their bounds, until no other can be among the ten best, or ``MOST`` have been
+looked at. In each, ours and Megatron's own schedules are played; each takes the cheapest rung of ``LADDER``
+with which it fits: recomputation and an optimizer on the host cost time, so a later rung cannot be faster.
+
+The same question has the same answer: nothing depends on the clock.
+Next: ``search_tables.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, product
+
+from megatron_vocabpar.plan.hardware import Hardware
+from megatron_vocabpar.plan.job import Job, refused
+from megatron_vocabpar.plan.memory import GIB, Held, stage_memory
+from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.options import Option, Request, in_full, option_of, stock_options
+from megatron_vocabpar.plan.times import estimated_costs, layer_ms, step_ms
+from megatron_vocabpar.plan.workers import mapping
+from megatron_vocabpar.schedule.words.methods import method_named
+from megatron_vocabpar.schedule.words.placement import Placement
+
+MOST = 32  # ways to divide a model that are played
+BEST = 10
+OURS = tuple(("vocab-1", family) for family in ("1f1b", "v-min", "v-half", "v-zb"))
+LADDER = tuple(product((False, True), ("none", "selective", "full")))
+"""Whether the optimizer is on the host, and what is recomputed: each slower and smaller than the last."""
+_BATCH_TOKENS = 2**22  # of an iteration, if nobody says otherwise: 4 M, as for the models of the presets
+_TENSOR, _CONTEXT, _MICRO_BATCH = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4)
+# Larger microbatches are tried where starting kernels binds: otherwise they hold more and fill worse.
+_DEEPEST = 32  # ranks of a pipeline: longer ones are slow to play
+_LEAST_HELD = {"1f1b": 0.9, "v-min": 0.33, "v-half": 0.5, "v-zb": 0.8, "stock": 0.5}
+"""Of a pipeline's ranks, the microbatches that a schedule holds at least; without room it is not played."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be spread over which GPUs.
+
+    Attributes:
+        batch: sequences of an iteration.
+        fixed: sizes that are decided, by the names of ``Job``'s fields.
+    """
+
+    model: Model
+    hardware: Hardware
+    gpus: int
+    batch: int
+    limit_gib: float
+    fixed: Mapping[str, int | bool | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Found:
+    """One way with one schedule that fits.
+
+    Attributes:
+        needed_gib: what the rung before needed, or the limit where it needs more; 0 on the first.
+    """
+
+    request: Request
+    option: Option
+    needed_gib: float = 0.0
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What tells it from others: how the model is divided, and whether Megatron does it by itself."""
+        job = self.request.job
+        return job.t, job.p, job.c, job.e, self.option.stock
+
+
+def usual_batch(model: Model, gpus: int) -> int:
+    """Sequences of an iteration where nobody says how many: 4 M tokens, and two for each GPU at least."""
+    return max(_BATCH_TOKENS // model.seq_length, 2 * gpus)
+
+
+def candidates(question: Question) -> list[tuple[float, Job]]:
+    """Every way to divide the model that Megatron takes and that can fit, with its bound, best first."""
+    found = []
+    for job in _jobs(question):
+        rung = next((one for one in rungs(question, job) if _fits_with(question, one, one.p / 3)), None)
+        if rung is not None:
+            found.append((bound_ms(question, rung), job))
+    return sorted(found, key=lambda one: (one[0], one[1].t, one[1].p, one[1].c, one[1].e, one[1].micro_batch))
+
+
+def _jobs(question: Question) -> Iterator[Job]:
+    model, fixed = question.model, question.fixed
+
+    def sizes(name: str, usual: Sequence[int]) -> Sequence[int]:
+        return (int(fixed[name]),) if name in fixed else usual
+
+    deepest = min(question.gpus, model.layers, _DEEPEST)
+    experts = [2**power for power in range(10)] if model.experts else [1]
+    of_all = (
+        sizes("t", [t for t in _TENSOR if t <= question.hardware.per_node]),
+        sizes("p", [p for p in range(1, deepest + 1) if question.gpus % p == 0]),
+        sizes("c", _CONTEXT),
+        sizes("e", [e for e in experts if e <= min(question.gpus, model.experts or 1)]),
+        sizes("micro_batch", _MICRO_BATCH if question.hardware.rates.launch_ms and model.experts else (1,)),
+    )
+    for t, p, c, e, b in product(*of_all):
+        d, left = divmod(question.gpus, t * p * c)
+        if (
+            left
+            or not d
+            or d * t * c % e
+            or question.batch % (b * d)
+            or (c > 1 and model.seq_length < 2048 * c)
+        ):
+            continue
+        job = Job(
+            p=p, t=t, c=c, d=d, e=e, m=question.batch // (b * d), micro_batch=b,
+            distributed_optimizer=bool(fixed.get("distributed_optimizer", d * c > 1)),
+            fp8=bool(fixed.get("fp8", False)), flex_dispatcher=bool(fixed.get("flex_dispatcher", False)),
+            hidden_exchange=float(fixed.get("hidden_exchange", 0.0)),
+        )  # fmt: skip
+        if next(refused(model, job), None) is None:
+            yield job
+
+
+def bound_ms(question: Question, job: Job) -> float:
+    """No schedule takes less: the passes of the mean rank, and the optimizer's step."""
+    model, gpu = question.model, question.hardware
+    layer = layer_ms(model, job, gpu)
+    costs = estimated_costs(model, job, gpu, "baseline")
+    output = sum(costs.last_rank_extra.values()) + sum(costs.last_stage_extra.values())
+    work = (layer.forward + layer.backward + layer.weights) * model.layers / job.p + output / job.p
+    replicas = job.d * job.c if job.distributed_optimizer else 1
+    step = step_ms(model.parameters / (job.p * job.t * replicas), gpu, offload=job.offload)
+    return job.m * work + step
+
+
+def _fits_with(question: Question, job: Job, held: float) -> bool:
+    """Whether each rank's memory fits, layers spread evenly, with the activations of so many microbatches."""
+    model, p = question.model, job.p
+    layers = tuple(model.layers // p + (stage < model.layers % p) for stage in range(p))
+    method = method_named("vocab-1" if p > 1 else "baseline")
+    placement = Placement(p, 1, "standard")
+    stages = stage_memory(model, job, method, placement, layers, [Held(max(1.0, held))] * p)
+    return min(stage.total for stage in stages) <= question.limit_gib * GIB
+
+
+def rungs(question: Question, job: Job) -> Iterator[Job]:
+    """The job as it is, then with less in memory; offload goes with a distributed optimizer alone."""
+    for offload, recompute in LADDER:
+        wanted = question.fixed.get("recompute", recompute), question.fixed.get("offload", offload)
+        if wanted == (recompute, offload) and (job.distributed_optimizer or not offload):
+            yield replace(job, offload=offload, recompute=recompute)
+
+
+def tried(question: Question, job: Job) -> list[Found]:
+    """The best of ours and of Megatron's own that fit, in this way to divide the model."""
+    ours: list[Found] = []
+    for method, family in OURS if job.p > 1 else ():
+        ours += _cheapest(question, job, family, lambda one, pair=(method, family): [option_of(one, *pair)])
+    stock = _cheapest(question, job, "stock", lambda one: stock_options(one, shorter=True))
+    return [one for some in (ours, stock) for one in sorted(some, key=_ms)[:1]]
+
+
+def _cheapest(
+    question: Question, job: Job, family: str, played: Callable[[Request], list[Option]]
+) -> list[Found]:
+    """The options that fit on the first rung where any does."""
+    before = 0.0
+    for rung in rungs(question, job):
+        if not _fits_with(question, rung, _LEAST_HELD[family] * job.p):
+            before = before or question.limit_gib
+            continue
+        request = Request(question.model, rung, question.hardware, question.limit_gib)
+        options = [one for one in played(request) if not one.problem]
+        fitting = [Found(request, one, before) for one in options if one.fits(request)]
+        if fitting or not options:
+            return fitting
+        before = min(one.peak_gib for one in options)
+    return []
+
+
+def _ms(found: Found) -> float:
+    return found.option.iteration_ms
+
+
+def search(
+    question: Question, *, workers: int = 1, progress: Callable[[int, int], None] = lambda done, of: None
+) -> list[Found]:
+    """The best of each kind, fastest first, and the best of Megatron's own among them or behind them.
+
+    ``progress`` is told how many of how many ways have been played.
+    """
+    ways = candidates(question)
+    best: dict[tuple[object, ...], Found] = {}
+    waiting, done, most = iter(ways[:MOST]), 0, min(MOST, len(ways))
+    with mapping(workers) as each:
+        while batch := list(islice(waiting, 2 * workers)):
+            for found in each(tried, [question] * len(batch), [job for _, job in batch]):
+                for one in found:
+                    if one.kind not in best or _ms(one) < _ms(best[one.kind]):
+                        best[one.kind] = one
+            done += len(batch)
+            progress(done, most)
+            if len(best) >= 2 * BEST and batch[-1][0] > _times(best)[BEST - 1]:
+                break
+    return _exact(sorted(best.values(), key=_ms))
+
+
+def _times(best: Mapping[tuple[object, ...], Found]) -> list[float]:
+    return sorted(map(_ms, best.values()))
+
+
+def _exact(found: list[Found]) -> list[Found]:
+    """The first of them simulated in full, as far as another may be faster than that."""
+    checked: list[Found] = []
+    while found and not found[0].option.exact:
+        first = found.pop(0)
+        full = replace(first, option=in_full(first.request, first.option))
+        if not full.option.fits(full.request):
+            continue
+        checked.append(full)
+        found = sorted([*found, full], key=_ms)
+        if len(checked) >= BEST:
+            break
+    return found

@@ -1,0 +1,180 @@
+"""The ways to spread a model that a search found: on the terminal, with what binds each, and as JSON.
+
+Next: ``published.py``, how far such numbers are from published runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatron_vocabpar.plan.advice import launch_line
+from megatron_vocabpar.plan.hardware import Hardware
+from megatron_vocabpar.plan.search import BEST, MOST, Found, Question
+from megatron_vocabpar.plan.tables import model_notes, sizes_of
+from megatron_vocabpar.plan.times import layer_ms
+
+_SAYS = 0.02  # of the time, from which on a part of it is named
+
+
+def shares(found: Found) -> dict[str, float]:
+    """What an iteration's time is lost to, as shares of it: of the mean rank."""
+    request, option = found.request, found.option
+    model, job = request.model, request.job
+    layer = layer_ms(model, job, request.hardware)
+    of_all = job.m * model.layers / job.p / option.iteration_ms
+    return {
+        "idle ranks": option.idle,
+        "tensor parallelism": 2 * layer.tensor * of_all,
+        "context parallelism": 3 * layer.context * of_all,
+        "the exchange of experts": 2 * layer.exchange * of_all,
+        "recomputation": layer.repeated * of_all,
+        "gradients and the step": option.after_ms / option.iteration_ms,
+    }
+
+
+def binds(found: Found) -> str:
+    """In words, what costs most beside the model's own operations, and what memory forbids."""
+    parts = sorted(shares(found).items(), key=lambda one: -one[1])
+    said = [f"{name} {100 * share:.0f} %" for name, share in parts[:2] if share >= _SAYS]
+    if found.needed_gib:
+        said.append(f"memory: more than {found.request.limit_gib:.0f} GiB without what is saved")
+    return ", ".join(said) or "operations"
+
+
+def stock_best(found: Sequence[Found]) -> Found | None:
+    """The fastest that Megatron can do without this package."""
+    return next((one for one in found if one.option.stock), None)
+
+
+def shown(found: Sequence[Found]) -> list[Found]:
+    """The best that differ in kind, and Megatron's best behind them if it is not among them."""
+    best, stock = list(found[:BEST]), stock_best(found)
+    return best if stock is None or stock in best else [*best, stock]
+
+
+def sources(hardware: Hardware) -> Iterator[str]:
+    """Where every number about the GPU is from."""
+    for name, source in hardware.sources.items():
+        yield f"{name} {getattr(hardware, name):,g}: {source}"
+    for name, source in hardware.rates.sources.items():
+        yield f"share {name} {getattr(hardware.rates, name):g}: {source}"
+
+
+def print_search(question: Question, found: Sequence[Found], notes: Sequence[str], console: Console) -> None:
+    """The table, the launch line of the best, and of Megatron's best."""
+    model, gpu = question.model, question.hardware
+    console.print(
+        Text(
+            f"{model.name}: {model.parameters / 1e9:.1f} B parameters on {question.gpus} {gpu.name}, "
+            f"{question.limit_gib:.1f} GiB each; {question.batch} sequences of {model.seq_length:,} tokens"
+        )
+    )
+    if not found:
+        console.print(Text(nothing_fits(question)))
+        return
+    console.print(_table(shown(found)))
+    best, stock = found[0], stock_best(found)
+    console.print(Text(f"Recommended: {best.option.name} with {sizes_of(best.request.job)}"))
+    if stock is not None and stock is not best:
+        gain = stock.option.iteration_ms / best.option.iteration_ms
+        console.print(
+            Text(
+                f"- {gain:.2f} times as fast as the best that Megatron does by itself: {stock.option.name} "
+                f"with {sizes_of(stock.request.job)}"
+            )
+        )
+    console.print(
+        Text(f"- Times are estimates; --sources says where each number is from; {MOST} ways at most")
+    )
+    for line in (*notes, *model_notes(model)):
+        console.print(Text(f"- {line}"))
+    console.print()
+    print(launch_line(best.request, best.option))  # as it is, for copying
+    if stock is not None and stock is not best:
+        console.print(Text("\nMegatron by itself:"))
+        print(launch_line(stock.request, stock.option))
+
+
+def nothing_fits(question: Question) -> str:
+    """What to change where no way fits."""
+    least = question.model.parameters * 6 * 1.12 / question.gpus / 2**30
+    fixed = (
+        f" with {', '.join(f'{name} {value}' for name, value in question.fixed.items())}"
+        if question.fixed
+        else ""
+    )
+    return (
+        f"Nothing fits{fixed}. Weights and gradients alone take {least:.0f} GiB a GPU where they are divided "
+        "over all of them; use more GPUs (--gpus), larger ones (--hardware), shorter sequences (--seq-length)"
+        + (", or leave sizes open." if question.fixed else ".")
+    )
+
+
+def _table(found: Sequence[Found]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("t", "p", "d", "c", "e", "b", "m"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("schedule")
+    table.add_column("memory")
+    for name in ("ms", "MFU %", "GiB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("what binds it")
+    for one in found:
+        job, option = one.request.job, one.option
+        saved = [job.recompute] if job.recompute != "none" else []
+        saved += ["host step"] if job.offload else []
+        sizes = (job.t, job.p, job.d, job.c, job.e, job.micro_batch, job.m)
+        table.add_row(
+            *map(str, sizes),
+            option.name,
+            ", ".join(saved) or "-",
+            f"{option.iteration_ms:,.0f}",
+            f"{100 * option.mfu(one.request):.1f}",
+            f"{option.peak_gib:.0f}",
+            binds(one),
+        )
+    return table
+
+
+def search_json(question: Question, found: Sequence[Found], notes: Sequence[str]) -> str:
+    """Everything that was found, as one JSON object."""
+    return json.dumps(
+        {
+            "model": asdict(question.model),
+            "gpus": question.gpus,
+            "global_batch_size": question.batch,
+            "limit_gib": question.limit_gib,
+            "fixed": dict(question.fixed),
+            "hardware": asdict(question.hardware),
+            "found": [_found_json(one) for one in shown(found)],
+            "notes": [*notes, *model_notes(question.model)],
+        },
+        indent=1,
+    )
+
+
+def _found_json(one: Found) -> dict[str, Any]:
+    option, request = one.option, one.request
+    return {
+        "job": asdict(request.job),
+        "method": option.method,
+        "family": option.family,
+        "stock": option.stock,
+        "layers_per_stage": option.layers,
+        "iteration_ms": option.iteration_ms,
+        "mfu": option.mfu(request),
+        "tokens_per_s": option.tokens_per_s(request),
+        "peak_gib": option.peak_gib,
+        "shares": shares(one),
+        "binds": binds(one),
+        "exact": option.exact,
+        "launch": launch_line(request, option),
+    }

@@ -1,0 +1,156 @@
+"""The search: what it finds fits, nothing that it left out is better, and it says what binds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from click.testing import CliRunner
+
+from megatron_vocabpar.cli.main import main
+from megatron_vocabpar.plan import search as searching
+from megatron_vocabpar.plan.hardware import hardware_named
+from megatron_vocabpar.plan.job import RECOMPUTE, Job
+from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.options import Request, option_of, stock_options
+from megatron_vocabpar.plan.read_config import model_preset
+from megatron_vocabpar.plan.search import Question, bound_ms, candidates, rungs, search, tried, usual_batch
+from megatron_vocabpar.plan.search_tables import binds, shares, shown, sources, stock_best
+
+H100 = hardware_named("h100")
+
+
+def small(name: str = "llama-3.2-3b", layers: int = 8) -> Model:
+    return replace(model_preset(name), layers=layers)
+
+
+def question(model: Model, gpus: int = 4, limit_gib: float = 79.0, **fixed: int | bool | str) -> Question:
+    return Question(model, H100, gpus, 32, limit_gib, fixed)
+
+
+def test_the_best_of_all_ways_is_found() -> None:
+    """Against every way, method and rung tried one after another, without bounds."""
+    asked = question(small(), limit_gib=20.0)
+    found = search(asked)
+    times = []
+    for t, p, c, offload, recompute in product((1, 2, 4), (1, 2, 4), (1, 2, 4), (False, True), RECOMPUTE):
+        if 4 % (t * p * c) or asked.model.seq_length < 2048 * c:
+            continue
+        d = 4 // (t * p * c)
+        divided = d * c > 1
+        job = Job(p=p, t=t, c=c, d=d, m=32 // d, distributed_optimizer=divided)
+        job = replace(job, recompute=recompute, offload=offload)
+        if offload and not job.distributed_optimizer:
+            continue
+        request = Request(asked.model, job, H100, 20.0)
+        options = stock_options(request)
+        options += [option_of(request, *pair, job.m) for pair in searching.OURS] if p > 1 else []
+        times += [one.iteration_ms for one in options if one.fits(request)]
+    assert found
+    assert found[0].option.iteration_ms <= 1.03 * min(times)
+    assert found[0].option.fits(found[0].request)
+    assert found[0].option.exact
+
+
+def test_bounds_are_below_what_is_played() -> None:
+    asked = question(small())
+    for bound, job in candidates(asked):
+        for one in tried(asked, job):
+            assert bound <= 1.0001 * one.option.iteration_ms
+            assert bound_ms(asked, one.request.job) <= 1.0001 * one.option.iteration_ms
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    asked = question(small(), gpus=2)
+    assert search(asked) == search(asked, workers=2)
+
+
+def test_what_is_fixed_stays() -> None:
+    asked = question(small(), t=2, recompute="full", offload=False)
+    assert all(
+        (one.request.job.t, one.request.job.recompute, one.request.job.offload) == (2, "full", False)
+        for one in search(asked)
+    )
+
+
+def test_a_rung_is_climbed_where_memory_lacks() -> None:
+    model = small("llama-3.1-8b", 16)
+    roomy, tight = (question(model, limit_gib=limit) for limit in (79.0, 24.0))
+    assert [one.recompute for one in rungs(roomy, Job(p=4, d=1))] == ["none", "selective", "full"]
+    assert search(roomy)[0].request.job.recompute == "none"
+    found = search(tight)
+    saved = [one for one in found if one.request.job.recompute != "none" or one.request.job.offload]
+    assert saved
+    assert all("memory: more than 24 GiB" in binds(one) for one in saved if one.needed_gib)
+
+
+def test_experts_are_exchanged_within_a_node_if_they_can_be() -> None:
+    model = replace(model_preset("qwen3-30b-a3b"), layers=8)
+    found = search(Question(model, H100, 16, 64, 79.0, {"p": 2, "t": 1, "c": 1}))
+    assert found[0].request.job.e <= 8
+    across = search(Question(model, H100, 16, 64, 79.0, {"p": 1, "t": 1, "c": 1, "e": 16}))
+    assert shares(across[0])["the exchange of experts"] > 0.1
+    assert "exchange of experts" in binds(across[0])
+    faster = search(
+        Question(model, H100.connected(per_node=16), 16, 64, 79.0, {"p": 1, "t": 1, "c": 1, "e": 16})
+    )
+    assert faster[0].option.iteration_ms < across[0].option.iteration_ms
+
+
+def test_kinds_differ_and_megatrons_best_is_shown() -> None:
+    found = search(question(small(), gpus=8))
+    rows = shown(found)
+    assert len({one.kind for one in rows}) == len(rows) <= searching.BEST + 1
+    stock = stock_best(found)
+    assert stock in rows
+    assert stock is not None
+    assert stock.option.stock
+
+
+def test_a_batch_is_four_million_tokens_or_two_sequences_a_gpu() -> None:
+    assert usual_batch(small(), 64) == 512
+    assert usual_batch(small(), 1024) == 2048
+
+
+def test_every_number_has_a_source() -> None:
+    lines = list(sources(H100))
+    assert any(line.startswith("tflops 989: NVIDIA H100") for line in lines)
+    assert any(line.startswith("share layers") and "Megatron-Bridge" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--dp 2", "--dp cannot be combined with --gpus"),
+        ("--html x.html", "--html cannot be combined"),
+        ("--gpus 0", "--gpus 0: give at least 1"),
+    ],
+)
+def test_what_a_search_does_not_take_is_refused(flags: str, says: str) -> None:
+    result = CliRunner().invoke(main, ["plan", "--preset", "llama-3.2-3b", "--gpus", "2", *flags.split()])
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+def test_the_verb_searches_and_prints_both_launch_lines() -> None:
+    words = ["plan", "--preset", "llama-3.2-3b", "--gpus", "2", "--global-batch-size", "16", "--sources"]
+    result = CliRunner().invoke(main, [*words, "--", "--weight-decay", "0.1"])
+    assert result.exit_code == 0, result.output
+    assert "Recommended: " in result.output
+    assert "pretrain_gpt.py" in result.output
+    assert "--weight-decay 0.1" in result.output.split("Not used")[1]
+    assert "NVIDIA H100 SXM data sheet" in result.output
+    assert max(map(len, result.output.splitlines())) <= 160
+    data = json.loads(CliRunner().invoke(main, [*words[:-1], "--format", "json"]).output)
+    times = [one["iteration_ms"] for one in data["found"]]
+    assert times[0] == min(times)
+    assert sum(data["found"][0]["shares"].values()) < 1
+
+
+def test_nothing_fits_ends_with_1_and_says_what_to_change() -> None:
+    result = CliRunner().invoke(main, ["plan", "--preset", "llama-3.1-405b", "--gpus", "8"])
+    assert result.exit_code == 1
+    assert "Nothing fits" in result.output
+    assert "--gpus" in result.output
