@@ -63,7 +63,7 @@ def placing_flags(request: Request, option: Option) -> list[str]:
     flags += ["--enable-vocab-parallel", f"--vocab-parallel-method {option.method}"]
     softcap = request.model.softcap if method_named(option.method).vocabulary_parallel else 0.0
     flags += [f"--vocab-parallel-logit-softcap {softcap:g}"] if softcap else []
-    return [*flags, *([] if option.family == "1f1b" else [f"--vocab-parallel-schedule {option.family}"])]
+    return [*flags, *([] if option.family == "1f1b" else [f"--vocab-parallel-family {option.family}"])]
 
 
 def _folded(words: Sequence[str], width: int = 96) -> str:
