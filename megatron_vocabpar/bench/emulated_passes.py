@@ -43,6 +43,9 @@ from megatron_vocabpar.schedule.words.passes import (
     Comm,
     CommType,
     Instruction,
+    InstructionType,
+    Pair,
+    PairType,
     Pass,
     PassType,
 )
@@ -97,10 +100,11 @@ class _Iteration:
         self.rank, self.groups, self.schedule, self.times = rank, rank.groups, plan.schedule, times
         self.events: dict[Instruction, Event[None]] = {}
 
-    def handlers(self) -> dict[PassType | CommType, Callable[..., None]]:
+    def handlers(self) -> dict[InstructionType, Callable[..., None]]:
         in_step = self.schedule.method.in_step
         return {
             **{type_: self._in_step if type_ in in_step else self._pass for type_ in PassType},
+            PairType.FB: self._pair,
             **dict.fromkeys((CommType.SEND_F, CommType.SEND_B), self._send),
             **dict.fromkeys((CommType.RECV_F, CommType.RECV_B), self._receive),
             **dict.fromkeys(COLLECTIVES, self._collective),
@@ -109,6 +113,11 @@ class _Iteration:
     def _pass(self, pass_: Pass) -> None:
         self._wait_for_needs(pass_)
         _sleep(self._ms(pass_))
+
+    def _pair(self, pair: Pair) -> None:
+        for pass_ in (pair.forward, pair.backward):
+            self._wait_for_needs(pass_)
+        _sleep(self._ms(pair))
 
     def _in_step(self, pass_: Pass) -> None:
         """All ranks run it together: two collectives within."""
@@ -123,9 +132,8 @@ class _Iteration:
                 ).wait()
             _sleep_until(last_s, third)
 
-    def _ms(self, pass_: Pass) -> float:
-        """Of F, B and W there is a time a stage, of the vocabulary's passes one a rank: both by ``stage``."""
-        return self.times.passes[pass_.type][pass_.stage]
+    def _ms(self, instruction: Instruction) -> float:
+        return self.times.of_instruction(instruction, self.groups.stage)
 
     def _wait_for_needs(self, pass_: Pass) -> None:
         for needed in prerequisites(pass_, self.schedule):

@@ -112,7 +112,8 @@ def measured_times(chart: Chart, schedule: Schedule) -> PassTimes:
             raise ValueError(f"the timeline has no pass {type_.value} of stage {stage}")
     stages = range(schedule.placement.num_stages)
     passes = {type_: tuple(median(seen.get((type_, stage), [0.0])) for stage in stages) for type_ in PassType}
-    return PassTimes(passes, {type_: 0.0 if ms == float("inf") else ms for type_, ms in shortest.items()})
+    comms = {type_: 0.0 if ms == float("inf") else ms for type_, ms in shortest.items()}
+    return PassTimes(passes, comms, (0.0,) * schedule.p)
 
 
 def _row(name: str) -> tuple[str, str]:

@@ -10,6 +10,9 @@ for has ended. Communication runs beside the passes and takes its turn in a queu
 
 Sends, receives and launches take no time of their rank: they are issued when the pass before them ends.
 
+A pair, F of one microbatch beside B of another, starts when both can, and both end after the sum of their
+times less what they hide of each other.
+
 ``run_passes`` plays passes alone, without queues: a transfer or a collective starts when everything that it
 carries has been produced. ``lower.py`` makes a program from this.
 
@@ -36,6 +39,7 @@ from megatron_vocabpar.schedule.words.passes import (
     Comm,
     CommType,
     PassType,
+    parts_of,
 )
 from megatron_vocabpar.schedule.words.schedule import Deadlock, Program, Schedule
 
@@ -79,7 +83,7 @@ def run_passes(schedule: Schedule, times: PassTimes) -> Events:
     Raises:
         Deadlock: naming for the first stuck rank the pass and what it waits for.
     """
-    return _Loop(schedule, times, schedule.ranks, alone=True).run()
+    return _Loop(schedule, times, schedule.rows, alone=True).run()
 
 
 @dataclass
@@ -98,7 +102,12 @@ class _Loop:
         self.schedule, self.program, self.alone = schedule, program, alone
         self.numbering = numbering = Numbering(schedule)
         self.m, self.p = schedule.m, schedule.p
-        self.rows = [[numbering.number(item) for item in row] for row in program]
+        # A pair stands in its row as the number of its F.
+        self.rows = [[numbering.number(parts_of(item)[0]) for item in row] for row in program]
+        self.beside = {
+            numbering.number(pair.forward): numbering.number(pair.backward) for pair in schedule.pairs
+        }
+        self.hidden = times.hidden
         self.needs = [in_numbers(needs, schedule.m) for needs in numbering.needs]
         self.carried = _carried(numbering) if alone else [[] for _ in numbering.needs]
         self.durations = _durations(numbering, times)
@@ -111,6 +120,7 @@ class _Loop:
         # What runs an instruction of each type; it returns the number that the rank waits for, or NOTHING.
         acts: dict[PassType | CommType, Callable[[int, int], int]] = {
             **dict.fromkeys(PassType, self._pass),
+            **({PassType.F: self._pass_or_pair} if self.beside else {}),
             **dict.fromkeys(schedule.method.in_step, self._together),
             **dict.fromkeys(CommType, self._launch),
             **dict.fromkeys((CommType.RECV_F, CommType.RECV_B), self._post),
@@ -173,6 +183,21 @@ class _Loop:
         self.last[rank] = number
         return NOTHING
 
+    def _pass_or_pair(self, rank: int, forward: int) -> int:
+        backward = self.beside.get(forward)
+        if backward is None:
+            return self._pass(rank, forward)
+        starts = self._ready(rank, forward), self._ready(rank, backward)
+        for start, cause in starts:
+            if start < 0.0:
+                return cause
+        start, cause = max(starts)
+        took = self.durations[forward // self.m] + self.durations[backward // self.m] - self.hidden[rank]
+        for number in (forward, backward):
+            self.free[rank] = self._finish(number, start, cause, took)
+        self.last[rank] = backward
+        return NOTHING
+
     def _together(self, rank: int, number: int) -> int:
         if self.ends[number] < 0.0:
             start, cause = self._ready(rank, number)
@@ -233,10 +258,13 @@ class _Loop:
                 queue.free = self._finish(part, start, cause)
             queue.last = key
 
-    def _finish(self, number: int, start: float, cause: int) -> float:
-        """Note when something runs and wake the ranks that wait for it; returns its end."""
+    def _finish(self, number: int, start: float, cause: int, took: float | None = None) -> float:
+        """Note when something runs and wake the ranks that wait for it; returns its end.
+
+        It takes its node's time, or ``took`` ms.
+        """
         node = number // self.m
-        end = start + self.durations[node]
+        end = start + (self.durations[node] if took is None else took)
         self.starts[number], self.ends[number], self.causes[number] = start, end, cause
         for offset, producers, parts in self.carried[node]:
             key, ready, last = number + offset, end, number

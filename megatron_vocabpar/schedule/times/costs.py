@@ -21,18 +21,26 @@ from math import fsum
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megatron_vocabpar.schedule.data.schema import check, read_object
+from megatron_vocabpar.schedule.data.schema import check, read_costs
 from megatron_vocabpar.schedule.times.redistribution import redistribute
 from megatron_vocabpar.schedule.words.methods import METHODS, Method
-from megatron_vocabpar.schedule.words.passes import VOCABULARY_PASSES, CommType, PassType
+from megatron_vocabpar.schedule.words.passes import (
+    VOCABULARY_PASSES,
+    CommType,
+    Instruction,
+    Pair,
+    Pass,
+    PassType,
+)
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
 PerRank = float | tuple[float, ...]
 
 _OUTPUT = (PassType.S, PassType.S2, PassType.T)
 _TRANSFORMER = (PassType.F, PassType.B, PassType.W)
-_TIMES = ("F_ms", "B_ms", "W_ms", "IF_ms", "IB_ms", "p2p_ms", "broadcast_ms", "all_reduce_ms")
+_TIMES = ("F_ms", "B_ms", "W_ms", "hidden_ms", "IF_ms", "IB_ms", "p2p_ms", "broadcast_ms", "all_reduce_ms")
 _MOST_MS = 1e7  # of one pass
+_ROUNDING = 1e-9  # of shares
 _FILE_NAMES = {
     "last_rank_extra": "baseline_last_rank_extra",
     "first_rank_extra": "baseline_first_rank_extra",
@@ -65,6 +73,9 @@ class PassCosts:
         layers: transformer layers of the whole model, if known.
         layers_per_stage: transformer layers of each stage if they are uneven, for instance by Megatron's
             layout; in any method with one chunk a rank. See ``redistribution.py``.
+        hidden_ms: what F and B of a rank's whole share hide of each other when they run together, mostly
+            their exchange between experts: F + B - FB, where FB is the time of the pair. One number, or one
+            per rank; at most the shorter of F and B.
     """
 
     F_ms: PerRank
@@ -82,6 +93,7 @@ class PassCosts:
     mtp_depths: int = 0
     layers: int | None = None
     layers_per_stage: tuple[int, ...] | None = None
+    hidden_ms: PerRank = 0.0
 
     PAPER_SIZES: ClassVar = (8, 16, 32)
 
@@ -143,8 +155,8 @@ class PassCosts:
         data = {
             _FILE_NAMES.get(field_.name, field_.name): getattr(self, field_.name) for field_ in fields(self)
         }
-        mtp = ("last_stage_extra", "mtp_depths")
-        return {k: value for k, value in data.items() if value is not None and (value or k not in mtp)}
+        seldom = ("last_stage_extra", "mtp_depths", "hidden_ms")
+        return {k: value for k, value in data.items() if value is not None and (value or k not in seldom)}
 
     @staticmethod
     def load(path: str | Path, methods: Mapping[str, Method] = METHODS) -> PassCosts:
@@ -175,10 +187,12 @@ class PassTimes:
     Attributes:
         passes: for each type, the time on each stage (F, B, W) or rank (vocabulary passes).
         comms: for each type of communication, its time.
+        hidden: for each rank, what a chunk's F and a chunk's B hide of each other when they run together.
     """
 
     passes: Mapping[PassType, tuple[float, ...]]
     comms: Mapping[CommType, float]
+    hidden: tuple[float, ...]
 
     @staticmethod
     def of(costs: PassCosts, schedule: Schedule, *, splits_w: bool | None = None) -> PassTimes:
@@ -216,7 +230,7 @@ class PassTimes:
         for name, row in rows.items():
             if not all(0.0 <= time <= _MOST_MS for time in row):
                 raise ValueError(f"costs: {name} takes {max(row)} ms; give times from 0 to {_MOST_MS:g} ms")
-        return PassTimes(passes, comms)
+        return PassTimes(passes, comms, _hidden(costs, schedule, passes))
 
     @staticmethod
     def benign(schedule: Schedule) -> PassTimes:
@@ -230,14 +244,46 @@ class PassTimes:
                 **{type_: (time,) * ranks for type_, time in vocabulary.items()},
             },
             dict.fromkeys(CommType, 0.0),
+            (0.0,) * ranks,
         )
+
+    def of_instruction(self, item: Instruction, rank: int) -> float:
+        """The ms that an instruction of a rank takes; of a pair less than its passes one after the other."""
+        if isinstance(item, Pair):
+            return self._of_pass(item.forward) + self._of_pass(item.backward) - self.hidden[rank]
+        return self._of_pass(item) if isinstance(item, Pass) else self.comms[item.type]
+
+    def _of_pass(self, pass_: Pass) -> float:
+        return self.passes[pass_.type][pass_.stage]
 
     def scaled(self, comm: float, passes: float = 1.0) -> PassTimes:
         """The same with communication ``comm`` times as long, and passes ``passes`` times."""
         return PassTimes(
             {type_: tuple(passes * time for time in times) for type_, times in self.passes.items()},
             {type_: comm * time for type_, time in self.comms.items()},
+            tuple(passes * time for time in self.hidden),
         )
+
+
+def _hidden(
+    costs: PassCosts, schedule: Schedule, passes: Mapping[PassType, Sequence[float]]
+) -> tuple[float, ...]:
+    """For each rank, what F and B of one of its chunks hide of each other.
+
+    A chunk hides its part of what the rank's whole share hides.
+    """
+    p, chunks, shares = schedule.p, schedule.chunks, _shares(costs, schedule)
+    whole = _spread(costs.hidden_ms, p, "hidden_ms")
+    hidden = tuple(ms * share / chunks for ms, share in zip(whole, shares, strict=True))
+    for rank, ms in enumerate(hidden):
+        stages = [schedule.placement.stage_of(rank, chunk) for chunk in range(chunks)]
+        least = min(passes[type_][stage] for type_ in (PassType.F, PassType.B) for stage in stages)
+        if ms > least * (1.0 + _ROUNDING):
+            raise ValueError(
+                f"costs: hidden_ms lets F and B of a chunk on rank {rank} hide {ms:g} ms of each other, but "
+                f"the shorter takes {least:g} ms; give F + B - FB, where FB is the time of both together"
+            )
+    return hidden
 
 
 def _shares(costs: PassCosts, schedule: Schedule) -> list[float]:
@@ -314,25 +360,6 @@ def _spread(value: PerRank, p: int, name: str) -> tuple[float, ...]:
             f"costs: {name} lists {len(value)} ranks, but the pipeline has {p}; give one number or {p}"
         )
     return value
-
-
-def read_costs(path: str | Path) -> dict[str, Any]:
-    """The JSON object of a cost file, held against ``data/costs.schema.json``.
-
-    Raises:
-        ValueError: if it is missing, not JSON or malformed; the message names the file.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ValueError(f"cannot read costs from {path}: {reason}") from error
-    data = read_object(text, f"costs file {path}")
-    try:
-        check(data, "costs")
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return data
 
 
 def _per_rank(value: float | Sequence[float]) -> PerRank:
