@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,7 @@ from megatron_vocabpar.schedule.words.passes import (
     PairType,
     Pass,
     PassType,
+    parts_of,
 )
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
@@ -103,21 +105,15 @@ class _Iteration:
     def handlers(self) -> dict[InstructionType, Callable[..., None]]:
         in_step = self.schedule.method.in_step
         return {
-            **{type_: self._in_step if type_ in in_step else self._pass for type_ in PassType},
-            PairType.FB: self._pair,
+            **{type_: self._in_step if type_ in in_step else self._pass for type_ in (*PassType, *PairType)},
             **dict.fromkeys((CommType.SEND_F, CommType.SEND_B), self._send),
             **dict.fromkeys((CommType.RECV_F, CommType.RECV_B), self._receive),
             **dict.fromkeys(COLLECTIVES, self._collective),
         }
 
-    def _pass(self, pass_: Pass) -> None:
-        self._wait_for_needs(pass_)
-        _sleep(self._ms(pass_))
-
-    def _pair(self, pair: Pair) -> None:
-        for pass_ in (pair.forward, pair.backward):
-            self._wait_for_needs(pass_)
-        _sleep(self._ms(pair))
+    def _pass(self, item: Pass | Pair) -> None:
+        self._wait_for_needs(item)
+        _sleep(self._ms(item))
 
     def _in_step(self, pass_: Pass) -> None:
         """All ranks run it together: two collectives within."""
@@ -135,8 +131,8 @@ class _Iteration:
     def _ms(self, instruction: Instruction) -> float:
         return self.times.of_instruction(instruction, self.groups.stage)
 
-    def _wait_for_needs(self, pass_: Pass) -> None:
-        for needed in prerequisites(pass_, self.schedule):
+    def _wait_for_needs(self, item: Pass | Pair) -> None:
+        for needed in chain.from_iterable(prerequisites(part, self.schedule) for part in parts_of(item)):
             if isinstance(needed, Comm):
                 with self.rank.timeline.waiting():
                     self.events[needed].wait()

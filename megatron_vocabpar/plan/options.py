@@ -30,7 +30,8 @@ from megatron_vocabpar.schedule.play.events import run_events
 from megatron_vocabpar.schedule.play.lower import lower
 from megatron_vocabpar.schedule.play.peaks import peak_activations
 from megatron_vocabpar.schedule.simulate import Simulation
-from megatron_vocabpar.schedule.times.costs import PassCosts, PerRank
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.times.per_rank import PerRank
 from megatron_vocabpar.schedule.times.redistribution import redistribute, with_final_stage
 from megatron_vocabpar.schedule.words.methods import Method, method_named
 from megatron_vocabpar.schedule.words.passes import PassType

@@ -179,7 +179,7 @@ def _marked_pairs(row: Sequence[Mapping[str, Any]], passes: Sequence[Pass], rank
         if item.get("pair"):
             if backward is None or (forward.type, backward.type) != (PassType.F, PassType.B):
                 raise ValueError(
-                    f"schedule, rank {rank}: {forward} is marked as a pair, and {backward or 'nothing'} comes "
+                    f"schedule, rank {rank}: {forward} is marked as a pair with {backward or 'nothing'} "
                     "after it; mark an F that runs together with the B right after it"
                 )
             yield Pair(forward, backward)

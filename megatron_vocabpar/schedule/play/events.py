@@ -38,8 +38,8 @@ from megatron_vocabpar.schedule.words.passes import (
     RECEIVE_OF,
     Comm,
     CommType,
+    Pair,
     PassType,
-    parts_of,
 )
 from megatron_vocabpar.schedule.words.schedule import Deadlock, Program, Schedule
 
@@ -71,7 +71,7 @@ def run_events(schedule: Schedule, times: PassTimes, program: Program) -> Events
     Raises:
         Deadlock: naming for the first stuck rank the instruction and what it waits for.
     """
-    return _Loop(schedule, times, program).run()
+    return _loop(schedule, times, program).run()
 
 
 def run_passes(schedule: Schedule, times: PassTimes) -> Events:
@@ -83,7 +83,7 @@ def run_passes(schedule: Schedule, times: PassTimes) -> Events:
     Raises:
         Deadlock: naming for the first stuck rank the pass and what it waits for.
     """
-    return _Loop(schedule, times, schedule.rows, alone=True).run()
+    return _loop(schedule, times, schedule.rows, alone=True).run()
 
 
 @dataclass
@@ -103,11 +103,10 @@ class _Loop:
         self.numbering = numbering = Numbering(schedule)
         self.m, self.p = schedule.m, schedule.p
         # A pair stands in its row as the number of its F.
-        self.rows = [[numbering.number(parts_of(item)[0]) for item in row] for row in program]
-        self.beside = {
-            numbering.number(pair.forward): numbering.number(pair.backward) for pair in schedule.pairs
-        }
-        self.hidden = times.hidden
+        self.rows = [
+            [numbering.number(item.forward if isinstance(item, Pair) else item) for item in row]
+            for row in program
+        ]
         self.needs = [in_numbers(needs, schedule.m) for needs in numbering.needs]
         self.carried = _carried(numbering) if alone else [[] for _ in numbering.needs]
         self.durations = _durations(numbering, times)
@@ -120,7 +119,6 @@ class _Loop:
         # What runs an instruction of each type; it returns the number that the rank waits for, or NOTHING.
         acts: dict[PassType | CommType, Callable[[int, int], int]] = {
             **dict.fromkeys(PassType, self._pass),
-            **({PassType.F: self._pass_or_pair} if self.beside else {}),
             **dict.fromkeys(schedule.method.in_step, self._together),
             **dict.fromkeys(CommType, self._launch),
             **dict.fromkeys((CommType.RECV_F, CommType.RECV_B), self._post),
@@ -181,21 +179,6 @@ class _Loop:
             return cause
         self.free[rank] = self._finish(number, start, cause)
         self.last[rank] = number
-        return NOTHING
-
-    def _pass_or_pair(self, rank: int, forward: int) -> int:
-        backward = self.beside.get(forward)
-        if backward is None:
-            return self._pass(rank, forward)
-        starts = self._ready(rank, forward), self._ready(rank, backward)
-        for start, cause in starts:
-            if start < 0.0:
-                return cause
-        start, cause = max(starts)
-        took = self.durations[forward // self.m] + self.durations[backward // self.m] - self.hidden[rank]
-        for number in (forward, backward):
-            self.free[rank] = self._finish(number, start, cause, took)
-        self.last[rank] = backward
         return NOTHING
 
     def _together(self, rank: int, number: int) -> int:
@@ -278,6 +261,38 @@ class _Loop:
         if sleepers:
             self.awake += sleepers
         return end
+
+
+class _PairLoop(_Loop):
+    """The same for a schedule with pairs."""
+
+    def __init__(
+        self, schedule: Schedule, times: PassTimes, program: Program, *, alone: bool = False
+    ) -> None:
+        super().__init__(schedule, times, program, alone=alone)
+        number = self.numbering.number
+        self.beside = {number(pair.forward): number(pair.backward) for pair in schedule.pairs}
+        self.hidden = times.hidden
+
+    def _pass(self, rank: int, number: int) -> int:
+        if number not in self.beside:
+            return super()._pass(rank, number)
+        both = number, self.beside[number]
+        starts = [self._ready(rank, part) for part in both]
+        for start, cause in starts:
+            if start < 0.0:
+                return cause
+        start, cause = max(starts)
+        took = sum(self.durations[part // self.m] for part in both) - self.hidden[rank]
+        for part in both:
+            self.free[rank] = self._finish(part, start, cause, took)
+            self.last[rank] = part
+        return NOTHING
+
+
+def _loop(schedule: Schedule, times: PassTimes, program: Program, *, alone: bool = False) -> _Loop:
+    kind = _PairLoop if schedule.pairs else _Loop
+    return kind(schedule, times, program, alone=alone)
 
 
 def _queues(numbering: Numbering, program: Program) -> dict[CommType, _Queue]:

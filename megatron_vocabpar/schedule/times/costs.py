@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron_vocabpar.schedule.data.schema import check, read_costs
+from megatron_vocabpar.schedule.times.per_rank import PerRank, halves_of_t, per_rank_of, spread
 from megatron_vocabpar.schedule.times.redistribution import redistribute
 from megatron_vocabpar.schedule.words.methods import METHODS, Method
 from megatron_vocabpar.schedule.words.passes import (
@@ -33,8 +34,6 @@ from megatron_vocabpar.schedule.words.passes import (
     PassType,
 )
 from megatron_vocabpar.schedule.words.schedule import Schedule
-
-PerRank = float | tuple[float, ...]
 
 _OUTPUT = (PassType.S, PassType.S2, PassType.T)
 _TRANSFORMER = (PassType.F, PassType.B, PassType.W)
@@ -144,8 +143,8 @@ class PassCosts:
                 raise ValueError(f"costs: unknown method {name!r}; there are {', '.join(methods)}")
         names = {_FILE_NAMES.get(field_.name, field_.name): field_.name for field_ in fields(PassCosts)}
         values = {names[key]: value for key, value in data.items() if key in names}
-        times = {name: _per_rank(values[name]) for name in _TIMES if name in values}
-        tables = {name: {key: _per_rank(time) for key, time in row.items()} for name, row in rows.items()}
+        times = {name: per_rank_of(values[name]) for name in _TIMES if name in values}
+        tables = {name: {key: per_rank_of(time) for key, time in row.items()} for name, row in rows.items()}
         extras = {name: {key: float(time) for key, time in values.get(name, {}).items()} for name in _EXTRAS}
         stages = {name: tuple(values[name]) for name in ("layers_per_stage",) if name in values}
         return PassCosts(**{**values, **times, **extras, **stages, "methods": tables})
@@ -210,7 +209,7 @@ class PassTimes:
         transformer: dict[PassType, list[float]] = {}
         for type_ in _TRANSFORMER:
             name = f"{type_.value}_ms"
-            per_rank = _spread(getattr(costs, name), p, name)
+            per_rank = spread(getattr(costs, name), p, name)
             ranks = [placement.rank_of(stage) for stage in range(placement.num_stages)]
             times = [per_rank[rank] * share[rank] / schedule.chunks for rank in ranks]
             times[-1] += costs.last_stage_extra.get(name, 0.0)
@@ -273,7 +272,7 @@ def _hidden(
     A chunk hides its part of what the rank's whole share hides.
     """
     p, chunks, shares = schedule.p, schedule.chunks, _shares(costs, schedule)
-    whole = _spread(costs.hidden_ms, p, "hidden_ms")
+    whole = spread(costs.hidden_ms, p, "hidden_ms")
     hidden = tuple(ms * share / chunks for ms, share in zip(whole, shares, strict=True))
     for rank, ms in enumerate(hidden):
         stages = [schedule.placement.stage_of(rank, chunk) for chunk in range(chunks)]
@@ -301,7 +300,7 @@ def _shares(costs: PassCosts, schedule: Schedule) -> list[float]:
         return [1.0] * p
     layers = costs.layers or _LAYERS_PER_RANK * p
     names = [f"{type_.value}_ms" for type_ in _TRANSFORMER]
-    layer_work = fsum(fsum(_spread(getattr(costs, name), p, name)) for name in names) / layers
+    layer_work = fsum(fsum(spread(getattr(costs, name), p, name)) for name in names) / layers
     first = fsum(costs.first_rank_extra.values())
     last = fsum((*costs.last_rank_extra.values(), *costs.last_stage_extra.values()))
     return [count * p / layers for count in redistribute(layers, p, first, last, layer_work)]
@@ -309,7 +308,7 @@ def _shares(costs: PassCosts, schedule: Schedule) -> list[float]:
 
 def _vocabulary_times(costs: PassCosts, schedule: Schedule) -> dict[PassType, tuple[float, ...]]:
     p = schedule.p
-    times = {PassType.IF: _spread(costs.IF_ms, p, "IF_ms"), PassType.IB: _spread(costs.IB_ms, p, "IB_ms")}
+    times = {PassType.IF: spread(costs.IF_ms, p, "IF_ms"), PassType.IB: spread(costs.IB_ms, p, "IB_ms")}
     method = schedule.method
     if not method.vocabulary_parallel:
         return times
@@ -323,26 +322,14 @@ def _vocabulary_times(costs: PassCosts, schedule: Schedule) -> dict[PassType, tu
         name = f"{type_.value}_ms"
         if type_ in method.passes and name not in row:
             raise ValueError(f"the costs have no {name} for {method.name!r}; add it under 'methods'")
-        times[type_] = _spread(row.get(name, 0.0), p, name)
-    times[PassType.L] = _spread(row.get("L_ms", 0.0), p, "L_ms")
-    times[PassType.T], times[PassType.TW] = _halves_of_t(row, p, apart=PassType.TW in method.passes)
+        times[type_] = spread(row.get(name, 0.0), p, name)
+    times[PassType.L] = spread(row.get("L_ms", 0.0), p, "L_ms")
+    times[PassType.T], times[PassType.TW] = halves_of_t(row, p, apart=PassType.TW in method.passes)
     for type_ in method.in_step:  # it does T's work too, and its collectives
-        synchronous = _spread(row.get("synchronous_ms", 0.0), p, "synchronous_ms")
+        synchronous = spread(row.get("synchronous_ms", 0.0), p, "synchronous_ms")
         parts = zip(times[type_], times[PassType.T], synchronous, strict=True)
         times[type_] = tuple(map(fsum, parts))
     return times
-
-
-def _halves_of_t(
-    row: Mapping[str, PerRank], p: int, *, apart: bool
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """T and TW of each rank, or both together in T; by default TW is half of T, one of two equal products."""
-    t = _spread(row.get("T_ms", 0.0), p, "T_ms")
-    if "TW_ms" not in row:
-        t = tw = tuple(time / 2 for time in t)
-    else:
-        tw = _spread(row["TW_ms"], p, "TW_ms")
-    return (t, tw) if apart else (tuple(map(sum, zip(t, tw, strict=True))), (0.0,) * p)
 
 
 def _comm_times(costs: PassCosts) -> dict[CommType, float]:
@@ -350,17 +337,3 @@ def _comm_times(costs: PassCosts) -> dict[CommType, float]:
     broadcast = (CommType.C0, CommType.CG, CommType.CIB)
     times = dict.fromkeys(CommType, costs.all_reduce_ms)
     return times | dict.fromkeys(p2p, costs.p2p_ms) | dict.fromkeys(broadcast, costs.broadcast_ms)
-
-
-def _spread(value: PerRank, p: int, name: str) -> tuple[float, ...]:
-    if not isinstance(value, tuple):
-        return (value,) * p
-    if len(value) != p:
-        raise ValueError(
-            f"costs: {name} lists {len(value)} ranks, but the pipeline has {p}; give one number or {p}"
-        )
-    return value
-
-
-def _per_rank(value: float | Sequence[float]) -> PerRank:
-    return tuple(map(float, value)) if isinstance(value, Sequence) else float(value)
