@@ -63,7 +63,7 @@ def search(
 def _rivals(request: PlanRequest) -> list[PlanRequest]:
     """The same request for each family with each cap; the most memory first, then in the order of families.
 
-    Families that differ in their claims alone (V shapes) are tried once with each cap, and families with pairs
+    Families that differ in their claims alone (V shapes) are tried once with each cap, those with pairs
     only where the costs have something to hide.
     """
     chunks, method, p = request.chunks, method_named(request.method), max(request.p, 1)
