@@ -55,7 +55,7 @@ class _Cell(NamedTuple):
 
 
 def _cells(row: Sequence[Instruction], sim: Simulation, unit: float, schedule: Schedule) -> list[_Cell]:
-    """The passes of a rank; every pass gets at least one column, those of a pair one half of its columns each."""
+    """The passes of a rank; every pass gets at least one column, each of a pair half of its columns."""
     cells = []
     cursor = 0
     for item in row:
