@@ -28,7 +28,7 @@ from megatron_vocabpar.schedule.words.schedule import Schedule, passes_of
 TRIAL_PASSES = 60_000  # about so many the trials may play in all: a fraction of a second
 _LEAST_TRIAL = 64  # microbatches of a trial, or more, to reach a steady state
 _PLACING = 25  # placing a block of two chunks takes as long as playing so many microbatches
-PAIRED = 4  # times as many if passes run in pairs: there are more ways to play them
+_PAIRED = 6  # times as many if passes run in pairs: there are more ways to play them
 _FEWEST = 4  # fewer trials are not worth their time
 _POLISHED = 3  # so many of the best trials are polished, if the schedule is small
 _ROUNDING = 1e-9  # of sums of 1/chunks
@@ -76,7 +76,7 @@ class Problem:
     def best(self, budget: int) -> Schedule:
         """The fastest of as many candidates as a budget of passes to play allows; polished if it is small."""
         if self.pairs:
-            tried = map(self.schedule, self.played(PAIRED * budget)[:_FINALISTS])
+            tried = map(self.schedule, self.played(_PAIRED * budget)[:_FINALISTS])
             return min(tried, key=self.simulated_ms)
         if is_textbook(self.shape, self.family) or not is_small(self.graph, self.shape.m):
             return self.schedule(self.played(budget)[0])

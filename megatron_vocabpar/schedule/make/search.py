@@ -79,7 +79,8 @@ def _rivals(request: PlanRequest) -> list[PlanRequest]:
     rivals: dict[tuple[object, ...], tuple[float, Family]] = {}
     for family in allowed:
         claim = claimed_peak(method, p, family, chunks or family.chunks)
-        alike = family.shape, family.chunks, family.fixed_chunks, family.splits_w, family.packed, family.hops
+        sizes = family.shape, family.chunks, family.fixed_chunks
+        alike = *sizes, family.splits_w, family.packed, family.hops, family.pairs
         rivals |= {(rung, *alike): (rung, family) for rung in {*rungs(cap), cap, min(claim, cap)}}
     in_turn = sorted(rivals.values(), key=lambda rival: -rival[0])
     return [replace(request, family=family, max_activations=rung) for rung, family in in_turn]
