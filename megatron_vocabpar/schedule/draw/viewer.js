@@ -436,7 +436,7 @@ function start(data) {
 }
 
 if (typeof module !== "undefined") {
-  module.exports = { firstAfter, barAt, roundStep, zoomed, moved, amountAt, description };
+  module.exports = { firstAfter, barAt, partsOf, roundStep, zoomed, moved, amountAt, description };
 } else {
   start(JSON.parse(document.getElementById("data").textContent));
 }

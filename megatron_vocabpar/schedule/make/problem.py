@@ -28,7 +28,8 @@ from megatron_vocabpar.schedule.words.schedule import Schedule, passes_of
 TRIAL_PASSES = 60_000  # about so many the trials may play in all: a fraction of a second
 _LEAST_TRIAL = 64  # microbatches of a trial, or more, to reach a steady state
 _PLACING = 25  # placing a block of two chunks takes as long as playing so many microbatches
-_PAIRED = 6  # times as many if passes run in pairs: there are more ways to play them
+_PAIRED = 6  # times as many if passes run in pairs: there are more ways to play them ...
+_MOST_PAIRED = 80  # ... but of a small schedule so many will do
 _FEWEST = 4  # fewer trials are not worth their time
 _POLISHED = 3  # so many of the best trials are polished, if the schedule is small
 _ROUNDING = 1e-9  # of sums of 1/chunks
@@ -116,6 +117,8 @@ class Problem:
         trial_m = min(self.shape.m, max(_LEAST_TRIAL, 2 * self.shape.p + 4))
         placing = int(_PLACING * max(1.0, self.shape.chunks / 2) ** 2)
         affordable = max(1, budget // (passes * (trial_m + placing)))
+        if self.pairs:
+            affordable = min(affordable, _MOST_PAIRED)
         trials = []
         for position, candidate in enumerate(islice(choices, affordable) if affordable >= _FEWEST else ()):
             played = self._try(candidate, trial_m)
