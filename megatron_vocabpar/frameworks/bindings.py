@@ -56,9 +56,9 @@ FUNCTIONS = (
         _REASON,
     ),
 )
-"""Functions of frameworks that are given the model's output, logits first."""
+"""Functions of frameworks whose first argument is the model's output."""
 
-_READ = "what a framework never reads isn't computed"
+_READ = "tokens that a framework never reads take no part"
 
 LABELS: dict[Binding, Callable[..., Any]] = {
     Binding(
@@ -66,11 +66,11 @@ LABELS: dict[Binding, Callable[..., Any]] = {
     ): verl_forward,
     Binding("slime.backends.megatron_utils.loss", "_build_shifted_tokens", (), _READ): slime_labels,
 }
-"""Functions of frameworks that make labels, and what makes ours of them."""
+"""Functions of frameworks that make labels, and what makes our functions of them."""
 
 
 def answering(binding: Binding, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``original`` for logits; for a handle, which takes its place in ``binding``."""
+    """``original`` for logits, our answer for a handle."""
     answer = _ANSWERS[binding.name]
 
     @wraps(original)

@@ -121,7 +121,7 @@ def _path(name: str) -> Path:
 
 
 def peak_gib(cell: Cell) -> float:
-    """What the memory model says of a cell: the fullest rank, with the microbatches that the paper claims."""
+    """The memory model's peak of a cell: the fullest rank, with the microbatches that the paper claims."""
     method: Method = method_named(cell.method)
     family, model, job = cell.family, cell.model, cell.job
     placement = Placement(job.p, family.chunks, family.shape)

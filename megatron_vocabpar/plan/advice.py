@@ -65,7 +65,7 @@ def our_flags(request: Request, option: Option) -> list[str]:
     if (option.method, option.family) == ("baseline", "1f1b"):
         return flags
     flags += ["--enable-vocab-parallel", f"--vocab-parallel-method {option.method}"]
-    return [*flags, *([] if option.family == "1f1b" else [f"--vocab-parallel-schedule {option.family}"])]
+    return [*flags, *([] if option.family == "1f1b" else [f"--vocab-parallel-family {option.family}"])]
 
 
 def _folded(words: Sequence[str], width: int = 96) -> str:

@@ -85,7 +85,7 @@ def cells() -> Iterator[Cell]:
     """All rows in their order."""
     for family in ("1f1b", "zb-h1", "v-half", "v-zb", "interleaved"):
         for method in ("vocab-1", "vocab-2"):
-            flags = ("--vocab-parallel-schedule", family, "--vocab-parallel-method", method)
+            flags = ("--vocab-parallel-family", family, "--vocab-parallel-method", method)
             yield Cell(f"{family}, {method}", flags + (_CHUNKS if family in _OF_CHUNKS else ()))
     yield Cell("1f1b, a measured plan", words("--vocab-parallel-profile-iterations 1"))
     yield Cell("1f1b, a timeline", words("--vocab-parallel-timeline 3"), left="vocab_parallel_timeline_*/*")
@@ -124,7 +124,7 @@ class Run:
         return set(self.codes) == {0}
 
 
-def run(cell: Cell, is_ours: bool, *options: str, limit_s: float = 300) -> Run:
+def run(cell: Cell, is_ours: bool, *options: str, limit_s: float = 900) -> Run:
     """Train with ``pretrain_gpt.py`` of the checkout, with our flags or without."""
     script = Path(os.environ["MEGATRON_LM_PATH"]) / "pretrain_gpt.py"
     size = cell.pp * cell.tp * cell.dp

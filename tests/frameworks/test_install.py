@@ -58,7 +58,7 @@ def test_every_copy_is_reached_and_put_back(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     "flags",
-    ["--vocab-parallel-schedule v-half", "--vocab-parallel-schedule auto", "--vocab-parallel-timeline 3"],
+    ["--vocab-parallel-family v-half", "--vocab-parallel-family auto", "--vocab-parallel-timeline 3"],
 )
 def test_flags_without_a_use_are_refused(flags: str) -> None:
     assert config_from({}).method == "vocab-2"

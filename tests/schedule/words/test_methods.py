@@ -49,6 +49,22 @@ def test_what_waits_for_what() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "evaluation", "ranking"),
+    [
+        ("baseline", "", ""),
+        ("vocab-1", "C0 S C1 L", "C0 S C1 T C2 L"),
+        ("vocab-2", "C0 S C1 L", "C0 S C1 T C2 L"),
+        ("interlaced", "C0 S C1 L", "C0 S C1 T C2 L"),
+    ],
+)
+def test_the_chain_of_an_evaluation(name: str, evaluation: str, ranking: str) -> None:
+    for method in (METHODS[name], METHODS[name].with_late_gradient()):
+        assert (method.without_gradients().chain, method.without_gradients().late) == (evaluation, "")
+        assert method.without_gradients(ranks_targets=True).chain == ranking
+    assert METHODS["naive"].without_gradients().chain == "C0 S C1 S2 C2 L"
+
+
+@pytest.mark.parametrize(
     ("chain", "late", "message"),
     [
         ("C0 X B", "", "method trial: 'X' in its chain; there are S, S2, T, L, TW, B, C0"),
