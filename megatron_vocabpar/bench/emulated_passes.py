@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -45,8 +46,12 @@ from megatron_vocabpar.schedule.words.passes import (
     Comm,
     CommType,
     Instruction,
+    InstructionType,
+    Pair,
+    PairType,
     Pass,
     PassType,
+    parts_of,
 )
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
@@ -99,18 +104,18 @@ class _Iteration:
         self.rank, self.groups, self.schedule, self.times = rank, rank.groups, plan.schedule, times
         self.events: dict[Instruction, Event[None]] = {}
 
-    def handlers(self) -> dict[PassType | CommType, Callable[..., None]]:
+    def handlers(self) -> dict[InstructionType, Callable[..., None]]:
         in_step = self.schedule.method.in_step
         return {
-            **{type_: self._in_step if type_ in in_step else self._pass for type_ in PassType},
+            **{type_: self._in_step if type_ in in_step else self._pass for type_ in (*PassType, *PairType)},
             **dict.fromkeys((CommType.SEND_F, CommType.SEND_B), self._send),
             **dict.fromkeys((CommType.RECV_F, CommType.RECV_B), self._receive),
             **dict.fromkeys(COLLECTIVES, self._collective),
         }
 
-    def _pass(self, pass_: Pass) -> None:
-        self._wait_for_needs(pass_)
-        _sleep(self._ms(pass_))
+    def _pass(self, item: Pass | Pair) -> None:
+        self._wait_for_needs(item)
+        _sleep(self._ms(item))
 
     def _in_step(self, pass_: Pass) -> None:
         """A pass that all ranks run together, with two collectives inside."""
@@ -125,12 +130,11 @@ class _Iteration:
                 ).wait()
             _sleep_until(last_s, third)
 
-    def _ms(self, pass_: Pass) -> float:
-        # F, B and W have a time a stage, the vocabulary's passes one a rank; ``stage`` is either's number.
-        return self.times.passes[pass_.type][pass_.stage]
+    def _ms(self, instruction: Instruction) -> float:
+        return self.times.of_instruction(instruction, self.groups.stage)
 
-    def _wait_for_needs(self, pass_: Pass) -> None:
-        for needed in prerequisites(pass_, self.schedule):
+    def _wait_for_needs(self, item: Pass | Pair) -> None:
+        for needed in chain.from_iterable(prerequisites(part, self.schedule) for part in parts_of(item)):
             if isinstance(needed, Comm):
                 with self.rank.timeline.waiting():
                     self.events[needed].wait()

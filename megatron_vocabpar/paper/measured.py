@@ -24,7 +24,8 @@ from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.play.events import run_events
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
-from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes, PerRank
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.times.per_rank import PerRank
 from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.schedule.words.passes import Comm, CommType, Instruction, PassType
 from megatron_vocabpar.schedule.words.schedule import Program, Schedule

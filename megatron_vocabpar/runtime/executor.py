@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
-from megatron_vocabpar.schedule.words.passes import CommType, Instruction, PassType
+from megatron_vocabpar.schedule.words.passes import Instruction, InstructionType
 
 Handler = Callable[[Instruction], None]
-Handlers = Mapping[PassType | CommType, Handler]
+Handlers = Mapping[InstructionType, Handler]
 Observer = Callable[[Instruction], AbstractContextManager[object]]
 
 

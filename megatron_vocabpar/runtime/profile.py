@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vocabpar.runtime.streams import Event, Mark, Stream, clock
-from megatron_vocabpar.schedule.words.passes import Instruction, Pass
+from megatron_vocabpar.schedule.words.passes import Comm, Instruction
 
 T = TypeVar("T")
 
@@ -27,6 +27,7 @@ _LANES = (COMPUTE, OUTPUT, INPUT)
 _COLOURS = {
     "F": "thread_state_running",
     "B": "rail_response",
+    "FB": "good",
     "W": "rail_load",
     "S": "thread_state_iowait",
     "S2": "thread_state_iowait",
@@ -84,7 +85,7 @@ class Timeline:
             return
         self._computing_since = self._mark()
         yield
-        if isinstance(instruction, Pass):
+        if not isinstance(instruction, Comm):
             self._add(instruction, instruction.type.value, COMPUTE, self._computing_since)
         self._part = None
 

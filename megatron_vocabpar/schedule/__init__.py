@@ -20,6 +20,7 @@ What each sub-room does to it, in the order in which to read them:
 3. ``make/`` answers a request. ``building_block.py`` places the passes of one microbatch, repeated every
    38.5 ms, the work of one rank: 0F0 at 0.3 ms, 1F0 at 10.6, 1S0 at 20.9, 1B0 at 64.4, 0B0 at 87.3.
    ``list_scheduling.py`` plays three of these blocks, and rank 1 runs 1F2 in the gap before 1S1.
+   Where F and B hide each other's exchange between experts, ``pair_scheduling.py`` runs them together.
    ``polish.py`` moves passes until the iteration takes 137.6 ms; ``bounds.py`` says that no order with this
    memory takes less than 137.2 ms.
 4. ``play/`` plays it. ``lower.py`` adds communication, so that rank 1's row begins

@@ -50,7 +50,7 @@ class Plan:
         try:
             return Plan(schedule, costs, lower(schedule, costs))
         except Deadlock as deadlock:
-            raise deadlocked(schedule.ranks, deadlock) from deadlock
+            raise deadlocked(schedule.rows, deadlock) from deadlock
 
     @staticmethod
     def with_program(schedule: Schedule, costs: PassCosts | None, program: Program) -> Plan:

@@ -4,26 +4,35 @@ A schedule: ``{"method", "p", "m", "chunks", "algorithm", "placement", "input", 
 "chunk"}, ...]]}``, the compute passes of each rank in order. ``chunk`` is the chunk of F, B and W on their
 rank, 0 for the vocabulary passes. ``method`` may be left out: it tells redis from baseline, whose passes are
 the same. Multi-token prediction adds ``mtp_depths``, and a late gradient (L and CG) ``"late_gradient":
-true``.
+true``. An F that runs together with the B right after it adds ``"pair": true``.
 
 A plan: ``"program": [["0IF0", "0CI0", ...]]`` in place of ``"ranks"``, each rank's instructions in order,
-with communication; and ``"costs"``, as in a cost file.
+with communication, a pair as one (``"0F5+2B1"``); and ``"costs"``, as in a cost file.
 
-CSV: one line an instruction of a plan.
+CSV: one line an instruction of a plan. A pair has the type ``FB``, and the stage and microbatch of its F.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, zip_longest
 from typing import Any, cast
 
 from megatron_vocabpar.schedule.data.schema import check, read_object
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import METHODS, Method
-from megatron_vocabpar.schedule.words.passes import VOCABULARY_PASSES, Instruction, Pass, PassType, parse
+from megatron_vocabpar.schedule.words.passes import (
+    VOCABULARY_PASSES,
+    Instruction,
+    Pair,
+    Pass,
+    PassType,
+    parse,
+    parts_of,
+)
 from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Program, Schedule, passes_of
 
@@ -33,8 +42,10 @@ Methods = Mapping[str, Method]
 
 def to_json(schedule: Schedule) -> str:
     """The JSON form, one line a rank."""
+    paired = {pair.forward for pair in schedule.pairs}
     rows = [
-        json.dumps([_to_dict(pass_, schedule.placement) for pass_ in passes]) for passes in schedule.ranks
+        json.dumps([_to_dict(pass_, schedule.placement, pass_ in paired) for pass_ in passes])
+        for passes in schedule.ranks
     ]
     return _json(schedule, {}, "ranks", rows)
 
@@ -132,25 +143,46 @@ def _read(data: Mapping[str, Any], methods: Methods) -> tuple[Schedule, Program 
         raise ValueError(f"schedule: {name!r} must hold a list of passes for each of the {p} ranks")
     frame = Schedule(method, placement, m, mtp_depths=data.get("mtp_depths", 0))
     if name == "ranks":
-        ranks = (tuple(_from_dict(item, rank, placement) for item in row) for rank, row in enumerate(rows))
-        return replace(frame, ranks=tuple(ranks)), None
+        ranks = tuple(
+            tuple(_from_dict(item, rank, placement) for item in row) for rank, row in enumerate(rows)
+        )
+        marked = (
+            _marked_pairs(row, passes, rank)
+            for rank, (row, passes) in enumerate(zip(rows, ranks, strict=True))
+        )
+        return replace(frame, ranks=ranks, pairs=frozenset(chain.from_iterable(marked))), None
     program = tuple(tuple(_from_text(word, rank, frame) for word in row) for rank, row in enumerate(rows))
-    return replace(frame, ranks=tuple(map(passes_of, program))), program
+    pairs = frozenset(item for row in program for item in row if isinstance(item, Pair))
+    return replace(frame, ranks=tuple(map(passes_of, program)), pairs=pairs), program
 
 
 def _from_text(word: str, rank: int, frame: Schedule) -> Instruction:
     item = parse(word)
-    if item.stage >= frame.placement.num_stages or item.microbatch >= frame.m:
-        raise ValueError(
-            f"schedule, rank {rank}: {word!r}, but stages end at {frame.placement.last_stage} and "
-            f"microbatches at {frame.m - 1}"
-        )
+    for part in parts_of(item):
+        if part.stage >= frame.placement.num_stages or part.microbatch >= frame.m:
+            raise ValueError(
+                f"schedule, rank {rank}: {word!r}, but stages end at {frame.placement.last_stage} and "
+                f"microbatches at {frame.m - 1}"
+            )
     return item
 
 
-def _to_dict(pass_: Pass, placement: Placement) -> dict[str, str | int]:
+def _to_dict(pass_: Pass, placement: Placement, paired: bool) -> dict[str, str | int]:
     chunk = 0 if pass_.type in VOCABULARY_PASSES else placement.chunk_of(pass_.stage)
-    return {"op": pass_.type.value, "mb": pass_.microbatch, "chunk": chunk}
+    marker = {"pair": True} if paired else {}
+    return {"op": pass_.type.value, "mb": pass_.microbatch, "chunk": chunk, **marker}
+
+
+def _marked_pairs(row: Sequence[Mapping[str, Any]], passes: Sequence[Pass], rank: int) -> Iterator[Pair]:
+    """The pairs of a rank: each F that is marked, and the B after it."""
+    for item, forward, backward in zip_longest(row, passes, passes[1:]):
+        if item.get("pair"):
+            if backward is None or (forward.type, backward.type) != (PassType.F, PassType.B):
+                raise ValueError(
+                    f"schedule, rank {rank}: {forward} is marked as a pair with {backward or 'nothing'} "
+                    "after it; mark an F that runs together with the B right after it"
+                )
+            yield Pair(forward, backward)
 
 
 def _from_dict(item: Mapping[str, Any], rank: int, placement: Placement) -> Pass:

@@ -18,7 +18,7 @@ from megatron_vocabpar.schedule.play.events import NOTHING, Events, run_events
 from megatron_vocabpar.schedule.play.memory import Interval, lifetimes, most_alive
 from megatron_vocabpar.schedule.play.peaks import peak_activations
 from megatron_vocabpar.schedule.times.costs import PassTimes
-from megatron_vocabpar.schedule.words.passes import Comm, CommType, Instruction, Pass
+from megatron_vocabpar.schedule.words.passes import Atom, Comm, CommType, Pass, parts_of
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
 TAIL = "end"  # a rank's idle time after its last pass
@@ -38,7 +38,7 @@ class Simulation:
 
     @cached_property
     def passes(self) -> dict[Pass, Interval]:
-        """Start and end of every pass."""
+        """Start and end of every pass; those of a pair have the same."""
         number, starts, ends = self.events.numbering.number, self.events.starts, self.events.ends
         items = ((item, number(item)) for row in self.schedule.ranks for item in row)
         return {item: (starts[k], ends[k]) for item, k in items}
@@ -69,9 +69,9 @@ class Simulation:
 
     @cached_property
     def busy_ms(self) -> tuple[float, ...]:
-        """For each rank, the time that its passes take."""
+        """For each rank, the time that its passes take; a pair counts once."""
         number, starts, ends = self.events.numbering.number, self.events.starts, self.events.ends
-        numbers = [[number(item) for item in row] for row in self.schedule.ranks]
+        numbers = [[number(parts_of(item)[0]) for item in row] for row in self.schedule.rows]
         return tuple(sum(ends[k] - starts[k] for k in row) for row in numbers)
 
     @property
@@ -84,14 +84,14 @@ class Simulation:
         """For each rank, its idle time by the type of what it waited for; ``end`` is after its last pass."""
         return tuple(_idle(self, rank) for rank in range(self.schedule.p))
 
-    def waited_for(self, pass_: Pass) -> Instruction | None:
+    def waited_for(self, pass_: Pass) -> Atom | None:
         """What a pass waited for last: the pass before it on its rank, if it started right after that."""
         cause = self.events.causes[self.events.numbering.number(pass_)]
         return None if cause == NOTHING else self.events.numbering.item(cause)
 
     @cached_property
     def critical_path(self) -> tuple[Step, ...]:
-        """The passes and transfers, each starting as the one before ends, that fill the iteration."""
+        """The passes, pairs and transfers, each starting as the one before ends, that fill the iteration."""
         return critical_path(self.events)
 
     @cached_property

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +34,7 @@ from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.words.methods import METHODS
-from megatron_vocabpar.schedule.words.passes import CommType, Pass
+from megatron_vocabpar.schedule.words.passes import CommType, Pass, split_pairs
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import ProgressRecord, TrainingFailed
 from megatron_vocabpar.train.output import method_config, open_method, open_output
@@ -47,7 +48,10 @@ CASES = [
     ("vocab-1", "zb-h1"),
     ("vocab-2", "v-half"),
     ("interlaced", "interleaved"),
+    ("vocab-2", "dualpipev"),
+    ("baseline", "1f1b-overlap"),
 ]
+HIDING = replace(PassCosts.default(2), hidden_ms=6.0)
 PATIENCE = timedelta(seconds=60)
 
 
@@ -72,7 +76,7 @@ def _calls(rank: int, plans: list[Plan]) -> list[tuple[dict[str, float], dict[st
         with patch.multiple(dist, **{name: counted(name) for name in names}):
             spans = emulated.run(plan, PassTimes.of(plan.costs, plan.schedule).scaled(0.0, 0.0))
         computed = (span for span in spans if span.lane == COMPUTE and span.kind != WAIT)
-        found.append(({span.name: span.end_s for span in computed}, counts))
+        found.append(({name: span.end_s for span in computed for name in span.name.split("+")}, counts))
     return found
 
 
@@ -94,7 +98,8 @@ def _check_that_passes_wait(plan: Plan, ended: dict[str, float]) -> None:
 
 def test_every_pass_and_message_of_the_plan_runs_once() -> None:
     m = 3
-    plans = [make_plan(method, 2, m, family=family) for method, family in CASES]
+    plans = [make_plan(method, 2, m, family=family, costs=HIDING) for method, family in CASES]
+    assert sum(len(plan.schedule.pairs) > 0 for plan in plans) == 2
     # Sums of statistics and gradients a microbatch; interlaced's are inside S.
     all_reduces = {"baseline": 0, "naive": 2, "vocab-1": 1, "vocab-2": 1, "interlaced": 1}
     results = run_ranks(2, _calls, plans)
@@ -103,7 +108,7 @@ def test_every_pass_and_message_of_the_plan_runs_once() -> None:
     for rank, found in enumerate(results):
         for plan, (ended, counts) in zip(plans, found, strict=True):
             method, program = plan.schedule.method, plan.program[rank]
-            assert list(ended) == [str(item) for item in program if isinstance(item, Pass)]
+            assert list(ended) == [str(item) for item in split_pairs(program) if isinstance(item, Pass)]
             types = [item.type for item in program]
             wanted = {
                 "isend": types.count(CommType.SEND_F) + types.count(CommType.SEND_B),
@@ -138,6 +143,17 @@ def test_what_is_slept_is_what_the_costs_say() -> None:
         # One transfer, C0 and CIB, C1 and CI.
         comms = [0.125, 0.0625, 0.0625, 0.03125, 0.03125]
         assert slept == sorted(2 * [*passes, *comms])
+
+
+def test_a_pair_sleeps_less_by_what_it_hides() -> None:
+    plan = make_plan("baseline", 2, 3, family="1f1b-overlap", costs=HIDING)
+    assert plan.schedule.pairs
+    for rank, slept in enumerate(run_ranks(2, _slept, plan)):
+        pairs = sum(plan.schedule.rank_of(pair) == rank for pair in plan.schedule.pairs)
+        times = PassTimes.of(HIDING, plan.schedule)
+        passes = sum(times.of_instruction(pass_, rank) for pass_ in plan.schedule.ranks[rank])
+        transfers = 0.3 * sum(item.type in (CommType.RECV_F, CommType.RECV_B) for item in plan.program[rank])
+        assert sum(slept) == pytest.approx(passes - 3.0 * pairs + transfers)
 
 
 def _run_own(rank: int, plans: list[Any]) -> None:

@@ -28,9 +28,9 @@ from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
 from megatron_vocabpar.pipeline.split_w.weight_gradients import WeightGradients
 from megatron_vocabpar.runtime.executor import Handlers
 from megatron_vocabpar.schedule.words.methods import Method
-from megatron_vocabpar.schedule.words.passes import CommType, PassType
+from megatron_vocabpar.schedule.words.passes import CommType, InstructionType, PassType
 
-Table = dict[PassType | CommType, Callable[[Any], None]]
+Table = dict[InstructionType, Callable[[Any], None]]
 
 
 def stage_table(stages: Stages) -> Table:

@@ -1,9 +1,9 @@
 """The rules of programs, checked one by one; the first that is broken is named.
 
-It has the schedule's passes in their order, and every communication once; launches come after producers and
-before consumers; all ranks have the collectives in one order, and receives in the order of sends; no buffer
-is left; nothing hangs, even if every operation holds its rank until all others have joined
-(``play/hang.py``).
+It has the schedule's passes in their order, its pairs as one instruction each, and every communication once;
+launches come after producers and before consumers; all ranks have the collectives in one order, and receives
+in the order of sends; no buffer is left; nothing hangs, even if every operation holds its rank until all
+others have joined (``play/hang.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from megatron_vocabpar.schedule.check.violations import grid, missing, violation
 from megatron_vocabpar.schedule.play.hang import STRICTEST, find_hangs, runs_in_step
 from megatron_vocabpar.schedule.play.numbering import Numbering, in_numbers
 from megatron_vocabpar.schedule.words.dependencies import collectives, prerequisites
-from megatron_vocabpar.schedule.words.passes import COLLECTIVES, POINT_TO_POINT, RECEIVE_OF, Comm, CommType
+from megatron_vocabpar.schedule.words.passes import (
+    COLLECTIVES,
+    POINT_TO_POINT,
+    RECEIVE_OF,
+    Comm,
+    CommType,
+    Pair,
+    parts_of,
+)
 from megatron_vocabpar.schedule.words.schedule import Program, Schedule, ScheduleError, passes_of
 
 
@@ -28,6 +36,7 @@ def validate_program(schedule: Schedule, program: Program) -> None:
     if len(program) != schedule.p:
         raise ScheduleError(f"missing rank: {len(program)} programs for {schedule.p} ranks")
     check_passes(schedule, program)
+    check_pairs(schedule, program)
     numbering, expected = Numbering(schedule), expected_communication(schedule)
     for rank in range(schedule.p):
         check_communication(program, rank, expected[rank])
@@ -68,6 +77,18 @@ def check_passes(schedule: Schedule, program: Program) -> None:
                 raise violation("order", program, rank, actual, reason)
 
 
+def check_pairs(schedule: Schedule, program: Program) -> None:
+    """A program has the schedule's pairs, each as one instruction."""
+    for rank, row in enumerate(program):
+        expected = {pair for pair in schedule.pairs if schedule.rank_of(pair) == rank}
+        actual = {item for item in row if isinstance(item, Pair)}
+        for pair in sorted(actual - expected, key=str):
+            raise violation("pair", program, rank, pair, "the schedule runs its passes one after the other")
+        for pair in sorted(expected - actual, key=str):
+            reason = f"the schedule runs it together with {pair.backward}: {pair} must be one instruction"
+            raise violation("pair", program, rank, pair.forward, reason)
+
+
 def check_communication(program: Program, rank: int, expected: set[Comm]) -> None:
     counts = Counter(item for item in program[rank] if isinstance(item, Comm))
     for item, count in counts.items():
@@ -83,17 +104,19 @@ def check_communication(program: Program, rank: int, expected: set[Comm]) -> Non
 
 
 def check_program_order(numbering: Numbering, program: Program, rank: int) -> None:
-    """Producers before launches, launches and receives before consumers."""
+    """Producers before launches, launches and receives before consumers; of a pair, before the pair."""
     m, seen = numbering.schedule.m, bytearray(numbering.size)
     needs = [in_numbers(needs, m) for needs in numbering.needs]
     for item in program[rank]:
-        number = numbering.number(item)
-        for first, back in needs[number // m]:
-            if item.microbatch >= back and not seen[first + item.microbatch]:
-                need = numbering.item(first + item.microbatch)
-                if numbering.schedule.rank_of(need) == rank:
-                    raise violation("order", program, rank, item, f"{need} must come before it")
-        seen[number] = 1
+        parts = parts_of(item)
+        for part in parts:
+            for first, back in needs[numbering.number(part) // m]:
+                if part.microbatch >= back and not seen[first + part.microbatch]:
+                    need = numbering.item(first + part.microbatch)
+                    if numbering.schedule.rank_of(need) == rank:
+                        raise violation("order", program, rank, item, f"{need} must come before it")
+        for part in parts:
+            seen[numbering.number(part)] = 1
 
 
 def check_collective_order(program: Program) -> None:

@@ -1,8 +1,8 @@
 """The rules of schedules, checked one by one; the first that is broken is named.
 
-Every pass runs once, on its rank; each rank's order keeps the dependencies; no ranks wait for each other;
-peaks are under the cap. The message names rank and pass, and shows a small grid of every rank's passes around
-it.
+Every pass runs once, on its rank; each rank's order keeps the dependencies; pairs are neighbours of two
+microbatches; no ranks wait for each other; peaks are under the cap. The message names rank and pass, and
+shows a small grid of every rank's passes around it.
 
 Next: ``program_rules.py``, the further rules of a program.
 """
@@ -47,6 +47,7 @@ def validate_rows(schedule: Schedule) -> None:
     numbering = Numbering(schedule)
     for rank in range(schedule.p):
         _check_complete(schedule, numbering, rank)
+    _check_pairs(schedule)
     _check_order(schedule, numbering)
 
 
@@ -83,6 +84,30 @@ def _check_complete(schedule: Schedule, numbering: Numbering, rank: int) -> None
         raise missing("pass", "runs", schedule.ranks, rank, absent)
 
 
+def _check_pairs(schedule: Schedule) -> None:
+    """Each pair is an F and a B of one rank and two microbatches, and B comes right after F."""
+    places = {pass_: (rank, k) for rank, row in enumerate(schedule.ranks) for k, pass_ in enumerate(row)}
+    seen: set[Pass] = set()
+    for pair in sorted(schedule.pairs, key=str):
+        forward, backward = pair.forward, pair.backward
+        if (forward.type, backward.type) != (PassType.F, PassType.B):
+            raise ScheduleError(f"pair: {pair}: a pair is an F and a B")
+        for pass_ in (forward, backward):
+            if pass_ not in places:
+                raise ScheduleError(f"pair: {pair}: no rank runs {pass_}")
+            if pass_ in seen:
+                rank, _ = places[pass_]
+                raise violation("pair", schedule.ranks, rank, pass_, "it is in two pairs")
+            seen.add(pass_)
+        rank, place = places[forward]
+        if places[backward] != (rank, place + 1):
+            reason = f"{backward} must come right after it, as the two run together"
+            raise violation("pair", schedule.ranks, rank, forward, reason)
+        if forward.microbatch == backward.microbatch:
+            reason = f"it cannot run together with {backward} of the same microbatch, which waits for it"
+            raise violation("pair", schedule.ranks, rank, forward, reason)
+
+
 def _check_order(schedule: Schedule, numbering: Numbering) -> None:
     """Passes of one rank that depend on each other, directly or through communication."""
     needs = [in_numbers(local, schedule.m) for local in _local_needs(numbering)]
@@ -112,7 +137,7 @@ def _check_deadlock(schedule: Schedule) -> None:
     try:
         play_passes(schedule, PassTimes.benign(schedule))
     except Deadlock as deadlock:
-        raise deadlocked(schedule.ranks, deadlock) from deadlock
+        raise deadlocked(schedule.rows, deadlock) from deadlock
 
 
 def _check_peak(schedule: Schedule, cap: float) -> None:

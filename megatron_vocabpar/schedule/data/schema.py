@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from reprlib import Repr
 from typing import Any, Literal
 
@@ -47,6 +48,25 @@ def check(data: Mapping[str, Any], schema: Literal["costs", "schedule", "timelin
         _validator(schema)(data)
     except JsonSchemaValueException as error:
         raise ValueError(f"{schema}: {_in_words(error)}") from None
+
+
+def read_costs(path: str | Path) -> dict[str, Any]:
+    """The JSON object of a cost file, held against ``costs.schema.json``.
+
+    Raises:
+        ValueError: if it is missing, not JSON or malformed; the message names the file.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ValueError(f"cannot read costs from {path}: {reason}") from error
+    data = read_object(text, f"costs file {path}")
+    try:
+        check(data, "costs")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return data
 
 
 @cache

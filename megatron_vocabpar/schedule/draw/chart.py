@@ -22,10 +22,12 @@ from megatron_vocabpar.schedule.words.passes import (
     INPUT_COLLECTIVES,
     OUTPUT_COLLECTIVES,
     VOCABULARY_PASSES,
+    Comm,
     CommType,
     Instruction,
     Pass,
     PassType,
+    parts_of,
 )
 from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule
@@ -35,7 +37,7 @@ MICROBATCHES, MIB = "microbatches", "MiB"  # units of memory
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A pass, or a rank's part in a collective, in time; ``waited_for`` is text for a reader."""
+    """A pass, a pair, or a rank's part in a collective, in time; ``waited_for`` is text for a reader."""
 
     item: Instruction
     start_ms: float
@@ -93,8 +95,8 @@ class Chart:
         return f"{self.name}: {self.length_ms:.1f} ms, idle {100 * self.idle:.1f} %"
 
     def types(self) -> list[PassType]:
-        """The types of pass that it shows."""
-        shown = {bar.item.type for row in self.rows for bar in row.passes}
+        """The types of pass that it shows; of a pair both."""
+        shown = {part.type for row in self.rows for bar in row.passes for part in parts_of(bar.item)}
         return [type_ for type_ in PassType if type_ in shown]
 
     def chunk_of(self, item: Instruction) -> int:
@@ -130,7 +132,7 @@ def planned_chart(
         tuple(
             Row(
                 f"rank {rank}",
-                tuple(_passes(schedule.ranks[rank], simulation)),
+                tuple(_passes(schedule.rows[rank], simulation)),
                 tuple(_collectives(simulation, rank, OUTPUT_COLLECTIVES)),
                 tuple(_collectives(simulation, rank, INPUT_COLLECTIVES)),
                 tuple(_memory(simulation, rank, sizes)),
@@ -140,16 +142,18 @@ def planned_chart(
         simulation.iteration_ms,
         schedule.placement,
         MICROBATCHES if sizes is None else MIB,
-        frozenset(step.item for step in simulation.critical_path if isinstance(step.item, Pass)),
+        frozenset(step.item for step in simulation.critical_path if not isinstance(step.item, Comm)),
     )
 
 
-def _passes(passes: Sequence[Pass], simulation: Simulation) -> Iterator[Bar]:
+def _passes(row: Sequence[Instruction], simulation: Simulation) -> Iterator[Bar]:
     free = 0.0
-    for pass_ in passes:
+    for item in row:
+        pass_, *_ = parts_of(item)
+        assert isinstance(pass_, Pass)
         start, end = simulation.passes[pass_]
         waited = simulation.waited_for(pass_) if start > free else None
-        yield Bar(pass_, start, end, "" if waited is None else str(waited))
+        yield Bar(item, start, end, "" if waited is None else str(waited))
         free = end
 
 

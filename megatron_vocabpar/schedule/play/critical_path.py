@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_vocabpar.schedule.play.events import NOTHING, Events
-from megatron_vocabpar.schedule.words.passes import Instruction, Pass
+from megatron_vocabpar.schedule.words.passes import Comm, Instruction, Pair, parts_of
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One pass or transfer of the path: a transfer by its receive, a collective by one rank's part."""
+    """One pass, pair or transfer of the path: a transfer by its receive, a collective by one rank's part."""
 
     item: Instruction
     rank: int
@@ -30,9 +30,13 @@ def critical_path(events: Events) -> tuple[Step, ...]:
     number = max(range(len(ends)), key=ends.__getitem__, default=NOTHING)
     if number != NOTHING and ends[number] < 0.0:
         number = NOTHING
+    pairs: dict[Instruction, Pair] = {
+        part: pair for pair in numbering.schedule.pairs for part in parts_of(pair)
+    }
     steps = []
     while number != NOTHING:
-        item = numbering.item(number)
+        item: Instruction = numbering.item(number)
+        item = pairs.get(item, item)
         steps.append(Step(item, numbering.schedule.rank_of(item), events.starts[number], ends[number]))
         number = events.causes[number]
     return tuple(reversed(steps))
@@ -51,6 +55,6 @@ def time_by_rank(path: Sequence[Step], p: int) -> tuple[float, ...]:
     """Milliseconds of the path in the passes of each rank."""
     total = [0.0] * p
     for step in path:
-        if isinstance(step.item, Pass):
+        if not isinstance(step.item, Comm):
             total[step.rank] += step.end_ms - step.start_ms
     return tuple(total)

@@ -10,6 +10,9 @@ for has ended. Communication runs beside the passes and takes its turn in a queu
 
 Sends, receives and launches take no time of their rank: they are issued when the pass before them ends.
 
+A pair, F of one microbatch beside B of another, starts when both can, and both end after the sum of their
+times less what they hide of each other.
+
 ``run_passes`` plays passes alone, without queues: a transfer or a collective starts when everything that it
 carries has been produced. ``lower.py`` makes a program from this.
 
@@ -35,6 +38,7 @@ from megatron_vocabpar.schedule.words.passes import (
     RECEIVE_OF,
     Comm,
     CommType,
+    Pair,
     PassType,
 )
 from megatron_vocabpar.schedule.words.schedule import Deadlock, Program, Schedule
@@ -67,7 +71,7 @@ def run_events(schedule: Schedule, times: PassTimes, program: Program) -> Events
     Raises:
         Deadlock: naming for the first stuck rank the instruction and what it waits for.
     """
-    return _Loop(schedule, times, program).run()
+    return _loop(schedule, times, program).run()
 
 
 def run_passes(schedule: Schedule, times: PassTimes) -> Events:
@@ -79,7 +83,7 @@ def run_passes(schedule: Schedule, times: PassTimes) -> Events:
     Raises:
         Deadlock: naming for the first stuck rank the pass and what it waits for.
     """
-    return _Loop(schedule, times, schedule.ranks, alone=True).run()
+    return _loop(schedule, times, schedule.rows, alone=True).run()
 
 
 @dataclass
@@ -98,7 +102,11 @@ class _Loop:
         self.schedule, self.program, self.alone = schedule, program, alone
         self.numbering = numbering = Numbering(schedule)
         self.m, self.p = schedule.m, schedule.p
-        self.rows = [[numbering.number(item) for item in row] for row in program]
+        # A pair stands in its row as the number of its F.
+        self.rows = [
+            [numbering.number(item.forward if isinstance(item, Pair) else item) for item in row]
+            for row in program
+        ]
         self.needs = [in_numbers(needs, schedule.m) for needs in numbering.needs]
         self.carried = _carried(numbering) if alone else [[] for _ in numbering.needs]
         self.durations = _durations(numbering, times)
@@ -233,10 +241,13 @@ class _Loop:
                 queue.free = self._finish(part, start, cause)
             queue.last = key
 
-    def _finish(self, number: int, start: float, cause: int) -> float:
-        """Note when something runs and wake the ranks that wait for it; returns its end."""
+    def _finish(self, number: int, start: float, cause: int, took: float | None = None) -> float:
+        """Note when something runs and wake the ranks that wait for it; returns its end.
+
+        It takes its node's time, or ``took`` ms.
+        """
         node = number // self.m
-        end = start + self.durations[node]
+        end = start + (self.durations[node] if took is None else took)
         self.starts[number], self.ends[number], self.causes[number] = start, end, cause
         for offset, producers, parts in self.carried[node]:
             key, ready, last = number + offset, end, number
@@ -250,6 +261,38 @@ class _Loop:
         if sleepers:
             self.awake += sleepers
         return end
+
+
+class _PairLoop(_Loop):
+    """The same for a schedule with pairs."""
+
+    def __init__(
+        self, schedule: Schedule, times: PassTimes, program: Program, *, alone: bool = False
+    ) -> None:
+        super().__init__(schedule, times, program, alone=alone)
+        number = self.numbering.number
+        self.beside = {number(pair.forward): number(pair.backward) for pair in schedule.pairs}
+        self.hidden = times.hidden
+
+    def _pass(self, rank: int, number: int) -> int:
+        if number not in self.beside:
+            return super()._pass(rank, number)
+        both = number, self.beside[number]
+        starts = [self._ready(rank, part) for part in both]
+        for start, cause in starts:
+            if start < 0.0:
+                return cause
+        start, cause = max(starts)
+        took = sum(self.durations[part // self.m] for part in both) - self.hidden[rank]
+        for part in both:
+            self.free[rank] = self._finish(part, start, cause, took)
+            self.last[rank] = part
+        return NOTHING
+
+
+def _loop(schedule: Schedule, times: PassTimes, program: Program, *, alone: bool = False) -> _Loop:
+    kind = _PairLoop if schedule.pairs else _Loop
+    return kind(schedule, times, program, alone=alone)
 
 
 def _queues(numbering: Numbering, program: Program) -> dict[CommType, _Queue]:

@@ -12,6 +12,9 @@ moments. Running that list item by item runs them all. So no program can hang, w
 and whether a communication holds its stream, its host or its device until all ranks have joined (``hang.py``
 tries each). A rank joins no earlier than that, and so does not hold receive buffers for long.
 
+The F and B of a pair end at one moment, so no communication comes between them: they are one instruction of
+the program, and one item of that list.
+
 Next: ``plan.py``, then ``simulate.py``.
 """
 
@@ -24,7 +27,7 @@ from typing import NamedTuple
 from megatron_vocabpar.schedule.play.events import Events, run_passes
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.words.dependencies import collectives
-from megatron_vocabpar.schedule.words.passes import RECEIVE_OF, Comm, CommType, Instruction, PassType
+from megatron_vocabpar.schedule.words.passes import RECEIVE_OF, Atom, Comm, CommType, PassType, join_pairs
 from megatron_vocabpar.schedule.words.schedule import Program, Schedule
 
 _RANKING = {type_: number for number, type_ in enumerate(CommType)}
@@ -53,7 +56,7 @@ def play_passes(schedule: Schedule, times: PassTimes) -> Events:
     """
     passes = {type_: tuple(max(time, _LEAST_MS) for time in row) for type_, row in times.passes.items()}
     comms = {type_: max(time, _LEAST_MS) for type_, time in times.comms.items()}
-    return run_passes(schedule, PassTimes(passes, comms))
+    return run_passes(schedule, PassTimes(passes, comms, times.hidden))
 
 
 class Communication(NamedTuple):
@@ -96,7 +99,7 @@ def insert(played: Events, order: Iterable[Communication]) -> Program:
     schedule = played.numbering.schedule
     ranks = [schedule.placement.rank_of(stage) for stage in range(schedule.placement.num_stages)]
     moments = _moments(played)
-    out: list[list[Instruction]] = [[] for _ in schedule.ranks]
+    out: list[list[Atom]] = [[] for _ in schedule.ranks]
     position = [0] * schedule.p
     for communication in order:
         is_transfer = communication.kind in _TRANSFERS
@@ -107,7 +110,8 @@ def insert(played: Events, order: Iterable[Communication]) -> Program:
             out[rank] += schedule.ranks[rank][first:behind]
             out[rank].append(part)
             position[rank] = behind
-    return tuple((*row, *schedule.ranks[rank][position[rank] :]) for rank, row in enumerate(out))
+    rows = ((*row, *schedule.ranks[rank][position[rank] :]) for rank, row in enumerate(out))
+    return tuple(join_pairs(row, schedule.pairs) for row in rows)
 
 
 def _moments(played: Events) -> list[list[float]]:

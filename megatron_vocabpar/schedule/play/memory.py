@@ -30,8 +30,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from megatron_vocabpar.schedule.data.schema import read_costs
 from megatron_vocabpar.schedule.play.events import Events
-from megatron_vocabpar.schedule.times.costs import read_costs
 from megatron_vocabpar.schedule.words.passes import CommType, PassType
 
 Interval = tuple[float, float]

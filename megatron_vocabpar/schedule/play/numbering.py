@@ -29,9 +29,9 @@ from megatron_vocabpar.schedule.words.dependencies import (
 )
 from megatron_vocabpar.schedule.words.passes import (
     POINT_TO_POINT,
+    Atom,
     Comm,
     CommType,
-    Instruction,
     Pass,
     PassType,
 )
@@ -75,15 +75,15 @@ class Numbering:
         """The node of each type on stage 0."""
         return {type_: index * self.width for index, type_ in enumerate(TYPES)}
 
-    def number(self, item: Instruction) -> int:
+    def number(self, item: Atom) -> int:
         """The number of an instruction whose stage and microbatch the schedule has."""
         return (self.first_node[item.type] + item.stage) * self.schedule.m + item.microbatch
 
-    def item(self, number: int) -> Instruction:
+    def item(self, number: int) -> Atom:
         """The instruction with this number."""
         return self.item_of(*divmod(number, self.schedule.m))
 
-    def item_of(self, node: int, microbatch: int) -> Instruction:
+    def item_of(self, node: int, microbatch: int) -> Atom:
         """A node's instruction of one microbatch."""
         type_, stage = self.type_of(node), node % self.width
         return (
@@ -120,7 +120,7 @@ class Numbering:
         return tuple(producer for need in self.needs[node] for producer in self.producers(need.node))
 
 
-def _templates(schedule: Schedule) -> Iterator[Instruction]:
+def _templates(schedule: Schedule) -> Iterator[Atom]:
     """One instruction of each node that the schedule can have, of a microbatch with all its needs."""
     mb = EMBEDDED_INPUTS
     for type_ in _TRANSFORMER:

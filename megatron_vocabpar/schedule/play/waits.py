@@ -1,7 +1,8 @@
 """What waits for what when a program runs on GPUs, under one of the models of ``hang.py``.
 
 A graph of numbers: item k of the program, counted over all ranks, has four *nodes*: the host has issued it,
-it has started, it has ended, and, for one rank's part of each communication, all ranks have joined it.
+it has started, it has ended, and, for one rank's part of each communication, all ranks have joined it. A
+pair is one item, which waits for what both its passes wait for.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from megatron_vocabpar.schedule.words.passes import (
     RECEIVE_OF,
     Comm,
     Instruction,
+    Pair,
     Pass,
+    parts_of,
 )
 from megatron_vocabpar.schedule.words.schedule import Program, Schedule
 
@@ -98,7 +101,7 @@ class Waits:
     def __init__(self, schedule: Schedule, program: Program) -> None:
         self.schedule = schedule
         self.items = [(rank, item) for rank, row in enumerate(program) for item in row]
-        self.index = {entry: k for k, entry in enumerate(self.items)}
+        self.index = {(rank, part): k for k, (rank, item) in enumerate(self.items) for part in parts_of(item)}
         self.first_part: dict[Hashable, int] = {}  # of each communication, by what its parts have in common
         self.communicators = [
             self._communicator(rank, item) if isinstance(item, Comm) else None for rank, item in self.items
@@ -123,9 +126,8 @@ class Waits:
     def lengths(self, times: PassTimes) -> list[float]:
         """For each node, the ms from the last event that it waits for; only ends take time."""
         lengths = [0.0] * len(self.common)
-        for k, (_, item) in enumerate(self.items):
-            timed = times.passes[item.type][item.stage] if isinstance(item, Pass) else times.comms[item.type]
-            lengths[_node(_ENDED, k)] = timed
+        for k, (rank, item) in enumerate(self.items):
+            lengths[_node(_ENDED, k)] = times.of_instruction(item, rank)
         return lengths
 
     def is_joined(self, node: int) -> bool:
@@ -151,9 +153,11 @@ class Waits:
                 yield _node(_ISSUED, k), _node(_ISSUED, k - 1)
             if last_pass is not None:
                 yield _node(_STARTED, k), _node(_ENDED, last_pass)
-            if isinstance(item, Pass):
+            if not isinstance(item, Comm):
                 last_pass = k
-                for need in prerequisites(item, self.schedule):
+                for need in chain.from_iterable(
+                    prerequisites(part, self.schedule) for part in parts_of(item)
+                ):
                     yield _node(_STARTED, k), _node(_ENDED, self.index[rank, need])
             if isinstance(item, Comm) or item.type in self.schedule.method.in_step:
                 joined = _node(_JOINED, self.first_part.setdefault(shared_name(item), k))
@@ -194,7 +198,7 @@ class Waits:
 
     def _stream(self, k: int, model: Model) -> Hashable:
         communicator, item = self.communicators[k], self.items[k][1]
-        if isinstance(item, Pass):
+        if not isinstance(item, Comm):
             return _OUTPUT if item.type in self.schedule.method.in_step else None
         if isinstance(communicator, _Pair) and not model.pairs:
             return communicator.upward
@@ -212,6 +216,8 @@ class Waits:
 
 def shared_name(item: Instruction) -> Hashable:
     """A name that all ranks' parts of one communication share, or of one pass that they run in step."""
+    if isinstance(item, Pair):
+        return item
     if isinstance(item, Pass) or item.type not in POINT_TO_POINT:
         return item.type, item.microbatch
     if item.type in RECEIVE_OF:

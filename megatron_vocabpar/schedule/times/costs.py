@@ -21,18 +21,25 @@ from math import fsum
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megatron_vocabpar.schedule.data.schema import check, read_object
+from megatron_vocabpar.schedule.data.schema import check, read_costs
+from megatron_vocabpar.schedule.times.per_rank import PerRank, halves_of_t, per_rank_of, spread
 from megatron_vocabpar.schedule.times.redistribution import redistribute
 from megatron_vocabpar.schedule.words.methods import METHODS, Method
-from megatron_vocabpar.schedule.words.passes import VOCABULARY_PASSES, CommType, PassType
+from megatron_vocabpar.schedule.words.passes import (
+    VOCABULARY_PASSES,
+    CommType,
+    Instruction,
+    Pair,
+    Pass,
+    PassType,
+)
 from megatron_vocabpar.schedule.words.schedule import Schedule
-
-PerRank = float | tuple[float, ...]
 
 _OUTPUT = (PassType.S, PassType.S2, PassType.T)
 _TRANSFORMER = (PassType.F, PassType.B, PassType.W)
-_TIMES = ("F_ms", "B_ms", "W_ms", "IF_ms", "IB_ms", "p2p_ms", "broadcast_ms", "all_reduce_ms")
+_TIMES = ("F_ms", "B_ms", "W_ms", "hidden_ms", "IF_ms", "IB_ms", "p2p_ms", "broadcast_ms", "all_reduce_ms")
 _MOST_MS = 1e7  # of one pass
+_ROUNDING = 1e-9  # of shares
 _FILE_NAMES = {
     "last_rank_extra": "baseline_last_rank_extra",
     "first_rank_extra": "baseline_first_rank_extra",
@@ -65,6 +72,9 @@ class PassCosts:
         layers: transformer layers of the whole model, if known.
         layers_per_stage: transformer layers of each stage if they are uneven, for instance by Megatron's
             layout; in any method with one chunk a rank. See ``redistribution.py``.
+        hidden_ms: what F and B of a rank's whole share hide of each other when they run together, mostly
+            their exchange between experts: F + B - FB, where FB is the time of the pair. One number, or one
+            per rank; at most the shorter of F and B.
     """
 
     F_ms: PerRank
@@ -82,8 +92,14 @@ class PassCosts:
     mtp_depths: int = 0
     layers: int | None = None
     layers_per_stage: tuple[int, ...] | None = None
+    hidden_ms: PerRank = 0.0
 
     PAPER_SIZES: ClassVar = (8, 16, 32)
+
+    @property
+    def hides(self) -> bool:
+        """Whether a pair of F and B takes less than one after the other, on any rank."""
+        return any(self.hidden_ms) if isinstance(self.hidden_ms, tuple) else self.hidden_ms > 0.0
 
     @staticmethod
     def default(p: int, mtp_depths: int = 0) -> PassCosts:
@@ -132,8 +148,8 @@ class PassCosts:
                 raise ValueError(f"costs: unknown method {name!r}; there are {', '.join(methods)}")
         names = {_FILE_NAMES.get(field_.name, field_.name): field_.name for field_ in fields(PassCosts)}
         values = {names[key]: value for key, value in data.items() if key in names}
-        times = {name: _per_rank(values[name]) for name in _TIMES if name in values}
-        tables = {name: {key: _per_rank(time) for key, time in row.items()} for name, row in rows.items()}
+        times = {name: per_rank_of(values[name]) for name in _TIMES if name in values}
+        tables = {name: {key: per_rank_of(time) for key, time in row.items()} for name, row in rows.items()}
         extras = {name: {key: float(time) for key, time in values.get(name, {}).items()} for name in _EXTRAS}
         stages = {name: tuple(values[name]) for name in ("layers_per_stage",) if name in values}
         return PassCosts(**{**values, **times, **extras, **stages, "methods": tables})
@@ -143,8 +159,8 @@ class PassCosts:
         data = {
             _FILE_NAMES.get(field_.name, field_.name): getattr(self, field_.name) for field_ in fields(self)
         }
-        mtp = ("last_stage_extra", "mtp_depths")
-        return {k: value for k, value in data.items() if value is not None and (value or k not in mtp)}
+        seldom = ("last_stage_extra", "mtp_depths", "hidden_ms")
+        return {k: value for k, value in data.items() if value is not None and (value or k not in seldom)}
 
     @staticmethod
     def load(path: str | Path, methods: Mapping[str, Method] = METHODS) -> PassCosts:
@@ -175,10 +191,12 @@ class PassTimes:
     Attributes:
         passes: for each type, the time on each stage (F, B, W) or rank (vocabulary passes).
         comms: for each type of communication, its time.
+        hidden: for each rank, what a chunk's F and a chunk's B hide of each other when they run together.
     """
 
     passes: Mapping[PassType, tuple[float, ...]]
     comms: Mapping[CommType, float]
+    hidden: tuple[float, ...]
 
     @staticmethod
     def of(costs: PassCosts, schedule: Schedule, *, splits_w: bool | None = None) -> PassTimes:
@@ -196,7 +214,7 @@ class PassTimes:
         transformer: dict[PassType, list[float]] = {}
         for type_ in _TRANSFORMER:
             name = f"{type_.value}_ms"
-            per_rank = _spread(getattr(costs, name), p, name)
+            per_rank = spread(getattr(costs, name), p, name)
             ranks = [placement.rank_of(stage) for stage in range(placement.num_stages)]
             times = [per_rank[rank] * share[rank] / schedule.chunks for rank in ranks]
             times[-1] += costs.last_stage_extra.get(name, 0.0)
@@ -216,7 +234,7 @@ class PassTimes:
         for name, row in rows.items():
             if not all(0.0 <= time <= _MOST_MS for time in row):
                 raise ValueError(f"costs: {name} takes {max(row)} ms; give times from 0 to {_MOST_MS:g} ms")
-        return PassTimes(passes, comms)
+        return PassTimes(passes, comms, _hidden(costs, schedule, passes))
 
     @staticmethod
     def benign(schedule: Schedule) -> PassTimes:
@@ -230,14 +248,46 @@ class PassTimes:
                 **{type_: (time,) * ranks for type_, time in vocabulary.items()},
             },
             dict.fromkeys(CommType, 0.0),
+            (0.0,) * ranks,
         )
+
+    def of_instruction(self, item: Instruction, rank: int) -> float:
+        """The ms that an instruction of a rank takes; of a pair less than its passes one after the other."""
+        if isinstance(item, Pair):
+            return self._of_pass(item.forward) + self._of_pass(item.backward) - self.hidden[rank]
+        return self._of_pass(item) if isinstance(item, Pass) else self.comms[item.type]
+
+    def _of_pass(self, pass_: Pass) -> float:
+        return self.passes[pass_.type][pass_.stage]
 
     def scaled(self, comm: float, passes: float = 1.0) -> PassTimes:
         """The same with communication ``comm`` times as long, and passes ``passes`` times."""
         return PassTimes(
             {type_: tuple(passes * time for time in times) for type_, times in self.passes.items()},
             {type_: comm * time for type_, time in self.comms.items()},
+            tuple(passes * time for time in self.hidden),
         )
+
+
+def _hidden(
+    costs: PassCosts, schedule: Schedule, passes: Mapping[PassType, Sequence[float]]
+) -> tuple[float, ...]:
+    """For each rank, what F and B of one of its chunks hide of each other.
+
+    A chunk hides its part of what the rank's whole share hides.
+    """
+    p, chunks, shares = schedule.p, schedule.chunks, _shares(costs, schedule)
+    whole = spread(costs.hidden_ms, p, "hidden_ms")
+    hidden = tuple(ms * share / chunks for ms, share in zip(whole, shares, strict=True))
+    for rank, ms in enumerate(hidden):
+        stages = [schedule.placement.stage_of(rank, chunk) for chunk in range(chunks)]
+        least = min(passes[type_][stage] for type_ in (PassType.F, PassType.B) for stage in stages)
+        if ms > least * (1.0 + _ROUNDING):
+            raise ValueError(
+                f"costs: hidden_ms lets F and B of a chunk on rank {rank} hide {ms:g} ms of each other, but "
+                f"the shorter takes {least:g} ms; give F + B - FB, where FB is the time of both together"
+            )
+    return hidden
 
 
 def _shares(costs: PassCosts, schedule: Schedule) -> list[float]:
@@ -255,7 +305,7 @@ def _shares(costs: PassCosts, schedule: Schedule) -> list[float]:
         return [1.0] * p
     layers = costs.layers or _LAYERS_PER_RANK * p
     names = [f"{type_.value}_ms" for type_ in _TRANSFORMER]
-    layer_work = fsum(fsum(_spread(getattr(costs, name), p, name)) for name in names) / layers
+    layer_work = fsum(fsum(spread(getattr(costs, name), p, name)) for name in names) / layers
     first = fsum(costs.first_rank_extra.values())
     last = fsum((*costs.last_rank_extra.values(), *costs.last_stage_extra.values()))
     return [count * p / layers for count in redistribute(layers, p, first, last, layer_work)]
@@ -263,7 +313,7 @@ def _shares(costs: PassCosts, schedule: Schedule) -> list[float]:
 
 def _vocabulary_times(costs: PassCosts, schedule: Schedule) -> dict[PassType, tuple[float, ...]]:
     p = schedule.p
-    times = {PassType.IF: _spread(costs.IF_ms, p, "IF_ms"), PassType.IB: _spread(costs.IB_ms, p, "IB_ms")}
+    times = {PassType.IF: spread(costs.IF_ms, p, "IF_ms"), PassType.IB: spread(costs.IB_ms, p, "IB_ms")}
     method = schedule.method
     if not method.vocabulary_parallel:
         return times
@@ -277,26 +327,14 @@ def _vocabulary_times(costs: PassCosts, schedule: Schedule) -> dict[PassType, tu
         name = f"{type_.value}_ms"
         if type_ in method.passes and name not in row:
             raise ValueError(f"the costs have no {name} for {method.name!r}; add it under 'methods'")
-        times[type_] = _spread(row.get(name, 0.0), p, name)
-    times[PassType.L] = _spread(row.get("L_ms", 0.0), p, "L_ms")
-    times[PassType.T], times[PassType.TW] = _halves_of_t(row, p, apart=PassType.TW in method.passes)
+        times[type_] = spread(row.get(name, 0.0), p, name)
+    times[PassType.L] = spread(row.get("L_ms", 0.0), p, "L_ms")
+    times[PassType.T], times[PassType.TW] = halves_of_t(row, p, apart=PassType.TW in method.passes)
     for type_ in method.in_step:  # it does T's work too, and its collectives
-        synchronous = _spread(row.get("synchronous_ms", 0.0), p, "synchronous_ms")
+        synchronous = spread(row.get("synchronous_ms", 0.0), p, "synchronous_ms")
         parts = zip(times[type_], times[PassType.T], synchronous, strict=True)
         times[type_] = tuple(map(fsum, parts))
     return times
-
-
-def _halves_of_t(
-    row: Mapping[str, PerRank], p: int, *, apart: bool
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """T and TW of each rank, or both together in T; by default TW is half of T, one of two equal products."""
-    t = _spread(row.get("T_ms", 0.0), p, "T_ms")
-    if "TW_ms" not in row:
-        t = tw = tuple(time / 2 for time in t)
-    else:
-        tw = _spread(row["TW_ms"], p, "TW_ms")
-    return (t, tw) if apart else (tuple(map(sum, zip(t, tw, strict=True))), (0.0,) * p)
 
 
 def _comm_times(costs: PassCosts) -> dict[CommType, float]:
@@ -304,36 +342,3 @@ def _comm_times(costs: PassCosts) -> dict[CommType, float]:
     broadcast = (CommType.C0, CommType.CG, CommType.CIB)
     times = dict.fromkeys(CommType, costs.all_reduce_ms)
     return times | dict.fromkeys(p2p, costs.p2p_ms) | dict.fromkeys(broadcast, costs.broadcast_ms)
-
-
-def _spread(value: PerRank, p: int, name: str) -> tuple[float, ...]:
-    if not isinstance(value, tuple):
-        return (value,) * p
-    if len(value) != p:
-        raise ValueError(
-            f"costs: {name} lists {len(value)} ranks, but the pipeline has {p}; give one number or {p}"
-        )
-    return value
-
-
-def read_costs(path: str | Path) -> dict[str, Any]:
-    """The JSON object of a cost file, held against ``data/costs.schema.json``.
-
-    Raises:
-        ValueError: if it is missing, not JSON or malformed; the message names the file.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ValueError(f"cannot read costs from {path}: {reason}") from error
-    data = read_object(text, f"costs file {path}")
-    try:
-        check(data, "costs")
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return data
-
-
-def _per_rank(value: float | Sequence[float]) -> PerRank:
-    return tuple(map(float, value)) if isinstance(value, Sequence) else float(value)

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from megatron_vocabpar.schedule.words.passes import (
     POINT_TO_POINT,
+    Atom,
     Comm,
     CommType,
-    Instruction,
     Pass,
     PassType,
 )
@@ -49,12 +49,12 @@ def collectives(schedule: Schedule) -> tuple[CommType, ...]:
     return (*schedule.method.collectives, *around)
 
 
-def prerequisites(pass_: Instruction, schedule: Schedule) -> tuple[Instruction, ...]:
+def prerequisites(pass_: Atom, schedule: Schedule) -> tuple[Atom, ...]:
     """What must have completed before ``pass_`` may start.
 
     For a pass: passes on the same rank, receives, and collectives, which complete once *all* ranks have
     launched them. For a send or the launch of a collective: the pass on this rank whose result it carries, if
-    there is one. For a receive: the send on the other rank.
+    there is one. For a receive: the send on the other rank. A pair waits for what both its passes wait for.
 
     Only the schedule's shape is read: a frame will do.
     """
@@ -65,7 +65,7 @@ def prerequisites(pass_: Instruction, schedule: Schedule) -> tuple[Instruction, 
     return _before_collective(pass_, schedule)
 
 
-def _before_pass(pass_: Pass, schedule: Schedule) -> tuple[Instruction, ...]:
+def _before_pass(pass_: Pass, schedule: Schedule) -> tuple[Atom, ...]:
     stage, mb, placement = pass_.stage, pass_.microbatch, schedule.placement
     match pass_.type:
         case PassType.IF:
@@ -103,7 +103,7 @@ def _embeds_last(schedule: Schedule) -> bool:
     return schedule.mtp_depths > 0 and schedule.method.vocabulary_parallel
 
 
-def _in_chain(type_: PassType, rank: int, mb: int, schedule: Schedule) -> tuple[Instruction, ...]:
+def _in_chain(type_: PassType, rank: int, mb: int, schedule: Schedule) -> tuple[Atom, ...]:
     """The words before a pass of the output layer in its method's chains, as instructions of ``rank``.
 
     The last stage's B needs the late gradient; if L runs on the same rank, it takes L's result, not CG's.
@@ -116,14 +116,14 @@ def _in_chain(type_: PassType, rank: int, mb: int, schedule: Schedule) -> tuple[
     )
 
 
-def _arrival(type_: PassType, stage: int, neighbour: int, mb: int, schedule: Schedule) -> Instruction:
+def _arrival(type_: PassType, stage: int, neighbour: int, mb: int, schedule: Schedule) -> Atom:
     """How ``stage`` gets the result of its neighbour: directly if both are on one rank."""
     if schedule.placement.rank_of(stage) == schedule.placement.rank_of(neighbour):
         return Pass(type_, neighbour, mb)
     return Comm(CommType.RECV_F if type_ is PassType.F else CommType.RECV_B, stage, mb)
 
 
-def _before_point_to_point(comm: Comm) -> tuple[Instruction, ...]:
+def _before_point_to_point(comm: Comm) -> tuple[Atom, ...]:
     stage, mb = comm.stage, comm.microbatch
     match comm.type:
         case CommType.SEND_F:
@@ -136,7 +136,7 @@ def _before_point_to_point(comm: Comm) -> tuple[Instruction, ...]:
             return (Comm(CommType.SEND_B, stage + 1, mb),)
 
 
-def _before_collective(comm: Comm, schedule: Schedule) -> tuple[Instruction, ...]:
+def _before_collective(comm: Comm, schedule: Schedule) -> tuple[Atom, ...]:
     rank, mb, placement = comm.stage, comm.microbatch, schedule.placement
     match comm.type:
         case CommType.C0:

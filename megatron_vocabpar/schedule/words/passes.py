@@ -3,7 +3,8 @@
 A schedule is data. Its atoms are *passes* (computation) and *communications*; both print as
 ``<stage><type><microbatch>`` and parse back: ``2S5`` is pass S of microbatch 5 on stage 2,
 ``0SEND_F3`` sends the output of 0F3, ``1C1.5`` is C1 of microbatch 5 (the dot keeps digits apart).
-Times, peers and flags never live inside an instruction; they stand in maps keyed by it.
+A *pair* is two passes that run together, one instruction: ``0F5+2B1``. Times, peers and flags never live
+inside an instruction; they stand in maps keyed by it.
 
 The stage of F, B and W is the virtual pipeline stage (``chunk * p + rank`` in the standard placement). The
 passes of the vocabulary layers run on every rank (L only on the loss function's), so their stage, and that of
@@ -16,6 +17,7 @@ Next: ``dependencies.py`` (the ordering rules), then ``make/building_block.py`` 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -39,6 +41,12 @@ class PassType(_Name):
     B = "B"  # backward of a stage; if W is split off, only its input gradient
     W = "W"  # weight gradient of a stage, if it is split from B
     IB = "IB"  # input backward: add the input gradient into this rank's embedding rows
+
+
+class PairType(_Name):
+    """Two passes that run together."""
+
+    FB = "FB"  # F of one microbatch beside B of another
 
 
 class CommType(_Name):
@@ -90,10 +98,76 @@ class Comm:
         return _text(self.stage, self.type.value, self.microbatch)
 
 
-Instruction = Pass | Comm
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """F of one microbatch and B of another, which a rank runs together.
 
+    Each hides the other's exchange between experts: while B computes, F's tokens travel, and the other way
+    round. Both start when both have what they wait for, and both end at one time.
+
+    Attributes:
+        forward: an F.
+        backward: a B of the same rank and of another microbatch.
+    """
+
+    forward: Pass
+    backward: Pass
+
+    @property
+    def type(self) -> PairType:
+        """That of every pair."""
+        return PairType.FB
+
+    @property
+    def stage(self) -> int:
+        """F's stage; B's may be another one of the same rank."""
+        return self.forward.stage
+
+    @property
+    def microbatch(self) -> int:
+        """F's microbatch."""
+        return self.forward.microbatch
+
+    def __str__(self) -> str:
+        return f"{self.forward}{_TOGETHER}{self.backward}"
+
+
+Atom = Pass | Comm
+Instruction = Atom | Pair
+InstructionType = PassType | CommType | PairType
+
+_TOGETHER = "+"
 _NAMES = {t.value: t for t in (*PassType, *CommType)}
 _PATTERN = re.compile(r"(\d+)([A-Z]+(?:_[A-Z]+)?)(?:(\d)\.)?(\d+)")
+
+
+def join_pairs(row: Iterable[Atom], pairs: Collection[Pair]) -> tuple[Instruction, ...]:
+    """A rank's instructions, in which F and B of a pair are one: ``0F5 2B1`` becomes ``0F5+2B1``.
+
+    ``pairs`` are neighbours in ``row``, F first; those of other ranks are ignored.
+    """
+    if not pairs:
+        return tuple(row)
+    backward = {pair.forward: pair for pair in pairs}
+    joined: list[Instruction] = []
+    for item in row:
+        last = joined[-1] if joined else None
+        pair = backward.get(last) if isinstance(last, Pass) else None
+        if pair is not None and pair.backward == item:
+            joined[-1] = pair
+        else:
+            joined.append(item)
+    return tuple(joined)
+
+
+def split_pairs(row: Iterable[Instruction]) -> tuple[Atom, ...]:
+    """A rank's passes and communication, in order: ``0F5+2B1`` becomes ``0F5 2B1``."""
+    return tuple(part for item in row for part in parts_of(item))
+
+
+def parts_of(item: Instruction) -> tuple[Atom, ...]:
+    """F and B of a pair; else the instruction alone."""
+    return (item.forward, item.backward) if isinstance(item, Pair) else (item,)
 
 
 def _text(stage: int, name: str, microbatch: int) -> str:
@@ -105,8 +179,18 @@ def parse(text: str) -> Instruction:
     """Read an instruction back from its text form.
 
     Raises:
-        ValueError: if ``text`` is not ``<stage><type><microbatch>``.
+        ValueError: if ``text`` is not ``<stage><type><microbatch>``, or an F and a B with ``+`` between.
     """
+    if _TOGETHER in text:
+        parts = [_parse_atom(part) for part in text.split(_TOGETHER)]
+        match parts:
+            case [Pass(PassType.F) as forward, Pass(PassType.B) as backward]:
+                return Pair(forward, backward)
+        raise ValueError(f"{text!r} is not a pair; expected an F and a B, such as 0F5+2B1")
+    return _parse_atom(text)
+
+
+def _parse_atom(text: str) -> Atom:
     match = _PATTERN.fullmatch(text)
     name = match[2] + (match[3] or "") if match else ""
     if match is None or name not in _NAMES:

@@ -14,8 +14,11 @@ from megatron_vocabpar.schedule.words.passes import (
     COLLECTIVES,
     VOCABULARY_PASSES,
     Instruction,
+    Pair,
     Pass,
     PassType,
+    join_pairs,
+    split_pairs,
 )
 from megatron_vocabpar.schedule.words.placement import Placement
 
@@ -57,6 +60,8 @@ class Schedule:
         ranks: for each rank its passes, in order. Empty in a *frame*: the shape of a schedule, without an
             order.
         mtp_depths: D of multi-token prediction. If it is not 0, the last stage embeds tokens, too.
+        pairs: the passes that run together: neighbours in a rank's row, F first. No ordering rule knows of
+            pairs: each pass waits for what it always waits for, and a pair for what both wait for.
 
     Raises:
         ValueError: if it is larger than what can be planned in minutes.
@@ -67,6 +72,7 @@ class Schedule:
     m: int
     ranks: tuple[tuple[Pass, ...], ...] = ()
     mtp_depths: int = 0
+    pairs: frozenset[Pair] = frozenset()
 
     def __post_init__(self) -> None:
         size = self.placement.num_stages * self.m
@@ -91,6 +97,11 @@ class Schedule:
         """Whether the weight gradient is split from B into passes of its own."""
         return any(pass_.type is PassType.W for passes in self.ranks for pass_ in passes)
 
+    @cached_property
+    def rows(self) -> Program:
+        """For each rank its passes, in order, in which a pair is one instruction."""
+        return tuple(join_pairs(passes, self.pairs) for passes in self.ranks)
+
     def rank_of(self, instruction: Instruction) -> int:
         """The rank that runs ``instruction``."""
         if instruction.type in VOCABULARY_PASSES or instruction.type in COLLECTIVES:
@@ -98,13 +109,13 @@ class Schedule:
         return self.placement.rank_of(instruction.stage)
 
     def to_text(self) -> str:
-        """One line a rank, the passes in order, as in ``0F0 0F1 0B0``."""
-        return "\n".join(" ".join(map(str, passes)) for passes in self.ranks)
+        """One line a rank, the passes in order, as in ``0F0 0F1 0B0``; a pair as in ``0F2+0B1``."""
+        return "\n".join(" ".join(map(str, row)) for row in self.rows)
 
 
 def passes_of(instructions: Iterable[Instruction]) -> tuple[Pass, ...]:
-    """The compute passes among ``instructions``, in order."""
-    return tuple(item for item in instructions if isinstance(item, Pass))
+    """The compute passes among ``instructions``, in order; of a pair both."""
+    return tuple(item for item in split_pairs(instructions) if isinstance(item, Pass))
 
 
 def forward_only(schedule: Schedule, *, ranks_targets: bool = False) -> Schedule:
@@ -118,6 +129,8 @@ def forward_only(schedule: Schedule, *, ranks_targets: bool = False) -> Schedule
 
     To rank targets T stays, on every rank. L then waits for the counts of all ranks, whose T may be much
     later, so all L come at the end.
+
+    Without B there are no pairs.
     """
     method = without_gradients(schedule.method, ranks_targets=ranks_targets)
     marker = PassType.T if PassType.T in schedule.method.passes else PassType.S
@@ -136,4 +149,4 @@ def forward_only(schedule: Schedule, *, ranks_targets: bool = False) -> Schedule
             yield from (Pass(PassType.L, rank, i) for i in range(schedule.m))
 
     ranks = tuple(tuple(evaluated(rank, row)) for rank, row in enumerate(schedule.ranks))
-    return replace(schedule, method=method, ranks=ranks)
+    return replace(schedule, method=method, ranks=ranks, pairs=frozenset())
