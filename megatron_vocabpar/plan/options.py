@@ -122,9 +122,11 @@ def all_options(
     Raises:
         ValueError: if none can run, as the costs list other ranks, or the layers cannot fill the stages.
     """
+    known = families()
+    alone = [name for name, family in known.items() if not family.pairs]  # a request says nothing of pairs
     pairs = [
         (method, family)
-        for family, method in product(among or families(), methods)
+        for family, method in product(among or alone, methods)
         if family == "1f1b" or method not in ONLY_1F1B
     ]
     with _mapping(workers) as each:
@@ -182,7 +184,7 @@ def option_of(request: Request, method_name: str, name: str, microbatches: int |
         work[problem.graph.rank[node]] += duration
     length_ms = played.end + (job.m - m) * max(work)
     idle = 1.0 - sum(work) * job.m / job.p / length_ms
-    return _measured_out(request, problem.schedule(played.order), family, layers, length_ms, idle)
+    return _measured_out(request, problem.schedule(played), family, layers, length_ms, idle)
 
 
 def in_full(request: Request, option: Option) -> Option:

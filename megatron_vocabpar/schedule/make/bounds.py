@@ -2,12 +2,11 @@
 
 Three things take time, whatever the order:
 
-- *work*: a rank runs its passes one after the other. Before the first F (or S) reaches it, it has only the
-few
-  IF that the throttle allows; after its last B, only the few T that may wait, the IB of microbatches on their
-  way back, and W;
+- *work*: a rank runs its passes one after the other; a pair takes less by what it hides. Before the first F
+  (or S) reaches it, it has only the few IF that the throttle allows; after its last B, only the few T that
+  may wait, the IB of microbatches on their way back, and W;
 - *memory*: a microbatch's activations stay at least from F to B (or W), and a rank holds only so many at
-once;
+  once;
 - *the way* of one microbatch through all stages and back.
 
 Source: for the first F's way to the last rank, see the V-shaped schedules of Qi et al., Pipeline Parallelism
@@ -17,7 +16,7 @@ Next: ``polish.py``, which stops when it reaches the bound.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from graphlib import TopologicalSorter
 from math import ceil, inf
 
@@ -35,14 +34,18 @@ _EARLY_INPUTS = 4  # IF of a rank before any F has ended: two embedded inputs, a
 Arcs = Mapping[int, list[tuple[int, float]]]
 
 
-def lower_bound_ms(graph: PassGraph, m: int, room: int) -> float:
-    """The least time of an iteration of ``m`` microbatches, if ranks hold activations of ``room`` chunks."""
+def lower_bound_ms(graph: PassGraph, m: int, room: int, hidden: Sequence[float] = ()) -> float:
+    """The least time of an iteration of ``m`` microbatches, if ranks hold activations of ``room`` chunks.
+
+    ``hidden`` says for each rank what a pair hides; it is empty where passes do not run together.
+    """
     order, arcs = _arcs(graph)
     head = _longest(order, arcs, dict.fromkeys(order, 0.0))
     tail = _tails(graph, order, arcs)
     least = max(head[node] + graph.duration.get(node, 0.0) + tail[node] for node in order)
     for rank in range(max(graph.rank.values()) + 1):
-        least = max(least, _work(graph, rank, m, head, tail))
+        saved = hidden[rank] * _most_pairs(graph, rank, m) if hidden else 0.0
+        least = max(least, _work(graph, rank, m, head, tail) - saved)
         least = max(least, _memory(graph, rank, m, room, order, arcs, head))
     return least
 
@@ -53,7 +56,12 @@ def least_ms(plan: Plan) -> float:
     times = PassTimes.of(plan.costs, schedule)
     graph = build_graph(Numbering(schedule), times, splits_w=schedule.splits_w)
     room = round(max(peak_activations(schedule)) * schedule.chunks)
-    return lower_bound_ms(graph, schedule.m, room)
+    return lower_bound_ms(graph, schedule.m, room, times.hidden if schedule.pairs else ())
+
+
+def _most_pairs(graph: PassGraph, rank: int, m: int) -> int:
+    """Every F of a rank but the first, which no B can precede, if there are two microbatches to pair."""
+    return m * sum(graph.rank[node] == rank for node in graph.of_type(PassType.F)) - 1 if m > 1 else 0
 
 
 def _work(

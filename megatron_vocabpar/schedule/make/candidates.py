@@ -37,7 +37,7 @@ class Candidate(NamedTuple):
     rules: Rules
 
 
-class _Recipe(NamedTuple):
+class Recipe(NamedTuple):
     """How a block is made from hops, and how it is played.
 
     ``comm``: scale of the communication that it is made for, None for benign times. ``stretch``: of the
@@ -56,41 +56,41 @@ class _Recipe(NamedTuple):
 
 
 _PACKED = (
-    _Recipe(1.0, 1.0, 0.9, None),
-    _Recipe(1.0, 1.0, 0.5, None),
-    _Recipe(None, 1.0, 0.9, None),
-    _Recipe(1.0, 1.03, 0.9, 1),
-    _Recipe(1.25, 1.0, 0.5, None),
-    _Recipe(1.0, 1.0, 0.5, 1),
-    _Recipe(0.0, 1.03, 0.9, None),
-    _Recipe(1.0, 1.0, 0.2, None),
-    _Recipe(None, 1.0, 0.5, 0),
+    Recipe(1.0, 1.0, 0.9, None),
+    Recipe(1.0, 1.0, 0.5, None),
+    Recipe(None, 1.0, 0.9, None),
+    Recipe(1.0, 1.03, 0.9, 1),
+    Recipe(1.25, 1.0, 0.5, None),
+    Recipe(1.0, 1.0, 0.5, 1),
+    Recipe(0.0, 1.03, 0.9, None),
+    Recipe(1.0, 1.0, 0.2, None),
+    Recipe(None, 1.0, 0.5, 0),
 )
 # A lazy W fills bubbles better if it may not delay the next pass by much.
 _PACKED_SPLIT = (_PACKED[1], _PACKED[0], *_PACKED[2:])
 _UNPACKED = (
-    _Recipe(1.0, 1.0, 0.5, 1),
-    _Recipe(1.0, 1.0, 0.5, None),
-    _Recipe(None, 1.0, 0.9, None, packed=True),
-    _Recipe(0.5, 1.01, 0.1, 1),
-    _Recipe(0.0, 1.01, 0.1, 2),
-    _Recipe(1.25, 1.06, 0.9, 0),
-    _Recipe(1.0, 1.0, 0.9, 1),
-    _Recipe(1.0, 1.0, 0.9, None),
-    _Recipe(1.0, 1.0, 0.5, 2),
-    _Recipe(1.0, 1.0, 0.2, None),
-    _Recipe(1.0, 1.0, 0.5, 0),
+    Recipe(1.0, 1.0, 0.5, 1),
+    Recipe(1.0, 1.0, 0.5, None),
+    Recipe(None, 1.0, 0.9, None, packed=True),
+    Recipe(0.5, 1.01, 0.1, 1),
+    Recipe(0.0, 1.01, 0.1, 2),
+    Recipe(1.25, 1.06, 0.9, 0),
+    Recipe(1.0, 1.0, 0.9, 1),
+    Recipe(1.0, 1.0, 0.9, None),
+    Recipe(1.0, 1.0, 0.5, 2),
+    Recipe(1.0, 1.0, 0.2, None),
+    Recipe(1.0, 1.0, 0.5, 0),
 )
 # All ranks stop for S, so there is little to gain from other orders.
 _INTERLACED = (
-    _Recipe(None, 1.0, 1.0, None, ahead=0.0),
-    _Recipe(None, 1.0, 0.5, None, ahead=0.0),
-    _Recipe(1.0, 1.0, 0.5, None, ahead=0.0),
-    _Recipe(None, 1.0, 1.0, None, ahead=0.1),
-    _Recipe(1.0, 1.0, 0.9, None, ahead=0.3),
+    Recipe(None, 1.0, 1.0, None, ahead=0.0),
+    Recipe(None, 1.0, 0.5, None, ahead=0.0),
+    Recipe(1.0, 1.0, 0.5, None, ahead=0.0),
+    Recipe(None, 1.0, 1.0, None, ahead=0.1),
+    Recipe(1.0, 1.0, 0.9, None, ahead=0.3),
 )
 # Baseline and redis on 1F1B: the order that Megatron runs, unchanged.
-_TEXTBOOK = _Recipe(None, 1.0, 0.0, None, ahead=0.0)
+_TEXTBOOK = Recipe(None, 1.0, 0.0, None, ahead=0.0)
 
 
 def candidates(
@@ -113,7 +113,7 @@ def is_textbook(shape: Schedule, family: Family) -> bool:
     return not shape.method.vocabulary_parallel and family.name == "1f1b"
 
 
-def _plans(shape: Schedule, family: Family, cap: float) -> Iterator[tuple[Hops, _Recipe]]:
+def _plans(shape: Schedule, family: Family, cap: float) -> Iterator[tuple[Hops, Recipe]]:
     known = family.hops(shape.p, shape.chunks, cap)
     if is_textbook(shape, family):
         yield known[0], _TEXTBOOK
@@ -130,8 +130,8 @@ def _plans(shape: Schedule, family: Family, cap: float) -> Iterator[tuple[Hops, 
         yield hops, recipe._replace(banker=shape.chunks > 1 and turn % 2 == 1)
 
 
-def _recipes(shape: Schedule, family: Family) -> tuple[_Recipe, ...]:
-    recipes: tuple[_Recipe, ...] = _UNPACKED
+def _recipes(shape: Schedule, family: Family) -> tuple[Recipe, ...]:
+    recipes: tuple[Recipe, ...] = _UNPACKED
     if family.packed:
         recipes = _PACKED_SPLIT if family.splits_w else _PACKED
     return _INTERLACED + recipes if shape.method.in_step else recipes
@@ -145,8 +145,8 @@ def _random_hops(random: Random, around: Hops) -> Hops:
     return Hops(tuple(map(near, around.forward)), tuple(map(near, around.backward)))
 
 
-def _random_recipe(random: Random) -> _Recipe:
-    return _Recipe(
+def _random_recipe(random: Random) -> Recipe:
+    return Recipe(
         random.choice((0.0, 0.5, 1.0, 1.0, 1.25, None)),
         random.choice((1.0, 1.01, 1.03, 1.06)),
         random.choice((0.1, 0.25, 0.5, 0.75, 0.9, 1.0)),
@@ -155,7 +155,7 @@ def _random_recipe(random: Random) -> _Recipe:
     )
 
 
-def rules(shape: Schedule, graph: PassGraph, block: BuildingBlock, recipe: _Recipe, cap: float) -> Rules:
+def rules(shape: Schedule, graph: PassGraph, block: BuildingBlock, recipe: Recipe, cap: float) -> Rules:
     """IF and L are eager; passes that nothing waits for are lazy; activations live from F to B (or W)."""
     chunk = 1.0 / shape.chunks
     forward, backward, weight = (graph.of_type(type_) for type_ in (PassType.F, PassType.B, PassType.W))

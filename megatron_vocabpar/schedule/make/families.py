@@ -7,7 +7,9 @@ can stand for the name of one of these.
 Source: 1F1B: Harlap et al., PipeDream (2018); Figure 9 with the vocabulary passes inserted, section 5.2 for
 the peak. Interleaved: Narayanan et al., Efficient Large-Scale Language Model Training (2021), section 2.2.
 ZB-H1: Qi et al., Zero Bubble Pipeline Parallelism (2023), section 2.3. V-shapes: Qi et al., Pipeline
-Parallelism with Controllable Memory (2024), section 3; appendix D.
+Parallelism with Controllable Memory (2024), section 3; appendix D. DualPipeV: DeepSeek-AI, DualPipe (2025),
+https://github.com/deepseek-ai/DualPipe, a V of DualPipe's pairs; 1F1B with overlap: Megatron-LM's
+``--overlap-moe-expert-parallel-comm``.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ class Family:
         hops: from pipeline size, chunks and ``max_activations`` to the hops worth trying, best first.
         peak: from pipeline size, chunks and barriers to the claim: the most microbatches whose activations
             a rank holds, and the default of ``max_activations``.
+        pairs: F of one microbatch and B of another may run together, where the costs have something to hide.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Family:
     packed: bool
     hops: Callable[[int, int, float], tuple[Hops, ...]]
     peak: Callable[[int, int, int], float]
+    pairs: bool = False
 
     def allows(self, chunks: int | None) -> bool:
         """Whether a rank may have this number of chunks; None stands for the family's own."""
@@ -86,6 +90,12 @@ def _vshape(p: int, chunks: int, max_activations: float) -> tuple[Hops, ...]:
     uniform = tuple(Hops((even * scale,) * chunks, (even * scale,) * chunks) for scale in _SCALES)
     down_at_once = Hops((0.0, 2.0 * even), (0.0,) * chunks)
     return (*uniform, down_at_once)
+
+
+def _one_pair(p: int, chunks: int, max_activations: float) -> tuple[Hops, ...]:
+    """Hops as long as one of the pairs of which the steady state consists, a chunk's part of the interval."""
+    hops = (1.0 / chunks,) * chunks
+    return (Hops(hops, hops),)
 
 
 ONE_F_ONE_B = Family(
@@ -147,11 +157,33 @@ V_ZB = replace(
     summary="V-shaped, W split, as many as 1F1B, least idle time",
     peak=lambda p, chunks, barriers: max(p, 2 + barriers),
 )
+# Families with pairs. In the steady state a rank runs F of one microbatch together with B of another, so that
+# each hides the other's exchange between experts; hops of one pair let F and B of both chunks meet.
+DUALPIPEV = replace(
+    V_ZB,
+    name="dualpipev",
+    summary="V-shaped, W split, F and B in pairs that hide the experts' exchange",
+    hops=_one_pair,
+    # As DualPipeV: p, one more for both of a pair, and one more for the output layer.
+    peak=lambda p, chunks, barriers: p + 2,
+    pairs=True,
+)
+ONE_F_ONE_B_OVERLAP = replace(
+    INTERLEAVED,
+    name="1f1b-overlap",
+    summary="several chunks a rank, F and B in pairs that hide the experts' exchange",
+    packed=False,
+    hops=_one_pair,
+    # Megatron's warm-up with overlap is one chunk deeper than interleaved's, and a pair holds one chunk more.
+    peak=lambda p, chunks, barriers: ((chunks + 1) * p + 1) / chunks + barriers,
+    pairs=True,
+)
 
 
 def families() -> dict[str, Family]:
     """Every family by name."""
-    return {family.name: family for family in (ONE_F_ONE_B, INTERLEAVED, V_HALF, V_MIN, V_ZB, ZB_H1)}
+    known = (ONE_F_ONE_B, INTERLEAVED, V_HALF, V_MIN, V_ZB, ZB_H1, DUALPIPEV, ONE_F_ONE_B_OVERLAP)
+    return {family.name: family for family in known}
 
 
 def family_named(name: str | Family) -> Family:
@@ -186,7 +218,7 @@ def family_of(schedule: Schedule) -> str:
     fitting = []
     for family in families().values():
         same = family.shape == schedule.placement.shape and family.splits_w == schedule.splits_w
-        if same and family.allows(schedule.chunks):
+        if same and family.pairs == bool(schedule.pairs) and family.allows(schedule.chunks):
             claim = claimed_peak(schedule.method, schedule.p, family, schedule.chunks)
             enough = claim >= max(peak_activations(schedule), default=0.0)
             fitting.append((not enough, claim if enough else -claim, family.name))

@@ -12,7 +12,8 @@ many. Every pass runs after all that it waits for, so the resulting order keeps 
 
 For speed, node ``n`` of microbatch ``i`` is one number, the *item* ``n * m + i``.
 Source: list scheduling, Graham (1966); the banker's rule, Dijkstra (1965).
-Next: ``rules.py``, the caps; ``candidates.py``, who tries which block with which rules.
+Next: ``rules.py``, the caps; ``candidates.py``, who tries which block with which rules;
+``pair_scheduling.py``, where F of one microbatch may run together with B of another.
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ class Timeline:
         order: for each rank the items of all its passes, in order.
         ends: for each item its end in ms.
         peak: for each rank, the most microbatches whose activations it holds.
+        pairs: the items of F and B that run together; B comes right after F in its rank's order.
     """
 
     order: tuple[list[int], ...]
     ends: list[float]
     peak: tuple[float, ...]
+    pairs: tuple[tuple[int, int], ...] = ()
 
     @property
     def end(self) -> float:
@@ -60,10 +63,12 @@ def arrange(graph: PassGraph, m: int, block: BuildingBlock, rules: Rules) -> Tim
         Stuck: if no rank can go on; never if neither ``ahead`` nor ``in_flight`` is bounded and
             ``max_activations`` is at least 1.
     """
-    return _Arranger(graph, m, block, rules).run()
+    return Arranger(graph, m, block, rules).run()
 
 
-class _Arranger:
+class Arranger:
+    """The state of all ranks while they play; ``pair_scheduling.py`` has another one."""
+
     def __init__(self, graph: PassGraph, m: int, block: BuildingBlock, rules: Rules) -> None:
         ranks, nodes = max(graph.rank.values()) + 1, range(graph.size)
         self.m, self.rules, self.interval = m, rules, block.interval
@@ -245,6 +250,10 @@ class _Arranger:
             self.arrived[rank] = self.together[node]
         self.wake[rank] = end
         heappush(self.heap, (end, rank))
+        self._complete(node, mb, end)
+
+    def _complete(self, node: int, mb: int, end: float) -> None:
+        """Note the end of a pass, and of the collectives whose last producer it is."""
         self._finish(node, mb, end)
         self._work_out(node)
         for group in self.feeds[node]:

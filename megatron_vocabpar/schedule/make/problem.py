@@ -5,7 +5,6 @@ Next: ``candidates.py``, ``list_scheduling.py``, ``polish.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
@@ -13,6 +12,8 @@ from megatron_vocabpar.schedule.make.bounds import WAITING, lower_bound_ms
 from megatron_vocabpar.schedule.make.candidates import Candidate, candidates, is_textbook
 from megatron_vocabpar.schedule.make.families import Family, claimed_peak, family_named
 from megatron_vocabpar.schedule.make.list_scheduling import Stuck, Timeline, arrange
+from megatron_vocabpar.schedule.make.pair_candidates import pair_candidates
+from megatron_vocabpar.schedule.make.pair_scheduling import arrange_in_pairs
 from megatron_vocabpar.schedule.make.pass_graph import PassGraph, build_graph
 from megatron_vocabpar.schedule.make.polish import Caps, is_small, polish
 from megatron_vocabpar.schedule.make.request import PlanRequest
@@ -21,12 +22,13 @@ from megatron_vocabpar.schedule.play.lower import lower
 from megatron_vocabpar.schedule.play.numbering import Numbering
 from megatron_vocabpar.schedule.play.peaks import check_cap
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
-from megatron_vocabpar.schedule.words.passes import PassType
+from megatron_vocabpar.schedule.words.passes import Pair, Pass, PassType
 from megatron_vocabpar.schedule.words.schedule import Schedule, passes_of
 
 TRIAL_PASSES = 60_000  # about so many the trials may play in all: a fraction of a second
 _LEAST_TRIAL = 64  # microbatches of a trial, or more, to reach a steady state
 _PLACING = 25  # placing a block of two chunks takes as long as playing so many microbatches
+PAIRED = 4  # times as many if passes run in pairs: there are more ways to play them
 _FEWEST = 4  # fewer trials are not worth their time
 _POLISHED = 3  # so many of the best trials are polished, if the schedule is small
 _ROUNDING = 1e-9  # of sums of 1/chunks
@@ -73,15 +75,26 @@ class Problem:
 
     def best(self, budget: int) -> Schedule:
         """The fastest of as many candidates as a budget of passes to play allows; polished if it is small."""
+        if self.pairs:
+            tried = map(self.schedule, self.played(PAIRED * budget)[:_FINALISTS])
+            return min(tried, key=self.simulated_ms)
         if is_textbook(self.shape, self.family) or not is_small(self.graph, self.shape.m):
-            return self.schedule(self.played(budget)[0].order)
-        orders = [played.order for played in self.played(budget)[:_POLISHED]]
+            return self.schedule(self.played(budget)[0])
+        plays = self.played(budget)[:_POLISHED]
+        orders = [played.order for played in plays]
         polished = polish(self.graph, self.shape.m, self._caps, orders, self.bound_ms())
-        return min(map(self.schedule, (*orders, *polished)), key=self.simulated_ms)
+        plays += [Timeline(tuple(order), [], ()) for order in polished]
+        return min(map(self.schedule, plays), key=self.simulated_ms)
 
     def bound_ms(self) -> float:
         """The time that no order under the caps can undercut."""
-        return lower_bound_ms(self.graph, self.shape.m, self._caps.chunks)
+        hidden = self.times.hidden if self.pairs else ()
+        return lower_bound_ms(self.graph, self.shape.m, self._caps.chunks, hidden)
+
+    @property
+    def pairs(self) -> bool:
+        """Whether F and B run together: the family lets them, and the costs have something to hide."""
+        return self.family.pairs and any(self.times.hidden)
 
     @property
     def _caps(self) -> Caps:
@@ -95,7 +108,8 @@ class Problem:
 
     def played(self, budget: int) -> list[Timeline]:
         """The candidates tried, unpolished, the fastest first; one of those that take equally long."""
-        choices = candidates(self.shape, self.graph, self.times, self.family, self.cap)
+        tried = pair_candidates if self.pairs else candidates
+        choices = tried(self.shape, self.graph, self.times, self.family, self.cap)
         if is_textbook(self.shape, self.family):
             return [arrange(self.graph, self.shape.m, *next(choices))]
         passes = len(self.graph.passes)  # of one microbatch
@@ -117,15 +131,21 @@ class Problem:
         finished = filter(None, (self._try(candidate, self.shape.m) for candidate in ranked))
         return sorted(islice(finished, finalists), key=lambda played: played.end)
 
-    def schedule(self, order: Iterable[Sequence[int]]) -> Schedule:
-        """A schedule with the order in which the passes were played."""
+    def schedule(self, played: Timeline) -> Schedule:
+        """A schedule with the order in which the passes were played, and their pairs."""
         numbering = self.graph.numbering
-        rows = ([numbering.item(number) for number in row if number < numbering.size] for row in order)
-        return replace(self.shape, ranks=tuple(map(passes_of, rows)))
+        rows = ([numbering.item(number) for number in row if number < numbering.size] for row in played.order)
+        pairs = ((numbering.item(forward), numbering.item(backward)) for forward, backward in played.pairs)
+        return replace(
+            self.shape,
+            ranks=tuple(map(passes_of, rows)),
+            pairs=frozenset(Pair(f, b) for f, b in pairs if isinstance(f, Pass) and isinstance(b, Pass)),
+        )
 
     def _try(self, candidate: Candidate, m: int) -> Timeline | None:
         try:
-            return arrange(self.graph, m, candidate.block, candidate.rules)
+            play = arrange_in_pairs if candidate.rules.hidden else arrange
+            return play(self.graph, m, candidate.block, candidate.rules)
         except Stuck:
             return None
 

@@ -31,6 +31,10 @@ class Rules:
         reserve: for each F node, the room that it must leave for later chunks of its rank.
         chunks: for each F node, the F nodes of its rank, first chunk first; given in place of ``reserve``.
         in_flight: for each F node, its B node and how many microbatches may be between the two.
+        hidden: for each F node and B node of one rank that may run together, the ms that they hide of each
+            other; empty where nothing runs together.
+        patience: how many ms a pass that could run waits for a partner whose moment is known.
+        lone_room: microbatches of activations that an F alone leaves free, so that a pair finds room.
     """
 
     eager: Sequence[int] = ()
@@ -43,6 +47,9 @@ class Rules:
     reserve: Mapping[int, float] = field(default_factory=dict)
     chunks: Mapping[int, Sequence[int]] = field(default_factory=dict)
     in_flight: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    hidden: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    patience: float = 0.0
+    lone_room: float = 0.0
 
     @cached_property
     def freed_by(self) -> dict[int, list[int]]:
@@ -85,16 +92,17 @@ class Rules:
             younger += max(counts[chunk] - oldest - 1, 0)
         return 1.0 + younger * self.hold[node] > self.max_activations + _ROUNDING
 
-    def is_full(self, node: int, counts: Sequence[int]) -> bool:
+    def is_full(self, node: int, counts: Sequence[int], more: int = 0) -> bool:
         """Whether as many microbatches as may be are between an F and its B.
 
         1F1B's own rule, for any building block: with p = 4, rank 0's F lives for 4 intervals, so that the
-        F of microbatch 4 waits for the B of microbatch 0 however early its input comes.
+        F of microbatch 4 waits for the B of microbatch 0 however early its input comes. ``more`` may be in
+        flight besides: an F that runs together with a B starts while that B is not done.
         """
         if node not in self.in_flight:
             return False
         backward, most = self.in_flight[node]
-        return counts[node] - counts[backward] >= most
+        return counts[node] - counts[backward] >= most + more
 
     def forced_before(self, node: int, counts: Sequence[int]) -> int:
         """A lazy pass that must run before ``node``, which would make one buffer too many; or ``NO_NODE``.

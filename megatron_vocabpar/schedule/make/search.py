@@ -63,11 +63,14 @@ def search(
 def _rivals(request: PlanRequest) -> list[PlanRequest]:
     """The same request for each family with each cap; the most memory first, then in the order of families.
 
-    Families that differ in their claims alone (V shapes) are tried once with each cap.
+    Families that differ in their claims alone (V shapes) are tried once with each cap, and families with pairs
+    only where the costs have something to hide.
     """
     chunks, method, p = request.chunks, method_named(request.method), max(request.p, 1)
     named = map(family_named, request.among or families())
     allowed = [family for family in named if family.allows(chunks)]
+    if request.costs is None or not request.costs.hides:
+        allowed = [family for family in allowed if not family.pairs] or allowed
     if not allowed:
         raise ValueError(f"no family has {chunks} model chunks on each rank; leave chunks out to search all")
     cap = request.max_activations

@@ -96,6 +96,11 @@ class PassCosts:
 
     PAPER_SIZES: ClassVar = (8, 16, 32)
 
+    @property
+    def hides(self) -> bool:
+        """Whether a pair of F and B takes less than one after the other, on any rank."""
+        return any(self.hidden_ms) if isinstance(self.hidden_ms, tuple) else self.hidden_ms > 0.0
+
     @staticmethod
     def default(p: int, mtp_depths: int = 0) -> PassCosts:
         """Round numbers in the paper's proportions, for when nothing is measured.
