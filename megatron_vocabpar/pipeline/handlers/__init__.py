@@ -121,7 +121,7 @@ def handlers_of(
 
 
 def _stages(iteration: Iteration) -> type[Stages]:
-    """Through Megatron's plans of the layers where the exchange between experts is to be hidden, in training."""
+    """Those that run Megatron's plans of the layers, where training is to hide the experts' exchange."""
     call = iteration.call
     planned = getattr(call.config, "overlap_moe_expert_parallel_comm", False) and not call.forward_only
     return PlannedStages if planned else Stages

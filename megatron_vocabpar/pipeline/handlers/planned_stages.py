@@ -1,12 +1,15 @@
 """Handlers of F, B and pairs that run them through Megatron's plans of the layers.
 
-The training script's ``forward_step`` calls the model as ever; while it does, the model's ``forward`` builds the
-plan of its layers and runs it, alone or beside the B of a pair. So loss scales, auxiliary losses, counts of tokens
-and of microbatches stay those of Megatron's own ``forward_step``:
+The training script's ``forward_step`` calls the model as ever; while it does, the model's ``forward`` builds
+the plan of its layers and runs it, alone or beside the B of a pair. So loss scales, auxiliary losses, counts
+of tokens and of microbatches stay those of Megatron's own ``forward_step``. A pair 0F5+2B1 is F's handler
+within B's:
 
-    pair 0F5+2B1:  B's prologue (waits for its gradient)
-                       F's prologue (waits for its input), forward_step -> run(plan of 0F5, plan of 2B1), F's epilogue
-                   B's epilogue
+    2B1 waits for its gradient
+        0F5 waits for its input
+        forward_step -> model.forward -> run(plan of 0F5, plan of 2B1)
+        0F5 puts its output where SEND_F, or the next stage, takes it
+    2B1 puts its input's gradient where SEND_B, or the stage before, takes it
 
 Evaluation runs the model's own ``forward``.
 """

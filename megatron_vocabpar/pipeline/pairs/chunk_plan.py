@@ -1,13 +1,15 @@
-"""Megatron's plan of a model chunk: its layers cut at the exchanges between experts, to run F and B side by side.
+"""Megatron's plan of a model chunk: its layers cut at the exchanges between experts, to run F and B together.
 
-``build_schedule_plan`` of a model takes the arguments of ``forward`` and gives a list of layers, each of them cut
-into attention and router, dispatch, experts, combine. ``run(F's plan, B's plan)`` plays the two against each other:
+``build_schedule_plan`` of a model takes the arguments of ``forward`` and gives a list of layers, each of them
+cut into attention and router, dispatch, experts, combine. ``run(F's plan, B's plan)`` plays them against each
+other:
 
-    computation    F attention   B experts    F experts   B attention
+    computation    F attention   B experts                F experts   B attention
     exchange       B combine     F dispatch, B dispatch   F combine
 
-What differs from ``forward`` is put right here. The final norm stands at another place in each version, and in the
-plan of 0.16 to 0.19 nowhere if the last layer has no experts: here it is always part of the last layer of the decoder.
+One thing is put right. Megatron 0.14 and 0.15 have the final norm in front of the output layer, which is no
+part of our plans; later ones behind the last layer's combine, and, if that layer has no experts, nowhere.
+Here it always belongs to the last layer of the decoder.
 
 Source: Megatron-LM, ``models/common/model_chunk_schedule_plan.py``. Used by ``planned_stages.py``.
 """
@@ -80,7 +82,7 @@ class ChunkPlan:
 
     @contextmanager
     def _norm_in_the_last_layer(self) -> Iterator[None]:
-        """Let the last node of the decoder's last layer end with the final norm, and no other node have it."""
+        """The last node of the decoder's last layer ends with the final norm, and no other node has it."""
         decoder = self._model.decoder
         norm = getattr(decoder, "final_layernorm", None)
         if norm is None:
@@ -124,7 +126,7 @@ def _then(function: Callable[..., Any], norm: torch.nn.Module) -> Callable[..., 
 
 
 def _scales_of_fp8(config: Any) -> AbstractContextManager[Any]:
-    """What Megatron holds around a whole plan with delayed scaling; for other recipes each layer's plan does."""
+    """With delayed scaling Megatron holds it around the whole plan; else the plan does, layer by layer."""
     if getattr(config, "fp8", None) and config.fp8_recipe == Fp8Recipe.delayed:
         return fp8_utils.get_fp8_context(config)
     return nullcontext()
