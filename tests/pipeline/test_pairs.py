@@ -40,7 +40,9 @@ def test_same_training_as_stock() -> None:
 FEATURES: dict[str, dict[str, Any]] = {
     "dense last layer": {"experts": DENSE_LAST},
     "shared experts": {"experts": Experts(shared=True)},
-    "recomputed modules": {"experts": Experts(recompute=("core_attn", "layernorm"), pattern=(1, 0))},
+    "recomputed modules": {
+        "experts": Experts(recompute=("core_attn", "mlp", "shared_experts"), pattern=(1, 0), shared=True)
+    },
     "early release": {"experts": Experts(early=True)},
     "a further head": {"mtp": 1},
     "tied": {"tied": True},
