@@ -6,13 +6,24 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_vocabpar.pipeline import compat
 from megatron_vocabpar.pipeline.pairs.chunk_plan import ChunkPlan
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.schedule import Schedule
-from tests.pipeline.experts import Experts
-from tests.pipeline.gpt import Case, case_of, skip_unless_buildable
+from megatron_vocabpar.train.cpu import megatron_on_cpu
+from tests.pipeline.experts import Experts, experts_on_cpu
+from tests.pipeline.gpt import (
+    Case,
+    batch,
+    build_chunks,
+    case_of,
+    parallel_groups,
+    run,
+    skip_unless_buildable,
+)
 from tests.pipeline.test_equality import check
 
 DENSE_LAST = Experts(pattern=(1, 1, 1, 0))
@@ -89,3 +100,28 @@ def test_one_after_the_other_where_nothing_is_to_be_hidden(family: str) -> None:
 def test_a_padding_mask_is_refused() -> None:
     with pytest.raises(ValueError, match=r"padding_mask .* hide from the routers; leave it out"):
         ChunkPlan(None, (), {"padding_mask": object()}, leaves_weight_gradients=False)
+
+
+def losses_of_one_model(_: int, case: Case) -> tuple[float, float, float]:
+    """Mean loss of a batch by the model's forward, by Megatron's plan as it is, and by ours."""
+    with experts_on_cpu(), megatron_on_cpu(), parallel_groups(case), torch.no_grad():
+        (model,) = build_chunks(case)
+        fields = batch(case, 0, 0, 0)
+        arguments = fields["tokens"], fields["position_ids"], fields["attention_mask"]
+        labels = {"labels": fields["labels"]}
+        ours = ChunkPlan(model, arguments, labels, leaves_weight_gradients=False).forward()
+        plan = model.build_schedule_plan(*arguments, **labels)
+        outputs = model(*arguments, **labels), type(plan).run(plan, None), ours
+    return tuple(float(output.mean()) for output in outputs)
+
+
+@pytest.mark.parametrize("pattern", [(1, 1), (1, 0), (0, 1)])
+def test_the_final_norm_is_never_lost(pattern: tuple[int, ...]) -> None:
+    """Megatron from 0.16 to main leaves it out of the plan if the last layer has no experts."""
+    one = Case("stock", dp=2, layers=2, experts=Experts(pattern=pattern), position="rope")
+    (expected, stock, ours), _ = run(one, body=losses_of_one_model)
+    assert ours == pytest.approx(expected, rel=1e-6)
+    if pattern == (1, 0) and compat.COUNTS_LAYERS_BY_GROUP:
+        assert abs(stock - expected) > 0.1
+    else:
+        assert stock == pytest.approx(expected, rel=1e-6)
