@@ -31,7 +31,7 @@ from megatron_vocabpar.runtime.profile import Span
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassTimes
-from megatron_vocabpar.schedule.words.passes import Instruction, Pass
+from megatron_vocabpar.schedule.words.passes import Comm, Instruction
 from megatron_vocabpar.train.failure import ProgressRecord
 
 _PATIENCE_S, _PATIENCE = 120.0, 10.0  # a rank waits for another so long, and so many times what is predicted
@@ -97,7 +97,7 @@ def emulate(plans: dict[str, Plan], scale: float, iterations: int) -> list[Emula
                 measured_ms=tuple(each.length_ms / scale for each in measured),
                 measured_idle=mean(each.idle for each in measured),
                 empty_pass_ms=empty.pass_ms / scale,
-                critical_passes=sum(isinstance(step.item, Pass) for step in prediction.critical_path),
+                critical_passes=sum(not isinstance(step.item, Comm) for step in prediction.critical_path),
             )
         )
     return emulations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections import Counter
 from typing import Any
 
 import click
@@ -72,6 +73,9 @@ def schedule_command(
     costs = PassCosts.load(costs_file) if costs_file is not None else None
     if _LARGE < (size := planned["p"] * planned["m"]) <= MOST_FORWARDS:
         tell(f"planning {planned['p']} ranks x {planned['m']} microbatches")
+    named = families().get(planned["family"])
+    if named is not None and named.pairs and (costs is None or not costs.hides):
+        tell(f"{named.name}: nothing to hide, so no pairs; give --costs with hidden_ms, what a pair hides")
     plan = make_plan(method_named(method, late_gradient=late_gradient), **planned, costs=costs, progress=tell)
     if size > _LARGE and output_format not in ("json", "program", "csv"):
         tell(f"planned; now simulating and drawing {sum(map(len, plan.program)):,} instructions")
@@ -118,12 +122,15 @@ def _summary(plan: Plan, family: str, simulation: Simulation) -> str:
     barriers += ", late gradient" if method.late_gradient else ""
     peaks = " ".join(f"{peak:g}" for peak in simulation.peak_activations)
     bubbles = " ".join(f"{100 * bubble:.1f}" for bubble in simulation.bubble)
+    pairs = Counter(schedule.rank_of(pair) for pair in schedule.pairs)
+    shares = " ".join(f"{100 * pairs[rank] / schedule.chunks / schedule.m:.0f}" for rank in range(schedule.p))
     return (
         f"{method.name} ({barriers}), {family}, p = {schedule.p}, m = {schedule.m}: "
         f"{simulation.iteration_ms:.1f} ms an iteration; with this memory none takes less than "
         f"{least_ms(plan):.1f} ms\n"
         f"idle time of each rank, %:              {bubbles}\n"
         f"peak activations, microbatches:         {peaks}"
+        + (f"\nF that run together with a B, %:        {shares}" if pairs else "")
     )
 
 

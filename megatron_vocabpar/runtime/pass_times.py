@@ -18,8 +18,9 @@ from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, links
 from megatron_vocabpar.runtime.profile import COMPUTE, WAIT, Span
 from megatron_vocabpar.runtime.streams import clock
 from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.times.pair_times import Kind, alone_ms, hidden_ms
 from megatron_vocabpar.schedule.words.methods import Method
-from megatron_vocabpar.schedule.words.passes import CommType, PassType, parse
+from megatron_vocabpar.schedule.words.passes import CommType, Pair, Pass, PassType, parse
 
 _ROUNDS = 5
 
@@ -29,11 +30,12 @@ class RankTimes:
     """Medians of one rank, in ms.
 
     Attributes:
-        passes: by type, what a microbatch takes: of several chunks, their sum.
+        passes: by type, what a microbatch takes: of several chunks, their sum; passes in pairs do not count.
         collectives: by type, waiting for the other ranks included; those inside of a pass by its type.
         iteration_ms: from the start of the first pass to the end of the last.
         busy_ms: the time of all its passes.
         transfer_ms: a send to the next stage; None on the last rank.
+        hidden_ms: what F and B of all chunks hide of each other in pairs, negative if they take longer.
     """
 
     passes: Mapping[str, float]
@@ -41,25 +43,41 @@ class RankTimes:
     iteration_ms: float
     busy_ms: float
     transfer_ms: float | None = None
+    hidden_ms: float = 0.0
 
     @staticmethod
     def of(iterations: Sequence[Sequence[Span]], transfer_ms: float | None = None) -> RankTimes:
         """The medians of iterations that one rank has measured; at least one, none of them empty."""
-        seen: dict[tuple[bool, str, int], list[float]] = {}
+        alone: dict[Kind, list[float]] = {}
+        together: dict[Pair, list[float]] = {}
+        beside: dict[tuple[str, int], list[float]] = {}  # on side streams
         for spans in iterations:
             for (computes, name), took in _by_name(spans).items():
                 item = parse(name)
-                seen.setdefault((computes, item.type.value, item.stage), []).append(took)
-        times: dict[bool, dict[str, float]] = {True: {}, False: {}}
-        for (computes, kind, _), took_each in seen.items():
-            times[computes][kind] = times[computes].get(kind, 0.0) + median(took_each)
+                if not computes:
+                    beside.setdefault((item.type.value, item.stage), []).append(took)
+                elif isinstance(item, Pair):
+                    together.setdefault(item, []).append(took)
+                elif isinstance(item, Pass):
+                    alone.setdefault((item.type, item.stage), []).append(took)
+        passes = alone_ms(alone, together)
+        chunks = sum(type_ is PassType.F for type_, _ in passes)
         return RankTimes(
-            times[True],
-            times[False],
+            _by_type((type_.value, ms) for (type_, _), ms in passes.items()),
+            _by_type((kind, median(took_each)) for (kind, _), took_each in beside.items()),
             median(map(_length_ms, iterations)),
             median(sum(pass_ms(spans)) for spans in iterations),
             transfer_ms,
+            chunks * hidden_ms(passes, {pair: median(took_each) for pair, took_each in together.items()}),
         )
+
+
+def _by_type(times: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The sum of each type's times."""
+    total: dict[str, float] = {}
+    for kind, ms in times:
+        total[kind] = total.get(kind, 0.0) + ms
+    return total
 
 
 def _by_name(spans: Iterable[Span]) -> dict[tuple[bool, str], float]:
@@ -114,7 +132,8 @@ def pass_costs(
     A pass of a pipeline rank takes the median over the ranks that share it (tensor and data parallel). A
     collective's time on a rank includes waiting for the others, hence the shortest of all ranks. What was not
     measured is estimated: if W is not split off, B is divided as in ``PassCosts.default``; if the output
-    layer is not partitioned, its F, B and W take a third each of all ranks' passes.
+    layer is not partitioned, its F, B and W take a third each of all ranks' passes. Pairs that take longer
+    than their passes one after the other hide nothing.
     """
     everyone = [times for replicas in stages for times in replicas]
 
@@ -131,6 +150,7 @@ def pass_costs(
         default = PassCosts.default(1)
         share = float(default.W_ms) / (float(default.B_ms) + float(default.W_ms))  # type: ignore[arg-type]
         backward, weight = tuple(b * (1 - share) for b in backward), tuple(b * share for b in backward)
+    hidden = tuple(max(median(t.hidden_ms for t in replicas), 0.0) for replicas in stages)
     broadcasts = {CommType.C0, CommType.CG, CommType.CIB}
     output = {f"{type_.value}_ms": per_rank(type_) for type_ in method.passes}
     third = sum(map(sum, output.values())) / 3
@@ -150,6 +170,7 @@ def pass_costs(
         last_rank_extra={"F_ms": third, "B_ms": third, "W_ms": third},
         first_rank_extra={"B_ms": sum(per_rank(PassType.IB))},
         mtp_depths=mtp_depths,
+        hidden_ms=tuple(map(min, hidden, per_rank(PassType.F), backward)) if any(hidden) else 0.0,
     )
 
 

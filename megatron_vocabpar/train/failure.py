@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_vocabpar.schedule.words.passes import Pass, parse
+from megatron_vocabpar.schedule.words.passes import Comm, parse
 
 _STEP_BYTES, _TIME_BYTES, _TEXT_BYTES = 16, 8, 48
 _ERROR_BYTES = 65536
@@ -137,7 +137,7 @@ class Record:
             instruction = parse(self.instruction)
         except ValueError:
             return f"at step {self.step}, in {self.instruction}"
-        kind = "pass" if isinstance(instruction, Pass) else "communication"
+        kind = "communication" if isinstance(instruction, Comm) else "pass"
         return (
             f"at step {self.step}, in {kind} {instruction}: "
             f"{instruction.type.value} of microbatch {instruction.microbatch} on stage {instruction.stage}"

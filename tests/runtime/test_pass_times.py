@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,13 @@ from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
-from megatron_vocabpar.schedule.words.passes import INPUT_COLLECTIVES, CommType
+from megatron_vocabpar.schedule.words.passes import (
+    INPUT_COLLECTIVES,
+    CommType,
+    Instruction,
+    Pass,
+    parts_of,
+)
 
 P = 3
 COSTS = PassCosts(
@@ -36,7 +43,12 @@ def spans_of(simulation: Simulation, rank: int) -> list[Span]:
     """What a timeline of this rank would hold."""
     schedule = simulation.schedule
     spans = []
-    for item, (start, end) in [*simulation.passes.items(), *simulation.comms.items()]:
+    times: dict[Instruction, tuple[float, float]] = {**simulation.comms}
+    for item in (item for row in schedule.rows for item in row):
+        first, *_ = parts_of(item)
+        assert isinstance(first, Pass)
+        times[item] = simulation.passes[first]
+    for item, (start, end) in times.items():
         if schedule.rank_of(item) == rank and item.type not in TRANSFERS:
             lane = OUTPUT if isinstance(item.type, CommType) else COMPUTE
             lane = INPUT if item.type in INPUT_COLLECTIVES else lane
@@ -79,6 +91,32 @@ def test_costs_of_a_simulated_iteration_are_its_own(method: str, family: str, ch
         assert found.comms[kind] <= time + 1e-9, kind
     assert costs.p2p_ms == 0.5
     assert PassCosts.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+
+
+@pytest.mark.parametrize("family", ["dualpipev", "1f1b-overlap"])
+def test_what_pairs_hide_is_measured(family: str) -> None:
+    """F + B - FB of each rank, although some passes ran in pairs alone."""
+    hiding = replace(COSTS, hidden_ms=(4.0, 6.0, 5.0))
+    plan = make_plan("vocab-2", P, 8, family=family, costs=hiding)
+    costs = pass_costs(measured(plan), plan.schedule.method, plan.schedule.splits_w)
+    found, given = (PassTimes.of(each, plan.schedule) for each in (costs, hiding))
+    assert plan.schedule.pairs
+    assert found.hidden == pytest.approx(given.hidden)
+    for type_, times in given.passes.items():
+        assert found.passes[type_] == pytest.approx(times), type_
+    assert not costs_of_pairs_that_are_slow(plan).hides
+
+
+def costs_of_pairs_that_are_slow(plan: Plan) -> PassCosts:
+    """Pairs that take longer than their passes one after the other hide nothing."""
+    stages = []
+    for rank in range(plan.schedule.p):
+        spans = [
+            replace(span, end_s=span.end_s + 0.02) if "+" in span.name else span
+            for span in spans_of(simulate(plan), rank)
+        ]
+        stages.append([RankTimes.of([spans])])
+    return pass_costs(stages, plan.schedule.method, plan.schedule.splits_w)
 
 
 def test_the_whole_output_layer_is_all_shards_together() -> None:

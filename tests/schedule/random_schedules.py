@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from random import Random
 from typing import Any
 
 from megatron_vocabpar.schedule.serialize import from_json
+from megatron_vocabpar.schedule.words.passes import Pair, PassType
 from megatron_vocabpar.schedule.words.schedule import Schedule
 from tests.schedule import reference
 
@@ -59,6 +61,19 @@ def random_data(shape: Shape, seed: int) -> dict[str, Any]:
 
 def random_schedule(shape: Shape, seed: int) -> Schedule:
     return from_json(json.dumps(random_data(shape, seed)))
+
+
+def with_pairs(schedule: Schedule, draw: Random, share: float = 0.7) -> Schedule:
+    """Of the neighbours F and B of two microbatches about so many as pairs; not every choice can run."""
+    pairs = {
+        Pair(one, two)
+        for row in schedule.ranks
+        for one, two in pairwise(row)
+        if (one.type, two.type) == (PassType.F, PassType.B)
+        and one.microbatch != two.microbatch
+        and draw.random() < share
+    }
+    return replace(schedule, pairs=frozenset(pairs))
 
 
 def accepted(data: dict[str, Any], split: bool) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.schedule import reference
 from tests.schedule.random_schedules import Shape
-from tests.schedule.reference_queues import _needs, parts
+from tests.schedule.reference_queues import needs_of, parts
 
 Words = Sequence[Sequence[str]]
 
@@ -71,14 +71,14 @@ class _Play:
         before, word = self.issued[rank][:place], self.issued[rank][place]
         if self.model.one_queue and place and (rank, before[-1]) not in self.started:
             return False
-        ended = {w for r, w in self.ended if r == rank}
+        ended = {part for r, w in self.ended if r == rank for part in (w, *w.split("+"))}
         if any(not self._is_comm(w) and w not in ended for w in before):
             return False
         if self._is_comm(word) or self._is_together(word):
             streams = [w for w in before if self._stream(rank, w) == self._stream(rank, word)]
             if not ended.issuperset(streams):
                 return False
-        return self._is_comm(word) or ended.issuperset(_needs(word, self.shape, self.where))
+        return self._is_comm(word) or ended.issuperset(needs_of(word, self.shape, self.where))
 
     def _is_comm(self, word: str) -> bool:
         return parts(word)[1].startswith(("C", "SEND", "RECV"))

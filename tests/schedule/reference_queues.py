@@ -23,17 +23,20 @@ _NEEDS = {  # the collectives that a pass of each algorithm waits for; B for the
 
 
 def parts(word: str) -> tuple[int, str, int]:
-    """Stage (or rank), name and microbatch of an instruction's text."""
-    found = re.fullmatch(r"(\d+)([A-Z_]+)(?:(\d)\.)?(\d+)", word)
+    """Stage (or rank), name and microbatch of an instruction's text; of a pair those of its F."""
+    found = re.fullmatch(r"(\d+)([A-Z_]+)(?:(\d)\.)?(\d+)", word.partition("+")[0])
     assert found
     return int(found[1]), found[2] + (found[3] or ""), int(found[4])
 
 
 def ends(program: Words, shape: Shape, ms: dict[str, float]) -> dict[str, float]:
-    """The end of every pass, transfer (by its receive) and part in a collective."""
+    """The end of every pass, transfer (by its receive) and part in a collective.
+
+    A pair takes ``ms["hidden"]`` less than F and B.
+    """
     data, last = shape.data, shape.p * shape.chunks - 1
     where = [reference.rank_of(stage, data) for stage in range(last + 1)]
-    needs = {word: list(_needs(word, shape, where)) for row in program for word in row}
+    needs = {word: needs_of(word, shape, where) for row in program for word in row}
     end: dict[str, float] = {}
     for _ in range(10_000):
         before = dict(end)
@@ -46,7 +49,10 @@ def ends(program: Words, shape: Shape, ms: dict[str, float]) -> dict[str, float]
                     start = max([free, *(end.get(need, 0.0) for need in needs[word])])
                     if shape.algorithm == "interlaced" and name == "S":
                         start = max(start, *(end.get(f"{r}S{mb}", 0.0) - ms["S"] for r in range(shape.p)))
-                    end[word] = free = start + ms[name]
+                    both = word.split("+")
+                    free = start + sum(ms[parts(part)[1]] for part in both)
+                    free -= ms["hidden"] if len(both) > 1 else 0.0
+                    end |= dict.fromkeys(both, free)
                 else:
                     issued[f"{rank} {word}"] = free
         _transfers(program, issued, end, where, ms)
@@ -74,6 +80,11 @@ def _transfers(
                 link = rank, where[stage]
                 times = issued[f"{rank} {word}"], issued[f"{where[stage]} {receive}"], links.get(link, 0.0)
                 end[receive] = links[link] = max(times) + ms["RECV"]
+
+
+def needs_of(word: str, shape: Shape, where: list[int]) -> list[str]:
+    """What an instruction waits for on its rank; a pair for what both passes wait for."""
+    return [need for part in word.split("+") for need in _needs(part, shape, where)]
 
 
 def _needs(word: str, shape: Shape, where: list[int]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from dataclasses import replace
 from io import StringIO
 from typing import Any
@@ -19,7 +20,7 @@ from megatron_vocabpar.schedule.serialize import (
 )
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import METHODS
-from megatron_vocabpar.schedule.words.passes import Pass, PassType, parse
+from megatron_vocabpar.schedule.words.passes import Pair, Pass, PassType, parse
 from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
@@ -157,3 +158,51 @@ def test_malformed_json_is_named(change: dict[str, Any], message: str) -> None:
 def test_what_is_no_schedule_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_json(text)
+
+
+PAIRED = make_plan("vocab-2", 3, 6, family="dualpipev", costs=replace(PassCosts.default(3), hidden_ms=6.0))
+
+
+def test_pairs_there_and_back() -> None:
+    schedule = PAIRED.schedule
+    assert schedule.pairs
+    assert from_json(to_json(schedule)) == schedule
+    assert plan_from_json(plan_to_json(PAIRED)) == PAIRED
+    assert from_json(plan_to_json(PAIRED)) == schedule
+    words = [str(item) for row in PAIRED.program for item in row if isinstance(item, Pair)]
+    assert set(words) == set(map(str, schedule.pairs))
+    lines = csv.DictReader(StringIO(plan_to_csv(PAIRED)))
+    pairs = [line for line in lines if line["type"] == "FB"]
+    assert sorted(line["instruction"] for line in pairs) == sorted(words)
+    for line in pairs:
+        forward, _ = line["instruction"].split("+")
+        assert forward == f"{line['stage']}F{line['microbatch']}"
+
+
+def test_a_marked_f_is_a_pair_with_the_b_after_it() -> None:
+    data = json.loads(to_json(PAIRED.schedule))
+    row = data["ranks"][1]
+    place = next(k for k, item in enumerate(row) if item.get("pair"))
+    assert (row[place]["op"], row[place + 1]["op"]) == ("F", "B")
+    pair = PAIRED.schedule.ranks[1][place : place + 2]
+    assert Pair(*pair) in PAIRED.schedule.pairs
+    for wrong in (place + 1, len(row) - 1):
+        row[wrong]["pair"] = True
+        with pytest.raises(ValueError, match=r"schedule, rank 1: .* is marked as a pair with"):
+            from_json(json.dumps(data))
+        del row[wrong]["pair"]
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("0F1+0W0", "'0F1+0W0' is not a pair; expected an F and a B, such as 0F5+2B1"),
+        ("0F1+9B0", "'0F1+9B0', but stages end at 5 and microbatches at 5"),
+        ("0F9+0B0", "'0F9+0B0', but stages end at 5 and microbatches at 5"),
+    ],
+)
+def test_a_wrong_pair_of_a_program_is_named(word: str, message: str) -> None:
+    data = json.loads(plan_to_json(PAIRED))
+    data["program"][0][5] = word
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan_from_json(json.dumps(data))

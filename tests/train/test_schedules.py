@@ -58,14 +58,18 @@ def test_the_schedule_is_made_for_the_costs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "method", "names"),
     [
-        ({}, "vocab-2", {"1f1b", "zb-h1", "interleaved", "v-half", "v-min", "v-zb"}),
+        (
+            {},
+            "vocab-2",
+            {"1f1b", "zb-h1", "interleaved", "v-half", "v-min", "v-zb", "dualpipev", "1f1b-overlap"},
+        ),
         ({"layers": 4}, "vocab-2", {"1f1b", "zb-h1"}),
         ({"pp": 1}, "vocab-2", {"1f1b", "zb-h1"}),
         ({}, "redis", {"1f1b", "zb-h1"}),
-        ({"tied": True}, "baseline", {"1f1b", "zb-h1", "interleaved"}),
-        ({"late_gradient": True}, "baseline", {"1f1b", "zb-h1", "interleaved"}),
+        ({"tied": True}, "baseline", {"1f1b", "zb-h1", "interleaved", "1f1b-overlap"}),
+        ({"late_gradient": True}, "baseline", {"1f1b", "zb-h1", "interleaved", "1f1b-overlap"}),
         ({"chunks": 1}, "vocab-1", {"1f1b", "zb-h1"}),
-        ({"chunks": 3, "layers": 12}, "vocab-1", {"interleaved"}),
+        ({"chunks": 3, "layers": 12}, "vocab-1", {"interleaved", "1f1b-overlap"}),
     ],
 )
 def test_search_is_among_what_fits(

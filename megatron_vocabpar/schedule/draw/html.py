@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_vocabpar.schedule.draw.chart import Bar, Chart, Row
 from megatron_vocabpar.schedule.draw.style import MEANINGS, STYLES, shade
-from megatron_vocabpar.schedule.words.passes import CommType, PassType
+from megatron_vocabpar.schedule.words.passes import CommType, PassType, parts_of
 
 _US_PER_MS = 1e3
 _INDEX = {type_: index for index, type_ in enumerate((*PassType, *CommType))}
@@ -72,15 +72,19 @@ def _row(row: Row, chart: Chart) -> dict[str, Any]:
 
 
 def _bar(bar: Bar, chart: Chart) -> list[Any]:
-    """[type, stage, chunk, microbatch, start, length, what it waited for, whether on the critical path]."""
+    """[type, stage, chunk, microbatch, start, length, what it waited for, whether on the critical path].
+
+    Of a pair these are F's, and the first four of B's come behind, as a list.
+    """
     start = round(bar.start_ms * _US_PER_MS)
-    return [
-        _INDEX[bar.item.type],
-        bar.item.stage,
-        chart.chunk_of(bar.item) if bar.item.type in STYLES else 0,
-        bar.item.microbatch,
-        start,
-        round(bar.end_ms * _US_PER_MS) - start,
-        bar.waited_for,
-        int(bar.item in chart.critical),
-    ]
+    first, *beside = (
+        [
+            _INDEX[part.type],
+            part.stage,
+            chart.chunk_of(part) if part.type in STYLES else 0,
+            part.microbatch,
+        ]
+        for part in parts_of(bar.item)
+    )
+    length = round(bar.end_ms * _US_PER_MS) - start
+    return [*first, start, length, bar.waited_for, int(bar.item in chart.critical), *beside]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from megatron_vocabpar.schedule.data.schema import check, read_object
 from megatron_vocabpar.schedule.draw.chart import Bar, Chart, Row
 from megatron_vocabpar.schedule.times.costs import PassTimes
-from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType, parse
+from megatron_vocabpar.schedule.times.pair_times import Kind, alone_ms, hidden_ms
+from megatron_vocabpar.schedule.words.passes import CommType, Pair, Pass, PassType, parse, parts_of
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
 WHY_THEY_DIFFER = (
@@ -80,7 +80,7 @@ def measured_chart(trace: Mapping[str, Any], schedule: Schedule, title: str = "m
     rows = []
     for label in sorted(bars, key=_rank):
         lanes = {lane: tuple(row) for lane, row in bars[label].items()}
-        foreign = [bar.item for bar in lanes.get("passes", ()) if bar.item not in known]
+        foreign = [bar.item for bar in lanes.get("passes", ()) if not known.issuperset(parts_of(bar.item))]
         if foreign:
             raise ValueError(f"the schedule has no pass {foreign[0]}")
         rows.append(Row(label, lanes.get("passes", ()), lanes.get("output", ()), lanes.get("input", ())))
@@ -92,28 +92,36 @@ def measured_times(chart: Chart, schedule: Schedule) -> PassTimes:
     """The times to plan ``schedule`` with: medians of measured passes, the shortest of each collective.
 
     A collective's span on one rank includes waiting for the other ranks, hence the shortest. Transfers
-    between stages are not in a timeline and take 0 ms.
+    between stages are not in a timeline and take 0 ms. What pairs hide follows from passes alone and pairs.
 
     Raises:
         ValueError: naming a pass of the schedule of which no instance was measured.
     """
-    seen: dict[tuple[PassType, int], list[float]] = {}
+    seen: dict[Kind, float] = {}
+    hidden = []
     shortest = dict.fromkeys(CommType, float("inf"))
     for row in chart.rows:
+        alone: dict[Kind, list[float]] = {}
+        together: dict[Pair, float] = {}
         for bar in (*row.passes, *row.output, *row.input):
             took, item = bar.end_ms - bar.start_ms, bar.item
             if isinstance(item, Pass):
-                seen.setdefault((item.type, item.stage), []).append(took)
-            elif isinstance(item, Comm):
+                alone.setdefault((item.type, item.stage), []).append(took)
+            elif isinstance(item, Pair):
+                together[item] = took
+            else:
                 shortest[item.type] = min(shortest[item.type], took)
+        of_rank = alone_ms(alone, together)
+        hidden.append(hidden_ms(of_rank, together))
+        seen |= of_rank
     kinds = {(pass_.type, pass_.stage) for passes in schedule.ranks for pass_ in passes}
     for type_, stage in sorted(kinds, key=lambda key: (key[0].value, key[1])):
         if (type_, stage) not in seen:
             raise ValueError(f"the timeline has no pass {type_.value} of stage {stage}")
     stages = range(schedule.placement.num_stages)
-    passes = {type_: tuple(median(seen.get((type_, stage), [0.0])) for stage in stages) for type_ in PassType}
+    passes = {type_: tuple(seen.get((type_, stage), 0.0) for stage in stages) for type_ in PassType}
     comms = {type_: 0.0 if ms == float("inf") else ms for type_, ms in shortest.items()}
-    return PassTimes(passes, comms, (0.0,) * schedule.p)
+    return PassTimes(passes, comms, tuple(hidden))
 
 
 def _row(name: str) -> tuple[str, str]:

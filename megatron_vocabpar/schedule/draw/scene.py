@@ -13,7 +13,7 @@ from typing import Literal
 
 from megatron_vocabpar.schedule.draw.chart import Bar, Chart
 from megatron_vocabpar.schedule.draw.style import INK, QUIET, STYLES, shade
-from megatron_vocabpar.schedule.words.passes import PassType
+from megatron_vocabpar.schedule.words.passes import Pass, PassType, parts_of
 
 _ROW, _GAP, _LEFT, _TOP, _RIGHT = 24, 4, 60, 34, 16
 _BETWEEN = 18  # above each further chart
@@ -101,21 +101,27 @@ def _chart(chart: Chart, scale: float, top: float) -> Iterator[Box | Text]:
         yield Text(_LEFT - 8, y + _ROW - 8, row.label, anchor="end")
         yield Box(_LEFT, y, chart.length_ms * scale, _ROW, _GROUND)
         for bar in row.passes:
-            yield from _bar(bar, chart.chunk_of(bar.item), scale, y)
+            yield from _bar(bar, chart, scale, y)
     yield from axis(chart.length_ms, scale, top + _TOP + len(chart.rows) * (_ROW + _GAP), _LEFT)
 
 
-def _bar(bar: Bar, chunk: int, scale: float, y: float) -> Iterator[Box | Text]:
-    assert isinstance(bar.item.type, PassType)
-    style = STYLES[bar.item.type]
+def _bar(bar: Bar, chart: Chart, scale: float, y: float) -> Iterator[Box | Text]:
+    """A pass, or a pair: its F above its B."""
     x, width = _LEFT + bar.start_ms * scale, (bar.end_ms - bar.start_ms) * scale
-    label = str(bar.item.microbatch)
-    hover = f"{bar.item}: {style.meaning}, microbatch {label}, {bar.start_ms:.2f} to {bar.end_ms:.2f} ms"
     edge = min(_EDGE, width / 15) if width > _EDGED else 0.0
-    yield Box(x, y, width, _ROW, shade(style.fill, chunk), edge, hover)
-    size = next((size for size in _LABELS if len(label) * _DIGIT * size / 11 + 1.5 <= width), None)
-    if size is not None:
-        yield Text(x + width / 2, y + _ROW / 2 + 0.36 * size, label, style.ink, size, "middle")
+    parts = parts_of(bar.item)
+    height, together = _ROW / len(parts), f" in {bar.item}" if len(parts) > 1 else ""
+    for half, part in enumerate(parts):
+        assert isinstance(part, Pass)
+        style, label, top = STYLES[part.type], str(part.microbatch), y + half * height
+        hover = (
+            f"{part}: {style.meaning}, microbatch {label}{together}, "
+            f"{bar.start_ms:.2f} to {bar.end_ms:.2f} ms"
+        )
+        yield Box(x, top, width, height, shade(style.fill, chart.chunk_of(part)), edge, hover)
+        size = next((size for size in _LABELS if len(label) * _DIGIT * size / 11 + 1.5 <= width), None)
+        if size is not None:
+            yield Text(x + width / 2, top + height / 2 + 0.36 * size, label, style.ink, size, "middle")
 
 
 def axis(length_ms: float, scale: float, y: float, left: float) -> Iterator[Box | Text]:

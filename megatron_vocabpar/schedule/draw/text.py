@@ -1,22 +1,23 @@
 """A time grid for the terminal, as the paper's Figure 10: one row a rank, time to the right.
 
 Each pass is as wide as it is long. It shows its letter and, if there is room, its microbatch (``F3``); ``i``
-and ``o`` are IF and IB. A rank's second, fourth ... chunk has small letters. Idle time is blank. Long
-schedules are cut into panels.
+and ``o`` are IF and IB. A rank's second, fourth ... chunk has small letters. A pair is two halves with a plus
+between them (``F3··+b1·``). Idle time is blank. Long schedules are cut into panels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import NamedTuple
 
 from megatron_vocabpar.schedule.draw.style import STYLES, shade, types_in
 from megatron_vocabpar.schedule.simulate import Simulation
-from megatron_vocabpar.schedule.words.passes import VOCABULARY_PASSES, Pass, PassType
+from megatron_vocabpar.schedule.words.passes import VOCABULARY_PASSES, Instruction, Pass, PassType, parts_of
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
 _LETTERS = {PassType.IF: "i", PassType.IB: "o", PassType.S2: "M"}
+_TOGETHER = "+"  # before the second pass of a pair
 _COLUMNS_PER_FORWARD = 4
 _RESET = "\x1b[0m"
 
@@ -24,7 +25,7 @@ _RESET = "\x1b[0m"
 def draw_text(sim: Simulation, *, width: int = 120, colour: bool = False) -> str:
     """The grid in panels of so many columns, with a legend below; ``colour`` adds ANSI escapes."""
     schedule, unit = sim.schedule, _unit_ms(sim)
-    rows = [_cells(passes, sim, unit, schedule) for passes in schedule.ranks]
+    rows = [_cells(row, sim, unit, schedule) for row in schedule.rows]
     length = max((cell.column + len(cell.text) for row in rows for cell in row), default=0)
     margin = len(str(schedule.p - 1)) + 2
     panels_needed = max(1, ceil(length / max(width - margin, 20)))
@@ -37,7 +38,9 @@ def draw_text(sim: Simulation, *, width: int = 120, colour: bool = False) -> str
 
 def _unit_ms(sim: Simulation) -> float:
     """Milliseconds of one column: a middling forward pass gets four."""
-    forwards = sorted(end - start for pass_, (start, end) in sim.passes.items() if pass_.type is PassType.F)
+    paired = {pair.forward for pair in sim.schedule.pairs}
+    alone = (times for pass_, times in sim.passes.items() if pass_.type is PassType.F and pass_ not in paired)
+    forwards = sorted(end - start for start, end in alone)
     middle = forwards[len(forwards) // 2] if forwards else 0.0
     return (middle or sim.iteration_ms or 1.0) / _COLUMNS_PER_FORWARD
 
@@ -51,16 +54,21 @@ class _Cell(NamedTuple):
     chunk: int
 
 
-def _cells(passes: tuple[Pass, ...], sim: Simulation, unit: float, schedule: Schedule) -> list[_Cell]:
-    """The passes of a rank; every pass gets at least one column."""
+def _cells(row: Sequence[Instruction], sim: Simulation, unit: float, schedule: Schedule) -> list[_Cell]:
+    """The passes of a rank; every pass gets at least one column, each of a pair half of its columns."""
     cells = []
     cursor = 0
-    for pass_ in passes:
-        start, end = (round(time / unit) for time in sim.passes[pass_])
+    for item in row:
+        parts = [part for part in parts_of(item) if isinstance(part, Pass)]
+        start, end = (round(time / unit) for time in sim.passes[parts[0]])
         start = max(start, cursor)
-        cursor = max(end, start + 1)
-        chunk = 0 if pass_.type in VOCABULARY_PASSES else schedule.placement.chunk_of(pass_.stage)
-        cells.append(_Cell(start, _label(pass_, chunk, cursor - start), pass_.type, chunk))
+        end = max(end, start + 2 * len(parts) - 1)
+        for left, pass_ in enumerate(parts):
+            cursor = end if pass_ is parts[-1] else (start + end) // 2
+            chunk = 0 if pass_.type in VOCABULARY_PASSES else schedule.placement.chunk_of(pass_.stage)
+            label = _label(pass_, chunk, cursor - start - left)
+            cells.append(_Cell(start, _TOGETHER * left + label, pass_.type, chunk))
+            start = cursor
     return cells
 
 
@@ -109,4 +117,5 @@ def _legend(schedule: Schedule, unit: float, colour: bool) -> str:
         for type_ in types_in(schedule)
     ]
     chunks = ", small letters are the odd chunks" if schedule.chunks > 1 else ""
-    return f"{', '.join(parts)}; the digits are the microbatch{chunks}, a column is {unit:.3g} ms"
+    pairs = ", + joins F and B that run together" if schedule.pairs else ""
+    return f"{', '.join(parts)}; the digits are the microbatch{chunks}{pairs}, a column is {unit:.3g} ms"

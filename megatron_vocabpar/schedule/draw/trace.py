@@ -1,7 +1,8 @@
 """A schedule as Chrome trace-event JSON (Perfetto, chrome://tracing).
 
-One row a rank with its passes, and below it one for each group of collectives. Times are in microseconds, as
-the format demands. The measured timeline of a training run has the same rows and names.
+One row a rank with its passes, a pair as one event, and below it one for each group of collectives. Times
+are in microseconds, as the format demands. The measured timeline of a training run has the same rows and
+names.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from megatron_vocabpar.schedule.words.passes import (
     Comm,
     Instruction,
     Pass,
+    parts_of,
 )
 
 _LANES = ("compute", "output collectives", "input collectives")
@@ -31,22 +33,23 @@ def draw_trace(sim: Simulation) -> str:
             label = f"rank {rank}" if lane == 0 else f"rank {rank} {name}"
             for key, value in (("thread_name", {"name": label}), ("thread_sort_index", {"sort_index": row})):
                 events.append({"ph": "M", "pid": 0, "tid": row, "name": key, "args": value})
-    for items in (sim.passes, sim.comms):
-        for item, (start, end) in items.items():
-            lane_of = _lane(item)
-            if lane_of is not None:
-                tid = schedule.rank_of(item) * len(_LANES) + lane_of
-                events.append(_event(item, tid, start, end))
+    for rank, items in enumerate(schedule.rows):
+        for item in items:
+            first, *_ = parts_of(item)
+            assert isinstance(first, Pass)
+            events.append(_event(item, rank * len(_LANES), *sim.passes[first]))
+    for comm, (start, end) in sim.comms.items():
+        lane_of = _lane(comm)
+        if lane_of is not None:
+            events.append(_event(comm, schedule.rank_of(comm) * len(_LANES) + lane_of, start, end))
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def _lane(item: Instruction) -> int | None:
-    if isinstance(item, Pass):
-        return 0
+def _lane(item: Comm) -> int | None:
     return 1 if item.type in OUTPUT_COLLECTIVES else 2 if item.type in INPUT_COLLECTIVES else None
 
 
-def _event(item: Pass | Comm, tid: int, start_ms: float, end_ms: float) -> dict[str, Any]:
+def _event(item: Instruction, tid: int, start_ms: float, end_ms: float) -> dict[str, Any]:
     return {
         "ph": "X",
         "pid": 0,

@@ -2,7 +2,8 @@
 // The upper half computes and touches no document; the lower half draws and listens.
 "use strict";
 
-const [TYPE, STAGE, CHUNK, MICROBATCH, START, LENGTH, WAITED, CRITICAL] = [0, 1, 2, 3, 4, 5, 6, 7];
+// Of a pair, a bar is its F, and BESIDE has the first four entries of its B; else a bar ends with CRITICAL.
+const [TYPE, STAGE, CHUNK, MICROBATCH, START, LENGTH, WAITED, CRITICAL, BESIDE] = [0, 1, 2, 3, 4, 5, 6, 7, 8];
 const LEFT = 62, RIGHT = 12, LANE = 5, GAP = 4, AXIS = 22, MEMORY = 110;
 const LANES = [["output", "#b5651d"], ["input", "#7d5ba6"]];
 
@@ -67,16 +68,30 @@ function number(value) {
   return value >= 1000 ? Math.round(value).toLocaleString("en") : String(Math.round(value * 100) / 100);
 }
 
-// What the tip says about a bar of a row.
-function description(data, chart, row, bar) {
-  const passes = data.types.length, pass = bar[TYPE] < passes;
-  const type = pass ? data.types[bar[TYPE]] : data.comms[bar[TYPE] - passes];
+// The passes of a bar: two of a pair, the first above the second.
+function partsOf(bar) {
+  return bar[BESIDE] ? [bar, bar[BESIDE]] : [bar];
+}
+
+// What a pass or a collective is, and where it runs.
+function meaning(data, bar) {
+  const passes = data.types.length;
+  const type = bar[TYPE] < passes ? data.types[bar[TYPE]] : data.comms[bar[TYPE] - passes];
   const dot = /\d$/.test(type.name) ? "." : "";
   const several = data.types[0].fills.length > 1 && ["F", "B", "W"].includes(type.name);
   const place = ["F", "B", "W"].includes(type.name) ? `stage ${bar[STAGE]}` : `rank ${bar[STAGE]}`;
-  const lines = [
+  return [
     `${bar[STAGE]}${type.name}${dot}${bar[MICROBATCH]}: ${type.meaning}`,
     `${place}${several ? `, chunk ${bar[CHUNK]}` : ""}, microbatch ${bar[MICROBATCH]}`,
+  ];
+}
+
+// What the tip says about a bar of a row.
+function description(data, chart, row, bar) {
+  const pass = bar[TYPE] < data.types.length, parts = partsOf(bar).map((part) => meaning(data, part));
+  const lines = [
+    ...parts.flat(),
+    ...(parts.length > 1 ? ["both together"] : []),
     `from ${milliseconds(bar[START])} for ${milliseconds(bar[LENGTH])}`,
   ];
   if (pass) {
@@ -100,7 +115,7 @@ function description(data, chart, row, bar) {
 
 function start(data) {
   const length = Math.max(...data.charts.map((chart) => chart.length), 1);
-  const state = { view: { from: 0, to: length }, hover: null, kept: null, line: null };
+  const state = { view: { from: 0, to: length }, hover: null, microbatch: null, kept: null, line: null };
   const shown = (name) => document.getElementById(name).checked;
   const tip = document.getElementById("tip"), release = document.getElementById("release");
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -158,26 +173,16 @@ function start(data) {
     pen.beginPath();
     pen.rect(LEFT, y, width - LEFT - RIGHT, pitch(chart));
     pen.clip();
-    const microbatch = state.kept ?? (state.hover && state.hover[MICROBATCH]);
+    const microbatch = state.kept ?? state.microbatch;
     pen.textAlign = "center";
     for (let k = firstAfter(row.passes, from); k < row.passes.length && row.passes[k][START] < to; k++) {
-      const bar = row.passes[k], type = data.types[bar[TYPE]];
+      const bar = row.passes[k], parts = partsOf(bar), high = tall / parts.length;
       const left = x(bar[START]), wide = Math.max(bar[LENGTH] * (x(1) - x(0)), 0.6);
-      const faded = (microbatch !== null && bar[MICROBATCH] !== microbatch) || (shown("critical") && !bar[CRITICAL]);
-      pen.globalAlpha = faded ? 0.3 : 1;
-      pen.fillStyle = type.fills[bar[CHUNK]];
-      pen.fillRect(left, y, wide, tall);
-      if (wide > 2.5) {
-        pen.strokeStyle = "#444";
-        pen.lineWidth = 0.5;
-        pen.strokeRect(left, y + 0.25, wide, tall - 0.5);
-      }
-      const label = String(bar[MICROBATCH]), inside = visibleMiddle(left, wide, width);
-      if (inside && label.length * 6.6 + 1.5 <= inside.wide) {
-        pen.font = `${Math.min(11, tall - 1)}px system-ui, sans-serif`;
-        pen.fillStyle = type.ink;
-        pen.fillText(wide > 110 ? `${type.name}${/\d$/.test(type.name) ? "." : ""}${label}` : label, inside.middle, y + tall / 2 + 0.5);
-      }
+      parts.forEach((part, half) => {
+        const faded = (microbatch !== null && part[MICROBATCH] !== microbatch) || (shown("critical") && !bar[CRITICAL]);
+        pen.globalAlpha = faded ? 0.3 : 1;
+        drawPass(pen, part, { left, wide, top: y + half * high, high }, width);
+      });
     }
     pen.globalAlpha = 1;
     pen.font = "11px system-ui, sans-serif";
@@ -193,6 +198,23 @@ function start(data) {
     pen.fillStyle = colour("ink");
     pen.textAlign = "right";
     pen.fillText(row.label, LEFT - 8, y + tall / 2);
+  }
+
+  function drawPass(pen, pass, { left, wide, top, high }, width) {
+    const type = data.types[pass[TYPE]], label = String(pass[MICROBATCH]);
+    pen.fillStyle = type.fills[pass[CHUNK]];
+    pen.fillRect(left, top, wide, high);
+    if (wide > 2.5) {
+      pen.strokeStyle = "#444";
+      pen.lineWidth = 0.5;
+      pen.strokeRect(left, top + 0.25, wide, high - 0.5);
+    }
+    const inside = visibleMiddle(left, wide, width);
+    if (inside && label.length * 6.6 + 1.5 <= inside.wide) {
+      pen.font = `${Math.min(11, high - 1)}px system-ui, sans-serif`;
+      pen.fillStyle = type.ink;
+      pen.fillText(wide > 110 ? `${type.name}${/\d$/.test(type.name) ? "." : ""}${label}` : label, inside.middle, top + high / 2 + 0.5);
+    }
   }
 
   function visibleMiddle(left, wide, width) {
@@ -293,7 +315,7 @@ function start(data) {
     const lifted = (event) => {
       fingers.delete(event.pointerId);
       if (event.type === "pointerup" && drag && !drag.moved) {
-        const hit = state.hover && state.hover[MICROBATCH];
+        const hit = state.microbatch;
         keep(hit === state.kept ? null : hit);
       }
       drag = null;
@@ -323,7 +345,7 @@ function start(data) {
       point(panel, event);
     });
     canvas.addEventListener("pointerleave", () => {
-      state.hover = state.line = state.row = null;
+      state.hover = state.microbatch = state.line = state.row = null;
       tip.style.display = "none";
       redraw();
     });
@@ -355,6 +377,8 @@ function start(data) {
     state.row = row ? k : null;
     state.chart = chart;
     state.hover = bars ? barAt(bars, time, 2 / scaleOf(canvas)) : null;
+    const parts = state.hover ? partsOf(state.hover) : [];
+    state.microbatch = parts.length ? parts[inRow > tall / 2 ? parts.length - 1 : 0][MICROBATCH] : null;
     tip.style.display = state.hover ? "block" : "none";
     if (state.hover) {
       tip.textContent = description(data, chart, row, state.hover);
@@ -412,7 +436,7 @@ function start(data) {
 }
 
 if (typeof module !== "undefined") {
-  module.exports = { firstAfter, barAt, roundStep, zoomed, moved, amountAt, description };
+  module.exports = { firstAfter, barAt, partsOf, roundStep, zoomed, moved, amountAt, description };
 } else {
   start(JSON.parse(document.getElementById("data").textContent));
 }

@@ -92,12 +92,6 @@ def _vshape(p: int, chunks: int, max_activations: float) -> tuple[Hops, ...]:
     return (*uniform, down_at_once)
 
 
-def _one_pair(p: int, chunks: int, max_activations: float) -> tuple[Hops, ...]:
-    """Hops as long as one of the pairs of which the steady state consists, a chunk's part of the interval."""
-    hops = (1.0 / chunks,) * chunks
-    return (Hops(hops, hops),)
-
-
 ONE_F_ONE_B = Family(
     name="1f1b",
     summary="one forward, one backward",
@@ -158,12 +152,11 @@ V_ZB = replace(
     peak=lambda p, chunks, barriers: max(p, 2 + barriers),
 )
 # Families with pairs. In the steady state a rank runs F of one microbatch together with B of another, so that
-# each hides the other's exchange between experts; hops of one pair let F and B of both chunks meet.
+# each hides the other's exchange between experts. With nothing to hide they are v-zb and interleaved.
 DUALPIPEV = replace(
     V_ZB,
     name="dualpipev",
     summary="V-shaped, W split, F and B in pairs that hide the experts' exchange",
-    hops=_one_pair,
     # As DualPipeV: p, one more for both of a pair, and one more for the output layer.
     peak=lambda p, chunks, barriers: p + 2,
     pairs=True,
@@ -172,8 +165,6 @@ ONE_F_ONE_B_OVERLAP = replace(
     INTERLEAVED,
     name="1f1b-overlap",
     summary="several chunks a rank, F and B in pairs that hide the experts' exchange",
-    packed=False,
-    hops=_one_pair,
     # Megatron's warm-up with overlap is one chunk deeper than interleaved's, and a pair holds one chunk more.
     peak=lambda p, chunks, barriers: ((chunks + 1) * p + 1) / chunks + barriers,
     pairs=True,

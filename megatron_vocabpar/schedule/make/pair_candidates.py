@@ -1,8 +1,10 @@
 """Ways to play a family with pairs: a long list, the best first, then random ones, the same in every run.
 
-The building block is made for the steady state, in which every F runs together with a B: its times of F and B
-are less than those of passes alone by what a pair hides, and its hops are as long as one pair. Ways differ in
-the length of the hops, in how long a pass waits for a partner, and in the room that an F alone leaves.
+The building block is made for the steady state, in which every F runs together with a B: its times of F and
+B are less than those of passes alone by what a pair hides, and its hops are about as long as one pair, a
+chunk's part of the interval, so that F and B of all chunks meet. Ways differ in the length of the hops, in
+how long a pass waits for a partner, and in the room that an F alone leaves. Where little is hidden, the
+family's schedule without pairs may be faster, so every few ways one of its candidates is played.
 
 Next: ``problem.py``.
 """
@@ -16,7 +18,7 @@ from random import Random
 from typing import NamedTuple
 
 from megatron_vocabpar.schedule.make.building_block import BuildingBlock, Hops, place
-from megatron_vocabpar.schedule.make.candidates import Candidate, Recipe, rules
+from megatron_vocabpar.schedule.make.candidates import Candidate, Recipe, candidates, rules
 from megatron_vocabpar.schedule.make.families import Family
 from megatron_vocabpar.schedule.make.pass_graph import PassGraph, build_graph
 from megatron_vocabpar.schedule.times.costs import PassTimes
@@ -24,12 +26,13 @@ from megatron_vocabpar.schedule.words.passes import PassType
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
 _SEED = 20260721
+_PER_ONE_APART = 6  # candidates with pairs to each without
 
 
 class _Way(NamedTuple):
     """How a family with pairs is played.
 
-    ``forward``, ``backward``: scales of the family's hops. ``overlap``, ``spare``, ``banker``: see
+    ``forward``, ``backward``: hops, in pairs of a chunk. ``overlap``, ``spare``, ``banker``: see
     ``candidates.Recipe``. ``patience``: of a pass that could run alone, in pairs of a chunk. ``lone``: chunks
     of activations that an F alone leaves free.
     """
@@ -43,15 +46,22 @@ class _Way(NamedTuple):
     lone: float
 
 
+# Of some hundred random ways those that win most often on 8 and 16 ranks, with an exchange of a fifth and of
+# two fifths of F and B, and caps from p to p + 2.
 _WAYS = (
-    _Way(1.0, 1.0, 0.5, None, False, 1.0, 1.0),
-    _Way(1.1, 1.1, 0.9, None, False, 1.0, 1.0),
     _Way(1.0, 1.0, 0.5, None, False, 0.25, 1.0),
-    _Way(0.9, 0.9, 0.5, 2, False, 0.25, 1.0),
-    _Way(1.0, 0.8, 0.5, None, False, 0.25, 0.0),
-    _Way(1.0, 1.0, 0.9, 1, False, 0.5, 2.0),
-    _Way(1.0, 1.0, 0.9, 2, True, 1.0, 0.0),
-    _Way(1.1, 1.1, 0.5, 0, False, 0.25, 2.0),
+    _Way(1.05, 1.05, 0.5, 2, False, 0.75, 0.0),
+    _Way(0.95, 0.95, 0.5, 1, False, 0.25, 0.0),
+    _Way(1.05, 1.05, 0.9, None, False, 0.25, 0.5),
+    _Way(1.05, 1.05, 0.3, 1, False, 0.5, 2.0),
+    _Way(1.05, 1.05, 0.5, 2, False, 0.1, 0.0),
+    _Way(0.95, 0.95, 0.5, None, True, 0.5, 0.0),
+    _Way(1.0, 1.0, 0.9, None, False, 0.25, 1.5),
+    _Way(1.05, 1.05, 0.7, 0, False, 0.5, 1.0),
+    _Way(1.05, 1.05, 0.7, 2, False, 1.5, 0.0),
+    _Way(0.95, 1.3, 0.7, None, False, 0.75, 1.0),
+    _Way(1.05, 1.05, 0.7, 2, True, 0.5, 1.0),
+    _Way(1.05, 1.05, 0.5, None, True, 0.5, 0.0),
 )
 
 
@@ -59,19 +69,25 @@ def pair_candidates(
     shape: Schedule, graph: PassGraph, times: PassTimes, family: Family, cap: float
 ) -> Iterator[Candidate]:
     """Candidates without end; ``shape`` is the schedule's frame, and ``times`` have something to hide."""
-    (base,) = family.hops(shape.p, shape.chunks, cap)
+    apart = candidates(shape, graph, times, family, cap)
+    for turn, candidate in enumerate(_together(shape, graph, times, family, cap), 1):
+        yield candidate
+        if turn % _PER_ONE_APART == 0:
+            yield next(apart)
+
+
+def _together(
+    shape: Schedule, graph: PassGraph, times: PassTimes, family: Family, cap: float
+) -> Iterator[Candidate]:
     together = _in_pairs(times, shape)
     plan = build_graph(graph.numbering, together, splits_w=family.splits_w)
     hidden = _hidden(graph, times)
-    chunk_ms = sum(sum(together.passes[type_]) for type_ in (PassType.F, PassType.B)) / (
-        shape.p * shape.chunks
-    )
+    stages = shape.placement.num_stages
+    pair_ms = sum(sum(together.passes[type_]) for type_ in (PassType.F, PassType.B)) / stages
     blocks: dict[Hops, BuildingBlock] = {}
     for way in chain(_WAYS, _random_ways(Random(_SEED), shape.chunks)):
-        hops = Hops(
-            tuple(hop * way.forward for hop in base.forward),
-            tuple(hop * way.backward for hop in base.backward),
-        )
+        chunks = shape.chunks
+        hops = Hops((way.forward / chunks,) * chunks, (way.backward / chunks,) * chunks)
         if hops not in blocks:
             blocks[hops] = place(shape, plan, hops=hops, packed=False)
         recipe = Recipe(1.0, 1.0, way.overlap, way.spare, banker=way.banker)
@@ -80,23 +96,23 @@ def pair_candidates(
             replace(
                 rules(shape, graph, blocks[hops], recipe, cap),
                 hidden=hidden,
-                patience=way.patience * chunk_ms,
-                lone_room=way.lone / shape.chunks,
+                patience=way.patience * pair_ms,
+                lone_room=way.lone / chunks,
             ),
         )
 
 
 def _random_ways(random: Random, chunks: int) -> Iterator[_Way]:
     while True:
-        forward = random.choice((1.0, 1.0, 0.9, 0.8, 1.1, 0.5, 0.0))
+        forward = random.choice((1.0, 0.95, 1.05, random.uniform(0.7, 1.3)))
         yield _Way(
             forward,
-            random.choice((forward, forward, 1.0, 0.8)),
-            random.choice((0.1, 0.5, 0.9)),
+            random.choice((forward, forward, random.uniform(0.7, 1.3))),
+            random.choice((0.1, 0.3, 0.5, 0.7, 0.9)),
             random.choice((None, None, 0, 1, 2)),
-            chunks > 1 and random.random() < 0.5,
-            random.choice((0.0, 0.25, 0.5, 1.0, 1.0, 2.0)),
-            random.choice((0.0, 1.0, 1.0, 2.0)),
+            chunks > 1 and random.random() < 0.3,
+            random.choice((0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5)),
+            random.choice((0.0, 0.5, 1.0, 1.0, 1.5, 2.0)),
         )
 
 

@@ -28,7 +28,9 @@ from megatron_vocabpar.schedule.words.schedule import Schedule, passes_of
 TRIAL_PASSES = 60_000  # about so many the trials may play in all: a fraction of a second
 _LEAST_TRIAL = 64  # microbatches of a trial, or more, to reach a steady state
 _PLACING = 25  # placing a block of two chunks takes as long as playing so many microbatches
-PAIRED = 4  # times as many if passes run in pairs: there are more ways to play them
+_PAIRED = 6  # times as many if passes run in pairs: there are more ways to play them ...
+_MOST_PAIRED = 80  # ... but of a small schedule so many will do
+_WHOLE = 6  # so many ways to play pairs are better tried with all microbatches than more with fewer
 _FEWEST = 4  # fewer trials are not worth their time
 _POLISHED = 3  # so many of the best trials are polished, if the schedule is small
 _ROUNDING = 1e-9  # of sums of 1/chunks
@@ -76,7 +78,7 @@ class Problem:
     def best(self, budget: int) -> Schedule:
         """The fastest of as many candidates as a budget of passes to play allows; polished if it is small."""
         if self.pairs:
-            tried = map(self.schedule, self.played(PAIRED * budget)[:_FINALISTS])
+            tried = map(self.schedule, self.played(_PAIRED * budget)[:_FINALISTS])
             return min(tried, key=self.simulated_ms)
         if is_textbook(self.shape, self.family) or not is_small(self.graph, self.shape.m):
             return self.schedule(self.played(budget)[0])
@@ -115,7 +117,11 @@ class Problem:
         passes = len(self.graph.passes)  # of one microbatch
         trial_m = min(self.shape.m, max(_LEAST_TRIAL, 2 * self.shape.p + 4))
         placing = int(_PLACING * max(1.0, self.shape.chunks / 2) ** 2)
+        if self.pairs and budget >= _WHOLE * passes * (self.shape.m + placing):
+            trial_m = self.shape.m  # how many passes find a partner shows in the whole alone
         affordable = max(1, budget // (passes * (trial_m + placing)))
+        if self.pairs:
+            affordable = min(affordable, _MOST_PAIRED)
         trials = []
         for position, candidate in enumerate(islice(choices, affordable) if affordable >= _FEWEST else ()):
             played = self._try(candidate, trial_m)

@@ -63,7 +63,7 @@ def search(
 def _rivals(request: PlanRequest) -> list[PlanRequest]:
     """The same request for each family with each cap; the most memory first, then in the order of families.
 
-    Families that differ in their claims alone (V shapes) are tried once with each cap, and families with pairs
+    Families that differ in their claims alone (V shapes) are tried once with each cap, those with pairs
     only where the costs have something to hide.
     """
     chunks, method, p = request.chunks, method_named(request.method), max(request.p, 1)
@@ -79,7 +79,8 @@ def _rivals(request: PlanRequest) -> list[PlanRequest]:
     rivals: dict[tuple[object, ...], tuple[float, Family]] = {}
     for family in allowed:
         claim = claimed_peak(method, p, family, chunks or family.chunks)
-        alike = family.shape, family.chunks, family.fixed_chunks, family.splits_w, family.packed, family.hops
+        sizes = family.shape, family.chunks, family.fixed_chunks
+        alike = *sizes, family.splits_w, family.packed, family.hops, family.pairs
         rivals |= {(rung, *alike): (rung, family) for rung in {*rungs(cap), cap, min(claim, cap)}}
     in_turn = sorted(rivals.values(), key=lambda rival: -rival[0])
     return [replace(request, family=family, max_activations=rung) for rung, family in in_turn]

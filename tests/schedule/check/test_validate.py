@@ -24,12 +24,15 @@ from megatron_vocabpar.schedule.words.passes import (
     OUTPUT_COLLECTIVES,
     Comm,
     Instruction,
+    Pair,
     Pass,
+    PassType,
     parse,
 )
 from megatron_vocabpar.schedule.words.schedule import Schedule, ScheduleError
 from tests.schedule import reference
 from tests.schedule.random_schedules import SHAPES, Shape, accepted, random_data, random_schedule
+from tests.schedule.simulated import ranks_of
 
 SCHEDULE = generate("vocab-2", 3, 5)
 PROGRAM = lower(SCHEDULE)
@@ -183,6 +186,89 @@ def test_a_send_before_a_receive_on_both_ranks_is_a_hang() -> None:
         "  rank 1, 1RECV_F1 before 1SEND_B0: waits for 0SEND_F1 of rank 0",
     ]
     assert "[0RECV_B0]" in str(caught.value)
+
+
+TWO = replace(
+    generate("vocab-2", 2, 3),
+    ranks=ranks_of(
+        (
+            "0IF0 0IF1 0F0 0F1 0IF2 0F2 0S0 0S1 0T0 0T1 0S2 0B0 0T2 0IB0 0B1 0B2 0IB1 0IB2",
+            "1IF0 1IF1 1IF2 1F0 1S0 1F1 1B0 1F2 1S1 1B1 1S2 1B2 1T0 1IB0 1T1 1IB1 1T2 1IB2",
+        )
+    ),
+)
+
+
+def paired(*texts: str) -> Schedule:
+    return replace(TWO, pairs=frozenset(p for p in map(parse, texts) if isinstance(p, Pair)))
+
+
+def test_a_pair_of_neighbours_is_valid() -> None:
+    plan = Plan.of(paired("1F1+1B0"))
+    assert "1F1+1B0" in map(str, plan.program[1])
+    assert "1F1" not in map(str, plan.program[1])
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        (["1F1+1B1"], "pair: rank 1, 1F1: 1B1 must come right after it"),
+        (["1F2+1B0"], "pair: rank 1, 1F2: 1B0 must come right after it"),
+        (["1F1+0B0"], "pair: rank 1, 1F1: 0B0 must come right after it"),
+        (["1F1+1B7"], "pair: 1F1+1B7: no rank runs 1B7"),
+        (["1F1+1B0", "1F2+1B0"], "pair: rank 1, 1B0: it is in two pairs"),
+    ],
+)
+def test_pair_violations(pairs: list[str], message: str) -> None:
+    with pytest.raises(ScheduleError, match=re.escape(message)):
+        validate(paired(*pairs))
+
+
+def test_a_pair_of_one_microbatch() -> None:
+    schedule = generate("baseline", 1, 1)
+    pair = Pair(Pass(PassType.F, 0, 0), Pass(PassType.B, 0, 0))
+    with pytest.raises(ScheduleError, match="pair: rank 0, 0F0: it cannot run together with 0B0 of the same"):
+        validate(replace(schedule, pairs=frozenset({pair})))
+
+
+def test_a_pair_of_other_passes() -> None:
+    pair = Pair(Pass(PassType.B, 1, 0), Pass(PassType.F, 1, 2))
+    with pytest.raises(ScheduleError, match="a pair is an F and a B"):
+        validate(replace(TWO, pairs=frozenset({pair})))
+
+
+def test_pairs_that_wait_for_each_other_are_a_deadlock() -> None:
+    """0F1 runs with 0B0, which waits for 1B0; but 1B0 runs with 1F1, which waits for 0F1."""
+    schedule = generate("baseline", 2, 2)
+    ranks = ranks_of(("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"))
+    pairs = frozenset(p for p in map(parse, ["0F1+0B0", "1F1+1B0"]) if isinstance(p, Pair))
+    with pytest.raises(ScheduleError, match=r"deadlock: rank 0, 0F1\+0B0: waits for 1B0") as caught:
+        validate(replace(schedule, ranks=ranks, pairs=pairs))
+    assert "[0F1+0B0]" in str(caught.value)
+    validate(replace(schedule, ranks=ranks, pairs=frozenset(p for p in pairs if p.stage == 1)))
+
+
+@pytest.mark.parametrize(
+    ("program_of", "pairs", "message"),
+    [
+        ([], ["1F1+1B0"], "pair: rank 1, 1F1: the schedule runs it together with 1B0"),
+        (["1F1+1B0"], [], r"pair: rank 1, 1F1+1B0: the schedule runs its passes one after the other"),
+    ],
+)
+def test_a_program_has_the_pairs_of_its_schedule(
+    program_of: list[str], pairs: list[str], message: str
+) -> None:
+    with pytest.raises(ScheduleError, match=re.escape(message)):
+        validate_program(paired(*pairs), lower(paired(*program_of)))
+
+
+@pytest.mark.parametrize("word", ["1RECV_F1", "1C1.0"])
+def test_what_a_pair_waits_for_stands_before_it(word: str) -> None:
+    """Of its F, and of its B."""
+    schedule = paired("1F1+1B0")
+    late = edited(lower(schedule), 1, lambda row: [*without(word)(row), parse(word)])
+    with pytest.raises(ScheduleError, match=re.escape(f"order: rank 1, 1F1+1B0: {word} must come before it")):
+        validate_program(schedule, late)
 
 
 def mutated(data: dict[str, Any], draw: st.DataObject) -> str:

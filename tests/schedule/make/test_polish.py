@@ -77,7 +77,7 @@ def test_the_bankers_rule_lets_two_chunks_share_little_memory() -> None:
 def test_polishing_never_makes_a_schedule_slower() -> None:
     for family in ("1f1b", "v-zb"):
         problem = Problem.of(PlanRequest(method="vocab-1", p=3, m=4, family=family))
-        listed = problem.schedule(problem.played(TRIAL_PASSES)[0].order)
+        listed = problem.schedule(problem.played(TRIAL_PASSES)[0])
         assert problem.simulated_ms(problem.best(TRIAL_PASSES)) <= problem.simulated_ms(listed)
 
 
@@ -89,7 +89,7 @@ def test_every_rank_plans_the_same() -> None:
 
 def test_large_schedules_are_not_polished() -> None:
     problem = Problem.of(PlanRequest(method="vocab-2", p=4, m=64))
-    assert problem.best(TRIAL_PASSES) == problem.schedule(problem.played(TRIAL_PASSES)[0].order)
+    assert problem.best(TRIAL_PASSES) == problem.schedule(problem.played(TRIAL_PASSES)[0])
 
 
 @pytest.mark.parametrize("p", rest_is_slow([8, 16, 32], 8))

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.words.methods import METHODS
-from megatron_vocabpar.schedule.words.passes import CommType, PassType
+from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pair, Pass, PassType
 from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
@@ -160,3 +160,37 @@ def test_unreadable_files_are_named(tmp_path: Path, content: str | None, message
 def test_unknown_setting_of_the_paper() -> None:
     with pytest.raises(ValueError, match=r"p=7.*there are p=8, 16, 32"):
         PassCosts.paper(7)
+
+
+def test_a_pair_takes_less_by_what_it_hides() -> None:
+    """Of the whole share 6 on rank 0 and 4 on rank 1; a chunk hides half."""
+    given = times("vocab-2", FILE | {"hidden_ms": [6, 4]}, chunks=2, split=True)
+    assert given.hidden == (3, 2)
+    pair = Pair(Pass(PassType.F, 1, 5), Pass(PassType.B, 3, 2))
+    assert given.of_instruction(pair, 1) == 20 / 2 + 6 / 2 - 2
+    assert given.of_instruction(pair.forward, 1) == 10
+    assert given.of_instruction(Comm(CommType.RECV_F, 1, 0), 1) == 0.5
+    assert given.scaled(3.0, 2.0).hidden == (6, 4)
+
+
+def test_nothing_is_hidden_unless_the_file_says_so() -> None:
+    assert times("vocab-2").hidden == (0, 0)
+    assert not PassCosts.from_dict(FILE).hides
+    assert "hidden_ms" not in PassCosts.from_dict(FILE).to_dict()
+    costs = PassCosts.from_dict(FILE | {"hidden_ms": [0, 4]})
+    assert costs.hides
+    assert PassCosts.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+
+
+@pytest.mark.parametrize(
+    ("hidden", "message"),
+    [
+        ([6, 6.5], "on rank 1 hide 6.5 ms of each other, but the shorter takes 6 ms"),
+        (11, "on rank 0 hide 11 ms of each other, but the shorter takes 6 ms"),
+        ([1, 2, 3], "hidden_ms lists 3 ranks, but the pipeline has 2"),
+        (-1, "hidden_ms is -1; give milliseconds"),
+    ],
+)
+def test_a_pair_hides_no_more_than_its_shorter_pass(hidden: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        times("vocab-2", FILE | {"hidden_ms": hidden}, split=True)

@@ -1,0 +1,43 @@
+"""What F and B hide of each other, from measured times of passes alone and of pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import mean, median
+
+from megatron_vocabpar.schedule.words.passes import Pair, Pass, PassType
+
+Kind = tuple[PassType, int]  # a pass's type and stage
+
+
+def alone_ms(alone: Mapping[Kind, Sequence[float]], pairs: Iterable[Pair]) -> dict[Kind, float]:
+    """For each type and stage of one rank, the median of its passes outside pairs.
+
+    A stage whose passes all ran in pairs gets the mean of the rank's other stages. There is one: the first F
+    of a rank runs alone, as no B can come before it, and so does the last B.
+    """
+    known = {kind: median(times) for kind, times in alone.items()}
+    times = dict(known)
+    for pass_ in (part for pair in pairs for part in (pair.forward, pair.backward)):
+        others = [ms for (type_, _), ms in known.items() if type_ is pass_.type]
+        if (pass_.type, pass_.stage) not in times and others:
+            times[pass_.type, pass_.stage] = mean(others)
+    return times
+
+
+def hidden_ms(alone: Mapping[Kind, float], together: Mapping[Pair, float]) -> float:
+    """What F and B of a chunk hide of each other on one rank, the median of its pairs: F + B - FB.
+
+    Args:
+        alone: of ``alone_ms``.
+        together: the ms of each pair.
+
+    Returns:
+        ms; 0 without pairs, negative if pairs take longer than their passes one after the other.
+    """
+    saved = [_ms(alone, pair.forward) + _ms(alone, pair.backward) - ms for pair, ms in together.items()]
+    return median(saved) if saved else 0.0
+
+
+def _ms(alone: Mapping[Kind, float], pass_: Pass) -> float:
+    return alone[pass_.type, pass_.stage]

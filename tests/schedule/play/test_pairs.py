@@ -1,0 +1,192 @@
+"""Pairs in play: when they run, what stands around them in programs, whether they can hang."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from megatron_vocabpar.schedule.check.program_rules import check_program_order
+from megatron_vocabpar.schedule.make.families import DUALPIPEV, ONE_F_ONE_B_OVERLAP
+from megatron_vocabpar.schedule.make.generate import make_plan
+from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.play.critical_path import time_by_type
+from megatron_vocabpar.schedule.play.hang import MODELS, STRICTEST, find_hangs, iteration_ms, runs_in_step
+from megatron_vocabpar.schedule.play.lower import lower
+from megatron_vocabpar.schedule.play.numbering import Numbering
+from megatron_vocabpar.schedule.simulate import simulate
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.schedule.words.passes import Comm, Pair
+from megatron_vocabpar.schedule.words.schedule import Program, Schedule, ScheduleError
+from tests.cases import rest_is_slow
+from tests.schedule import reference_hang, reference_queues
+from tests.schedule.random_schedules import SHAPES, Shape, random_schedule, with_pairs
+
+HIDDEN_MS = 6.0
+PAIRED = (DUALPIPEV.name, ONE_F_ONE_B_OVERLAP.name)
+
+
+def costs_of(p: int) -> PassCosts:
+    return replace(PassCosts.default(p), hidden_ms=HIDDEN_MS)
+
+
+def runnable(shape: Shape, seed: int) -> Schedule | None:
+    """A random schedule with pairs, if it can run."""
+    schedule = with_pairs(random_schedule(shape, seed), Random(seed))
+    try:
+        Plan.of(schedule, costs_of(shape.p))
+    except ScheduleError:
+        return None
+    return schedule
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_times_are_those_of_an_independent_simulation(shape: Shape) -> None:
+    """Of every pass, transfer and collective, on links and communicators with queues."""
+    one = dict.fromkeys(["IF", "F", "S", "S2", "T", "L", "TW", "B", "W", "IB"], 3.0) | {"F": 10.0, "B": 11.0}
+    ms = one | dict.fromkeys(["RECV", "C0", "C1", "C2", "C3", "CG", "CI", "CIB"], 0.5)
+    seen = 0
+    for seed in range(12):
+        schedule = runnable(shape, seed)
+        if schedule is None or not schedule.pairs:
+            continue
+        seen += len(schedule.pairs)
+        method, chunks = schedule.method, shape.chunks
+        output = {f"{type_.value}_ms": 3.0 for type_ in method.passes}
+        costs = PassCosts(
+            F_ms=10.0 * chunks,
+            B_ms=(11.0 if shape.split else 8.0) * chunks,
+            W_ms=3.0 * chunks,
+            IF_ms=3.0,
+            IB_ms=3.0,
+            methods={method.name: {"T_ms": 0.0, "TW_ms": 0.0} | output},
+            p2p_ms=0.5,
+            broadcast_ms=0.5,
+            all_reduce_ms=0.5,
+            hidden_ms=HIDDEN_MS * chunks,
+        )
+        program = lower(schedule, costs)
+        expected = reference_queues.ends(
+            [list(map(str, row)) for row in program], shape, ms | {"hidden": HIDDEN_MS}
+        )
+        result = simulate(Plan(schedule, costs, program))
+        found = {str(item): end for item, (_, end) in (*result.passes.items(), *result.comms.items())}
+        assert found == pytest.approx(expected)
+        for pair in schedule.pairs:
+            start, end = result.passes[pair.forward]
+            assert result.passes[pair.backward] == (start, end)
+            assert end - start == pytest.approx(10.0 + 11.0 - HIDDEN_MS)
+    assert seen
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_busy_and_idle_time_add_up_and_the_critical_path_has_no_gap(shape: Shape) -> None:
+    for seed in range(4):
+        schedule = runnable(shape, seed)
+        if schedule is None:
+            continue
+        result = simulate(Plan.of(schedule, costs_of(shape.p)))
+        for busy, idle in zip(result.busy_ms, result.idle_ms, strict=True):
+            assert busy + sum(idle.values()) == pytest.approx(result.iteration_ms)
+        path = result.critical_path
+        assert path[0].start_ms == 0.0
+        assert all(before.end_ms == after.start_ms for before, after in pairwise(path))
+        assert sum(time_by_type(path).values()) == pytest.approx(result.iteration_ms)
+        assert not any(step.item in (pair.forward, pair.backward) for step in path for pair in schedule.pairs)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_all_that_a_pair_needs_stands_before_it(shape: Shape) -> None:
+    """By the names alone, on each rank."""
+    where = [
+        next(
+            r
+            for r, row in enumerate(random_schedule(shape, 0).ranks)
+            for item in row
+            if str(item) == f"{s}F0"
+        )
+        for s in range(shape.p * shape.chunks)
+    ]
+    for seed in range(6):
+        schedule = runnable(shape, seed)
+        if schedule is None:
+            continue
+        for row in lower(schedule, costs_of(shape.p)):
+            seen: set[str] = set()
+            for word in map(str, row):
+                if not reference_queues.parts(word)[1].startswith(("SEND", "RECV", "C")):
+                    assert seen.issuperset(reference_queues.needs_of(word, shape, where)), word
+                seen |= {word, *word.split("+")}
+
+
+def moved(schedule: Schedule, program: Program, draw: Random) -> Program:
+    """The same program with communication moved about, as far as each rank's own order allows."""
+    rows = [list(row) for row in program]
+    for _ in range(draw.randint(0, 12)):
+        rank = draw.randrange(schedule.p)
+        row = list(rows[rank])
+        places = [k for k, item in enumerate(row) if isinstance(item, Comm)]
+        row.insert(draw.randint(0, len(row) - 1), row.pop(draw.choice(places)))
+        tried = tuple(tuple(row if r == rank else other) for r, other in enumerate(rows))
+        try:
+            check_program_order(Numbering(schedule), tried, rank)
+        except ScheduleError:
+            continue
+        rows[rank] = row
+    return tuple(map(tuple, rows))
+
+
+def test_hangs_are_those_of_an_independent_play() -> None:
+    """Both verdicts occur in most models."""
+    verdicts: Counter[tuple[str, bool]] = Counter()
+    for seed in range(40):
+        draw = Random(seed)
+        schedule = runnable(shape := replace(draw.choice([s for s in SHAPES if s.p > 1]), m=2), seed)
+        if schedule is None or not schedule.pairs:
+            continue
+        program = moved(schedule, lower(schedule), draw)
+        words = [list(map(str, row)) for row in program]
+        for model, circle in find_hangs(schedule, program).items():
+            held = [[rank] for rank in range(shape.p)] if model.one_rank else [range(shape.p)]
+            expected = any(reference_hang.hangs(words, shape, model, ranks) for ranks in held)
+            assert bool(circle) == expected, (seed, shape, model.name, circle)
+            verdicts[model.name, expected] += 1
+        assert runs_in_step(schedule, program) != bool(find_hangs(schedule, program, (STRICTEST,))[STRICTEST])
+    assert {name for name, hangs in verdicts if not hangs} == {model.name for model in MODELS}
+    assert len({name for name, hangs in verdicts if hangs}) >= len(MODELS) - 2
+
+
+def test_an_iteration_that_stops_at_everything_takes_at_least_as_long() -> None:
+    plan = make_plan("vocab-2", 3, 6, family="dualpipev", costs=costs_of(3))
+    times = PassTimes.of(plan.costs, plan.schedule)
+    assert plan.schedule.pairs
+    assert iteration_ms(plan.schedule, plan.program, times, STRICTEST) >= simulate(plan).iteration_ms
+
+
+def check_family(family: str, sizes: dict[int, set[int]]) -> int:
+    pairs = 0
+    for method in METHODS:
+        for p, microbatches in sizes.items():
+            for m in microbatches:
+                plan = make_plan(method, p, m, family=family, costs=costs_of(p))
+                pairs += len(plan.schedule.pairs)
+                for part in (plan, plan.forward_only):
+                    found = find_hangs(part.schedule, part.program)
+                    assert not any(found.values()), (method, p, m, found)
+                assert not any(isinstance(item, Pair) for row in plan.forward_only.program for item in row)
+    return pairs
+
+
+@pytest.mark.parametrize("family", rest_is_slow(PAIRED, "dualpipev"))
+def test_programs_with_pairs_run_in_every_model(family: str) -> None:
+    assert check_family(family, {3: {5}})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", PAIRED)
+def test_programs_with_pairs_run_in_every_model_at_all_sizes(family: str) -> None:
+    assert check_family(family, {p: {1, 2, p, 2 * p + 1} for p in range(1, 9)})
