@@ -34,7 +34,7 @@ def output_contenders(layer: OutputLayer, mean_loss: float) -> tuple[dict[str, C
 
 def _published(layer: OutputLayer, algorithm: int, i: int) -> None:
     x, targets = layer.inputs[i].x, layer.inputs[i].targets
-    published_pass(x, layer.weight, targets, layer.g, layer.main_grad, algorithm, out=layer.place)
+    published_pass(x, layer.weight, targets, layer.g, layer.main_grad, algorithm, out=layer.exponentials)
 
 
 def _other(layer: OutputLayer, loss: Loss, parameter: Tensor, i: int) -> None:

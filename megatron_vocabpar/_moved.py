@@ -55,6 +55,6 @@ class _Moved(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Look old names up before all others: a folder that moved would give a second copy of its modules."""
+    """Look up old names before all others; else Python would import a moved folder's modules twice."""
     if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Moved())

@@ -1,4 +1,4 @@
-"""A process that ends with the one that has started it."""
+"""Ends a process when the one that started it has ended."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _PARENT_CHECK_S = 1.0
 
 
 def follow_parent(temporary: Path | None = None) -> None:
-    """End this process, and all that it has started, soon after its launcher has died, however that died.
+    """Watch the launcher in a thread; when it has died, end this process and all that it has started.
 
     Args:
-        temporary: a folder to remove then, if any.
+        temporary: a folder to remove then.
     """
     parent = os.getppid()
 

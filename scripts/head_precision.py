@@ -1,9 +1,9 @@
 """How accurate the output layer is with 16-bit and with 8-bit products, by the probability of the target.
 
-    python scripts/head_precision.py [FILE]
+    python scripts/head_precision.py [FILE | gaussian | heavy-tailed]
 
 FILE is what ``torch.save`` wrote: {"x": [n, H] hidden states, "w": [V, H] output weight, "t": [n] targets};
-without it both are Gaussian. Operands are rounded to bfloat16; the reference is float64 on those.
+without it they are drawn. Operands are rounded to bfloat16; the reference is float64 on those.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.fp8 import Fp8Weight
+from megatron_vocabpar.layers.numbers import Slopes, Softmax
+from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import OutputState, input_gradient, output_forward, weight_gradient
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.recipes import MXFP8, ROW, Fp8Recipe
-from megatron_vocabpar.layers.softmax_stats import MergedStats, merge_stats
+from megatron_vocabpar.layers.softmax_stats import merge_stats
 
 BINS = (0.0, 1e-6, 1e-4, 1e-2, 0.1, 0.5, 0.9, 0.99, 0.999, 1.0)
 HEADS = {"bf16": None, "fp8": ROW, "mxfp8": MXFP8}
@@ -26,14 +28,23 @@ TOKENS, HIDDEN, VOCABULARY = 4096, 1024, 8192
 LAST = 512
 
 
-def gaussian() -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states of many sizes, for flat and for certain predictions; half of them come true."""
+def drawn(heavy_tailed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states of many sizes, for flat and for certain predictions; half of them come true.
+
+    Heavy-tailed weights and hidden states have Student's distribution with 3 degrees of freedom: a few
+    features are dozens of times as large as the others, as in trained models.
+    """
     torch.manual_seed(0)
-    weight = torch.randn(VOCABULARY, HIDDEN) / HIDDEN**0.5
-    x = torch.randn(TOKENS, HIDDEN) * torch.logspace(-1, 1.3, TOKENS).unsqueeze(1)
+
+    def draw(*shape: int) -> Tensor:
+        normal = torch.randn(shape)
+        return normal * (3 / torch.randn(3, *shape).square().sum(0)).sqrt() if heavy_tailed else normal
+
+    weight = draw(VOCABULARY, HIDDEN) / HIDDEN**0.5
+    x = draw(TOKENS, HIDDEN) * torch.logspace(-1, 0.7 if heavy_tailed else 1.3, TOKENS).unsqueeze(1)
     targets = (x @ weight.t()).argmax(1)
-    drawn = torch.randint(0, VOCABULARY, (TOKENS,))
-    return x, weight, torch.where(torch.arange(TOKENS) % 2 == 0, targets, drawn)
+    others = torch.randint(0, VOCABULARY, (TOKENS,))
+    return x, weight, torch.where(torch.arange(TOKENS) % 2 == 0, targets, others)
 
 
 def reference(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,11 +60,12 @@ def reference(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
 
 def computed(
     x: Tensor, weight: Tensor, targets: Tensor, recipe: Fp8Recipe | None
-) -> tuple[OutputState, MergedStats]:
-    """What S leaves, and the statistics, on one shard."""
+) -> tuple[OutputState, Softmax]:
+    """What S leaves, and the softmax, on one shard."""
     shard = VocabRange(0, len(weight), len(weight))
     quantised = None if recipe is None else Fp8Weight.of(weight, shard, recipe)
-    state, stats = output_forward(x, weight, targets, shard, with_input_gradient=True, fp8=quantised)
+    options = ShardOptions(with_input_gradient=True, fp8=quantised)
+    state, stats = output_forward(x, weight, targets, shard, options)
     assert state is not None
     return state, merge_stats(stats.unsqueeze(0))
 
@@ -66,22 +78,26 @@ def unlikely(x: Tensor, weight: Tensor, targets: Tensor) -> None:
     print(f"\ndW of the last {len(x)} tokens, rows of the {len(expected)} ids that are no target:")
     for name, recipe in HEADS.items():
         got = torch.zeros(weight.shape)
-        weight_gradient(*computed(x, weight, targets, recipe), torch.ones(len(x)), got)
+        weight_gradient(*computed(x, weight, targets, recipe), Slopes(-torch.ones(len(x))), got)
         errors = (got[others].double() - expected).norm(dim=1) / expected.norm(dim=1)
         zero = (got[others] == 0).all(1).float().mean()
         print(f"{name}: median error {float(errors.median()):.1e}, {100 * float(zero):.1f} % are zero")
 
 
-def main(file: str | None) -> None:
-    data = torch.load(file) if file else dict(zip("xwt", gaussian(), strict=True))
+def main(source: str = "gaussian") -> None:
+    if source in ("gaussian", "heavy-tailed"):
+        data = dict(zip("xwt", drawn(source == "heavy-tailed"), strict=True))
+    else:
+        data = torch.load(source)
     x, weight, targets = data["x"].bfloat16(), data["w"].bfloat16(), data["t"]
     log_p, dx = reference(x, weight, targets)
+    print(f"largest logit: {float((x.float() @ weight.float().t()).abs().max()):.0f}\n")
     columns = []
     for recipe in HEADS.values():
-        state, merged = computed(x, weight, targets, recipe)
-        got_dx = input_gradient(state, merged, torch.ones(len(x)), weight)
+        state, softmax = computed(x, weight, targets, recipe)
+        got_dx = input_gradient(state, softmax, Slopes(-torch.ones(len(x))), weight)
         row_errors = (got_dx.double() - dx).norm(dim=1) / dx.norm(dim=1)
-        columns.append(((-merged.loss.double() - log_p).abs(), row_errors))
+        columns.append(((-softmax.nll.double() - log_p).abs(), row_errors))
     names = [f"{what}, {head}" for what in ("log p", "dX") for head in HEADS]
     print(f"| p_target | tokens | {' | '.join(names)} |")
     print(f"| --- |{' ---: |' * (1 + len(names))}")
@@ -95,4 +111,4 @@ def main(file: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2] or [None])
+    main(*sys.argv[1:2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -42,6 +43,26 @@ def test_readme_leads_to_every_page() -> None:
     linked = {target for target, _ in _LINK.findall(readme)}
     pages = {page.relative_to(ROOT).as_posix() for page in ROOT.glob("docs/*.md")}
     assert pages - linked == {"docs/api.md"}  # for the site alone
+
+
+def test_the_samples_of_the_readme_run(tmp_path: Path) -> None:
+    samples = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S
+    )
+    assert samples
+    for sample in samples:
+        done = subprocess.run(
+            [sys.executable, "-c", sample],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr
+        times = re.findall(r"^(\S+) (\d+) ms an", done.stdout, re.M)
+        (_, baseline_ms), (_, vocab_2_ms) = times
+        assert int(vocab_2_ms) < int(baseline_ms)
 
 
 @pytest.mark.slow

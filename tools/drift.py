@@ -30,7 +30,7 @@ import click
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.cli.files import write_output
+from megatron_vocabpar.cli.files import FORMAT, write_output
 from tools.runs import Run, numbers, read_run
 
 TOLERANCE = 1e-5
@@ -309,23 +309,36 @@ _FILE = click.Path(path_type=Path)
 @click.argument("reference", type=_FILE)
 @click.argument("observed", type=_FILE)
 @click.option("--tolerance", default=TOLERANCE, help="Largest difference that passes.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
-@click.option("--out", metavar="FILE", help="Also write the JSON to this file.")
+@FORMAT
+@click.option("--output", metavar="FILE", help="Also write the JSON to this file.")
+@click.option("--json", "old_json", is_flag=True, hidden=True)
+@click.option("--out", "old_output", hidden=True)
 @click.pass_context
 def main(
-    ctx: click.Context, reference: Path, observed: Path, tolerance: float, as_json: bool, out: str | None
+    ctx: click.Context,
+    reference: Path,
+    observed: Path,
+    tolerance: float,
+    output_format: str,
+    output: str | None,
+    old_json: bool,
+    old_output: str | None,
 ) -> None:
     """Compare the log-probabilities of two runs, files that tools.runs.write_run wrote."""
+    for old, new, is_given in (("--json", "--format json", old_json), ("--out", "--output", old_output)):
+        if is_given:
+            click.echo(f"drift: {old} is now {new}; the next release drops the old name", err=True)
+    output_format, output = "json" if old_json else output_format, output or old_output
     try:
         if not tolerance >= 0:
             raise ValueError(f"--tolerance {tolerance}: give 0 or more")
         report = compare(read_run(reference), read_run(observed), tolerance)
         text = json.dumps(dataclasses.asdict(report), indent=2)
-        if out is not None:
-            write_output(out, text, "--out")
+        if output is not None:
+            write_output(output, text)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    click.echo(text if as_json else report.table())
+    click.echo(text if output_format == "json" else report.table())
     ctx.exit(0 if report.passed else 1)
 
 

@@ -1,14 +1,16 @@
 """Handlers that sleep: the executor's table for a schedule whose passes cost time and no work.
 
-A pass waits for what it needs and sleeps as long as the cost table says. Communication is real: the same
+A pass waits for its prerequisites and sleeps as long as the cost table says. Communication is real: the same
 groups, the same calls in the same order, on small tensors. A message carries the number of its microbatch,
-which is checked where it arrives, and when each rank issued its part. The side stream that runs it sleeps
-until it has taken as long as the table says from the last part on: the real exchange is a part of that time,
-and the passes of the rank go on meanwhile. A stream for each rank that sends to this one stands for the link,
-on which transfers follow each other.
+which the receiver checks, and the time at which each rank issued its part.
 
-A pass that all ranks run in step (interlaced's S) sleeps a third of its time before each of its two
-collectives, counted from the last rank's, and after them: the cost table counts them in the pass.
+The side stream that runs an exchange then sleeps for the rest of its time. Example: C1 costs 5 ms, the last
+rank issues its part at 100 ms, and the real exchange ends at 102 ms; the stream sleeps until 105 ms. The
+rank's passes go on meanwhile. A stream for each rank that sends to this one stands for the link, on which
+transfers follow each other.
+
+A pass that all ranks run in step (interlaced's S) has two collectives inside, which its cost includes. It
+sleeps a third of its time before each of them and after them, counted from the last rank's arrival.
 
 Next: ``emulation.py``, which runs it on processes.
 """
@@ -80,7 +82,7 @@ class EmulatedRank:
         self.free_s: dict[Stream, float] = {}  # when what a stream has run last ended
 
     def run(self, plan: Plan, times: PassTimes) -> list[Span]:
-        """One iteration of ``plan``: what this rank did, seconds on the machine's clock.
+        """Run one iteration of ``plan``; returns this rank's spans, in seconds of the machine's clock.
 
         Raises:
             InstructionError: if an instruction fails, or brings another microbatch than its own.
@@ -116,7 +118,7 @@ class _Iteration:
         _sleep(self._ms(item))
 
     def _in_step(self, pass_: Pass) -> None:
-        """All ranks run it together: two collectives within."""
+        """A pass that all ranks run together, with two collectives inside."""
         self._wait_for_needs(pass_)
         third = self._ms(pass_) / 3
         _sleep(third)
@@ -145,8 +147,8 @@ class _Iteration:
     def _receive(self, instruction: Comm) -> None:
         """The receive is posted now; the transfer takes its turn on the link."""
         peer = self.schedule.placement.rank_of(instruction.stage - _STEP_OF_RECEIVE[instruction.type])
-        place = self._message(instruction.microbatch)
-        posted = self.rank.point_to_point.receive(place.shape, place.dtype, _CPU, peer)
+        message = self._message(instruction.microbatch)
+        posted = self.rank.point_to_point.receive(message.shape, message.dtype, _CPU, peer)
         self._submit(self.rank.links[peer], lambda _: posted.wait(), instruction)
 
     def _collective(self, instruction: Comm) -> None:
@@ -167,13 +169,13 @@ class _Iteration:
         self.events[instruction] = stream.submit(work)
 
     def _message(self, microbatch: int) -> torch.Tensor:
-        """``[1, 1 + p]``: the microbatch, then when each rank has issued its part: here this one's alone."""
+        """``[1, 1 + p]``: the microbatch, then when each rank issued its part, so far only this one's."""
         message = torch.zeros((1, 1 + self.groups.pipeline), dtype=torch.float64)
         message[0, 0], message[0, 1 + self.groups.stage] = microbatch, time.monotonic()
         return message
 
     def _issued(self, exchange: Exchange, message: torch.Tensor, instruction: Instruction) -> float:
-        """Exchange messages; when the last rank issued its part, in seconds of the machine's clock.
+        """Exchange messages; returns when the last rank issued its part, in seconds of the machine's clock.
 
         Raises:
             RuntimeError: for a message of another microbatch: the ranks do not run the same program.
@@ -189,7 +191,7 @@ class _Iteration:
 
 
 def _exchange_of(type_: CommType, groups: VocabGroups, schedule: Schedule) -> Exchange:
-    """What a collective does follows from who waits for it, as in ``pipeline/handlers/``."""
+    """The exchange of a collective, chosen by the passes that wait for it, as in ``pipeline/handlers/``."""
     if type_ in INPUT_COLLECTIVES:
         return partial(_rows, groups, first=schedule.placement.first_rank, to_first=type_ is CommType.CI)
     exchanges: dict[frozenset[PassType], Callable[[VocabGroups, torch.Tensor], torch.Tensor]] = {
@@ -237,10 +239,10 @@ def _rows(groups: VocabGroups, message: torch.Tensor, *, first: int, to_first: b
 
 
 def _sleep(ms: float) -> None:
-    """Never nothing: falling asleep and waking up are part of what an empty pass costs."""
+    # At least a nanosecond: falling asleep and waking up are part of an empty pass's cost.
     time.sleep(max(ms / 1e3, 1e-9))
 
 
 def _sleep_until(since_s: float, ms: float) -> None:
-    """Sleep what is left of ``ms`` from a moment on."""
+    """Sleep until ``ms`` have passed since ``since_s``."""
     time.sleep(max(since_s + ms / 1e3 - time.monotonic(), 0.0))

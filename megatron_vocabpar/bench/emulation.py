@@ -1,17 +1,18 @@
 """``vocabpar emulate``: the executor runs a schedule in real time, with sleeps for its passes.
 
-What is real: the programs, the executor, its side streams, the process groups and every message and
-collective of an iteration, over gloo. What is not: the passes, which sleep as long as a cost table says, and
-the size of the messages. Sleeping takes no processor, so dozens of ranks share a few cores. What a pass costs
-beside its sleep is measured in the same run: the median pass of the same program with all costs zero. As many
-of these as there are passes on the predicted critical path are subtracted.
+Real are the programs, the executor, its side streams, the process groups, and every message and collective of
+an iteration, over gloo. Not real are the passes, which sleep as long as a cost table says, and the size of
+the messages. Sleeping takes no processor, so dozens of ranks share a few cores.
+
+A pass costs the processes some time besides its sleep. The same run measures it: the median pass of the same
+program with all costs zero. This time is subtracted once for each pass on the predicted critical path.
 
 Next: ``emulated_passes.py`` (the handlers), ``forked.py`` (the processes).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -34,55 +35,50 @@ from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.passes import Comm, Instruction
 from megatron_vocabpar.train.failure import ProgressRecord
 
-_PATIENCE_S, _PATIENCE = 120.0, 10.0  # a rank waits for another so long, and so many times what is predicted
+_PATIENCE_S, _PATIENCE = 120.0, 10.0  # a rank waits for another this long, plus this many predicted times
 
 
 @dataclass(frozen=True)
 class Emulation:
-    """A schedule as it ran, beside what the simulator predicts; ms of the cost table, idle as shares of one.
+    """A schedule as it ran, beside the simulator's prediction. Times are ms of the cost table."""
 
-    Attributes:
-        name: of the schedule.
-        predicted_ms: an iteration, by the simulator.
-        predicted_idle: mean over the ranks.
-        measured_ms: each iteration as it ran, the overhead of the processes included.
-        measured_idle: mean over ranks and iterations.
-        empty_pass_ms: time of a pass with all costs zero, which the processes cost.
-        critical_passes: the passes of the critical path that the simulator finds.
-    """
-
-    name: str
-    predicted_ms: float
-    predicted_idle: float
-    measured_ms: tuple[float, ...]
-    measured_idle: float
-    empty_pass_ms: float
-    critical_passes: int
+    name: str  # of the schedule
+    predicted_ms: float  # an iteration
+    predicted_idle: float  # share of an iteration, mean over the ranks
+    measured_ms: tuple[float, ...]  # each iteration as it ran, the processes' overhead included
+    measured_idle: float  # mean over ranks and iterations
+    empty_pass_ms: float  # a pass with all costs zero
+    critical_passes: int  # passes on the predicted critical path
 
     @property
     def net_ms(self) -> float:
-        """The median iteration without what its passes would take if they were empty."""
+        """The median iteration less its empty passes: 1000 ms with 94 passes of 0.5 ms are 953 ms."""
         return median(self.measured_ms) - self.critical_passes * self.empty_pass_ms
 
     @property
     def error(self) -> float:
-        """Of the prediction: how much longer than predicted ``net_ms`` is, as a share of it."""
+        """How much longer ``net_ms`` is than predicted, as a share of the prediction."""
         return self.net_ms / self.predicted_ms - 1.0
 
 
-def emulate(plans: dict[str, Plan], scale: float, iterations: int) -> list[Emulation]:
+def emulate(
+    plans: dict[str, Plan], scale: float, iterations: int, say: Callable[[str], None] = lambda line: None
+) -> list[Emulation]:
     """Run plans for the same number of ranks, one after the other, on a process a rank.
 
     Args:
         plans: by the name to show.
         scale: the time that passes for one millisecond of the plans' costs, in milliseconds.
         iterations: of each plan; the median counts.
+        say: takes a line about progress, in this process and in that of rank 0.
     """
     predictions = {name: simulate(plan) for name, plan in plans.items()}
     (world_size,) = {plan.schedule.p for plan in plans.values()}
-    longest_s = max(prediction.iteration_ms for prediction in predictions.values()) * scale / 1e3
-    timeout = timedelta(seconds=_PATIENCE_S + _PATIENCE * longest_s)
-    body = partial(_run_rank, list(plans.values()), scale, iterations, timeout)
+    lengths_s = {name: each.iteration_ms * scale / 1e3 for name, each in predictions.items()}
+    total_s = iterations * sum(lengths_s.values())
+    say(f"emulating on {world_size} processes: their schedules take {total_s:.0f} s")
+    timeout = timedelta(seconds=_PATIENCE_S + _PATIENCE * max(lengths_s.values()))
+    body = partial(_run_rank, plans, scale, iterations, timeout, say)
     by_rank = run_forked(world_size, body, timeout)
     emulations = []
     for number, (name, prediction) in enumerate(predictions.items()):
@@ -103,15 +99,15 @@ def emulate(plans: dict[str, Plan], scale: float, iterations: int) -> list[Emula
     return emulations
 
 
-def record(emulations: Sequence[Emulation], *, p: int, m: int, scale: float, costs: str) -> dict[str, Any]:
-    """Emulations and their settings as JSON; ``costs`` names the cost table."""
+def record(emulations: Sequence[Emulation], **settings: Any) -> dict[str, Any]:
+    """Emulations and their settings as JSON: ``pp``, ``microbatches``, ``scale``, the cost table's name …"""
     rows = [{**asdict(each), "net_ms": each.net_ms, "error": each.error} for each in emulations]
-    return {"pp": p, "microbatches": m, "scale": scale, "costs": costs, "schedules": rows}
+    return {**settings, "schedules": rows}
 
 
 @dataclass(frozen=True)
 class _Iteration:
-    """Its length, the share of it that the ranks idle, and their median pass."""
+    """Length, mean idle share and median pass of one iteration."""
 
     length_ms: float
     idle: float
@@ -127,10 +123,11 @@ class _Iteration:
 
 
 def _run_rank(
-    plans: Sequence[Plan],
+    plans: Mapping[str, Plan],
     scale: float,
     iterations: int,
     timeout: timedelta,
+    say: Callable[[str], None],
     rank: int,
     record: ProgressRecord,
 ) -> list[list[list[Span]]]:
@@ -151,7 +148,9 @@ def _run_rank(
         return emulated.run(plan, times)
 
     runs = []
-    for plan in plans:
+    for number, (name, plan) in enumerate(plans.items(), 1):
+        if rank == 0:
+            say(f"[{number}/{len(plans)}] {name}")
         times = PassTimes.of(plan.costs, plan.schedule)
         empty, slowed = times.scaled(0.0, 0.0), times.scaled(scale, scale)
         runs.append([run(plan, each) for each in (empty, *[slowed] * iterations)])

@@ -1,6 +1,6 @@
 """Ranks as forks of this process. They import nothing again, so dozens start in seconds.
 
-For measurements on gloo alone: a process that has started a thread or a GPU must not be forked. A rank that
+Only for measurements over gloo: a process that has started a thread or a GPU must not be forked. A rank that
 fails or is killed ends the others, and the message names the rank and what it was doing.
 """
 
@@ -45,7 +45,7 @@ def run_forked(world_size: int, body: Body, timeout: timedelta) -> list[Any]:
         connections: list[Connection] = []
         processes: list[ForkProcess] = []
         stack.callback(_end, processes)
-        gc.freeze()  # what all share stays shared: no collection of a rank's writes into it
+        gc.freeze()  # shared pages stay shared: a rank's garbage collection would write into them
         stack.callback(gc.unfreeze)
         for rank in range(world_size):
             reader, writer = context.Pipe(duplex=False)
@@ -58,7 +58,7 @@ def run_forked(world_size: int, body: Body, timeout: timedelta) -> list[Any]:
         for rank, reader in _arrivals(connections):
             try:
                 results[rank] = pickle.loads(reader.recv_bytes())
-            except EOFError:  # it has ended without a result
+            except EOFError:  # the rank has ended without a result
                 _fail(folder, processes)
         return [results[rank] for rank in range(world_size)]
 
@@ -87,7 +87,7 @@ def _end(processes: list[ForkProcess]) -> None:
 def _run_rank(
     rank: int, world_size: int, body: Body, timeout: timedelta, folder: Path, results: Connection
 ) -> None:
-    """One process; it ends without Python's exit, which would wait for threads and peers."""
+    """One rank; it ends without Python's own exit, which would wait for threads and peers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its ranks
     follow_parent(folder)
     torch.set_num_threads(1)

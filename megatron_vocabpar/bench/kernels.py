@@ -1,11 +1,9 @@
-"""The output and input layer of one shard: times beside their matrix products and, in a clone, other layers.
+"""Times of one shard's output and input layers, beside bare matrix products and, in a clone, other layers.
 
-One process, one shard, no communication, as in Table 3 of the paper. On the CPU one thread's processor time
-is measured. Contenders take turns on inputs that rotate, and ratios are medians over the rounds. Every
-result of ours is first checked against float64; a method that fails is refused. The table is in
-``tables.py``, the command in ``cli/bench.py``.
-
-Source of the shapes: Table 1 of the paper. Next: ``kernels_layer.py``; in a clone ``benchmarks/kernels.py``.
+One process, one shard, no communication, as in the paper's Table 3; shapes are those of its Table 1. On the
+CPU one thread's processor time is measured. Contenders take turns on inputs that rotate, and ratios are
+medians over the rounds. Every result of ours is first checked against float64; a wrong one is refused. Next:
+``kernels_layer.py``; ``tables.py``; in a clone ``benchmarks/kernels.py``.
 """
 
 from __future__ import annotations
@@ -51,9 +49,9 @@ class Shape:
 
 
 def shapes(device: torch.device, quick: bool) -> list[Shape]:
-    """The paper's shapes on a GPU; on the CPU the paper's n with a small H, which tell nothing about a GPU.
+    """The paper's shapes on a GPU; on the CPU the paper's n with a small H, which say nothing about a GPU.
 
-    One core's products take long: with the paper's H nothing but them would be seen.
+    With the paper's H one core would spend all its time in the products.
     """
     vocabularies: tuple[int, ...]
     if device.type == "cpu":
@@ -129,7 +127,7 @@ def benchmarks() -> ModuleType | None:
 def measure_output(
     shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int, with_scaling: bool
 ) -> list[Row]:
-    """S and T of every method on one shard, beside everything they are compared with.
+    """S and T of every method on one shard, beside all contenders.
 
     Args:
         with_scaling: also time the whole vocabulary on this device, for the scaling against 1/p.
@@ -209,7 +207,7 @@ def _whole_ms(shape: Shape, device: torch.device, dtype: torch.dtype, rounds: in
 
 
 def _three_products(layer: OutputLayer) -> Contender:
-    """The bare products, without chunks, into tensors that exist; 16-bit results where operands are."""
+    """The bare products, without chunks, into existing tensors of the operands' dtype."""
     x, weight = layer.inputs[0].x, layer.weight
     logits, grad = x.new_empty(len(x), len(weight)), torch.empty_like(x)
     weight_grad = torch.empty_like(weight)

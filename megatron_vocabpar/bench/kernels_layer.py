@@ -1,7 +1,7 @@
-"""One shard's output layer with its inputs, ready to run, and how far its results are from float64.
+"""One shard's output layer with inputs, and the distance of its results from float64.
 
-The shard owns every target (the most work a shard can have), and there is no communication.
-Read ``layers/output.py`` first; ``kernels.py`` times this, ``doctor/layers.py`` checks it on a GPU.
+The shard owns every target, the most work that a shard can have; there is no communication. Read
+``layers/output.py`` first. ``kernels.py`` times this, ``doctor/layers.py`` checks it on a GPU.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ _CHECKED_TOKENS = 64
 
 @dataclass(frozen=True)
 class Mode:
-    """How S and T are run: whether S computes A, logits are recomputed in T, results don't depend on p."""
+    """How S and T run: whether S computes A, T recomputes the logits, results are the same for every p."""
 
     with_a: bool = False
     recompute: bool = False
@@ -51,27 +52,23 @@ METHODS = {
 }
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """x [n, H] and targets [n]."""
-
-    x: Tensor
-    targets: Tensor
+class Inputs(NamedTuple):
+    x: Tensor  # [n, H]
+    targets: Tensor  # [n]
 
 
-@dataclass(frozen=True)
-class Exact:
-    """In float64: which tokens are checked, [c]; their losses, [c]; their dX, [c, H]."""
+class Exact(NamedTuple):
+    """Results of some tokens in float64."""
 
-    tokens: Tensor
-    loss: Tensor
-    dx: Tensor
+    tokens: Tensor  # [c]
+    loss: Tensor  # [c]
+    dx: Tensor  # [c, H]
 
 
 def confident_inputs(
     n: int, weight: Tensor, generator: torch.Generator, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Random tokens whose targets' probabilities run from small to 1: x leans on the target's row."""
+    """Random tokens whose targets' probabilities run from small to 1: x contains part of the target's row."""
     rows, hidden = weight.shape
     targets = torch.randint(0, rows, (n,), generator=generator, device=weight.device)
     row = weight[targets].float()
@@ -85,11 +82,7 @@ def confident_inputs(
 
 
 class OutputLayer:
-    """One shard's output layer and its inputs.
-
-    Args:
-        shard: the rows; every target is one of the true ones.
-    """
+    """One shard's output layer and its inputs; every target is a true row of ``shard``."""
 
     def __init__(
         self, n: int, hidden: int, shard: VocabRange, device: torch.device, dtype: torch.dtype
@@ -102,8 +95,8 @@ class OutputLayer:
         self.inputs = [Inputs(*confident_inputs(n, true_rows, generator, dtype)) for _ in range(ROTATED)]
         self.g = torch.full((n,), 1 / n, device=device)
         self.main_grad = torch.zeros(shard.rows, hidden, device=device)
-        # As in training, exponentials go where those of an earlier microbatch were.
-        self.place = torch.empty(n, shard.rows, dtype=dtype, device=device)
+        # As in training, exponentials overwrite those of an earlier microbatch.
+        self.exponentials = torch.empty(n, shard.rows, dtype=dtype, device=device)
 
     def s(self, i: int, method: str) -> tuple[OutputState | BlockState, Softmax]:
         """Pass S on inputs ``i``, and what C1 makes of it on one rank."""
@@ -118,7 +111,7 @@ class OutputLayer:
                 inputs.targets,
                 self.shard,
                 ShardOptions(with_input_gradient=mode.with_a, recompute=mode.recompute),
-                e=None if mode.recompute else self.place,
+                e=None if mode.recompute else self.exponentials,
             )
         assert state is not None
         return state, merge_stats(stats.unsqueeze(0))
@@ -167,7 +160,7 @@ def errors(loss: Tensor, dx: Tensor, exact: Exact) -> tuple[float, dict[str, flo
 
 
 def refusal(rms: float, dx: dict[str, float]) -> str | None:
-    """Why a result of ours is wrong: the bounds of the documentation."""
+    """Why a result is wrong, by the bounds of ``docs/kernels.md``; None if it is right."""
     if not rms < 1e-5:
         return f"log-probability error {rms:.1e} (RMS), above 1e-5"
     for bucket, error in dx.items():
@@ -178,7 +171,7 @@ def refusal(rms: float, dx: dict[str, float]) -> str | None:
 
 
 def kept_mib(state: OutputState | BlockState) -> float:
-    """What S leaves for T beyond its inputs: exponentials and A."""
+    """MiB that S keeps for T beyond its inputs: exponentials and A."""
     a = state.a if isinstance(state, OutputState) else None
     tensors = [tensor for tensor in (state.e, a, state.k) if tensor is not None]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20

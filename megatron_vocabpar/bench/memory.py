@@ -1,8 +1,8 @@
-"""How much memory one call takes beyond what was there before it.
+"""How much memory one call takes beyond what the process held before.
 
-On a GPU the allocator knows. On Linux the kernel's high-water mark of resident memory is set back before the
-call; large blocks are first made to come from, and go back to, the kernel one by one, since memory that the
-C library holds back for reuse would count for nothing. Elsewhere it is not measured.
+On a GPU the allocator says it. On Linux the kernel's high-water mark of resident memory is reset before the
+call. The C library is first told to take large blocks from the kernel, and give them back, one by one: memory
+that it holds for reuse would not show. Elsewhere nothing is measured.
 """
 
 from __future__ import annotations

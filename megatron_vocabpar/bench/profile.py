@@ -1,10 +1,9 @@
 """``vocabpar profile``: a cost file for a model on this machine.
 
 One process holds what one rank of the pipeline would: its share of the transformer layers and its shard of
-the vocabulary. It trains a few iterations with every method that partitions the vocabulary, W split from B,
-and takes the medians of its passes. The input passes are measured on the tokens that a rank owns of a
-microbatch. Several processes, one a GPU, measure the transfers and the collectives.
-
+the vocabulary. It trains a few iterations with every method that partitions the vocabulary, W split from B; a
+pass's time is the median. The input passes are measured on a rank's share of a microbatch's tokens. Several
+processes, one a GPU, measure the transfers and the collectives.
 Next: ``profiled_rank.py``, what those processes run.
 """
 
@@ -39,8 +38,7 @@ def profile(config: TrainConfig) -> dict[str, Any]:
     """Measure a model's passes and communication; returns the JSON form of a cost file.
 
     Args:
-        config: the whole model, and ``pp``, the ranks that it will run on; ``steps`` iterations are measured.
-            Method and data are not used.
+        config: the whole model; ``pp``, the ranks that it will run on; ``steps``, the measured iterations.
 
     Raises:
         ValueError: if the layers cannot be divided over the ranks.
@@ -48,9 +46,7 @@ def profile(config: TrainConfig) -> dict[str, Any]:
     """
     check_run(replace(config, pp=1))
     if config.pp < 1 or config.layers % config.pp:
-        raise ValueError(
-            f"--layers {config.layers} cannot be divided over --pp {config.pp}; give a multiple of it"
-        )
+        raise ValueError(f"--layers {config.layers} cannot be divided over --pp {config.pp}; give a multiple")
     config = replace(config, device=resolve_device(replace(config, pp=1)), microbatches=_MICROBATCHES)
     device = torch.device(config.device)
     n, p = config.micro_batch_size * config.seq_length, config.pp

@@ -32,7 +32,7 @@ _STATISTICS = 2  # numbers a token
 
 
 def measure_passes(config: TrainConfig, groups: VocabGroups, device: torch.device) -> dict[str, Any]:
-    """For every method that partitions the vocabulary, ms of its passes by name: medians."""
+    """For every method that partitions the vocabulary, median ms of its passes, by name."""
     chunks = build_chunks(config, Placement(1), device)
     return {
         name: dict(RankTimes.of(list(_iterations(name, config, chunks, groups, device))).passes)
@@ -44,7 +44,7 @@ def measure_passes(config: TrainConfig, groups: VocabGroups, device: torch.devic
 def _iterations(
     method: str, config: TrainConfig, chunks: list[Any], groups: VocabGroups, device: torch.device
 ) -> Iterator[list[Span]]:
-    """What ran in each of ``config.steps`` iterations, after one that is not measured."""
+    """The spans of each of ``config.steps`` iterations, after one that is not measured."""
     timeline = Timeline(device)
     plans = partial(make_plan, method, 1, family=_FAMILY)
     run = ForwardBackward(method, groups, device, make_plan=plans, listeners=Listeners(timeline=timeline))
@@ -87,7 +87,7 @@ def measure_communication(config: TrainConfig, groups: VocabGroups, device: torc
 
 
 def _slowest_ms(run: Callable[[], None], config: TrainConfig, device: torch.device) -> float:
-    """The median over rounds of the rank that takes longest, after a barrier."""
+    """The slowest rank's time of each round, which begins with a barrier; the median over the rounds."""
     mark, times = clock(device), []
     for _ in range(config.steps + 1):
         dist.barrier()
@@ -101,7 +101,7 @@ def _slowest_ms(run: Callable[[], None], config: TrainConfig, device: torch.devi
 
 
 def measure(config: TrainConfig) -> dict[str, Any] | None:
-    """What this job measures, on rank 0; all its processes call it."""
+    """Measure on all processes of the job; returns the result on rank 0."""
     device = default_device(config.device, int(os.environ["LOCAL_RANK"]))
     with megatron_on(device):
         dist.init_process_group(backend(device))

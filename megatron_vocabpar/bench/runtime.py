@@ -1,7 +1,7 @@
-"""Our executor beside megatron-core's own 1F1B: the same stock model, processes and machine, in one run.
+"""Our executor beside megatron-core's own 1F1B, on the same stock model, processes and machine in one run.
 
 Method ``baseline`` leaves the vocabulary layers where Megatron has them, so only the executor differs. The
-two take turns, iteration by iteration, and the ratio is taken pair by pair: the machine's drift cancels.
+two take turns, iteration by iteration, and the ratio is taken pair by pair, so the machine's drift cancels.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class RuntimeResult:
 def measure_runtime(config: TrainConfig) -> RuntimeResult:
     """Start ``config.world_size`` processes and measure ``config.steps`` pairs of iterations.
 
-    Args:
-        config: model, processes and microbatches; method and data are not used.
+    The configuration's method and data are not used.
     """
     with tempfile.TemporaryDirectory(prefix="vocabpar-bench-") as folder:
         job = replace(config, method="baseline", output=folder)

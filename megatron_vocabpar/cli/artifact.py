@@ -13,6 +13,7 @@ import click
 
 from megatron_vocabpar import __version__
 from megatron_vocabpar.cli.files import FORMAT
+from megatron_vocabpar.megatron_lm.needed import remedy
 from megatron_vocabpar.paper.checks import checks
 from megatron_vocabpar.paper.command import Nodes
 from megatron_vocabpar.paper.experiments import read_experiments, small
@@ -118,13 +119,15 @@ def _show(folder: Path, peak_tflops: float | None, figure: Path | None, output_f
 
 
 def _about(site: Site) -> dict[str, str]:
-    """What the figures must be read with."""
+    """Device, versions and commits, on which the figures depend."""
     import torch
 
     from megatron_vocabpar.bench.environment import commit_of, environment
 
     if not site.on_cpu and not torch.cuda.is_available():
         raise ValueError("this machine shows no GPU; --smoke runs small on the CPU")
+    if needed := remedy(site.checkout):
+        raise ValueError(needed)
     clone = Path(__file__).parents[2]
     return {
         **environment(torch.device("cpu" if site.on_cpu else "cuda")),

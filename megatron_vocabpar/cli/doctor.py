@@ -1,6 +1,6 @@
-"""``vocabpar doctor``: this machine's GPUs, checked; or what the flag would do to a Megatron-LM checkout.
+"""``vocabpar doctor``: check this machine's GPUs, or say what the flag would do to a Megatron-LM checkout.
 
-The checkout is neither imported nor changed. Next: ``doctor/checks.py``, the checks on GPUs.
+It neither imports nor changes the checkout. Next: ``doctor/checks.py``, the checks on GPUs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import click
 
+from megatron_vocabpar.cli.files import FORMAT
 from megatron_vocabpar.megatron_lm import te_version
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, VERSIONS, Binding
 from megatron_vocabpar.megatron_lm.checkout import (
@@ -23,6 +24,7 @@ from megatron_vocabpar.megatron_lm.checkout import (
     takes_by_value,
     version_of,
 )
+from megatron_vocabpar.megatron_lm.needed import remedy
 
 PATCHED = VERSIONS[:-1]
 """Versions with a patch for each of their tags; the development branch has none."""
@@ -39,15 +41,16 @@ _LINE = "import megatron_vocabpar.adaptor"
     help="Look at a Megatron-LM checkout; by default at the Megatron that Python imports.",
 )
 @click.option("--allow-unknown", is_flag=True, help="As --vocab-parallel-allow-unknown-megatron.")
+@FORMAT
 @click.option(
-    "--format",
-    "output_format",
-    type=click.Choice(["text", "json"]),
-    default="text",
-    show_default=True,
-    help="Of --gpu.",
+    "--time-limits",
+    type=click.FloatRange(min=1),
+    metavar="FACTOR",
+    help="With --gpu: give each check so many times its seconds, on a busy machine or a slow file system.",
 )
-def doctor_command(gpu: bool, megatron: Path | None, allow_unknown: bool, output_format: str) -> None:
+def doctor_command(
+    gpu: bool, megatron: Path | None, allow_unknown: bool, output_format: str, time_limits: float | None
+) -> None:
     """Check this machine's GPUs, or say what --enable-vocab-parallel would replace in Megatron.
 
     With --gpu: exit code 0 where no check failed, 1 where one did, 2 where there is no GPU.
@@ -55,8 +58,12 @@ def doctor_command(gpu: bool, megatron: Path | None, allow_unknown: bool, output
     folder = importable(sys.path)
     if (gpu and megatron) or not (gpu or megatron or folder):
         raise click.UsageError("give --gpu to check this machine, or --megatron PATH to look at a checkout")
+    if time_limits and not gpu:
+        raise click.UsageError("--time-limits is for the checks of --gpu; leave it out, or give --gpu")
+    if output_format == "json" and not gpu:
+        raise click.UsageError("--format json is for --gpu; leave it out")
     if gpu:
-        _check_gpus(output_format)
+        _check_gpus(output_format, time_limits or 1.0)
     else:
         _look_at(megatron or folder[0], allow_unknown)
         several = list(dict.fromkeys([*([megatron.resolve()] if megatron else []), *folder]))
@@ -64,7 +71,7 @@ def doctor_command(gpu: bool, megatron: Path | None, allow_unknown: bool, output
             click.echo(_several(several))
 
 
-def _check_gpus(output_format: str) -> None:
+def _check_gpus(output_format: str, time_limits: float) -> None:
     from megatron_vocabpar.doctor.checks import checks
     from megatron_vocabpar.doctor.guard import run_all
     from megatron_vocabpar.doctor.surroundings import count_gpus
@@ -73,7 +80,10 @@ def _check_gpus(output_format: str) -> None:
     gpus = count_gpus()
     results = []
     with tempfile.TemporaryDirectory(prefix="vocabpar-doctor-") as folder:
-        every = checks("cuda", gpus, folder)
+        every = [
+            dataclasses.replace(check, timeout_s=time_limits * check.timeout_s)
+            for check in checks("cuda", gpus, folder)
+        ]
         for result in run_all(every, lambda name: click.echo(f"{name} ... ", nl=False, err=True)):
             click.echo(f"{result.outcome}, {result.seconds:.1f} s", err=True)
             results.append(result)
@@ -96,6 +106,8 @@ def _look_at(megatron: Path, allow_unknown: bool) -> None:
             click.echo("\n".join(_lines(megatron, binding)))
     click.echo(te_version.line(te_version.installed(), *te_version.named_by(megatron)))
     click.echo(_door(megatron, version))
+    if needed := remedy(megatron):
+        click.echo(needed)
 
 
 def _several(folders: list[Path]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from megatron_vocabpar.cli.files import FORMAT, will_be_written, write_output
+from megatron_vocabpar.cli.files import FORMAT, completing, tell, will_be_written, write_output
 from megatron_vocabpar.cli.main import RunFailed
 from megatron_vocabpar.schedule.make.families import SEARCH, families
 from megatron_vocabpar.schedule.make.generate import make_plan
@@ -25,7 +25,12 @@ _DEFAULT = ("baseline", "redis", "interlaced", "vocab-1", "vocab-2", "v-half:voc
 
 
 @click.command("emulate")
-@click.argument("schedules", nargs=-1, metavar="[[FAMILY:]METHOD]...")
+@click.argument(
+    "schedules",
+    nargs=-1,
+    metavar="[[FAMILY:]METHOD]...",
+    shell_complete=completing((*METHODS, *(f"{name}:" for name in (*families(), SEARCH)))),
+)
 @click.option("--pp", "p", type=int, default=8, help="Pipeline size: processes.")
 @click.option("--microbatches", "m", type=int, default=32, help="Microbatches.")
 @click.option(
@@ -58,40 +63,49 @@ def emulate_command(
     costs_file: str | None,
     scale: float,
     iterations: int,
-    **results: Any,
+    **files: Any,
 ) -> None:
     """Run schedules in real time: real executor, processes and collectives; passes sleep.
 
     Prints their iteration and idle time beside what the simulator predicts. SCHEDULES are methods, such as
     vocab-2, or FAMILY:METHOD, such as v-half:vocab-2; by default those of the paper.
     """
-    output_format, output, folder = _Results(**results)
+    output_format, output, folder = _Files(**files)
     if not math.isfinite(scale):
         raise ValueError(f"--scale {scale}: give a finite number")
     costs, source = _costs(costs_file, p)
     plans = dict(_plan(text, p, m, costs) for text in dict.fromkeys(schedules or _DEFAULT))
+    from megatron_vocabpar.bench.beside import OtherWork, warning
     from megatron_vocabpar.bench.emulation import emulate, record
     from megatron_vocabpar.train.emulated import emulation_svg, emulation_table, write_emulation
     from megatron_vocabpar.train.failure import TrainingFailed
     from megatron_vocabpar.train.output import read_config
-    from megatron_vocabpar.train.report import as_text, write_report
+    from megatron_vocabpar.train.report import write_report
+    from megatron_vocabpar.train.tables import as_text
 
     if folder is not None:
         read_config(folder)
+    other_work = OtherWork()
     try:
-        found = record(emulate(plans, scale, iterations), p=p, m=m, scale=scale, costs=source)
+        emulations = emulate(plans, scale, iterations, tell)
     except TrainingFailed as failed:
         raise RunFailed("emulate", str(failed)) from failed
-    click.echo(json.dumps(found, indent=1) if output_format == "json" else as_text(*emulation_table(found)))
+    settings = {"pp": p, "microbatches": m, "scale": scale, "costs": source}
+    results = record(emulations, **settings, warning=warning(other_work.share()))
+    click.echo(
+        json.dumps(results, indent=1) if output_format == "json" else as_text(emulation_table(results))
+    )
+    if results["warning"] and output_format == "json":
+        tell(results["warning"])
     if output is not None:
-        write_output(output, emulation_svg(found))
+        write_output(output, emulation_svg(results))
     if folder is not None:
-        write_emulation(folder, found)
+        write_emulation(folder, results)
         write_report(folder)
 
 
-class _Results(NamedTuple):
-    """Where the results go; ``folder`` is a results folder of ``vocabpar train``."""
+class _Files(NamedTuple):
+    """Where the results go; ``folder`` holds those of ``vocabpar train``."""
 
     output_format: str
     output: str | None
@@ -99,7 +113,7 @@ class _Results(NamedTuple):
 
 
 def _costs(file: str | None, p: int) -> tuple[PassCosts, str]:
-    """The costs, and what they are in words."""
+    """The costs and a description of them."""
     if file is not None:
         return PassCosts.load(file), f"costs of {Path(file).name}"
     if p in PassCosts.PAPER_SIZES:
@@ -108,7 +122,7 @@ def _costs(file: str | None, p: int) -> tuple[PassCosts, str]:
 
 
 def _plan(text: str, p: int, m: int, costs: PassCosts) -> tuple[str, Plan]:
-    """The name to show and the plan of ``METHOD`` or ``FAMILY:METHOD``."""
+    """The displayed name and the plan of ``METHOD`` or ``FAMILY:METHOD``."""
     family, _, method = text.rpartition(":")
     if method not in METHODS or (family and family not in (*families(), SEARCH)):
         raise ValueError(

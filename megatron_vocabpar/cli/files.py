@@ -1,20 +1,37 @@
-"""What verbs share: the option ``--format``, writing files, and lines about progress."""
+"""What verbs share: ``--format``, names that a shell completes, writing files, lines about progress."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
-FORMAT = click.option("--format", "output_format", type=click.Choice(["text", "json"]), default="text")
+FORMAT = click.option(
+    "--format", "output_format", type=click.Choice(["text", "json"]), default="text", help="What to print."
+)
+
+
+def completing(names: Iterable[str]) -> Callable[..., list[str]]:
+    """For ``shell_complete``: what is typed, with each of ``names`` that its last part begins.
+
+    Parts end at "," and ":", as in ``baseline,vocab-2`` and ``v-half:vocab-2``.
+    """
+
+    def complete(_: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
+        begun = re.split("[,:]", typed)[-1]
+        before = typed.removesuffix(begun)
+        return [before + name for name in names if name.startswith(begun)]
+
+    return complete
 
 
 @contextmanager
 def without_garbage() -> Iterator[None]:
-    """No collection of garbage inside: millions of passes live to the end; looking them through is slow."""
+    """Stop garbage collection inside: millions of passes live to the end, and scanning them is slow."""
     gc.disable()
     try:
         yield
@@ -33,12 +50,12 @@ def write_output(path: str, content: str | bytes, option: str = "--output") -> N
 
 
 def will_be_written(_: click.Context, option: click.Parameter, path: str | None) -> str | None:
-    """The callback of an option whose file is written after long work: find out before it."""
+    """Callback of an option whose file is written after long work: refuse a bad path before the work."""
     if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
         raise ValueError(f"cannot write {path}: a folder, or in none; give another {option.opts[0]}")
     return path
 
 
 def tell(text: str) -> None:
-    """One line about progress on standard error, for work of more than a few seconds."""
+    """Print a line about progress to standard error, for work of more than a few seconds."""
     click.echo(f"vocabpar: {text}", err=True)

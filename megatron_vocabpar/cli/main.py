@@ -1,8 +1,7 @@
 """``vocabpar``: one group of verbs, each loaded only when it is asked for.
 
-``vocabpar schedule`` must work where torch is not installed, so this module imports click alone. Bad input
-reaches the user as one line and exit code 2.
-Next: the module of a verb, such as ``train.py``.
+``vocabpar schedule`` must work without torch, so this module imports click alone. The user sees bad input as
+one line and exit code 2. Next: the module of a verb, such as ``train.py``.
 """
 
 from __future__ import annotations
@@ -102,12 +101,11 @@ class VerbGroup(click.Group):
 
 
 def _missing_extra(verb: str, error: ModuleNotFoundError) -> Exception:
-    """The one line for a module that an extra would have installed; a missing module of ours passes."""
+    """One line for a module that an extra would have installed; a missing module of ours stays an error."""
     if verb in _BARE or (error.name or "").partition(".")[0] == "megatron_vocabpar":
         return error
-    return VerbError(
-        verb, f"the module {error.name!r} is not installed; run in the clone: pip install '.[train]'"
-    )
+    remedy = "run in the clone: pip install '.[train]'"
+    return VerbError(verb, f"the module {error.name!r} is not installed; {remedy}")
 
 
 def _raised_by_us(error: ValueError) -> bool:

@@ -1,6 +1,6 @@
 """``vocabpar plan``: which method and family, how fast, and does it fit; before a GPU is rented.
 
-Exit code 0: something fits; 2: nothing does (what would is said), or bad input.
+Exit code 0: something fits; 1: nothing does, and what would is said; 2: bad input.
 """
 
 from __future__ import annotations
@@ -9,88 +9,78 @@ import math
 import os
 import sys
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 from rich.console import Console
 
 from megatron_vocabpar.cli.files import FORMAT, write_output
-from megatron_vocabpar.plan.hardware import hardware_named, hardware_presets
+from megatron_vocabpar.plan.given import Given, read_script, read_words
+from megatron_vocabpar.plan.hardware import Hardware, hardware_named, hardware_presets
+from megatron_vocabpar.plan.job import RECOMPUTE
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.options import Request
-from megatron_vocabpar.plan.read_model import (
-    Arguments,
-    load_config,
-    model_from_arguments,
-    model_preset,
-    model_presets,
-    read_arguments,
-    read_script,
-    whole,
-)
+from megatron_vocabpar.plan.read_arguments import job_from_arguments, model_from_arguments
+from megatron_vocabpar.plan.read_config import load_config, model_preset, model_presets
 from megatron_vocabpar.plan.tables import advice_json, advise, print_advice
-from megatron_vocabpar.plan.times import Job
 from megatron_vocabpar.schedule.times.costs import PassCosts
 
+NOTHING_FITS = 1  # the exit code
 _WORKERS = 4
 _FILE_COLUMNS = 100  # of the tables where they are not shown on a terminal
 
 
-@click.command("plan", context_settings={"ignore_unknown_options": True})
+@click.command("plan")
 @click.option("--preset", help=f"A model: {', '.join(model_presets())}.")
 @click.option("--config", "config_file", metavar="FILE", help="A Hugging Face config.json.")
 @click.option("--script", metavar="FILE", help="A launch script: Megatron's arguments in its text.")
 @click.option("--hardware", default="H100", help=f"One of {', '.join(hardware_presets())}.")
+@click.option("--link-gb-s", type=float, help="GB/s of a GPU's link within a node, one direction.")
+@click.option("--network-gb-s", type=float, help="GB/s of a GPU's share of the network, one direction.")
+@click.option("--gpus-per-node", type=int, help="GPUs that the link connects.")
 @click.option("--costs", "costs_file", metavar="FILE", help="Measured times of the passes, as JSON.")
 @click.option("--pp", type=int, help="Pipeline size; by default the arguments', or 8.")
 @click.option("--tp", type=int, help="Tensor parallel size; by default the arguments', or 1.")
-@click.option("--dp", type=int, default=1, help="Data parallel size.")
+@click.option(
+    "--dp", type=int, help="Data parallel size; by default what the script's processes leave, or 1."
+)
+@click.option("--cp", type=int, help="Context parallel size; by default the arguments', or 1.")
 @click.option("--ep", type=int, help="Expert parallel size; by default the arguments', or 1.")
 @click.option("--microbatches", type=int, help="Of an iteration and replica; by default 128.")
 @click.option("--micro-batch-size", type=int, help="Sequences of a microbatch.")
+@click.option("--global-batch-size", type=int, help="Sequences of an iteration.")
 @click.option("--seq-length", type=int, help="Tokens of a sequence.")
 @click.option(
     "--mtp-depths", type=click.IntRange(0), help="Heads of multi-token prediction, whatever the model has."
 )
 @click.option("--memory-gib", type=float, help="What a GPU may hold; by default all that it has.")
 @click.option("--distributed-optimizer", is_flag=True, help="Divide optimizer states over the replicas.")
-@click.option("--recompute", is_flag=True, help="Full recomputation of activations.")
+@click.option("--offload", is_flag=True, help="Keep optimizer states on the host.")
+@click.option("--fp8", is_flag=True, help="Products of layers in 8 bits.")
+@click.option(
+    "--recompute", type=click.Choice(RECOMPUTE), is_flag=False, flag_value="full",
+    help="Recomputation of activations; full where nothing follows.",
+)  # fmt: skip
 @FORMAT
 @click.option("--html", "html_file", metavar="FILE", help="Also write a page with memory and schedules.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- MEGATRON ARGUMENTS]")
 @click.pass_context
-def plan_command(
-    ctx: click.Context,
-    hardware: str,
-    costs_file: str | None,
-    memory_gib: float | None,
-    output_format: str,
-    html_file: str | None,
-    arguments: tuple[str, ...],
-    **options: Any,
-) -> None:
+def plan_command(ctx: click.Context, output_format: str, html_file: str | None, **options: Any) -> None:
     """Which method in which family: time, MFU, memory of each stage, launch line, and why.
 
-    The model is a preset, a config.json, a launch script, or Megatron's arguments after --.
+    The model is a preset, a config.json, a launch script, or Megatron's arguments after --. What of them the
+    plan does not use, it lists.
     """
-    chosen = _ModelOptions(**{name: options.pop(name) for name in _ModelOptions._fields})
-    given = read_arguments(arguments)
-    if chosen.script is not None:
-        given = read_script(chosen.script) | given
-    source = chosen.script or "your arguments"
-    model = _model(chosen, given, source)
-    gpu = hardware_named(hardware)
-    limit = gpu.memory_gib if memory_gib is None else memory_gib
-    if not 0 < limit < math.inf:
-        raise ValueError(f"--memory-gib {limit}: give more than 0")
-    if chosen.seq_length is not None and chosen.seq_length < 1:
-        raise ValueError(f"--seq-length {chosen.seq_length}: give at least 1")
-    for name, value in options.items():
-        if value is not None and value is not False and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: give at least 1")
-    costs = PassCosts.load(costs_file) if costs_file is not None else None
-    request = Request(model, _job(given, source, options), gpu, limit, costs)
-    advice = advise(request, workers=min(_WORKERS, os.cpu_count() or 1))
+    _check(options)
+    given = _given(options["script"], options["arguments"])
+    model = _model(options, given)
+    notes: list[str] = []
+    job = job_from_arguments(given, options, notes)
+    gpu = _hardware(options)
+    limit = gpu.memory_gib if options["memory_gib"] is None else options["memory_gib"]
+    costs = PassCosts.load(options["costs_file"]) if options["costs_file"] is not None else None
+    notes += _unused(given, options)
+    advice = advise(Request(model, job, gpu, limit, costs), notes, workers=min(_WORKERS, os.cpu_count() or 1))
     if html_file is not None:
         from megatron_vocabpar.plan.page import draw_page
 
@@ -101,56 +91,68 @@ def plan_command(
         terminal = sys.stdout.isatty()
         print_advice(advice, Console(width=None if terminal else _FILE_COLUMNS, highlight=False))
     if advice.best is None:
-        ctx.exit(2)
+        ctx.exit(NOTHING_FITS)
 
 
-class _ModelOptions(NamedTuple):
-    """The options that say which model it is."""
+def _check(options: dict[str, Any]) -> None:
+    limit = options["memory_gib"]
+    if limit is not None and not 0 < limit < math.inf:
+        raise ValueError(f"--memory-gib {limit}: give more than 0")
+    for name, value in options.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if number and name not in ("memory_gib", "mtp_depths") and not 0 < value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: give at least 1")
 
-    preset: str | None
-    config_file: str | None
-    script: str | None
-    seq_length: int | None
-    mtp_depths: int | None
+
+def _given(script: str | None, words: tuple[str, ...]) -> Given:
+    """Megatron's arguments, those after ``--`` before the script's."""
+    if words and not words[0].startswith("--"):
+        raise click.UsageError(
+            f"unexpected {words[0]!r}: a model is --preset, --config or --script; Megatron's arguments "
+            "stand after --"
+        )
+    given = read_words(words)
+    if script is None:
+        return Given(given, "your arguments")
+    return Given(read_script(script) | given, script)
 
 
-def _model(chosen: _ModelOptions, given: Arguments, source: str) -> Model:
-    if sum(map(bool, (chosen.preset, chosen.config_file, given))) != 1:
+def _model(options: dict[str, Any], given: Given) -> Model:
+    preset, config, seq_length = options["preset"], options["config_file"], options["seq_length"]
+    of_arguments = options["script"] is not None or "num-layers" in given or not (preset or config)
+    if bool(preset) + bool(config) + (of_arguments and bool(given.values)) != 1:
         raise click.UsageError(
             "give one model: --preset, --config, --script, or Megatron's arguments after --"
         )
-    seq_length = chosen.seq_length
-    if chosen.preset is not None:
-        model = model_preset(chosen.preset)
-        if seq_length is not None:
-            model = replace(model, seq_length=seq_length)
-    elif chosen.config_file is not None:
-        model = load_config(chosen.config_file, seq_length)
+    if preset:
+        model = model_preset(preset)
+        model = model if seq_length is None else replace(model, seq_length=seq_length)
+    elif config:
+        model = load_config(config, seq_length)
     else:
         length = {} if seq_length is None else {"seq-length": str(seq_length)}
-        model = model_from_arguments(given | length, source)
-    return model if chosen.mtp_depths is None else replace(model, mtp_depths=chosen.mtp_depths)
+        given.values.update(length)
+        model = model_from_arguments(given)
+    depths = options["mtp_depths"]
+    return model if depths is None else replace(model, mtp_depths=depths)
 
 
-def _job(given: Arguments, source: str, sizes: dict[str, int | bool | None]) -> Job:
-    """Options, then Megatron's arguments, then what is usual."""
-
-    def size(option: str, flag: str, default: int) -> int:
-        value = sizes[option]
-        return whole(given, flag, source, default) if value is None else int(value)
-
-    d, micro_batch = int(sizes["dp"] or 1), size("micro_batch_size", "micro-batch-size", 1)
-    microbatches = 128
-    if "global-batch-size" in given:
-        batch = whole(given, "global-batch-size", source)
-        microbatches = max(1, batch // (micro_batch * d))
-    return Job(
-        p=size("pp", "pipeline-model-parallel-size", 8),
-        t=size("tp", "tensor-model-parallel-size", 1),
-        d=d,
-        e=size("ep", "expert-model-parallel-size", 1),
-        m=microbatches if sizes["microbatches"] is None else int(sizes["microbatches"]),
-        micro_batch=micro_batch,
-        distributed_optimizer=bool(sizes["distributed_optimizer"]) or "use-distributed-optimizer" in given,
-        recompute=bool(sizes["recompute"]) or given.get("recompute-granularity") == "full",
+def _hardware(options: dict[str, Any]) -> Hardware:
+    return hardware_named(options["hardware"]).connected(
+        link_gb_s=options["link_gb_s"],
+        network_gb_s=options["network_gb_s"],
+        per_node=options["gpus_per_node"],
     )
+
+
+def _unused(given: Given, options: dict[str, Any]) -> list[str]:
+    """What was given and nothing read."""
+    unread = given.unread()
+    lines = [f"Not used by the plan, nor in its launch line: {', '.join(unread)}."] if unread else []
+    if options["costs_file"] is not None:
+        asked = ("link_gb_s", "network_gb_s", "gpus_per_node", "fp8")
+        named = [f"--{name.replace('_', '-')}" for name in asked if options[name]]
+        lines += (
+            [f"Not used beside --costs, but for memory and the step: {', '.join(named)}."] if named else []
+        )
+    return lines

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from megatron_vocabpar.cli.files import tell, without_garbage, write_output
+from megatron_vocabpar.cli.files import completing, tell, without_garbage, write_output
 from megatron_vocabpar.schedule import draw
 from megatron_vocabpar.schedule.make.bounds import least_ms
 from megatron_vocabpar.schedule.make.families import SEARCH, families, family_of
@@ -29,10 +29,20 @@ _LARGE = 8192  # microbatches of all ranks: planning takes more than a few secon
 
 
 @click.command("schedule")
-@click.option("--method", default="vocab-2", help=f"One of {', '.join(METHODS)}.")
+@click.option(
+    "--method",
+    default="vocab-2",
+    shell_complete=completing(METHODS),
+    help=f"One of {', '.join(METHODS)}.",
+)
 @click.option("--pp", "p", type=int, default=4, help="Pipeline size.")
 @click.option("--microbatches", "m", type=int, default=8, help="Microbatches.")
-@click.option("--family", default="1f1b", help=f"One of {', '.join((*families(), SEARCH))}.")
+@click.option(
+    "--family",
+    default="1f1b",
+    shell_complete=completing((*families(), SEARCH)),
+    help=f"One of {', '.join((*families(), SEARCH))}.",
+)
 @click.option("--chunks", type=int, help="Model chunks on each rank; by default the family's own.")
 @click.option("--late-gradient", is_flag=True, help="For losses that are not linear in the tokens' losses.")
 @click.option("--costs", "costs_file", metavar="FILE", help="Times of the passes, as JSON.")

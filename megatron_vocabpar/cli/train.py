@@ -14,7 +14,9 @@ from typing import Any
 
 import click
 
+from megatron_vocabpar.cli.files import completing
 from megatron_vocabpar.cli.main import RunFailed
+from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.train.check import require_modules
 from megatron_vocabpar.train.config import TrainConfig, flag, off_flag, read_toml
 from megatron_vocabpar.train.output import resumed
@@ -39,7 +41,7 @@ class _SectionedCommand(click.Command):
 
 
 def _option(field: dataclasses.Field[Any]) -> click.Option:
-    """The option of one field; numbers and texts as themselves, a list as names between commas."""
+    """The option of one field; a tuple of names is one text, with commas between the names."""
     declared, meta = _TYPES[field.name], field.metadata
     kind = next(t for t in (*typing.get_args(declared), declared) if t in (bool, int, float, str))
     return click.Option(
@@ -47,12 +49,13 @@ def _option(field: dataclasses.Field[Any]) -> click.Option:
         type=kind,
         default=None if field.default == () else field.default,
         metavar=f"[{'|'.join(meta['choices'])}]" if meta["choices"] else meta["metavar"],
+        shell_complete=completing(METHODS if field.name == "compare" else meta["choices"]),
         help=meta["help"],
     )
 
 
 def _read_config(context: click.Context, _: click.Parameter, path: str | None) -> None:
-    """Let a file's values stand in for the defaults; flags on the command line win."""
+    """Use a file's values as defaults; flags on the command line win."""
     if path is not None:
         context.default_map = read_toml(Path(path))
 
@@ -68,9 +71,9 @@ _CONFIG = click.Option(
 
 
 def config_from_options(options: dict[str, Any], named: Collection[str]) -> TrainConfig:
-    """The configuration of the parsed options: names between commas split, paths made absolute.
+    """The configuration of the parsed options, with absolute paths.
 
-    A job that resumes takes from its folder all that is not ``named``.
+    A job that resumes takes every option that the user has not ``named`` from its folder.
     """
     compare = tuple(name.strip() for name in (options["compare"] or "").split(",") if name.strip())
     paths = {name: str(Path(options[name]).absolute()) for name in _PATHS if options[name] is not None}

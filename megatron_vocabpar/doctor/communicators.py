@@ -1,7 +1,4 @@
-"""All communicators of a pipeline over this machine's GPUs: warm-up, then what each operation delivers.
-
-Read ``runtime/comm.py`` first.
-"""
+"""Checks all communicators of a pipeline over this machine's GPUs. Read ``runtime/comm.py`` first."""
 
 from __future__ import annotations
 
@@ -27,9 +24,8 @@ def communicators(rank: Rank, small_kib: int = 16, large_mib: int = 64) -> Findi
     """Warm-up, every collective and every link of the processes' stages; times of two all-reduces.
 
     Args:
-        rank: this process, one a GPU.
-        small_kib: of the all-reduce whose time is latency.
-        large_mib: of the one whose time is bandwidth.
+        small_kib: size of the all-reduce that shows latency.
+        large_mib: size of the one that shows bandwidth.
     """
     groups, device = rank.groups, rank.device
     every: list[list[str]] = [[] for _ in groups.ranks]
@@ -76,7 +72,7 @@ def wrong_collectives(groups: VocabGroups, device: torch.device) -> list[str]:
 
 
 def wrong_links(groups: VocabGroups, device: torch.device) -> list[str]:
-    """As ``wrong_collectives``, for sends and receives over every link, in both directions."""
+    """Wrong messages that this rank received, one text each; every link is tried in both directions."""
     wrong = []
     point_to_point = PointToPoint(groups)
     for low, high in links(groups.pipeline):

@@ -1,7 +1,7 @@
-"""Run each check in its own process: one that raises, crashes or hangs is a failed row, and the rest go on.
+"""Runs each check in its own process: one that raises, crashes or hangs is a failed row, and the rest go on.
 
-A kernel that reads where it may not leaves its process without a usable GPU, and a collective whose peer is
-missing never returns. Hence no two checks share a process, and this one never touches a GPU.
+A kernel that reads foreign memory leaves its process without a usable GPU, and a collective whose peer is
+missing never returns. So no two checks share a process, and this one never touches a GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from megatron_vocabpar.doctor.result import Check, Finding, Result
+from megatron_vocabpar.parent import follow_parent
 
 _LOG_LINES = 20
 _LONGEST_REASON = 200
@@ -29,11 +30,7 @@ _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER
 
 
 def run_all(checks: Sequence[Check], say: Callable[[str], None]) -> Iterator[Result]:
-    """Run the checks one after the other.
-
-    Args:
-        checks: each stands behind the one that it depends on.
-    """
+    """Run the checks one after the other; each comes after the one that it depends on."""
     outcomes: dict[str, str] = {}
     for check in checks:
         say(check.name)
@@ -71,7 +68,7 @@ def _ask(check: Check, answer: Path, log: Path) -> Finding:
         try:
             code = process.wait(check.timeout_s)
         except subprocess.TimeoutExpired:
-            return Finding("failed", reason=f"it did not end within {check.timeout_s:.0f} s")
+            return Finding("failed", reason=f"it did not end within {check.timeout_s:.0f} s (--time-limits)")
         finally:
             _end(process)
     if answer.exists():
@@ -108,20 +105,24 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:_LONGEST_REASON]
 
 
-def _missing(error: Exception) -> bool:
+def _is_missing_library(error: Exception) -> bool:
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return False
     return importlib.util.find_spec(error.name.partition(".")[0]) is None
 
 
 def _answer(target: str, arguments: str, answer: str) -> None:
-    """The check's process: call the function, leave its finding, and end without waiting for anything."""
+    """The check's process: call the function, write its finding, and end without waiting for anything.
+
+    It also ends when the doctor has been killed: nothing else would end a check that hangs.
+    """
+    follow_parent(Path(answer).parent)
     module, _, function = target.partition(":")
     try:
         finding = getattr(importlib.import_module(module), function)(**json.loads(arguments))
     except Exception as error:
         traceback.print_exc()
-        finding = Finding("not run" if _missing(error) else "failed", reason=one_line(error))
+        finding = Finding("not run" if _is_missing_library(error) else "failed", reason=one_line(error))
     Path(answer).write_text(json.dumps(dataclasses.asdict(finding)))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,6 +1,6 @@
-"""The row kernels that serve a device against the specification, ``layers/kernels/reference.py`` on the CPU.
+"""Checks a device's row kernels against the specification, ``layers/kernels/reference.py``, on the CPU.
 
-On a GPU those are the Triton kernels; where they can't serve it, the checks say why and are not run.
+On a GPU they are the Triton kernels; where those cannot serve it, the checks say why and do not run.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def serving(device: torch.device) -> RowKernels | str:
 
 
 def _check(bytes_of_element: int = 0) -> Callable[[Callable[..., float]], Callable[..., Finding]]:
-    """Make a check of a function that gives the largest error, where the kernels and the memory are there.
+    """Turns a function that returns the largest error into a check, which needs the kernels and the memory.
 
-    The check takes the device's and the dtype's names and the function's sizes.
+    The check takes the names of device and dtype, and the function's sizes.
 
     Args:
-        bytes_of_element: memory that it takes for each of its ``elements``.
+        bytes_of_element: memory that the function takes for each of its ``elements``.
     """
 
     def decorate(largest_error: Callable[..., float]) -> Callable[..., Finding]:
@@ -69,9 +69,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _error(got: Tensor, expected: Tensor, smallest: float, dtype: torch.dtype) -> float:
-    """Largest relative error, as a fraction of ``ROUNDING`` of a dtype; NaN stays NaN.
+    """Largest error relative to the expected size (at least ``smallest``), over the dtype's ``ROUNDING``.
 
-    It is relative to the expected size, or to ``smallest`` where that is larger.
+    NaN stays NaN.
     """
     got, expected = got.cpu().double(), expected.double()
     relative = (got - expected).abs() / expected.abs().clamp(min=smallest)
@@ -88,7 +88,7 @@ def _rows(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 def _logits(n: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Logits [n, P], and targets at both ends, elsewhere, and of another shard."""
+    """Logits [n, P] and targets [n]: the first column, the last, another shard's (-1), then random ones."""
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(n, columns, generator=generator)
     target = torch.randint(-1, columns, (n,), generator=generator)

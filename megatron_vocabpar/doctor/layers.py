@@ -1,4 +1,4 @@
-"""The output layer of one shard against float64: the vendor's 16-bit products with fp32 results."""
+"""Checks one shard's output layer, with the vendor's 16-bit products and fp32 results, against float64."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from megatron_vocabpar.doctor.result import Finding
 from megatron_vocabpar.layers.partition import VocabRange
 
 LIMIT_OF_DW = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 2e-4}
-"""Norm of the error over the norm of dW: ten times and more of what the CPU has."""
+"""Norm of the error over the norm of dW; at least ten times what it is on the CPU."""
 
 
 def output_layer(
     device: str, dtype: str, n: int = 512, hidden: int = 512, rows: int = 8192, padding: int = 0
 ) -> Finding:
-    """S and T of every method: losses and dX within the documented bounds, dW by its norm, none in padding.
+    """Losses and dX of every method within the documented bounds, dW by its norm, and none in padding.
 
     Args:
-        rows: P, padding included.
-        padding: rows at the end that are padding.
+        rows: of the weight shard, with ``padding`` rows at its end.
     """
     kind = getattr(torch, dtype)
     shard = VocabRange(0, rows, rows - padding)

@@ -1,6 +1,6 @@
-"""A check on several processes of this machine, one a GPU: started as training starts its own.
+"""A check on several processes of this machine, one a GPU, which are started as those of a training.
 
-Rank 0 leaves the finding in a file. An error or a crash of any rank is the check's, with rank and reason.
+Rank 0 writes the finding to a file. An error or a crash of any rank fails the check, with rank and reason.
 """
 
 from __future__ import annotations
@@ -33,23 +33,18 @@ _CHECK_FILE, _FINDING_FILE = "check.json", "finding.json"
 
 @dataclass(frozen=True)
 class Rank:
-    """What one process of a check has.
+    """One process of a check."""
 
-    Attributes:
-        groups: as a pipeline of as many stages, every communicator warm.
-        warm_up_s: seconds that making the communicators took.
-    """
-
-    groups: VocabGroups
+    groups: VocabGroups  # of a pipeline with a stage a process; every communicator is warm
     device: torch.device
-    warm_up_s: float
+    warm_up_s: float  # that making the communicators took
 
 
 def on_processes(body: Callable[..., Finding]) -> Callable[..., Finding]:
-    """Make a check of ``body``, which every process calls with its ``Rank``; rank 0's finding counts.
+    """Turns ``body``, which every process calls with its ``Rank``, into a check; rank 0's finding counts.
 
-    The check takes the device's name, the number of processes, at least two, and the sizes of ``body``. It
-    raises ``TrainingFailed`` if a rank raises or is killed.
+    The check takes the device's name, the number of processes, and the sizes of ``body``. It raises
+    ``TrainingFailed`` if a rank raises or is killed.
     """
 
     @wraps(body)
@@ -68,7 +63,6 @@ def on_processes(body: Callable[..., Finding]) -> Callable[..., Finding]:
 
 
 def _run_rank(config: TrainConfig) -> None:
-    """One rank: make and warm the communicators, run the body, leave rank 0's finding."""
     device = default_device(config.device, int(os.environ["LOCAL_RANK"]))
     folder = Path(config.output)
     dist.init_process_group(backend(device))

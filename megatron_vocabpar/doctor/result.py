@@ -11,35 +11,22 @@ Outcome = Literal["ok", "failed", "not run"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check's function returns.
+    """What a check's function returns."""
 
-    Attributes:
-        outcome: ``not run`` where the machine lacks what the check needs.
-        figure: what was measured, in words, with units.
-        reason: why it is not ok, on one line; empty otherwise.
-    """
-
-    outcome: Outcome
-    figure: str = ""
-    reason: str = ""
+    outcome: Outcome  # "not run" where the machine lacks what the check needs
+    figure: str = ""  # the measurement in words, with units
+    reason: str = ""  # one line on why it is not ok
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One row of the table, before it is run.
-
-    Attributes:
-        target: ``module:function``, which returns a ``Finding``.
-        arguments: the function's, as JSON has them.
-        timeout_s: after which it has failed.
-        after: name of the check that must be ok before this one is run; None for no such check.
-    """
+    """One row of the table, before it runs."""
 
     name: str
-    target: str
-    arguments: Mapping[str, Any]
-    timeout_s: float
-    after: str | None = None
+    target: str  # "module:function", which returns a Finding
+    arguments: Mapping[str, Any]  # the function's, as JSON has them
+    timeout_s: float  # after which the check has failed
+    after: str | None = None  # name of the check that must be ok before this one runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +43,6 @@ class Result:
 
 def within(error: float, limit: float, figure: str) -> Finding:
     """Ok where an error is a number no larger than its limit."""
-    if error <= limit:
+    if error <= limit:  # NaN is not
         return Finding("ok", figure)
     return Finding("failed", figure, f"an error of {error:.2g} is above {limit:.2g}")

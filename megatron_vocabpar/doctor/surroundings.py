@@ -1,4 +1,4 @@
-"""What the machine and its environment offer: GPUs, versions, and variables on which the overlap depends."""
+"""Checks the machine and its environment: GPUs, versions, and the variables on which overlap depends."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def why_no_gpu(torch_version: str, cuda: str | None, visible: str | None) -> str
     """Why there is no GPU to check, and the remedy.
 
     Args:
-        cuda: the CUDA or HIP that torch was built for; None for a build without.
-        visible: ``CUDA_VISIBLE_DEVICES``; None where it is not set.
+        cuda: the version of CUDA or HIP that torch was built for; None for a build without.
+        visible: ``CUDA_VISIBLE_DEVICES``, if it is set.
     """
     if cuda is None:
         return f"torch {torch_version} is built without CUDA; install a build of the same version with CUDA"
@@ -47,9 +47,8 @@ def variables(environment: Mapping[str, str] = os.environ) -> Finding:
     values = {name: value for name, value in sorted(environment.items()) if name.startswith(_PREFIXES)}
     figure = ", ".join(f"{name}={value}" for name, value in values.items()) or "none is set"
     if values.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
-        return Finding(
-            "failed", figure, "CUDA_LAUNCH_BLOCKING makes the host wait for every kernel; unset it"
-        )
+        reason = "CUDA_LAUNCH_BLOCKING makes the host wait for every kernel; unset it"
+        return Finding("failed", figure, reason)
     if values.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         figure += (
             "; with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue: 8, unless Megatron asks for 1"
@@ -75,10 +74,8 @@ def versions(device: str) -> Finding:
     missing = [name for name in PACKAGES if name not in facts]
     if "apex" not in facts:
         missing.append(f"apex's {FUSED_ACCUMULATION}")
-    shown = [
-        f"{name} {facts[name]}" for name in ("python", "torch", "CUDA", "NCCL", "driver") if name in facts
-    ]
-    shown += [f"{name} {facts[name]}" for name in (*PACKAGES, "apex") if name in facts]
+    names = ("python", "torch", "CUDA", "NCCL", "driver", *PACKAGES, "apex")
+    shown = [f"{name} {facts[name]}" for name in names if name in facts]
     return Finding("ok", ", ".join(shown) + (f"; not installed: {', '.join(missing)}" if missing else ""))
 
 

@@ -16,7 +16,7 @@ _COLOURS: dict[Outcome, str] = {"ok": "green", "failed": "red", "not run": "yell
 
 
 def print_table(results: Sequence[Result]) -> None:
-    """One row per check; below it how many were ok, and what each failed check printed last."""
+    """Print a row a check, then the number of each outcome, then the last lines of each failed check."""
     console = Console(width=150)
     table = Table(box=SIMPLE)
     for heading in ("check", "result", "figure"):

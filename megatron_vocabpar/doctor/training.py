@@ -1,8 +1,4 @@
-"""A tiny training of one method by ``vocabpar train``, its losses beside those of ``baseline``.
-
-``baseline`` is stock Megatron's placement: the whole output layer on the last stage. Every other method
-computes the same, so its losses differ by rounding.
-"""
+"""Checks that a tiny training of a method has the losses of ``baseline``, stock Megatron's placement."""
 
 from __future__ import annotations
 
@@ -26,11 +22,7 @@ _LAYERS_A_STAGE = 2
 
 
 def train(device: str, method: str, dtype: str, pp: int, folder: str, vocab_size: int = 1024) -> Finding:
-    """Train ``method`` for a few steps; a method other than baseline is compared with the baseline there.
-
-    Args:
-        vocab_size: of the model and its tokenizer.
-    """
+    """Train ``method`` for a few steps; compare it with the baseline that ``folder`` holds from before."""
 
     def output(name: str) -> Path:
         return Path(folder) / f"{name}-{dtype}"

@@ -1,6 +1,6 @@
 """Which names of the frameworks are replaced: copies of Megatron's, and functions that take logits.
 
-Read at verl v0.7.0, slime v0.3.1, ms-swift v4.5.2 and Megatron Bridge v0.6.0. Next: ``install.py``.
+Read at verl v0.7.0 to v0.9.0, slime v0.3.1, ms-swift v4.5.2 and Megatron Bridge v0.6.0. Next: ``install.py``.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_vocabpar.frameworks.handle import LogitsError, LogitsHandle
 from megatron_vocabpar.frameworks.labels import slime_labels, verl_forward
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, Binding
+from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
 
 _COPIES = {
     "get_forward_backward_func": (
@@ -49,6 +51,7 @@ _REASON = "answers for a handle; logits go to the framework's own"
 FUNCTIONS = (
     Binding(_VERL, "vocab_parallel_log_probs_from_logits", _VERL_COPIES, _REASON),
     Binding(_VERL, "vocab_parallel_entropy", _VERL_COPIES, _REASON),
+    Binding(_VERL, "vocab_parallel_entropy_with_chunking", _VERL_COPIES[:1], _REASON),  # from v0.9
     Binding(
         "slime.utils.ppo_utils",
         "calculate_log_probs_and_entropy",
@@ -56,21 +59,51 @@ FUNCTIONS = (
         _REASON,
     ),
 )
-"""Functions of frameworks that are given the model's output, logits first."""
+"""Functions of frameworks whose first argument is the model's output."""
 
-_READ = "what a framework never reads isn't computed"
+_READ = "tokens that a framework never reads take no part"
 
 LABELS: dict[Binding, Callable[..., Any]] = {
     Binding(
         "verl.models.mcore.registry", "get_mcore_forward_no_padding_fn", ("verl.models.mcore",), _READ
     ): verl_forward,
+    # Its name from v0.8 on.
+    Binding(
+        "verl.models.mcore.registry", "get_mcore_engine_forward_fn", ("verl.models.mcore",), _READ
+    ): verl_forward,
     Binding("slime.backends.megatron_utils.loss", "_build_shifted_tokens", (), _READ): slime_labels,
 }
-"""Functions of frameworks that make labels, and what makes ours of them."""
+"""Functions of frameworks that make labels, and what makes our functions of them."""
+
+
+_NO_PATCH = "gives the model another forward or loss"
+
+REFUSED: dict[Binding, str] = {
+    Binding("verl.models.mcore.model_forward_fused", "patch_fused_forward", (), _NO_PATCH): (
+        "use_fused_kernels: vocabulary parallelism has its own output layer; set use_fused_kernels=False"
+    ),
+    Binding("verl.models.mcore.mtp_patch", "patch_postprocess", (), _NO_PATCH): (
+        "multi-token prediction in verl: its loss is computed from logits; set mtp.enable=False, or train "
+        "without vocabulary parallelism"
+    ),
+}
+"""Functions of frameworks that change a model, and why they may not change ours."""
+
+
+def refusing(binding: Binding, original: Callable[..., Any]) -> Callable[..., Any]:
+    """``original`` for models whose vocabulary is not partitioned."""
+
+    @wraps(original)
+    def function(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(unwrap_model(model), PartitionedModel):
+            raise ValueError(REFUSED[binding])
+        return original(model, *args, **kwargs)
+
+    return function
 
 
 def answering(binding: Binding, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``original`` for logits; for a handle, which takes its place in ``binding``."""
+    """``original`` for logits, our answer for a handle."""
     answer = _ANSWERS[binding.name]
 
     @wraps(original)
@@ -85,7 +118,7 @@ def _verl_log_probs(logits: LogitsHandle, labels: Tensor) -> Tensor:
     return logits.logprobs(labels)
 
 
-def _verl_entropy(vocab_parallel_logits: LogitsHandle) -> Tensor:
+def _verl_entropy(vocab_parallel_logits: LogitsHandle, chunk_size: int | None = None) -> Tensor:
     return vocab_parallel_logits.entropy()
 
 
@@ -107,5 +140,6 @@ def _slime_log_probs_and_entropy(
 _ANSWERS: dict[str, Callable[..., Any]] = {
     "vocab_parallel_log_probs_from_logits": _verl_log_probs,
     "vocab_parallel_entropy": _verl_entropy,
+    "vocab_parallel_entropy_with_chunking": _verl_entropy,
     "calculate_log_probs_and_entropy": _slime_log_probs_and_entropy,
 }

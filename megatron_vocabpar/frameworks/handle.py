@@ -1,10 +1,11 @@
-"""What a framework's code gets where it expects logits: a handle, which knows each token's numbers alone.
+"""A handle in place of logits: it has the log-probability and the entropy of each token, and no more.
 
-The pipeline never forms logits. Code that only divides them by a temperature and asks for log-probabilities
-or entropies needs none: the handle carries the temperature, and answers. It is asked twice: before the
-iteration, when there is no answer and ``Wanted`` says what the pipeline is to compute; and when there is one.
+The pipeline never forms logits. A framework's code that divides them by a temperature and asks for
+log-probabilities or entropies needs none: the handle keeps the temperature, and answers. It is asked twice.
+Before the iteration there is no answer, and the exception ``Wanted`` says what the pipeline must compute;
+afterwards there is one.
 
-Next: ``steps.py``, who asks.
+Next: ``steps.py``, which asks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _REMEDY = (
 
 
 class LogitsError(AttributeError, ValueError):
-    """Something that needs logits was asked of a handle; an AttributeError too, so that ``hasattr`` works."""
+    """A handle was asked for what needs logits; an AttributeError too, so that ``hasattr`` works."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}: {_REMEDY}")
@@ -32,11 +33,11 @@ class LogitsError(AttributeError, ValueError):
 
 @dataclass(frozen=True)
 class Request:
-    """What a framework wants to know of the tokens of one microbatch.
+    """The numbers that a framework asks for, of the tokens of one microbatch.
 
     Attributes:
         labels: target ids, int64, in the tokens' shape.
-        temperature: the logits are divided by it.
+        temperature: divides the logits.
         entropy: whether it asked for entropies too.
         entropy_gradient: whether a loss may depend on them.
     """
@@ -48,7 +49,7 @@ class Request:
 
 
 class Wanted(BaseException):
-    """Ends a framework's code where it asks for unknown numbers; passes ``except Exception``."""
+    """Ends a framework's code when it asks for unknown numbers; ``except Exception`` does not catch it."""
 
     def __init__(self, request: Request) -> None:
         super().__init__()
@@ -57,9 +58,9 @@ class Wanted(BaseException):
 
 @dataclass(frozen=True)
 class Answer:
-    """The numbers of every token, in any shape with the tokens' order, float32; NaN where none was asked for.
+    """The numbers of every token, float32, in any shape with the tokens' order; NaN if not asked for.
 
-    In training both have a gradient, the entropies where it was asked for.
+    In training log-probabilities have a gradient, entropies if it was asked for.
     """
 
     logprobs: Tensor
@@ -67,7 +68,7 @@ class Answer:
 
 
 class _Sum:
-    """Of all logits, which loss functions multiply by 0, so that a loss without tokens has a gradient."""
+    """The sum of all logits: loss functions multiply it by 0, to give a loss without tokens a gradient."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -81,7 +82,7 @@ class _Sum:
 
 
 class _Shaped:
-    """What code asks of a tensor's shape."""
+    """The methods of a tensor's shape."""
 
     shape: torch.Size
 
@@ -107,7 +108,7 @@ class LogitsHandle(_Shaped):
         width: P, the ids of a tensor-parallel rank without vocabulary parallelism.
 
     Raises:
-        LogitsError: a ValueError, for whatever needs logits.
+        LogitsError: a ValueError, by everything that needs logits.
     """
 
     dtype = torch.float32
@@ -119,12 +120,13 @@ class LogitsHandle(_Shaped):
         self.shape = torch.Size((*tokens, width))
         self.device = device
         self._answer = answer
-        self._temperature = 1.0
-        self._wanted: set[str] = set()  # shared with handles that are made of this one
+        self._temperatures = torch.ones((1,) * len(tokens), dtype=torch.float64, device=device)
+        self._wanted: set[str] = set()  # shared with handles made of this one
 
-    def _like(self, tokens: tuple[int, ...], divisor: float = 1.0) -> LogitsHandle:
+    def _like(self, tokens: tuple[int, ...], temperatures: Tensor | None = None) -> LogitsHandle:
         like = LogitsHandle(tokens, self.shape[-1], self.device, self._answer)
-        like._temperature, like._wanted = self._temperature * divisor, self._wanted
+        like._wanted = self._wanted
+        like._temperatures = self._temperatures if temperatures is None else temperatures
         return like
 
     def clone(self) -> LogitsHandle:
@@ -138,7 +140,9 @@ class LogitsHandle(_Shaped):
         if dim == len(self.shape) - 1:
             raise LogitsError("squeeze of the ids")
         tokens = self.shape[:-1]
-        return self._like(tokens[:dim] + tokens[dim + 1 :] if tokens[dim] == 1 else tokens)
+        if tokens[dim] != 1:
+            return self._like(tokens)
+        return self._like(tokens[:dim] + tokens[dim + 1 :], self._temperatures.squeeze(dim))
 
     def unsqueeze(self, dim: int) -> LogitsHandle:
         """With one more dimension of size 1, before the ids."""
@@ -146,27 +150,47 @@ class LogitsHandle(_Shaped):
         if dim == len(self.shape):
             raise LogitsError("unsqueeze behind the ids")
         tokens = self.shape[:-1]
-        return self._like((*tokens[:dim], 1, *tokens[dim:]))
+        return self._like((*tokens[:dim], 1, *tokens[dim:]), self._temperatures.unsqueeze(dim))
 
     def div(self, temperature: Tensor | float) -> LogitsHandle:
-        """The logits divided by one positive number."""
-        return self._like(self.shape[:-1], _positive(temperature))
+        """The logits divided by one positive number, or by one a token, ``[..., 1]``."""
+        return self._like(self.shape[:-1], self._divided_by(temperature))
 
     __truediv__ = div
 
     def div_(self, temperature: Tensor | float) -> LogitsHandle:
         """``div`` in place."""
-        self._temperature *= _positive(temperature)
+        self._temperatures = self._divided_by(temperature)
         return self
 
-    __itruediv__ = div_
+    def _divided_by(self, temperature: Tensor | float) -> Tensor:
+        divisor = torch.as_tensor(temperature, dtype=torch.float64, device=self.device)
+        if divisor.numel() == 1:
+            return self._temperatures * _positive(float(divisor))
+        if divisor.shape == (*self.shape[:-1], 1):
+            return self._temperatures * divisor.squeeze(-1)
+        raise ValueError(
+            f"a temperature of shape {tuple(divisor.shape)} for tokens {tuple(self.shape[:-1])}: give one "
+            "number, or one a token with a last dimension of 1"
+        )
+
+    def _temperature(self, labels: Tensor) -> float:
+        """The one temperature of all tokens with a label; padding may have another."""
+        everyone = self._temperatures.expand(labels.shape)
+        labelled = everyone[labels >= 0].unique().tolist() or [float(everyone.max())]
+        if len(labelled) > 1:
+            raise ValueError(
+                f"temperatures {labelled} in one microbatch: vocabulary parallelism takes one for all tokens "
+                "of an iteration; sample them with one temperature"
+            )
+        return _positive(labelled[0])
 
     def logprobs(self, labels: Tensor) -> Tensor:
         """Log-probability of each label, in its shape.
 
         Raises:
             ValueError: for labels of another shape than the tokens.
-            Wanted: where there is no answer yet.
+            Wanted: if there is no answer yet.
         """
         if labels.shape != self.shape[:-1]:
             raise ValueError(
@@ -174,17 +198,17 @@ class LogitsHandle(_Shaped):
             )
         if self._answer is None:
             wanted = dict.fromkeys(self._wanted, True)
-            raise Wanted(Request(labels, self._temperature, **wanted))
+            raise Wanted(Request(labels, self._temperature(labels), **wanted))
         return self._answer.logprobs.view(labels.shape)
 
     def entropy(self, gradient: bool = True) -> Tensor:
-        """Entropy of each token in nats; zeros where there is no answer yet.
+        """Entropy of each token in nats; zeros if there is no answer yet.
 
         Args:
             gradient: whether a loss may depend on it; else it is a metric.
 
         Raises:
-            LogitsError: where log-probabilities were asked for first, without entropies.
+            LogitsError: if log-probabilities were asked for first, without entropies.
         """
         if self._answer is None:
             self._wanted |= {"entropy", "entropy_gradient"} if gradient else {"entropy"}
@@ -195,7 +219,7 @@ class LogitsHandle(_Shaped):
         return entropy if gradient else entropy.detach()
 
     def sum(self, *dims: Any, **options: Any) -> _Sum:
-        """Of all logits: nothing but 0 times it is known."""
+        """The sum of all logits, which can only be multiplied by 0."""
         if dims or options or self._answer is None:
             raise LogitsError("logits.sum")
         return _Sum(self._answer)
@@ -223,12 +247,7 @@ for _name in _OPERATORS:
     setattr(LogitsHandle, f"__{_name}__", _refuse(f"__{_name}__"))
 
 
-def _positive(temperature: Any) -> float:
-    if isinstance(temperature, Tensor) and temperature.numel() != 1:
-        raise ValueError(
-            f"a temperature of shape {tuple(temperature.shape)}: vocabulary parallelism takes one for all "
-            "tokens of an iteration; give one number"
-        )
-    if not 0 < (value := float(temperature)) < float("inf"):
-        raise ValueError(f"temperature {value}: give a positive number")
-    return value
+def _positive(temperature: float) -> float:
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature {temperature}: give a positive number")
+    return temperature

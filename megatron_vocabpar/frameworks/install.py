@@ -1,4 +1,4 @@
-"""Puts our names in the place of Megatron's and the frameworks'. Next: ``runner.py``, what runs then."""
+"""Replaces names of Megatron and the frameworks. Next: ``runner.py``, the forward-backward function."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from datetime import timedelta
 from functools import partial, wraps
 from typing import Any
 
-from megatron_vocabpar.frameworks.bindings import FUNCTIONS, LABELS, MEGATRON, answering
+from megatron_vocabpar.frameworks.bindings import FUNCTIONS, LABELS, MEGATRON, REFUSED, answering, refusing
 from megatron_vocabpar.frameworks.runner import StepRunner
 from megatron_vocabpar.frameworks.weights import WALKS
 from megatron_vocabpar.megatron_lm.bindings import Binding, find_version
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import config_from_argv, spell
-from megatron_vocabpar.megatron_lm.patch import Patch, live_signature, original_of
+from megatron_vocabpar.megatron_lm.patch import Patch, has_name, live_signature, original_of
 from megatron_vocabpar.megatron_lm.replacements import model_class
 from megatron_vocabpar.pipeline.options import asked_for
 from megatron_vocabpar.runtime.agreement import agree, versions
 
-# A loss of reinforcement learning is no linear function of the tokens' losses.
+# Losses of reinforcement learning are not linear in the tokens' losses.
 _ALWAYS = ("--enable-vocab-parallel", "--vocab-parallel-late-gradient")
 
 
 def config_from(environment: Mapping[str, str]) -> FlagConfig:
-    """What ``VOCAB_PARALLEL_FLAGS`` asks for; vocab-2 in 1f1b without it."""
+    """The configuration of ``VOCAB_PARALLEL_FLAGS``; vocab-2 in 1f1b without it."""
     words = shlex.split(environment.get("VOCAB_PARALLEL_FLAGS", ""))
     config = config_from_argv([*_ALWAYS, *words])
     defaults = config_from_argv(_ALWAYS)
@@ -44,13 +44,32 @@ def config_from(environment: Mapping[str, str]) -> FlagConfig:
 def install(config: FlagConfig) -> Patch:
     """Replace Megatron's names and those of every framework that is being imported or has been."""
     patch = Patch(config, find_version(live_signature, config.allow_unknown, package="megatron.core"))
-    theirs = [f for f in (*FUNCTIONS, *LABELS) if f.module.partition(".")[0] in sys.modules]
-    for binding in (*MEGATRON, *theirs):
+    for binding in (*MEGATRON, *_of_frameworks()):
         patch.replace(binding, _replacement(binding, original_of(binding), config))
     for walk in WALKS:
-        if walk.is_found():
+        if walk.is_here():
             patch.replace(walk.binding, walk.on_whole_layers(original_of(walk.binding)))
     return patch
+
+
+def _of_frameworks() -> list[Binding]:
+    """What this release of each framework has of our names.
+
+    Raises:
+        ValueError: if it has no function of log-probabilities or of labels that we know.
+    """
+    here = []
+    for framework in {binding.module.partition(".")[0] for binding in LABELS} & sys.modules.keys():
+        for known in (FUNCTIONS, LABELS, REFUSED):
+            names = [binding for binding in known if binding.module.partition(".")[0] == framework]
+            has = [binding for binding in names if has_name(binding)]
+            if known is not REFUSED and not has:
+                wanted = ", ".join(f"{binding.module}.{binding.name}" for binding in names)
+                release = f"{framework} {getattr(sys.modules[framework], '__version__', '')}"
+                remedy = "use a release that docs/frameworks.md names"
+                raise ValueError(f"{release} has none of {wanted}: {remedy}")
+            here += has
+    return here
 
 
 def _replacement(binding: Binding, original: Any, config: FlagConfig) -> Any:
@@ -60,6 +79,8 @@ def _replacement(binding: Binding, original: Any, config: FlagConfig) -> Any:
         return model_class(original, config, lambda vocab_size: (vocab_size, 1), compare)
     if binding in LABELS:
         return LABELS[binding](original)
+    if binding in REFUSED:
+        return refusing(binding, original)
     if binding.name != "get_forward_backward_func":
         return answering(binding, original)
     runner = StepRunner(config, original)

@@ -1,7 +1,7 @@
-"""Labels of the tokens that a framework reads: those of its responses. The others' become -1, which is no id.
+"""Labels of the tokens that a framework reads, which are those of its responses; all others become -1.
 
-The model sees prompts, responses and padding. A row whose label is -1 takes no part in the output layer
-(``pipeline/microbatches.py``), and its numbers are NaN (``steps.py``).
+The model sees prompts, responses and padding. A token with the label -1, which is no id, takes no part in the
+output layer (``pipeline/microbatches.py``), and its numbers are NaN (``steps.py``).
 
 Read at verl v0.7.0 and slime v0.3.1. Next: ``bindings.py``, which names the functions that these replace.
 """
@@ -20,7 +20,7 @@ from megatron_vocabpar.frameworks.steps import HandleModel
 
 
 def slime_labels(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """For ``_build_shifted_tokens``: labels ``[T]`` of all tokens; slime then takes the responses'."""
+    """Replaces ``_build_shifted_tokens``, which makes labels ``[T]`` of all tokens."""
 
     @wraps(original)
     def build_shifted_tokens(
@@ -32,16 +32,16 @@ def slime_labels(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         allgather_cp: bool,
     ) -> Tensor:
         labels = original(T, device, unconcat_tokens, total_lengths, response_lengths, allgather_cp)
-        places = torch.arange(T, device=device)
+        positions = torch.arange(T, device=device)
         extract = sys.modules[original.__module__]._extract_per_sample
-        read = torch.cat(extract(places, None, total_lengths, response_lengths, allgather_cp)[0])
-        return torch.full_like(labels, -1).index_copy_(0, read, labels[read])
+        responses = torch.cat(extract(positions, None, total_lengths, response_lengths, allgather_cp)[0])
+        return torch.full_like(labels, -1).index_copy_(0, responses, labels[responses])
 
     return build_shifted_tokens
 
 
 def verl_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For ``get_mcore_forward_no_padding_fn``, whose function packs labels, and padding as id 0."""
+    """Replaces ``get_mcore_forward_no_padding_fn``, whose function packs labels, with padding as id 0."""
 
     @wraps(original)
     def get_forward(*arguments: Any, **options: Any) -> Callable[..., Any]:
@@ -58,7 +58,8 @@ def verl_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
             ids = labels["label"]
             read = _read_by_verl(model.batches[-1]).to(ids.device)
-            # One more than the ids, so that padding differs from them and becomes -1, too.
+            # verl pads with 0. So labels are one more than ids, and 0 if not read: ids (5, 0, 7) of a prompt
+            # and two responses become (0, 1, 8), and in the end (-1, 0, 7).
             increased = torch.where(read, ids.values() + 1, 0)
             label = torch.nested.nested_tensor_from_jagged(increased, offsets=ids.offsets())
             options |= {
@@ -73,9 +74,9 @@ def verl_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _read_by_verl(batch: Any) -> Tensor:
-    """Of the tokens ``[t]`` of a batch without padding, those whose numbers verl reads, boolean.
+    """Boolean ``[t]``: which tokens of a batch without padding verl reads.
 
-    Its losses and trainers read responses; in supervised training what its loss mask says.
+    Its losses and trainers read responses; supervised training reads what the loss mask says.
     """
     ids, loss_mask, responses = batch["input_ids"], batch.get("loss_mask"), batch.get("responses")
     read = torch.zeros_like(ids.values(), dtype=torch.bool)

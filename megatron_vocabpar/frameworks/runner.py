@@ -1,6 +1,6 @@
-"""The forward-backward function that frameworks get: their steps made Megatron's, then our schedules.
+"""The forward-backward function of frameworks: their steps are made Megatron's, which our schedules run.
 
-Next: ``bindings.py``, how it gets there.
+Next: ``bindings.py``, how frameworks get it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from megatron_vocabpar.runtime.comm import broadcast
 
 
 class StepRunner:
-    """A forward-backward function for steps of frameworks; groups and streams exist from its first call on.
+    """A forward-backward function for steps of frameworks; its first call makes groups and streams.
 
     Args:
-        config: what ``VOCAB_PARALLEL_FLAGS`` ask for.
-        stock: gives Megatron's own function, for models whose vocabulary is not partitioned.
+        config: of ``VOCAB_PARALLEL_FLAGS``.
+        stock: returns Megatron's own function, for models whose vocabulary is not partitioned.
     """
 
     def __init__(self, config: FlagConfig, stock: Callable[..., Any]) -> None:
@@ -73,7 +73,7 @@ class StepRunner:
     def _begin(
         self, arguments: dict[str, Any], chunks: list[torch.nn.Module], shards: PartitionedModel
     ) -> deque[Step]:
-        """The steps of all microbatches, where the loss is."""
+        """The steps of all microbatches, on the rank of the loss stage."""
         last: Any = unwrap_model(chunks[-1])
         if not last.post_process:
             return deque()
@@ -89,10 +89,9 @@ class StepRunner:
     def _options(self, run: ForwardBackward, steps: deque[Step], forward_only: bool) -> VocabOptions:
         """This call's options on all ranks: the temperature and the entropies that the steps ask for."""
         groups, options = run.groups, self._config.options
-        asked = [step.request for step in steps]
         requests = {
             (request.temperature, request.entropy, request.entropy_gradient and not forward_only)
-            for request in asked
+            for request in (step.request for step in steps)
         }
         if len(requests) > 1:
             raise ValueError(

@@ -1,11 +1,10 @@
 """A framework's ``forward_step`` as Megatron's own would be: labels go into the model, token losses come out.
 
-Megatron's scripts call the model with labels: such a step is taken as it is. Frameworks call it without, and
-their functions of log-probabilities with logits and labels, in ``forward_step`` itself (verl) or in the loss
-function that it returns (slime). Both run up to that point before the iteration, on a handle that has no
-answer, which tells labels and temperature; and to their end with the answer, when the pipeline has the token
-losses. What runs twice is ``forward_step`` in the first case, with the same batch, and the loss function in
-the second.
+A step of Megatron's scripts calls the model with labels and is taken as it is. Frameworks call it without;
+they give logits and labels to a function of log-probabilities, in ``forward_step`` itself (verl) or in the
+loss function that it returns (slime). That code runs twice: before the iteration up to that call, on a handle
+without an answer, which learns labels and temperature; and to its end with the answer, when the pipeline has
+the token losses. For verl that is ``forward_step``, with the same batch, for slime the loss function.
 
 Next: ``runner.py``.
 """
@@ -24,15 +23,15 @@ from megatron_vocabpar.pipeline.recording import ForwardStep, ModelCall, StandIn
 
 
 class _Remembered:
-    """Wraps a data iterator and keeps the batches that were taken."""
+    """Wraps a data iterator and keeps its batches."""
 
     def __init__(self, iterator: Any) -> None:
         self._iterator = iterator
-        self.given: list[Any] = []
+        self.batches: list[Any] = []
 
     def __next__(self) -> Any:
-        self.given.append(next(self._iterator))
-        return self.given[-1]
+        self.batches.append(next(self._iterator))
+        return self.batches[-1]
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -45,7 +44,7 @@ class HandleModel(StandIn):
     """Stands in for the model of the loss stage: a call without labels gives a handle.
 
     Attributes:
-        batches: what ``forward_step`` has taken from its iterator.
+        batches: those that ``forward_step`` has taken from its iterator.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class HandleModel(StandIn):
 
 
 def _token_shape(call: ModelCall) -> tuple[int, int]:
-    """``(b, s)`` of a call of the model; a last stage's ids may not be packed yet."""
+    """``(b, s)`` of a call of the model; on a last stage the ids may not be packed yet."""
     packed = call.kwargs.get("packed_seq_params")
     ends = getattr(packed, "cu_seqlens_q_padded", None)
     ends = getattr(packed, "cu_seqlens_q", None) if ends is None else ends
@@ -82,10 +81,12 @@ def _token_shape(call: ModelCall) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Step:
-    """One microbatch of a framework, up to where it wants log-probabilities.
+    """One microbatch of a framework, up to its question for log-probabilities.
 
     Attributes:
-        finish: from an answer to what its loss function returns.
+        call: of the model.
+        request: the question.
+        finish: takes the answer; returns what the loss function returns.
     """
 
     call: ModelCall
@@ -96,13 +97,13 @@ class Step:
 def begin_step(
     forward_step: ForwardStep, data_iterator: Any, model: torch.nn.Module, width: int, device: torch.device
 ) -> Step:
-    """Run a framework's ``forward_step``, and its loss function if need be, until it wants log-probabilities.
+    """Run a framework's ``forward_step``, and its loss function, until one asks for log-probabilities.
 
     Raises:
-        ValueError: if it never does, calls the model not exactly once, or needs logits for something else.
+        ValueError: if neither asks, the model is not called exactly once, or logits are needed otherwise.
     """
     batch = _Remembered(data_iterator)
-    stand_in = HandleModel(model, batch.given, width, device)
+    stand_in = HandleModel(model, batch.batches, width, device)
     returned: tuple[Any, ...] = ()
     try:
         output, loss_func = returned = forward_step(batch, stand_in)
@@ -123,8 +124,8 @@ def begin_step(
         if returned:
             output, loss_func = returned
             return loss_func(LogitsHandle(output.shape[:-1], width, device, answer))
-        answering = HandleModel(model, batch.given, width, device, answer)
-        output, loss_func = forward_step(iter(batch.given), answering)
+        answering = HandleModel(model, batch.batches, width, device, answer)
+        output, loss_func = forward_step(iter(batch.batches), answering)
         return loss_func(output)
 
     return Step(stand_in.only_call(), request, finish)
@@ -133,7 +134,7 @@ def begin_step(
 def as_megatron(step: Step, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
     """What Megatron's own ``forward_step`` would return for this step.
 
-    To a framework, numbers of tokens whose labels are not ids are NaN: it doesn't read them.
+    Tokens whose labels are no ids have NaN as numbers: a framework doesn't read them.
     """
     call = step.call
     if call.labels is not None:

@@ -1,12 +1,11 @@
-"""Functions of frameworks and converters that walk a model's parameters, to load weights or to hand them out.
+"""Functions of frameworks and converters that walk a model's parameters, to load or export weights.
 
-While they run the model shows stock's vocabulary layers. Read at slime v0.3.1, verl v0.7.0, mbridge 0.15.1
+While they run, the model shows stock's vocabulary layers. Read at slime v0.3.1, verl v0.7.0, mbridge 0.15.1
 and Megatron Bridge v0.6.0. Next: ``pipeline/model/whole_layers.py``, the layers that they see.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -15,19 +14,20 @@ from functools import wraps
 from typing import Any
 
 from megatron_vocabpar.megatron_lm.bindings import Binding
+from megatron_vocabpar.megatron_lm.patch import has_name
 from megatron_vocabpar.pipeline.model.whole_layers import whole_layers
 
 
 @dataclass(frozen=True)
 class Walk:
-    """A function that walks a rank's model chunks; on all ranks at the same time.
+    """A function that walks a rank's model chunks, on all ranks at the same time.
 
     Attributes:
         binding: its name.
         framework: the package that calls it.
-        chunks: its argument that is a chunk or a list of them.
-        iterates: whether it returns an iterator, which does the walking.
-        writes: whether it, or who iterates, writes to parameters.
+        chunks: the name of its argument that is a chunk or a list of them.
+        iterates: whether it returns an iterator, which walks.
+        writes: whether it, or the caller that iterates, writes to parameters.
     """
 
     binding: Binding
@@ -36,15 +36,9 @@ class Walk:
     iterates: bool
     writes: bool
 
-    def is_found(self) -> bool:
-        """Whether the framework is being imported or has been, and has what the function is in."""
-        if self.framework not in sys.modules:
-            return False
-        try:
-            importlib.import_module(self.binding.module)
-        except ModuleNotFoundError:
-            return False
-        return True
+    def is_here(self) -> bool:
+        """Whether the framework is imported, or is just being, and has the function."""
+        return self.framework in sys.modules and has_name(self.binding)
 
     def on_whole_layers(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """``original`` on a model that shows stock's layers."""
@@ -90,7 +84,7 @@ def _walk(framework: str, chunks: str, module: str, name: str, *copies: str, **d
 
 
 WALKS = (
-    # Who loads, backs up, restores and sends weights iterates over this one, and may write to them.
+    # All that load, back up, restore or send weights iterate over this one, and may write to them.
     _walk(
         "slime",
         "model",
@@ -115,4 +109,4 @@ WALKS = (
         "megatron.bridge", "megatron_model", _BRIDGE, f"{_OWNER}.stream_weights_megatron_to_hf", **_EXPORTS
     ),
 )
-"""What is bound of each framework."""
+"""The functions that are replaced, by framework."""

@@ -1,17 +1,23 @@
-"""Further numbers a token: how a shard makes each, and how all shards' join.
+"""Further numbers of a token: how a shard makes each, and how those of all shards join.
 
-They travel as further columns of the packed statistics, in one order (a head's ``columns``), so that one
-collective carries all. A column reads what S has stored, so that logits are never read again; stored
-exponentials are rounded to the operands' dtype, and weighted where logits are softcapped.
+They are further columns of the packed statistics, in one order (a head's ``columns``), so one collective
+carries all. A column is made of the exponentials that S has stored, so logits are never read again. Those are
+rounded to the operands' dtype.
 
     mean     sum_j Y_j                    -> (1/V) sum_j Y_j                  label smoothing
     entropy  sum_j E_j ln E_j             -> lse - sum_j p_j Y_j              in bf16 about three digits
-    rivals   the largest E_j, not the     -> [2, n] the target's exponential, as it would be stored, and the
-             target's                        largest other one, relative to 2^K
+    rivals   the largest E_j, not the     -> [2, n] the target's logit, and how many shards have an id that
+             target's                        is likelier
+
+A shard compares its ids with the target's exponential relative to its own 2^k, as it would have stored it.
+For example, of two shards one has a logit 90 above all others and the target is in the second: relative to
+the first shard's 2^k it is 0, and that one id is likelier; relative to its own shard's it has all its digits.
 
 Of ids with equal logits the target counts as the most likely, where an argmax takes the smallest id. An id
-that is likelier by less than the dtype's rounding (bf16 0.4 %, fp16 0.05 %, fp32 5e-7) counts as equal. A
-target below 2^-14 (fp16) or 2^-126 of the most likely id has few digits or none.
+counts as equal, too, if it is likelier by less than the rounding of what is stored: 0.8 % in bf16, 0.1 % in
+fp16, 4e-6 in fp32 and 7e-15 in fp64, in the last two 2.4e-7 and 4.4e-16 more for each nat from 2^k. What lies
+below the likeliest id of its shard by more than the dtype has exponents (27 nats in fp16, with fewer digits
+from 19 on, 87 in bf16 and fp32, 708 in fp64) is stored as 0: such ids equal a target that is as far below.
 
 Next: ``output.py``.
 """
@@ -38,10 +44,10 @@ class Column:
     """One further number of every token.
 
     Attributes:
-        name: of the field of ``Softmax`` that it becomes.
-        join: from the packed statistics [R, n, 4], every shard's number [R, n] and the joined softmax.
-        of_shard: [n] from what S has kept; None where S itself sends it.
-        rows: how many numbers a token it becomes.
+        name: of its field in ``Softmax``.
+        join: makes that field of the packed statistics [R, n, 4], all shards' numbers [R, n] and the softmax.
+        of_shard: makes a shard's [n] of what S has kept; None if S itself sends it.
+        rows: numbers per token in the field.
     """
 
     name: str
@@ -51,7 +57,7 @@ class Column:
 
 
 def mean_column(vocab_size: int) -> Column:
-    """The mean logit; S sends its part."""
+    """The mean logit; S sends each shard's sum."""
     return Column("mean", partial(_mean, vocab_size))
 
 
@@ -60,7 +66,7 @@ def _mean(vocab_size: int, _: Tensor, parts: Tensor, softmax: Softmax) -> Tensor
 
 
 def _log_sums(state: OutputState) -> Tensor:
-    """[n] the sums of E ln E; those that came with the product in S, where it has made one."""
+    """[n] sums of E ln E, from the state if ``with_log_product`` has made them."""
     if state.log_sums is not None:
         return state.log_sums
     sums = state.k.new_empty(len(state.x))
@@ -70,7 +76,7 @@ def _log_sums(state: OutputState) -> Tensor:
 
 
 def _entropy(statistics: Tensor, parts: Tensor, softmax: Softmax) -> Tensor:
-    """ln S - sum_j p_j ln(p_j S), all logits relative to the largest exponent: nothing large cancels."""
+    """ln S - sum_j p_j ln(p_j S). All logits are relative to the largest exponent: nothing large cancels."""
     k, rest, target, owner = statistics.unbind(2)
     exponent = k - softmax.offset
     inner = power_of_two(exponent) * (parts + log_of_power(exponent) * rest)
@@ -95,12 +101,27 @@ def _largest(state: OutputState) -> Tensor:
 
 
 def _rivals(dtype: torch.dtype, statistics: Tensor, largest: Tensor, softmax: Softmax) -> Tensor:
-    k, _, target, owner = statistics.unbind(2)
-    at_target = subtract_power_log_(target.clone(), softmax.offset).exp()
-    at_target = torch.where(owner != 0, at_target, 0).sum(0)
-    # A few roundings of exp, and of other kernels', more: equal ids are not to lose by them.
-    at_target = at_target.to(dtype).to(at_target.dtype) * (1 + 4 * torch.finfo(at_target.dtype).eps)
-    return torch.stack([at_target, (power_of_two(k - softmax.offset) * largest).amax(0)])
+    k, _, target_logit, owner = statistics.unbind(2)  # each [R, n]
+    target_logit = torch.where(owner != 0, target_logit, 0).sum(0)
+    equal = largest <= _at_target(target_logit, k, dtype)  # False for NaN, which no target wins against
+    return torch.stack([target_logit, (~equal).sum(0).to(target_logit.dtype)])
+
+
+def _at_target(target_logit: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest stored exponential that counts as equal to the target's, relative to 2^k.
+
+    Two computations of ``exp(y - k ln 2)`` differ by a few roundings, and by one more for each nat. So the
+    target's gets that much more before it is rounded as the stored ones were: then no equal id is above it.
+
+    Args:
+        target_logit: [n] fp32 or fp64.
+        k: [..., n] offsets of one shard, or of several.
+        dtype: in which the exponentials are stored.
+    """
+    distance = subtract_power_log_(target_logit.expand_as(k).clone(), k)
+    roundings = 32 + 2 * distance.abs().clamp(max=1e3)
+    at_target = distance.exp().mul_(1 + roundings * torch.finfo(k.dtype).eps)
+    return at_target.to(dtype).to(k.dtype)
 
 
 @exact()
@@ -112,18 +133,17 @@ def likelier_ids(state: OutputState, softmax: Softmax) -> Tensor:
         softmax: of all shards, with ``rivals``.
     """
     assert softmax.rivals is not None
-    # Relative to the shard's own offset, where its exponentials are as they were stored.
-    at_target = softmax.rivals[0] * power_of_two(softmax.offset - state.k)
+    e = state.exponentials
+    at_target = _at_target(softmax.rivals[0], state.k, e.dtype)
     counts = at_target.new_empty(len(at_target), dtype=torch.int64)
-    for rows in row_chunks(*state.exponentials.shape, transient_bytes=transient_bytes(counts.device)):
-        likelier = state.exponentials[rows].to(at_target.dtype) > at_target[rows].unsqueeze(1)
-        counts[rows] = likelier.sum(1)
+    for rows in row_chunks(*e.shape, transient_bytes=transient_bytes(counts.device)):
+        counts[rows] = (e[rows].to(at_target.dtype) > at_target[rows].unsqueeze(1)).sum(1)
     return torch.where(softmax.valid, counts, 0)
 
 
 @exact()
 def with_columns(state: OutputState | None, statistics: Tensor, columns: Sequence[Column]) -> Tensor:
-    """[n, W + more]: one shard's statistics with the columns that are made of what S has kept."""
+    """[n, W + more] one shard's statistics, with the columns that are made of what S has kept."""
     makers = [column.of_shard for column in columns if column.of_shard is not None]
     if not makers:
         return statistics
@@ -133,12 +153,7 @@ def with_columns(state: OutputState | None, statistics: Tensor, columns: Sequenc
 
 
 def place_of(statistics: Tensor, columns: Sequence[Column]) -> Softmax:
-    """Memory for what ``join`` makes of everyone's statistics, such as that of another stream.
-
-    Args:
-        statistics: one shard's, as they go into the collective.
-        columns: those in it.
-    """
+    """Memory for the result of ``join``, such as that of another stream, from one shard's statistics."""
     place = softmax_place(statistics)
     shapes = {column.name: (column.rows, len(statistics))[column.rows == 1 :] for column in columns}
     return replace(place, **{name: place.total.new_empty(shape) for name, shape in shapes.items()})
@@ -150,8 +165,8 @@ def join(gathered: Tensor, columns: Sequence[Column] = (), out: Softmax | None =
 
     Args:
         gathered: [R, n, W + more] the statistics of R shards, in rank order.
-        columns: those in it, in the order of the shards'.
-        out: from ``place_of``, whose tensors are written; None allocates.
+        columns: those in the statistics, in their order.
+        out: from ``place_of``, for the result; None allocates.
 
     Raises:
         ValueError: as ``merge_stats``.

@@ -1,10 +1,11 @@
 """The input layer on vocabulary shards: passes IF and IB.
 
-Token ids are known on every rank, so every rank derives the same plan: which rank owns each token
-and in which order the rows travel. A rank looks up, sends and gets gradients for its own rows only,
-n/p on average, where the published scheme has every rank build and all-reduce a dense [n, H].
+Every rank knows the token ids, so all derive one plan: which rank owns each token, and in which order the
+rows travel. A rank looks up, sends and gets gradients for its own rows alone, n/p on average; in the
+published scheme every rank builds and all-reduces a dense [n, H]. For example, ids (5, 0, 4, 1) on shards [0,
+3) and [3, 6) have the order (1, 3, 0, 2) with counts (2, 2).
 
-Letters: n tokens, H hidden, P rows of this rank's shard. The collective itself is the runtime's.
+Letters: n tokens, H hidden, P rows of this rank's shard. The runtime makes the collective.
 Source: section 5.4 and appendix C of the paper. Next: ``output.py``.
 """
 

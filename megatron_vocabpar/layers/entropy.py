@@ -1,7 +1,7 @@
-"""Products with E ln E, which the gradient of an entropy is made of (``numbers.py``).
+"""E ln E, of which the gradient of an entropy is made (``numbers.py``).
 
-With ``dY = E (row + logs ln E)`` the input gradient has a second product, ``(E ln E) W``: S of vocab-2
-computes it early. Elsewhere the gradients are those of other exponentials, which cost a pass over [n, P].
+With ``dY = E (row + logs ln E)`` the input gradient has a second product, ``(E ln E) W``, which S of vocab-2
+computes early. Elsewhere ``row E + logs E ln E`` takes the place of E, at the cost of a pass over [n, P].
 
 Next: ``output.py``.
 """
@@ -16,17 +16,17 @@ from torch import Tensor
 from megatron_vocabpar.layers.gemm import row_chunks, transient_bytes
 
 LARGEST_LOG = 16.0
-"""A power of two above ln E of every E in fp16: E ln E fits into it by this much smaller."""
+"""A power of two above ln E of every E in fp16: E ln E divided by it fits into fp16."""
 
 
 def log_exponentials(e: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """``E ln E`` [c, P] of a chunk of tokens of ``e`` [n, P] at a time, fp32 (fp64 for fp64)."""
+    """``E ln E`` [c, P] of ``e`` [n, P] by chunks of tokens, fp32 (fp64 for fp64)."""
     for rows, wide in _wide(e):
         yield rows, torch.special.xlogy(wide, wide)
 
 
 def mixed(e: Tensor, row: Tensor, logs: Tensor) -> tuple[Tensor, Iterator[tuple[slice, Tensor]]]:
-    """``row E + logs E ln E`` as a scale [n] and what it scales, [c, P] of a chunk, no larger than E."""
+    """``row E + logs E ln E`` as a scale [n] and chunks [c, P] that it scales, no larger than E."""
     size = row.abs() + LARGEST_LOG * logs.abs()
     divisor = torch.where(size > 0, size, 1)
 

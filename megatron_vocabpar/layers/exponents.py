@@ -1,12 +1,12 @@
 """Exact powers of two: the offset that makes softmax shards join without rounding.
 
-A logit is split as ``y = (q + f) ln 2`` with integer q and |f| <= 1/2, so that
-``exp(y) = 2^f * 2^q``. Only ``2^f`` is ever rounded; multiplying by ``2^(q - k)`` for an integer
-offset k changes the exponent alone. Stored exponentials then do not depend on k, and so not on how
-the vocabulary is cut.
+A logit is split as ``y = (q + f) ln 2`` with integer q and |f| <= 1/2, so ``exp(y) = 2^f * 2^q``. Only
+``2^f`` is rounded; multiplying by ``2^(q - k)`` with an integer offset k changes the exponent alone. So the
+digits of stored exponentials do not depend on k, nor on how the vocabulary is cut. For example, y = 10 is
+14.43 ln 2: q = 14, 2^0.43 = 1.344; relative to k = 20 it is stored as 1.344 * 2^-6.
 
-Exponents travel as whole numbers in the floating type of the statistics. Used by
-``kernels/reference.py`` and ``softmax_stats.py``.
+Exponents travel as whole numbers in the floating dtype of the statistics. Used by ``kernels/reference.py``
+and ``softmax_stats.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LN2_LOW = -2.1219444005469057e-4
 
 
 def whole_exponent(y: Tensor) -> Tensor:
-    """The q of ``split_exponent``."""
+    """q of ``split_exponent``."""
     return (y * LOG2_E).round_().clamp_(-EXPONENT_LIMIT, EXPONENT_LIMIT)
 
 
@@ -44,7 +44,7 @@ def split_exponent(y: Tensor) -> tuple[Tensor, Tensor]:
         +inf come out as NaN or inf.
     """
     q = whole_exponent(y)
-    # Two separate multiplications: a fused one would round differently from one layout to another.
+    # Not fused into one operation, which would round differently in other layouts.
     r = (y - q * LN2_HIGH).sub_(q * LN2_LOW)
     return q, r
 
@@ -52,7 +52,7 @@ def split_exponent(y: Tensor) -> tuple[Tensor, Tensor]:
 def fraction_power(r: Tensor) -> Tensor:
     """exp(r) = 2^f for the remainder r of ``split_exponent``; 0 for r = -inf. Overwrites r.
 
-    Not by exp2, which on the CPU rounds the last few elements of a tensor otherwise than the others.
+    Not by exp2, which on the CPU rounds the last few elements of a tensor differently.
     """
     return r.exp_()
 
@@ -76,10 +76,10 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def log_of_power(exponent: Tensor) -> Tensor:
-    """exponent * ln 2 to the full precision of its dtype, for a whole number."""
+    """``exponent * ln 2`` for whole numbers, to the full precision of their dtype."""
     return exponent * LN2_HIGH + exponent * LN2_LOW
 
 
 def subtract_power_log_(y: Tensor, exponent: Tensor) -> Tensor:
-    """``y -= exponent * ln 2`` in place, at the precision of the difference; for whole numbers."""
+    """``y -= exponent * ln 2`` in place for whole numbers, to the full precision of the difference."""
     return y.sub_(exponent * LN2_HIGH).sub_(exponent * LN2_LOW)

@@ -1,16 +1,17 @@
-"""Sums that no sharding and no batch changes: the one scheme of ``invariant.py`` and of ``losses``.
+"""Sums that no sharding and no batch changes, for ``invariant.py`` and ``losses``.
 
-Floating-point sums change with the order of the terms, and so with the sharding. Whole numbers have no order:
+Floating-point sums depend on the order of their terms, and so on the sharding. Those of whole numbers do not:
 
 - **Digits.** A term is written in base 2^40, on places that are the same everywhere: place w counts multiples
-  of 2^(40 w). A shard adds the digits of its terms, exactly, and sends the sums of its two highest places
-  and which place is the first. The merge takes the two highest of all shards. What lies below is less than
-  2^-40 of the largest term. One collective; no shard need know another's size beforehand.
-- **A grid.** Where a bound of the sum is known (dX, after the statistics have met), terms are rounded to
+  of 2^(40 w). For example, 3 * 2^-20 is 3 * 2^20 on place -1. A shard adds the digits of its terms exactly
+  and sends the sums of its two highest places, and the first place. The merge adds the two highest of all
+  shards; what lies below is less than 2^-40 of the largest term. That is one collective, and no shard needs
+  to know another's numbers first.
+- **A grid.** If a bound of the sum is known (dX, after the statistics have met), terms are rounded to
   multiples of one power of two and added as int64.
 - **Blocks.** A matrix product is made of products of one shape, of ``BLOCK`` tokens and ``BLOCK`` ids, filled
-  up with zeros. On a GPU an element then comes from the same instructions everywhere. On a CPU it does not:
-  the edge of a thread's share has other instructions. So its sum is exact there (``split_product.py``).
+  up with zeros. On a GPU an element then comes from the same instructions everywhere. On a CPU it does not,
+  as the edge of a thread's share has other instructions; so its sum is exact there (``split_product.py``).
 
 Source: the digits are those of reproducible summation (Demmel and Nguyen, 2015). Next: ``invariant.py``.
 """
@@ -30,38 +31,38 @@ from megatron_vocabpar.layers.kernels.reference import Exponentials
 from megatron_vocabpar.layers.split_product import split_product
 
 BLOCK = 256
-"""Ids, and tokens, that are always computed together."""
+"""Tokens, or ids, that are always computed together."""
 
 _BASE = 40
 """Bits of a digit: 2^20 digits, and the square root of 2, fit into 63 bits."""
 
 _PLACES = 2
-_CACHED_BYTES = 2**19  # of fp32: what is made of them stays in the cache
+_CACHED_BYTES = 2**19  # of fp32 terms: their digits stay in the cache
 _DIGITS = 1 + _PLACES
 _NOT_FINITE = 2**40
-"""In place of the first place: the digits say whether +inf, and -inf, is among the terms; for NaN both."""
+"""A first place that marks terms that are not finite: the digits then count +inf and -inf, NaN as both."""
 
 WHOLE_WIDTH = 3 + _DIGITS
 """Columns per token: bits of the target's logit, owner, bits of max |W|, digits of the softmax's sum.
 
-One more, of zeros, says that the operands are fp64: no value need be read on the host.
+A further column of zeros tells the merge, by the shape alone, that the operands are fp64.
 """
 
 
 def exponentials(logits: Tensor, *args: Any, **options: Any) -> Exponentials:
-    """The row kernel, by an implementation whose elements don't depend on their place; its arguments.
+    """The row kernel, by an implementation whose elements don't depend on their place.
 
-    The CPU's own does not serve: its exp2 rounds the last few elements of a tensor otherwise than the others.
+    The CPU's own is none: its exp2 rounds the last few elements of a tensor differently.
     """
     kernels = row_kernels(logits.device, logits.dtype)
     return (REFERENCE if kernels is CPU else kernels).exponentials(logits, *args, **options)
 
 
 def digits(values: Tensor, k: Tensor) -> Tensor:
-    """[n, 3] int64: the first place, and the sums of the terms' digits on two places.
+    """[n, 3] int64: the first place, and the sums of the terms' digits on it and on the next.
 
     Args:
-        values: [n, T] terms relative to 2^k, fp32 or fp64; up to 2^20 of all shards.
+        values: [n, T] terms relative to 2^k, fp32 or fp64; all shards have up to 2^20 of them.
         k: [n] whole exponents.
     """
     pieces = row_chunks(*values.shape, transient_bytes=_CACHED_BYTES) or [slice(0, 0)]
@@ -87,9 +88,9 @@ def _digits(values: Tensor, k: Tensor) -> Tensor:
 
 
 def total(gathered: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum over all shards: ``(value, exponent)``, [n] double each; it is ``value * 2^exponent``.
+    """The sum over all shards, ``value * 2^exponent``: ``(value, exponent)``, [n] double each.
 
-    |value| is 1/2 to 1, or 0 with the exponent ``NOTHING``; what is not finite has the exponent 0.
+    |value| is 1/2 to 1, or 0 with the exponent ``NOTHING``; a sum that is not finite has the exponent 0.
 
     Args:
         gathered: [R, n, 3] int64 ``digits`` of the shards.
@@ -98,7 +99,9 @@ def total(gathered: Tensor) -> tuple[Tensor, Tensor]:
     highest = first.amax(dim=0)
     sums = []
     for place in range(_PLACES):
-        index = place - (highest - first)  # which of a shard's digits lies on this place
+        # Which of the shard's digits lies on this place: with first places 3 and 2, the second shard's
+        # first digit lies on the second place.
+        index = place - (highest - first)
         digit = gathered.gather(2, 1 + index.clamp(min=0).unsqueeze(2)).squeeze(2)
         sums.append(torch.where(index >= 0, digit, 0).sum(dim=0).double())
     value = sums[1] * 2.0**-_BASE + sums[0]
@@ -110,7 +113,7 @@ def total(gathered: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_sums(s: Tensor, k: Tensor) -> Tensor:
-    """``digits`` of sums [B, n], each relative to 2^k [B, n] of its own; B may be 0."""
+    """``digits`` of the sums s [B, n], relative to 2^k [B, n]; B may be 0."""
     highest = torch.cat((k.new_full((1, k.shape[1]), NOTHING), k)).amax(dim=0).double()
     shifted = s.double() * power_of_two(k.double() - highest)
     return digits(shifted.t(), highest)
@@ -120,9 +123,9 @@ def pack_whole(sums: Sequence[Tensor], target_logit: Tensor, owner: Tensor, weig
     """One shard's statistics for the collective: [n, 6 or more] int64.
 
     Args:
-        sums: [n, 3] digits: of the exponentials without the target's, and of what else is to be summed.
-        target_logit: [n], read where ``owner`` [n] is true; its bits are sent as they are.
-        weight_peak: the largest |weight| of the shard's true rows, one element; 0 without any.
+        sums: [n, 3] digits each: of the exponentials without the target's, and of further sums.
+        target_logit: [n], whose bits are sent where ``owner`` [n] is true.
+        weight_peak: the largest |weight| of the shard's true rows, one element; 0 without rows.
     """
     bits = torch.where(owner, target_logit.double().view(torch.int64), 0)
     peak = weight_peak.double().view(torch.int64).expand_as(bits)
@@ -130,34 +133,34 @@ def pack_whole(sums: Sequence[Tensor], target_logit: Tensor, owner: Tensor, weig
 
 
 def join_whole(gathered: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
-    """The statistics of all shards as those of one that holds everything.
+    """The statistics of all shards as those of a single one.
 
     Args:
         gathered: [R, n, 6 or more] int64.
         dtype: of the result, fp32 or fp64.
 
     Returns:
-        ``(stats, weight_peak, others)``: [1, n, 4] as in ``softmax_stats.py``, the same for every sharding;
-        the largest |weight| of all shards, one double; the other sums as of ``total``.
+        ``(stats, weight_peak, others)``: [1, n, 4] as in ``softmax_stats.py``; the largest |weight| of all
+        shards, one double; the further sums as ``total`` returns them.
     """
     bits, owner, peak = gathered[..., :3].unbind(2)
     s_rest, k = total(gathered[..., 3 : 3 + _DIGITS])
     target = bits.sum(dim=0).view(torch.float64)
     stats = torch.stack((k, s_rest, target, owner.sum(dim=0).double()), dim=1).to(dtype)
-    # Bits of doubles of 0 or more are ordered as the doubles are.
+    # Doubles of 0 or more are ordered as their bits are.
     largest = peak.amax() if peak.numel() else peak.new_zeros(())
     others = [total(part) for part in gathered[..., 3 + _DIGITS :].split(_DIGITS, dim=2) if part.shape[2]]
     return stats.unsqueeze(0), largest.view(torch.float64), others
 
 
 def grid_of(bound: Tensor) -> Tensor:
-    """[n] double: multiples of 1/grid hold sums up to ``bound`` [n]; NaN where it is not finite."""
+    """[n] double: int64 multiples of 1/grid hold sums up to ``bound`` [n]; NaN for NaN and inf."""
     exponent = torch.frexp(bound.double()).exponent.double()
     return torch.where(bound.isfinite(), power_of_two(59 - exponent), torch.nan)
 
 
 def add_whole_(whole: Tensor, values: Tensor, grid: Tensor, rows: Tensor | slice = slice(None)) -> None:
-    """Add values [m, H], rounded to multiples of 1/grid [m], to ``rows`` of ``whole`` [n, H] int64."""
+    """Round values [m, H] to multiples of 1/grid [m]; add them to ``rows`` of ``whole`` [n, H] int64."""
     rounded = (values.double() * grid.unsqueeze(1)).round_().to(torch.int64)
     if isinstance(rows, Tensor):
         whole.index_add_(0, rows, rounded)
@@ -172,15 +175,15 @@ def filled(rows: Tensor) -> Tensor:
 
 
 def blocks_of(rows: int) -> list[slice]:
-    """So many tokens or true ids in blocks; the last may be shorter."""
+    """Cut so many tokens or true ids into blocks; the last may be shorter."""
     return row_chunks(rows, 1, BLOCK)
 
 
 def block_product(a: Tensor, b: Tensor) -> Tensor:
     """``product(a, b)`` of [n, J] and [J, K], whose elements don't depend on their place.
 
-    The CPU's library does not keep that, so sums are exact there (``split_product.py``). Elsewhere every call
-    of the library has one shape: it takes a block of a's rows.
+    On the CPU by exact sums (``split_product.py``); elsewhere by calls of one shape, a block of a's rows
+    each.
     """
     if a.device.type == "cpu":
         return split_product(a, b)

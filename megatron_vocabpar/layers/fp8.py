@@ -1,21 +1,21 @@
-"""The three products of the output layer of 8-bit operands, on request: S, A and dW at lower precision.
+"""The three products of the output layer with 8-bit operands.
 
-Operands are e4m3 numbers, 3 bits behind the point, with scales of one of two recipes; a product is rounded
-to bf16. What needs no product of [n, P] stays exact: the target's logit and its part of both gradients, the
-sums of the exponentials, the statistics.
+Operands are e4m3 numbers, which have 3 bits behind the point, with scales by one of two recipes; a product is
+rounded to bf16. Whatever needs no product of [n, P] stays exact: the target's logit and its part of both
+gradients, the sums of the exponentials, the statistics.
 
     row     each row has an fp32 scale, which takes its largest entry to 448
-    mxfp8   each 32 neighbours of a row have a power of two, the smallest that takes none above 448
+    mxfp8   each 32 neighbours of a row share a power of two, the smallest that takes none above 448
 
-    logits  X W^T    rows of X and of W, once more for each target in fp32
+    logits  X W^T    rows of X and of W; each target's once more in fp32
     A       E W      rows of E and of W^T
     dW      E^T X'   rows of E^T and of X'^T, X' the scaled rows of X
 
-With ``row`` E is stored in 8 bits, at most 362 (``reference.HEADROOM``), and multiplied so, without a scale.
-With ``mxfp8`` it is stored in the operands' dtype and rounded for each of its two products.
+With ``row`` E is stored in 8 bits, at most 362 (``reference.HEADROOM``), and multiplied without a scale. With
+``mxfp8`` it is stored in the operands' dtype and rounded for each of its two products.
 
-On a GPU that is ``torch._scaled_mm`` with bf16 results, the only ones that every version and device offers
-with a scale per row; elsewhere the same numbers are multiplied in fp32.
+On a GPU ``torch._scaled_mm`` multiplies, with bf16 results, which every version and device has with a scale
+per row; elsewhere the same numbers are multiplied in fp32.
 Source of mxfp8: OCP Microscaling Formats (MX) Specification 1.0, with the scale rounded up as in "Recipes for
 Pre-training LLMs with MXFP8" (arXiv 2506.08027), so that nothing saturates.
 Read ``recipes.py`` first. Next: ``output.py``.
@@ -37,15 +37,11 @@ E4M3 = torch.float8_e4m3fn
 
 _LARGEST = 448.0
 _TILE = (128, 4)
-"""Rows and blocks whose scales lie together, in the order in which the library reads them."""
+"""Rows and blocks of 32 whose scales lie together, as the library reads them."""
 
 
 def check_device(recipe: Fp8Recipe, device: torch.device) -> None:
-    """Raise unless the device multiplies such numbers, or is none whose products are emulated.
-
-    Raises:
-        ValueError: naming what it has.
-    """
+    """Raise a ValueError if a GPU does not multiply such numbers; other devices emulate it."""
     if device.type == "cuda" and (has := torch.cuda.get_device_capability(device)) < recipe.capability:
         other = next((f", or {r.name}" for r in RECIPES.values() if r.capability <= has), "")
         raise ValueError(
@@ -55,7 +51,7 @@ def check_device(recipe: Fp8Recipe, device: torch.device) -> None:
 
 
 def _scale(recipe: Fp8Recipe, largest: Tensor) -> Tensor:
-    """By which numbers up to ``largest``, fp32 of any shape, are divided; NaN or inf where that is."""
+    """The scale that divides numbers up to ``largest``, fp32 of any shape; NaN or inf for such numbers."""
     if recipe.block is None:
         return (largest / _LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
     mantissa, exponent = torch.frexp(largest)  # 448 is 0.875 * 2^9
@@ -95,7 +91,7 @@ class ScaledRows:
 
 
 def scaled_rows(matrix: Tensor, recipe: Fp8Recipe) -> ScaledRows:
-    """[M, K] of any floating dtype, rounded; e4m3 as it is. K is filled up with zeros to the multiple."""
+    """Round [M, K] of any floating dtype; e4m3 stays as it is. Zeros fill K up to the recipe's multiple."""
     m, k = matrix.shape
     if matrix.dtype == E4M3:
         ones = torch.ones((m, 1), dtype=torch.float32, device=matrix.device)
@@ -112,12 +108,12 @@ def scaled_rows(matrix: Tensor, recipe: Fp8Recipe) -> ScaledRows:
 
 
 def _filled(matrix: Tensor, recipe: Fp8Recipe) -> Tensor:
-    """Filled up with columns of zeros, contiguous."""
+    """``matrix``, contiguous, with columns of zeros up to the recipe's multiple."""
     return torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % recipe.multiple)).contiguous()
 
 
 def _tiles(scale: Tensor) -> Tensor:
-    """Powers of two [M, blocks] as ``ScaledRows.scale`` has them: one dimension."""
+    """Powers of two [M, blocks] in the order of ``ScaledRows.scale``, in one dimension."""
     codes = scale.to(torch.float8_e8m0fnu).view(torch.uint8)
     down, across = (-(-size // tile) for size, tile in zip(scale.shape, _TILE, strict=True))
     whole = torch.nn.functional.pad(
@@ -127,7 +123,7 @@ def _tiles(scale: Tensor) -> Tensor:
 
 
 def _exchanged(tiles: Tensor) -> Tensor:
-    """From rows of tiles ``[down, 4, 32, across, 4]`` to tiles ``[down, across, 32, 4, 4]``, or back."""
+    """Rows of tiles ``[down, 4, 32, across, 4]`` as tiles ``[down, across, 32, 4, 4]``, or back."""
     return tiles.permute(0, 3, 2, 1, 4)
 
 
@@ -142,12 +138,12 @@ def product_of_rows(a: ScaledRows, b: ScaledRows) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
-    """A shard's rows of the output weight in 8 bits, for as long as the weight does not change.
+    """A shard's rows of the output weight in 8 bits, valid until the weight changes.
 
     Attributes:
-        rows: of W [P, H], for the logits; zero where ids are padding.
+        rows: of W [P, H], for the logits; zero in the padding.
         columns: rows of W^T [H, P], for the input gradient.
-        recipe: of these, and of what they are multiplied with.
+        recipe: of these and of the other operands.
     """
 
     rows: ScaledRows
@@ -156,7 +152,7 @@ class Fp8Weight:
 
     @staticmethod
     def of(weight: Tensor, shard: VocabRange, recipe: Fp8Recipe = ROW) -> Fp8Weight:
-        """From [P, H], whose padding is not read.
+        """Round [P, H], whose padding is not read.
 
         Raises:
             ValueError: if P or H is not a multiple of the recipe's, or the weight is fp64.
@@ -174,31 +170,31 @@ class Fp8Weight:
         return Fp8Weight(scaled_rows(weight, recipe), scaled_rows(weight.t(), recipe), recipe)
 
     def logits(self, x: Tensor, weight: Tensor, target_row: Tensor, valid_rows: int) -> Tensor:
-        """[n, P] fp32 of x [n, H]; a target's is of the weight [P, H] itself."""
+        """[n, P] fp32 of x [n, H]; the targets' are products with the weight [P, H] itself."""
         logits = product_of_rows(scaled_rows(x, self.recipe), self.rows).float()
         if valid_rows:
             column = target_row.clamp(0, valid_rows - 1)
             exact = (x.float() * weight[column].float()).sum(1)
-            owned = column == target_row
-            found = logits.gather(1, column.unsqueeze(1)).squeeze(1)
-            logits.scatter_(1, column.unsqueeze(1), torch.where(owned, exact, found).unsqueeze(1))
+            rounded = logits.gather(1, column.unsqueeze(1)).squeeze(1)
+            owned_logit = torch.where(column == target_row, exact, rounded)
+            logits.scatter_(1, column.unsqueeze(1), owned_logit.unsqueeze(1))
         return logits
 
     def input_gradient(self, e: Tensor) -> Tensor:
-        """``E W``, [n, H] bf16, of e [n, P], in 8 bits or not, as the recipe keeps them."""
+        """``E W``, [n, H] bf16, of e [n, P] in the recipe's storage."""
         return product_of_rows(scaled_rows(e, self.recipe), self.columns)
 
     def add_weight_gradient_(
         self, main_grad: Tensor, e: Tensor, x: Tensor, valid_rows: int, factor: Tensor | None
     ) -> None:
-        """``main_grad += factor * E^T x`` in the true rows, by parts that can be added from the cache.
+        """``main_grad += factor * E^T x`` in the true rows, by parts that are added from the cache.
 
         Args:
             main_grad: [P, H] of any floating dtype.
-            e: [n, P], in 8 bits or not, as the recipe keeps them.
-            x: [n, H] rows of X, scaled.
-            valid_rows: of the shard.
-            factor: one element, or None for 1.
+            e: [n, P] in the recipe's storage.
+            x: [n, H] scaled hidden states.
+            valid_rows: true rows of the shard.
+            factor: one element; None is 1.
         """
         columns = scaled_rows(x.t(), self.recipe)
         for rows in row_chunks(valid_rows, max(e.shape[0], x.shape[1])):

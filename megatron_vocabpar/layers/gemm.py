@@ -1,10 +1,8 @@
-"""Matrix products that are accumulated, and returned, in high precision.
+"""Matrix products with high-precision sums and results.
 
-16-bit operands give fp32 results: the logits' own rounding to 16 bits would dominate every other
-error of the output layer (5e-3 in a log-probability). On a GPU the library does that directly; on
-the CPU, whose 16-bit products round their results, the operands are converted first.
-
-What PyTorch takes on CUDA differs by version: ``tests/layers/cuda_products.py`` has the table.
+16-bit operands give fp32 results: rounding logits to 16 bits would be the largest error of the output layer
+(5e-3 in a log-probability). On a GPU the library has such products; the CPU's round 16-bit results, so there
+the operands are converted first. ``tests/layers/cuda_products.py`` says what each PyTorch takes on CUDA.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-_TRANSIENT_BYTES = 32 * 2**20  # stays in an L2 of 40 MB or more; 256 tiles of 128 x 256 for a product
-_TRANSIENT_BYTES_CPU = 8 * 2**20  # a row kernel finds it in the cache; larger blocks come as cold pages
+_TRANSIENT_BYTES = 32 * 2**20  # fits into an L2 of 40 MB or more; 256 tiles of 128 x 256 of a product
+_TRANSIENT_BYTES_CPU = 8 * 2**20  # fits into the cache between product and row kernel
 
 
 def result_dtype(operand: torch.dtype) -> torch.dtype:
@@ -44,25 +42,25 @@ def result_dtype(operand: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Without autograd, and without autocast, which would round operands and results to 16 bits."""
+    """Turn off autograd, and autocast, which would round operands and results to 16 bits."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
 
 
 def largest_size(values: Tensor) -> Tensor:
-    """The largest absolute value, one element; 0 where there are no values."""
+    """The largest absolute value, one element; 0 without values."""
     return values.abs().amax() if values.numel() else values.new_zeros(())
 
 
 def transient_bytes(device: torch.device) -> int:
-    """Bytes of a transient on this device: 32 MiB, on the CPU 8 MiB."""
+    """How large a transient may be on this device: 32 MiB, on the CPU 8 MiB."""
     return _TRANSIENT_BYTES_CPU if device.type == "cpu" else _TRANSIENT_BYTES
 
 
 def row_chunks(
     rows: int, columns: int, rows_per_chunk: int | None = None, *, transient_bytes: int = _TRANSIENT_BYTES
 ) -> list[slice]:
-    """Cut ``rows`` so that a transient of fp32 [chunk, columns] stays near ``transient_bytes``, or as told.
+    """Cut rows into chunks of ``rows_per_chunk``; with None each fills a transient of fp32 [rows, columns].
 
     Raises:
         ValueError: if ``rows_per_chunk`` is below 1.
@@ -75,13 +73,7 @@ def row_chunks(
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """``a @ b`` for [i, j] and [j, k] of one dtype, in ``result_dtype`` of it.
-
-    Args:
-        a: [i, j].
-        b: [j, k].
-        out: [i, k] in that dtype, where to store it; None allocates.
-    """
+    """``a @ b`` of [i, j] and [j, k] in one dtype; ``out`` [i, k] is in ``result_dtype`` of it, or None."""
     dtype = result_dtype(a.dtype)
     if a.dtype == dtype:
         return torch.mm(a, b, out=out)
@@ -91,9 +83,9 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor, factor: Tensor | None = None) -> None:
-    """``out += factor * (a @ b)`` in place, by one accumulating product where the library has it.
+    """``out += factor * (a @ b)`` in place: by one accumulating product if the library has one.
 
-    Elsewhere by parts that are small enough to be added from the cache.
+    Else by parts of 32 MiB, which are added from the cache: 2,730 rows at a time of 3,072 columns.
 
     Args:
         out: [i, k], in the operands' dtype or in ``result_dtype`` of it.
@@ -121,17 +113,17 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor, factor: Tensor | None = None
 
 
 def addmm_takes_fp32(version: str) -> bool:
-    """Whether ``torch.addmm(self, a, b, out_dtype=torch.float32)`` of this PyTorch adds to an fp32 ``self``.
+    """Whether this PyTorch's ``addmm`` adds a product of 16-bit operands to an fp32 ``self`` on CUDA.
 
-    Beside 16-bit operands on CUDA, that is. PyTorch 2.8 and 2.9 want ``self`` in the operands' dtype; 2.10
-    takes both (pytorch/pytorch#167931). A build from before it, such as 2.10.0a0, counts as one without.
+    2.8 and 2.9 want ``self`` in the operands' dtype; 2.10 takes both (pytorch/pytorch#167931). A build from
+    before that release, such as 2.10.0a0, counts as one without.
     """
     return bool(TorchVersion(version) >= "2.10")
 
 
 @cache
 def _fused_accumulation() -> Any | None:
-    """The weight-gradient extension that Megatron uses (from apex), where it is installed."""
+    """apex's weight-gradient extension, which Megatron uses too; None if it is not installed."""
     try:
         return importlib.import_module("fused_weight_gradient_mlp_cuda")
     except ImportError:

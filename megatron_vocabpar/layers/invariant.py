@@ -1,18 +1,18 @@
-"""The output layer with results that don't depend on the sharding, bit for bit: S and T once more.
+"""S and T once more, with results that don't depend on the sharding, bit for bit.
 
-Same functions and arguments as ``output.py``. Loss, log-probabilities, dX and dW are the same bits for every
-pipeline and tensor-parallel size and every uneven split whose shards end between blocks of ``BLOCK`` ids;
-loss, log-probabilities and dX of a token also for every batch around it:
+Functions and arguments are those of ``output.py``. Loss, log-probabilities, dX and dW are the same bits for
+every pipeline and tensor-parallel size and every uneven split whose shards end between blocks of ``BLOCK``
+ids; loss, log-probabilities and dX of a token also for every batch around it:
 
-- a block is computed alike wherever it lies: its logits, exponentials (with an offset of its own), and its
-  part of dX, over ``BLOCK`` tokens; its part of dW over all tokens (``fixed_point.block_product``);
-- sums over blocks, which are the sums over shards too, are of whole numbers (``fixed_point.py``): the
-  statistics, and dX, on a grid that all shards know after the statistics have met;
-- a row of dW belongs to one block, and its targets' tokens are added in the order of the tokens.
+- A block is computed alike wherever it lies: its logits, its exponentials (with an offset of its own) and its
+  part of dX, over ``BLOCK`` tokens; its part of dW over all tokens (``fixed_point.block_product``).
+- Sums over blocks, and so over shards, are of whole numbers (``fixed_point.py``): the statistics, and dX on a
+  grid that all shards know after the statistics have met.
+- A row of dW belongs to one block; its targets' tokens are added in their order.
 
-So dX is computed after C1, in vocab-2 as well, and is reduced as int64 (``FixedPoint``). Label smoothing,
-whose column sum of the weight has an order, and recomputation are not offered. The cost is in
-``docs/kernels.md``. Next: ``fixed_point.py``.
+So dX is computed after C1, in vocab-2 as well, and reduced as int64 (``FixedPoint``). There is no label
+smoothing, whose sum of the weight's rows has an order, and no recomputation. ``docs/kernels.md`` has the
+cost. Next: ``fixed_point.py``.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from megatron_vocabpar.layers.targets import OwnedTargets, owned_targets, target
 
 @dataclass(frozen=True, slots=True)
 class BlockState:
-    """What S leaves until T, as ``OutputState``; nothing writes into it.
+    """What S keeps of one microbatch for T. Nothing writes into it.
 
     Attributes:
-        x: [n, H] operand dtype, as received.
-        e: [B, n, BLOCK] operand dtype: each block's exponentials, zero for the target and what fills it up.
+        x: [n, H] hidden states in the operands' dtype.
+        e: [B, n, BLOCK] operand dtype: each block's exponentials, zero for the target and the filling.
         k: [B, n] fp32 (fp64 for fp64) each block's whole offsets.
         shard: the rows of the weight.
-        owned: the tokens with a target here.
-        target_slope: [n] slope of the softcap at the target's logit, where there is a softcap; else None.
+        owned: the tokens with a target in this shard.
+        target_slope: [n] slope of the softcap at the target's logit, with a softcap.
     """
 
     x: Tensor
@@ -71,13 +71,13 @@ class BlockState:
 
 @dataclass(frozen=True, slots=True)
 class FixedPoint:
-    """One shard's part of dX in whole multiples: reduce ``whole`` by a sum, then take ``value``.
+    """One shard's part of dX in whole multiples: sum ``whole`` over the shards, then take ``value``.
 
     Attributes:
         whole: [n, H] int64.
-        grid: [n] double; ``whole / grid`` is dX. NaN where dX is.
+        grid: [n] double; ``whole / grid`` is dX, NaN for NaN.
         dtype: of dX.
-        out: [n, H] of that dtype, where ``value`` puts dX; None allocates.
+        out: [n, H] memory for dX; None allocates.
     """
 
     whole: Tensor
@@ -86,7 +86,7 @@ class FixedPoint:
     out: Tensor | None = None
 
     def with_sum(self, whole: Tensor) -> FixedPoint:
-        """All shards' sum in place of this shard's part."""
+        """The sum of all shards, with this shard's grid and memory."""
         return replace(self, whole=whole)
 
     def value(self) -> Tensor:
@@ -166,7 +166,7 @@ def input_gradient(
     assert softmax.weight_peak is not None, "statistics of another kind"
     check_gradient_place(out, state.x, softmax)
     x, owned = state.x, state.owned
-    # Of |dX_ij|, and of the sum of its terms: all probabilities, and the target's remainder, times max |W|.
+    # |dX_ij| and all partial sums: at most all probabilities and the target's remainder, times max |W|.
     bound = row_factor(softmax, slopes, softmax.offset).abs() * softmax.total
     bound = (bound + target_factor(softmax, slopes).abs()).double() * softmax.weight_peak
     grid = grid_of(bound)
@@ -182,7 +182,7 @@ def input_gradient(
 
 @exact()
 def weight_gradient(state: BlockState, softmax: Softmax, slopes: Slopes, main_grad: Tensor) -> None:
-    """Add this shard's dW to ``main_grad``; arguments and errors are those of ``output.weight_gradient``."""
+    """Add dW to ``main_grad``; arguments and errors are those of ``output.weight_gradient``."""
     check_main_grad(state.x, state.shard, main_grad)
     for block, rows in enumerate(blocks_of(state.shard.valid_rows)):
         scale = row_factor(softmax, slopes, state.k[block])
@@ -198,13 +198,13 @@ def weight_gradient(state: BlockState, softmax: Softmax, slopes: Slopes, main_gr
 def output_backward(
     state: BlockState, softmax: Softmax, slopes: Slopes, weight: Tensor, main_grad: Tensor
 ) -> FixedPoint:
-    """Pass T of vocab-1: both of the above."""
+    """Pass T of vocab-1: both gradients."""
     weight_gradient(state, softmax, slopes, main_grad)
     return input_gradient(state, softmax, slopes, weight)
 
 
 def _target_factors(state: BlockState, softmax: Softmax, slopes: Slopes) -> Tensor:
-    """[m] of the owned targets."""
+    """[m] what the rows of the owned targets are multiplied by."""
     target = target_factor(softmax, slopes)
     if state.target_slope is not None:
         target = target * state.target_slope
@@ -212,7 +212,7 @@ def _target_factors(state: BlockState, softmax: Softmax, slopes: Slopes) -> Tens
 
 
 def _check_aligned(shard: VocabRange) -> None:
-    """Raise unless the shard is made of whole blocks, but for the last ids of the vocabulary."""
+    """Raise unless the shard is made of whole blocks; the vocabulary's last may be cut."""
     ends_inside = shard.stop % BLOCK and shard.stop < shard.vocab_size
     if shard.valid_rows and (shard.start % BLOCK or ends_inside):
         raise ValueError(

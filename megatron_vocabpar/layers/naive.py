@@ -1,4 +1,4 @@
-"""The passes S and S2 of naive (section 4.1): maximum and sum are reduced one by one, T is the others'.
+"""The passes S and S2 of naive (section 4.1): maximum and sum are reduced one by one. T is ``output.py``'s.
 
 naive_maximum | max k | naive_sum | stats | input_gradient, weight_gradient | dX |
 """
@@ -19,7 +19,7 @@ from megatron_vocabpar.layers.targets import OwnedTargets
 
 @dataclass(frozen=True, slots=True)
 class NaiveState:
-    """What naive's S leaves for its S2: the logits themselves, [n, P] fp32 (fp64 for fp64)."""
+    """What naive's S keeps for S2: the logits themselves, [n, P] fp32 (fp64 for fp64)."""
 
     tokens: Tokens
     logits: Tensor
@@ -60,11 +60,11 @@ def naive_sum(state: NaiveState, global_k: Tensor) -> tuple[OutputState | None, 
     """Pass S2 of naive: exponentials relative to the offsets of the whole vocabulary.
 
     Args:
-        state: what ``naive_maximum`` left; not written to.
+        state: of ``naive_maximum``; not written to.
         global_k: [n] the largest offset of all shards.
 
     Returns:
-        As ``output_forward`` without A; T is then the same.
+        As ``output_forward`` without A.
     """
     tokens, logits = state.tokens, state.logits
     e = tokens.x.new_empty(logits.shape) if tokens.options.keep_state else None

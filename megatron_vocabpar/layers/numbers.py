@@ -3,15 +3,15 @@
     logprob  Y_target - lse          lse      logsumexp_j Y_j
     entropy  lse - sum_j p_j Y_j     mean     (1/V) sum_j Y_j      (j over the V true ids)
 
-Cross-entropy, z-loss, label smoothing, PPO and an entropy bonus are arithmetic on these. With the slope of
-the loss by each of them, its gradient by a logit is
+Cross-entropy, z-loss, label smoothing, PPO and an entropy bonus are arithmetic on these. With the slopes g of
+a loss by each number, its gradient by a logit is
 
     dY_j = p_j (g_lse - g_logprob - g_entropy (ln p_j + entropy)) + g_logprob [j = target] + g_mean / V
 
 A shard has stored ``E_j = exp(Y_j) / 2^k``, with the target's entry zero. So ``p_j = c E_j`` with
-``c = 2^(k - K) / S``, and its part of the gradient is ``E_j (row + logs ln E_j) + uniform``, and apart from
-that ``target``, which comes exactly from the sums: 1 - p_target is never a difference. For example, for the
-cross-entropy g_logprob is -g: ``row = g c``, ``target = g (p_target - 1)``, and nothing else.
+``c = 2^(k - K) / S``, and its part of the gradient is ``E_j (row + logs ln E_j) + uniform``; the target gets
+``target`` besides, which comes exactly from the sums: 1 - p_target is never computed as a difference. For
+example, the cross-entropy has g_logprob = -g alone: ``row = g c`` and ``target = g (p_target - 1)``.
 
 Next: ``softmax_stats.py``, how shards join; ``token_loss.py``, the slopes of the training loss.
 """
@@ -27,13 +27,13 @@ from torch import Tensor
 from megatron_vocabpar.layers.exponents import log_of_power, power_of_two
 
 STATS_WIDTH = 4
-"""Numbers per token in the packed statistics: k, S_rest, target logit, owner. ``columns.py`` adds others."""
+"""Numbers per token in the packed statistics: k, S_rest, target logit, owner. Columns come after them."""
 
 
 class Summary(NamedTuple):
-    """What a loss may be made of: [n] each; None where it was not asked for.
+    """The numbers of every token, [n] each; None if it was not asked for.
 
-    ``logprob`` is 0, without gradient, for tokens whose target no shard owns.
+    Tokens whose target no shard owns have the log-probability 0, without gradient.
     """
 
     logprob: Tensor
@@ -51,7 +51,7 @@ class Slopes(NamedTuple):
     mean: Tensor | None = None
 
     def scaled(self, factor: float) -> Slopes:
-        """By logits of which the softmax was given ``factor`` times as much."""
+        """The slopes by the logits y of a softmax of ``factor * y``."""
         if factor == 1:
             return self
         return Slopes(*(None if slope is None else slope * factor for slope in self))  # type: ignore[arg-type]
@@ -67,8 +67,8 @@ class Softmax:
         total: S; the softmax of a stored exponential of shard r is ``E * 2^(k_r - K) / S``.
         target_deficit: p_target - 1 = -S_rest / S; 0 for tokens without a target.
         valid: boolean; whether some shard owns the target.
-        weight_peak: the largest |weight| of all shards, one double; of statistics of whole numbers only.
-        mean, entropy, rivals: of the column of that name (``columns.py``); None without it.
+        weight_peak: the largest |weight| of all shards, one double; with statistics of whole numbers alone.
+        mean, entropy, rivals: of the column of that name (``columns.py``), if there is one.
     """
 
     nll: Tensor
@@ -83,7 +83,6 @@ class Softmax:
 
     @property
     def summary(self) -> Summary:
-        """The four numbers."""
         return Summary(0 - self.nll, self.logsumexp(), self.entropy, self.mean)
 
     def logsumexp(self) -> Tensor:
@@ -92,12 +91,12 @@ class Softmax:
 
     @property
     def target_wins(self) -> Tensor | None:
-        """[n] boolean: no id is likelier than the target; False for tokens without one."""
-        return None if self.rivals is None else self.valid & (self.rivals[0] >= self.rivals[1])
+        """[n] boolean: whether no id is likelier than the target; False for tokens without one."""
+        return None if self.rivals is None else self.valid & (self.rivals[1] == 0)
 
 
 def empty_softmax(n: int, dtype: torch.dtype, device: torch.device, *, whole: bool = False) -> Softmax:
-    """Memory for the softmax of n tokens, uninitialised; ``whole`` adds that of ``weight_peak``."""
+    """Uninitialised memory for the softmax of n tokens; ``whole`` adds ``weight_peak``."""
     nll, offset, total, target_deficit = torch.empty((4, n), dtype=dtype, device=device).unbind()
     valid = torch.empty(n, dtype=torch.bool, device=device)
     peak = torch.empty((), dtype=torch.float64, device=device) if whole else None
@@ -105,13 +104,13 @@ def empty_softmax(n: int, dtype: torch.dtype, device: torch.device, *, whole: bo
 
 
 class RowGradient(NamedTuple):
-    """dY of one shard, as factors of its exponentials, fp32 (fp64 for fp64).
+    """dY of one shard in factors, fp32 (fp64 for fp64).
 
     Attributes:
-        row: [..., n] of a token's exponentials.
-        target: [m] of the targets asked for.
-        logs: [..., n] of E ln E; None without a slope of the entropy.
-        uniform: [n] of every true id; None without a slope of the mean.
+        row: [..., n] what the exponentials are multiplied by.
+        target: [m] the gradients at the targets asked for.
+        logs: [..., n] what E ln E is multiplied by; None without a slope of the entropy.
+        uniform: [n] what every true id gets; None without a slope of the mean.
     """
 
     row: Tensor
@@ -133,12 +132,12 @@ def row_gradient(
     """The formula above for exponentials ``E_j = exp(Y_j - k ln 2 - rest)``.
 
     Args:
-        softmax: of all shards; with ``entropy`` where its slope is given.
+        softmax: of all shards; with ``entropy`` if that has a slope.
         slopes: of the loss. That of the log-probability counts for tokens with a target alone.
-        k: [..., n] a shard's whole offsets, or several's; perhaps a column of its statistics.
-        tokens: [m] int64, whose targets are asked for; None for all n.
+        k: [..., n] whole offsets of one shard, or of several; perhaps a column of its statistics.
+        tokens: [m] int64 tokens whose targets are asked for; None for all n.
         target_slope: [n] of the softcap at the targets; None without a softcap.
-        rest: [..., n] see above; None is 0.
+        rest: [..., n]; None is 0.
         vocab_size: V.
     """
     row, target = row_factor(softmax, slopes, k, rest), target_factor(softmax, slopes)
@@ -152,7 +151,7 @@ def row_gradient(
 
 
 def row_factor(softmax: Softmax, slopes: Slopes, k: Tensor, rest: Tensor | None = None) -> Tensor:
-    """[..., n] ``c (g_lse - g_logprob)``; 0 where the slopes are, and where no id has any probability."""
+    """[..., n] ``c (g_lse - g_logprob)``; 0 where the slopes are 0, or every logit is -inf."""
     slope = 0 - torch.where(softmax.valid, slopes.logprob.to(softmax.total.dtype), 0)
     if slopes.lse is not None:
         slope = slope + slopes.lse
@@ -187,7 +186,7 @@ def add_entropy(
 
 
 def _scale(softmax: Softmax, k: Tensor, rest: Tensor | None) -> Tensor:
-    """[..., n] c: what makes a probability of an exponential."""
+    """[..., n] c, which makes probabilities of exponentials."""
     scale = power_of_two(k - softmax.offset) / softmax.total
     return scale if rest is None else scale * rest.exp()
 

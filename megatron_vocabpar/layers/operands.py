@@ -1,4 +1,4 @@
-"""What one shard's passes work on: a microbatch, how it is computed, and the checks of both.
+"""One shard's microbatch, how its passes are computed, and the checks of both.
 
 Next: ``output.py``.
 """
@@ -26,13 +26,13 @@ class ShardOptions:
     """How one shard computes S and T.
 
     Attributes:
-        with_input_gradient: S also computes ``A = E W``: dX needs no pass after the barrier (vocab-2).
-        keep_state: False for evaluation: only the statistics, nothing of [n, P] stored.
-        recompute: keep no [n, P] tensor; T computes the logits again, a fourth product in place of 2 n P
+        with_input_gradient: S also computes ``A = E W``, so dX needs no pass after the barrier (vocab-2).
+        keep_state: False for evaluation: S makes the statistics alone and stores nothing of [n, P].
+        recompute: S keeps no [n, P] tensor; T computes the logits again, a fourth product in place of 2 n P
             bytes. Use ``output_backward`` in vocab-1: two separate halves of T would recompute twice.
         rows_per_chunk: tokens whose fp32 logits exist at one time; None bounds them to 32 MiB (CPU: 8 MiB).
         terms: how logits are transformed, and whether the loss needs their mean.
-        fp8: the weight in 8 bits, whose products take the place of all others (``fp8.py``).
+        fp8: the weight in 8 bits; all products are then of 8-bit numbers (``fp8.py``).
     """
 
     with_input_gradient: bool = False
@@ -48,14 +48,14 @@ DEFAULT = ShardOptions()
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One microbatch before one shard of the output layer.
+    """One microbatch at one shard of the output layer.
 
     Attributes:
-        x: [n, H] operand dtype, as received.
-        shard: the rows of the weight. Products stop at the true ids, so that nothing in the padding can
-            reach a gradient.
-        target_row: [n] int64 local row of the target; outside [0, valid rows) where it is not owned.
-        owned: the tokens with a target here; None in an evaluation.
+        x: [n, H] hidden states in the operands' dtype.
+        shard: the rows of the weight. Products stop at the true ids, so nothing in the padding reaches a
+            gradient.
+        target_row: [n] int64 the shard's row of the target; outside [0, valid rows) if another shard owns it.
+        owned: the tokens with a target in this shard; None in an evaluation.
         options: how S and T compute.
     """
 
@@ -71,18 +71,18 @@ class Tokens:
 
     @property
     def storage(self) -> torch.dtype:
-        """Of the exponentials."""
+        """The dtype of the exponentials."""
         return E4M3 if self.fp8 is not None and self.fp8.recipe.keeps_exponentials else self.x.dtype
 
     def logits(self, weight: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
-        """[c, P] of a chunk of tokens."""
+        """[c, P] logits of a chunk of tokens."""
         x, valid = self.x[rows], self.shard.valid_rows
         if self.fp8 is not None:
             return self.fp8.logits(x, weight, self.target_row[rows], valid)
         return product(x, weight.t(), out=out)
 
     def input_gradient(self, e: Tensor, weight: Tensor, out: Tensor) -> None:
-        """``E W`` of any tokens' exponentials [c, P], to ``out`` [c, H]."""
+        """Write ``E W`` to ``out`` [c, H], for exponentials [c, P] of any tokens."""
         valid = self.shard.valid_rows
         if self.fp8 is not None:
             out.copy_(self.fp8.input_gradient(e))
@@ -90,7 +90,7 @@ class Tokens:
             product(e[:, :valid], weight[:valid], out=out)
 
     def add_weight_gradient_(self, main_grad: Tensor, e: Tensor, x: Tensor, factor: Tensor | None) -> None:
-        """``main_grad += factor * E^T x`` of any tokens' exponentials [c, P] and scaled rows x [c, H]."""
+        """``main_grad += factor * E^T x``, for exponentials [c, P] of any tokens and scaled rows x [c, H]."""
         valid = self.shard.valid_rows
         if self.fp8 is not None:
             self.fp8.add_weight_gradient_(main_grad, e, x, valid, factor)
@@ -106,9 +106,10 @@ class Tokens:
         offset: Tensor | None = None,
         stats: Tensor | None = None,
     ) -> Iterator[tuple[slice, Exponentials]]:
-        """The row kernel on the logits of a chunk of tokens at a time, which it overwrites.
+        """Run the row kernel on chunks of tokens; it overwrites their logits.
 
-        Exponentials go to ``e``. Without it, a chunk's exist if ``transient``: wide ones as their logits.
+        Exponentials are stored in ``e``. Without it those of one chunk exist at a time if ``transient``; they
+        overwrite their logits if both have one dtype.
         """
         x, rows_per_chunk = self.x, self.options.rows_per_chunk
         transient_size = transient_bytes(x.device)
@@ -140,7 +141,7 @@ def tokens_of(
     options: ShardOptions,
     owned: OwnedTargets | None,
 ) -> Tokens:
-    """Checked; the tokens with a target here are found where the caller does not know them."""
+    """Check the arguments of S; find the tokens with a target in this shard if ``owned`` is None."""
     check_arguments(x, weight, targets, shard)
     if owned is None and options.keep_state:
         owned = owned_targets(target_rows(targets, shard))
@@ -154,11 +155,7 @@ def joined_slopes(slopes: list[Tensor | None]) -> Tensor | None:
 
 
 def check_gradient_place(out: Tensor | None, x: Tensor, softmax: Softmax) -> None:
-    """Raise unless ``out`` can take dX of the tokens ``x``.
-
-    Raises:
-        ValueError: if it has another shape or dtype.
-    """
+    """Raise a ValueError unless ``out`` has the shape and dtype of dX."""
     if out is not None and (out.shape != x.shape or out.dtype != softmax.total.dtype):
         raise ValueError(
             f"out of {tuple(out.shape)} {out.dtype}: dX is {tuple(x.shape)} {softmax.total.dtype}; give such "
@@ -167,11 +164,7 @@ def check_gradient_place(out: Tensor | None, x: Tensor, softmax: Softmax) -> Non
 
 
 def check_main_grad(x: Tensor, shard: VocabRange, main_grad: Tensor) -> None:
-    """Raise unless ``main_grad`` can take this shard's dW.
-
-    Raises:
-        ValueError: if it has another shape, or a dtype that the operands can't add to.
-    """
+    """Raise a ValueError unless ``main_grad`` has the shape of this shard's dW and a dtype to add it to."""
     if main_grad.shape != (shard.rows, x.shape[1]):
         raise ValueError(
             f"main_grad of shape {tuple(main_grad.shape)}: this shard's weight is {(shard.rows, x.shape[1])}"
@@ -183,7 +176,7 @@ def check_main_grad(x: Tensor, shard: VocabRange, main_grad: Tensor) -> None:
 
 
 def exponentials_place(place: Tensor | None, x: Tensor, shard: VocabRange, dtype: torch.dtype) -> Tensor:
-    """Where the exponentials go: the caller's place, if it fits."""
+    """Memory for the exponentials: the caller's, if it fits."""
     shape = (x.shape[0], shard.rows)
     if place is None:
         return x.new_empty(shape, dtype=dtype)
@@ -196,11 +189,7 @@ def exponentials_place(place: Tensor | None, x: Tensor, shard: VocabRange, dtype
 
 
 def check_arguments(x: Tensor, weight: Tensor, targets: Tensor, shard: VocabRange) -> None:
-    """Raise unless the arguments of S fit one another.
-
-    Raises:
-        ValueError: if shapes or dtypes do not.
-    """
+    """Raise a ValueError unless shapes and dtypes of S's arguments fit one another."""
     if x.dim() != 2 or weight.shape != (shard.rows, x.shape[-1]):
         raise ValueError(
             f"input {tuple(x.shape)} and weight {tuple(weight.shape)}: need [n, H] and [{shard.rows}, H], "

@@ -7,19 +7,19 @@ weight, and j over the V true ids only:
     dX_i = g_i (sum_j softmax_ij W_j - W_target)
     dW_j = sum_i g_i (softmax_ij - [j = target_i]) X_i
 
-Each rank holds P rows of W. Between the passes there are collectives (barriers), which are not made
-here: their results come in as arguments, so a test can loop over the shards in one process. Gradients
-are computed by hand, so nothing is recorded by autograd, whatever the weights' ``requires_grad``.
+Each rank holds P rows of W. The collectives between the passes (barriers, ``|``) belong to the caller: their
+results come in as arguments, so a test can loop over the shards in one process. Gradients are computed by
+hand: autograd records nothing, whatever the weights' ``requires_grad``.
 
     naive    naive_maximum | max k | naive_sum | stats | input_gradient, weight_gradient | dX |
     vocab-1  output_forward | stats | input_gradient, weight_gradient | dX |
     vocab-2  output_forward with A | stats | input_gradient | dX |      weight_gradient any time later
 
-Pass S stores ``E_ij = exp(Y_ij) / 2^k_i`` with the target's entry zero, in the operands' dtype, and
-sends four numbers per token (``softmax_stats.py``). The softmax is never formed: its normaliser and g
-scale rows, so they scale X or A instead, and T makes no elementwise pass over [n, P]. The target's term
-``(p_target - 1)`` comes exactly from the sums: subtracting 1 from a stored 16-bit probability loses
-the whole gradient of tokens that the model already predicts.
+Pass S stores ``E_ij = exp(Y_ij) / 2^k_i`` with the target's entry zero, in the operands' dtype, and sends
+four numbers per token (``softmax_stats.py``). The softmax is never formed: its normaliser and g scale whole
+rows, so they scale X or A instead, and T makes no elementwise pass over [n, P]. The target's term
+``p_target - 1`` comes exactly from the sums. Subtracting 1 from a stored 16-bit probability would lose it:
+for p_target = 0.999 the bf16 number is 1, and the token's whole gradient 0.
 
 Letters: n tokens of a microbatch, H hidden, P rows of this shard.
 Source: Algorithms 1 and 2 (sections 4.3 and 4.4) and section 4.1 (naive) of the paper.
@@ -55,19 +55,18 @@ from megatron_vocabpar.layers.targets import OwnedTargets
 
 @dataclass(frozen=True, slots=True)
 class OutputState:
-    """What S leaves on one rank for one microbatch, until T. Nothing writes into it.
+    """What S keeps of one microbatch for T. Nothing writes into it.
 
     Attributes:
-        tokens: what S was given.
+        tokens: the microbatch.
         k: [n] whole offsets, fp32 (fp64 for fp64): a column of the statistics.
-        e: [n, P] operand dtype; exponentials with the target's entry and padding zero. None where they
-            are to be recomputed.
-        weight: [P, H] as in S, for recomputation: no copy, so T must run before it changes. Else None.
-        a: [n, H] fp32 (fp64 for fp64) E W, where S was asked for it (vocab-2); else None.
-        target_slope: [n] slope of the softcap at the target's logit, where there is a softcap; else None.
-        weight_sum: [H] sum of the weight's true rows, where the loss needs the mean logit; else None.
-        log_a: [n, H] like A, (E ln E) W, where the entropy's gradient is wanted as early; else None.
-        log_sums: [n] sums of E ln E, which come with ``log_a``.
+        e: [n, P] operand dtype; exponentials, zero for the target and padding. None if T recomputes them.
+        weight: [P, H] of S, if T recomputes: no copy, so T must run before it changes.
+        a: [n, H] fp32 (fp64 for fp64) E W, with ``with_input_gradient`` (vocab-2).
+        target_slope: [n] slope of the softcap at the target's logit, with a softcap.
+        weight_sum: [H] sum of the weight's true rows, if the loss needs the mean logit.
+        log_a: [n, H] like A: (E ln E) W, from ``with_log_product``.
+        log_sums: [n] sums of E ln E, likewise.
     """
 
     tokens: Tokens
@@ -82,12 +81,12 @@ class OutputState:
 
     @property
     def x(self) -> Tensor:
-        """[n, H] operand dtype, as received."""
+        """[n, H] hidden states."""
         return self.tokens.x
 
     @property
     def exponentials(self) -> Tensor:
-        """[n, P] those that S has kept."""
+        """[n, P] ``e``, which S has kept."""
         assert self.e is not None
         return self.e
 
@@ -111,14 +110,13 @@ def output_forward(
         targets: [n] global ids. Any other value, such as -100 or a padding id, is an ignored token.
         shard: the rows that ``weight`` holds.
         options: how to compute, and what to keep.
-        owned: the tokens with a target here, where the caller knows them; None finds them, which on a GPU
-            waits for the device.
-        e: [n, P] of the operands' dtype (with ``fp8`` its recipe's storage), where to keep the exponentials,
-            such as those of a microbatch that is done; None allocates.
+        owned: the tokens with a target in this shard; None finds them, which on a GPU waits for the device.
+        e: [n, P] memory for the exponentials in the operands' dtype (with ``fp8`` its recipe's storage), such
+            as that of a microbatch that is done; None allocates.
 
     Returns:
-        ``(state, stats)``: stats is [n, 4] for the collective and then ``columns.join``; [n, 5] with the
-        sum of the logits where the loss needs their mean.
+        ``(state, stats)``: the state is None without ``keep_state``; stats is [n, 4] for the collective and
+        then ``columns.join``, [n, 5] with the sum of the logits if the loss needs their mean.
 
     Raises:
         ValueError: if shapes or dtypes do not fit one another.
@@ -128,7 +126,7 @@ def output_forward(
     e = exponentials_place(e, x, shard, tokens.storage) if keep and not options.recompute else None
     a = x.new_empty(x.shape, dtype=dtype) if keep and options.with_input_gradient else None
     stats = x.new_empty((len(x), STATS_WIDTH + needs_mean), dtype=dtype)
-    # Wide exponentials take the place of their logits; 16-bit ones need a transient.
+    # fp32 and fp64 exponentials overwrite their logits; 16-bit ones are made of a transient.
     wide = e if tokens.storage == dtype else None
     slopes = []
     for rows, part in tokens.exponentials(
@@ -141,7 +139,7 @@ def output_forward(
         if a is not None and e is None and part.e is not None:
             tokens.input_gradient(part.e, weight, a[rows])
     if a is not None and e is not None:
-        tokens.input_gradient(e, weight, a)  # one product: a chunk's has too few tiles for a GPU
+        tokens.input_gradient(e, weight, a)  # in one product: a chunk's is too small to fill a GPU
     weight_sum = weight[: shard.valid_rows].sum(0, dtype=dtype) if needs_mean else None
     if weight_sum is not None:
         stats[:, STATS_WIDTH] = (x.to(dtype) @ weight_sum).mul_(options.terms.logit_scale)
@@ -153,7 +151,7 @@ def output_forward(
 
 @exact()
 def with_log_product(state: OutputState, weight: Tensor) -> OutputState:
-    """S with ``(E ln E) W`` beside A: then the entropy's dX needs no product after the barrier (vocab-2)."""
+    """Add ``(E ln E) W`` to the state: then the entropy's dX needs no product after vocab-2's barrier."""
     log_a, log_sums = state.k.new_empty(state.x.shape), state.k.new_empty(len(state.x))
     for rows, logs in entropy.log_exponentials(state.exponentials):
         torch.sum(logs, 1, out=log_sums[rows])
@@ -176,11 +174,11 @@ def input_gradient(
     """This shard's part of dX; the sum over the shards is dX.
 
     Args:
-        state: what S (S2) left; not written to. Uses its A where it has one, else computes E W.
+        state: of S (S2); not written to. Its A is used if it has one, else E W is computed.
         softmax: of all shards.
-        slopes: [n] each, the loss's by the softmax's numbers (``token_loss.loss_slopes``).
+        slopes: [n] each, of the loss by the softmax's numbers (``token_loss.loss_slopes``).
         weight: [P, H], as in S.
-        out: [n, H] in the statistics' dtype, where to put it, such as memory of another stream, or None.
+        out: [n, H] in the statistics' dtype, for the result, such as memory of another stream; or None.
 
     Returns:
         [n, H] fp32 (fp64 for fp64). Reduce it in this dtype: 16-bit partial sums cost accuracy.
@@ -199,7 +197,7 @@ def weight_gradient(state: OutputState, softmax: Softmax, slopes: Slopes, main_g
     """Pass T's other half (all of T in vocab-2): add this shard's dW to ``main_grad``.
 
     Args:
-        state: what S (S2) left; not written to, so T may run late, out of order or twice.
+        state: of S (S2); not written to, so T may run late, out of order or twice.
         softmax: of all shards.
         slopes: as for ``input_gradient``.
         main_grad: [P, H], added to in place; fp32, or the operands' dtype.
@@ -215,7 +213,7 @@ def weight_gradient(state: OutputState, softmax: Softmax, slopes: Slopes, main_g
 def output_backward(
     state: OutputState, softmax: Softmax, slopes: Slopes, weight: Tensor, main_grad: Tensor
 ) -> Tensor:
-    """Pass T of vocab-1: both halves. Where S kept no exponentials, they are recomputed once for both.
+    """Pass T of vocab-1: both halves. If S kept no exponentials, they are recomputed once for both.
 
     Args and errors are those of ``input_gradient`` and ``weight_gradient``.
 
@@ -241,10 +239,10 @@ def _add_gradients(
     grad: Tensor | None,
     main_grad: Tensor | None,
 ) -> None:
-    """Write dX [n, H] to ``grad``, where it is given with the weight; add dW to ``main_grad`` likewise.
+    """Write dX [n, H] to ``grad`` unless that is None; add dW to ``main_grad`` unless that is.
 
-    The rows of dX are scaled after the product, ``dX = row (E W)``, so that S of vocab-2 could compute
-    ``A = E W`` before ``row`` was known; for dW it is x that is scaled, ``dW = E^T (row x)``.
+    Rows of dX are scaled after the product, ``dX = row (E W)``, so that S of vocab-2 can compute ``A = E W``
+    before ``row`` is known. For dW x is scaled before the product, ``dW = E^T (row x)``.
     """
     x, owned, valid = state.x, state.tokens.owned, state.tokens.shard.valid_rows
     assert owned is not None
@@ -265,7 +263,7 @@ def _add_gradients(
         if main_grad is not None and scaled is not None:
             undo = None if lifted is None else 1 / lifted
             state.tokens.add_weight_gradient_(main_grad, e, scaled[rows], undo)
-    # What is not in the exponentials: the targets' terms, and what every true id gets.
+    # The exponentials lack the targets' terms, and what every true id gets alike.
     target, uniform = gradient.target, gradient.uniform
     if grad is not None and weight is not None:
         scatter_add_rows_(grad, owned.tokens, weight, target, source=owned.rows, order=owned.by_token)
@@ -280,14 +278,14 @@ def _add_gradients(
 def _scaled_exponentials(
     state: OutputState, gradient: RowGradient
 ) -> tuple[Tensor, Iterable[tuple[slice, Tensor]]]:
-    """dY but for the targets, as a scale [n] and what it scales, [c, P] of a chunk of tokens at a time."""
+    """dY without the targets: a scale [n], and the chunks [c, P] of tokens that it scales."""
     if gradient.logs is None:
         return gradient.row, _exponentials(state)
     return entropy.mixed(state.exponentials, gradient.row, gradient.logs)
 
 
 def _exponentials(state: OutputState) -> Iterator[tuple[slice, Tensor]]:
-    """The stored exponentials in one piece, or recomputed ones a chunk of tokens at a time."""
+    """The stored exponentials in one piece, or recomputed ones by chunks of tokens."""
     x, weight = state.x, state.weight
     if state.e is not None:
         yield slice(0, len(x)), state.e

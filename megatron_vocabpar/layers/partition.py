@@ -1,13 +1,11 @@
 """Which rows of the vocabulary a rank owns.
 
 The vocabulary of V ids is padded to V_pad rows and cut into contiguous ranges, one per rank of the
-vocabulary group (pipeline times tensor parallel ranks). Padding rows exist in the weights, yet take
-no probability and get no gradient. Everything else in this room takes a ``VocabRange`` as an
-argument; nothing asks a process group.
+vocabulary group (pipeline times tensor-parallel ranks). Padding rows exist in the weights, but take no
+probability and get no gradient. Everything else in this room takes a ``VocabRange`` as an argument.
 
-Source: Balancing Pipeline Parallelism with Vocabulary Parallelism, section 6.1 (padding to a
-multiple of 2p; here to more, where it is cheap). Next: ``softmax_stats.py`` (how ranges join again), then
-``output.py``.
+Source: Balancing Pipeline Parallelism with Vocabulary Parallelism, section 6.1 (padding to a multiple of 2p;
+here to a larger one if it is cheap). Next: ``softmax_stats.py`` (how ranges join again), then ``output.py``.
 """
 
 from __future__ import annotations
@@ -17,10 +15,10 @@ from dataclasses import dataclass
 from math import lcm
 
 _ROWS = (128, 16, 2)
-"""What the rows of a shard may be a multiple of, best first."""
+"""The rows of a shard are a multiple of one of these, best first."""
 
 _MOST_PADDING = 100
-"""Padding that is worth it: one row for so many ids."""
+"""At most one row of padding for so many ids is worth a better multiple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +53,10 @@ class VocabRange:
 def padded_vocab_size(vocab_size: int, pipeline: int, tensor: int = 1, divisible_by: int = 1) -> int:
     """V_pad: V ids and padding, so that each of ``pipeline * tensor`` shards has a good number of rows.
 
-    A multiple of 128 rows where the padding is at most 1 % of V, since tiles of matrix products then fit;
-    else of 16 rows likewise, without which device kernels can't load and store 16 bytes at a time; else of 2,
-    as in the paper. All ranks derive the same. Checkpoints of one V_pad load into another.
+    That is a multiple of 128, to fit tiles of matrix products, if the padding is at most 1 % of V; else of
+    16, which device kernels need to load and store 16 bytes at a time, if that is; else of 2, as in the
+    paper. For example, V 50,257 over 8 shards is padded to 50,304 = 8 * 6,288 (of 16); of 128 it would be
+    51,200. Checkpoints of one V_pad load into another.
 
     Args:
         vocab_size: V.
@@ -123,7 +122,7 @@ def check_cover(ranges: Iterable[VocabRange]) -> None:
     """Raise unless the shards, in any order, hold every true id once.
 
     Raises:
-        ValueError: naming the first id that none or several of them hold.
+        ValueError: naming the first id that no shard holds, or several do.
     """
     held, size = 0, None
     for shard in sorted(ranges, key=lambda shard: (shard.start, shard.stop)):

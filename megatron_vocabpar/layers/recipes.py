@@ -1,4 +1,4 @@
-"""The recipes of 8-bit products as data: the flags name them where no torch is. Standard library only.
+"""The recipes of 8-bit products, as data for flags that are read without torch. Standard library only.
 
 Next: ``fp8.py``.
 """
@@ -15,12 +15,11 @@ class Fp8Recipe:
     """How a matrix is made of 8-bit numbers.
 
     Attributes:
-        name: of the recipe.
-        block: entries of a row that share a scale; None: all of them.
-        multiple: what hidden size and rows of a shard must be divisible by: the library's loads are of 16
-            bytes, and a block is whole.
-        keeps_exponentials: S stores the exponentials in 8 bits; else in the operands' dtype.
-        capability: the least compute capability of a GPU that multiplies such numbers.
+        name: as flags write it.
+        block: entries of a row that share a scale; None for the whole row.
+        multiple: divides hidden size and rows of a shard: the library loads 16 bytes, and blocks are whole.
+        keeps_exponentials: S stores the exponentials in 8 bits, not in the operands' dtype.
+        capability: the least compute capability of a GPU with such products.
     """
 
     name: str

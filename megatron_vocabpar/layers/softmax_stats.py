@@ -1,8 +1,7 @@
-"""What the ranks exchange about a softmax, and how it joins: one packed tensor, one merge.
+"""The statistics of a softmax: one packed tensor that ranks exchange, and one merge.
 
-Each rank sends four numbers per token; every rank combines all of them in rank order, so all ranks
-hold bitwise the same loss and scales. This replaces three dependent all-reduces (maximum, sum,
-target logit).
+Each rank sends four numbers per token; every rank combines all of them in rank order, so all ranks have
+bitwise the same loss and scales. Three dependent all-reduces (maximum, sum, target logit) become one gather.
 
 Per shard r and token i, with the target's own term left out of the sum:
 
@@ -15,7 +14,7 @@ With K the largest exponent of all, ``S = sum_r 2^(k_r - K) S_rest_r + exp(Y_tar
 
     loss = log(S) + (K ln 2 - Y_target)        p_target - 1 = -S_rest / S
 
-The second has no cancellation: it is exact to rounding even where p_target is 1 - 1e-30.
+The second has no cancellation: it keeps all digits even if p_target is 1 - 1e-30.
 
 Source: section 4.3 (equations 1 to 6) of the paper, with powers of two in place of maxima.
 Next: ``columns.py``, further numbers; ``output.py``.
@@ -34,10 +33,10 @@ from megatron_vocabpar.layers.numbers import STATS_WIDTH, Softmax, empty_softmax
 
 
 def softmax_place(stats: Tensor) -> Softmax:
-    """Where ``merge_stats`` can put its result, uninitialised, such as memory of another stream.
+    """Uninitialised memory for the result of ``merge_stats``, such as that of another stream.
 
     Args:
-        stats: one shard's statistics, as they go into the collective.
+        stats: one shard's statistics.
     """
     whole = stats.dtype == torch.int64
     dtype = stats.dtype
@@ -52,11 +51,11 @@ def merge_stats(gathered: Tensor, *, out: Softmax | None = None) -> Softmax:
     Args:
         gathered: [R, n, 4] packed statistics of R shards, fp32 or fp64; or those of ``invariant.py``,
             [R, n, 6] int64 ([R, n, 7] for fp64). Empty and all-padding shards may be among them.
-        out: from ``softmax_place``, whose tensors are written and returned; None allocates.
+        out: from ``softmax_place``, for the result; None allocates.
 
     Returns:
         The softmax of all shards. A token whose every logit is -inf, or whose target's logit is -inf, has
-        nll inf; NaN logits give NaN.
+        nll inf; a logit of NaN or +inf, the target's or another, gives NaN.
 
     Raises:
         ValueError: if the shape or the dtype is another.

@@ -1,7 +1,7 @@
-"""What may be added to the loss of the output layer, and done to its logits before the softmax.
+"""The loss of a token in terms, and the transformation of its logits before the softmax.
 
-All of it is computed without another pass over [n, P]: the scale and softcap inside the row kernel, the
-rest from four numbers a token (``token_loss.py``). Next: ``numbers.py``.
+None takes another pass over [n, P]: the row kernel scales and caps the logits, and the terms are made of four
+numbers per token (``token_loss.py``). Next: ``numbers.py``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # flags of a launch line are read where no torch is
+if TYPE_CHECKING:  # flags of a launch line are read without torch
     from torch import Tensor
 
 
@@ -64,7 +64,7 @@ class LossTerms:
 
     @property
     def is_cross_entropy(self) -> bool:
-        """Whether the loss is that of the transformed logits, and nothing besides."""
+        """Whether the loss is the cross-entropy of the transformed logits alone."""
         return not (self.label_smoothing or self.z_loss)
 
     @property

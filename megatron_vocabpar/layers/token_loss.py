@@ -1,8 +1,8 @@
 """The training loss of a token: an expression of the four numbers, and its slopes by each of them.
 
-A further term is a field of ``LossTerms``, a line in ``token_loss`` and one in ``loss_slopes``; a test holds
-the second against the autograd of the first. No kernel, no statistic and no handler knows of it: they get
-slopes. Next: ``output.py``.
+A further term is a field of ``LossTerms``, a line in ``token_loss`` and one in ``loss_slopes``; a test
+compares the second with the autograd of the first. Kernels, statistics and handlers see slopes alone. Next:
+``output.py``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def loss_slopes(
         softmax: of the transformed logits.
         terms: what the loss consists of.
         grad_loss: [n] gradient of each token's loss.
-        grad_entropy: [n] gradient of each token's entropy, where the loss depends on it.
+        grad_entropy: [n] gradient of each token's entropy; None if the loss does not depend on it.
     """
     grad, scale, smoothing = grad_loss.to(softmax.nll.dtype), terms.logit_scale, terms.label_smoothing
     lse = mean = entropy = None
@@ -53,7 +53,7 @@ def loss_slopes(
     if terms.needs_mean:
         mean, lse = grad * (-smoothing * scale), grad * (smoothing * scale)
     if terms.z_loss:
-        # Few launches of [n]: an lse that is rounded once more does for a slope.
+        # For few launches of [n]: one rounding more in the lse does not matter to a slope.
         squared = torch.log(softmax.total).add_(softmax.offset, alpha=log(2)).mul_(2 * terms.z_loss * scale)
         lse = squared.mul_(grad) if lse is None else lse.addcmul_(squared, grad)
     if grad_entropy is not None:

@@ -1,6 +1,6 @@
 """From the arguments of a public loss to one checked call: shapes, dtypes, shards, targets.
 
-Everything a user can get wrong is found here, before any communication. Next: ``functions.py``.
+Wrong arguments are refused here, before any communication. Next: ``functions.py``.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ class Layout(TypedDict, total=False):
     """The keyword arguments that every loss shares.
 
     Attributes:
-        group: process group whose ranks hold the shards; None where all shards are in this process.
+        group: process group whose ranks hold the shards; None if all shards are in this process.
         ranges: rows of each shard: all ranks' ranges, or this rank's alone; None for even shards.
-        vocab_size: true ids where ``ranges`` is None; None counts every row.
-        temperature: the logits are divided by it.
-        softcap: c, bound of the logits as in Gemma 2: c tanh(y / c), before the temperature divides them; so
-            a logit of -inf becomes -c.
-        inference_only: nothing is kept for a backward pass, and results carry no gradient.
-        invariant: results bit for bit independent of the sharding and of the batch around a token; slower.
-        keep_exponentials: keep them from the forward to the backward pass, in the memory of the gradient, for
-            fp32 and fp64 logits that exist, without padding, ``softcap`` or ``invariant``: faster, and one
-            backward alone.
+        vocab_size: true ids if ``ranges`` is None; None counts every row.
+        temperature: divides the logits.
+        softcap: c bounds the logits as in Gemma 2, c tanh(y / c), before the temperature divides them; a
+            logit of -inf becomes -c.
+        inference_only: keep nothing for a backward pass; results carry no gradient.
+        invariant: results do not depend on the sharding, nor on the batch around a token, bit for bit;
+            slower.
+        keep_exponentials: keep them from the forward to the backward pass, in the memory of the gradient:
+            faster, and for one backward pass alone. Has an effect on fp32 and fp64 logits that exist, without
+            padding, ``softcap`` or ``invariant``.
         rows_per_chunk: tokens worked on at one time; None bounds a chunk to 32 MiB, on the CPU to 256 KiB
             of logits that exist (4 MiB with ``softcap``, ``invariant``, label smoothing, in ``vocab_kl``) and
             8 MiB of others.
@@ -54,7 +55,7 @@ class Layout(TypedDict, total=False):
 
 
 def leading_shape(logits: Logits) -> torch.Size:
-    """The tokens' shape: that of the logits, or of the hidden states, without the last dimension."""
+    """The tokens' shape: the logits', or the hidden states', without the last dimension."""
     return _tensors(logits)[0].shape[:-1]
 
 
@@ -97,7 +98,7 @@ def prepare(
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature {temperature}: give a positive number")
     softcap = layout.get("softcap")
-    LossTerms(softcap=softcap)  # raises for what is no bound
+    LossTerms(softcap=softcap)  # raises unless it is a bound
     invariant = layout.get("invariant", False)
     exchange = make_exchange(layout.get("group"), len(shards))
     widths = [shard.shape[0] if lazy else shard.shape[-1] for shard in shards]
@@ -130,10 +131,10 @@ def prepare(
 def check_targets(
     targets: Tensor, shape: torch.Size, ignore_index: int, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """([n] ids with -1 for ignored tokens, which tokens count in the shape of the targets).
+    """[n] ids with -1 for ignored tokens, and which tokens count, in the targets' shape.
 
-    On the CPU, ids outside the vocabulary raise; on a GPU that would wait for the device, so there they
-    are left out like ignored tokens.
+    Ids outside the vocabulary raise on the CPU. On a GPU the host would wait for the device; there they are
+    left out like ignored tokens.
 
     Raises:
         ValueError: for another shape, a dtype that is no integer, or (CPU) an id outside the vocabulary.

@@ -1,9 +1,8 @@
 """Where the shards of one vocabulary live, and how their numbers meet.
 
-The losses never name a device or a backend: they compute on the shards that are here and hand small
-per-shard tensors to an ``Exchange``. ``InProcess`` has every shard in this process (the reference, the
-tests, one GPU); ``OverGroup`` has one shard per rank of a ``torch.distributed`` group, which may be a
-tensor-parallel group, a pipeline group, or their product. Both combine in rank order.
+The losses compute on the shards of this process and hand small tensors of each shard to an ``Exchange``.
+``InProcess`` has every shard in this process (tests, one GPU); ``OverGroup`` has one shard per rank of a
+``torch.distributed`` group, such as a tensor-parallel or a pipeline group. Both combine in rank order.
 Next: ``sources.py``.
 """
 
@@ -24,14 +23,14 @@ from megatron_vocabpar.layers.partition import VocabRange, check_cover, ranges_f
 class InProcess:
     """All ``size`` shards are in this process.
 
-    ``parts`` has one tensor for each shard that is here, in rank order, all of one shape and dtype.
+    The argument ``parts`` has one tensor for each shard of this process, in rank order, all of one shape.
     """
 
     size: int
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Ranks of the shards that are here."""
+        """Ranks of the shards of this process."""
         return tuple(range(self.size))
 
     def gather(self, parts: Sequence[Tensor]) -> Tensor:
@@ -48,10 +47,7 @@ class InProcess:
 
 @dataclass(frozen=True, slots=True)
 class OverGroup:
-    """One shard on each rank of a process group; every rank makes the same calls in the same order.
-
-    What there is to call is ``InProcess``'s; ``parts`` has one tensor.
-    """
+    """One shard on each rank of a process group; every rank makes the same calls in the same order."""
 
     group: dist.ProcessGroup
 
@@ -76,10 +72,10 @@ Exchange = InProcess | OverGroup
 
 
 def make_exchange(group: dist.ProcessGroup | None, shards: int) -> Exchange:
-    """The exchange of a call: ``shards`` tensors were passed, ``group`` is None when they are all.
+    """The exchange of a call that was given so many shards; without a group they are all.
 
     Raises:
-        ValueError: if several shards were passed together with a group.
+        ValueError: for several shards and a group.
     """
     if group is None:
         return InProcess(shards)
@@ -95,16 +91,16 @@ def local_ranges(
     vocab_size: int | None,
     device: torch.device,
 ) -> tuple[VocabRange, ...]:
-    """The rows of each shard that is here.
+    """The ranges of this process's shards.
 
     Args:
         exchange: where the shards are.
-        widths: rows of each shard that is here.
-        ranges: the ranges of all ranks; or, with a group, this rank's alone; or None: shards in this
-            process follow one another, and the ranks of a group have equal widths.
-        vocab_size: true ids where ``ranges`` is None; None counts every row.
-        device: of the shards. Where each rank of a group gives its own range, they meet to be checked; not
-            on a GPU, where the host would wait for it.
+        widths: rows of each shard of this process.
+        ranges: of all ranks; or, with a group, of this rank alone; None: shards in this process follow one
+            another, and the ranks of a group have equal widths.
+        vocab_size: true ids if ``ranges`` is None; None counts every row.
+        device: of the shards. If each rank of a group gives its own range, the CPU gathers and checks them;
+            on a GPU the host would wait for it.
 
     Raises:
         ValueError: if the number of ranges or a width does not fit; for gaps and overlaps.
@@ -115,12 +111,12 @@ def local_ranges(
     if isinstance(ranges, VocabRange):
         if len(exchange.members) != 1:
             raise ValueError(f"one range for {len(exchange.members)} shards: give the range of each")
-        mine: tuple[VocabRange, ...] = (ranges,)
+        local: tuple[VocabRange, ...] = (ranges,)
     else:
         if len(ranges) != exchange.size:
             raise ValueError(f"{len(ranges)} ranges for {exchange.size} shards: give the range of each rank")
-        mine = tuple(ranges[member] for member in exchange.members)
-    for member, width, shard in zip(exchange.members, widths, mine, strict=True):
+        local = tuple(ranges[member] for member in exchange.members)
+    for member, width, shard in zip(exchange.members, widths, local, strict=True):
         if width != shard.rows:
             raise ValueError(
                 f"rank {member} has {width} vocabulary entries, its range [{shard.start}, {shard.stop}) has "
@@ -131,4 +127,4 @@ def local_ranges(
     elif device.type == "cpu":
         edges = torch.tensor([ranges.start, ranges.stop, ranges.vocab_size])
         check_cover(VocabRange(*edge) for edge in exchange.gather([edges]).tolist())
-    return mine
+    return local

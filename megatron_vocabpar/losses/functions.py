@@ -5,9 +5,9 @@
     vocab_cross_entropy   -log p_target, label smoothing, z-loss
     vocab_argmax          the most likely id               vocab_target_rank: how many ids are likelier
 
-``kl.py`` has the divergence of two distributions. Each takes ``logits``: this rank's shard [..., P], a
-list of all shards (in one process), or ``LazyLogits(hidden, weight)``. The keyword arguments that they
-share are ``call.Layout``. Nothing writes into an argument. Next: ``summary.py``, which computes them.
+``kl.py`` has the divergence of two distributions. Each takes ``logits``: this rank's shard [..., P], a list
+of all shards (in one process), or ``LazyLogits(hidden, weight)``. ``call.Layout`` has the keyword arguments
+that they share. Nothing writes into an argument. Next: ``summary.py``, which computes them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_vocabpar.losses.sources import Logits
 from megatron_vocabpar.losses.summary import of_chunks
 
 _SEGMENT = 256
-"""Columns in which a largest logit is looked for together."""
+"""Columns of one step of ``_first_largest``."""
 
 
 def vocab_logprobs(
@@ -49,8 +49,8 @@ def vocab_logprobs(
     Args:
         logits: [..., P] this rank's shard (fp16, bf16, fp32, fp64), a list of shards, or ``LazyLogits``.
         targets: [...] integer ids in [0, V), the same on every rank.
-        ignore_index: target of tokens that get 0 and no gradient.
-        mask: [...] weights of the tokens; 0 leaves one out.
+        ignore_index: target of tokens whose result is 0, without gradient.
+        mask: [...] weights of the tokens; 0 leaves a token out.
         reduction: ``none``, ``sum``, or ``mean`` over the mask's sum (without one, over counted targets).
         layout: see ``call.Layout``.
 
@@ -86,7 +86,7 @@ def vocab_entropy(
 def vocab_logprobs_and_entropy(
     logits: Logits, targets: Tensor, *, ignore_index: int = -100, **layout: Unpack[Layout]
 ) -> tuple[Tensor, Tensor]:
-    """Both of the above from one pass over the logits and one collective: ([...], [...]).
+    """Log-probability and entropy, [...] each, from one pass over the logits and one collective.
 
     Source: sections 4.3 and 4.4 of the paper for the one pass.
     """
@@ -152,8 +152,8 @@ def vocab_argmax(logits: Logits, **layout: Unpack[Layout]) -> Tensor:
         return torch.stack((value.double(), column.double() + call.ranges[i].start), dim=1)
 
     slices = source.slices(call.rows_per_chunk) or [slice(0, 0)]
-    found = [torch.cat([best(i, rows) for rows in slices]) for i in range(len(call.ranges))]
-    gathered = call.exchange.gather(found)  # [R, n, 2]
+    bests = [torch.cat([best(i, rows) for rows in slices]) for i in range(len(call.ranges))]
+    gathered = call.exchange.gather(bests)  # [R, n, 2]
     winner = gathered[..., 0].argmax(dim=0, keepdim=True)  # the first of equal shards
     ids = gathered[..., 1].gather(0, winner).squeeze(0)
     return ids.clamp(min=0).long().view(leading_shape(logits))
@@ -170,8 +170,8 @@ def vocab_target_rank(
             changes it.
 
     Returns:
-        [...] int64, the same on every rank; -1 for ignored tokens; without gradient. 0 where the
-        target's logit is NaN, than which nothing is larger.
+        [...] int64, the same on every rank, without gradient; -1 for ignored tokens, 0 if the target's logit
+        is NaN.
 
     Raises:
         ValueError: naming the argument that does not fit.
@@ -181,10 +181,10 @@ def vocab_target_rank(
     source = call.source(tensors)
     ids, counted = check_targets(targets, leading_shape(logits), ignore_index, call.ranges[0].vocab_size)
 
-    def own(y: Tensor, shard: VocabRange, rows: slice) -> Tensor:
+    def targets_of(y: Tensor, shard: VocabRange, rows: slice) -> Tensor:
         return take_target_(y, target_rows(ids[rows], shard), shard.valid_rows)
 
-    target_logit = call.exchange.total(of_chunks(call, source, own))
+    target_logit = call.exchange.total(of_chunks(call, source, targets_of))
 
     def larger(y: Tensor, shard: VocabRange, rows: slice) -> Tensor:
         return (y > target_logit[rows, None]).sum(dim=1)
@@ -194,9 +194,10 @@ def vocab_target_rank(
 
 
 def _first_largest(y: Tensor) -> tuple[Tensor, Tensor]:
-    """[n] values and [n] columns of [n, P]: the first of each segment's maxima, then of its columns.
+    """[n] largest values and [n] their first columns in [n, P].
 
-    ``max`` with indices takes several times as long as ``amax`` on the CPU.
+    On the CPU ``max`` with indices takes several times as long as ``amax``. So ``amax`` finds the maximum of
+    each segment of 256 columns, and ``max`` the first best segment and then its first best column.
     """
     whole = y.shape[1] // _SEGMENT * _SEGMENT
     peaks = [y[:, :whole].unflatten(1, (-1, _SEGMENT)).amax(2)]
@@ -204,12 +205,12 @@ def _first_largest(y: Tensor) -> tuple[Tensor, Tensor]:
         peaks.append(y[:, whole:].amax(1, keepdim=True))
     start = torch.cat(peaks, dim=1).max(dim=1, keepdim=True).indices * _SEGMENT
     columns = start + torch.arange(_SEGMENT, device=y.device)
-    found = y.gather(1, columns.clamp_(max=y.shape[1] - 1)).max(dim=1)
-    return found.values, start.squeeze(1) + found.indices
+    best = y.gather(1, columns.clamp_(max=y.shape[1] - 1)).max(dim=1)
+    return best.values, start.squeeze(1) + best.indices
 
 
 def _weights(mask: Tensor | None, counted: Tensor | None, reduction: str) -> Tensor | None:
-    """The mask of a reduction: the caller's, without ignored tokens."""
+    """The mask of a reduction: the caller's, with 0 for ignored tokens."""
     if counted is None or (mask is None and reduction == "none"):
         return mask
     if mask is None:

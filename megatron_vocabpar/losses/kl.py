@@ -2,9 +2,9 @@
 
     KL(p || q) = sum_j p_j (log p_j - log q_j) = sum_j p_j (expm1(-d_j) + d_j),   d_j = log p_j - log q_j
 
-The two sums are equal because p and q both add up to 1. Every term of the second is at least 0 and of
-second order in d, so that nearly equal distributions (a policy and its reference) keep their digits. It
-takes two passes: one for both log-sum-exps, one for the sum. Gradients, with D the divergence:
+The two sums are equal as p and q both add up to 1. Every term of the second is at least 0 and of second order
+in d, so nearly equal distributions (a policy and its reference) keep their digits. There are two passes: one
+for both log-sum-exps, one for the sum. Gradients, with D the divergence:
 
     dKL/dY^p_j = p_j (d_j - D)        dKL/dY^q_j = q_j - p_j
 
@@ -43,15 +43,14 @@ def vocab_kl(
 
     Args:
         p: logits of the first distribution, as in ``vocab_logprobs``; gradients flow into them.
-        q: logits of the second, sharded alike; gradients flow into them where they require them. One may be
-            ``LazyLogits`` and the other not. Both get the same
-            ``softcap`` and ``temperature``.
+        q: logits of the second, with the same shards, ``softcap`` and ``temperature``; gradients flow into
+            them if they require them. One of the two may be ``LazyLogits``.
         mask: [...] weights of the tokens.
         reduction: ``none``, ``sum`` or ``mean``.
-        layout: see ``call.Layout``. ``invariant`` wants logits of one kind, both existing or both lazy.
+        layout: see ``call.Layout``. ``invariant`` needs both to be logits, or both ``LazyLogits``.
 
     Returns:
-        [...] fp32 (fp64 for fp64), or a scalar; at least 0; inf where q gives 0 to an id that p doesn't.
+        [...] fp32 (fp64 for fp64), or a scalar; at least 0, inf if q is 0 at an id where p is not.
 
     Raises:
         ValueError: naming the argument that does not fit.
@@ -99,14 +98,14 @@ class _Divergence(torch.autograd.Function):
         divergence, offset_p, total_p, offset_q, total_q, *tensors = ctx.saved_tensors
         calls, split = ctx.calls, ctx.split
         sources = calls[0].source(tensors[:split]), calls[1].source(tensors[split:])
-        # Without a gradient a token's row is 0, also where it diverges: all probabilities are made 0.
+        # A token without a gradient gets a row of zeros, even if its divergence is inf: p and q become 0.
         unused = grad == 0
         divergence = torch.where(unused, 0, divergence)
         total_p, total_q = (torch.where(unused, torch.inf, total) for total in (total_p, total_q))
         softmaxes = Normaliser(offset_p, total_p), Normaliser(offset_q, total_q)
         needs = any(ctx.needs_input_grad[2 : 2 + split]), any(ctx.needs_input_grad[2 + split :])
         grad = grad / calls[0].temperature
-        # Of sum_j |dY_j|. Where d >= 0, p d is at most its term plus p; elsewhere p |d| is at most q - p; so
+        # Bounds of sum_j |dY_j|: for d >= 0, p d is at most its term plus p; else p |d| is at most q - p. So
         # sum_j p |d| is at most D + 2. The factors leave room for rounding.
         bounds = (2.5 * divergence + 3) * grad.abs(), (3 + 0 * divergence) * grad.abs()
         sinks = [
@@ -123,10 +122,10 @@ class _Divergence(torch.autograd.Function):
                 sinks[0].add(shard, rows, slope.mul_(slopes[0]), bounds[0][rows])
             if sinks[1] is not None:
                 sinks[1].add(shard, rows, log_q.exp_().sub_(p).mul_(slopes[1]), bounds[1][rows])
-        found: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
         for sink, count in zip(sinks, (split, len(tensors) - split), strict=True):
-            found.extend([None] * count if sink is None else sink.finish())
-        return (None, None, *found)
+            gradients.extend([None] * count if sink is None else sink.finish())
+        return (None, None, *gradients)
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class _Parts:
     places: tuple[Scratch, Scratch] = field(default_factory=lambda: (Scratch(), Scratch()))
 
     def chunks(self) -> Iterator[tuple[slice, int]]:
-        """Tokens and shards."""
+        """Slices of tokens, and for each all shards."""
         cuts = {0}
         for call, source in zip(self.calls, self.sources, strict=True):
             cuts.update(rows.stop for rows in source.slices(call.rows_per_chunk))
@@ -149,19 +148,19 @@ class _Parts:
                 yield slice(start, stop), shard
 
     def log_probabilities(self, shard: int, rows: slice) -> tuple[list[Tensor], list[Tensor | None]]:
-        """log p and log q of the shard's true ids, [rows, valid], until the next call; the caps' slopes."""
-        found, caps = [], []
+        """log p and log q [rows, P'] of a chunk, until the next call; and the caps' slopes."""
+        logs, caps = [], []
         parts = zip(self.calls, self.sources, self.softmaxes, self.places, strict=True)
         for call, source, softmax, place in parts:
             y, cap = call.transformed(source, shard, rows, place)
             subtract_power_log_(y, softmax.offset[rows].unsqueeze(1))
-            found.append(y.sub_(torch.log(softmax.total[rows]).unsqueeze(1)))
+            logs.append(y.sub_(torch.log(softmax.total[rows]).unsqueeze(1)))
             caps.append(cap)
-        return found, caps
+        return logs, caps
 
     def per_token(self, reduce: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """[n, ...] for each shard that is here: ``reduce`` of the terms [rows, valid] of the divergence."""
-        found: list[list[Tensor]] = [[] for _ in self.calls[0].ranges]
+        """[n, ...] for each shard: ``reduce`` of the terms [rows, P'] of the divergence."""
+        parts: list[list[Tensor]] = [[] for _ in self.calls[0].ranges]
         for rows, shard in self.chunks():
             (log_p, log_q), _ = self.log_probabilities(shard, rows)
             p = log_p.exp()
@@ -170,5 +169,5 @@ class _Parts:
             d.masked_fill_(p == 0, 0)
             near = d.neg().expm1_().add_(d).mul_(p)
             terms = torch.where(far, d.mul_(p).sub_(p).add_(log_q.exp_()), near)
-            found[shard].append(reduce(terms))
-        return [torch.cat(chunks) for chunks in found]
+            parts[shard].append(reduce(terms))
+        return [torch.cat(chunks) for chunks in parts]

@@ -1,9 +1,10 @@
 """Weight shards with boundaries anywhere, moved to boundaries at multiples of a block.
 
-A matrix product over a block of the vocabulary gives the same bits on every sharding only where one rank
-computes the whole block. So each rank lends the rows before its first block boundary (fewer than a
-block) to the rank that holds the block's first row; the backward pass returns their gradients.
-Used by the invariant mode for hidden states. Next: ``sources.py`` (the blocks).
+A matrix product over a block of the vocabulary has the same bits on every sharding if one rank computes the
+whole block. So each rank lends the rows before its first block boundary (fewer than a block) to the rank of
+the block's first row; the backward pass returns their gradients. For example, of shards [0, 300) and
+[300, 600) with blocks of 256 rows the second lends rows 300 to 511, and its home is [512, 600). Used by the
+invariant mode for hidden states. Next: ``sources.py`` (the blocks).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron_vocabpar.losses.exchange import Exchange
 def aligned_ranges(
     exchange: Exchange, ranges: Sequence[VocabRange], weights: Sequence[Tensor]
 ) -> tuple[VocabRange, ...]:
-    """For each shard that is here, the blocks whose first row it holds, as one range; waits for the host."""
+    """For each shard of this process, the blocks whose first row it holds, as one range; waits for a GPU."""
     stops = [torch.tensor(s.stop, device=w.device) for w, s in zip(weights, ranges, strict=True)]
     last = int(exchange.gather(stops).amax())
     return tuple(
@@ -59,7 +60,7 @@ class Realign(torch.autograd.Function):
 def _move(
     exchange: Exchange, tensors: Sequence[Tensor], old: Sequence[VocabRange], new: Sequence[VocabRange]
 ) -> tuple[Tensor, ...]:
-    """Rows of the old ranges, arranged as the new ones; fewer than BLOCK rows leave each old range."""
+    """Move rows from the old ranges to the new ones; fewer than BLOCK rows leave each old range."""
     lent, starts = [], []
     for tensor, source, home in zip(tensors, old, new, strict=True):
         leaving = _without(source, home)
@@ -73,16 +74,16 @@ def _move(
         target = tensor.new_empty(home.rows, tensor.shape[1])
         pieces = zip([*rows, tensor], [*places, (source.start, source.stop)], strict=True)
         for piece, (start, stop) in pieces:
-            found = range(max(start, home.start), min(stop, home.stop))
-            if found:
-                here = piece[found.start - start : found.stop - start]
-                target[found.start - home.start : found.stop - home.start] = here
+            shared = range(max(start, home.start), min(stop, home.stop))
+            if shared:
+                rows_in_home = slice(shared.start - home.start, shared.stop - home.start)
+                target[rows_in_home] = piece[shared.start - start : shared.stop - start]
         out.append(target)
     return tuple(out)
 
 
 def _without(source: VocabRange, home: VocabRange) -> range:
-    """The rows of ``source`` that ``home`` lacks: at its beginning or at its end."""
+    """The rows of ``source`` that ``home`` lacks, at one of its ends."""
     if source.start < home.start:
         return range(source.start, min(source.stop, home.start))
     return range(min(max(source.start, home.stop), source.stop), source.stop)

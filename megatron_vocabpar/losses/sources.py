@@ -1,10 +1,9 @@
-"""Logits that exist, and logits that are only made a few tokens at a time.
+"""Logits that exist, and logits that are made a few tokens at a time.
 
-Every loss takes either this rank's shard of the logits, or ``LazyLogits(hidden, weight)``: the rows of
-the output weight that this rank holds, from which logits are computed chunk by chunk and recomputed in
-the backward pass, so that no [n, P] tensor is ever alive. Both are read through the same two methods:
-``logits`` gives a fresh high-precision chunk, ``gradients`` takes the gradient of such chunks. Padding ends
-here: nothing reads its rows, whose gradient is 0.
+Every loss takes either shards of the logits, or ``LazyLogits(hidden, weight)``, whose logits are computed by
+chunks of tokens and again in the backward pass, so that no [n, P] tensor exists. Both have the same methods:
+``logits`` returns a chunk in high precision, ``gradients`` an object that takes the chunks' gradients.
+Nothing reads the rows of padding, whose gradient is 0.
 
 Letters: n tokens, H hidden, P vocabulary rows of a shard, P' those of true ids. Next: ``summary.py``.
 """
@@ -31,7 +30,7 @@ from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.losses.exchange import Exchange
 
 _CACHED_BYTES = 2**22
-"""Of a chunk of existing logits on the CPU: what stays in its cache."""
+"""A chunk of existing logits that stays in a CPU's cache."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,8 @@ class LazyLogits:
 
     Attributes:
         hidden: [..., H] the same on every rank of the group; fp16, bf16, fp32 or fp64.
-        weight: [P, H] this rank's rows of the output weight, same dtype; or a sequence of shards, where
-            all of them are in this process.
+        weight: [P, H] this rank's rows of the output weight, same dtype; or a sequence of all shards, if they
+            are in this process.
     """
 
     hidden: Tensor
@@ -49,27 +48,27 @@ class LazyLogits:
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
-        """The weight shards that are here."""
+        """The weight shards of this process."""
         return (self.weight,) if isinstance(self.weight, Tensor) else tuple(self.weight)
 
 
 class Scratch:
-    """One tensor to work in, chunk after chunk: fresh pages cost more time than the arithmetic on them."""
+    """Memory for one chunk after another: fresh pages cost more time than the arithmetic on them."""
 
-    def __init__(self, taken: Tensor | None = None) -> None:
-        self._kept = self._taken = taken
+    def __init__(self, matrix: Tensor | None = None) -> None:
+        self._memory = self._matrix = matrix
 
     def take(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[rows, columns] uninitialised, on top of what was taken before."""
-        if self._taken is None or self._taken.shape != (rows, columns) or self._taken.dtype != dtype:
+        """[rows, columns] uninitialised, in the memory of the matrix that was taken before."""
+        if self._matrix is None or self._matrix.shape != (rows, columns) or self._matrix.dtype != dtype:
             size = rows * columns
-            if self._kept is None or self._kept.numel() < size or self._kept.dtype != dtype:
-                self._kept = torch.empty(size, dtype=dtype, device=device)
-            self._taken = self._kept.view(-1)[:size].view(rows, columns)
-        return self._taken
+            if self._memory is None or self._memory.numel() < size or self._memory.dtype != dtype:
+                self._memory = torch.empty(size, dtype=dtype, device=device)
+            self._matrix = self._memory.view(-1)[:size].view(rows, columns)
+        return self._matrix
 
     def like(self, other: Tensor) -> Tensor:
-        """Uninitialised, as another matrix."""
+        """Uninitialised, in the shape and dtype of another matrix."""
         return self.take(other.shape[0], other.shape[1], other.dtype, other.device)
 
 
@@ -78,11 +77,7 @@ Logits = Tensor | Sequence[Tensor] | LazyLogits
 
 
 class DenseSource:
-    """Shards of logits that exist. Never copies them whole, whatever their strides.
-
-    Attributes:
-        tokens: n.
-    """
+    """Shards of logits that exist. They are never copied whole, whatever their strides."""
 
     def __init__(self, shards: Sequence[Tensor], ranges: Sequence[VocabRange]) -> None:
         self.shards = tuple(shards)
@@ -94,7 +89,7 @@ class DenseSource:
         self._period = max(1, self.tokens) if every_flat else max(1, shards[0].shape[-2])
 
     def slices(self, rows_per_chunk: int | None) -> list[slice]:
-        """Token ranges to work on, one after another."""
+        """Slices of tokens to work on, one after another."""
         widest = max(shard.shape[-1] for shard in self.shards)
         device = self.shards[0].device
         size = _CACHED_BYTES if device.type == "cpu" else transient_bytes(device)
@@ -108,7 +103,7 @@ class DenseSource:
     def logits(self, shard: int, rows: slice, place: Scratch | None) -> Tensor:
         """[rows, P'] a copy of the logits in fp32 (fp64 for fp64), which may be overwritten.
 
-        Without a place for it they are the caller's own, to be read only.
+        Without a place for the copy: the caller's own logits, to be read only.
         """
         flat = self._flat[shard]
         if flat is None:
@@ -123,20 +118,20 @@ class DenseSource:
         return place.take(valid.shape[0], valid.shape[1], self._dtype, valid.device).copy_(valid)
 
     def whole(self, shard: int) -> Tensor | None:
-        """[n, P'] the caller's own logits, to be read only; None where their strides don't allow it."""
+        """[n, P'] the caller's own logits, to be read only; None if their strides don't allow a view."""
         flat = self._flat[shard]
         return None if flat is None else flat.narrow(1, 0, self.valid[shard])
 
     def gradients(self, exchange: Exchange, scale: Tensor | None, in_place: bool = False) -> DenseGradients:
-        """Where to put gradients; ``scale`` [n] asks for sums that don't depend on the sharding.
+        """What takes the gradients; with ``scale`` [n] its sums don't depend on the sharding.
 
-        ``in_place`` is for exponentials in the place of the logits, which the gradients overwrite.
+        With ``in_place`` the gradients overwrite the shards, which then hold exponentials.
         """
         return DenseGradients(self, in_place)
 
 
 class DenseGradients:
-    """One tensor like each shard, filled chunk by chunk: no communication, no order of summation."""
+    """One tensor like each shard, filled by chunks of tokens; nothing is summed."""
 
     def __init__(self, source: DenseSource, in_place: bool = False) -> None:
         self._dtype, self._valid = result_dtype(source.shards[0].dtype), source.valid
@@ -147,17 +142,17 @@ class DenseGradients:
         self._flat = [grad.view(source.tokens, grad.shape[-1]) for grad in self._grads]
 
     def whole(self, shard: int) -> Tensor:
-        """[n, P'] where all of a shard's gradient will lie."""
+        """[n, P'] memory of a shard's gradient."""
         return self._flat[shard].narrow(1, 0, self._valid[shard])
 
     def place(self, shard: int, rows: slice, otherwise: Scratch) -> Scratch:
-        """Where to make ``grad`` of ``add``: where it will lie, if it can be made there."""
+        """Memory to compute a chunk's ``grad`` in: that of the gradient if its dtype and width fit."""
         out = self._flat[shard]
         fits = out.dtype == self._dtype and out.shape[1] == self._valid[shard]
         return Scratch(out[rows]) if fits else otherwise
 
     def add(self, shard: int, rows: slice, grad: Tensor, bound: Tensor) -> None:
-        """Take ``grad`` [rows, P'] of a shard; no element of a row exceeds its ``bound`` [rows]."""
+        """Take a shard's ``grad`` [rows, P'], whose elements are at most ``bound`` [rows]."""
         out = self._flat[shard][rows]
         if out.data_ptr() != grad.data_ptr():
             out.narrow(1, 0, grad.shape[1]).copy_(grad)
@@ -168,10 +163,10 @@ class DenseGradients:
 
 
 class LazySource:
-    """Logits made from hidden states and weight shards, one chunk of tokens at a time; as ``DenseSource``.
+    """Logits made from hidden states and weight shards; the methods are ``DenseSource``'s.
 
-    With ``blocks`` all products have one shape (``layers/fixed_point.py``), so that no sharding and no batch
-    changes an element. Shards must then start at multiples of BLOCK (``realign.py``).
+    With ``blocks`` all products have one shape (``layers/fixed_point.py``): no sharding and no batch changes
+    an element. Shards must then start at multiples of BLOCK (``realign.py``).
     """
 
     def __init__(
@@ -206,7 +201,7 @@ class LazySource:
 
 
 class LazyGradients:
-    """dX, summed over all shards at the end, and each shard's dW."""
+    """dX, which ``finish`` sums over all shards, and each shard's dW."""
 
     def __init__(self, source: LazySource, exchange: Exchange, scale: Tensor | None) -> None:
         self._source = source
@@ -215,7 +210,7 @@ class LazyGradients:
         self._dw = [torch.zeros_like(weight, dtype=dtype) for weight in source.shards]
         self._grid = None
         if scale is not None:
-            # Of |dX_ij|, and of the sum of its terms.
+            # scale * peak bounds |dX_ij| and its partial sums.
             peak = exchange.gather([largest_size(weight) for weight in source.weights]).amax()
             self._grid, dtype = grid_of(scale.double() * peak), torch.int64
         self._dx = [source.x.new_zeros(source.x.shape, dtype=dtype) for _ in source.weights]
@@ -231,7 +226,7 @@ class LazyGradients:
             self._dx[shard][rows] += dx if factor is None else dx * factor
             add_product_(dw[: len(weight)], narrow.t(), x, factor)
             return
-        # fp16 has too few exponents, and a scale for many rows would depend on the batch.
+        # fp16 has too few exponents, and one scale for many rows would depend on the batch.
         dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
         tokens = filled(x).to(dtype)
         for columns in blocks_of(len(weight)):
@@ -255,9 +250,10 @@ Source = DenseSource | LazySource
 
 
 def narrowed(grad: Tensor, dtype: torch.dtype, bound: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Gradients in the dtype of the operands, and the factor that undoes their scaling, or None.
+    """Gradients in the operands' dtype, and the factor that undoes their scaling, or None.
 
-    fp16 ends at 2^-24, so its rows are first scaled by one power of two, taken from ``bound``.
+    fp16 ends at 2^-24. So its gradients are scaled by one power of two that takes the largest ``bound`` to
+    2^13 up to 2^14: if that is 3e-6 = 0.79 * 2^-18, all are multiplied by 2^32.
     """
     if dtype != torch.float16 or bound.numel() == 0:
         return grad.to(dtype), None
@@ -266,7 +262,7 @@ def narrowed(grad: Tensor, dtype: torch.dtype, bound: Tensor) -> tuple[Tensor, T
 
 
 def _flatten(tensor: Tensor) -> Tensor | None:
-    """[n, P] view, or None where the strides don't allow one."""
+    """[n, P] view, or None if the strides don't allow one."""
     try:
         return tensor.view(tensor.shape[:-1].numel(), tensor.shape[-1])
     except RuntimeError:
@@ -274,5 +270,5 @@ def _flatten(tensor: Tensor) -> Tensor | None:
 
 
 def _digits(shape: torch.Size) -> list[tuple[int, int]]:
-    """(extent, number of elements behind) of each dimension."""
+    """The extent of each dimension, and the elements that one step of it skips."""
     return [(extent, shape[i + 1 :].numel()) for i, extent in enumerate(shape)]

@@ -1,13 +1,13 @@
 """The softmax of a sharded vocabulary in four numbers per token, all differentiable.
 
-Every loss of this package is arithmetic on ``Summary`` (``layers/numbers.py``). One packed collective joins
-the shards; the arithmetic is that of the output layer: power-of-two offsets, and the target's own term kept
-apart, so that ``1 - p_target`` has no cancellation. The backward pass reads the logits again, chunk by chunk,
-and applies the one row gradient. For logits that exist it needs no communication, and allocates one tensor
-like them. What is saved is the caller's own logits (or hidden states and weight) and seven numbers per token.
+Every loss of this room is arithmetic on ``Summary`` (``layers/numbers.py``). One packed collective joins the
+shards, with the arithmetic of the output layer: offsets are powers of two, and the target's term is kept
+apart, so that ``1 - p_target`` has no cancellation. The backward pass reads the logits again by chunks of
+tokens. For logits that exist it needs no communication, and allocates one tensor like them. Saved are the
+caller's own logits (or hidden states and weight) and seven numbers per token.
 
-Source: sections 4.3 and 4.4 of Balancing Pipeline Parallelism with Vocabulary Parallelism for the
-statistics. Next: ``functions.py``.
+Source: sections 4.3 and 4.4 of Balancing Pipeline Parallelism with Vocabulary Parallelism for the statistics.
+Next: ``functions.py``.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Call:
 
     Attributes:
         exchange: how the shards meet.
-        ranges: rows of the shards that are here.
+        ranges: rows of this process's shards.
         lazy: the tensors are hidden states and weight shards, not logits.
-        temperature: the logits are divided by it, after the cap.
+        temperature: divides the logits, after the cap.
         softcap: bound of the logits' size, or None.
-        entropy, mean: which of the costlier numbers to compute.
-        invariant: results bit for bit independent of the sharding.
+        entropy, mean: whether to compute these numbers.
+        invariant: results do not depend on the sharding, bit for bit.
         rows_per_chunk: tokens worked on at one time; None chooses by size and device.
         keep: whether a backward pass may follow.
-        keep_exponentials: whether to keep them for it, where the gradient will lie.
+        keep_exponentials: keep them for it, in the memory of the gradient.
     """
 
     exchange: Exchange
@@ -67,11 +67,10 @@ class Call:
 
     @property
     def vocab_size(self) -> int:
-        """V."""
         return self.ranges[0].vocab_size
 
     def source(self, tensors: Sequence[Tensor]) -> Source:
-        """The logits that ``tensors`` stand for."""
+        """The logits, or what makes them, in ``tensors``."""
         if self.lazy:
             return LazySource(tensors[0], tensors[1:], self.ranges, blocks=self.invariant)
         return DenseSource(tensors, self.ranges)
@@ -79,7 +78,7 @@ class Call:
     def transformed(
         self, source: Source, shard: int, rows: slice, place: Scratch
     ) -> tuple[Tensor, Tensor | None]:
-        """A chunk of logits, capped and divided by the temperature; and the slope of the cap, or None."""
+        """A chunk of logits, capped and divided by the temperature; the slope of the cap, or None."""
         logits = source.logits(shard, rows, place)
         if self.softcap is None:
             return logits if self.temperature == 1.0 else logits.div_(self.temperature), None
@@ -89,9 +88,9 @@ class Call:
 
 
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward pass that refuses to be part of a graph: its own derivative would be silently left out.
+    """Refuse ``create_graph=True``: the derivative of this backward pass would be silently left out.
 
-    ``once_differentiable`` refuses only where the incoming gradients require one, not for the operands.
+    ``once_differentiable`` refuses it only if the incoming gradients require one, not for the operands'.
     """
 
     @wraps(backward)
@@ -107,7 +106,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class SoftmaxSummary(torch.autograd.Function):
-    """``apply(call, targets, *tensors)``: the four tensors of ``Summary``, zeros where not asked for."""
+    """``apply(call, targets, *tensors)``: the four tensors of ``Summary``, zeros if not asked for."""
 
     @staticmethod
     @exact()
@@ -119,10 +118,10 @@ class SoftmaxSummary(torch.autograd.Function):
         summary = [zeros.clone() if number is None else number for number in softmax.summary]
         if call.keep:
             ctx.call = call
-            # In the place of the logits, where exponentials are kept: those may go.
-            held = tensors if sink is None else sink.finish()
+            # Kept exponentials are saved in place of the logits, which autograd may then free.
+            saved = tensors if sink is None else sink.finish()
             per_token = softmax.nll, softmax.offset, softmax.total, softmax.target_deficit, softmax.valid
-            ctx.save_for_backward(targets, offsets, rests, *per_token, softmax.entropy, *held)
+            ctx.save_for_backward(targets, offsets, rests, *per_token, softmax.entropy, *saved)
         return tuple(number.clone() if number is softmax.entropy else number for number in summary)
 
     @staticmethod
@@ -159,22 +158,22 @@ def of_chunks(
     function: Callable[[Tensor, VocabRange, slice], Tensor],
     sink: DenseGradients | None = None,
 ) -> list[Tensor]:
-    """[n, ...] for each shard that is here: a function of its logits [rows, P'], its range and the rows.
+    """[n, ...] for each shard of this process: a function of its logits [rows, P'], its range and the rows.
 
-    What the function returns must not share the logits' memory, which is the sink's where there is one.
+    The function's result must not share the logits' memory, which is the sink's if there is one.
     """
-    # One empty chunk where there are no tokens: it has the columns and the dtype.
-    slices, place = source.slices(call.rows_per_chunk) or [slice(0, 0)], Scratch()
+    # Without tokens one empty chunk, which has the columns and the dtype.
+    slices, scratch = source.slices(call.rows_per_chunk) or [slice(0, 0)], Scratch()
 
     def of(i: int, shard: VocabRange, rows: slice) -> Tensor:
-        where = place if sink is None else sink.place(i, rows, place)
-        return function(call.transformed(source, i, rows, where)[0], shard, rows)
+        place = scratch if sink is None else sink.place(i, rows, scratch)
+        return function(call.transformed(source, i, rows, place)[0], shard, rows)
 
     return [torch.cat([of(i, shard, rows) for rows in slices]) for i, shard in enumerate(call.ranges)]
 
 
 def _kernels_of_shards(call: Call, source: Source) -> ModuleType | None:
-    """The kernels that take a shard of logits whole, where there are any and they can serve this call."""
+    """The kernels that take a shard of logits whole; None if there are none for this call."""
     plain = call.softcap is None and call.rows_per_chunk is None and not (call.invariant or call.mean)
     if not plain or not isinstance(source, DenseSource) or source.tokens == 0:
         return None
@@ -187,10 +186,7 @@ def _kernels_of_shards(call: Call, source: Source) -> ModuleType | None:
 def _forward(
     call: Call, source: Source, targets: Tensor, sink: DenseGradients | None = None
 ) -> tuple[Softmax, Tensor, Tensor]:
-    """The softmax, and the offsets of the shards that are here.
-
-    Exponentials are ``exp(Y - k ln 2 - rest)``: k and rest, each [shards, n].
-    """
+    """The softmax, and k and rest [shards, n] of this process's exponentials ``exp(Y - k ln 2 - rest)``."""
     place, kernels = Scratch(), _kernels_of_shards(call, source)
     target_row = {shard: target_rows(targets, shard) for shard in call.ranges}
 
@@ -218,14 +214,14 @@ def _forward(
 
 
 def _chunk_stats(call: Call, y: Tensor, row: Tensor, place: Scratch) -> Tensor:
-    """[rows, 4 to 6] one shard's numbers: packed statistics, sum of e (log e), sum of logits.
+    """[rows, 4 to 6] one shard's numbers: packed statistics, sum of e log e, sum of logits.
 
-    In the invariant mode [rows, 6 to 12] whole numbers, and e y in place of e (log e): it has no offset.
+    In the invariant mode [rows, 6 to 12] whole numbers, with e y, which has no offset, in place of e log e.
     """
     valid = y.shape[1]
     total = y.sum(dim=1, keepdim=True) if call.mean and not call.invariant else None
     logits = y.clone() if call.invariant and (call.mean or call.entropy) else None
-    # No storage in 16 bits follows, so the dtype (and with it the headroom) is that of the statistics.
+    # Nothing is stored in 16 bits, so the storage dtype (and its headroom) is that of the statistics.
     if call.invariant:
         part = fixed_point.exponentials(y, row, valid, dtype=y.dtype, out=y)
         sums = [fixed_point.digits(y, part.k)]
@@ -244,7 +240,7 @@ def _chunk_stats(call: Call, y: Tensor, row: Tensor, place: Scratch) -> Tensor:
 
 
 def _joined_whole(call: Call, gathered: Tensor, dtype: torch.dtype) -> Tensor:
-    """[1, n, 4 to 6] whole numbers of all shards as the numbers of one that holds everything."""
+    """[1, n, 4 to 6] the whole numbers of all shards as the numbers of a single one."""
     stats, _, others = fixed_point.join_whole(gathered, torch.float64)
     columns = [stats[0]]
     if call.entropy:
@@ -256,12 +252,12 @@ def _joined_whole(call: Call, gathered: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def finite_log(values: Tensor, out: Tensor) -> Tensor:
-    """The logarithm of values of 0 or more, with that of the smallest normal number in place of -inf."""
+    """The logarithm of values of 0 or more; of smaller ones than the smallest normal number, that one's."""
     return torch.clamp(values, min=torch.finfo(values.dtype).tiny, out=out).log_()
 
 
 def weighted_logs(weights: Tensor, logs: Tensor) -> Tensor:
-    """``weights * logs``, 0 where the weight is 0 (and the logarithm perhaps -inf)."""
+    """``weights * logs``, 0 for a weight of 0, whose logarithm may be -inf."""
     return torch.where(weights == 0, 0, weights * logs)
 
 
@@ -274,7 +270,7 @@ def _backward(
     offsets: Tensor,
     rests: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients, from exponentials with given offsets: the source, if kept, or made of it."""
+    """The gradients, from exponentials with these offsets: kept ones in the source, or made of its logits."""
     logprob, lse, entropy, mean = grads
     slopes = Slopes(logprob, lse, entropy if call.entropy else None, mean if call.mean else None)
     slopes = slopes.scaled(1 / call.temperature)
@@ -283,7 +279,7 @@ def _backward(
     at_target = gradient.target if uniform is None else gradient.target + uniform
     bound = _bound(call, softmax, slopes)
     sink = source.gradients(call.exchange, bound if call.invariant else None, call.keep_exponentials)
-    # What is made here for all tokens at once is not made once more for every chunk.
+    # For all tokens at once, not for every chunk.
     target_row = [target_rows(targets, vocab_range) for vocab_range in call.ranges]
     row, logs = (None if factor is None else factor.unsqueeze(2) for factor in (gradient.row, gradient.logs))
     assert row is not None
@@ -300,7 +296,7 @@ def _backward(
         for shard in range(len(call.ranges)):
             at, place = target_row[shard][rows], sink.place(shard, rows, places[0])
             grad, cap = _exponentials(call, source, shard, rows, at, offsets[shard, rows], place)
-            # grad is 0 for the target, else p_j times total * 2^(K - offset)
+            # grad_j is 0 for the target, else p_j * total * 2^(K - offset)
             if logs is None:
                 grad.mul_(row[shard, rows])
             else:
@@ -328,7 +324,7 @@ def _exponentials(
 
 
 def _bound(call: Call, softmax: Softmax, slopes: Slopes) -> Tensor:
-    """[n] of |dY_j| and of sum_j |dY_j|; NaN where a row is not finite, which whole numbers can't say."""
+    """[n] bounds of |dY_j| and sum_j |dY_j|; NaN for rows that are not finite."""
     assert slopes.lse is not None
     bound = 2 * torch.where(softmax.valid, slopes.logprob, 0).abs() + slopes.lse.abs()
     if slopes.entropy is not None:  # the sum of p |log p + entropy| is at most 2 log V
@@ -339,7 +335,7 @@ def _bound(call: Call, softmax: Softmax, slopes: Slopes) -> Tensor:
 
 
 def put_targets_(grad: Tensor, row: Tensor, values: Tensor) -> None:
-    """Write each owned target's value into its column, in place; ``row`` [n] is -1 for the others."""
+    """Write each owned target's value into its column, in place; ``row`` [n] is -1 for other tokens."""
     if grad.shape[1] == 0:
         return
     # Not scatter_, which copies all of a 16-bit tensor on the CPU.

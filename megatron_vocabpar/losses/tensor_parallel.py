@@ -5,10 +5,10 @@ The differentiable all-reduce has two adjoints, and a model needs both:
     all_reduce        forward sum, backward identity: the sum is used alike on every rank
     copy_to_shards    forward identity, backward sum: a replicated tensor enters sharded computation
 
-``nll_per_token`` (one all-reduce of [n] for the targets' logits) and ``nll_mean`` (one scalar) select the
-target's logit and mask it before anything is subtracted. Masking finished log-probabilities instead cuts
-every non-owner off from the gradient; a test keeps that version to show it. For memory and speed use
-``functions.py``, which computes the gradient itself.
+``nll_per_token`` (one all-reduce of [n] for the targets' logits) and ``nll_mean`` (of one scalar) select the
+target's logit and mask it before they subtract it. Masking finished log-probabilities instead cuts every rank
+that does not own the target off from the gradient; a test keeps that version to show it. ``functions.py``
+takes less memory and time.
 """
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ class _GatherSequence(torch.autograd.Function):
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sequence-parallel parts [s / t, ...] of all ranks in rank order: [s, ...].
 
-    Its gradient is this rank's part of the whole one, which must be the same on every rank: that of
-    ``LazyLogits`` over the same group is.
+    The gradient of the result must be the same on every rank, as that of ``LazyLogits`` over this group is.
     """
     return _GatherSequence.apply(x, group)
 
@@ -85,15 +84,15 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _lse_and_target(
     logits: Tensor, targets: Tensor, shard: VocabRange, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """[...] log-sum-exp over all shards, and the target's logit where this shard owns it, else 0."""
+    """[...] log-sum-exp over all shards, and the target's logit if this shard owns it, else 0."""
     valid = logits[..., : shard.valid_rows].to(result_dtype(logits.dtype))
     largest = valid.detach().amax(dim=-1)
     if group is not None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     total = all_reduce((valid - largest.unsqueeze(-1)).exp().sum(dim=-1), group)
     row = target_rows(targets, shard)
-    picked = valid.gather(-1, row.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return largest + total.log(), torch.where(row >= 0, picked, 0)
+    target_logit = valid.gather(-1, row.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return largest + total.log(), torch.where(row >= 0, target_logit, 0)
 
 
 def nll_per_token(
@@ -107,13 +106,13 @@ def nll_per_token(
         shard: the ids of ``logits``.
         group: tensor-parallel group.
     """
-    lse, picked = _lse_and_target(logits, targets, shard, group)
-    return lse - all_reduce(picked, group)
+    lse, target_logit = _lse_and_target(logits, targets, shard, group)
+    return lse - all_reduce(target_logit, group)
 
 
 def nll_mean(
     logits: Tensor, targets: Tensor, shard: VocabRange, group: dist.ProcessGroup | None = None
 ) -> Tensor:
     """The mean of ``nll_per_token``, by an all-reduce of one scalar for the targets' logits."""
-    lse, picked = _lse_and_target(logits, targets, shard, group)
-    return lse.mean() - all_reduce(picked.mean(), group)
+    lse, target_logit = _lse_and_target(logits, targets, shard, group)
+    return lse.mean() - all_reduce(target_logit.mean(), group)

@@ -1,10 +1,11 @@
-"""Context parallelism: sequences dealt out in zigzag order, gathered again, and log-probabilities of them.
+"""Context parallelism: sequences split in zigzag order, gathered again, and their log-probabilities.
 
 A sequence of S tokens is cut into 2C chunks; rank k of C holds chunks k and 2C-1-k, so that causal attention
-costs every rank the same. ``zigzag_gather`` puts the whole sequence back in its order on every rank; its
-backward is ``zigzag_split``, which takes this rank's two chunks of the gradient. As in the published scheme,
-that assumes that every rank computes the same loss from the gathered sequence; ``sum_gradients=True`` adds
-the ranks' gradients instead, for losses that differ. ``zigzag_split(zigzag_gather(x)) == x``.
+costs every rank the same. For example, with C = 2 rank 0 holds chunks 0 and 3, rank 1 chunks 1 and 2.
+``zigzag_gather`` puts the sequence back in its order on every rank; its backward takes this rank's two chunks
+of the gradient. As in the published scheme, every rank must compute the same loss from the gathered sequence;
+for losses that differ ``sum_gradients=True`` adds the ranks' gradients. ``zigzag_split(zigzag_gather(x)) ==
+x``.
 
 Packed sequences are cut one by one, at ``cu_seqlens``. Next: ``functions.py``.
 Source of the order, of the gather and of its gradient: github.com/alibaba/ROLL,
@@ -31,9 +32,9 @@ def zigzag_order(length: int, size: int, cu_seqlens: Sequence[int] | None = None
     """[C, length / C] int64: the positions that each rank holds, in its own order.
 
     Args:
-        length: tokens of the dimension that is cut.
+        length: tokens along the dimension that is cut.
         size: context-parallel size, C.
-        cu_seqlens: boundaries of packed sequences, from 0 to ``length``; None is one sequence.
+        cu_seqlens: boundaries of packed sequences, from 0 to ``length``; None for one sequence.
 
     Raises:
         ValueError: if a sequence's length is no multiple of 2C, or the boundaries don't fit.
@@ -43,7 +44,7 @@ def zigzag_order(length: int, size: int, cu_seqlens: Sequence[int] | None = None
 
 
 def _sequences(length: int, size: int, cu_seqlens: Sequence[int] | None) -> list[tuple[int, int]]:
-    """First position of each sequence, and the length of its chunks."""
+    """The first position of each sequence, and the length of its chunks."""
     edges = [0, length] if cu_seqlens is None else [int(edge) for edge in cu_seqlens]
     if size < 1 or not edges or edges[0] != 0 or edges[-1] != length or edges != sorted(edges):
         raise ValueError(
@@ -71,8 +72,8 @@ def zigzag_split(
 
 
 def _part(x: Tensor, rank: int, size: int, dim: int, sequences: Sequence[tuple[int, int]]) -> Tensor:
-    mine = [(start + k * chunk, chunk) for start, chunk in sequences for k in (rank, 2 * size - 1 - rank)]
-    return torch.cat([x.narrow(dim, start, chunk) for start, chunk in mine or [(0, 0)]], dim=dim)
+    chunks = [(start + k * chunk, chunk) for start, chunk in sequences for k in (rank, 2 * size - 1 - rank)]
+    return torch.cat([x.narrow(dim, start, chunk) for start, chunk in chunks or [(0, 0)]], dim=dim)
 
 
 def zigzag_gather(
@@ -87,11 +88,11 @@ def zigzag_gather(
 
     Args:
         x: this rank's tokens; or, without a group, every rank's, in rank order.
-        group: context-parallel group, or None where all parts are in this process.
+        group: context-parallel group, or None if all parts are in this process.
         dim: the sequence dimension.
         cu_seqlens: boundaries of packed sequences in the whole sequence (not divided by C).
-        sum_gradients: add the ranks' gradients in the backward pass. Leave it out where every rank computes
-            the same loss of the gathered sequence.
+        sum_gradients: add the ranks' gradients in the backward pass. Leave it out if every rank computes the
+            same loss of the gathered sequence.
 
     Raises:
         ValueError: as ``zigzag_order``.
@@ -159,6 +160,6 @@ def context_parallel_logprobs(
         ValueError: naming the argument that does not fit.
     """
     rank, size = dist.get_rank(cp_group), dist.get_world_size(cp_group)
-    mine = zigzag_split(targets, rank, size, dim, cu_seqlens)
-    found = vocab_logprobs(logits, mine, ignore_index=ignore_index, **layout)
-    return zigzag_gather(found, cp_group, dim, cu_seqlens, sum_gradients=sum_gradients)
+    local_targets = zigzag_split(targets, rank, size, dim, cu_seqlens)
+    logprobs = vocab_logprobs(logits, local_targets, ignore_index=ignore_index, **layout)
+    return zigzag_gather(logprobs, cp_group, dim, cu_seqlens, sum_gradients=sum_gradients)

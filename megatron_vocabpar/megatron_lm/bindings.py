@@ -1,8 +1,8 @@
-"""Every name of Megatron that is replaced: where it is, which modules hold a copy of it, and why.
+"""Every name of Megatron that is replaced: where it is, which modules have a copy of it, and why.
 
-Versions are told apart by signatures, since tags and wheels disagree on version strings. ``SIGNATURES`` says
-what each function looked like in which version, of those we replace and of those we call; a signature
-that is in no row stops the run. Standard library only. Next: ``patch.py``.
+Versions are recognised by signatures, since tags and wheels disagree on version strings. ``SIGNATURES`` has
+the parameters, in each version, of the functions that we replace or call; a signature in no row stops the
+run. Standard library only. Next: ``patch.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 VERSIONS = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19", "main")
 """Versions of megatron-core, oldest first; ``main`` is the development branch after 0.19.
 
-``SIGNATURES`` names them one by one, so that it claims none that nobody has looked at.
+``SIGNATURES`` lists them one by one: a row claims a version only once somebody has read the function.
 """
 
 Parameters = tuple[str, ...]
@@ -28,11 +28,10 @@ class Binding:
 
     Attributes:
         module, name: where it is defined; ``class.name`` for a method.
-        copies: modules that take it by value when they are imported (``from ... import``); ``module:name``
-            where they give it a name of their own.
+        copies: modules that take it by value (``from ... import``); ``module:name`` if they rename it.
         reason: why it is replaced.
-        when: what asks for it.
-        versions: those that have the name; a version that is not in the table is taken for the newest.
+        when: which flags need the replacement.
+        versions: those that have the name; a version that is not in the table counts as the newest.
     """
 
     module: str
@@ -44,16 +43,15 @@ class Binding:
 
     @property
     def places(self) -> tuple[tuple[str, str], ...]:
-        """Modules, and the name by which each holds it."""
-        pairs = (place.partition(":") for place in (self.module, *self.copies))
+        """Modules, and the name that each has for it."""
+        pairs = (copy.partition(":") for copy in (self.module, *self.copies))
         return tuple((module, alias or self.name) for module, _, alias in pairs)
 
     def is_in(self, version: str) -> bool:
-        """Whether a version has it."""
         return (version if version in VERSIONS else VERSIONS[-1]) in self.versions
 
     def is_needed(self, config: FlagConfig) -> bool:
-        """Whether it is replaced for what the flags ask for."""
+        """Whether these flags need the replacement."""
         if self.when == "a V placement":
             return config.is_placed
         return self.when == "any of our options" or config.runs_our_schedule
@@ -167,7 +165,7 @@ _MODEL = (
     "rotary_percent rotary_base rope_scaling rope_scaling_factor scatter_embedding_sequence_parallel "
     "seq_len_interpolation_factor mtp_block_spec {} vp_stage"
 )
-# The versions of each of which somebody has read the code; a new one comes in by hand, row by row.
+# Somebody has read the code of each of these; a new version comes in by hand, row by row.
 _ALL = _names("0.14 0.15 0.16 0.17 0.18 0.19 main")
 _BACKWARD = "input_tensor output_tensor output_tensor_grad"
 
@@ -229,7 +227,7 @@ NEEDED: Mapping[tuple[str, str], Parameters] = {
     key: tuple(sorted(set.intersection(*(set(parameters) for parameters in rows))))
     for key, rows in SIGNATURES.items()
 }
-"""The parameters that all known versions share: what an unknown version must still have."""
+"""The parameters that all known versions share, which an unknown version must have, too."""
 
 
 def find_version(
@@ -242,7 +240,7 @@ def find_version(
     Args:
         signature_of: from module and name to parameter names; None if the name is missing.
         allow_unknown: accept a version that is in no row if it has every parameter in ``NEEDED``.
-        package: in which to look; the wheels of megatron-core have ``megatron.core`` alone.
+        package: whose names are looked at; the wheels of megatron-core have ``megatron.core`` alone.
 
     Returns:
         The newest version whose row all signatures match, or ``unknown``.
@@ -250,8 +248,8 @@ def find_version(
     Raises:
         ValueError: naming every missing or changed name and what to do.
     """
-    found = {key: signature_of(*key) for key in SIGNATURES if key[0].startswith(package)}
-    missing = [".".join(key) for key, signature in found.items() if signature is None]
+    signatures = {key: signature_of(*key) for key in SIGNATURES if key[0].startswith(package)}
+    missing = [".".join(key) for key, signature in signatures.items() if signature is None]
     if missing:
         raise ValueError(
             f"Megatron has no {', '.join(missing)}; this is none of the supported versions "
@@ -259,7 +257,7 @@ def find_version(
         )
     common = set(VERSIONS)
     changed = []
-    for key, signature in found.items():
+    for key, signature in signatures.items():
         versions = SIGNATURES[key].get(signature or ())
         if versions is None:
             changed.append(f"{'.'.join(key)}({', '.join(signature or ())})")
@@ -275,7 +273,7 @@ def find_version(
         )
     lacking = [
         f"{'.'.join(key)} lacks {', '.join(sorted(set(NEEDED[key]) - set(signature or ())))}"
-        for key, signature in found.items()
+        for key, signature in signatures.items()
         if not set(NEEDED[key]) <= set(signature or ())
     ]
     if lacking:

@@ -1,4 +1,4 @@
-"""Megatron's source files, read without importing them: what ``vocabpar doctor`` looks at.
+"""Megatron's source files, read without importing them, for ``vocabpar doctor``.
 
 Standard library only. Next: ``bindings.py``.
 """
@@ -57,10 +57,10 @@ def source_signatures(checkout: Path) -> Callable[[str, str], Parameters | None]
             return None
         node: ast.AST = _tree(path)
         for part in name.split("."):
-            found = [child for child in getattr(node, "body", ()) if getattr(child, "name", None) == part]
-            if not found:
+            named = [child for child in getattr(node, "body", ()) if getattr(child, "name", None) == part]
+            if not named:
                 return None
-            node = found[-1]
+            node = named[-1]
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             return None
         arguments = node.args

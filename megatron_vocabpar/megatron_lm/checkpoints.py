@@ -1,4 +1,4 @@
-"""Which checkpoint a training starts from, and whether we cannot load it. Standard library only."""
+"""The checkpoint that a training starts from, and whether we can load it. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def starting_checkpoint(args: Any) -> Path | None:
-    """The folder that Megatron will load: of ``--load``, else of ``--pretrained-checkpoint``; or None.
-
-    Args:
-        args: Megatron's parsed arguments.
-    """
+    """The folder that Megatron will load, from ``--load``, else from ``--pretrained-checkpoint``; or None."""
     for folder in (getattr(args, "load", None), getattr(args, "pretrained_checkpoint", None)):
         tracker = Path(folder or "", _TRACKER)
         if folder and tracker.is_file():
@@ -23,10 +19,10 @@ def starting_checkpoint(args: Any) -> Path | None:
 
 
 def is_legacy(checkpoint: Path) -> bool:
-    """Whether it holds the layers of single ranks (``--ckpt-format torch``), as Megatron itself tells it."""
+    """Whether it has the layers of single ranks (``--ckpt-format torch``); Megatron's own criterion."""
     return any(checkpoint.glob("mp_rank_0*"))
 
 
 def is_of_modelopt(checkpoint: Path) -> bool:
-    """Whether ModelOpt wrote its state into it, by which Megatron switches ModelOpt on."""
+    """Whether it has ModelOpt's state, which makes Megatron switch ModelOpt on."""
     return (checkpoint / "modelopt_state").is_dir()

@@ -54,7 +54,7 @@ def checkpoint_problems(args: Any) -> list[str]:
 
 
 def weight_gradient_problems(args: Any, config: FlagConfig) -> list[str]:
-    flag = f"--vocab-parallel-schedule {config.schedule}"
+    flag = f"--vocab-parallel-family {config.schedule}"
     implementation = getattr(args, "transformer_impl", None)
     if not config.splits_w or implementation == "local":
         return []
@@ -67,6 +67,11 @@ def weight_gradient_problems(args: Any, config: FlagConfig) -> list[str]:
         return [
             f"{flag}: Transformer Engine's weight gradients come after --overlap-grad-reduce would reduce "
             "them; leave that out, or use 1f1b or interleaved"
+        ]
+    if getattr(args, "tp_comm_overlap", False) and getattr(args, "tp_comm_bulk_wgrad", True):
+        return [
+            f"--tp-comm-overlap: {flag} has Transformer Engine delay weight gradients, and it cannot then "
+            "overlap communication; give --disable-tp-comm-bulk-wgrad, or use 1f1b or interleaved"
         ]
     return []
 
@@ -88,7 +93,7 @@ def graph_problems(args: Any, config: FlagConfig) -> list[str]:
     flag, problems = "--cuda-graph-impl local, --enable-cuda-graph", []
     if config.schedule not in ("1f1b", "interleaved"):
         problems.append(
-            f"{flag}: graphs of B hold the weight gradients, which --vocab-parallel-schedule "
+            f"{flag}: graphs of B hold the weight gradients, which --vocab-parallel-family "
             f"{config.schedule} may split off; use 1f1b or interleaved"
         )
     if config.profile_iterations:

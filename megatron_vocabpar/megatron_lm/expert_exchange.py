@@ -21,7 +21,7 @@ _INSTEAD = {"standard": "interleaved", "vshape": "v-zb"}
 def exchange_problems(args: Any, config: FlagConfig) -> list[str]:
     """What is wrong with the flags, if they ask for a schedule with pairs, or to hide the exchange."""
     asked, delays = _is_set(args, "overlap_moe_expert_parallel_comm"), _is_set(args, "delay_wgrad_compute")
-    schedule = f"--vocab-parallel-schedule {config.schedule}"
+    schedule = f"--vocab-parallel-family {config.schedule}"
     if config.has_pairs and not asked:
         instead = _INSTEAD[config.families(2)[0].shape]
         return [

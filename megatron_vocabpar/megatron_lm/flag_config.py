@@ -44,7 +44,8 @@ class FlagConfig:
     )
     schedule: str = option(
         "1f1b",
-        "Which pipeline schedule they are woven into.",
+        "Which family of pipeline schedules they are woven into.",
+        flag="family",
         page=f"One of {', '.join(f'`{name}`' for name in SCHEDULES)}; see [Schedules](#schedules).",
         metavar=f"{{{','.join(SCHEDULES)}}}",
         unset="1f1b",

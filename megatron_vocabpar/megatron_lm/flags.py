@@ -1,8 +1,8 @@
 """Command-line flags: generated from fields, added to Megatron's parser, read, and checked among each other.
 
-The fields are those of ``FlagConfig`` and of ``VocabOptions``. Flags are read twice: from ``sys.argv`` when
-Megatron is about to be imported, to know whether anything is to be replaced at all, and by Megatron's own
-parser, so that they show in ``--help`` and in what Megatron prints and saves. Standard library only.
+The fields are those of ``FlagConfig`` and ``VocabOptions``. Flags are read twice: from ``sys.argv`` before
+Megatron is imported, to know whether to replace anything, and by Megatron's own parser, so that they show in
+``--help`` and in what Megatron prints and saves. Standard library only.
 
 Next: ``refusals.py``, the table of what cannot be combined with Megatron's flags.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import typing
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,7 +39,7 @@ class Flag:
     Attributes:
         flag: as on the command line.
         arguments: further arguments of ``argparse``'s ``add_argument``.
-        fields: of a record, that it sets; of none where it is more than a value.
+        fields: the fields of a record that it sets; none if ``config_from`` reads it by name.
         page: what the table of flags says besides its help.
     """
 
@@ -75,7 +76,7 @@ def _flag(name: str, each: Option) -> str:
 
 
 def _arguments(each: Option, declared: Any) -> dict[str, Any]:
-    """``add_argument``'s arguments for an option of one value, or of none."""
+    """The arguments of ``add_argument`` for an option with one value, or without."""
     if declared is bool:
         return {"action": "store_true", "help": each.help}
     kind = next(kind for kind in (*typing.get_args(declared), declared) if kind in (int, float, str))
@@ -104,7 +105,10 @@ _PUBLISHED: dict[str, tuple[type, str]] = {
 PUBLISHED = tuple(
     Flag(flag, _arguments(Option(help=help), kind)) for flag, (kind, help) in _PUBLISHED.items()
 )
-"""The spellings of the published scripts, kept so that their launch lines run."""
+"""The spellings of the published scripts, so that their launch lines run."""
+
+OLD_FLAGS = {"--vocab-parallel-schedule": "--vocab-parallel-family"}
+"""Old spelling -> the flag; they work through one release, with a warning."""
 
 OPTIONS = (
     Flag(ENABLE, _arguments(Option(help="Partition the vocabulary layers over all pipeline stages."), bool)),
@@ -118,7 +122,8 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our options to Megatron's parser, as its ``extra_args_provider`` would."""
     group = parser.add_argument_group(title="vocabulary parallelism")
     for flag in OPTIONS:
-        group.add_argument(flag.flag, **flag.arguments)
+        old = [name for name, new in OLD_FLAGS.items() if new == flag.flag]
+        group.add_argument(flag.flag, *old, **flag.arguments)
     return parser
 
 
@@ -133,18 +138,22 @@ def chain(provider: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
 
 def is_asked_for(argv: Sequence[str]) -> bool:
     """Whether the command line holds one of our options, or asks for help."""
-    names = {flag.flag for flag in OPTIONS} | set(_HELP)
+    names = {flag.flag for flag in OPTIONS} | {*OLD_FLAGS, *_HELP}
     return any(word.partition("=")[0] in names for word in argv)
 
 
 def config_from_argv(argv: Sequence[str]) -> FlagConfig:
-    """What our options in a command line with Megatron's arguments ask for.
+    """The configuration that our options in a command line with Megatron's arguments ask for.
 
     Raises:
         ValueError: if they contradict each other, naming flags and remedy.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     args, _ = add_options(parser).parse_known_args(list(argv))
+    for old in OLD_FLAGS.keys() & {word.partition("=")[0] for word in argv}:
+        warnings.warn(
+            f"{old} is now {OLD_FLAGS[old]}; the next release drops it", FutureWarning, stacklevel=2
+        )
     return config_from(args)
 
 
@@ -169,9 +178,9 @@ def config_from(args: Any) -> FlagConfig:
         values.setdefault("profile_iterations", 0)
     values["method"] = method
     config = FlagConfig(
-        enabled=method != "baseline" or args.vocab_parallel_schedule != "1f1b",
+        enabled=method != "baseline" or args.vocab_parallel_family != "1f1b",
         options=options,
-        methods=_open_methods(options, methods) if args.vocab_parallel_schedule == AUTO else (),
+        methods=_open_methods(options, methods) if args.vocab_parallel_family == AUTO else (),
         redistribute=redistribute,
         final_stage_layers=args.final_stage_num_layers,
         **values,
@@ -181,7 +190,7 @@ def config_from(args: Any) -> FlagConfig:
 
 
 def _values(record: type, args: Any) -> dict[str, Any]:
-    """The fields of a record that flags set, with their values."""
+    """The values that flags set, by the fields of a record."""
     options, values = options_of(record), {}
     for flag in OPTIONS:
         for name in (name for name in flag.fields if name in options):
@@ -202,7 +211,7 @@ def spell(name: str, value: Any) -> str:
 
 
 def _methods(args: Any) -> dict[str, str]:
-    """The methods that are named, by the flags that name them."""
+    """The methods that flags name, by flag."""
     named = [
         ("--vocab-parallel-method", args.vocab_parallel_method),
         ("--use-interlaced-schedule", "interlaced" if args.use_interlaced_schedule else None),
@@ -215,7 +224,7 @@ def _methods(args: Any) -> dict[str, str]:
 
 
 def _open_methods(options: VocabOptions, named: dict[str, str]) -> tuple[str, ...]:
-    """The methods that partition the vocabulary layers and go with the other options, or the one named."""
+    """The method that is named; else those that partition the vocabulary layers and take the options."""
     if named:
         return tuple(set(named.values()))
     return tuple(
@@ -226,14 +235,14 @@ def _open_methods(options: VocabOptions, named: dict[str, str]) -> tuple[str, ..
 
 
 def _check_enabled(args: Any, options: VocabOptions, flags: list[str]) -> None:
-    """Refuse what has no effect without ``--enable-vocab-parallel``."""
+    """Refuse flags that have no effect without ``--enable-vocab-parallel``."""
     flags += [spell(name, getattr(options, name)) for name in asked_for(options, options_of(options))]
     if flags:
         raise ValueError(f"{' and '.join(flags)}: needs {ENABLE}; add it")
-    schedule = args.vocab_parallel_schedule
+    schedule = args.vocab_parallel_family
     if schedule in SCHEDULES and schedule != "1f1b":
         raise ValueError(
-            f"--vocab-parallel-schedule {schedule}: needs {ENABLE}; add it, with "
+            f"--vocab-parallel-family {schedule}: needs {ENABLE}; add it, with "
             "--vocab-parallel-method baseline to leave the vocabulary layers whole"
         )
 
@@ -241,8 +250,7 @@ def _check_enabled(args: Any, options: VocabOptions, flags: list[str]) -> None:
 def _check(config: FlagConfig, args: Any) -> None:
     if config.schedule not in SCHEDULES:
         raise ValueError(
-            f"--vocab-parallel-schedule {config.schedule}: unknown schedule; use one of "
-            f"{', '.join(SCHEDULES)}"
+            f"--vocab-parallel-family {config.schedule}: unknown schedule; use one of {', '.join(SCHEDULES)}"
         )
     problems = conflicts(config.options, method_named(config.method), spell=spell, rules=_RULES)
     problems += wrong_values(config, spell)

@@ -20,12 +20,10 @@ _CHUNK_FLAGS = (
 
 
 def model_chunks(args: Any) -> Fraction:
-    """Model chunks on each rank that Megatron's flags ask for; no whole number where layers don't divide."""
+    """Model chunks on each rank that Megatron's flags ask for; no whole number if layers don't divide."""
     p = args.pipeline_model_parallel_size
-    layout, pattern = (
-        written_out(args),
-        (getattr(args, "hybrid_layer_pattern", None) or "").partition("/")[0],
-    )
+    layout = written_out(args)
+    pattern = (getattr(args, "hybrid_layer_pattern", None) or "").partition("/")[0]
     if layout or "|" in pattern:
         return Fraction((layout or pattern).count("|") + 1, p)
     layers = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
@@ -48,7 +46,7 @@ def written_out(args: Any) -> str:
 
 def chunk_problems(args: Any, config: FlagConfig) -> list[str]:
     p, chunks = args.pipeline_model_parallel_size, model_chunks(args)
-    flag = f"--vocab-parallel-schedule {config.schedule}"
+    flag = f"--vocab-parallel-family {config.schedule}"
     if chunks.denominator != 1:
         return [f"{_CHUNK_FLAGS}: they give {chunks} model chunks on each of {p} ranks; choose what divides"]
     fitting = [name for name, family in families().items() if family.allows(chunks.numerator)]
@@ -71,12 +69,6 @@ def chunk_problems(args: Any, config: FlagConfig) -> list[str]:
             f"--reset-attention-mask: Megatron gives masks to its first and last chunk alone, and {flag} has "
             "the last stage in another; use 1f1b or interleaved"
         ]
-    recipe = getattr(args, "fp8_recipe", None)
-    if chunks > 1 and getattr(args, "fp8_param_gather", False) and recipe not in ("tensorwise", "blockwise"):
-        return [
-            f"--fp8-param-gather with --fp8-recipe {recipe} and several model chunks a rank: gradients were "
-            "seen to differ; use tensorwise or blockwise, or 1f1b or zb-h1, or leave it out"
-        ]
     problems = [
         *_skipping_problems(args, p, chunks.numerator),
         *(_heterogeneous_problems(args) if chunks > 1 else []),
@@ -92,11 +84,11 @@ def _skipping_problems(args: Any, p: int, chunks: int) -> list[str]:
         return []
     skipped = " ".join(map(str, getattr(args, "iterations_to_skip", None) or ()))
     tracker = getattr(args, "result_rejected_tracker_filename", None)
-    given = {"--iterations-to-skip": skipped, "--result-rejected-tracker-filename": tracker}
+    flags = {"--iterations-to-skip": skipped, "--result-rejected-tracker-filename": tracker}
     return [
         f"{flag} {value}: Megatron skips data on ranks that have some, of one model chunk each; use 1f1b or "
         "zb-h1 on 2 stages at most, or leave it out"
-        for flag, value in given.items()
+        for flag, value in flags.items()
         if value
     ]
 

@@ -1,11 +1,10 @@
 """Megatron's options: each has been read, and a row says what it does beside partitioned vocabulary layers.
 
-An option that no row names is one that nobody here has read, of a Megatron that is newer than the table. It
-may stay at its default; a training that sets it is refused. What the training script itself adds to the
-parser is the user's own and passes. A new version's options come in by hand, name by name: no prefix and no
-group of its parser takes them in. The rows stand in ``data/options.txt``.
+An option without a row comes from a Megatron that is newer than the table: nobody here has read it. It may
+stay at its default; a training that sets it is refused. Options that the training script itself adds pass.
+The options of a new version are added by hand, name by name, to ``data/options.txt``.
 
-Standard library only. Next: ``parsed.py``, which asks it; ``refusals.py``, what is refused.
+Standard library only. Next: ``parsed.py``, which reads the table; ``refusals.py``, what is refused.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ _VERDICTS: Mapping[str, Verdict] = {verdict: verdict for verdict in (WORKS, REFU
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is known of some options.
+    """The verdict on some options.
 
     Attributes:
         verdict: ``works``, as a run beside stock has shown; ``refused``, with some value or beside another
             option; ``cannot matter`` to embedding, output layer, loss, batch, gradients or checkpoint; ``not
-            run``, where it may, and nobody has tried.
+            run``, if it may matter and nobody has tried.
         reason: where it was run, what of it is refused, why it cannot matter, or what it would touch.
         options: their names in Megatron's parsed arguments.
     """

@@ -1,9 +1,9 @@
 """Apply the table of ``bindings.py`` to the imported Megatron, and undo it.
 
 Applying is idempotent: a replacement carries the patch that put it there. Modules that Megatron imports later
-take the replacement by themselves; those that are loaded already are listed in the table, and get it here.
+take the replacement by themselves; modules that are already loaded get it here, if the table lists them.
 
-Next: ``replacements.py``, what is put in.
+Next: ``replacements.py``, the replacements.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _MARK = "__vocabpar_patch__"
 
 
 class Patch:
-    """What has been replaced in this process, and by what.
+    """The replacements in this process.
 
     Attributes:
-        config: what the flags ask for.
-        version: of Megatron, as its signatures tell.
+        config: the flags' configuration.
+        version: of Megatron, by its signatures.
     """
 
     def __init__(self, config: FlagConfig, version: str) -> None:
@@ -37,7 +37,7 @@ class Patch:
         sys.excepthook = self._hook = ending_soon(self._report)
 
     def replace(self, binding: Binding, replacement: Any) -> None:
-        """Put ``replacement`` wherever the name of ``binding`` is held by a loaded module."""
+        """Put ``replacement`` into every loaded module that has the name of ``binding``."""
         original = original_of(binding)
         setattr(replacement, _MARK, self)
         _swap(binding, original, replacement)
@@ -53,13 +53,26 @@ class Patch:
 
 
 def original_of(binding: Binding) -> Any:
-    """What its module has by this name."""
+    """The object of this name in its module."""
     return attrgetter(binding.name)(importlib.import_module(binding.module))
 
 
+def has_name(binding: Binding) -> bool:
+    """Whether its module is there and has the name."""
+    try:
+        original_of(binding)
+    except AttributeError:
+        return False
+    except ModuleNotFoundError as error:
+        if f"{binding.module}.".startswith(f"{error.name}."):
+            return False
+        raise  # something that the module imports
+    return True
+
+
 def _swap(binding: Binding, current: Any, new: Any) -> None:
-    for place, path in binding.places:
-        holder: Any = sys.modules.get(place)
+    for module, path in binding.places:
+        holder: Any = sys.modules.get(module)
         *classes, name = path.split(".")
         for part in classes:
             holder = getattr(holder, part, None)
@@ -68,10 +81,10 @@ def _swap(binding: Binding, current: Any, new: Any) -> None:
 
 
 def installed() -> Patch | None:
-    """The patch that is in force, if any; imports nothing."""
+    """The patch in force, if any; imports nothing."""
     for binding in BINDINGS:
         module = sys.modules.get(binding.module)
-        # Not inherited: a subclass of a replaced class is no replacement.
+        # vars() sees no inherited mark: a subclass of a replaced class is no replacement.
         mark = vars(getattr(module, binding.name, object)).get(_MARK)
         if mark is not None:
             return mark

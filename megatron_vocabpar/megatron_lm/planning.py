@@ -1,6 +1,6 @@
 """The forward-backward function of a running training, with its plans: chosen, measured, kept and announced.
 
-Next: ``watchers.py``, what is told of single iterations; ``pipeline/tuning/measured_plan.py``.
+Next: ``watchers.py``, reports of single iterations; ``pipeline/tuning/measured_plan.py``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def say(line: str) -> None:
 
 
 def check_same_everywhere() -> None:
-    """Whether all ranks have the same flags of ours and the same versions; all ranks call this.
+    """Compare our flags and the versions of all ranks; all ranks call this.
 
     Raises:
         ValueError: on every rank, naming what differs where, or the ranks that have not called it in half
@@ -78,9 +78,9 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
     """The forward-backward function of the training that is running; all ranks call this.
 
     Args:
-        config: what our flags ask for.
+        config: our flags' configuration.
         args: Megatron's arguments.
-        call: those of the first call.
+        call: the arguments of the first call.
     """
     model, m = call["model"], call["num_microbatches"]
     chunks: Sequence[Any] = model if isinstance(model, list) else [model]
@@ -130,8 +130,8 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
 def _from_rank_0(
     config: FlagConfig, args: Any, model: Any, device: torch.device
 ) -> tuple[PassCosts | None, str, str | None]:
-    """What rank 0 reads: the costs of the first plans, the name of the training, and its kept plan."""
-    read: list[Any] = [None]
+    """From rank 0: the costs of the first plans, the training's name, and its kept plan."""
+    shared: list[Any] = [None]
     if dist.get_rank() == 0:
         costs = None if config.costs is None else PassCosts.load(config.costs)
         name = digest(
@@ -144,9 +144,9 @@ def _from_rank_0(
         )
         folders = [Path(folder) for folder in (args.save, args.load) if folder]
         plans = (kept_plan(folder, name) for folder in folders if config.profile_iterations)
-        read = [(costs, name, next(filter(None, plans), None))]
-    dist.broadcast_object_list(read, device=device)
-    return read[0]
+        shared = [(costs, name, next(filter(None, plans), None))]
+    dist.broadcast_object_list(shared, device=device)
+    return shared[0]
 
 
 def _stage_output(model: Any, call: dict[str, Any], device: torch.device) -> torch.Tensor:
@@ -178,10 +178,10 @@ def _keep(folder: str | None, name: str, plan: Plan, before_ms: float, predicted
 def plan_request(
     config: FlagConfig, p: int, m: int, chunks: int, costs: PassCosts | None
 ) -> tuple[PlanRequest, str]:
-    """The request for the first plan: as the flags ask; or the fastest for ``m`` microbatches, and why.
+    """The request for the first plan: what the flags ask for, or the fastest for ``m`` microbatches, and why.
 
-    With ``--vocab-parallel-schedule auto`` all are held to one cap: the one that is given, or what 1F1B
-    needs with vocab-2.
+    ``--vocab-parallel-family auto`` compares plans under one cap of activations: the given one, or what
+    1F1B needs with vocab-2.
     """
     fitting = [family.name for family in config.families(chunks)]
     late = config.options.late_gradient
@@ -221,7 +221,7 @@ def plan_request(
 
 
 def planned(family: str, plan: Plan) -> str:
-    """A plan in a line, beside stock Megatron's 1F1B with the same times."""
+    """A line about a plan and stock Megatron's 1F1B with the same times."""
     schedule = plan.schedule
     stock = make_plan("baseline", schedule.p, schedule.m, costs=plan.costs)
     return (
@@ -237,10 +237,10 @@ def _idle_and_peak(plan: Plan) -> str:
 
 
 def check_costs(args: Any, config: FlagConfig) -> None:
-    """Whether the file of ``--vocab-parallel-costs`` is one for this training.
+    """Refuse a file of ``--vocab-parallel-costs`` that does not fit this training.
 
     Raises:
-        ValueError: naming the file and what is wrong.
+        ValueError: naming the file and its fault.
     """
     if config.costs is not None:
         costs = PassCosts.load(config.costs)

@@ -1,8 +1,8 @@
 """The table of what cannot be combined with ``--enable-vocab-parallel``: flag, how it is recognised, remedy.
 
-All rows are checked at once, before any process group exists, and with them what no row can say: layers and
-stages (``layouts.py``), heads, checkpoints and graphs (``combinations.py``). ``tables.py`` writes the table
-into ``docs/megatron.md``. Standard library only.
+All rows are checked at once, before any process group exists, together with what is no row: layers and stages
+(``layouts.py``), heads, checkpoints and graphs (``combinations.py``). ``tables.py`` writes the table into
+``docs/megatron.md``. Standard library only.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Refusal:
     """One row.
 
     Attributes:
-        flag: Megatron's flag, with its value where only some values are refused.
-        is_asked: from Megatron's parsed arguments to whether the row applies.
+        flag: Megatron's flag, with the value if only some are refused.
+        is_asked: whether the row applies to Megatron's parsed arguments.
         remedy: why, and what to do.
         example: arguments (attribute to value) that the row applies to.
     """
@@ -54,9 +54,9 @@ def _other_than(attribute: str, *allowed: Any) -> Callable[[Any], bool]:
 
 
 def _cuda_graph_scopes(args: Any) -> set[str]:
-    """What ``--cuda-graph-scope`` names: a word, a list of them, or of members of an enumeration."""
-    given = [getattr(args, name, None) or [] for name in SCOPES]
-    scopes = [scope for each in given for scope in ([each] if isinstance(each, str) else each)]
+    """The names in ``--cuda-graph-scope``: a word, a list of them, or of members of an enumeration."""
+    values = [getattr(args, name, None) or [] for name in SCOPES]
+    scopes = [scope for value in values for scope in ([value] if isinstance(value, str) else value)]
     return {getattr(scope, "name", scope) for scope in scopes}
 
 
@@ -262,6 +262,12 @@ REFUSALS = (
         lambda args: _set("logits_save_dir")(args) or _set("logits_load_dir")(args),
         "they hook the output layer for logits, which no rank holds; leave them out",
         {"logits_save_dir": "logits"},
+    ),
+    Refusal(
+        "--config-logger-dir",
+        _set("config_logger_dir"),
+        "it writes the logits of every forward, which no rank holds; leave it out",
+        {"config_logger_dir": "configurations"},
     ),
     Refusal(
         "--save-dgrads-interval, --save-activations-interval",

@@ -1,4 +1,4 @@
-"""What is put in place of Megatron's names; see the table in ``bindings.py`` for where and why."""
+"""The replacements of Megatron's names; the table in ``bindings.py`` says where and why."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TIED = "share_embeddings_and_output_weights"
 
 
 def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
-    """What goes in the place of ``original``."""
+    """The replacement of ``original``."""
     makers: dict[str, Callable[[Any, FlagConfig], Any]] = {
         "get_forward_backward_func": _provide_schedule,
         "GPTModel": model_class,
@@ -53,18 +53,18 @@ def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
 def _parse_with_our_options(original: Callable[..., Any], config: FlagConfig) -> Callable[..., Any]:
     @wraps(original)
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
-        own: dict[str, Declared] = {}
+        megatrons: dict[str, Declared] = {}
 
         def provider(parser: Any) -> Any:
-            own.update(declared(parser))  # before the script adds its own
+            megatrons.update(declared(parser))  # before the script adds options
             return chain(extra_args_provider)(parser)
 
         args = original(provider, ignore_unknown_args)
         if not hasattr(args, "enable_vocab_parallel"):
             raise ValueError("--yaml-cfg drops all flags, ours too; give the settings as flags instead")
         if config.runs_our_schedule:
-            check_read(own, args)
-            for line in not_run(own, args) if args.rank == 0 else ():
+            check_read(megatrons, args)
+            for line in not_run(megatrons, args) if args.rank == 0 else ():
                 print(f"> vocabulary parallelism: {line}", flush=True)
         return args
 
@@ -107,7 +107,7 @@ def _announcement(args: Any, config: FlagConfig) -> str:
 
 
 class ScheduleRunner:
-    """The forward-backward function of this process; groups and streams exist from its first call on."""
+    """The forward-backward function of this process; its first call makes groups and streams."""
 
     def __init__(self, config: FlagConfig) -> None:
         self._config = config
@@ -137,22 +137,22 @@ def model_class(
     true_size: Callable[[int], tuple[int, int]] | None = None,
     compare: Callable[[], None] | None = None,
 ) -> type:
-    """A subclass of ``original``, whose stages are where the schedule has them.
+    """A subclass of ``original`` whose stages are where the schedule has them.
 
     Args:
-        true_size: what tells the numbers of ``true_vocabulary``, which does by default.
-        compare: what all ranks call before the first is made; ``check_same_everywhere`` by default.
+        true_size: returns the numbers of ``true_vocabulary``, the default.
+        compare: all ranks call it before the first model is made; ``check_same_everywhere`` by default.
     """
     bases: tuple[Any, ...] = (PartitionedModel, original) if flags.partitions_vocabulary else (original,)
     signature = inspect.signature(original)
-    embeddings: list[Any] = []  # of first stages whose last stage is still to be built
-    # Before the first chunk, whose making may communicate.
+    embeddings: list[Any] = []  # of first stages whose last stage is not built yet
+    # Before the first chunk is made, which may communicate.
     compare_once = cache(compare or check_same_everywhere)
 
     class Model(*bases):  # type: ignore[misc]
-        """megatron-core's model as the training script builds it, where the schedule has it."""
+        """megatron-core's model as the training script builds it, placed as the schedule has it."""
 
-        # The first chunk's input layer, if the output layer is tied to it; out of sight of torch.nn.Module.
+        # The first chunk's input layer, if tied to it; in a tuple, which torch.nn.Module does not register.
         tied_to: tuple[Any, ...] = ()
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -182,7 +182,7 @@ def model_class(
             return self.tied_to[0].weight if self.tied_to else super().shared_embedding_or_output_weight()
 
         def tie_embeddings_and_output_weights_state_dict(self, *args: Any, **kwargs: Any) -> None:
-            if not self.tied_to:  # else the checkpoint has it by the first chunk
+            if not self.tied_to:  # else the checkpoint has the weight from the first chunk
                 super().tie_embeddings_and_output_weights_state_dict(*args, **kwargs)
 
         def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +196,7 @@ def model_class(
 def _partition(
     options: VocabOptions, arguments: Mapping[str, Any], sizes: Callable[[int], tuple[int, int]]
 ) -> dict[str, Any]:
-    """What ``PartitionedModel`` takes in place of stock's vocabulary size, and beside it."""
+    """The arguments of ``PartitionedModel`` in place of stock's vocabulary size."""
     padded_size, vp_stage = arguments["vocab_size"], arguments.get("vp_stage")
     true_size, divisible_by = sizes(padded_size)
     if torch.distributed.get_rank() == 0 and not vp_stage and true_size < padded_size:
@@ -213,7 +213,7 @@ def _partition(
 
 
 def _position(flags: FlagConfig, vp_stage: int | None, groups: Any = None) -> ChunkPosition:
-    """Where the chunk stands that the training script is about to build."""
+    """The position of the chunk that the training script is about to build."""
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
     placement = flags.placement(parallel_state.get_pipeline_model_parallel_world_size(), chunks)
     rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -254,10 +254,10 @@ def _padding_notice(true_size: int, padded_size: int) -> str:
 
 
 def true_vocabulary(padded_size: int) -> tuple[int, int]:
-    """Number of true token ids, and what the padded size must be divisible by, of the running training.
+    """The number of true token ids of the running training, and what divides the padded size.
 
     Args:
-        padded_size: what Megatron made of it; it pads for tensor parallelism only, and never masks.
+        padded_size: Megatron's, which pads for tensor parallelism alone and never masks.
     """
     from megatron.training import get_args
     from megatron.training.global_vars import get_tokenizer

@@ -20,7 +20,7 @@ from megatron_vocabpar.schedule.words.methods import METHODS
 
 
 def flags_table() -> Iterator[str]:
-    """The lines of the table of flags, but for the published scripts' spellings."""
+    """The lines of the table of flags, without the published scripts' spellings."""
     yield from ("| flag | meaning | not with |", "| --- | --- | --- |")
     for flag in OPTIONS:
         if flag not in PUBLISHED:
@@ -37,7 +37,7 @@ def refusals_table() -> Iterator[str]:
 
 
 def _against(flag: Flag, rule: Rule) -> Iterator[str]:
-    """What a rule forbids beside a flag; the methods that it forbids all partition the vocabulary layers."""
+    """What a rule forbids beside a flag; of methods, those that partition the vocabulary layers."""
     ruled = set(flag.fields) & set(rule.options)
     if ruled and rule.where is not None:
         for name, method in METHODS.items():
@@ -67,11 +67,11 @@ TABLES = {"flags": flags_table, "refusals": refusals_table}
 
 
 def written(page: str) -> str:
-    """A page whose tables, each between two comments with its name, are those of today."""
+    """A page with new tables, each between two comments with its name."""
     for name, lines in TABLES.items():
         begin, end = f"<!-- {name}: made by megatron_lm/tables.py -->", f"<!-- end of {name} -->"
-        before, found, rest = page.partition(begin)
-        assert found, begin
+        assert begin in page, begin
+        before, _, rest = page.partition(begin)
         page = "\n".join((f"{before}{begin}", "", *lines(), "", f"{end}{rest.partition(end)[2]}"))
     return page
 

@@ -1,13 +1,14 @@
-"""Which Transformer Engine a Megatron names, and whether the installed one is it; standard library only.
+"""Which Transformer Engine a Megatron names, and whether that one is installed; standard library only.
 
 Neither is imported. Used by ``vocabpar doctor``.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 import tomllib
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,67 +17,59 @@ _REQUIREMENT = re.compile(r"transformer-engine(?:\[[^\]]*\])?\s*([^;]*)")
 
 
 def installed() -> str | None:
-    """The version of the package that Python finds; None without one."""
+    """The installed version; None without one."""
     try:
-        return version(_NAME)
-    except PackageNotFoundError:
+        return metadata.version(_NAME)
+    except metadata.PackageNotFoundError:
         return None
 
 
 def named_by(megatron: Path) -> tuple[str, str]:
-    """What a checkout, or a folder with the package megatron-core, asks for.
+    """The Transformer Engine that a checkout, or a folder with megatron-core, asks for.
 
     Returns:
-        Bounds of a version, such as ``>=2.9.0a0,<2.12.0`` or ``==2.17.1+4329ff84``, and a revision, a branch
-        or a commit; either is empty where it names none.
+        Bounds of a version, such as ``>=2.9.0a0,<2.12.0`` or ``==2.17.1+4329ff84``, and a revision (a branch
+        or a commit); each is empty if it names none.
     """
     project = megatron / "pyproject.toml"
     if not project.is_file():
-        lines = [line for path in _metadata(megatron) for line in path.read_text("utf-8").splitlines()]
+        files = sorted(megatron.glob("megatron_core-*.dist-info/METADATA"))
+        lines = [line for path in files for line in path.read_text("utf-8").splitlines()]
         required = [line.partition(":")[2] for line in lines if line.startswith("Requires-Dist:")]
         return _bounds(required), ""
-    read = tomllib.loads(project.read_text("utf-8"))
-    options = read.get("project", {}).get("optional-dependencies", {})
-    uv: dict[str, Any] = read.get("tool", {}).get("uv", {})
+    table = tomllib.loads(project.read_text("utf-8"))
+    options = table.get("project", {}).get("optional-dependencies", {})
+    uv: dict[str, Any] = table.get("tool", {}).get("uv", {})
     exact = [entry["version"] for entry in uv.get("dependency-metadata", []) if entry.get("name") == _NAME]
     bounds = _bounds([text for texts in options.values() for text in texts])
     revision = uv.get("sources", {}).get(_NAME, {}).get("rev", "")
     return bounds or "".join(f"=={each}" for each in exact[:1]), revision
 
 
-def agrees(found: str, bounds: str) -> bool:
+def agrees(version: str, bounds: str) -> bool:
     """Whether a version lies in these bounds, by its numbers alone: 2.9.0 is in ``>=2.9.0a0,<2.12.0``."""
-    tests = {
-        ">=": lambda a, b: a >= b,
-        "<": lambda a, b: a < b,
-        "==": lambda a, b: a == b,
-    }
+    tests = {">=": operator.ge, "<": operator.lt, "==": operator.eq}
     return all(
-        tests[sign](_numbers(found), _numbers(bound))
+        tests[sign](_numbers(version), _numbers(bound))
         for sign, bound in re.findall(r"(>=|<|==)\s*([^,\s]+)", bounds)
     )
 
 
-def line(found: str | None, bounds: str, revision: str) -> str:
+def line(version: str | None, bounds: str, revision: str) -> str:
     """What ``vocabpar doctor`` says of the installed version beside what a Megatron names."""
     short = revision[:10] if re.fullmatch(r"[0-9a-f]{40}", revision) else revision
     named = " and ".join([*([bounds] if bounds else []), *([f"revision {short}"] if short else [])])
     names = f"this Megatron names {named or 'none'}"
-    if found is None:
+    if version is None:
         return f"Transformer Engine is not installed, {names}: give --transformer-impl local"
     if not bounds:
-        return f"Transformer Engine {found} is installed; {names}, no version to compare with"
-    return f"Transformer Engine {found} is installed, {'as' if agrees(found, bounds) else 'but'} {names}"
-
-
-def _metadata(folder: Path) -> list[Path]:
-    """That of the installed megatron-core."""
-    return sorted(folder.glob("megatron_core-*.dist-info/METADATA"))
+        return f"Transformer Engine {version} is installed; {names}, no version to compare with"
+    return f"Transformer Engine {version} is installed, {'as' if agrees(version, bounds) else 'but'} {names}"
 
 
 def _bounds(requirements: list[str]) -> str:
-    found = (_REQUIREMENT.fullmatch(each.partition(";")[0].strip()) for each in requirements)
-    return next((match[1].strip() for match in found if match and match[1]), "")
+    matches = (_REQUIREMENT.fullmatch(each.partition(";")[0].strip()) for each in requirements)
+    return next((match[1].strip() for match in matches if match and match[1]), "")
 
 
 def _numbers(text: str) -> tuple[int, ...]:

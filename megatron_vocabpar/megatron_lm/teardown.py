@@ -1,7 +1,7 @@
-"""A rank that fails ends soon: what is left of it would wait for peers, which wait for it.
+"""A rank that fails ends soon; otherwise it and its peers could wait for each other.
 
-The launcher ends the other ranks once one has ended. Uncaught exceptions are reported first, as ever, and
-what runs at exit has time to: a logger's upload, a checkpoint's helper processes.
+The launcher ends the other ranks once one has ended. Before that the uncaught exception is reported, and what
+runs at exit has time: a logger's upload, a checkpoint's helper processes.
 """
 
 from __future__ import annotations

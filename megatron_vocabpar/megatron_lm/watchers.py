@@ -1,4 +1,4 @@
-"""What a user sees of single iterations: idle time in the log, and the timeline of one of them."""
+"""Reports of single iterations: idle time in the log, and the timeline of one iteration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def iteration() -> int:
 
 
 class IdleTime:
-    """Measures each iteration that Megatron logs, and writes how much of it the ranks idle.
+    """Measures each iteration that Megatron logs, and reports how long ranks idle.
 
     Args:
         interval: Megatron's ``log_interval``.
@@ -34,7 +34,7 @@ class IdleTime:
         return iteration() % self._interval == 0
 
     def saw(self, spans: list[Span]) -> None:
-        """On the last rank, where Megatron's log and writers are: a line and two scalars."""
+        """Write a line and two scalars on the last rank, which has Megatron's log and writers."""
         from megatron.training.global_vars import get_tensorboard_writer
 
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -57,9 +57,9 @@ class TimelineFile:
     """Writes the trace of one iteration of all ranks, and pictures of it.
 
     Args:
-        run: what is watched.
-        iteration: which one, as Megatron's log counts.
-        folder: where the folder ``vocab_parallel_timeline_<iteration>`` goes.
+        run: the forward-backward function.
+        iteration: its number in Megatron's log.
+        folder: gets the folder ``vocab_parallel_timeline_<iteration>``.
     """
 
     def __init__(self, run: ForwardBackward, iteration: int, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Results against what the paper published (``published.py``), and against each other."""
+"""Compares results with the paper's (``published.py``) and with each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DEVICE = "A100"
 
 @dataclass(frozen=True)
 class Check:
-    """Whether something that should hold does, and the figures."""
+    """A claim, whether it holds, and the figures."""
 
     what: str
     holds: bool
@@ -31,7 +31,7 @@ class Check:
 
 
 def published(e: Experiment) -> Cell | None:
-    """What the paper has for this experiment; None if nothing, or with other sizes."""
+    """The paper's result for this experiment; None if it has none, or one with other sizes."""
     cell = _cells().get((e.schedule, e.gpus, e.method, e.vocab_k, e.seq_length))
     if cell is None or (e.tp, e.micro_batch, e.microbatches) != (1, 1, cell.job.m):
         return None
@@ -50,7 +50,7 @@ def _cells() -> dict[tuple[str | int, ...], Cell]:
 
 
 def checks(results: Sequence[Result]) -> list[Check]:
-    """All that can be said of these results."""
+    """All checks that these results allow."""
     done = [r for r in results if r.outcome == "done"]
     groups: dict[Experiment, list[Result]] = {}
     for result in done:
@@ -99,14 +99,14 @@ def _losses(group: Sequence[Result]) -> Iterable[Check]:
 
 
 def _start(e: Experiment) -> str:
-    """A word for the initial weights: they depend on a stage's layers, and with chunks on the whole ones."""
+    """A word that is equal for equal initial weights: Megatron draws them stage by stage."""
     if family_named(e.schedule).chunks > 1:
         return "partitioned" if METHODS[e.method].vocabulary_parallel else "whole"
     return "redis" if e.method == "redis" else "stock"
 
 
 def _claims(group: Sequence[Result]) -> Iterable[Check]:
-    """Appendix G.6, at 256k ids, on any GPU: ours are faster and smaller than baseline and redis."""
+    """Appendix G.6: at 256k ids, on any GPU, our methods are faster and smaller than baseline and redis."""
     if group[0].experiment.vocab_k < 256 or _on_cpu(group[0]):
         return
     by_method = {result.experiment.method: result for result in group}

@@ -72,7 +72,7 @@ def method_arguments(experiment: Experiment) -> list[str]:
         return []
     return [
         *("--enable-vocab-parallel", "--vocab-parallel-method", experiment.method),
-        *("--vocab-parallel-schedule", experiment.schedule, *virtual),
+        *("--vocab-parallel-family", experiment.schedule, *virtual),
     ]
 
 

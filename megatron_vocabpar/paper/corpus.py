@@ -1,7 +1,7 @@
-"""A made-up text of which something can be learned, as Megatron's indexed dataset; no download.
+"""A synthetic text that a model can learn, as Megatron's indexed dataset; no download.
 
-Ids follow Zipf's law, and half of the time an id is followed by one that it alone determines. So a model
-learns the frequencies first and the pairs after them. The last id ends documents.
+Ids follow Zipf's law. After half of the ids comes the one that always follows them: in 7 3 9 7 3 2, id 3
+follows 7. So a model learns the frequencies first and the pairs after them. The last id ends documents.
 
 ``python -m megatron_vocabpar.paper.corpus PREFIX IDS TOKENS`` writes it, with the Megatron that is first
 on the path. Next: ``runner.py``.
@@ -19,11 +19,7 @@ _AT_ONCE = 1024  # documents
 
 
 def documents(ids: int, tokens: int, seed: int = 1234) -> Iterator[list[int]]:
-    """Documents of ids from 0 to ``ids - 1``, at least ``tokens`` tokens in all, the same for the same seed.
-
-    Yields:
-        1024 ids, the last of them ``ids - 1``.
-    """
+    """Documents of 1024 ids each, the last of them ``ids - 1``; at least ``tokens`` tokens in all."""
     random = np.random.default_rng(seed)
     words = ids - 1
     frequency = np.cumsum(1.0 / np.arange(1, words + 1))

@@ -33,32 +33,21 @@ _SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Experiment:
-    """One training.
+    """One training."""
 
-    Attributes:
-        name: its folder among the results; unique in a file.
-        gpus: devices in all: pipeline stages times ``tp``.
-        tp: tensor-parallel ranks of a stage.
-        schedule: family of schedules; ``baseline`` in ``1f1b`` is stock Megatron.
-        method: what the vocabulary layers do.
-        layers, hidden, heads, seq_length, micro_batch: sizes of the model and of a microbatch.
-        vocab_k: vocabulary in thousands of ids, the end-of-document id included.
-        iterations: iterations in all; the first ``warmup`` don't count for times.
-    """
-
-    name: str
-    gpus: int
+    name: str  # its folder among the results; unique in a file
+    gpus: int  # pipeline stages times tp
     tp: int
-    schedule: str
+    schedule: str  # family of schedules; baseline in 1f1b is stock Megatron
     method: str
     layers: int
     hidden: int
     heads: int
     seq_length: int
-    vocab_k: int
+    vocab_k: int  # thousands of ids, the end-of-document id included
     micro_batch: int
     microbatches: int
-    iterations: int
+    iterations: int  # of which the first ``warmup`` do not count for times
     warmup: int
     lr: float
 
@@ -88,7 +77,7 @@ class Experiment:
 
     @property
     def setting(self) -> Experiment:
-        """What this has in common with the same training by other methods."""
+        """Equal for the same training by another method."""
         return replace(self, name="setting", method="baseline", iterations=1, warmup=0)
 
 

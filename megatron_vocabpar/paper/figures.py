@@ -1,8 +1,7 @@
 """The paper's figures: schedules, bars of MFU and memory, and loss curves of runs.
 
-Bars are simulated; the dark line across each is the published result. Figure 17's curves were published
-as a picture alone; they are drawn from a file of losses.
-Next: ``cli/paper.py``.
+Bars are simulated; the line across each is the published result. Figure 17's curves were published as a
+picture alone; they are drawn from a file of losses. Next: ``cli/paper.py``.
 """
 
 from __future__ import annotations
@@ -15,19 +14,14 @@ from math import ceil
 from megatron_vocabpar.paper.rows import read_rows
 from megatron_vocabpar.paper.simulated import Compared
 from megatron_vocabpar.schedule.draw import draw_text, planned_chart, svg_of, svg_of_scene
+from megatron_vocabpar.schedule.draw.lengths import PREDICTED
 from megatron_vocabpar.schedule.draw.scene import Box, Scene, Text
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
+from megatron_vocabpar.train.pictures import COLOURS
 
 _RANKS = 4
-_COLOURS = {
-    "baseline": "#9aa5b1",
-    "redis": "#4c78a8",
-    "vocab-1": "#f2b24c",
-    "vocab-2": "#d9534f",
-    "interlaced": "#72b7b2",
-}
-_INK, _OTHERS = "#222222", ("#4c78a8", "#d9534f", "#2e8b57", "#9a77c7", "#8a6d3b")
+_OTHER_COLOURS = ("#4c78a8", "#d9534f", "#2e8b57", "#9a77c7", "#8a6d3b")
 
 
 @dataclass(frozen=True)
@@ -83,7 +77,7 @@ def bars_svg(figure: Figure, compared: Sequence[Compared]) -> str:
     bottom = 44 + ceil(len(panels) / 2) * 220
     x = 16.0
     for method in dict.fromkeys(one.cell.method for one in compared):
-        shapes += [Box(x, bottom, 12, 12, _COLOURS[method]), Text(x + 17, bottom + 10, method)]
+        shapes += [Box(x, bottom, 12, 12, COLOURS[method]), Text(x + 17, bottom + 10, method)]
         x += 90
     shapes.append(Text(x, bottom + 10, "bar: simulated; line: published; no line: out of memory"))
     return _painted(980, bottom + 28, shapes)
@@ -103,10 +97,10 @@ def _panel(
         x = left + vocabs.index(one.cell.vocab_k) * 112 + methods.index(one.cell.method) * width
         height = simulated * scale
         words = f"{one.cell.method}, {one.cell.vocab_k}k: simulated {simulated:.1f}, published {published}"
-        yield Box(x, ground - height, width - 2, height, _COLOURS[one.cell.method], hover=words)
+        yield Box(x, ground - height, width - 2, height, COLOURS[one.cell.method], hover=words)
         yield Text(x + width / 2 - 1, ground - height - 4, f"{simulated:.0f}", size=8, anchor="middle")
         if published is not None:
-            yield Box(x - 1, ground - published * scale - 1, width, 2, _INK)
+            yield Box(x - 1, ground - published * scale - 1, width, 2, PREDICTED)
     for column, vocab in enumerate(vocabs):
         yield Text(left + column * 112 + 44, ground + 15, f"{vocab}k", anchor="middle")
 
@@ -126,7 +120,7 @@ def losses_svg(curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     low, high = min(y for _, y in points), max(y for _, y in points)
     shapes: list[Box | Text] = [Text(16, 24, FIGURES["figure17"].title, size=15, bold=True)]
     for number, (method, curve) in enumerate(curves.items()):
-        colour = _COLOURS.get(method, _OTHERS[number % len(_OTHERS)])
+        colour = COLOURS.get(method, _OTHER_COLOURS[number % len(_OTHER_COLOURS)])
         shapes += [Box(16 + number * 110, 372, 12, 12, colour), Text(33 + number * 110, 382, method)]
         for x, y in curve:
             height = 300 * (high - y) / (high - low or 1.0)

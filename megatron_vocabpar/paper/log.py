@@ -1,4 +1,4 @@
-"""What Megatron-LM's training log says: times, losses and peaks of memory."""
+"""Reads times, losses and peaks of memory from Megatron-LM's training log."""
 
 from __future__ import annotations
 
@@ -18,17 +18,10 @@ _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|CUBLAS_STATUS_
 
 @dataclass(frozen=True)
 class Log:
-    """What one training printed.
+    """What one training printed; memory by global rank, as the largest peaks that it reported."""
 
-    Attributes:
-        iteration_ms: times of the iterations, in order.
-        losses: ``lm loss`` of the iterations that report one.
-        allocated_mib, reserved_mib: by global rank, the largest peaks that were reported.
-        out_of_memory: whether a device had too little.
-    """
-
-    iteration_ms: tuple[float, ...]
-    losses: tuple[float, ...]
+    iteration_ms: tuple[float, ...]  # in order
+    losses: tuple[float, ...]  # of the iterations that report one
     allocated_mib: dict[int, float]
     reserved_mib: dict[int, float]
     out_of_memory: bool

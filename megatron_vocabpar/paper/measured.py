@@ -1,13 +1,13 @@
-"""Measured passes -> a predicted iteration: can the simulator be believed?
+"""Predicts an iteration from the measured times of its passes, to test the simulator.
 
-A row of the file holds what one run measured, and nothing is fitted to its iteration. Three things are added
-to the simulated schedule, each counted and not measured in the row:
+A row of the file holds the measurements of one run; nothing is fitted to its iteration. Three things are
+added to the simulated schedule, which the row does not measure:
 
 - *Baseline and redis* ran Megatron's own 1F1B, which receives between two passes and not beside them: a
-  transfer starts when both ranks have come to it. Their rows have no transfer time; it is the message's size
-  over the rate that the transfers of the other rows reached.
+  transfer starts when both ranks have reached it. Their rows have no transfer time; it is the message's size
+  over the rate of the other rows' transfers.
 - *Interlaced*: all ranks leave S together, since its collectives are inside.
-- *The optimizer's step* ends an iteration: bytes that it reads and writes, over the memory's bandwidth.
+- *The optimizer's step* ends an iteration: the bytes that it reads and writes over the memory's bandwidth.
 
 Source: the measurements that were published with the paper's artifact, ``data/measured_passes.csv``:
 8 A100 in one node; the columns are explained in ``docs/paper.md``.
@@ -50,13 +50,7 @@ _STEP_BYTES = 62
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """One measured run.
-
-    Attributes:
-        seq_length, hidden, vocab, layers: the model's; one sequence a microbatch.
-        passes_ms: by column of ``_PER_RANK``, the time of that pass on each rank.
-        comm_ms: one point-to-point transfer; 0 where it was not measured.
-    """
+    """One measured run, of one sequence a microbatch."""
 
     method: str
     p: int
@@ -66,8 +60,8 @@ class MeasuredRow:
     vocab: int
     layers: int
     iteration_ms: float
-    passes_ms: dict[str, tuple[float, ...]]
-    comm_ms: float
+    passes_ms: dict[str, tuple[float, ...]]  # by column of _PER_RANK, one a rank
+    comm_ms: float  # one point-to-point transfer; 0 where it was not measured
 
     def costs(self) -> PassCosts:
         """The row's times; every rank's own, B with the weight gradient."""
@@ -117,7 +111,7 @@ class Prediction:
 
 
 def predict(row: MeasuredRow) -> Prediction:
-    """Simulate a row's schedule with its times; the module says what is added."""
+    """Simulate a row's schedule with its times, and what the module adds."""
     costs = row.costs()
     schedule = generate(row.method, row.p, row.m, costs=costs)
     if METHODS[row.method].vocabulary_parallel:
@@ -129,10 +123,9 @@ def predict(row: MeasuredRow) -> Prediction:
 
 
 def blocking_program(schedule: Schedule) -> Program:
-    """The passes with every receive directly before its pass and every send directly after: stock Megatron.
+    """Stock Megatron's program: every receive directly before its pass, every send directly after it.
 
-    Args:
-        schedule: of a method that does not partition the vocabulary layers, one chunk a rank.
+    The schedule has one chunk a rank, and its method does not partition the vocabulary layers.
     """
     last = schedule.placement.last_stage
     forward, backward = (CommType.RECV_F, CommType.SEND_F), (CommType.RECV_B, CommType.SEND_B)

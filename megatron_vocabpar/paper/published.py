@@ -18,9 +18,9 @@ from pathlib import Path
 
 from megatron_vocabpar.paper.measured import MeasuredRow, read_measured
 from megatron_vocabpar.paper.rows import Row, read_rows
+from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.memory import GIB, PUBLISHED, Held, stage_memory
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.times import Job
 from megatron_vocabpar.schedule.make.families import Family, claimed_peak, family_named
 from megatron_vocabpar.schedule.words.methods import Method, method_named
 from megatron_vocabpar.schedule.words.placement import Placement
@@ -121,7 +121,7 @@ def _path(name: str) -> Path:
 
 
 def peak_gib(cell: Cell) -> float:
-    """What the memory model says of a cell: the fullest rank, with the microbatches that the paper claims."""
+    """The memory model's peak of a cell: the fullest rank, with the microbatches that the paper claims."""
     method: Method = method_named(cell.method)
     family, model, job = cell.family, cell.model, cell.job
     placement = Placement(job.p, family.chunks, family.shape)

@@ -1,7 +1,8 @@
 """One rank of an experiment: ``torchrun ... -m megatron_vocabpar.paper.rank MODULE script arguments``.
 
-It runs the module's ``main``, and ends with torchrun however that ends: torchrun gives each rank a session of
-its own, so a torchrun that is killed leaves its ranks behind, and with them the memory of their GPUs.
+It runs the module's ``main``, and ends when torchrun ends, however that ends. torchrun gives each rank a
+session of its own, so without this a killed torchrun would leave its ranks behind, with the memory of their
+GPUs.
 """
 
 from __future__ import annotations

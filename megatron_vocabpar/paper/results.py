@@ -1,7 +1,6 @@
-"""One result a training and node, as JSON that is there as a whole or not at all.
+"""Results as JSON files, one a training and node.
 
-A row of a CSV file is finished when the result of every node is there, belongs to the very same row, and is
-no failure.
+A row of a CSV file is finished when every node has a result of this very row that is no failure.
 """
 
 from __future__ import annotations
@@ -23,24 +22,16 @@ Outcome = Literal["done", "out of memory", "failed"]
 
 @dataclass(frozen=True)
 class Result:
-    """What one training gave.
-
-    Attributes:
-        outcome: how it ended; not fitting is a result too.
-        reason: for a failure, the end of the log.
-        environment: device, versions, commits, date.
-        iteration_ms, losses: of every iteration; empty where another node's log has them.
-        allocated_mib, reserved_mib: peaks of this node's ranks, by global rank; on the CPU, of processes.
-    """
+    """One training's result."""
 
     experiment: Experiment
     outcome: Outcome
-    reason: str
+    reason: str  # for a failure, the end of the log
     command: tuple[str, ...]
-    environment: dict[str, str]
-    iteration_ms: tuple[float, ...]
-    losses: tuple[float, ...]
-    allocated_mib: dict[int, float]
+    environment: dict[str, str]  # device, versions, commits, date
+    iteration_ms: tuple[float, ...]  # of every iteration; empty where another node's log has them
+    losses: tuple[float, ...]  # likewise
+    allocated_mib: dict[int, float]  # peaks of this node's ranks, by global rank; on the CPU, of processes
     reserved_mib: dict[int, float]
 
     @property
@@ -72,12 +63,11 @@ def _largest_gib(mib_of_ranks: Mapping[int, float]) -> float | None:
 
 
 def result_path(folder: Path, experiment: Experiment, node: int) -> Path:
-    """Where the result of one node's part of a training stands."""
     return folder / experiment.name / f"result.{node}.json"
 
 
 def write_result(result: Result, path: Path) -> None:
-    """Write it so that a reader finds the whole or nothing."""
+    """Write it so that a reader finds all of it or no file."""
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
         json.dump(dataclasses.asdict(result), file, indent=1)
@@ -101,7 +91,6 @@ def read_result(path: Path) -> Result | None:
 
 
 def finished(folder: Path, experiment: Experiment, nodes: int) -> bool:
-    """Whether nothing of this row is left to be done."""
     results = [read_result(result_path(folder, experiment, node)) for node in range(nodes)]
     return all(r is not None and r.experiment == experiment and r.outcome != "failed" for r in results)
 
@@ -114,7 +103,7 @@ def read_results(folder: Path) -> list[Result]:
         if result is not None:
             trainings.setdefault(path.parent.name, []).append(result)
     merged = [merge(parts) for parts in trainings.values()]
-    return sorted(merged, key=lambda r: _order(r.experiment))
+    return sorted(merged, key=lambda result: _setting(result.experiment))
 
 
 def merge(parts: Iterable[Result]) -> Result:
@@ -134,5 +123,5 @@ def merge(parts: Iterable[Result]) -> Result:
     return first
 
 
-def _order(e: Experiment) -> tuple[Any, ...]:
+def _setting(e: Experiment) -> tuple[Any, ...]:
     return e.gpus, e.tp, e.schedule, e.seq_length, e.vocab_k, e.iterations

@@ -1,4 +1,4 @@
-"""The one reader of this room's CSV files: a slip is named by file, line and column."""
+"""The reader of this room's CSV files, which names a mistake by file, line and column."""
 
 from __future__ import annotations
 
@@ -29,10 +29,7 @@ class Row:
 
 
 def read_rows(path: str | Path, what: str, columns: Sequence[str]) -> list[Row]:
-    """The lines of a CSV file whose header names at least these columns.
-
-    Args:
-        what: the file holds, in words.
+    """The lines of a CSV file whose header names at least these columns; ``what`` is its content in words.
 
     Raises:
         ValueError: for a file that cannot be read, a missing column, a line with other cells, or no line.

@@ -1,8 +1,8 @@
-"""Run the experiments of a file one after another, but for those that are finished.
+"""Runs the unfinished experiments of a file one after another.
 
-Every training is a child process whose output goes to ``<folder>/<name>/stdout.log``; its result is written
-when it has ended. On several nodes each runs this same loop over a folder that all see; the first training's
-rendezvous is where they wait for each other. Next: ``table.py``.
+Every training is a child process. Its output goes to ``<folder>/<name>/stdout.log``, and its result is
+written when it has ended. Of several nodes each runs this loop over a folder that all see; they wait for each
+other at the rendezvous of each training. Next: ``table.py``.
 """
 
 from __future__ import annotations
@@ -30,21 +30,16 @@ _DATA_SECONDS = 1800.0
 
 @dataclass(frozen=True)
 class Site:
-    """Where experiments run.
+    """Where experiments run."""
 
-    Attributes:
-        folder: for the results; on several nodes, one that all see.
-        on_cpu: CPU processes instead of GPUs.
-    """
-
-    checkout: Path
-    folder: Path
+    checkout: Path  # of Megatron-LM
+    folder: Path  # for the results; all nodes see it
     nodes: Nodes
-    on_cpu: bool
+    on_cpu: bool  # CPU processes instead of GPUs
 
     @property
     def version(self) -> str:
-        """Of the checkout; a ValueError where it is none, or of an unknown version."""
+        """Version of the checkout; a ValueError if it is none, or of an unknown version."""
         if not (self.checkout / "pretrain_gpt.py").is_file():
             raise ValueError(f"{self.checkout} is not a checkout of Megatron-LM: it has no pretrain_gpt.py")
         from megatron_vocabpar.megatron_lm.checkout import version_of  # needs torch; the table does not
@@ -58,7 +53,6 @@ class Site:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of the processes: the checkout first on the path."""
         paths = [str(Path(__file__).parents[2]), str(self.checkout), os.environ.get("PYTHONPATH", "")]
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
         if self.on_cpu:
@@ -125,7 +119,7 @@ def _train(experiment: Experiment, site: Site, about: dict[str, str]) -> Result:
 
 
 def why(text: str) -> str:
-    """What a log says of a failure: its errors in order, without torchrun's own; else its end."""
+    """The reason in a failed training's log: its errors in order, without torchrun's own; else its end."""
     errors = [line for line in dict.fromkeys(text.splitlines()) if _ERROR.match(line)]
     return "\n".join(errors[:_SHOWN_LINES] or text.splitlines()[-_SHOWN_LINES:])
 

@@ -29,7 +29,7 @@ MEASURED, ESTIMATED = "measured passes", "estimated passes"
 
 @dataclass(frozen=True)
 class Compared:
-    """A published cell beside the simulation; ``source`` names the passes that MFU is simulated from."""
+    """A published cell beside the simulation; ``source`` says where the simulated passes' times come from."""
 
     cell: Cell
     mfu_percent: float
@@ -77,19 +77,14 @@ def mfu_percent(cell: Cell, length_ms: float) -> float:
 
 @dataclass(frozen=True)
 class Scaling:
-    """An entry of Table 3: rate of a shard over the whole layer's, in per cent.
-
-    Attributes:
-        measured: from the published passes; None where there are none.
-        vocab: ids of the measured runs; the table's is 256,000.
-    """
+    """An entry of Table 3: rate of a shard over the whole layer's, in per cent."""
 
     layer: str
     seq_length: int
     gpus: int
     published: float
-    measured: float | None
-    vocab: int | None
+    measured: float | None  # from the published passes; None where there are none
+    vocab: int | None  # of the measured runs; the table's is 256,000
 
 
 def table3() -> list[Scaling]:
@@ -101,7 +96,7 @@ def table3() -> list[Scaling]:
 
 
 def _scaling(layer: str, seq_length: int, gpus: int) -> tuple[float, int] | None:
-    """Whole over p shards; the whole layer is what the first or last rank takes longer than others."""
+    """The whole layer over p shards; its time is what the first or last rank takes longer than the others."""
     method = layer.removeprefix("output-") if layer.startswith("output-") else "vocab-1"
     rows = {_setting(row): row for row in published_passes()}
     vocabs = [

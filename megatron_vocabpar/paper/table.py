@@ -20,7 +20,7 @@ _COLUMNS = (
 
 
 def print_results(results: Sequence[Result], checks: Sequence[Check], peak_tflops: float | None) -> None:
-    """The table, then what was checked; ``peak_tflops`` is the device's, where its name says nothing."""
+    """Print the table, then the checks; ``peak_tflops`` is the device's, for names that no preset has."""
     console = Console(width=150)
     table = Table(box=SIMPLE)
     for number, heading in enumerate(_COLUMNS):
@@ -42,7 +42,7 @@ def mfu(result: Result, peak_tflops: float | None) -> float | None:
 
 
 def _peak_tflops(device: str) -> float:
-    """Of the preset that the device's name names; those on PCIe and NVL cards are others."""
+    # H100 PCIe and H100 NVL have other peaks than the presets, which are of SXM modules.
     for name, preset in hardware_presets().items():
         if name in device and not any(card in device for card in ("PCIe", "NVL")):
             return preset.tflops

@@ -1,8 +1,8 @@
-"""The pieces of megatron-core's schedules that our handlers reuse, behind one signature.
+"""The pieces of megatron-core's schedules that our handlers reuse, with one signature for all versions.
 
 Loss scaling, MoE and autocast settings, timers and activation recomputation stay Megatron's own code; only
-the order of passes and the vocabulary layers are ours. What differs between versions is told by signature
-(``megatron_lm/bindings.py`` has the table), never by version string.
+the order of passes and the vocabulary layers are ours. Versions are told apart by signatures (the table in
+``megatron_lm/bindings.py``), never by version strings.
 """
 
 from __future__ import annotations
@@ -37,51 +37,12 @@ _GROUPS: Any = getattr(process_groups_config, "ProcessGroupCollection", None) or
 GROUPS_ARGUMENT = (
     "pg_collection" if "pg_collection" in inspect.signature(GPTModel).parameters else "model_comm_pgs"
 )
-"""Name of the argument by which GPTModel takes its process groups; 0.14 calls it otherwise."""
+"""The argument by which GPTModel takes its process groups; 0.14 has another name for it."""
 
 COUNTS_LAYERS_BY_GROUP = "pp_rank" in inspect.signature(get_transformer_layer_offset).parameters
-"""Whether the layers of a chunk are counted from its process groups; 0.14 asks its global state."""
+"""Whether megatron-core counts the layers of a chunk from its process groups; 0.14 asks global state."""
 
 _FINALIZE_PARAMETERS = tuple(inspect.signature(finalize_model_grads).parameters)
-
-
-def forward_step(
-    *,
-    call_model: Callable[..., Any],
-    data_iterator: Any,
-    model: torch.nn.Module,
-    num_microbatches: int,
-    input_tensor: torch.Tensor | None,
-    forward_data_store: list[Any],
-    config: Any,
-    cp_group_size: int,
-    collect_non_loss_data: bool,
-    is_first_microbatch: bool,
-    current_microbatch: int,
-    computes_loss: bool,
-    vp_stage: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One stage's forward as in Megatron; the loss too where ``computes_loss``.
-
-    Returns:
-        The stage's output (or the scaled loss) and the number of tokens of the loss.
-    """
-    outputs, num_tokens = schedules.forward_step(
-        call_model,
-        data_iterator,
-        model,
-        num_microbatches,
-        [input_tensor],
-        forward_data_store,
-        config,
-        cp_group_size,
-        collect_non_loss_data=collect_non_loss_data,
-        is_first_microbatch=is_first_microbatch,
-        current_microbatch=current_microbatch,
-        vp_stage=vp_stage,
-        is_last_stage=computes_loss,
-    )
-    return outputs[0], num_tokens
 
 
 def backward_step(
@@ -92,7 +53,7 @@ def backward_step(
 ) -> torch.Tensor | None:
     """One stage's backward as in Megatron; returns the gradient of its input.
 
-    That is zero where the output has no graph, such as a loss that is a constant.
+    The gradient is zero if the output has no graph, such as a loss that is a constant.
     """
     model_type = [ModelType.encoder_or_decoder] if "model_type" in _BACKWARD_PARAMETERS else []
     grad = schedules.backward_step([input_tensor], [output_tensor], [output_grad], *model_type, config)[0]
@@ -100,9 +61,9 @@ def backward_step(
 
 
 def released(output_tensor: torch.Tensor, config: Any) -> torch.Tensor:
-    """An output that has been handed on, its storage freed; its graph stays.
+    """Free the storage of an output that the next stage has; its graph stays.
 
-    The losses of a microbatch of one sequence are a view, which Megatron does not free.
+    Megatron does not free views, and the losses of a microbatch of one sequence are one.
     """
     output = make_viewless_tensor(output_tensor, requires_grad=True, keep_graph=True)
     schedules.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
@@ -121,16 +82,16 @@ def loss_and_gradient(
     """Megatron's loss scaling around ``loss_func``, and the gradient that it gives every token.
 
     Args:
-        call: whose last chunk's loss it is; there is a gradient unless it is forward-only.
+        call: the loss is that of its last chunk, and has a gradient unless the call is forward-only.
         token_losses: ``[1 + D, b, s]`` float32, of all heads.
-        values: ``[b, s]`` float32, of the first, further arguments of ``loss_func``.
-        main_loss: makes of them what ``loss_func`` takes, ``[b, s]`` (``heads.py``).
+        values: further arguments of ``loss_func``, ``[b, s]`` float32, of the first head.
+        main_loss: from ``token_losses`` to the losses ``[b, s]`` for ``loss_func`` (``heads.py``).
 
     Returns:
-        What ``loss_func`` reported, the number of tokens, and the gradients ``[1 + D, b, s]`` float32 with
-        respect to ``token_losses``, and ``[b, s]`` to the value ``entropy``, loss scale included (None in a
-        forward-only call; the second also where the loss doesn't depend on the entropy). The first is zero
-        for a loss without a graph, such as a constant, as it is in Megatron's own backward.
+        What ``loss_func`` reported, the number of tokens, and two gradients, loss scale included: of
+        ``token_losses``, ``[1 + D, b, s]`` float32, and of the value ``entropy``, ``[b, s]``. Both are None
+        in a forward-only call, the second also if the loss doesn't depend on the entropy. The first is zero
+        for a loss without a graph, such as a constant, as in Megatron's own backward.
     """
     config, with_gradient = call.config, not call.forward_only
     store: list[Any] = []
@@ -143,7 +104,7 @@ def loss_and_gradient(
     if config.timers is not None:
         config.timers("forward-compute", log_level=2).start()
     with torch.set_grad_enabled(with_gradient):
-        # Megatron divides the loss in place, so it must not be a leaf itself.
+        # Megatron divides the loss in place, so it must not be a leaf itself: times 1.
         loss, num_tokens = schedules.forward_step_calc_loss(
             call.chunks[-1],
             main_loss(leaf * 1.0 if with_gradient else leaf),
@@ -168,10 +129,10 @@ def loss_and_gradient(
 
 @contextmanager
 def unvalidated() -> Iterator[None]:
-    """Megatron's validation of losses looks at nothing inside this context.
+    """In this context Megatron's validation of losses does nothing.
 
-    The loss function of ``pretrain_gpt.py`` has its loss looked at for NaN, and the host waits. Where it
-    is called once more, on values of our own, it would wait once more.
+    The loss function of ``pretrain_gpt.py`` has its loss checked for NaN, for which the host waits. A second
+    call, on values of our own, must not wait too.
     """
     validate = RerunStateMachine.validate_result
     RerunStateMachine.validate_result = lambda *_, **__: None
@@ -190,13 +151,12 @@ def report_gradient(chunk: Any, parameter: torch.nn.Parameter) -> None:
 
 
 def call_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a forward-backward call of any version, as the newest names them."""
+    """A version's arguments of a forward-backward call without those that the newest does not have."""
     return {name: value for name, value in arguments.items() if name != "grad_finalize_pgs"}
 
 
 def process_groups() -> Any:
     """megatron-core's default process groups, as its own schedules collect them."""
-    # Version 0.14 has no collection of this name.
     groups = getattr(process_groups_config, "ProcessGroupCollection", SimpleNamespace)()
     groups.tp = parallel_state.get_tensor_model_parallel_group()
     groups.pp = parallel_state.get_pipeline_model_parallel_group()
@@ -206,7 +166,7 @@ def process_groups() -> Any:
     groups.dp_cp = parallel_state.get_data_parallel_group(
         with_context_parallel=True, partial_data_parallel=False
     )
-    # The biases of routers take their counts from it, from 0.18 on.
+    # From 0.18 on, routers count tokens over this group for their biases.
     groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return groups
 
@@ -218,7 +178,7 @@ def finalize_gradients(
     pg_collection: Any,
     force_all_reduce: bool | None,
 ) -> None:
-    """Call ``config.finalize_model_grads_func`` with what this version of it takes."""
+    """Call ``config.finalize_model_grads_func`` with the arguments that this version takes."""
     options = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
     accepted = {name: value for name, value in options.items() if name in _FINALIZE_PARAMETERS}
     config.finalize_model_grads_func(chunks, num_tokens, **accepted)

@@ -41,7 +41,6 @@ from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import method_named
 from megatron_vocabpar.schedule.words.passes import Instruction
-from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
 
@@ -49,7 +48,7 @@ def vocab_groups(timeout: timedelta | None = None) -> VocabGroups:
     """The vocabulary group of this process, from megatron-core's parallel state; all ranks call it.
 
     Args:
-        timeout: of its communicators, as for ``create_groups``.
+        timeout: of its communicators, as in ``create_groups``.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
     tensor = parallel_state.get_tensor_model_parallel_world_size()
@@ -63,13 +62,13 @@ def vocab_groups(timeout: timedelta | None = None) -> VocabGroups:
 
 @dataclass(frozen=True, kw_only=True)
 class Listeners:
-    """Who is told what happens in an iteration.
+    """Who hears what happens in an iteration.
 
     Attributes:
-        observers: context managers to hold around every instruction, beside a profiler's range.
-        timeline: records what runs when, while it is started.
-        not_finite: told, on the rank of the loss function, where a loss of a partitioned output layer is not
-            finite; None to not look.
+        observers: context managers around every instruction, in addition to a profiler's range.
+        timeline: records when each instruction runs, while it is started.
+        not_finite: called with a line on the loss function's rank if a loss of a partitioned output layer is
+            not finite; None: nobody looks.
     """
 
     observers: Sequence[Observer] = ()
@@ -83,23 +82,23 @@ _NOBODY = Listeners()
 class ForwardBackward:
     """A megatron-core forward-backward function that runs our schedules.
 
-    Every rank makes one at the same time: that is when the connections between ranks are made.
+    All ranks make one at the same time, because it connects them.
 
     Args:
         method: one of ``schedule.words.methods.METHODS``.
         groups: the vocabulary group of this rank.
         device: where the model lives.
-        options: how the vocabulary layers are computed where they are partitioned, and whether the loss may
-            be any differentiable function of the tokens' losses (``late_gradient``).
-        make_plan: from a number of microbatches to a plan of this method for this many stages, the same on
+        options: how partitioned vocabulary layers are computed, and whether the loss may be any
+            differentiable function of the tokens' losses (``late_gradient``).
+        make_plan: from a number of microbatches to a plan of this method for this pipeline, the same on
             every rank; by default 1F1B with the paper's proportions of pass times.
         mtp_depths: of multi-token prediction, for the default plans.
-        listeners: who is told what happens.
-        former: ``late_gradient``, ``output_options`` and the fields of ``Listeners``, as they were given
-            before; for one release.
+        listeners: who hears what happens.
+        former: the last release's keywords: ``late_gradient``, ``output_options`` and the fields of
+            ``Listeners``; accepted for one release.
 
     Raises:
-        ValueError: for options that cannot be combined, with each other or the method (``rules.py``).
+        ValueError: for options that cannot be combined with each other or with the method (``rules.py``).
     """
 
     def __init__(
@@ -137,30 +136,29 @@ class ForwardBackward:
         self._plans: dict[int, Plan] = {}
         self._graphs = LayerGraphs()
 
-    def plan(self, num_microbatches: int, forward_only: bool = False) -> Plan:
-        """The plan that a call with these arguments runs; it is made once.
+    def plan(self, num_microbatches: int) -> Plan:
+        """The plan of a training iteration with this number of microbatches; it is made once.
 
         Raises:
-            ValueError: if it is of another method, or for another number of stages or microbatches.
+            ValueError: if ``make_plan`` returned one of another method, pipeline size or number.
         """
         if num_microbatches not in self._plans:
             plan = self._make_plan(num_microbatches)
             self._check_plan(plan.schedule, num_microbatches)
             self._plans[num_microbatches] = plan
-        plan = self._plans[num_microbatches]
-        return plan.forward_only if forward_only else plan
+        return self._plans[num_microbatches]
 
     def use(self, plan: Plan) -> None:
-        """Run ``plan`` from the next call with its number of microbatches on; every rank is given the same.
+        """Run ``plan`` in all later calls with its number of microbatches; all ranks pass the same plan.
 
         Raises:
-            ValueError: if it is of another method, or for another number of stages.
+            ValueError: if it is of another method or pipeline size.
         """
         self._check_plan(plan.schedule, plan.schedule.m)
         self._plans[plan.schedule.m] = plan
 
     def _checked(self, options: VocabOptions) -> VocabOptions:
-        """Options that go with the method, whose gradient is the one that counts."""
+        """The options, checked; whether the gradient is late, the method decides."""
         options = replace(options, late_gradient=self.method.late_gradient)
         check(options, self.method)
         return options
@@ -175,7 +173,7 @@ class ForwardBackward:
             raise ValueError(f"the plan has {'; '.join(differ)}; make it for this method and pipeline")
 
     def close(self) -> None:
-        """Release the side streams, without a wait for what is in them."""
+        """Release the side streams without waiting for the work in them."""
         self._output_stream.close()
         self._input_stream.close()
 
@@ -241,8 +239,10 @@ class ForwardBackward:
         return iteration.reported
 
     def _run(self, call: Call, options: VocabOptions) -> Iteration:
-        """All instructions of this rank; the gradients then lack but Megatron's last reduction."""
-        chunks, plan = call.chunks, self.plan(call.num_microbatches, call.forward_only)
+        """Run this rank's instructions; of the gradients, only Megatron's last reduction is missing then."""
+        chunks, plan = call.chunks, self.plan(call.num_microbatches)
+        if call.forward_only:
+            plan = plan.ranking_targets if options.target_rank else plan.forward_only
         schedule = plan.schedule
         if len(chunks) != schedule.chunks:
             raise ValueError(
@@ -257,7 +257,7 @@ class ForwardBackward:
             )
         model_with_shards = chunk_with_shards(self.method, chunks)
         with split_weight_gradients(chunks if schedule.splits_w else ()) as weight_gradients:
-            rank = self._rank(schedule.placement, options)
+            rank = self._rank(schedule, options)
             iteration = prepare(rank, call, schedule, model_with_shards, weight_gradients)
             handlers, finish = handlers_of(iteration, model_with_shards, weight_gradients)
             try:
@@ -273,10 +273,10 @@ class ForwardBackward:
                 iteration.gradients.finish()
         return iteration
 
-    def _rank(self, placement: Placement, options: VocabOptions) -> Rank:
+    def _rank(self, schedule: Schedule, options: VocabOptions) -> Rank:
         return Rank(
-            method=self.method,
-            placement=placement,
+            method=schedule.method,
+            placement=schedule.placement,
             groups=self.groups,
             device=self.device,
             output_stream=self._output_stream,
@@ -291,7 +291,7 @@ class ForwardBackward:
 def _with_former(
     options: VocabOptions, listeners: Listeners, former: dict[str, Any]
 ) -> tuple[VocabOptions, Listeners]:
-    """Options and listeners, with what was given by the keywords of the last release."""
+    """Options and listeners, changed by the keywords of the last release."""
     if not former:
         return options, listeners
     warnings.warn(f"{', '.join(former)}: give options or listeners", DeprecationWarning, stacklevel=3)
@@ -301,7 +301,7 @@ def _with_former(
 
 
 def _divisor(iteration: Iteration) -> torch.Tensor | None:
-    """The tokens of the loss, where Megatron divides the gradients by their number."""
+    """The number of the loss's tokens, if Megatron divides the gradients by it."""
     if not iteration.call.config.calculate_per_token_loss:
         return None
     return torch.as_tensor(iteration.num_tokens, dtype=torch.int, device=iteration.rank.device)
@@ -309,7 +309,7 @@ def _divisor(iteration: Iteration) -> torch.Tensor | None:
 
 @contextmanager
 def _timed(config: Any) -> Iterator[None]:
-    """Megatron's timer of a forward-backward call, where it keeps timers."""
+    """Megatron's timer of a forward-backward call, if it keeps timers."""
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     yield

@@ -1,9 +1,8 @@
 """Gradients that bypass autograd, and when data parallelism may reduce them.
 
-T and IB, and W where it is split off, add straight into the fp32 ``main_grad`` of a weight. Megatron's
-DistributedDataParallel starts a bucket's reduction when autograd has produced the gradients of all its
-parameters in the last microbatch, so for these weights we report that ourselves, once their last write
-of the iteration is done.
+T (or TW), IB and a split-off W add directly into the fp32 ``main_grad`` of a weight. Megatron's
+DistributedDataParallel reduces a bucket when autograd has reported, in the last microbatch, the gradients of
+all its parameters. For the weights that bypass autograd we report that ourselves, after their last write.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from megatron_vocabpar.schedule.words.passes import PassType
 
 
 def main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Where the gradient of ``parameter`` accumulates: DDP's ``main_grad``, else ``grad``."""
+    """The tensor in which the gradient of ``parameter`` accumulates: DDP's ``main_grad``, else ``grad``."""
     buffer = getattr(parameter, "main_grad", None)
     if buffer is not None:
         return buffer
@@ -33,9 +32,9 @@ class GradientSync:
 
     Args:
         chunks: the wrapped model chunks of this rank.
-        no_sync_funcs: per chunk, a function whose context suspends reduction (Megatron's ``no_sync_func``).
-        grad_sync_funcs: with gradient reduction aligned across stages, what starts it per chunk; then only
-            the first stage reduces before the end.
+        no_sync_funcs: for each chunk, a function whose context suspends reduction (``no_sync_func``).
+        grad_sync_funcs: if Megatron aligns reduction across stages, the functions that start it for each
+            chunk; then only the first stage reduces before the end.
         starts_early: whether this rank may reduce as soon as its last backward runs.
         num_microbatches: backwards per chunk.
         written: the parameters that bypass autograd, by the type of pass that adds to their gradients.
@@ -93,18 +92,18 @@ class GradientSync:
             self._report_written()
 
     def finish(self) -> None:
-        """Resume everything and report what is left."""
+        """Resume reduction in all chunks, and report the parameters that are left."""
         for chunk in range(len(self._chunks)):
             if self._suspended[chunk] is not None:
                 self._resume(chunk)
                 if self._grad_sync_funcs:
-                    # Reduces all gradients of the chunk, so that none is to be reported by itself.
+                    # This reduces all gradients of the chunk, so none is reported on its own.
                     self._grad_sync_funcs[chunk](self._chunks[chunk].parameters())
                     self._written.clear()
         self._report_written()
 
     def abandon(self) -> None:
-        """Leave the suspended state without reducing anything."""
+        """Resume reduction in all chunks without reducing anything."""
         for chunk in range(len(self._chunks)):
             self._resume(chunk)
 

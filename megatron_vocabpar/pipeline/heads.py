@@ -1,9 +1,9 @@
-"""The heads of multi-token prediction: what Megatron does after their layers, run on losses that are known.
+"""The heads of multi-token prediction.
 
-With ``mtp_num_layers`` D the last stage's F gives the hidden states of 1 + D heads: the output layer has that
-many times the rows. The tokens that the further heads embed, their labels, masks, scaling and logging stay
-Megatron's own code: it runs with an output layer that hands on what it is given, and a cross-entropy that
-returns these losses. The gradient of every token then comes by autograd, through its ``MTPLossAutoScaler``.
+With ``mtp_num_layers`` D the last stage's F returns the hidden states of 1 + D heads, and the output layer
+has 1 + D times the rows. Labels, masks, scaling and logging of the further heads stay Megatron's own code. It
+runs when the losses are known, on a stand-in for the model, whose output layer returns its input and whose
+cross-entropy returns the known losses. So autograd finds every token's gradient through its loss scaler.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def depths(config: Any) -> int:
 def embedded_tokens(model: torch.nn.Module, call: ModelCall) -> torch.Tensor:
     """Token ids ``[1 + D, b, s]``: those that the first stage embeds, then those of each further head."""
     inner: Any = unwrap_model(model)
-    given = _arguments(inner, call)
-    ids = [given["input_ids"]]
+    arguments = _arguments(inner, call)
+    ids = [arguments["input_ids"]]
     group = parallel_state.get_context_parallel_group()
     options: dict[str, Any] = {"shifts": -1, "dims": -1, "cp_group": group}
     if _ROLLS_PACKED:
-        options["packed_seq_params"] = given.get("packed_seq_params")
+        options["packed_seq_params"] = arguments.get("packed_seq_params")
     for _ in range(depths(inner.config)):
         ids.append(multi_token_prediction.roll_tensor(ids[-1], **options)[0])
     return torch.stack(ids)
@@ -56,7 +56,7 @@ def head_labels(model: torch.nn.Module, call: ModelCall) -> torch.Tensor:
 
 
 def logs_acceptance(config: Any) -> bool:
-    """Whether it logs how often a head's most likely id is the target: from 0.19 on."""
+    """Whether Megatron logs how often a head's most likely id is the target: from 0.19 on."""
     return depths(config) > 0 and hasattr(multi_token_prediction, _COUNTS)
 
 
@@ -68,14 +68,14 @@ def main_loss(
     training: bool,
     wins: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The losses ``[b, s]`` that the loss function takes; what the other heads add hangs on their gradient.
+    """The losses ``[b, s]`` for the loss function; their backward adds the gradients of the further heads.
 
     Args:
-        model: its last chunk on this rank.
-        call: as the training script makes it on the stage with the labels.
+        model: this rank's last chunk.
+        call: the training script's call on the stage with the labels.
         losses: ``[1 + D, b, s]`` of all heads.
         training: log the losses of the further heads.
-        wins: likewise, 1 where the target is the most likely id; without it NaN is logged of that.
+        wins: ``[1 + D, b, s]``, 1 if the target is the most likely id; without it Megatron logs NaN of that.
     """
     if len(losses) == 1:
         return losses[0]
@@ -85,7 +85,7 @@ def main_loss(
 
 @contextmanager
 def _acceptance_counts(wins: torch.Tensor | None) -> Iterator[None]:
-    """Where Megatron counts, in logits, how often a head's most likely id is the target: the known answer."""
+    """Replace Megatron's count, in logits, of targets that are a head's most likely id by the known one."""
     stock = getattr(multi_token_prediction, _COUNTS, None)
     if stock is None:
         yield
@@ -93,11 +93,11 @@ def _acceptance_counts(wins: torch.Tensor | None) -> Iterator[None]:
     heads = iter(() if wins is None else wins[1:].bool())
 
     def counts(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        counted = arguments[2].bool()  # the loss mask
-        total = counted.sum().float()
+        loss_mask = arguments[2].bool()
+        total = loss_mask.sum().float()
         if wins is None:
             return torch.full_like(total, torch.nan), total
-        return (next(heads) & counted).sum().float(), total
+        return (next(heads) & loss_mask).sum().float(), total
 
     setattr(multi_token_prediction, _COUNTS, counts)
     try:
@@ -111,7 +111,7 @@ def _arguments(inner: Any, call: ModelCall) -> dict[str, Any]:
 
 
 class _Heads:
-    """Stands in for the model after its MTP layers, whose heads are asked in the order 1 ... D, 0."""
+    """Stands in for the model behind its MTP layers. Megatron asks for the losses of head 1 ... D, then 0."""
 
     post_process = mtp_process = True
     share_embeddings_and_output_weights = False
@@ -131,20 +131,20 @@ class _Heads:
     ) -> torch.Tensor:
         self.labels.append(labels)
         losses = self._losses[len(self.labels) % len(self._losses)]
-        # With the hidden states, so that the backward of the loss scaler is reached.
+        # The hidden states are 0, but the backward reaches the loss scaler through them.
         return losses + logits.squeeze(-1).transpose(0, 1)
 
     def main_loss(self, call: ModelCall) -> torch.Tensor:
         k, b, s = self._losses.shape
-        given = _arguments(self._model, call)
+        arguments = _arguments(self._model, call)
         if k == 1:
-            return self.compute_language_model_loss(given["labels"], self._losses.new_zeros(s, b, 1))
-        given["hidden_states"] = self._losses.new_zeros(k * s, b, 1)
+            return self.compute_language_model_loss(arguments["labels"], self._losses.new_zeros(s, b, 1))
+        arguments["hidden_states"] = self._losses.new_zeros(k * s, b, 1)
         if _PROCESS is None:
             accepted = inspect.signature(GPTModel._postprocess).parameters
-            given = {name: value for name, value in given.items() if name in accepted}
-            return GPTModel._postprocess(self, **dict.fromkeys(_ROTARY), **given)
-        given |= {
+            arguments = {name: value for name, value in arguments.items() if name in accepted}
+            return GPTModel._postprocess(self, **dict.fromkeys(_ROTARY), **arguments)
+        arguments |= {
             "output_layer": self.output_layer,
             "output_weight": None,
             "runtime_gather_output": True,
@@ -154,7 +154,7 @@ class _Heads:
             "cp_group": self._model.pg_collection.cp,
             "tp_group": self._model.pg_collection.tp,
         }
-        options = {"loss_mask": None, **given}
+        options = {"loss_mask": None, **arguments}
         accepted = inspect.signature(_PROCESS).parameters
         hidden = _PROCESS(**{name: value for name, value in options.items() if name in accepted})
-        return self.compute_language_model_loss(given["labels"], hidden)
+        return self.compute_language_model_loss(arguments["labels"], hidden)

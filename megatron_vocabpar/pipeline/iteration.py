@@ -48,7 +48,10 @@ def OutputOptions(
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What stays the same on this rank from one iteration to the next, but for ``output_options``."""
+    """This rank's part in the pipeline.
+
+    From call to call only ``output_options`` changes, and ``method``: an evaluation's ends in the loss.
+    """
 
     method: Method
     placement: Placement
@@ -75,7 +78,7 @@ class Rank:
 
     @property
     def has_loss(self) -> bool:
-        """Whether labels and loss function are here."""
+        """Whether this rank has the labels and the loss function."""
         return self.pipeline_rank == self.placement.p - 1
 
 
@@ -83,7 +86,7 @@ class Rank:
 class Call:
     """The arguments of one forward-backward call that handlers need.
 
-    ``fixed_shape`` is ``[s, b, H]`` between stages on this rank, where all microbatches have one length.
+    ``fixed_shape`` is ``[s, b, H]`` between stages on this rank, if all microbatches have one length.
     """
 
     forward_step_func: ForwardStep
@@ -103,14 +106,14 @@ class Iteration:
     """The state of one forward-backward call on one rank.
 
     Attributes:
-        microbatches: what every rank knows of each microbatch, by number; none where Megatron's own way does,
-            for baseline and redis with the loss in the last stage.
-        recorded: by stage and microbatch, the calls that ``forward_step`` makes on this rank, on the first
-            stage and on that of the loss (``Placement.loss_stage``).
+        microbatches: what every rank knows of each microbatch, by number. Empty for baseline and redis with
+            the loss in the last stage: there Megatron's own code knows enough.
+        recorded: by stage and microbatch, the calls that ``forward_step`` makes on this rank: on the first
+            stage and on the loss stage (``Placement.loss_stage``).
         buffers: tensors and events between instructions.
         reported: what the loss function reported, in order (Megatron's forward_data_store).
-        num_tokens: tokens of the loss, where the loss is computed.
-        checks: to be called when everything is queued, for they wait for the device; each may raise.
+        num_tokens: tokens of the loss, on the rank that computes it.
+        checks: called when everything is queued, because they wait for the device; each may raise.
     """
 
     rank: Rank
@@ -125,18 +128,18 @@ class Iteration:
     _unclaimed: deque[Event[Any]] = field(default_factory=deque)
 
     def wait(self, event: Event[Any] | Receive) -> Any:
-        """Wait for communication, seen as waiting in the timeline."""
+        """Wait for communication; the timeline shows it as waiting."""
         with self.rank.waiting():
             return event.wait()
 
     def unclaim(self, event: Event[Any]) -> None:
-        """Hold an event that nobody consumes until it is done, so that its errors are raised here."""
+        """Hold an event that no pass takes until it is done, so that its errors are raised here."""
         while self._unclaimed and self._unclaimed[0].done():
             self._unclaimed.popleft().wait()
         self._unclaimed.append(event)
 
     def finish(self) -> None:
-        """Wait for what nobody claimed, and check that nothing is left.
+        """Wait for the events that no pass took, and check that no buffer is left.
 
         Raises:
             BufferError: naming the buffers that are left.
@@ -160,7 +163,7 @@ class Iteration:
 
 
 class LayerHandlers:
-    """What the handlers of every layer use of an iteration."""
+    """The base of all handlers: what they use of an iteration."""
 
     def __init__(self, iteration: Iteration) -> None:
         self.iteration = iteration

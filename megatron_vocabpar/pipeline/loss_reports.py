@@ -1,12 +1,12 @@
-"""The loss where Megatron's training loop looks for it: on the last rank, whichever rank has the last stage.
+"""The loss function's calls, on the last rank, where Megatron's training loop expects its reports.
 
-Its loss function runs on the token losses that arrive there. Its gradient was sent ahead
-(``microbatches.py``), where it is linear in them; a late gradient is what it gives now.
+The loss function gets the tokens' losses of one microbatch. A late gradient is computed here. An announced
+one was sent before (``microbatches.py``), and is compared with the true one here.
 
-Entropies, whether a token's target is the most likely id, and its rank are further arguments. A loss function
-without a parameter of that name is called on them too, in the place of the losses: as it is linear, what it
-reports first is their masked mean, as it is the losses'. So Megatron's ``lm loss`` gets an ``entropy`` and an
-``accuracy`` beside it.
+The loss function may also have parameters for every token's ``entropy``, for ``correct`` (whether its target
+is the most likely id) and for its target's ``rank``. If it has none, it is called again with these numbers in
+the place of the losses. It is linear, so it then reports their masked mean: Megatron logs an ``entropy`` and
+an ``accuracy`` beside the ``lm loss``.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from megatron_vocabpar.runtime.streams import HostCopy, start_to_host
 from megatron_vocabpar.schedule.words.passes import Pass, PassType
 
 _METRICS = {"entropy": "entropy", "correct": "accuracy", "rank": "target rank"}
-"""What a loss function may take beside the losses, and what the mean of it is called in its report."""
+"""Parameters that a loss function may have beside the losses, and what the mean of each is called."""
 
 
 def further_arguments(options: VocabOptions, forward_only: bool) -> list[str]:
-    """What there is for the loss function to take."""
+    """The names of the further arguments that the options ask for."""
     rank = options.target_rank and forward_only
     asked = {"entropy": options.entropy, "correct": options.accuracy, "rank": rank}
     return [name for name in _METRICS if asked[name]]
 
 
 def taken_by(loss_func: Callable[..., Any], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those values that the loss function has a parameter of that name for, or takes by any name.
+    """The values for which the loss function has a parameter of that name, or ``**anything``.
 
-    One that hands on all that it is given, or has no signature, takes none.
+    A wrapper, ``(*args, **kwargs)``, gets none, and neither does a function without a signature.
     """
     try:
         parameters = inspect.signature(loss_func).parameters if values else {}
@@ -59,14 +59,14 @@ class LossReports:
     def __init__(self, iteration: Iteration) -> None:
         self.iteration = iteration
         self._looks = iteration.rank.not_finite is not None and iteration.rank.has_loss
-        # What is to hold of microbatches, on the device.
+        # One bool a microbatch, on the device; the host reads them when it has queued the whole iteration.
         self._as_announced: dict[int, torch.Tensor] = {}
         self._finite_hidden: dict[int, torch.Tensor] = {}
         self._finite_losses: dict[int, torch.Tensor] = {}
         self._takes_entropy: list[int] = []
 
     def hidden(self, i: int, x: torch.Tensor) -> None:
-        """Look at the hidden states ``[n, H]`` of microbatch ``i`` that the output layer is given."""
+        """Note whether the output layer's hidden states ``[n, H]`` of microbatch ``i`` are finite."""
         if self._looks:
             self._finite_hidden[i] = x.isfinite().all()
 
@@ -78,22 +78,25 @@ class LossReports:
         wins: torch.Tensor | None = None,
         rank: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Megatron's loss function on the losses ``[1 + D, b, s]`` float32 of microbatch ``i``.
+        """Call the loss function for microbatch ``i``.
 
-        Where entropies were asked for, likewise, it gets those of the first head too. ``wins``, likewise, is
-        1 where the target is the most likely id, for Megatron's log of the further heads, and of the first
-        one for the loss function where that was asked for, as ``rank`` is.
+        Args:
+            token_losses: ``[1 + D, b, s]`` float32, as all other tensors here.
+            entropy: the loss function gets those of the first head, if they were asked for.
+            wins: 1 if the target is the most likely id. Those of further heads are for Megatron's log, those
+                of the first head for the loss function, if they were asked for.
+            rank: how many ids are likelier; for the loss function, of the first head.
 
         Returns:
-            The gradient ``[k, 1 + D, b, s]`` float32 that it gives them; k is 2 where it may depend on the
-            entropies, else 1; None in an evaluation.
+            The gradient ``[k, 1 + D, b, s]`` of the losses, and if k is 2, of the entropies, on which the
+            loss may then depend; None in an evaluation.
         """
         iteration, call = self.iteration, self.iteration.call
         if self._looks:
             self._finite_losses[i] = token_losses.isfinite().all()
-        given = {"entropy": entropy, "correct": wins, "rank": rank}
+        numbers = {"entropy": entropy, "correct": wins, "rank": rank}
         asked = further_arguments(iteration.rank.output_options, call.forward_only)
-        values = {name: value[0] for name, value in given.items() if name in asked and value is not None}
+        values = {name: value[0] for name, value in numbers.items() if name in asked and value is not None}
         model, recorded = call.chunks[-1], iteration.recorded[iteration.rank.placement.loss_stage][i]
         main_loss = partial(heads.main_loss, model, recorded, training=not call.forward_only, wins=wins)
         reported, num_tokens, grad, more = compat.loss_and_gradient(
@@ -127,23 +130,15 @@ class LossReports:
         return grads
 
     def finish(self) -> None:
-        """Have gradients and losses checked when the host has nothing left to queue.
-
-        What is to hold goes to the host in one copy, which nobody waits for here.
-        """
-        held = (self._as_announced, self._finite_hidden, self._finite_losses)
-        values = [value for kind in held for value in kind.values()]
+        """Have gradients and losses checked when the host has queued everything; one copy brings all."""
+        kinds = (self._as_announced, self._finite_hidden, self._finite_losses)
+        values = [value for kind in kinds for value in kind.values()]
         if values or self._takes_entropy:
             copy = start_to_host(torch.stack(values)) if values else HostCopy(torch.empty(0))
             self.iteration.checks.append(partial(self._check, copy))
 
     def _check(self, copy: HostCopy) -> None:
-        """Look at what arrived.
-
-        Raises:
-            ValueError: if the loss function's gradient was not what had been announced, or there is one of
-                the entropies, which was not asked for.
-        """
+        """Raise, or tell the listener, if something that should hold of a microbatch does not."""
         values = iter(copy.wait().tolist())  # each dictionary takes as many as it has microbatches
         as_announced, finite_hidden, finite_losses = (
             dict(zip(kind, values, strict=False))
@@ -177,10 +172,10 @@ class LossReports:
 def _with_metrics(
     report: Any, loss_func: Callable[..., Any], values: Mapping[str, torch.Tensor], against: str
 ) -> dict[str, Any]:
-    """What the loss function reported, and what it reports of these values in the losses' place.
+    """The loss function's report, with the means of these values that its second call gives.
 
     Raises:
-        ValueError: where something is against that, or nothing is reported by name.
+        ValueError: if ``against`` names a reason why that is no mean, or the report has no names.
     """
     names = [_METRICS[name] for name in values]
     if not (isinstance(report, Mapping) and report):
@@ -200,27 +195,27 @@ def _with_metrics(
 
 
 def _first_broken(holds: Mapping[int, bool]) -> int | None:
-    """The first microbatch of which it does not hold."""
+    """The first microbatch whose value is False."""
     return min((i for i, value in holds.items() if not value), default=None)
 
 
 class DistantLoss:
-    """The loss of a whole output layer whose rank is not that of the loss function."""
+    """The loss of a whole output layer on another rank than the loss function's, in a V-shaped placement."""
 
     def __init__(self, iteration: Iteration) -> None:
         self.iteration = iteration
         self._token_losses: dict[int, torch.Tensor] = {}
 
     def keep(self, i: int, token_losses: torch.Tensor) -> None:
-        """What the last stage computed for microbatch ``i``: ``[b, s]``."""
+        """Keep what the last stage computed for microbatch ``i``: ``[b, s]``."""
         self._token_losses[i] = token_losses
 
     def gradient(self, i: int) -> torch.Tensor:
-        """Of the token losses of microbatch ``i``: ``[b, s]``."""
+        """The announced gradient of the token losses of microbatch ``i``: ``[b, s]``."""
         return self.iteration.microbatches.gradient(i)[0]
 
     def finish(self) -> None:
-        """Send the token losses of all microbatches, and report them."""
+        """Send the token losses of all microbatches to the loss function's rank, and report them there."""
         rank, shapes = self.iteration.rank, self.iteration.microbatches.shapes
         sizes = [prod(shape) for shape in shapes]
         if rank.is_last:

@@ -1,12 +1,12 @@
-"""What an unchanged Megatron ``forward_step`` would have fed to the model, known on every rank.
+"""Tokens, labels and gradients of every microbatch, on every rank.
 
-Megatron gives a batch to the first chunk of the first rank and to the last chunk of the last rank only,
-whichever stages they are. Before an iteration starts, the two run ``forward_step`` once per microbatch with
-a stand-in for the model that records its arguments; tokens then go from the first to all ranks, labels and
-the gradient of every token's loss from the last.
+Megatron gives a batch only to the first chunk of the first rank and to the last chunk of the last rank.
+Before an iteration both run ``forward_step`` for every microbatch with a stand-in for the model
+(``recording.py``). Then the first sends the tokens to all ranks, and the last sends the labels and the
+gradient of every token's loss.
 
-The gradient is known before the loss because Megatron's loss functions are linear in the per-token losses
-(a masked sum); that is checked against the true losses when they arrive. A late gradient is not shared here.
+The gradient is known before the loss because Megatron's loss functions are linear in the tokens' losses (a
+masked sum); this is checked when the true losses arrive. A late gradient is not sent here.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from megatron_vocabpar.schedule.words.placement import Placement
 
 @dataclass(frozen=True)
 class EmbeddedTokens:
-    """The tokens whose rows one pipeline rank gets for its stages.
+    """The tokens that the stages of one pipeline rank embed.
 
     Attributes:
         rank: the pipeline rank.
-        first: which of a microbatch's 1 + D sets of tokens is the first of these.
-        shape: ``(k, b, s)`` of these.
+        first: the number of the first of these sets of tokens, of a microbatch's 1 + D.
+        shape: ``(k, b, s)``: k sets.
         plan: which member owns which of the ``[k * b * s]`` positions.
         owned: the token ids among them whose rows this rank owns.
     """
@@ -48,17 +48,16 @@ class EmbeddedTokens:
 class Microbatch:
     """What every rank knows of one microbatch.
 
-    The output layer sees the ``n`` of its rows that count: those whose label is a true id, in the order of
-    ``Microbatches.rows``; or the first row, if none does. The others' losses and gradients are 0.
+    The output layer gets only the ``n`` rows that count: those whose label is a true id, in the order of
+    ``Microbatches.rows``, or the first row if there are none. Losses and gradients of the others are 0.
 
     Attributes:
         shape: ``(1 + D, b, s)`` on this context-parallel rank, with D further heads.
-        embedded: the tokens that stages embed, one entry for each pipeline rank that does.
-        counted: int64 places ``[n]`` among ``[(1 + D) b s]``; None where all rows count.
-        counts: how many of them are in each of the parts into which sequence parallelism cuts the rows.
+        embedded: the tokens that stages embed, one entry for each pipeline rank that embeds.
+        counted: positions ``[n]`` of these rows among ``[(1 + D) b s]``, int64; None if all count.
+        counts: the number of such rows in each part into which sequence parallelism cuts the sequence.
         labels: target ids ``[n]``.
-        grad_loss: gradient of every token's loss ``[n]``, float32; None in evaluation, and where it
-            comes late.
+        grad_loss: gradient of every token's loss ``[n]``, float32; None in evaluation, or if it comes late.
         owned_targets: the tokens among ``[n]`` whose targets this rank owns.
     """
 
@@ -81,26 +80,26 @@ class Microbatch:
         return sum(self.counts)
 
     def counted_in(self, part: int) -> torch.Tensor | None:
-        """Places of the rows that count in one part; None for all."""
+        """Positions, within one part, of its rows that count; None if all count."""
         if self.counted is None:
             return None
         start = sum(self.counts[:part])
-        here = self.counted[start : start + self.counts[part]]
-        return here - part * (prod(self.shape) // len(self.counts))
+        positions = self.counted[start : start + self.counts[part]]
+        return positions - part * (prod(self.shape) // len(self.counts))
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[n, ...]`` of ``[(1 + D) b s, ...]``: the rows that count."""
+        """The rows that count, ``[n, ...]``, of all rows ``[(1 + D) b s, ...]``."""
         return rows if self.counted is None else rows.index_select(0, self.counted)
 
     def spread(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[(1 + D) b s, ...]`` from ``[n, ...]``; 0 for rows that don't count."""
+        """The reverse of ``take``: all rows, with 0 in those that don't count."""
         if self.counted is None:
             return rows
         return rows.new_zeros((prod(self.shape), *rows.shape[1:])).index_copy_(0, self.counted, rows)
 
     @property
     def gradient(self) -> torch.Tensor:
-        """``grad_loss``, which there is where it was announced."""
+        """``grad_loss``, which must have been announced."""
         assert self.grad_loss is not None
         return self.grad_loss
 
@@ -108,19 +107,19 @@ class Microbatch:
 class Microbatches(dict[int, Microbatch]):
     """The microbatches of an iteration by number; each is planned when it is first asked for.
 
-    Planning is host work, on ids that are on the host already, so it happens while the device works on what
-    was queued before; what it finds goes to the device in one copy that nobody waits for.
+    Planning needs only the host, and happens while the device works on what is queued. Its results go to the
+    device in one copy, for which nobody waits.
 
     Args:
         shapes: ``(1 + D, b, s)`` of each.
         ids: ``[2, total]`` int64 on the host: the tokens of all microbatches, and their labels.
         labels: the labels once more, on the device.
-        grad_losses: likewise the gradients of the tokens' losses, float32; None where they are not announced.
-        ranges: rows of every member of the vocabulary group; empty where it is not partitioned.
-        member: this rank's place among them.
+        grad_losses: the gradients of the tokens' losses on the device, float32; None if not announced.
+        ranges: rows of every member of the vocabulary group; empty if the vocabulary is not partitioned.
+        member: this rank's number among them.
         embedding_ranks: the pipeline ranks of the first stage, which embeds the first set of tokens, and of
             the last, which embeds the others.
-        parts: into how many parts sequence parallelism cuts the hidden states.
+        parts: the number of parts into which sequence parallelism cuts the hidden states.
     """
 
     def __init__(
@@ -157,13 +156,17 @@ class Microbatches(dict[int, Microbatch]):
         return self._grad_losses[i].view(self.shapes[i])
 
     def rows(self, i: int, values: torch.Tensor) -> torch.Tensor:
-        """``[(1 + D) b s]`` in the order of C0's hidden states: by part, head, position, row."""
+        """``[(1 + D) b s]`` in the order of C0's hidden states: by part, head, position, sequence.
+
+        Example: one head, b = 2, s = 4, two parts. Of sequences 0 1 2 3 and 4 5 6 7 the first part has
+        positions 0 and 1, so the order is 0 4 1 5, then 2 6 3 7.
+        """
         k, b, s = self.shapes[i]
         by_position = values.view(k, b, s).transpose(1, 2).reshape(k, self._parts, -1, b)
         return by_position.transpose(0, 1).reshape(-1)
 
     def from_rows(self, i: int, rows: torch.Tensor) -> torch.Tensor:
-        """The way back, ``[1 + D, b, s]``."""
+        """The reverse of ``rows``: ``[1 + D, b, s]``."""
         k, b, s = self.shapes[i]
         by_part = rows.view(self._parts, k, -1, b).transpose(0, 1)
         return by_part.reshape(k, s, b).transpose(1, 2).contiguous()
@@ -222,19 +225,19 @@ class Microbatches(dict[int, Microbatch]):
 
 
 def no_microbatches() -> Microbatches:
-    """What there is where nothing is shared."""
+    """The microbatches of an iteration that shares none."""
     nothing = torch.empty(2, 0, dtype=torch.int64)
     return Microbatches(shapes=(), ids=nothing, labels=nothing[1], grad_losses=None, ranges=(), member=0)
 
 
 @dataclass(frozen=True)
 class Batches:
-    """What this rank was given, one tensor ``[1 + D, b, s]`` a microbatch; None where another rank has it.
+    """What ``forward_step`` gave this rank, one tensor ``[1 + D, b, s]`` a microbatch; None: another rank's.
 
     Attributes:
         tokens: int64, on the members of the first stage.
         labels: int64, on the members that have the loss.
-        grad_losses: float32, likewise, where the gradients are announced.
+        grad_losses: float32, on the same, if gradients are announced.
     """
 
     tokens: list[torch.Tensor] | None = None
@@ -259,9 +262,9 @@ def share_microbatches(
 
     Args:
         batches: what this rank has of them.
-        placement: where the stages are: the first has the tokens, that of the loss labels and gradients.
+        placement: where the stages are: the first has the tokens, the loss stage labels and gradients.
         announced: whether there are gradients to share: in training, unless they come late.
-        parts: into how many parts sequence parallelism cuts the hidden states.
+        parts: the number of parts into which sequence parallelism cuts the hidden states.
 
     Raises:
         ValueError: if a token id lies outside the vocabulary.

@@ -1,4 +1,4 @@
-"""``VocabOptions``: everything that can be asked of the vocabulary layers. A field is an option.
+"""``VocabOptions``: all options of the vocabulary layers, one a field.
 
 Megatron's flags, their help and the table of flags in ``docs/megatron.md`` are generated from these fields,
 as the options of ``vocabpar train`` are from ``TrainConfig``. Standard library only.
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What a field says of itself as an option.
+    """How a field is an option.
 
     Attributes:
         help: a sentence for ``--help``.
-        page: what the table of flags in ``docs/megatron.md`` says besides, as Markdown.
-        flag: what follows ``--vocab-parallel-``; by default the field's name. None: it has no flag.
-        choices: the values that it takes.
-        words: those of a flag that takes several words, any of which sets this field; its own word first.
-        metavar: what stands for its value in ``--help``.
-        bare: its value where the flag has none behind it.
-        unset: what parsed arguments hold where the flag is not given.
-        least: its smallest value that makes sense.
+        page: a further sentence for the table of flags in ``docs/megatron.md``, as Markdown.
+        flag: its name behind ``--vocab-parallel-``; by default the field's name. None: no flag.
+        choices: its values, if it takes only some.
+        words: the words of a flag with several words that set this field; its own word first.
+        metavar: the name of its value in ``--help``.
+        bare: its value if the flag stands without one.
+        unset: its value in parsed arguments if the flag is not given.
+        least: its smallest value.
     """
 
     help: str
@@ -48,25 +48,25 @@ class Option:
 
 
 def option(default: Any, help: str, **more: Any) -> Any:
-    """A field that is an option: its value where nobody asks for it, and what ``Option`` takes."""
+    """A field that is an option, with its default; ``more`` are attributes of ``Option``."""
     return field(default=default, metadata={"option": Option(help=help, **more)})
 
 
 def options_of(record: Any) -> dict[str, Option]:
-    """The options of a record, or of its class, by their fields."""
+    """The options of a record or of its class, by the name of their field."""
     return {each.name: each.metadata["option"] for each in fields(record) if "option" in each.metadata}
 
 
 def asked_for(record: Any, names: Iterable[str]) -> list[str]:
-    """Those of the fields that have another value than their default."""
+    """The names, of these, whose field has another value than its default."""
     defaults = {each.name: each.default for each in fields(record)}
     return [name for name in names if getattr(record, name) != defaults[name]]
 
 
 FLAGS_OF_WORDS = {
     "metrics": (
-        "What is given of every token to a loss function that has a parameter for it (entropy, correct), "
-        "else logged as its mean; entropy-gradient lets the loss depend on the entropies."
+        "Numbers of every token, for a loss function that has a parameter of that name (entropy, correct), "
+        "and else logged as their mean; entropy-gradient lets the loss depend on the entropies."
     )
 }
 """The help of each flag whose words set several fields."""
@@ -76,7 +76,7 @@ FLAGS_OF_WORDS = {
 class VocabOptions:
     """How partitioned vocabulary layers are computed, and what the loss function gets of every token.
 
-    All but the terms of the loss, ``fp8_head`` and ``drop_masked`` change results by rounding alone.
+    Only the terms of the loss, ``fp8_head`` and ``drop_masked`` change results by more than rounding.
     """
 
     recompute: bool = option(
@@ -123,20 +123,19 @@ class VocabOptions:
     )
     late_gradient: bool = option(
         False,
-        "The loss function may be any function of the tokens' losses, not a linear one alone: their "
-        "gradients are sent when it has run, not ahead.",
+        "The loss function may be any differentiable function of the tokens' losses, not only a linear one: "
+        "their gradients are sent after it has run.",
         page="See [reinforcement.md](reinforcement.md).",
     )
     drop_masked: bool = option(
         False,
-        "In training, leave tokens that the loss function masks out of the output layer: it gets losses of 0 "
-        "for them.",
-        page="Masked are padding, prompts, `--eod-mask-loss`; a report of unmasked losses changes. Tokens "
-        "whose label is -100, as in Megatron's `--sft`, are left out without it.",
+        "In training, leave tokens that the loss function masks out of the output layer; their losses are 0.",
+        page="Masked tokens are padding, prompts, and with `--eod-mask-loss` ends of documents. A report of "
+        "unmasked losses changes. Tokens labelled -100, as in Megatron's `--sft`, are left out anyway.",
     )
     entropy: bool = option(
         False,
-        "Every token's entropy in nats, for the loss function: entropy=[b, s].",
+        "Give the loss function entropy=[b, s]: every token's entropy in nats.",
         page="`entropy`, `accuracy` or `entropy-gradient`; see "
         "[entropies and accuracy](reinforcement.md#entropies-and-accuracy).",
         flag="metrics",
@@ -150,53 +149,51 @@ class VocabOptions:
     )
     accuracy: bool = option(
         False,
-        "Whether no id is likelier than the target, for the loss function: correct=[b, s].",
+        "Give the loss function correct=[b, s]: whether no id is likelier than the target.",
         flag="metrics",
         words=("accuracy",),
     )
     target_rank: bool = option(
         False,
-        "In forward-only calls, how many ids are likelier than the target: rank=[b, s]. The loss function is "
-        "called at their end then, and three microbatches' exponentials are kept.",
+        "In forward-only calls, give the loss function rank=[b, s]: how many ids are likelier than the "
+        "target. It is called at the end then, and exponentials are kept as long as in training.",
         flag=None,
     )
     independent_init: bool = option(
         False,
-        "Draw the initial vocabulary weights on each rank, which differ then from those of a run without the "
-        "flag, instead of whole on the first and last stage.",
-        page="For weights that are too large for one rank.",
+        "Draw the initial vocabulary weights on each rank, not as whole layers on the first and last stage; "
+        "they then differ from those of a run without the flag.",
+        page="For layers that are too large for one rank.",
     )
 
     @cached_property
     def terms(self) -> LossTerms:
-        """What the loss of a token consists of; a ``ValueError`` for values that no loss has."""
+        """The terms of a token's loss; a ``ValueError`` for values that no loss has."""
         from megatron_vocabpar.layers.terms import LossTerms
 
         return LossTerms(**{name: getattr(self, name) for name in TERMS})
 
     @property
     def fp8(self) -> Fp8Recipe | None:
-        """The recipe of 8-bit operands; None: the operands as they are."""
+        """The recipe of 8-bit operands, or None."""
         return None if self.fp8_head is None else RECIPES[self.fp8_head]
 
     @property
     def needs_exponentials(self) -> bool:
-        """Whether more is wanted of every token than its loss."""
+        """Whether numbers of every token are asked for that are made of kept exponentials."""
         return any(getattr(self, name) for name in OF_EXPONENTIALS)
 
     @property
     def keeps_exponentials(self) -> bool:
-        """Whether S leaves the plain exponentials of all logits, which entropies and the like are made of."""
+        """Whether S keeps the plain exponentials of all logits, of which entropies are made."""
         return not asked_for(self, WITHOUT_EXPONENTIALS)
 
 
 DEFAULTS = VocabOptions()
-"""Nothing is asked for."""
-
 
 TERMS = ("z_loss", "softcap", "label_smoothing", "logit_scale")
-"""The fields that are the terms of the loss."""
+"""The fields that are terms of the loss."""
 OF_EXPONENTIALS = ("entropy", "accuracy", "target_rank")
-"""Those that ask for numbers that are made of kept exponentials."""
+"""The fields that ask for numbers made of kept exponentials."""
 WITHOUT_EXPONENTIALS = ("recompute", "invariant", "fp8_head", "softcap")
-"""Those with which S keeps no plain exponentials."""
+"""The fields with which S keeps no plain exponentials."""

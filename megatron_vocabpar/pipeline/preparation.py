@@ -24,19 +24,20 @@ from megatron_vocabpar.schedule.words.schedule import Schedule
 
 _ANY_LOSS = 1.0
 _HIGH_LOSS = 100.0
-"""Losses of all tokens, in nats, for which the loss function gives the gradient that is announced.
+"""The loss, in nats, that every token gets when the loss function is asked for the announced gradient.
 
-Where masked tokens are dropped, a threshold must not pass for a mask. Dropped tokens are reported with
-losses of 0. A function whose gradient is 0 below a threshold has one at a high loss, so that its tokens are
-kept; one whose gradient is 0 above it has one at a loss of 0. Either way the check of linearity sees it.
+``drop_masked`` leaves out the tokens whose announced gradient is 0, and reports losses of 0 for them. A loss
+function with a threshold must not look masked. If its gradient is 0 below the threshold, it is not 0 at 100
+nats, so the tokens stay. If it is 0 above, the tokens are dropped, but at the reported loss of 0 the gradient
+is not 0. In both cases the true gradient differs from the announced one, and the check of linearity raises.
 """
 
 
 def chunk_with_shards(method: Method, chunks: Sequence[torch.nn.Module]) -> PartitionedModel | None:
-    """The chunk of this rank that holds the vocabulary shards, unwrapped; None where there are none.
+    """The chunk of this rank that holds the vocabulary shards, unwrapped; None if there are none.
 
     Raises:
-        ValueError: if the method partitions the vocabulary and the first chunk is another model.
+        ValueError: if the method partitions the vocabulary and the first chunk cannot.
     """
     if not method.vocabulary_parallel:
         return None
@@ -107,10 +108,10 @@ def prepare(
 
 
 def _record(rank: Rank, call: Call, besides: list[int]) -> dict[int, list[ModelCall]]:
-    """The calls that ``forward_step`` makes on the first stage and on that of the loss, where they are here.
+    """The calls that ``forward_step`` makes for this rank's end stages: the first and the loss stage.
 
-    Other stages get no batch; they are recorded where they are named in ``besides``. Each chunk has a data
-    iterator of its own, as in Megatron.
+    Other stages get no batch and are recorded only if ``besides`` names them. Each chunk has its own data
+    iterator, as in Megatron.
     """
     placement = rank.placement
     ends = [0] * rank.is_first + [placement.loss_stage] * rank.has_loss + besides
@@ -148,7 +149,7 @@ def _check_given(tensor: torch.Tensor | None, name: str) -> None:
 
 
 def _masked(grad: torch.Tensor, call: Call) -> torch.Tensor:
-    """Tokens ``[1 + D, b, s]`` whose announced gradient is 0, but for further heads that are logged alone."""
+    """Tokens ``[1 + D, b, s]`` whose announced gradient is 0; none of further heads that are only logged."""
     masked = grad == 0
     if not getattr(call.config, "mtp_loss_scaling_factor", None):
         masked[1:] = False
@@ -158,7 +159,7 @@ def _masked(grad: torch.Tensor, call: Call) -> torch.Tensor:
 def _announced_gradient(
     recorded: ModelCall, call: Call, names: Sequence[str], value: float = _ANY_LOSS
 ) -> torch.Tensor:
-    """The gradient ``[1 + D, b, s]`` that every token's loss gets, from losses, and others, of ``value``."""
+    """The gradient ``[1 + D, b, s]`` of every token's loss if all losses and entropies are ``value``."""
     _check_given(recorded.labels, "labels")
     assert recorded.labels is not None
     model = call.chunks[-1]

@@ -21,7 +21,7 @@ def _unknown_loss(*_: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModelCall:
-    """One recorded call of the model by ``forward_step``, and the loss function that it returned then."""
+    """One call of the model by ``forward_step``, and the loss function that ``forward_step`` returned."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]

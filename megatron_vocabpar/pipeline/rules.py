@@ -1,7 +1,7 @@
-"""What cannot be combined among ``VocabOptions``: a rule is a row, and every door spells the names.
+"""What cannot be combined among ``VocabOptions``: one rule a row.
 
-A launch line writes ``--vocab-parallel-invariant``, ``vocabpar train`` would write ``--invariant``, and a
-program ``invariant=True``. Standard library only.
+Every door spells the names in its own way: a launch line ``--vocab-parallel-invariant``, a program
+``invariant=True``. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from megatron_vocabpar.schedule.words.passes import PassType
 from megatron_vocabpar.schedule.words.placement import Placement
 
 Spelling = Callable[[str, Any], str]
-"""From a field's name and value to how a door writes them."""
+"""From a field's name and value to the text by which a door writes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What cannot be combined: options with others, without another, or with some methods.
+    """Options that cannot be combined with other options, without another one, or with some methods.
 
     Attributes:
         options: names of fields; the rule is about those that are asked for.
-        why: of what stands against them, as a clause.
-        remedy: what to do.
-        others: fields, none of which may be asked for beside them.
-        needs: a field without which they cannot be.
-        where: whether a method, in a placement, stands against them.
+        why: the reason, as a clause about what stands against them.
+        remedy: what to do, as an imperative.
+        others: names of fields that must not be asked for beside them.
+        needs: the name of a field that they need.
+        where: from a method and a placement to whether these stand against them.
     """
 
     options: tuple[str, ...]
@@ -128,11 +128,11 @@ RULES = (
         others=("late_gradient",),
     ),
 )
-"""What cannot be combined. What is wrong with a term of the loss ``LossTerms`` says itself."""
+"""What cannot be combined. ``LossTerms`` itself checks the values of the loss's terms."""
 
 
 def in_python(name: str, value: Any) -> str:
-    """How a program spells an option."""
+    """An option as a program spells it."""
     return f"{name}={value!r}"
 
 
@@ -147,8 +147,8 @@ def conflicts(
     """A sentence for each rule that the options break with a method: what, why, and the remedy.
 
     Args:
-        placement: of the model's stages; None where it is not known yet.
-        spell: how the door that asks writes a field and its value.
+        placement: of the model's stages; None if it is not known yet.
+        spell: the door's spelling of a field and its value.
     """
     broken = [rule.broken(options, method, placement, spell) for rule in rules]
     problems = [*wrong_values(options, spell), *filter(None, broken)]
@@ -160,7 +160,7 @@ def conflicts(
 
 
 def wrong_values(record: Any, spell: Spelling) -> Iterator[str]:
-    """A sentence for each option of a record that is below its least value, or none of its choices."""
+    """A sentence for each option of a record that is below its least value or not among its choices."""
     for name, each in options_of(record).items():
         value = getattr(record, name)
         if value is not None and each.least is not None and not value >= each.least:
@@ -170,10 +170,6 @@ def wrong_values(record: Any, spell: Spelling) -> Iterator[str]:
 
 
 def check(options: VocabOptions, method: Method, placement: Placement | None = None) -> None:
-    """Refuse options that a program cannot combine; arguments as for ``conflicts``.
-
-    Raises:
-        ValueError: a line for each broken rule.
-    """
+    """Raise a ValueError with a line for each of the ``conflicts``."""
     if problems := conflicts(options, method, placement):
         raise ValueError("\n".join(problems))

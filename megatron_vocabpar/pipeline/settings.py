@@ -1,4 +1,4 @@
-"""The settings of Megatron's configuration that our executor would run wrongly."""
+"""The settings of Megatron's configuration that our executor would ignore or run wrongly."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ from typing import Any
 
 
 def check_settings(config: Any, adjust_tensor_shapes_fn: Any, vocabulary_parallel: bool) -> None:
-    """Refuse such settings.
-
-    Raises:
-        ValueError: naming the setting and the remedy.
-    """
+    """Raise a ValueError for such a setting, with its name and the remedy."""
     refused = [
         (config.defer_embedding_wgrad_compute, "defer_embedding_wgrad_compute", "turn it off"),
         (

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_vocabpar.plan.hardware import hardware_presets
-from megatron_vocabpar.plan.options import Option, Request, option_of
-from megatron_vocabpar.plan.read_model import megatron_arguments
+from megatron_vocabpar.plan.options import STOCK, Option, Request, option_of
+from megatron_vocabpar.plan.stock import written
+from megatron_vocabpar.plan.write_arguments import job_arguments, model_arguments
 from megatron_vocabpar.schedule.make.families import family_named
-from megatron_vocabpar.schedule.times.redistribution import layout
+from megatron_vocabpar.schedule.words.methods import method_named
 
 _SUFFICES = 1.03  # redistribution within this of the best: it balances the time
 _CLOSE = 1.02  # options within this of the best are named
@@ -22,7 +23,7 @@ _LEAN = (("vocab-2", "1f1b"), ("vocab-2", "v-half"), ("vocab-2", "v-min"))  # tr
 def launch_line(request: Request, option: Option) -> str:
     """A torchrun command for ``pretrain_gpt.py`` that runs the option, on mock data."""
     job, model = request.job, request.model
-    least = -(-job.gpus // request.hardware.per_node)
+    least = -(-job.gpus // request.hardware.per_host)
     nodes = next(count for count in range(least, job.gpus + 1) if job.gpus % count == 0)
     processes = f"--nproc-per-node {job.gpus // nodes}"
     start = "torchrun " + (
@@ -30,42 +31,39 @@ def launch_line(request: Request, option: Option) -> str:
         if nodes > 1
         else processes
     )
-    parallel = {
-        "--pipeline-model-parallel-size": job.p,
-        "--tensor-model-parallel-size": job.t,
-        "--expert-model-parallel-size": job.e,
-    }
-    sizes = [f"{flag} {value}" for flag, value in parallel.items() if value > 1]
-    sizes += ["--expert-tensor-parallel-size 1"] if job.expert_tensor < job.t else []
-    sizes += ["--sequence-parallel"] if job.t > 1 else []
-    sizes += ["--use-distributed-optimizer"] if job.distributed_optimizer else []
-    if job.recompute:
-        sizes += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
-    batch = [
-        f"--micro-batch-size {job.micro_batch}",
-        f"--global-batch-size {job.micro_batch * job.m * job.d}",
-    ]
     # The tokenizer adds one id for the end of a document.
     data = ["--mock-data", "--tokenizer-type NullTokenizer", f"--vocab-size {model.vocab - 1}"]
     training = ["--bf16", "--lr 1e-4", "--train-iters 50"]
-    words = [*megatron_arguments(model), *sizes, *batch, *data, *training, *our_flags(request, option)]
-    return _folded([start, "-m megatron_vocabpar.launch pretrain_gpt.py", *words])
+    words = [
+        *model_arguments(model),
+        *job_arguments(model, job),
+        *data,
+        *training,
+        *placing_flags(request, option),
+    ]
+    return _folded(
+        [start, "pretrain_gpt.py" if option.stock else "-m megatron_vocabpar.launch pretrain_gpt.py", *words]
+    )
 
 
-def our_flags(request: Request, option: Option) -> list[str]:
+def placing_flags(request: Request, option: Option) -> list[str]:
     """The flags of this package, and those that place the layers."""
+    if option.method == STOCK:
+        return list(option.flags)
     family = family_named(option.family)
     flags = []
     if option.method == "redis":
         flags.append(f"--final-stage-num-layers {option.layers[-1]}")
     elif len(set(option.layers)) > 1:
-        flags.append(f"--pipeline-model-parallel-layout '{layout(option.layers)}'")
+        flags.append(written(option.layers, request.model.mtp_depths))
     elif family.chunks > 1:
         flags.append(f"--num-virtual-stages-per-pipeline-rank {family.chunks}")
     if (option.method, option.family) == ("baseline", "1f1b"):
         return flags
     flags += ["--enable-vocab-parallel", f"--vocab-parallel-method {option.method}"]
-    return [*flags, *([] if option.family == "1f1b" else [f"--vocab-parallel-schedule {option.family}"])]
+    softcap = request.model.softcap if method_named(option.method).vocabulary_parallel else 0.0
+    flags += [f"--vocab-parallel-logit-softcap {softcap:g}"] if softcap else []
+    return [*flags, *([] if option.family == "1f1b" else [f"--vocab-parallel-family {option.family}"])]
 
 
 def _folded(words: Sequence[str], width: int = 96) -> str:
@@ -173,8 +171,10 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
         yield "--distributed-optimizer", changed(distributed_optimizer=True)
     if model.experts and job.e < job.d * job.t:
         yield f"expert parallel size {job.d * job.t}", changed(e=job.d * job.t)
-    if not job.recompute:
-        yield "--recompute, which costs one more forward pass", changed(recompute=True)
+    if job.recompute == "none":
+        yield "--recompute selective, which runs norms and MLPs again", changed(recompute="selective")
+    if job.recompute != "full":
+        yield "--recompute, which costs one more forward pass", changed(recompute="full")
     if 2 * job.t <= request.hardware.per_node and model.heads % (2 * job.t) == 0:
         t = 2 * job.t
         yield f"tensor parallel size {t} ({2 * job.gpus} GPUs)", changed(t=t)

@@ -1,13 +1,36 @@
-"""GPUs: what a data sheet says, and which part of it training reaches.
+"""GPUs: what a data sheet says of each figure, and which part of it training reaches.
 
-Next: ``times.py``.
+Next: ``links.py``.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import resources
+from typing import Any
+
+from megatron_vocabpar.plan.names import nearest
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Shares of a data sheet's peak that layers reach, by ``data/rates.json``.
+
+    Attributes:
+        layers, output: of products and attention in layers, and of the output layer, in bfloat16.
+        fp8: of layers' products in 8 bits.
+        experts, fp8_experts: of experts' products, with what moves and sorts their tokens on the device.
+        sources: where each is from.
+    """
+
+    layers: float
+    output: float
+    fp8: float
+    experts: float
+    fp8_experts: float
+    sources: dict[str, str] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -15,34 +38,60 @@ class Hardware:
     """One GPU and what connects it.
 
     Attributes:
-        name, source: the GPU, and where its numbers are from.
-        tflops: peak of dense products in bfloat16, 10^12 operations a second.
+        name: the GPU.
+        rates: what training reaches of its peaks.
+        tflops, fp8_tflops: peak of dense products in bfloat16 and in 8 bits, 10^12 operations a second.
         memory_gib: of the device, as PyTorch sees it.
         memory_gb_s: bandwidth of the memory, 10^9 bytes a second.
-        link_gb_s: one direction of NVLink, 10^9 bytes a second.
+        link_gb_s: one direction of NVLink or its like, 10^9 bytes a second.
         network_gb_s: a GPU's share of its node's network, one direction, 10^9 bytes a second.
-        per_node: GPUs of a node, which NVLink connects.
+        host_gb_s: between the device and the host, one direction, 10^9 bytes a second.
+        per_node, per_host: GPUs that the link connects, and those of one host.
+        sources: where each of these numbers is from.
     """
 
     name: str
-    source: str
+    rates: Rates
     tflops: float
+    fp8_tflops: float
     memory_gib: float
     memory_gb_s: float
     link_gb_s: float
     network_gb_s: float
+    host_gb_s: float
     per_node: int = 8
+    per_host: int = 8
+    sources: dict[str, str] = field(default_factory=dict, compare=False)
+
+    def connected(self, **figures: float | None) -> Hardware:
+        """The same with another interconnect: those of the figures that are not None."""
+        given = {name: value for name, value in figures.items() if value is not None}
+        return replace(self, **given, sources=self.sources | dict.fromkeys(given, "as given"))  # type: ignore[arg-type]
 
 
 def hardware_named(name: str) -> Hardware:
     """The preset with this name, in any case."""
     known = hardware_presets()
     if name.upper() not in known:
-        raise ValueError(f"unknown hardware {name!r}; choose one of {', '.join(known)}")
+        raise ValueError(f"unknown hardware {name!r}; choose one of {', '.join(known)}{nearest(name, known)}")
     return known[name.upper()]
 
 
+@cache
 def hardware_presets() -> dict[str, Hardware]:
     """Every preset by name, from ``data/hardware.json``."""
-    file = resources.files(__package__) / "data" / "hardware.json"
-    return {name: Hardware(name, **entry) for name, entry in json.loads(file.read_text("utf-8")).items()}
+    rates = {
+        name: Rates(
+            **{key: one["value"] for key, one in entry.items()},
+            sources={key: one["source"] for key, one in entry.items()},
+        )
+        for name, entry in _data("rates").items()
+    }
+    return {
+        name: Hardware(name, rates[entry["rates"]], **entry["figures"], sources=entry["sources"])
+        for name, entry in _data("hardware").items()
+    }
+
+
+def _data(name: str) -> dict[str, Any]:
+    return json.loads((resources.files(__package__) / "data" / f"{name}.json").read_text("utf-8"))

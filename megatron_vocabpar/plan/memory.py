@@ -29,8 +29,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.times import Job
 from megatron_vocabpar.schedule.words.methods import Method
 from megatron_vocabpar.schedule.words.placement import Placement
 
@@ -121,6 +121,13 @@ def parameters_of(
     return [Parameters(count, experts_of / share) for count, experts_of in zip(counts, experts, strict=True)]
 
 
+def _activation(model: Model, job: Job) -> float:
+    """Bytes that a layer keeps of one token."""
+    if job.recompute == "full":
+        return 2 * model.hidden
+    return _UNCOUNTED * (model.selective_bytes if job.recompute == "selective" else model.activation_bytes)
+
+
 def stage_memory(
     model: Model,
     job: Job,
@@ -133,19 +140,22 @@ def stage_memory(
     outside: bool = True,
 ) -> list[StageMemory]:
     """The peak of each rank, from the layers of each stage; ``outside``: with memory beside PyTorch's."""
-    tokens = model.seq_length * job.micro_batch
-    activation = 2 * model.hidden if job.recompute else _UNCOUNTED * model.activation_bytes
+    tokens = model.seq_length * job.micro_batch / job.c
+    full = job.recompute == "full"
+    activation = _activation(model, job)
     stages = []
     parameters = parameters_of(model, job, method, placement, layers)
     for rank in range(placement.p):
         layers_of_rank = [layers[placement.stage_of(rank, chunk)] for chunk in range(placement.chunks)]
         microbatch = activation * tokens * sum(layers_of_rank) / job.t
         if rank == placement.last_rank:
-            head = activation + (0 if job.recompute else _HEAD * model.hidden)
+            head = activation + (0 if full else _HEAD * model.hidden)
             microbatch += model.mtp_depths * head * tokens / job.t
         activations = held[rank].activations * microbatch
-        if job.recompute:  # one layer runs again
-            activations += _UNCOUNTED * model.activation_bytes * tokens / job.t
+        if job.recompute != "none":  # one layer runs again
+            activations += (
+                (_UNCOUNTED * model.activation_bytes - (0 if full else activation)) * tokens / job.t
+            )
         output = inputs = 0.0
         heads = 1 + model.mtp_depths
         if method.vocabulary_parallel:
@@ -165,7 +175,7 @@ def stage_memory(
         inside = StageMemory(
             count * bytes_.weights,
             count * bytes_.gradients,
-            parameters[rank].updated(job) * bytes_.optimizer,
+            0.0 if job.offload else parameters[rank].updated(job) * bytes_.optimizer,
             activations,
             output,
             inputs,

@@ -7,7 +7,7 @@ experts, where there are any (DeepSeek-V3, README_WEIGHTS.md: 11.5 B in its head
 
 Source: for operations ``schedule/times/flops.py``; for activations Korthikanti et al., Reducing Activation
 Recomputation (2022), section 4.1, with attention that keeps no scores.
-Next: ``read_model.py``, where they come from; ``times.py``, ``memory.py``.
+Next: ``read_config.py`` and ``read_arguments.py``, where they come from; ``job.py``.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ class Model:
         dropout: whether masks are kept for the backward pass.
         learned_positions: whether there is a weight for positions.
         experts, top_k, expert_ffn, shared_ffn: of a mixture of experts; 0 where there is none.
+        routed_groups: groups of experts that a token's experts are of at most; 0 where any may be.
         dense_layers: how many of the layers have a dense MLP though others have experts.
         window, windowed: tokens that a windowed layer sees, and the share of layers that are windowed.
         latent: widths of latent attention: query and key-value compression, and the three parts of a head
             (without and with rotary position, value); empty for ordinary attention.
         mtp_depths: heads of multi-token prediction beside the first.
+        flags: Megatron's flags that make the model and change nothing that is counted here.
+        softcap: the largest logit, where a tanh bounds them.
+        beyond: what of the model no flag of Megatron's says.
     """
 
     name: str
@@ -58,11 +62,19 @@ class Model:
     top_k: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
+    routed_groups: int = 0
     dense_layers: int = 0
     window: int = 0
     windowed: float = 0.0
     latent: tuple[int, ...] = ()
     mtp_depths: int = 0
+    flags: tuple[str, ...] = ()
+    softcap: float = 0.0
+    beyond: tuple[str, ...] = ()
+
+    @property
+    def has_dense_mlp(self) -> bool:
+        return not self.experts or self.dense_layers > 0
 
     @property
     def expert_weights(self) -> float:
@@ -79,7 +91,32 @@ class Model:
     @property
     def matmul_flops(self) -> float:
         """Operations of the mean layer's products with weights, forward, one token."""
-        return product_flops(self.shared_weights + _sparse(self) * self.top_k * _mlp(self) * self.expert_ffn)
+        return product_flops(self.shared_weights) + self.expert_flops
+
+    @property
+    def expert_flops(self) -> float:
+        """Operations of the mean layer's products with weights of routed experts, forward, one token."""
+        return product_flops(_sparse(self) * self.top_k * _mlp(self) * self.expert_ffn)
+
+    @property
+    def repeated_flops(self) -> float:
+        """Operations of the mean layer that selective recomputation runs again, one token: dense MLPs, and
+        latent attention's products into the heads."""
+        weights = (1.0 - _sparse(self)) * _mlp(self) * self.ffn
+        if self.latent:
+            queries, keys, plain, _, value = self.latent
+            weights += queries * _widths(self)[0] + keys * self.heads * (plain + value)
+        return product_flops(weights)
+
+    @property
+    def exchanged_width(self) -> float:
+        """Elements of a token that the mean layer sends to experts, and gets back, forward."""
+        return _sparse(self) * self.top_k * self.hidden
+
+    @property
+    def key_width(self) -> int:
+        """Elements of a token that attention of other tokens reads."""
+        return sum(_widths(self)[1:3]) if not self.latent else self.latent[1] + self.latent[3]
 
     @property
     def attention_flops(self) -> float:
@@ -140,6 +177,18 @@ class Model:
         sparse = _sparse(self) * (routed + per_width * self.shared_ffn)
         masks = 2 * self.hidden if self.dropout else 0
         return _HALF * (attention + dense + sparse) + masks
+
+    @property
+    def selective_bytes(self) -> float:
+        """The same where norms, activation functions of experts, dense MLPs and latent attention's products
+        into the heads run again (``--recompute-modules layernorm moe_act mlp mla_up_proj``)."""
+        attention = 2 * self.hidden + (
+            sum(self.latent[:2]) + self.latent[3] + _widths(self)[3] if self.latent else sum(_widths(self))
+        )
+        kept = 2 if self.gated else 1
+        routed = self.top_k * (kept * self.expert_ffn + 2 * self.hidden) + kept * self.shared_ffn
+        masks = 2 * self.hidden if self.dropout else 0
+        return _HALF * (attention + _sparse(self) * routed) + masks
 
 
 def _widths(model: Model) -> tuple[int, int, int, int]:

@@ -9,6 +9,7 @@ Next: ``advice.py``.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -20,9 +21,19 @@ from math import inf
 
 from megatron_vocabpar.parent import follow_parent
 from megatron_vocabpar.plan.hardware import Hardware
-from megatron_vocabpar.plan.memory import GIB, Bytes, Held, StageMemory, parameters_of, stage_memory
+from megatron_vocabpar.plan.job import Job
+from megatron_vocabpar.plan.memory import (
+    GIB,
+    Bytes,
+    Held,
+    Parameters,
+    StageMemory,
+    parameters_of,
+    stage_memory,
+)
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.times import Job, estimated_costs, step_ms
+from megatron_vocabpar.plan.stock import layouts, play, stages_of
+from megatron_vocabpar.plan.times import after_ms, estimated_costs
 from megatron_vocabpar.schedule.make.families import Family, families, family_named
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
 from megatron_vocabpar.schedule.make.request import PlanRequest
@@ -39,6 +50,7 @@ from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
 METHODS = ("baseline", "redis", "vocab-1", "vocab-2", "interlaced")
+STOCK = "stock"  # the method of an option that is Megatron's own
 ONLY_1F1B = ("redis", "interlaced")  # layers move between whole stages; other families' ranks would all stop
 _LEAST = 16  # microbatches, or two a rank, that every option is played for
 _PASSES = 3_000  # that the choice of a candidate may play
@@ -76,6 +88,7 @@ class Option:
         stages: memory of each rank at its peak.
         problem: why it cannot run; nothing else is known then.
         exact: whether it was simulated for all microbatches.
+        flags: of Megatron's own, that place its layers; of stock Megatron alone.
     """
 
     method: str
@@ -86,6 +99,12 @@ class Option:
     stages: tuple[StageMemory, ...] = ()
     problem: str = ""
     exact: bool = False
+    flags: tuple[str, ...] = ()
+
+    @property
+    def stock(self) -> bool:
+        """Whether Megatron runs it without this package."""
+        return self.method == STOCK or (self.method, self.family) == ("baseline", "1f1b")
 
     @property
     def name(self) -> str:
@@ -199,6 +218,42 @@ def in_full(request: Request, option: Option) -> Option:
     return replace(done, exact=True)
 
 
+def stock_options(request: Request) -> list[Option]:
+    """What Megatron does by itself: of each way to place layers the fastest that fits, or the smallest."""
+    model, job = request.model, request.job
+    costs = request.costs("baseline")
+    tried: dict[str, list[Option]] = {}
+    for placed in layouts(model.layers, job.p, costs):
+        played = play(stages_of(placed, job.p, costs), job.p, job.m, costs.p2p_ms)
+        placement = Placement(job.p, placed.chunks, "standard")
+        own = [sum(placed.layers[rank :: job.p]) for rank in range(job.p)]
+        held = [Held(most / max(1, count)) for most, count in zip(played.held_layers, own, strict=True)]
+        stages = stage_memory(model, job, method_named("baseline"), placement, placed.layers, held, Bytes())
+        after = _after_ms(
+            request, parameters_of(model, job, method_named("baseline"), placement, placed.layers), costs
+        )
+        idle = 1.0 - sum(played.work_ms) / job.p / played.length_ms
+        one = Option(
+            STOCK,
+            placed.name,
+            placed.layers,
+            played.length_ms + after,
+            idle,
+            tuple(stages),
+            exact=True,
+            flags=placed.flags,
+        )
+        tried.setdefault(re.sub(r" x\d+", "", placed.name), []).append(one)
+    fittest = (
+        min(
+            some,
+            key=lambda one: (not one.fits(request), one.iteration_ms if one.fits(request) else one.peak_gib),
+        )
+        for some in tried.values()
+    )
+    return list(fittest)
+
+
 def layers_of(request: Request, method: Method, family: Family) -> tuple[int, ...]:
     """Transformer layers of each stage."""
     p, layers = request.job.p, request.model.layers
@@ -264,15 +319,22 @@ def _measured_out(
     held = [Held(*pair) for pair in zip(peak_activations(schedule), shards, strict=True)]
     stages = stage_memory(model, job, schedule.method, placement, layers, held, Bytes())
     parameters = parameters_of(model, job, schedule.method, placement, layers)
-    updated = max(weights.updated(job) for weights in parameters)
+    costs = request.costs(schedule.method.name)
+    after = _after_ms(request, parameters, costs)
     return Option(
         schedule.method.name,
         family.name,
         layers,
-        length_ms + step_ms(updated, request.hardware),
+        length_ms + after,
         idle,
         tuple(stages),
     )
+
+
+def _after_ms(request: Request, parameters: Sequence[Parameters], costs: PassCosts) -> float:
+    """Of the rank that takes longest, from the end of the schedule."""
+    job = request.job
+    return max(after_ms(*own, own.updated(job), job, request.hardware, costs) for own in parameters)
 
 
 def _softmax_shards(schedule: Schedule) -> list[int]:

@@ -6,6 +6,7 @@ Next: ``page.py``.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,8 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_vocabpar.plan.advice import launch_line, reasons, redistribution, remedies
+from megatron_vocabpar.plan.job import Job, refused
 from megatron_vocabpar.plan.memory import GIB
-from megatron_vocabpar.plan.options import Option, Request, all_options, best_of
+from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.options import Option, Request, all_options, best_of, stock_options
 
 PARTS = {
     "weights": "weights",
@@ -30,11 +33,21 @@ PARTS = {
     "outside": "NCCL, CUDA",
 }
 """What fills a stage's memory, by the field of ``StageMemory``."""
+_HEADS = {
+    "activations": "activat.",
+    "output": "S to T",
+    "inputs": "inputs",
+    "workspaces": "work",
+    "outside": "CUDA",
+}
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A request and its answer; where nothing fits, ``best`` is None and ``remedies`` are filled."""
+    """A request and its answer; where nothing fits, ``best`` is None and ``remedies`` are filled.
+
+    ``notes`` say what of the arguments and of the model the answer does not take into account.
+    """
 
     request: Request
     options: tuple[Option, ...]
@@ -42,31 +55,58 @@ class Advice:
     launch: str
     reasons: tuple[str, ...]
     remedies: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
-def advise(request: Request, *, workers: int = 1) -> Advice:
-    """Try every option and say which is best, or what would make one fit; with so many processes."""
-    options = tuple(all_options(request, workers=workers))
-    best = best_of(request, options)
+def advise(request: Request, notes: Sequence[str] = (), *, workers: int = 1) -> Advice:
+    """Try every option and say which is best, or what would make one fit; with so many processes.
+
+    Raises:
+        ValueError: if Megatron would refuse the model with these sizes; the message says what it takes.
+    """
+    for problem in refused(request.model, request.job):
+        raise ValueError(problem)
+    options = (*all_options(request, workers=workers), *stock_options(request))
+    best, said = best_of(request, options), (*notes, *model_notes(request.model))
     if best is None:
-        return Advice(
-            request, options, None, "", tuple(redistribution(request, options)), tuple(remedies(request))
+        why, what = redistribution(request, options), remedies(request)
+        return Advice(request, options, None, "", tuple(why), tuple(what), said)
+    why = reasons(request, options, best)
+    return Advice(request, options, best, launch_line(request, best), tuple(why), (), said)
+
+
+def model_notes(model: Model) -> list[str]:
+    """What of the model the launch line does not make."""
+    lines = [f"The launch line is {model.name} but for {', '.join(model.beyond)}."] if model.beyond else []
+    if model.softcap:
+        lines.append(
+            f"Its softcap of logits, {model.softcap:g}, is in the launch lines of methods that partition "
+            "the vocabulary alone."
         )
-    why = tuple(reasons(request, options, best))
-    return Advice(request, options, best, launch_line(request, best), why, ())
+    return lines
 
 
 def summary(request: Request) -> list[str]:
     """What is planned, and where its numbers come from."""
     model, job, gpu = request.model, request.job, request.hardware
     shape = f"V {model.vocab:,}, H {model.hidden:,}, L {model.layers}, s {model.seq_length:,}"
-    sizes = f"p {job.p}, t {job.t}, d {job.d}" + (f", e {job.e}" if model.experts else "")
     times = "measured costs" if request.measured else "estimated from its data sheet"
     return [
         f"{model.name}: {model.parameters / 1e9:.1f} B parameters, {shape}",
-        f"{sizes}: {job.gpus} {gpu.name}, {request.limit_gib:.1f} GiB each; {job.m} microbatches of "
+        f"{sizes_of(job)}: {job.gpus} {gpu.name}, {request.limit_gib:.1f} GiB each; {job.m} microbatches of "
         f"{job.micro_batch}; times {times}",
     ]
+
+
+def sizes_of(job: Job) -> str:
+    """A job's sizes, and what of it is not usual: ``p 8, t 1, d 1``."""
+    sizes = [f"p {job.p}", f"t {job.t}", f"d {job.d}"]
+    sizes += [f"c {job.c}"] if job.c > 1 else []
+    sizes += [f"e {job.e}"] if job.e > 1 else []
+    sizes += [f"recompute {job.recompute}"] if job.recompute != "none" else []
+    sizes += ["distributed optimizer"] if job.distributed_optimizer else []
+    sizes += ["optimizer on the host"] if job.offload else []
+    return ", ".join(sizes + (["fp8"] if job.fp8 else []))
 
 
 def print_advice(advice: Advice, console: Console) -> None:
@@ -86,11 +126,11 @@ def print_advice(advice: Advice, console: Console) -> None:
         console.print(Text("Nothing fits. What would:"))
         for line in advice.remedies or ("nothing that was tried; use more GPUs or a smaller model",):
             console.print(Text(f"- {line}"))
-        for line in advice.reasons:
+        for line in (*advice.reasons, *advice.notes):
             console.print(Text(f"- {line}"))
         return
     console.print(Text(f"Recommended: {best.name}"))
-    for line in advice.reasons:
+    for line in (*advice.reasons, *advice.notes):
         console.print(Text(f"- {line}"))
     console.print()
     print(advice.launch)  # as it is, for copying
@@ -131,14 +171,15 @@ def _cells(option: Option, request: Request, best: Option | None) -> list[str]:
 
 
 def _memory_table(option: Option) -> Table:
-    table = _table("rank")
-    for rank in range(len(option.stages)):
-        table.add_column(str(rank), justify="right", no_wrap=True)
-    for name, words in PARTS.items():
-        values = [getattr(stage, name) / GIB for stage in option.stages]
-        if max(values) >= 0.05:
-            table.add_row(words, *(f"{value:.1f}" for value in values))
-    table.add_row("sum", *(f"{stage.total / GIB:.1f}" for stage in option.stages), style="bold")
+    """A row for each rank, so that any number of them can be read."""
+    table = _table()
+    table.add_column("rank", justify="right", no_wrap=True)
+    used = [name for name in PARTS if any(getattr(stage, name) / GIB >= 0.05 for stage in option.stages)]
+    for name in (*used, "sum"):
+        table.add_column(_HEADS.get(name, name), justify="right", no_wrap=True)
+    for rank, stage in enumerate(option.stages):
+        values = (*(getattr(stage, name) for name in used), stage.total)
+        table.add_row(str(rank), *(f"{value / GIB:.1f}" for value in values))
     return table
 
 
@@ -156,6 +197,7 @@ def advice_json(advice: Advice) -> str:
             "why": advice.reasons,
             "launch": advice.launch,
             "would_fit": advice.remedies,
+            "notes": advice.notes,
         },
         indent=1,
     )

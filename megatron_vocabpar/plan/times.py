@@ -1,9 +1,10 @@
 """A model on GPUs -> ``PassCosts``: operations over rates, bytes over bandwidths.
 
 Nothing is measured on the hardware that is asked for. The share of a data sheet's number that training
-reaches is that of the passes that were published for the A100; on other GPUs it is an assumption. Measured
-costs replace it all. Not counted: the exchange of tokens between experts, and the reduction of gradients
-between replicas, which is taken to run beside the backward passes.
+reaches is in ``data/rates.json``, each with the published run that it is from; on other GPUs it is an
+assumption. Measured costs replace it all.
+
+What of the exchange of experts other passes hide (``Job.hidden_exchange``) is left out of the passes' times.
 
 Source: the published passes (``paper/data/measured_passes.csv``); Table 3 for smaller shards.
 Next: ``memory.py``.
@@ -17,14 +18,16 @@ from itertools import pairwise
 from math import log2
 
 from megatron_vocabpar.plan.hardware import Hardware
+from megatron_vocabpar.plan.job import Job
+from megatron_vocabpar.plan.links import context_ms, exchange_ms, gradients_ms, tensor_ms, transfer_ms
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.times.flops import product_flops
 
-LAYERS_REACH, OUTPUT_REACHES = 195 / 312, 167 / 312  # of the peak: published passes, A100
-_LINK_REACHES = 36.4 / 300  # of NVLink, a transfer between stages: 12.6 MB in 0.35 ms
-_TENSOR_REACHES = 0.75  # of NVLink, the collectives of tensor parallelism: assumed
-_HALF = 2  # bytes of an element
+_HALF, _GRADIENT = 2, 4  # bytes of an element
+_HOST_MEMORY_GB_S = (
+    50.0  # of a GPU, of its share of the host: assumed; two sockets of twelve DDR5 channels, an eighth
+)
 # Table 3, sequence length 2048: the rate of a shard over that of the whole output layer, by log2 of p.
 _SHARD_REACHES: Mapping[str, tuple[tuple[float, float], ...]] = {
     "vocab-1": ((0, 1.0), (3, 0.9129), (4, 0.8422), (5, 0.8059)),
@@ -41,68 +44,82 @@ _STEP_BYTES = 50  # of a parameter, Adam with float32 gradients: 62 of the publi
 
 
 @dataclass(frozen=True)
-class Job:
-    """How a model is spread and fed.
+class Layer:
+    """The mean layer with one microbatch, in milliseconds of a rank.
 
     Attributes:
-        p, t, d: pipeline, tensor and data parallel sizes; sequence parallelism goes with t > 1.
-        e: expert parallel size, out of d * t.
-        distributed_optimizer: whether optimizer states are divided over the replicas.
-        recompute: whether layers keep their input alone and run again before their backward pass.
+        products, experts: products with weights, of all and of routed experts.
+        attention: scores and their use.
+        tensor, context, exchange: communication that passes wait for, in one direction.
+        repeated: what runs again before the backward pass.
     """
 
-    p: int
-    t: int = 1
-    d: int = 1
-    e: int = 1
-    m: int = 128
-    micro_batch: int = 1
-    distributed_optimizer: bool = False
-    recompute: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("p", "t", "d", "e", "m", "micro_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
-        if self.d * self.t % self.e:
-            raise ValueError(f"expert parallel size {self.e} does not divide d x t = {self.d * self.t}")
+    products: float
+    experts: float
+    attention: float
+    tensor: float
+    context: float
+    exchange: float
+    repeated: float
 
     @property
-    def gpus(self) -> int:
-        return self.p * self.t * self.d
+    def waiting(self) -> float:
+        """Communication of a forward pass."""
+        return self.tensor + self.context + self.exchange
 
     @property
-    def expert_tensor(self) -> int:
-        """Ranks that share an expert: those of tensor parallelism, or one where experts need them all."""
-        return self.t if self.d % self.e == 0 else 1
+    def forward(self) -> float:
+        return self.products + self.experts + self.attention + self.waiting
 
     @property
-    def replicas(self) -> tuple[int, int]:
-        """How many ranks hold the same weights outside experts, and in them."""
-        return self.d, self.d * self.t // (self.e * self.expert_tensor)
+    def backward(self) -> float:
+        """Of the inputs alone, with what runs again."""
+        return self.forward + self.attention + self.context + self.repeated
+
+    @property
+    def weights(self) -> float:
+        """Of the weights."""
+        return self.products + self.experts
+
+
+def layer_ms(model: Model, job: Job, hardware: Hardware, method: str = "baseline") -> Layer:
+    """The mean layer's times; with a method's collectives beside them."""
+    rates, tokens = hardware.rates, model.seq_length * job.micro_batch / job.c
+    each = tokens / job.t * _BESIDE.get(method, 1.0) / 1e9  # times operations of a token, over 10^12 a second
+    half = each / (hardware.tflops * rates.layers)
+    if job.fp8:
+        rate, expert_rate = hardware.fp8_tflops * rates.fp8, hardware.fp8_tflops * rates.fp8_experts
+    else:
+        rate, expert_rate = hardware.tflops * rates.layers, hardware.tflops * rates.experts
+    products = (model.matmul_flops - model.expert_flops) * each / rate
+    experts = model.expert_flops * each / expert_rate
+    attention = model.attention_flops * half
+    tensor = tensor_ms(model, job, hardware)
+    exchange = 2 * exchange_ms(model, job, hardware) * (1.0 - job.hidden_exchange)  # there and back
+    context = max(0.0, context_ms(model, job, hardware) - attention)
+    forward = products + experts + attention + tensor + context + exchange
+    repeated = {"none": 0.0, "selective": model.repeated_flops * each / rate, "full": forward}[job.recompute]
+    return Layer(products, experts, attention, tensor, context, exchange, repeated)
 
 
 def estimated_costs(model: Model, job: Job, hardware: Hardware, method: str) -> PassCosts:
     """The times of a rank's passes with a method, for layers that are spread evenly."""
-    p, t, tokens = job.p, job.t, model.seq_length * job.micro_batch
-    rate = hardware.tflops * 1e9  # operations a millisecond
-    layer_rate = rate * LAYERS_REACH / _BESIDE.get(method, 1.0) * t / (tokens * model.layers / p)
-    products, attention = model.matmul_flops / layer_rate, model.attention_flops / layer_rate
-    exchange = _tensor_exchange_ms(model, job, hardware)
-    forward = products + attention + exchange
+    p, t, tokens = job.p, job.t, model.seq_length * job.micro_batch / job.c
+    share = model.layers / p  # layers of a rank
+    layer = layer_ms(model, job, hardware, method)
     heads = 1 + model.mtp_depths
-    output = heads * model.output_flops * tokens / (rate * OUTPUT_REACHES * t)  # one product, whole
-    projection = product_flops(model.projection_weights) * p / (layer_rate * model.layers)
+    # One product of the whole output layer.
+    output = heads * model.output_flops * tokens / (hardware.tflops * 1e9 * hardware.rates.output * t)
+    projection = (
+        layer.products / (model.matmul_flops - model.expert_flops) * product_flops(model.projection_weights)
+    )
     embedded = tokens * model.hidden / t / (hardware.memory_gb_s * 1e6)  # a byte of each element
     weight = model.vocabulary_weights / t / (hardware.memory_gb_s * 1e6)
-    transfer = _HALF * tokens * model.hidden / t / (_link_gb_s(job, hardware) * 1e6)
-    backward = products + 2 * attention + exchange + (forward if job.recompute else 0.0)
-    layers = {"F_ms": forward, "B_ms": backward, "W_ms": products}
-    head = {name: ms * p / model.layers + projection for name, ms in layers.items()}
+    transfer = transfer_ms(_HALF * tokens * model.hidden / t, job, hardware)
+    layers = {"F_ms": layer.forward, "B_ms": layer.backward, "W_ms": layer.weights}
+    head = {name: ms + projection for name, ms in layers.items()}
     return PassCosts(
-        F_ms=forward,
-        B_ms=backward,
-        W_ms=products,
+        **{name: ms * share for name, ms in layers.items()},  # type: ignore[arg-type]
         IF_ms=_IF_BYTES * embedded * heads,
         IB_ms=_IB_BYTES[0] * embedded * heads + _IB_BYTES[1] * weight / p,
         methods=_output_times(output / p, p, transfer),
@@ -117,9 +134,27 @@ def estimated_costs(model: Model, job: Job, hardware: Hardware, method: str) -> 
     )
 
 
-def step_ms(parameters: float, hardware: Hardware) -> float:
-    """The optimizer's step over that many parameters."""
-    return parameters * _STEP_BYTES / (hardware.memory_gb_s * 1e6)
+def after_ms(
+    shared: float, experts: float, updated: float, job: Job, hardware: Hardware, costs: PassCosts
+) -> float:
+    """What follows the schedule on a rank with so many parameters.
+
+    Gradients' reduction and weights' gather, as far as the passes of one microbatch do not hide them, and the
+    optimizer's step over ``updated`` of the parameters.
+    """
+    scattered, gathered = gradients_ms(shared, experts, job, hardware)
+    if job.overlap:
+        forward, backward = (max(ms) if isinstance(ms, tuple) else ms for ms in (costs.F_ms, costs.B_ms))
+        scattered, gathered = max(0.0, scattered - backward), max(0.0, gathered - forward)
+    return scattered + gathered + step_ms(updated, hardware, offload=job.offload)
+
+
+def step_ms(parameters: float, hardware: Hardware, *, offload: bool = False) -> float:
+    """The optimizer's step over that many parameters; on the host with gradients and weights on their way."""
+    if not offload:
+        return parameters * _STEP_BYTES / (hardware.memory_gb_s * 1e6)
+    moved = parameters * (_GRADIENT + _HALF) / (hardware.host_gb_s * 1e6)
+    return moved + parameters * _STEP_BYTES / (_HOST_MEMORY_GB_S * 1e6)
 
 
 def _output_times(shard_ms: float, p: int, transfer: float) -> dict[str, dict[str, float]]:
@@ -139,19 +174,3 @@ def _shard_reaches(method: str, p: int) -> float:
     x = min(log2(p), points[-1][0])
     (x0, y0), (x1, y1) = next(pair for pair in pairwise(points) if x <= pair[1][0])
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-
-
-def _link_gb_s(job: Job, hardware: Hardware) -> float:
-    """Between stages: NVLink within a node, else the slower of it and the network."""
-    within = _LINK_REACHES * hardware.link_gb_s
-    return within if job.p * job.t <= hardware.per_node else min(within, hardware.network_gb_s)
-
-
-def _tensor_exchange_ms(model: Model, job: Job, hardware: Hardware) -> float:
-    """A rank's gathers and scatters of one pass with tensor and sequence parallelism: four a layer."""
-    if job.t == 1:
-        return 0.0
-    moved = _HALF * model.seq_length * job.micro_batch * model.hidden * (job.t - 1) / job.t
-    inside = job.t <= hardware.per_node
-    rate = _TENSOR_REACHES * (hardware.link_gb_s if inside else hardware.network_gb_s)
-    return 4 * moved * model.layers / job.p / (rate * 1e6)

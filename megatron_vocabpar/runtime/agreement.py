@@ -1,7 +1,7 @@
-"""Do all ranks run the same: each says what it runs at the job's store, and rank 0 compares.
+"""Whether all ranks run the same: each writes what it runs into the job's store, and rank 0 compares.
 
-Schedules that differ end in a hang, and flags or versions that differ in other schedules. The store needs no
-communicator, so that a rank that never comes, because it was started otherwise, is missed and named.
+Different schedules end in a hang, and different flags or versions in different schedules. The store needs no
+communicator, so that a rank that never arrives, because it was started otherwise, can be named.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from megatron_vocabpar.schedule.words.passes import Instruction
 
 
 def versions() -> dict[str, str]:
-    """What makes the same flags give other plans or numbers; from 3.12 on Python sums floats otherwise."""
+    """The versions on which plans and numbers depend; Python's because 3.12 changed its sum of floats."""
     python = ".".join(platform.python_version_tuple()[:2])
     return {"megatron_vocabpar": __version__, "torch": torch.__version__, "Python": python}
 
 
 def program_digest(program: Sequence[Sequence[Instruction]]) -> str:
-    """A short name for what all ranks of a pipeline run, in order."""
+    """A short name for the instructions of all ranks of a pipeline, in order."""
     text = "\n".join(" ".join(map(str, instructions)) for instructions in program)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def agree(subject: str, facts: Mapping[str, object], timeout: timedelta) -> None:
-    """Compare this rank's facts, by their text, with those of all ranks; all call it in the same order.
+    """Compare the text of this rank's facts with those of all ranks; all call it in the same order.
 
     ``subject`` names the facts in messages, such as "flags and versions".
 
     Raises:
-        ValueError: on every rank, naming what differs and on which ranks; or which ranks have not come.
+        ValueError: on every rank, naming what differs and on which ranks, or the ranks that are missing.
     """
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     subject_key = f"vocabpar/{subject}"
@@ -82,7 +82,7 @@ def _absence(subject: str, ranks: Sequence[int], timeout: timedelta) -> str:
 
 
 def difference(everyone: Sequence[Mapping[str, str]]) -> str:
-    """What is not the same on all ranks and where, in words; empty if all is. ``everyone``: facts by rank."""
+    """A sentence about the facts that differ, and on which ranks; empty if none do. One record a rank."""
     parts = []
     for name in dict.fromkeys(name for facts in everyone for name in facts):
         holders: dict[str, list[int]] = {}

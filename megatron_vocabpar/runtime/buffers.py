@@ -1,7 +1,7 @@
 """What passes hand to each other on one rank, keyed by the instruction that produced it.
 
-A value is put once and taken as often as announced; then it is gone. What is left at the end of an
-iteration is a leak, and is named.
+A value is put once and taken as often as announced; then it is gone. A value that is left at the end of an
+iteration is a leak.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Buffers:
         self._values[key] = (value, uses)
 
     def take(self, producer: Instruction, name: str) -> Any:
-        """The value, once fewer.
+        """The value, which can be taken once less from now on.
 
         Raises:
             BufferError: if it is not there.
@@ -47,11 +47,7 @@ class Buffers:
         return value
 
     def check_empty(self) -> None:
-        """Raise if anything is left.
-
-        Raises:
-            BufferError: naming up to eight leftovers.
-        """
+        """Raise a BufferError that names up to eight values that are left."""
         if self._values:
             names = [f"{name} of {producer}" for producer, name in self._values]
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron_vocabpar import collectives
 from megatron_vocabpar.runtime.streams import communicator_options
 
-# What NCCL's messages and flight recorder call the communicators, in the order of VocabGroups.
+# Names of the communicators in NCCL's messages and flight recorder, in the order of VocabGroups.
 _DESCRIPTIONS = (
     "VOCAB_OUTPUT_COLLECTIVES",
     "VOCAB_INPUT_COLLECTIVES",
@@ -38,7 +38,7 @@ class VocabGroups:
         ranks: global ranks of the members, stage-major: member ``stage * tensor + tensor_rank``.
         pipeline: number of stages ``p``.
         tensor: tensor-parallel size ``t``.
-        member: this rank's place in ``ranks``.
+        member: this rank's number among them.
         output, input: communicators for the collectives of the output and the input layer.
         upward, downward: communicators for point-to-point towards higher and lower stages.
     """
@@ -73,23 +73,24 @@ def create_groups(
     """Create the communicators; every rank of the job calls this once.
 
     ``coordinates`` are this rank's (replica, stage, tensor rank); a replica is one data- and context-parallel
-    index. A collective that peers have not joined after ``timeout`` ends the process; NCCL's own is 10
+    index. A collective that peers have not joined after ``timeout`` ends the process; NCCL's default is 10
     minutes.
     """
     everyone: list[tuple[int, int, int]] = [(0, 0, 0)] * dist.get_world_size()
     dist.all_gather_object(everyone, coordinates)
-    place = {coordinate: rank for rank, coordinate in enumerate(everyone)}
-    mine: list[dist.ProcessGroup] = []
+    rank_at = {coordinate: rank for rank, coordinate in enumerate(everyone)}
+    my_groups: list[dist.ProcessGroup] = []
+    # Every rank makes the communicators of all replicas: new_group is a call of the whole job.
     for replica in sorted({replica for replica, _, _ in everyone}):
-        ranks = [place[replica, stage, t] for stage in range(pipeline) for t in range(tensor)]
+        ranks = [rank_at[replica, stage, t] for stage in range(pipeline) for t in range(tensor)]
         groups = [
             dist.new_group(ranks, timeout, pg_options=communicator_options(timeout), group_desc=description)
             for description in _DESCRIPTIONS
         ]
         if replica == coordinates[0]:
-            mine, my_ranks = groups, tuple(ranks)
+            my_groups, my_ranks = groups, tuple(ranks)
     member = coordinates[1] * tensor + coordinates[2]
-    return VocabGroups(my_ranks, pipeline, tensor, member, *mine)
+    return VocabGroups(my_ranks, pipeline, tensor, member, *my_groups)
 
 
 def links(pipeline: int) -> list[tuple[int, int]]:
@@ -104,10 +105,12 @@ def links(pipeline: int) -> list[tuple[int, int]]:
 def warm_up(groups: VocabGroups, device: torch.device) -> None:
     """Make every connection that training uses, in one order; all ranks of the group call it.
 
-    NCCL makes a communicator at its first use, and one more for every pair of ranks that send to each other
-    outside of a batch, and blocks the host until the peer does the same. Inside a schedule, where each rank
-    has its own order, that can deadlock. So this makes the calls that passes make, first collectives, then
-    link by link: a rank that waits in a link waits for one in an earlier link, or on its way to this one.
+    NCCL connects at the first use of a communicator, and at the first send between each pair of ranks; the
+    host blocks until the peer does the same. In a schedule, where each rank has its own order, that can
+    deadlock. So all ranks connect here: first by collectives, then link by link, in both directions.
+
+    Example: p = 3. The links are (0, 1), (1, 2), (0, 2). Rank 2 may wait in (1, 2) for rank 1, which is still
+    in (0, 1) with rank 0. Nobody waits in (0, 1) for a later link, so all links get done.
     """
     size = len(groups.ranks)
     if size == 1:
@@ -132,10 +135,9 @@ def warm_up(groups: VocabGroups, device: torch.device) -> None:
 class PointToPoint:
     """Sends and receives between stages; what was sent stays alive until it has left.
 
-    gloo and NCCL read a tensor after ``isend`` returns: freeing or reusing its storage before the send
-    has completed corrupts the message without an error. With NCCL, ``is_completed`` means that the device has
-    sent it, after which any stream may reuse the memory; ``wait`` puts the current stream, which allocated
-    what is sent and received, behind it.
+    gloo and NCCL still read a tensor after ``isend`` has returned: to free or reuse it before the send has
+    completed corrupts the message without an error. With NCCL, ``is_completed`` means that the device has
+    sent it, so any stream may reuse the memory. ``wait`` lets the current stream go on after it.
     """
 
     def __init__(self, groups: VocabGroups) -> None:
@@ -165,7 +167,7 @@ class PointToPoint:
         return Receive(work, tensor)
 
     def reap(self) -> None:
-        """Let go of what has been sent."""
+        """Free the tensors that have been sent."""
         self._in_flight = [(work, tensor) for work, tensor in self._in_flight if not work.is_completed()]
 
     def drain(self) -> None:
@@ -223,7 +225,7 @@ def exchange_rows(
     receive_counts: Sequence[int],
     send_counts: Sequence[int],
 ) -> None:
-    """Send ``send_counts[k]`` consecutive rows to member k; receive likewise.
+    """Send ``send_counts[k]`` consecutive rows to member k, and receive ``receive_counts[k]`` from it.
 
     Args:
         received: ``[sum(receive_counts), H]``, filled in member order.

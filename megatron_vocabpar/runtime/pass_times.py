@@ -1,7 +1,7 @@
-"""From measured iterations to the times that a plan is made with.
+"""From measured iterations to the costs of a plan.
 
-Each rank keeps the medians of what it has measured itself; those of all ranks give one cost table. Medians,
-so that single passes that took long (a page fault, another process) do not count.
+Each rank keeps the medians of its own measurements, and those of all ranks give one cost table. A median
+ignores single passes that took long (a page fault, another process).
 
 Next: ``pipeline/tuning/measured_plan.py``, which collects them while training goes on.
 """
@@ -30,11 +30,12 @@ class RankTimes:
     """Medians of one rank, in ms.
 
     Attributes:
-        passes: by type, what a microbatch takes: of several chunks, their sum; passes in pairs do not count.
-        collectives: by type, waiting for the other ranks included; those inside of a pass by its type.
+        passes: the time of a microbatch by type of pass, summed over the rank's chunks; without those in
+            pairs.
+        collectives: by type, with the wait for other ranks; a collective inside a pass has the pass's type.
         iteration_ms: from the start of the first pass to the end of the last.
         busy_ms: the time of all its passes.
-        transfer_ms: a send to the next stage; None on the last rank.
+        transfer_ms: of a send to the next stage; None on the last rank.
         hidden_ms: what F and B of all chunks hide of each other in pairs, negative if they take longer.
     """
 
@@ -47,7 +48,7 @@ class RankTimes:
 
     @staticmethod
     def of(iterations: Sequence[Sequence[Span]], transfer_ms: float | None = None) -> RankTimes:
-        """The medians of iterations that one rank has measured; at least one, none of them empty."""
+        """The medians of one rank's measured iterations; at least one, none of them empty."""
         alone: dict[Kind, list[float]] = {}
         together: dict[Pair, list[float]] = {}
         beside: dict[tuple[str, int], list[float]] = {}  # on side streams
@@ -81,7 +82,7 @@ def _by_type(times: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def _by_name(spans: Iterable[Span]) -> dict[tuple[bool, str], float]:
-    """The ms of every instruction of an iteration, whether it computes, without its waits."""
+    """The ms of every instruction of an iteration, without its waits; the key says whether it computes."""
     total: dict[tuple[bool, str], float] = {}
     for span in spans:
         if span.kind != WAIT:
@@ -109,8 +110,8 @@ class IterationTimes:
 
     Attributes:
         iteration_ms: of the slowest rank.
-        idle: the share of it that the ranks idle, on average.
-        imbalance: how much longer than the average the busiest rank's passes take, as a share of it.
+        idle: the share of it in which a rank is idle, on average.
+        imbalance: the share by which the busiest rank's passes take longer than the average.
     """
 
     iteration_ms: float
@@ -127,13 +128,13 @@ class IterationTimes:
 def pass_costs(
     stages: Sequence[Sequence[RankTimes]], method: Method, splits_w: bool, mtp_depths: int = 0
 ) -> PassCosts:
-    """One cost table of what all ranks have measured with one method; ``stages`` is by pipeline rank.
+    """One cost table from the measurements of all ranks with one method; ``stages`` is by pipeline rank.
 
-    A pass of a pipeline rank takes the median over the ranks that share it (tensor and data parallel). A
-    collective's time on a rank includes waiting for the others, hence the shortest of all ranks. What was not
-    measured is estimated: if W is not split off, B is divided as in ``PassCosts.default``; if the output
-    layer is not partitioned, its F, B and W take a third each of all ranks' passes. Pairs that take longer
-    than their passes one after the other hide nothing.
+    A pass of a pipeline rank takes the median over its ranks (tensor and data parallel). A collective takes
+    its shortest time on any rank: longer ones contain waits for others. The rest is estimated. If W is not
+    split off, B is divided as in ``PassCosts.default``. For an output layer that is not partitioned, F, B and
+    W get a third each of the partitioned layer's passes on all ranks. Pairs that take longer than their two
+    passes one after the other hide nothing.
     """
     everyone = [times for replicas in stages for times in replicas]
 
@@ -141,7 +142,7 @@ def pass_costs(
         return tuple(median(t.passes.get(type_.value, 0.0) for t in replicas) for replicas in stages)
 
     def shortest(types: Iterable[CommType | PassType]) -> float:
-        """Of the longest type."""
+        """The shortest time on any rank, of the type where that is longest."""
         seen = ([t.collectives[k.value] for t in everyone if k.value in t.collectives] for k in types)
         return max((min(times) for times in seen if times), default=0.0)
 
@@ -177,7 +178,7 @@ def pass_costs(
 def transfer_ms(groups: VocabGroups, make: Callable[[], torch.Tensor]) -> float | None:
     """Half the shortest round trip between this rank and the next, in ms; None on the last.
 
-    All ranks call this between iterations. ``make`` gives a tensor like those that stages send.
+    All ranks call this between iterations. ``make`` returns a tensor like those that stages send.
     """
     tensor, point_to_point = make(), PointToPoint(groups)
     mark = clock(tensor.device)

@@ -1,7 +1,7 @@
 """Measured timelines: when each rank computed, waited and communicated.
 
-A ``Timeline`` observes instructions on the main stream and, through ``watch``, the work on side streams.
-Waiting for a message is told apart from computing, so measured passes compare with planned ones.
+A ``Timeline`` observes instructions on the main stream and, through ``watch``, the work on side streams. It
+separates waits for messages from computation, so that measured passes compare with planned ones.
 
 The trace opens in any viewer of the Chrome trace-event format (Perfetto, chrome://tracing).
 """
@@ -64,15 +64,15 @@ class Timeline:
         self._recording = False
         self._current: Instruction | None = None
         self._computing_since: Mark | None = None
-        self._part: Mark | None = None  # since when, once an instruction has waited
+        self._part: Mark | None = None  # the end of the instruction's last wait, if it has waited
 
     def start(self) -> None:
-        """Forget the past and record from now on."""
+        """Drop recorded spans, and record from now on."""
         self._spans.clear()
         self._recording = True
 
     def stop(self) -> list[Span]:
-        """Stop recording; the spans so far."""
+        """Stop recording, and return the spans."""
         self._recording = False
         return [Span(n, kind, lane, a(), b()) for n, kind, lane, a, b in self._spans]
 

@@ -5,12 +5,12 @@ GPU that takes a side stream; on the CPU the same program needs a worker that ru
 order while the main thread computes. Both look alike: ``submit`` work, ``wait`` for its event. This is
 the only module that asks which device it runs on.
 
-One rule about memory: **whatever outlives the work was allocated before it was submitted**, by the stream
-that will use it; the work writes in place, and may allocate only what it drops again. A GPU's allocator
-hands out freed memory in the order of the stream that allocated it. Under this rule each stream frees only
-what it has finished with: the event holds the work, and so its inputs and outputs, until the waiting stream
-stands behind it. Otherwise every result would have to be marked with ``record_stream``, and how much memory
-lies idle would depend on how far the host runs ahead.
+One rule about memory: **what outlives the work is allocated before it is submitted**, by the stream that
+will use it. The work writes in place, and allocates only what it drops again. For a GPU's allocator reuses
+freed memory in the order of the stream that allocated it. Example: the main stream allocates the buffer of C1
+and submits the collective. The event holds the work, and so the buffer, until the main stream has waited.
+Only then can the main stream free it, and what reuses it runs after the collective. Without the rule every
+result would need ``record_stream``, and idle memory would grow with the host's lead.
 
 Next: ``comm.py`` (what is submitted), then ``executor.py`` (who submits).
 """
@@ -46,11 +46,7 @@ class Event(Protocol[T_co]):
     """The result of submitted work."""
 
     def wait(self) -> T_co:
-        """Make what follows in the caller's stream come after the work; return its result.
-
-        Raises:
-            Exception: whatever the work raised.
-        """
+        """Let the caller's stream go on after the work; return its result, or raise what it raised."""
 
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""
@@ -63,7 +59,7 @@ class Stream(Protocol):
         """Queue ``work`` behind what the caller has queued so far and what this stream already holds."""
 
     def close(self) -> None:
-        """Release the queue, at once: work that was not waited for is abandoned, for peers may be gone."""
+        """Release the queue at once, without waiting for its work: peers may be gone."""
 
 
 class _ThreadEvent(Generic[T]):
@@ -84,11 +80,11 @@ _TO_END_S = 2.0  # for work that waits for peers which have gone
 class ThreadStream:
     """The CPU's side stream: one thread that takes work in order.
 
-    gloo blocks the calling thread and releases the interpreter lock while it does, so the main thread
-    computes meanwhile. The thread ends with the stream, and a process that ends well waits for it: Python
-    ends a thread that comes back from a C++ library while the interpreter shuts down in a way that C++
-    answers by "terminate called without an active exception". A process that fails waits for two seconds:
-    its work may be a collective that the peers will never join, and the thread is a daemon.
+    gloo blocks the calling thread but releases the interpreter lock, so the main thread computes meanwhile.
+
+    A process that ends well waits for the thread. Otherwise the thread could return from C++ while the
+    interpreter shuts down, and C++ would end with "terminate called without an active exception". A process
+    that fails waits for two seconds only: the work may be a collective that the peers will never join.
     """
 
     def __init__(self, name: str) -> None:
@@ -128,14 +124,14 @@ def _serve(queue: _Queue) -> None:
         except BaseException as error:
             future.set_exception(error)
         else:
-            del work  # what it holds goes before the caller, and perhaps the process, goes on
+            del work  # free what it holds before the caller, and perhaps the process, goes on
             future.set_result(result)
             del result
         del future
 
 
 class _CudaEvent(Generic[T]):
-    """Holds the work, and so every tensor that it uses, until the waiting stream is ordered behind it."""
+    """Holds the work, and so every tensor that it uses, until the waiting stream comes after it."""
 
     def __init__(self, work: Callable[[], T], value: T, event: torch.cuda.Event) -> None:
         self._work: Callable[[], T] | None = work
@@ -165,7 +161,7 @@ class CudaStream:
         return _CudaEvent(work, value, event)
 
     def close(self) -> None:
-        """Nothing: the stream is the process's, and what is left in it may wait for peers for ever."""
+        """Do nothing: the stream belongs to the process, and its work may wait for peers for ever."""
 
 
 def side_stream(device: torch.device, name: str) -> Stream:
@@ -174,7 +170,7 @@ def side_stream(device: torch.device, name: str) -> Stream:
 
 
 Mark = Callable[[], float]
-"""A point in time of the stream on which it was made: its seconds, on the host's monotonic clock."""
+"""A point in time of a stream; a call returns its seconds on the host's monotonic clock."""
 
 
 def clock(device: torch.device) -> Callable[[], Mark]:
@@ -190,7 +186,7 @@ def clock(device: torch.device) -> Callable[[], Mark]:
 
 
 def _cuda_clock() -> Callable[[], Mark]:
-    """Marks are CUDA events; one that both have seen ties their clock to the host's."""
+    """Marks are CUDA events; the host waits for a first one, whose time both clocks then know."""
     origin = _recorded_event()
     origin.synchronize()
     origin_s = time.monotonic()
@@ -238,7 +234,7 @@ def resident_mib(field: str) -> float:
     """``VmHWM`` (the peak) or ``VmRSS`` (now) of this process on the host, in MiB; off Linux the peak."""
     status = Path("/proc/self/status")
     if status.exists():
-        # getrusage would count what the parent held when it forked this process.
+        # getrusage would count the parent's memory at the time of the fork.
         return float(re.search(rf"{field}:\s*(\d+) kB", status.read_text())[1]) / 2**10  # type: ignore[index]
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
@@ -264,9 +260,9 @@ def backend(device: torch.device) -> str:
 
 
 def communicator_options(timeout: timedelta | None) -> Any:
-    """What ``new_group`` takes for a communicator beside the computation; None but for NCCL.
+    """Options of ``new_group`` for a communicator beside the computation; None for other backends than NCCL.
 
-    Sends and receives run in streams of NCCL's own; like the side streams, those come first on the GPU.
+    NCCL sends and receives in streams of its own, which get high priority like the side streams.
     """
     if dist.get_backend() != "nccl":
         return None
@@ -281,15 +277,15 @@ class HostCopy:
     """A tensor on its way to the host.
 
     Attributes:
-        tensor: on the host, in memory that a device copies to without a detour.
-        arrived: behind the copy; None where the tensor was on the host already.
+        tensor: on the host, in pinned memory.
+        arrived: an event after the copy; None if the tensor was on the host already.
     """
 
     tensor: torch.Tensor
     arrived: torch.cuda.Event | None = None
 
     def wait(self) -> torch.Tensor:
-        """The tensor with its values; the host waits for what was queued before the copy, and no more."""
+        """The tensor, when its values have arrived; the host does not wait for work queued after the copy."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.tensor
@@ -310,14 +306,14 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def queue_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` on ``device``; from the host by way of pinned memory, for a copy that nobody waits for."""
+    """``tensor`` on ``device``; a copy from the host goes through pinned memory, and nobody waits for it."""
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)  # the host's allocator keeps it until then
 
 
 def to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Tensors of the host, all of one dtype and flat, on ``device``: one copy, which nobody waits for."""
+    """Flat tensors of the host and of one dtype, on ``device``: one copy, for which nobody waits."""
     if device.type == "cpu":
         return tuple(tensors)
     sizes = [len(tensor) for tensor in tensors]

@@ -1,7 +1,7 @@
 """A plan: a schedule, the times that it was planned with, and the one program that follows from both.
 
 The program is made and checked once. ``simulate`` plays it, the pictures show it, the hang models try it, and
-every rank runs it: in training whole, in evaluation without its backward half.
+every rank runs it. An evaluation has a plan of its own, which follows from that of the training.
 
 Next: ``simulate.py``; ``runtime/executor.py``, which runs a rank's part.
 """
@@ -60,5 +60,10 @@ class Plan:
 
     @cached_property
     def forward_only(self) -> Plan:
-        """The same passes without the backward half, for evaluation."""
+        """Of an evaluation: the forward half, and the loss function."""
         return Plan.of(forward_only(self.schedule), self.costs)
+
+    @cached_property
+    def ranking_targets(self) -> Plan:
+        """Of an evaluation that counts, for every token, the ids that are likelier than its target."""
+        return Plan.of(forward_only(self.schedule, ranks_targets=True), self.costs)

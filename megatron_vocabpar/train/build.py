@@ -80,7 +80,7 @@ def transformer_config(config: TrainConfig, placement: Placement) -> Transformer
 
 
 def _layout(layers: tuple[int, ...]) -> list[list[str]] | None:
-    """Megatron's layout of stages with so many layers; None where all have as many."""
+    """Megatron's layout of stages with these numbers of layers; None where all are equal."""
     if len(set(layers)) == 1:
         return None
     layout = [["decoder"] * count for count in layers]

@@ -1,8 +1,7 @@
-"""Every check on a ``TrainConfig`` that can be made before a process starts, in one place.
+"""All checks on a ``TrainConfig`` that need no process, in one place.
 
-Each failure is one ``ValueError`` that names the flag, its value and what to do instead. Nothing is
-written: a job that is refused leaves the results folder as it was.
-Next: ``output.py`` (the results folder), then ``job.py``.
+Each failure is one ``ValueError`` that names the flag, its value and the remedy. The checks write nothing: a
+refused job leaves the results folder as it was. Next: ``output.py`` (the results folder), then ``job.py``.
 """
 
 from __future__ import annotations
@@ -31,15 +30,9 @@ _AT_LEAST_ONE = (
     "micro_batch_size", "microbatches", "steps", "eval_iters", "log_interval", "chunks", "max_activations",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "warmup",
-    "weight_decay",
-    "clip_grad",
-    "eval_interval",
-    "save_interval",
-    "seed",
-    "timeout",
+    "warmup", "weight_decay", "clip_grad", "eval_interval", "save_interval", "seed", "timeout",
     "keep_checkpoints",
-)
+)  # fmt: skip
 
 
 def count_gpus() -> int:
@@ -52,10 +45,7 @@ def count_gpus() -> int:
 def check(
     config: TrainConfig, environment: Mapping[str, str] = os.environ, gpus: Callable[[], int] = count_gpus
 ) -> None:
-    """Refuse a job that cannot run as asked, and one that would spoil the results folder.
-
-    Arguments and errors are those of ``check_run``.
-    """
+    """Refuse a job that cannot run, or would spoil the results folder; arguments as for ``check_run``."""
     check_run(config, environment, gpus)
     check_source(config.text)
     for package in ("tensorboard", "wandb"):
@@ -67,11 +57,11 @@ def check(
 def check_run(
     config: TrainConfig, environment: Mapping[str, str] = os.environ, gpus: Callable[[], int] = count_gpus
 ) -> None:
-    """Refuse a model, a schedule or processes that cannot run; a measurement needs no more.
+    """Refuse a model, a schedule or processes that cannot run.
 
     Args:
-        environment: read for ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE``, which torchrun sets.
-        gpus: number of CUDA devices on this machine; asked only if ``device`` is cuda.
+        environment: may have ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE``, which torchrun sets.
+        gpus: counts this machine's CUDA devices; called only if ``device`` is cuda.
     """
     _check_values(config)
     _check_layers(config)
@@ -85,7 +75,7 @@ def check_run(
 def resolve_device(
     config: TrainConfig, environment: Mapping[str, str] = os.environ, gpus: Callable[[], int] = count_gpus
 ) -> str:
-    """``cpu`` or ``cuda``: for ``auto``, CUDA where every process of this machine has a device of its own."""
+    """``cpu`` or ``cuda``; ``auto`` is CUDA where this machine has a device for each of its processes."""
     if config.device != "auto":
         return config.device
     return "cuda" if gpus() >= _local_processes(config, environment) else "cpu"
@@ -115,9 +105,8 @@ def _check_values(config: TrainConfig) -> None:
             if name not in METHODS:
                 near = difflib.get_close_matches(name, METHODS, n=1, cutoff=0.5)
                 guess = f"did you mean {near[0]}? " if near else ""
-                raise ValueError(
-                    f"{shown}: unknown method {name!r}; {guess}the methods are {', '.join(METHODS)}"
-                )
+                known = ", ".join(METHODS)
+                raise ValueError(f"{shown}: unknown method {name!r}; {guess}the methods are {known}")
 
 
 def _check_layers(config: TrainConfig) -> None:
@@ -141,10 +130,8 @@ def _check_layers(config: TrainConfig) -> None:
             )
         most = config.layers - (config.pp - 1)
         if not 0 <= config.final_stage_layers <= most:
-            raise ValueError(
-                f"--final-stage-layers {config.final_stage_layers} leaves a stage without a layer; "
-                f"give 0 to {most}"
-            )
+            count = f"--final-stage-layers {config.final_stage_layers}"
+            raise ValueError(f"{count} leaves a stage without a layer; give 0 to {most}")
 
 
 def _check_model(config: TrainConfig) -> None:
@@ -160,9 +147,8 @@ def _check_model(config: TrainConfig) -> None:
         )
     for shown, size in (("--heads", config.heads), ("--ffn", config.ffn_hidden)):
         if size % config.tp:
-            raise ValueError(
-                f"{shown} {size} cannot be divided over --tp {config.tp}; give a multiple of {config.tp}"
-            )
+            over = f"--tp {config.tp}; give a multiple of {config.tp}"
+            raise ValueError(f"{shown} {size} cannot be divided over {over}")
     if config.use_sequence_parallel and config.seq_length % config.tp:
         raise ValueError(
             f"--seq-length {config.seq_length} cannot be divided over --tp {config.tp}, which sequence "
@@ -218,7 +204,7 @@ def _check_vocabulary(config: TrainConfig) -> None:
 
 
 def require_modules(names: Sequence[str] = TRAIN_MODULES) -> None:
-    """Find out before the work that a module is not installed, not after it."""
+    """Raise ``ModuleNotFoundError`` before the work for a module that is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)

@@ -1,7 +1,7 @@
-"""Checkpoints in Megatron's distributed format, under the standard keys and global shapes.
+"""Checkpoints in Megatron's distributed format, with the standard keys and global shapes.
 
-The shards of the vocabulary are parts of the same global tensors that a stock model saves, so a run of any
-method, pipeline and tensor-parallel size can load what another one saved.
+Vocabulary shards are parts of the same global tensors that a stock model saves, so a run of any method,
+pipeline and tensor-parallel size can load what another one saved.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _one_cause() -> Iterator[None]:
 def save_checkpoint(folder: Path, state: TrainState, step: int) -> None:
     """Write weights, optimizer state and the number of steps done; all ranks call it.
 
-    The checkpoint is complete when ``folder`` has its final name: it is written beside it first.
+    It is written into another folder, which is renamed to ``folder`` when it is complete.
     """
     partial = folder.with_name(folder.name + ".partial")
     if dist.get_rank() == 0:
@@ -69,11 +69,7 @@ def save_checkpoint(folder: Path, state: TrainState, step: int) -> None:
 
 
 def load_checkpoint(folder: Path, state: TrainState) -> int:
-    """Load what ``save_checkpoint`` wrote, on any partition; all ranks call it.
-
-    Returns:
-        The number of steps done.
-    """
+    """Load a checkpoint, on any partition; all ranks call it. Returns the number of steps done."""
     check_files(folder)
     with _one_cause():
         loaded = dist_checkpointing.load(_sharded(state, is_loading=True), str(folder))

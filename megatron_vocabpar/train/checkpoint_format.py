@@ -1,7 +1,7 @@
-"""What a checkpoint's files may hold: the classes of torch's distributed format, and no function to call.
+"""Reads a checkpoint's pickles without calling any function that they may name.
 
-Two of its files are pickles, which could name any function for the reader to call. So the reader admits the
-format's own classes and the members of its enumerations, and nothing else. Python 3.11.2 pickles a member as
+Two files of torch's distributed format are pickles. The reader admits the format's own classes and the
+members of its enumerations, and nothing else. Python 3.11.2 pickles a member as
 ``getattr(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT")``, Python 3.11.7 as ``_MEM_FORMAT_ENCODING(1)``. Both
 are read, and ``unify_metadata`` writes the second. Used by ``checkpoint.py``.
 """
@@ -36,8 +36,8 @@ _NOT_WEIGHTS = "it does not hold tensors and plain values alone"
 def check_files(folder: Path) -> None:
     """Refuse a checkpoint with a file that could run code, or that is not of the format.
 
-    The metadata, which torch unpickles, holds its own classes alone; ``common.pt`` what ``torch.load`` takes
-    with ``weights_only``, which the launcher asks for in all other files.
+    torch unpickles the metadata, so it may hold the format's classes alone. ``common.pt`` may hold what
+    ``torch.load`` takes with ``weights_only``; the launcher sets that for all other files.
     """
     readers: dict[str, Callable[[BinaryIO], object]] = {
         METADATA_FILE: lambda file: _FormatOnly(file).load(),
@@ -53,7 +53,7 @@ def check_files(folder: Path) -> None:
 
 
 def unify_metadata(folder: Path) -> None:
-    """Write the metadata again, in the bytes that every version of Python writes."""
+    """Write the metadata again, in the same bytes under every version of Python."""
     path = folder / METADATA_FILE
     with open(path, "rb") as file:
         metadata = _FormatOnly(file).load()
@@ -77,7 +77,7 @@ class _FormatOnly(pickle.Unpickler):
 
 
 def _member(owner: object, name: str) -> Enum:
-    """In place of ``getattr``: the member of an enumeration, which ``find_class`` has admitted."""
+    """Stands in for ``getattr``: gives members of enumerations, and nothing else."""
     if isinstance(owner, EnumMeta) and name in owner.__members__:
         return owner[name]
     named = owner if isinstance(owner, type) or callable(owner) else type(owner)

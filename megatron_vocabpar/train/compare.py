@@ -1,8 +1,6 @@
-"""Loss curves of several methods against one of them, in numbers.
+"""How far the loss curves of several methods are from that of one of them, as in the paper's Figure 17.
 
-Methods that compute the same thing differ by rounding alone; the largest difference says how far.
-The comparison is that of the paper's Figure 17.
-Next: ``report.py``, which shows it.
+Methods that compute the same differ by rounding alone. Next: ``tables.py`` and ``pictures.py`` show it.
 """
 
 from __future__ import annotations
@@ -61,13 +59,5 @@ def differences(curves: Mapping[str, Curve], reference: str) -> Iterator[Differe
         absolute = {step: abs(curve[step] - base[step]) for step in steps}
         relative = {step: absolute[step] / abs(base[step]) if base[step] else 0.0 for step in steps}
         worst, worst_relative = max(steps, key=absolute.__getitem__), max(steps, key=relative.__getitem__)
-        yield Difference(
-            method,
-            reference,
-            len(steps),
-            absolute[worst],
-            worst,
-            relative[worst_relative],
-            worst_relative,
-            bad,
-        )
+        largest = (absolute[worst], worst, relative[worst_relative], worst_relative)
+        yield Difference(method, reference, len(steps), *largest, bad)

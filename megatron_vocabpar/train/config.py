@@ -1,8 +1,7 @@
-"""``TrainConfig``: everything that one training job is told, in one frozen record.
+"""``TrainConfig``: all options of one training job in one frozen record.
 
-The command line's options are generated from these fields (their flag, help and default stand here and
-nowhere else); the launcher hands the record to its workers as JSON.
-Next: ``check.py`` (what must hold between the fields), then ``job.py`` (what is done with them).
+A field is an option: its flag, help and default stand here and nowhere else. The launcher passes the record
+to its workers as JSON. Next: ``check.py`` (rules between the fields), then ``job.py`` (what a job does).
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from typing import Any
 from megatron_vocabpar.schedule.make.families import SEARCH, families
 from megatron_vocabpar.schedule.words.methods import METHODS
 
-_ONCE = ("resume", "overwrite")  # said of one run, not of the job
-TRAINED_VOCABULARY = 8192  # that a megabyte of text fills
+_ONCE = ("resume", "overwrite")  # options of one run, not of the job
+TRAINED_VOCABULARY = 8192  # a megabyte of text fills it
 
 
 def _option(
@@ -33,7 +32,7 @@ def _option(
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training job. Sizes are counts; ``None`` means "derived", by the property named in the comment."""
+    """One training job. Sizes are counts; None means that the default is derived from other fields."""
 
     method: str = _option(
         "vocab-2", "How the vocabulary layers are placed and scheduled.", "Method", choices=tuple(METHODS)
@@ -148,10 +147,9 @@ class TrainConfig:
 
     @property
     def tokenizer_size(self) -> int:
-        """Vocabulary of the tokenizer that is trained: ``tokenizer_vocab_size``, or what a text can fill."""
-        if self.tokenizer_vocab_size is None:
-            return min(self.vocab_size, TRAINED_VOCABULARY)
-        return self.tokenizer_vocab_size
+        """Vocabulary of the tokenizer that is trained."""
+        default = min(self.vocab_size, TRAINED_VOCABULARY)
+        return default if self.tokenizer_vocab_size is None else self.tokenizer_vocab_size
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -163,13 +161,10 @@ class TrainConfig:
 
     def to_toml(self) -> str:
         """The record as ``vocabpar train --config`` reads it, without resume and overwrite."""
-        values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        # JSON's numbers, strings, lists and truth values are TOML's too.
-        lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if name not in _ONCE]
-        return "\n".join(lines) + "\n"
+        values = dataclasses.asdict(self).items()
+        return "".join(f"{k} = {_toml(v)}\n" for k, v in values if v is not None and k not in _ONCE)
 
     def to_json(self) -> str:
-        """The record as indented JSON."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod
@@ -189,6 +184,12 @@ class TrainConfig:
 _TYPES = typing.get_type_hints(TrainConfig)
 
 
+def _toml(value: Any) -> str:
+    # JSON's numbers, strings, lists and truth values are TOML's too, with two exceptions: json.dumps escapes
+    # a character beyond 16 bits as a pair ("\\ud83d\\ude00"), which TOML refuses, and leaves DEL unescaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def _fits(value: Any, kind: Any) -> bool:
     if typing.get_origin(kind) is tuple:
         return isinstance(value, list) and all(isinstance(each, str) for each in value)
@@ -197,9 +198,9 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Fields of a TOML file, as texts and numbers of a command line."""
+    """The fields of a TOML file, with values as a command line has them."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8", errors="surrogateescape"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"--config: cannot read {path}: {error}") from error
     if unknown := sorted(values.keys() - {f.name for f in dataclasses.fields(TrainConfig)}):

@@ -1,8 +1,8 @@
 """megatron-core on a machine without a GPU.
 
-megatron-core trains on the CPU but for a few names and literals that mean "the current CUDA device".
-``megatron_on_cpu`` replaces those names, all in one table, and reads the literals as the CPU while its
-context is open; on a GPU ``megatron_on`` replaces the norm alone, which needs apex otherwise.
+megatron-core would train on the CPU, but for a few names and literals that mean "the current CUDA device".
+Inside its context ``megatron_on_cpu`` replaces those names, all in one table, and reads the literals as the
+CPU. On a GPU ``megatron_on`` replaces the norm alone, which otherwise needs apex.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class _CudaMeansCpu(TorchFunctionMode):
 def _torch_norm(
     cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *_: Any, **__: Any
 ) -> torch.nn.Module:
-    """megatron-core's torch norm, usable under sequence parallelism.
+    """megatron-core's torch norm, with the mark that sequence parallelism needs.
 
-    It lacks only the mark by which finalize_model_grads sums gradients over tensor-parallel ranks.
+    By it finalize_model_grads sums the gradients over tensor-parallel ranks.
     """
     norm = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization]
     module = norm(hidden_size, eps=eps)
@@ -72,11 +72,8 @@ def _gradient_norm(
 
 _Replacement = tuple[Any, str, Any, str]
 _NORM: _Replacement = (
-    WrappedTorchNorm,
-    "__new__",
-    staticmethod(_torch_norm),
-    "sequence parallelism without apex or TE",
-)
+    WrappedTorchNorm, "__new__", staticmethod(_torch_norm), "sequence parallelism without apex or TE",
+)  # fmt: skip
 
 # Each entry: owner, name, replacement, reason.
 _REPLACED: tuple[_Replacement, ...] = (
@@ -93,13 +90,12 @@ _REPLACED: tuple[_Replacement, ...] = (
 
 
 def _same_generator(record: logging.LogRecord) -> bool:
-    """Megatron warns when the CPU's generator moves in a forked state; here it stands in for CUDA's."""
+    # Megatron warns when the CPU's generator moves in a forked state; here it stands in for CUDA's.
     return "CPU RNG state changed" not in record.getMessage()
 
 
 @contextmanager
 def _replaced(entries: Sequence[_Replacement]) -> Iterator[None]:
-    """The replacements of a table in their places, inside this context."""
     originals = [(owner, name, inspect.getattr_static(owner, name)) for owner, name, _, _ in entries]
     for owner, name, replacement, _ in entries:
         setattr(owner, name, replacement)

@@ -15,39 +15,24 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class DataFiles:
-    """Prepared data, as the workers read it.
+    """Prepared data, as the workers read it. The last documents are kept for evaluation."""
 
-    Attributes:
-        name: the text, as a person would call it.
-        prefix: path of the indexed dataset without ``.bin`` and ``.idx``.
-        tokenizer: path of the ``tokenizer.json``; None for an indexed dataset that the user named.
-        vocab_size: the tokenizer's size, or the largest token id plus one.
-        eod: id of the end-of-document token (0 where there is no tokenizer).
-        documents: documents (sequences of the indexed dataset) in all.
-        valid_documents: how many of them, at the end, are kept for evaluation.
-        train_tokens: tokens of the documents that are trained on.
-        valid_tokens: tokens of the documents that are kept for evaluation.
-        index_cache: folder in which ``GPTDataset`` keeps its indices.
-    """
-
-    name: str
-    prefix: str
-    tokenizer: str | None
-    vocab_size: int
-    eod: int
-    documents: int
+    name: str  # for a person to read
+    prefix: str  # path of the indexed dataset, without .bin and .idx
+    tokenizer: str | None  # path of the tokenizer.json; None for an indexed dataset that the user named
+    vocab_size: int  # the tokenizer's, or the largest token id plus one
+    eod: int  # id of the end-of-document token; 0 without a tokenizer
+    documents: int  # sequences of the indexed dataset, those for evaluation included
     valid_documents: int
     train_tokens: int
     valid_tokens: int
-    index_cache: str
+    index_cache: str  # the folder in which GPTDataset keeps its indices
 
     def to_json(self) -> str:
-        """The record as indented JSON."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> DataFiles:
-        """Read ``to_json`` back."""
         return cls(**json.loads(text))
 
 
@@ -56,9 +41,8 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
     A user who cannot write there, such as a service without a home, gets a folder among temporary files.
     """
-    named = environment.get("VOCABPAR_CACHE")
-    if named:
-        return Path(named).expanduser().absolute()
+    if chosen := environment.get("VOCABPAR_CACHE"):
+        return Path(chosen).expanduser().absolute()
     base = environment.get("XDG_CACHE_HOME") or "~/.cache"
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: nobody knows where the home is
         folder = Path(base).expanduser() / "vocabpar"
@@ -74,7 +58,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of ``folder`` (created if missing); others wait for it, and a dead process frees it."""
+    """Create ``folder`` if it is missing and hold its lock; others wait. A process that dies frees it."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -82,7 +66,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` so that a reader finds the whole of it under ``path``, or nothing."""
+    """Write ``text`` so that a reader finds either all of it under ``path`` or no file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

@@ -1,8 +1,8 @@
-"""Megatron's own data path: an indexed dataset written, read as ``GPTDataset``, and cut into microbatches.
+"""Megatron's own data path: write an indexed dataset, read it as ``GPTDataset``, cut it into microbatches.
 
-Which sequences a microbatch holds depends on the seed, the step and its place in the step alone, so every
-method sees the same data and a resumed job goes on where it stopped.
-Next: ``prepare.py``, which decides what is written, and ``trainer.py``, which reads it.
+The seed, the step and the place in the step alone decide which sequences a microbatch holds. So every method
+sees the same data, and a resumed job goes on where it stopped.
+Next: ``prepare.py`` decides what is written; ``trainer.py`` reads it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SCANNED_TOKENS = 1 << 28
 def write_dataset(prefix: str, documents: Iterable[Sequence[int]], vocab_size: int) -> None:
     """Write ``prefix.bin`` and ``prefix.idx``: one sequence a document, in the smallest token type.
 
-    A reader finds the whole of both files or no ``.idx``.
+    The ``.idx`` appears last, when both files are complete.
     """
     partial = f"{prefix}.partial-{os.getpid()}"
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def write_dataset(prefix: str, documents: Iterable[Sequence[int]], vocab_size: i
 
 
 def inspect_dataset(prefix: str) -> tuple[list[int], int]:
-    """Sequence lengths of an indexed dataset (tokens), and its largest token id (of the first 2²⁸ tokens)."""
+    """Sequence lengths of an indexed dataset in tokens, and the largest id among its first 2²⁸ tokens."""
     with open(f"{prefix}.idx", "rb") as index:
         if index.read(len(_INDEX_HEADER)) != _INDEX_HEADER:
             raise ValueError(f"{prefix}.idx is not the index of a Megatron dataset; give another --text")
@@ -67,9 +67,9 @@ def inspect_dataset(prefix: str) -> tuple[list[int], int]:
 
 
 def compile_helpers() -> None:
-    """Make sure that ``GPTDataset``'s C++ functions are there; in one process, before the workers start.
+    """Compile ``GPTDataset``'s C++ functions unless megatron-core's installation, such as a wheel, has them.
 
-    The wheels of megatron-core bring them; an installation without them is compiled here.
+    One process calls it, before the workers start.
     """
     with contextlib.suppress(ImportError):
         importlib.import_module("megatron.core.datasets.helpers_cpp")
@@ -90,13 +90,9 @@ def compile_helpers() -> None:
 
 
 def build_datasets(config: TrainConfig, files: DataFiles) -> tuple[GPTDataset, GPTDataset | None]:
-    """``GPTDataset`` for training and evaluation. Call it on every rank: Megatron's builder has barriers.
+    """One shuffled epoch for training and one for evaluation, None where nothing is kept for it.
 
-    Args:
-        files: what ``prepare`` returned; the indices are kept in ``files.index_cache``.
-
-    Returns:
-        one epoch of each part, shuffled by the seed; None where nothing is kept for evaluation.
+    All ranks call it: Megatron's builder has barriers.
     """
     valid_documents = files.valid_documents if files.valid_tokens > config.seq_length else 0
     identity = OrderedDict(class_="megatron_vocabpar", vocab_size=files.vocab_size)  # for the cache
@@ -122,15 +118,13 @@ def build_datasets(config: TrainConfig, files: DataFiles) -> tuple[GPTDataset, G
 
 
 def microbatch(dataset: GPTDataset, config: TrainConfig, step: int, index: int, dp_rank: int = 0) -> Batch:
-    """Microbatch ``index`` of a step, for one data-parallel rank.
+    """Microbatch ``index`` of a step for one data-parallel rank, on the CPU.
 
-    The sequences of a step are counted microbatch by microbatch, and rank by rank within each. After the
-    last sequence of the dataset comes a new epoch, shuffled again by the seed and the epoch's number.
-
-    Returns:
-        a ``Batch`` on the CPU.
+    After the last sequence of the dataset a new epoch begins, shuffled by the seed and the epoch's number.
     """
     size = config.micro_batch_size
+    # Sequences are counted by microbatch, then by rank: with dp 2 and size 1, step 0 reads 0 (microbatch 0,
+    # rank 0), 1 (microbatch 0, rank 1), 2 (microbatch 1, rank 0), ...
     first = ((step * config.microbatches + index) * config.dp + dp_rank) * size
     batch = default_collate(
         [dataset[_sample(len(dataset), config.seed, position)] for position in range(first, first + size)]
@@ -144,7 +138,7 @@ def microbatch(dataset: GPTDataset, config: TrainConfig, step: int, index: int, 
 def microbatches(
     dataset: GPTDataset, config: TrainConfig, start_step: int, dp_rank: int = 0
 ) -> Iterator[Batch]:
-    """The microbatches of ``start_step``, then of the next step, without end: a ``data_iterator``."""
+    """An endless ``data_iterator``: the microbatches of ``start_step``, then of the next step, ..."""
     for step in itertools.count(start_step):
         for index in range(config.microbatches):
             yield microbatch(dataset, config, step, index, dp_rank)

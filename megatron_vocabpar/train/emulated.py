@@ -1,7 +1,4 @@
-"""What an emulation (``vocabpar emulate``) leaves in a results folder: its numbers and its bars.
-
-The report of the folder shows them beside the training; see ``report.py``.
-"""
+"""The numbers and the bars of ``vocabpar emulate`` in a results folder, whose report shows them."""
 
 from __future__ import annotations
 
@@ -13,6 +10,8 @@ from typing import Any
 from megatron_vocabpar.schedule.draw.lengths import Length, lay_out_lengths
 from megatron_vocabpar.schedule.draw.svg import svg_of_scene
 from megatron_vocabpar.train.output import EMULATION_FILE, EMULATION_PICTURE_FILE
+from megatron_vocabpar.train.pictures import COLOURS, OTHER_COLOUR
+from megatron_vocabpar.train.tables import TextTable
 
 _HEADINGS = (
     "schedule", "predicted ms", "ran, ms", "empty passes", "net ms", "differs", "idle, predicted", "measured",
@@ -41,11 +40,12 @@ def read_emulation(folder: Path) -> dict[str, Any] | None:
 
 
 def emulation_svg(record: Mapping[str, Any]) -> str:
-    """A bar for each schedule."""
-    rows = [
-        Length(row["name"], row["net_ms"], row["measured_idle"], row["predicted_ms"])
-        for row in record["schedules"]
-    ]
+    """A bar for each schedule, in its method's colour."""
+    rows = []
+    for row in record["schedules"]:
+        method = row["name"].rpartition(" + ")[2]  # of "v-half + vocab-2"
+        colour = COLOURS.get(method, OTHER_COLOUR)
+        rows.append(Length(row["name"], row["net_ms"], row["measured_idle"], row["predicted_ms"], colour))
     return svg_of_scene(lay_out_lengths(f"An iteration, emulated: {settings(record)}", rows))
 
 
@@ -54,8 +54,8 @@ def settings(record: Mapping[str, Any]) -> str:
     return f"{record['pp']} ranks, {record['microbatches']} microbatches, {record['costs']}"
 
 
-def emulation_table(record: Mapping[str, Any]) -> tuple[str, list[list[str]]]:
-    """The title and the cells of a table, a schedule a row."""
+def emulation_table(record: Mapping[str, Any]) -> TextTable:
+    """A row a schedule; the note says when the machine was busy with other work."""
     rows = [
         [
             row["name"],
@@ -69,4 +69,4 @@ def emulation_table(record: Mapping[str, Any]) -> tuple[str, list[list[str]]]:
         ]
         for row in record["schedules"]
     ]
-    return f"Emulated: {settings(record)}", [[*_HEADINGS], *rows]
+    return TextTable(f"Emulated: {settings(record)}", [[*_HEADINGS], *rows], record.get("warning", ""))

@@ -1,9 +1,9 @@
-"""What a rank was doing when it failed, and what went wrong: one message with rank, error, step and pass.
+"""One message for a failed job: rank, error, step and pass.
 
-Each rank has a record, a small file beside its log, mapped into memory. To note a step and an instruction is
-a memory copy, so the executor can do it before every instruction, and the file outlives a process that is
-killed. Behind them goes the exception that ends the rank: the room is there from the start, so it needs
-neither a free disk nor a free file descriptor.
+Each rank has a record, a small file beside its log that is mapped into memory. Writing a step or an
+instruction is a memory copy, so the executor does it before every instruction, and the file outlives a killed
+process. The exception that ends the rank goes behind them: its bytes are reserved from the start, so a full
+disk or a lack of file descriptors cannot keep it back.
 
 When a rank fails, its peers fail too, because their connections close. A rank that was killed from outside
 is the cause; otherwise it is the rank whose error came first.
@@ -42,13 +42,13 @@ class TrainingFailed(Exception):
 
 
 class ProgressRecord:
-    """Where one rank notes its step, its instruction and its error, in the folder ``logs``.
-
-    What the rank had noted before is gone; an earlier object of the same rank writes into the same record.
+    """One rank's step, instruction and error, in the folder ``logs``; what an earlier job wrote is erased.
 
     Raises:
         OSError: if the disk has no room for it.
     """
+
+    # Bytes of the file: step [16] | time of the instruction [8] | instruction [48] | error as JSON [65536]
 
     def __init__(self, logs: Path, rank: int) -> None:
         logs.mkdir(parents=True, exist_ok=True)
@@ -69,9 +69,9 @@ class ProgressRecord:
         self.write("")
 
     def write_error(self, error: BaseException) -> None:
-        """Leave an exception for the launcher; call it as soon as the exception is caught.
+        """Leave an exception for the launcher, as soon as it is caught.
 
-        The text of a ``NotFinite``, the same on all ranks, says all by itself, and so does an ``OSError``'s.
+        ``NotFinite`` and ``OSError`` need no traceback: their text says what happened and where.
         """
         text = str(error) if isinstance(error, NotFinite) else f"{type(error).__name__}: {error}"
         entry: dict[str, Any] = {"time_s": time.time(), "error": text[:_ERROR_CHARACTERS]}
@@ -84,35 +84,23 @@ class ProgressRecord:
 
 
 def record_path(logs: Path, rank: int) -> Path:
-    """The file of a rank's record."""
     return logs / f"rank{rank}.record"
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What one rank has left.
+    """What one rank has left in its file. Times are seconds since the epoch."""
 
-    Attributes:
-        step: that it had begun; None before the first.
-        instruction: that it had begun, such as 2S5; empty outside the schedule.
-        began_s: when it began that, in seconds since the epoch.
-        time_s: when it raised, in seconds since the epoch.
-        error: what it raised, as ``Type: text``; empty if it raised nothing.
-        traceback: of that; empty if the error says all by itself.
-        of_all: whether the error is the same on all ranks and names its place.
-    """
-
-    step: int | None = None
-    instruction: str = ""
-    began_s: float = 0.0
-    time_s: float = 0.0
-    error: str = ""
-    traceback: str = ""
-    of_all: bool = False
+    step: int | None = None  # that it had begun; None before the first
+    instruction: str = ""  # that it had begun, such as 2S5; empty outside the schedule
+    began_s: float = 0.0  # when it began the instruction
+    time_s: float = 0.0  # when it raised
+    error: str = ""  # "Type: text"; empty if it raised nothing
+    traceback: str = ""  # empty if the error needs none
+    of_all: bool = False  # the error is the same on all ranks and names its place
 
     @classmethod
     def read(cls, logs: Path, rank: int) -> Record:
-        """What a rank has left in the folder ``logs``."""
         path = record_path(logs, rank)
         raw = path.read_bytes() if path.exists() else b""
         if len(raw) < _PROGRESS_BYTES:
@@ -145,23 +133,20 @@ class Record:
 
 
 def explain(logs: Path, world_size: int, exit_codes: Mapping[int, int], before: str = "") -> str:
-    """The message for a job whose workers failed, and where their logs are.
-
-    Args:
-        logs: with ``world_size`` and ``exit_codes`` as of ``blame``.
-        before: lines on what was seen before a rank failed, each with its end.
-    """
+    """As ``blame``, then ``before``, lines on what was seen before a rank failed, and where the logs are."""
     return f"{blame(logs, world_size, exit_codes)}\n{before}the logs of the ranks are in {logs}"
 
 
 def blame(logs: Path, world_size: int, exit_codes: Mapping[int, int]) -> str:
-    """Which rank failed, with what, where.
+    """Which rank failed, with what error, in which step and pass.
 
     Args:
         exit_codes: by rank, of those that did not end well; −N for signal N.
     """
     records = [Record.read(logs, rank) for rank in range(world_size)]
-    causes = []  # the first in this order is to blame; a launcher such as torchrun ends the others by SIGTERM
+    # (order, time, rank, text): the smallest is to blame. 0: killed from outside. 1: raised, or ended with an
+    # exit code; the earlier first. 2: SIGTERM, by which a launcher such as torchrun ends the others.
+    causes = []
     for rank, record in enumerate(records):
         code = exit_codes.get(rank, 0)
         by_signal = f"by signal {-code}{_SIGNALS.get(-code, '')}"

@@ -1,6 +1,6 @@
-"""Where a loss ceased to be a number: the microbatches once more, forward only, looked at layer by layer.
+"""Finds where a loss ceased to be a number: a second forward run of the microbatches, watched layer by layer.
 
-Next: ``trainer.py``, which asks before the optimizer takes a step that would spoil all weights.
+Next: ``trainer.py`` asks for it before the optimizer would spoil all weights.
 """
 
 from __future__ import annotations
@@ -21,29 +21,22 @@ _ADVICE = "give a smaller --lr or a longer --warmup, or go on all the same with 
 
 
 @dataclass(order=True, frozen=True)
-class Found:
-    """A tensor that is not finite; what compares as less was computed earlier.
-
-    Attributes:
-        microbatch, stage: of the pass.
-        layer: counted from 1 over the whole model; 0 for the input of the first.
-        rank: global rank that computed it.
-        place: the pass in words.
-    """
+class BadTensor:
+    """A tensor that is not finite; the smaller of two was computed earlier."""
 
     microbatch: int
     stage: int
-    layer: int
-    rank: int
-    place: str
+    layer: int  # counted from 1 over the whole model; 0 for the input of the first
+    rank: int  # global
+    place: str  # layer, pass and rank in words
 
 
 @dataclass
 class Watch:
-    """Looks at what transformer layers get and give; ``instruction`` is the one that runs."""
+    """Looks at inputs and outputs of transformer layers; ``instruction`` is the one that runs."""
 
     instruction: Instruction | None = None
-    found: list[Found] = field(default_factory=list)
+    bad_tensors: list[BadTensor] = field(default_factory=list)
 
     @contextmanager
     def layers_of(self, chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
@@ -66,14 +59,14 @@ class Watch:
     def _look(self, layer: int, out: Any) -> None:
         hidden = out[0] if isinstance(out, tuple) else out
         if isinstance(self.instruction, Pass) and not torch.isfinite(hidden).all():
-            what = f"layer {layer}" if layer else "the embedded tokens"
-            self.found.append(_found(self.instruction, layer, f"{what} in pass {self.instruction}"))
+            name = f"layer {layer}" if layer else "the embedded tokens"
+            self.bad_tensors.append(_in_pass(self.instruction, layer, f"{name} in pass {self.instruction}"))
 
 
-def _found(pass_: Pass, layer: int, what: str) -> Found:
+def _in_pass(pass_: Pass, layer: int, name: str) -> BadTensor:
     rank = dist.get_rank()
-    where = f"{what}: {pass_.type.value} of microbatch {pass_.microbatch} on stage {pass_.stage}, rank {rank}"
-    return Found(pass_.microbatch, pass_.stage, layer, rank, where)
+    place = f"{name}: {pass_.type.value} of microbatch {pass_.microbatch} on stage {pass_.stage}, rank {rank}"
+    return BadTensor(pass_.microbatch, pass_.stage, layer, rank, place)
 
 
 def end_at(
@@ -91,20 +84,20 @@ def end_at(
         loss: of the step, the same on all ranks.
         reported: on the rank of the loss function, the loss of each microbatch; empty elsewhere.
         loss_pass: of a microbatch, the pass that computes the loss.
-        watch: what was found on this rank when the microbatches ran once more.
+        watch: of this rank, after the second run of the microbatches.
         parameters: of this rank, with their names.
 
     Raises:
         NotFinite: naming the rank, pass, microbatch and layer of the first tensor that is not finite.
     """
     bad = [i for i, value in enumerate(reported) if not torch.isfinite(torch.tensor(value))]
-    first_here = sorted(
-        [*watch.found, *(_found(loss_pass(i), 1 << 30, f"pass {loss_pass(i)}") for i in bad)]
-    )[:1]
+    # A loss comes after all layers of its stage.
+    losses = [_in_pass(loss_pass(i), 1 << 30, f"pass {loss_pass(i)}") for i in bad]
+    first_here = sorted([*watch.bad_tensors, *losses])[:1]
     spoiled = [name for name, parameter in parameters if not torch.isfinite(parameter).all()]
-    everyone: list[tuple[list[Found], list[str]]] = [([], []) for _ in range(dist.get_world_size())]
+    everyone: list[tuple[list[BadTensor], list[str]]] = [([], []) for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, (first_here, spoiled))
-    first = min((found for each, _ in everyone for found in each), default=None)
+    first = min((tensor for tensors, _ in everyone for tensor in tensors), default=None)
     where = "in no forward pass when they ran once more" if first is None else f"in {first.place}"
     before = [f"; before it in {names[0]} of rank {r}" for r, (_, names) in enumerate(everyone) if names]
     raise NotFinite(f"loss {loss} at step {step}; first not finite {where}{''.join(before[:1])}; {_ADVICE}")

@@ -31,12 +31,9 @@ Say = Callable[[str], None]
 def run_job(config: TrainConfig, say: Say, worker_module: str = WORKER_MODULE) -> None:
     """Run a job: start its processes on this machine, or be one of them under torchrun.
 
-    Args:
-        worker_module: what each process runs.
-
     Raises:
         ValueError: for a job that cannot run; nothing has been written.
-        RefusedElsewhere: the same, under torchrun on the ranks other than 0.
+        RefusedElsewhere: the same under torchrun, on the ranks other than 0.
         TrainingFailed, Interrupted: see ``launch``.
     """
     ranks = processes()
@@ -61,13 +58,10 @@ def run_job(config: TrainConfig, say: Say, worker_module: str = WORKER_MODULE) -
 
 
 def open_job(config: TrainConfig, say: Say, held: ExitStack) -> list[Path]:
-    """Check a job, make its schedules, prepare its data and open the results folder.
-
-    Args:
-        held: takes the lock of the results folder.
+    """Check a job, make its schedules, prepare its data, and open its folder, whose lock goes to ``held``.
 
     Returns:
-        ``config.json`` of each method that is still to be trained, with its workers' other input beside it.
+        ``config.json`` of each method that is still to be trained; the workers' other input stands beside it.
     """
     check(config)
     if config.resume:
@@ -99,6 +93,6 @@ def open_job(config: TrainConfig, say: Say, held: ExitStack) -> list[Path]:
 
 
 def write_inputs(folder: Path, files: DataFiles, plan: Plan) -> None:
-    """Write the data and the plan that the workers of one method read into the method's folder."""
+    """Write what the workers of one method read, the data and the plan, into the method's folder."""
     (folder / output.DATA_FILE).write_text(files.to_json())
     (folder / output.SCHEDULE_DATA_FILE).write_text(plan_to_json(plan) + "\n")

@@ -1,10 +1,9 @@
-"""``metrics.jsonl``: one line of JSON a step, written as the run goes, and the line that shows it meanwhile.
+"""``metrics.jsonl``, one line of JSON a step, and the progress line of a run.
 
 A line holds ``step`` (counted from 1), ``loss``, ``grad_norm``, ``lr``, ``tokens_per_s``, ``iteration_ms``,
 ``peak_memory_mib`` (a list, by stage: above what the process held before its model was built), and
-``eval_loss`` where an evaluation followed the step. On a terminal one line is drawn again and again;
-elsewhere (a file, a pipe) there is a plain line now and then.
-Next: ``report.py``, which reads the file.
+``eval_loss`` where an evaluation followed the step. A terminal shows one line that changes; a file or a pipe
+gets a plain line every few seconds. Next: ``report.py``, which reads the file.
 """
 
 from __future__ import annotations
@@ -38,11 +37,8 @@ class Metrics(ExitStack):
     A run that resumes after ``first_step`` keeps the lines up to that step and replaces the later ones.
 
     Args:
-        config: method, steps in all, and steps between two updates of the line on the terminal.
         path: of ``metrics.jsonl``.
-        first_step: steps that were done before.
-        active: whether this rank writes and shows.
-        console: where the line goes; standard output by default.
+        console: for the progress line; standard output by default.
         clock: seconds, for the time left.
     """
 
@@ -84,14 +80,12 @@ class Metrics(ExitStack):
             self._show(record)
 
     def _tensorboard(self, folder: Path, step: int) -> Callable[[dict[str, float], int], object]:
-        """What was written of this step and later ones is left out."""
         from torch.utils.tensorboard import SummaryWriter
 
         writer = self.enter_context(SummaryWriter(str(folder), purge_step=step))
         return lambda values, step: [writer.add_scalar(name, one, step) for name, one in values.items()]
 
     def _wandb(self, folder: Path) -> Callable[[dict[str, float], int], object]:
-        """A run of Weights & Biases named as the method, in a group named as the results folder."""
         import wandb
 
         group, settings = Path(self._config.output).name, asdict(self._config)
@@ -119,19 +113,20 @@ class Metrics(ExitStack):
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a step, lists as one number a stage: what TensorBoard and W&B draw."""
-    values = {name: value for name, value in record.items() if name != "step" and value is not None}
-    lists = {name: value for name, value in values.items() if isinstance(value, (list, tuple))}
-    return {name: value for name, value in values.items() if name not in lists} | {
-        f"{name}/stage {stage}": value for name, row in lists.items() for stage, value in enumerate(row)
-    }
+    """The numbers of a step, as TensorBoard and W&B draw them: of a list, one number a stage."""
+    numbers: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, (list, tuple)):
+            numbers |= {f"{name}/stage {stage}": each for stage, each in enumerate(value)}
+        elif name != "step" and value is not None:
+            numbers[name] = value
+    return numbers
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a ``metrics.jsonl``; none if there is no file.
 
-    Lines that are no such JSON, as a last one cut short, are left out; null, which stands for what is not
-    finite, becomes NaN.
+    Lines that lack a number, or are cut short as the last may be, are left out. null becomes NaN.
     """
     records = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
@@ -144,14 +139,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_whole(record: Mapping[str, Any]) -> bool:
-    """Whether a line has all numbers that the report shows."""
     peaks = record.get("peak_memory_mib")
     values = [record.get(name) for name in _NUMBERS] + (peaks if isinstance(peaks, list) else [None])
     return all(isinstance(value, int | float) for value in values)
 
 
 def without_nan(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record for JSON, which has no NaN and no infinity: None stands for them."""
+    """The record with None for NaN and infinity, which JSON lacks."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 

@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 4 -m megatron_vocabpar.train.on_cpu pretrain_gpt.py arguments
 
-Megatron's training loop asks CUDA for devices, memory figures, streams and random states, and gives
-torch.distributed options that gloo does not take. One table answers in CUDA's place; what megatron-core
-itself needs is in ``cpu.py``. The script enters through our launcher, or as it is where it imports our
-adaptor itself. Peaks of memory are those of the whole process.
+Megatron's training loop asks CUDA for devices, memory figures, streams and random states, and passes
+torch.distributed options that gloo does not take. One table answers in CUDA's place; ``cpu.py`` has what
+megatron-core itself needs. The script starts through our launcher, or by itself where it imports our adaptor.
+Peaks of memory are those of the whole process.
 """
 
 from __future__ import annotations
@@ -66,33 +66,22 @@ _PROPERTIES = types.SimpleNamespace(
 
 
 def _cuda_names() -> dict[str, Any]:
+    nothing = "init _lazy_init set_device empty_cache ipc_collect reset_peak_memory_stats set_stream"
     return {
-        "is_available": _answer(True),
-        "is_initialized": _answer(True),
-        "init": _answer(),
-        "_lazy_init": _answer(),
+        **dict.fromkeys(nothing.split(), _answer()),
+        **dict.fromkeys(("is_available", "is_initialized"), _answer(True)),
+        **dict.fromkeys(("memory_allocated", "memory_reserved", "device_memory_used"), _answer(0)),
+        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _peak_rss),
+        **dict.fromkeys(("Stream", "Event"), _Stream),
+        **dict.fromkeys(("current_stream", "default_stream"), lambda *_: _Stream()),
         "device_count": _answer(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
-        "set_device": _answer(),
-        "empty_cache": _answer(),
-        "ipc_collect": _answer(),
         "get_device_name": _answer("cpu"),
         "get_device_capability": _answer((9, 0)),
         "get_device_properties": _answer(_PROPERTIES),
-        "memory_allocated": _answer(0),
-        "max_memory_allocated": _peak_rss,
-        "memory_reserved": _answer(0),
-        "max_memory_reserved": _peak_rss,
-        "device_memory_used": _answer(0),
         "memory_stats": lambda *_: defaultdict(int),
         "mem_get_info": _answer((16 * _GIB, 16 * _GIB)),
-        "reset_peak_memory_stats": _answer(),
         "manual_seed_all": lambda seed: torch.default_generator.manual_seed(seed) and None,
         "initial_seed": lambda: torch.default_generator.initial_seed(),
-        "Stream": _Stream,
-        "Event": _Stream,
-        "current_stream": lambda *_: _Stream(),
-        "default_stream": lambda *_: _Stream(),
-        "set_stream": _answer(),
         "stream": lambda *_: contextlib.nullcontext(),
         "is_current_stream_capturing": _answer(False),
         "FloatTensor": torch.FloatTensor,
@@ -129,19 +118,19 @@ def stand_in_for_cuda() -> None:
 
 
 def skip_compilation() -> None:
-    """Versions before 0.18 compile CUDA kernels when training starts, all run make for the data helpers."""
+    """Versions before 0.18 compile CUDA kernels when training starts; all run make for the data helpers."""
     with contextlib.suppress(ModuleNotFoundError):
         vars(importlib.import_module("megatron.legacy.fused_kernels"))["load"] = _answer()
     vars(importlib.import_module("megatron.core.datasets.utils"))["compile_helpers"] = _answer()
 
 
 def make_up_fewer_documents() -> None:
-    """Of 100,000, whose millions of samples every rank shuffles before it takes a few hundred."""
+    """Mock data has 100,000 documents: each rank would shuffle millions of samples and use a few hundred."""
     importlib.import_module("megatron.core.datasets.gpt_dataset").MockGPTLowLevelDataset.size = 1000
 
 
 def name_what_is_missing() -> None:
-    """Names that some versions use although NumPy 2 has them no more, or without Transformer Engine."""
+    """Add names that some versions use although NumPy 2 or a missing Transformer Engine has none."""
     vars(numpy).setdefault("product", numpy.prod)
     module = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     vars(module).setdefault("te_general_gemm", None)
@@ -153,12 +142,12 @@ def name_what_is_missing() -> None:
 
 
 def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """In place of Megatron's function of experts' sizes, which leaves those on the CPU as they are."""
+    """Stands in for Megatron's function, which would leave experts' sizes on the CPU as tensors."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def exchange_tokens_by_sizes() -> None:
-    """Of expert parallelism: ``all_to_all_single`` takes lists and arrays, no tensors."""
+    """Expert parallelism: gloo's ``all_to_all_single`` takes sizes as lists and arrays, not as tensors."""
     for name in ("moe_utils", "token_dispatcher"):
         module = vars(importlib.import_module(f"megatron.core.transformer.moe.{name}"))
         if "maybe_move_tensor_to_cpu" in module:
@@ -194,7 +183,7 @@ def stand_in_for_tensorboard() -> None:
 
 
 def stand_in() -> None:
-    """All of the above, for the rest of this process; a second call changes nothing."""
+    """Replace all that must be replaced before Megatron is imported; a second call changes nothing."""
     if torch.cuda.Stream is not _Stream:
         stand_in_for_cuda()
         stand_in_for_tensorboard()

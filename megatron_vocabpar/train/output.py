@@ -1,4 +1,4 @@
-"""The results folder: its layout, whether a job may use it, and starting afresh in it.
+"""The results folder: its layout, and whether a job may use it, go on in it, or replace it.
 
     <output>/config.json                the whole job
     <output>/job.toml                   the same for ``vocabpar train --config``
@@ -52,7 +52,7 @@ _FLAG_OF = {"ffn_hidden": "ffn", "tokenizer_size": "tokenizer_vocab_size"}
 
 
 def method_config(config: TrainConfig, method: str) -> TrainConfig:
-    """What the workers of one method are told: that method alone, in its own folder, resuming if it can."""
+    """The configuration of one method's workers: that method alone, in its own folder."""
     folder = Path(config.output) / method
     return dataclasses.replace(
         config,
@@ -65,12 +65,12 @@ def method_config(config: TrainConfig, method: str) -> TrainConfig:
 
 
 def steps_done(folder: Path) -> int:
-    """Steps of the newest complete checkpoint (``step_0000060``) in a method's folder; 0 without one."""
+    """Steps of the newest complete checkpoint in a method's folder; 0 without one."""
     return max(_steps(folder), default=0)
 
 
 def _steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in a method's folder, in order."""
+    # A checkpoint such as step_0000060 is complete when it has its digests, which are written last.
     complete = (folder / CHECKPOINT_FOLDER).glob(f"step_*/{DIGESTS_FILE}")
     ends = [path.parent.name.removeprefix("step_") for path in complete]
     return sorted(int(end) for end in ends if end.isdigit())
@@ -83,7 +83,7 @@ def keep_newest(folder: Path, count: int) -> None:
 
 
 def set_damaged_aside(folder: Path, say: Callable[[str], None]) -> None:
-    """Rename checkpoints of a method's folder, newest first, until one is what was written."""
+    """Rename damaged checkpoints, newest first, down to the first that is intact."""
     for steps in reversed(_steps(folder)):
         checkpoint = checkpoint_folder(folder, steps)
         reason = damage(checkpoint)
@@ -96,7 +96,6 @@ def set_damaged_aside(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def checkpoint_folder(folder: Path, steps: int) -> Path:
-    """The checkpoint after so many steps, in a method's folder."""
     return folder / CHECKPOINT_FOLDER / f"step_{steps:07d}"
 
 
@@ -122,25 +121,21 @@ def check_output(config: TrainConfig) -> None:
                 f"--output {folder} is not empty and holds no results of an earlier job; give another folder"
             ) from error
         if not config.overwrite:
-            raise ValueError(
-                f"--output {folder} holds the results of an earlier job; "
-                f"give --resume, --overwrite, or another folder"
-            )
+            remedy = "give --resume, --overwrite, or another folder"
+            raise ValueError(f"--output {folder} holds the results of an earlier job; {remedy}")
 
 
 def resumed(config: TrainConfig, named: Collection[str]) -> TrainConfig:
-    """The job of the folder that ``config`` resumes, with the user's new options.
+    """The job of the folder that ``config`` resumes, with the options that the user has ``named`` now.
 
-    Args:
-        config: with ``resume``.
-        given: names of the fields that the user gave; methods among them join those of the folder.
+    Methods among them join the folder's.
     """
     folder = Path(config.output)
     if not (folder / CONFIG_FILE).exists():
         return config  # check_output says what is wrong
     saved = read_config(folder)
-    asked = [name for name in config.methods if {"method", "compare"} & set(named)]
-    method, *compare = dict.fromkeys((*saved.methods, *asked))
+    added = config.methods if {"method", "compare"} & set(named) else ()
+    method, *compare = dict.fromkeys((*saved.methods, *added))
     changeable = {"resume", "overwrite", "output"} | set(named) - {"method", "compare"}
     changes = {name: getattr(config, name) for name in changeable}
     return dataclasses.replace(saved, **changes, method=method, compare=tuple(compare))
@@ -189,7 +184,7 @@ def read_config(folder: Path) -> TrainConfig:
 
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Hold the lock of a results folder; it is free again when this process ends, however that ends."""
+    """Hold the lock of a results folder; the system frees it when this process ends, however it ends."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK_FILE, "a+") as file:
         try:
@@ -206,7 +201,7 @@ def owned(folder: Path) -> Iterator[None]:
 
 
 def how_to_go_on(config: TrainConfig) -> str:
-    """What a job that has ended early leaves, and the command that goes on from there."""
+    """Names the checkpoints that a job has left which ended early, and the command that goes on from them."""
     folder = Path(config.output)
     done = {name: steps_done(folder / name) for name in config.methods}
     if not any(done.values()):
@@ -216,9 +211,9 @@ def how_to_go_on(config: TrainConfig) -> str:
 
 
 def open_output(config: TrainConfig) -> None:
-    """Create the results folder and note the job in it; ``overwrite`` first removes an earlier job's files.
+    """Create the results folder and write the job into it, after ``check_output``.
 
-    Call it after ``check_output``. Files that no job writes are kept.
+    ``overwrite`` first removes an earlier job's files; files that no job writes stay.
     """
     folder = Path(config.output)
     if config.overwrite and folder.is_dir():
@@ -228,14 +223,12 @@ def open_output(config: TrainConfig) -> None:
             (folder / name).unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_text(config.to_json())
-    (folder / JOB_FILE).write_text(config.to_toml())
+    # A path that is not UTF-8 keeps its bytes.
+    (folder / JOB_FILE).write_text(config.to_toml(), encoding="utf-8", errors="surrogateescape")
 
 
 def open_method(config: TrainConfig) -> Path:
-    """Create the folder of one method (``method_config``) with its ``config.json``; returns that file.
-
-    The ranks' records of an earlier job are removed, their logs are kept.
-    """
+    """Create the folder of one method's workers; returns its ``config.json``. Logs of an earlier job stay."""
     folder = Path(config.output)
     (folder / LOG_FOLDER).mkdir(parents=True, exist_ok=True)
     for record in (folder / LOG_FOLDER).glob("*.record"):

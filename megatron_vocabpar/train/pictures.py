@@ -17,6 +17,7 @@ COLOURS = {
     "vocab-2": "#D55E00",
     "interlaced": "#CC79A7",
 }
+OTHER_COLOUR = "#56B4E9"
 _DASHES = {"redis": (0, (6, 2)), "naive": (0, (1, 1)), "vocab-1": (0, (4, 4)), "vocab-2": (3, (2, 4))}
 _REFERENCE_WIDTH, _WIDTH = 3.5, 1.6
 
@@ -24,13 +25,10 @@ _REFERENCE_WIDTH, _WIDTH = 3.5, 1.6
 def plot_losses(
     path: Path, curves: Mapping[str, Curve], eval_curves: Mapping[str, Curve], reference: str
 ) -> None:
-    """Draw the training losses (lines) and evaluation losses (circles) of each method into a PNG.
+    """Draw each method's training losses (lines) and evaluation losses (circles) into a PNG.
 
-    Args:
-        curves: training loss by step in order, of each method, as the paper's Figure 17 lays them.
-        eval_curves: evaluation loss by step in order, of each method.
-        reference: drawn first and wide; with other methods beside it, a second panel shows how far they
-            are from it.
+    The ``reference`` is drawn first and wide. With other methods beside it, a second panel shows how far they
+    are from it.
     """
     from matplotlib.figure import Figure
 
@@ -39,7 +37,7 @@ def plot_losses(
     figure = Figure(figsize=(8, 6.5 if compared else 4.5), layout="constrained")
     panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for number, name in enumerate([reference, *compared]):
-        colour = COLOURS.get(name, "#56B4E9")
+        colour = COLOURS.get(name, OTHER_COLOUR)
         style: dict[str, Any] = {"linewidth": _WIDTH, "linestyle": _DASHES.get(name, "-") if number else "-"}
         if compared and not number:
             style = {"linewidth": _REFERENCE_WIDTH, "alpha": 0.5}
@@ -65,11 +63,7 @@ def plot_losses(
 
 
 def plot_memory(path: Path, peaks: Mapping[str, Sequence[float]]) -> None:
-    """Draw the peak of each stage as a bar, the methods beside each other, into a PNG.
-
-    Args:
-        peaks: of each method, MiB by stage.
-    """
+    """Draw ``peaks`` (MiB by stage, of each method) as bars into a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.2), layout="constrained")
@@ -77,7 +71,7 @@ def plot_memory(path: Path, peaks: Mapping[str, Sequence[float]]) -> None:
     wide = 0.8 / len(peaks)
     for number, (name, mib) in enumerate(peaks.items()):
         x = [stage + (number - (len(peaks) - 1) / 2) * wide for stage in range(len(mib))]
-        bars = panel.bar(x, mib, wide, color=COLOURS.get(name, "#56B4E9"), label=name)
+        bars = panel.bar(x, mib, wide, color=COLOURS.get(name, OTHER_COLOUR), label=name)
         panel.bar_label(bars, fmt="%.0f", fontsize=8 if len(x) * len(peaks) <= 16 else 5)
     panel.set_xticks(range(max(map(len, peaks.values()))))
     panel.set_xlabel("stage")

@@ -1,9 +1,8 @@
-"""Text to token ids on disk, once: corpus, tokenizer, Megatron indexed dataset, each kept between runs.
+"""From text to token ids on disk: corpus, tokenizer and Megatron's indexed dataset, each kept between runs.
 
-The parent process runs this before any worker starts; what it returns is written beside the workers'
-configuration as ``data.json``. A cached file appears under its name only when it is complete, and a lock
-keeps two jobs from doing the same long work at once. Megatron, which writes and reads the indexed dataset, is
-imported where it is needed: that takes seconds.
+The parent process runs this before any worker starts, and writes the result beside the workers' configuration
+as ``data.json``. A file of the cache gets its name when it is complete, and a lock keeps two jobs from doing
+the same long work at once. Megatron takes seconds to import, so it is imported where it is needed.
 Next: ``data_files.py``, ``datasets.py``.
 """
 
@@ -27,7 +26,7 @@ _FORMAT = "1"  # a part of every cache key; raise it when the written form chang
 
 
 def prepare(config: TrainConfig, say: Callable[[str], None] = lambda line: None) -> DataFiles:
-    """The data of a job, from the cache where it is there."""
+    """The data of a job: from the cache, or made now."""
     text = config.text
     if text is not None and is_indexed_dataset(text):
         files = _data_files(text, text, cache_folder() / "indices" / _hash(text.encode()))
@@ -63,7 +62,6 @@ def _tokenized(config: TrainConfig, say: Callable[[str], None]) -> DataFiles:
 
 
 def _trained(config: TrainConfig, corpus: Corpus, say: Callable[[str], None]) -> Path:
-    """The file of the text's own tokenizer, which is trained now if the cache has none."""
     folder = cache_folder() / "tokenizers"
     path = folder / f"{_key(corpus.digest, str(config.tokenizer_size))}.json"
     with locked(folder):
@@ -103,9 +101,9 @@ def _data_files(
 
 def _check_sizes(config: TrainConfig, files: DataFiles) -> None:
     if files.vocab_size > config.vocab_size:
-        what = "the largest token id of" if files.tokenizer is None else "the vocabulary of the tokenizer of"
+        owner = "the largest token id of" if files.tokenizer is None else "the vocabulary of the tokenizer of"
         raise ValueError(
-            f"--vocab-size {config.vocab_size} is too small: {what} {files.name} needs {files.vocab_size}; "
+            f"--vocab-size {config.vocab_size} is too small: {owner} {files.name} needs {files.vocab_size}; "
             f"give --vocab-size {files.vocab_size} or more"
         )
     needed = config.seq_length + 1

@@ -1,10 +1,9 @@
 """Start the worker processes of one method, and say what went wrong if one fails.
 
-Two ways: ``OwnProcesses`` starts all of them on this machine. A ``TorchrunRank`` is one of several that
-torchrun has started: each starts one worker, with a fresh rendezvous for each method, so that methods cannot
-meet each other's process groups.
-Next: ``workers.py`` (starting, waiting and ending), ``worker.py`` (what each process runs), ``failure.py``
-(the message).
+``OwnProcesses`` starts all of them on this machine. A ``TorchrunRank`` is one of several processes that
+torchrun has started: each starts one worker, and every method has a rendezvous of its own, so that methods
+cannot meet each other's process groups.
+Next: ``workers.py`` (start, wait, end), ``worker.py`` (one process), ``failure.py`` (the message).
 """
 
 from __future__ import annotations
@@ -40,13 +39,9 @@ class RefusedElsewhere(Exception):
 
 
 class OwnProcesses:
-    """How a job gets its processes: all are this one's children, on this machine.
+    """A job whose processes are all children of this one, on this machine."""
 
-    Attributes:
-        leads: whether this process speaks for the job.
-    """
-
-    leads = True
+    leads = True  # whether this process speaks for the job
 
     def decide(self, decide: Callable[[], list[Path]]) -> list[Path]:
         """What ``decide`` returns on the leading process; the others wait for it and get the same."""
@@ -58,9 +53,9 @@ class OwnProcesses:
 
 
 class TorchrunRank(OwnProcesses):
-    """One rank of a job that torchrun has started; they meet at torchrun's store, and end when it is gone.
+    """One rank of a job that torchrun has started. It ends when torchrun is gone.
 
-    The results folder and the cache must be on a disk that all ranks see.
+    The ranks meet at torchrun's store. All must see the disk of the results folder and the cache.
     """
 
     def __init__(self) -> None:
@@ -116,26 +111,24 @@ class TorchrunRank(OwnProcesses):
 
 
 def processes(environment: Mapping[str, str] = os.environ) -> OwnProcesses:
-    """The way that fits: torchrun's where a launcher has started this process as one rank of several."""
+    """``TorchrunRank`` where a launcher has started this process as one rank of several."""
     return TorchrunRank() if "RANK" in environment and "WORLD_SIZE" in environment else OwnProcesses()
 
 
 def launch(config: TrainConfig, worker_module: str = WORKER_MODULE) -> None:
-    """Run the ``config.world_size`` workers of one method on this machine; wait until all have ended well.
-
-    They meet at a store of this process that listens on the loopback interface alone.
+    """Run the workers of one method on this machine until all have ended; ``open_method`` was called before.
 
     Args:
-        config: what ``open_method`` has opened the folder of.
         worker_module: what ``python -m`` runs, with the path of ``config.json``.
 
     Raises:
-        TrainingFailed: if a worker raises, is killed, or hangs; the others are ended first. The text names
-            the rank, the error, the step, the pass and the microbatch.
-        Interrupted: on SIGINT, or on SIGTERM once the workers have saved, with no worker left.
+        TrainingFailed: if a worker raises, is killed, or hangs. The text names the rank, the error, the step,
+            the pass and the microbatch. No worker is left.
+        Interrupted: on SIGINT, or on SIGTERM once the workers have saved. No worker is left.
     """
     from torch.distributed import TCPStore
 
+    # The store listens on the loopback interface alone; by itself it would listen on all.
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = TCPStore(

@@ -7,32 +7,35 @@ Next: ``page.html.j2`` (the page), ``pictures.py`` (the picture), ``compare.py``
 from __future__ import annotations
 
 import base64
-import io
 import json
 import shlex
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from rich.console import Console
-from rich.table import Table
 
 from megatron_vocabpar.schedule.draw import WHY_THEY_DIFFER, pictures
 from megatron_vocabpar.schedule.serialize import from_json
 from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.train import output
-from megatron_vocabpar.train.compare import Difference, differences, loss_curve, reference_method
+from megatron_vocabpar.train.compare import differences, loss_curve, reference_method
 from megatron_vocabpar.train.config import TrainConfig, command_line
 from megatron_vocabpar.train.emulated import emulation_table, read_emulation
-from megatron_vocabpar.train.metrics import memory_text, read_metrics, without_nan
+from megatron_vocabpar.train.metrics import read_metrics, without_nan
 from megatron_vocabpar.train.pictures import plot_losses, plot_memory
 from megatron_vocabpar.train.schedule_pictures import measured_idle, planned, write_schedules
 from megatron_vocabpar.train.schedules import describe
+from megatron_vocabpar.train.tables import (
+    TextTable,
+    as_text,
+    difference_table,
+    headline,
+    summarize,
+    summary_table,
+)
 
-_WIDTH = 110
 _ON_CPU = (
     "On the CPU these are figures of whole processes: what a rank holds beside its model (Python, buffers of "
     "gloo, memory that the allocator keeps) differs little from stage to stage. How the vocabulary layers "
@@ -47,28 +50,6 @@ _FILES = (
     (output.CHECKPOINT_FOLDER, "the trained model"),
     (output.LOG_FOLDER, "the output of the ranks other than 0"),
 )
-
-TextTable = tuple[str, list[list[str]]]
-"""A title, and the cells of a table by row; the first row is the heading."""
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """One method's run in a row; rates are medians over steps, peaks the largest of any step, by stage.
-
-    Idle times are shares of a step, means over ranks: as planned, and as measured in the last step.
-    """
-
-    method: str
-    steps: int
-    first_loss: float
-    final_loss: float
-    eval_loss: float | None
-    tokens_per_s: float
-    iteration_ms: float
-    peak_memory_mib: list[float]
-    idle_planned: float | None = None
-    idle_measured: float | None = None
 
 
 def write_report(folder: Path) -> str:
@@ -96,81 +77,16 @@ def write_report(folder: Path) -> str:
         write_schedules(folder, list(charts.values()))
     _write_json(folder / "summary.json", summaries)
     tables = [summary_table(summaries)]
-    if distances := list(differences(curves, reference)):
+    distances = list(differences(curves, reference))
+    if distances:
         _write_json(folder / "comparison.json", distances)
         tables.append(difference_table(distances))
     page = folder / "index.html"
-    page.write_text(_page(folder, config, tables), encoding="utf-8")
-    return "\n".join([*(as_text(*table) for table in tables), f"results: {page.absolute()}"])
+    page.write_text(_page(folder, config, headline(summaries, distances), tables), encoding="utf-8")
+    return "\n".join([*map(as_text, tables), f"results: {page.absolute()}"])
 
 
-def summarize(method: str, records: Sequence[Mapping[str, Any]]) -> Summary:
-    """One row from the lines of a method's ``metrics.jsonl``, of which there is at least one."""
-    stages = len(records[-1]["peak_memory_mib"])  # a resume may have changed it
-    peaks = zip(*(r["peak_memory_mib"] for r in records if len(r["peak_memory_mib"]) == stages), strict=True)
-    evaluations = loss_curve(records, "eval_loss")
-    return Summary(
-        method=method,
-        steps=records[-1]["step"],
-        first_loss=records[0]["loss"],
-        final_loss=records[-1]["loss"],
-        eval_loss=evaluations[max(evaluations)] if evaluations else None,
-        tokens_per_s=statistics.median(record["tokens_per_s"] for record in records),
-        iteration_ms=statistics.median(record["iteration_ms"] for record in records),
-        peak_memory_mib=list(map(max, peaks)),
-    )
-
-
-def summary_table(summaries: Sequence[Summary]) -> TextTable:
-    """The runs, a method a row."""
-    headings = ["method", "tokens/s", "peak MiB by stage", "loss, last", "loss, first"]
-    rows = [
-        [
-            row.method,
-            f"{row.tokens_per_s:,.0f}",
-            memory_text(row.peak_memory_mib),
-            f"{row.final_loss:.4f}",
-            f"{row.first_loss:.4f}",
-            "–" if row.eval_loss is None else f"{row.eval_loss:.4f}",
-            str(row.steps),
-            f"{row.iteration_ms:,.0f}",
-            f"{_percent(row.idle_planned)}/{_percent(row.idle_measured)}",
-        ]
-        for row in summaries
-    ]
-    title = "Training; idle: as planned / in the last step; memory: peak above what was held before the model"
-    return title, [[*headings, "evaluation", "steps", "ms/step", "idle %"], *rows]
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:.0f}"
-
-
-def difference_table(differences: Sequence[Difference]) -> TextTable:
-    """The largest differences of the training losses, a method a row."""
-    rows = [["method", "steps compared", "absolute", "at step", "relative", "at step"]]
-    for row in differences:
-        absolute = [f"{row.absolute:.2e}", str(row.absolute_step)]
-        steps = str(row.steps)
-        if row.not_finite_step is not None:
-            steps += f", not finite from step {row.not_finite_step}"
-        rows.append([row.method, steps, *absolute, f"{row.relative:.2e}", str(row.relative_step)])
-    return f"Largest difference of the loss from {differences[0].reference}", rows
-
-
-def as_text(title: str, cells: Sequence[Sequence[str]]) -> str:
-    """A table as plain text."""
-    table = Table(title=title)
-    for heading in cells[0]:
-        table.add_column(heading, justify="left" if heading == "method" else "right", overflow="fold")
-    for row in cells[1:]:
-        table.add_row(*row)
-    text = io.StringIO()
-    Console(file=text, width=_WIDTH, no_color=True).print(table)
-    return text.getvalue().rstrip("\n")
-
-
-def _page(folder: Path, config: TrainConfig, tables: Sequence[TextTable]) -> str:
+def _page(folder: Path, config: TrainConfig, shown: str, tables: Sequence[TextTable]) -> str:
     environment = Environment(
         loader=PackageLoader("megatron_vocabpar", "train"),
         autoescape=True,
@@ -189,6 +105,7 @@ def _page(folder: Path, config: TrainConfig, tables: Sequence[TextTable]) -> str
     return environment.get_template("page.html.j2").render(
         output=folder,
         config=config,
+        headline=shown,
         tables=tables,
         methods=methods,
         emulation=emulation and emulation_table(emulation),

@@ -1,7 +1,4 @@
-"""The schedules of a job's methods on one time axis, and how long their ranks idle.
-
-Made from the ``schedule.json`` and ``timeline.json`` that the methods left; see ``report.py``.
-"""
+"""The schedules of a job's methods on one time axis, and their ranks' idle time; see ``report.py``."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ NOTE = "With the times that they were planned for, on one time axis: a row a ran
 
 
 def read_plan(folder: Path) -> Plan | None:
-    """What a method's folder holds as its plan; None if there is none that can be read."""
+    """The plan in a method's folder; None if none can be read."""
     with suppress(OSError, ValueError):
         return plan_from_json((folder / output.SCHEDULE_DATA_FILE).read_text(encoding="utf-8"))
     return None
@@ -32,7 +29,7 @@ def planned(folders: Sequence[Path]) -> dict[str, Chart]:
 
 
 def measured_idle(folder: Path) -> float | None:
-    """The share of the measured step that the ranks of a method idled; None where nothing was measured."""
+    """The ranks' mean idle share of the measured step; None where nothing was measured."""
     plan = read_plan(folder)
     with suppress(ValueError):
         return read_timeline(folder / pictures.TIMELINE_FILE, plan.schedule).idle if plan else None

@@ -1,8 +1,7 @@
-"""The schedule of each method of a job: which families its model can be trained in, and the one that is made.
+"""The schedule of each method of a job: the families that its model can be trained in, and the one to use.
 
-It is made once, before any process starts, and every rank reads the same ``schedule.json``: the model chunks
-of a rank follow from it.
-Next: ``schedule/make/generate.py``; ``job.py``, which hands it on.
+It is made once, before any process starts. Every rank reads the same ``schedule.json``, from which its model
+chunks follow. Next: ``schedule/make/generate.py``; ``job.py``, which passes it on.
 """
 
 from __future__ import annotations
@@ -44,16 +43,14 @@ def misfit(config: TrainConfig, method: str, family: Family) -> str | None:
             f"{family.name} puts the first and the last stage on one rank, where stock Megatron's baseline "
             "cannot tie their weights; give --untied, or leave baseline out"
         )
-    options, placement = (
-        VocabOptions(late_gradient=config.late_gradient),
-        Placement(config.pp, chunks, family.shape),
-    )
+    options = VocabOptions(late_gradient=config.late_gradient)
+    placement = Placement(config.pp, chunks, family.shape)
     broken = conflicts(options, method_named(method), placement, spell=lambda name, _: flag(name))
     return broken[0] if broken else None
 
 
 def plan_method(config: TrainConfig, method: str) -> Plan:
-    """The plan of one method: of the named family, or the fastest of all that fit."""
+    """The plan of one method, in the named family or in the fastest of all that fit."""
     fitting = fitting_families(config, method)
     costs = None if config.costs is None else PassCosts.load(config.costs)
     request = PlanRequest(
@@ -70,7 +67,7 @@ def plan_method(config: TrainConfig, method: str) -> Plan:
 
 
 def fitting_families(config: TrainConfig, method: str) -> list[Family]:
-    """The families that ``--family`` and ``--chunks`` leave open, and in which ``method`` can train."""
+    """The families that ``--family`` and ``--chunks`` allow and in which ``method`` can train."""
     named = [family for name, family in families().items() if config.family in (name, SEARCH)]
     open_ = [family for family in named if family.allows(config.chunks)]
     if not open_:

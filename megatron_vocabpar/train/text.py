@@ -1,7 +1,7 @@
-"""Real text with no download: the standard library's Python source, or what the user names.
+"""Real text without a download: the standard library's Python source, or what the user names.
 
-A source is read as *documents*: pieces of at most ``LONGEST_PIECE`` characters, cut at line ends, in
-an order that spreads the files (so the last documents, which are kept for evaluation, are like the rest).
+A source is read as *documents*: pieces of at most ``LONGEST_PIECE`` characters, cut at line ends. Files come
+in the order of a hash, so the last documents, which are kept for evaluation, are like the rest.
 Next: ``tokenizer.py``.
 """
 
@@ -24,14 +24,10 @@ _SNIFFED = 64 * 1024
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text as it is tokenized.
-
-    Attributes:
-        documents: pieces of text, none empty.
-    """
+    """Text as it is tokenized."""
 
     name: str
-    documents: tuple[str, ...]
+    documents: tuple[str, ...]  # none empty
 
     @property
     def digest(self) -> str:
@@ -47,7 +43,7 @@ def is_indexed_dataset(text: str | None) -> bool:
 
 
 def check_source(text: str | None) -> None:
-    """A quick look at the start of a source."""
+    """Refuse a source whose first bytes show that it is no text."""
     if text is None:
         _standard_library()
         return
@@ -99,8 +95,6 @@ def _standard_library() -> Path:
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
-    """The files under ``folder``, in the order of a hash of their relative paths."""
-
     def spread(path: Path) -> bytes:
         name = path.relative_to(folder).as_posix()
         return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()

@@ -1,9 +1,8 @@
-"""A byte-level BPE tokenizer of exactly the size that is asked for.
+"""A byte-level BPE tokenizer of exactly the requested size.
 
-Trained on the text; where the text cannot fill the vocabulary, rare merges and then the word lists of the
-``english-words`` package (341,000 words) are added to the training text. Every byte is a token, so any
-text can be encoded, and token 0 is ``<|endoftext|>``.
-Next: ``prepare.py``, which keeps it between runs.
+It is trained on the text. Where the text cannot fill the vocabulary, rare merges and the word lists of the
+package ``english-words`` (341,000 words) are added. Every byte is a token, so any text can be encoded; token
+0 is ``<|endoftext|>``. Next: ``prepare.py``, which keeps it between runs.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a ``tokenizer.json``."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
@@ -42,7 +40,6 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def end_of_text(tokenizer: Tokenizer) -> int:
-    """Id of ``<|endoftext|>``."""
     id = tokenizer.token_to_id(END_OF_TEXT)
     if id is None:
         raise ValueError(f"--tokenizer: the tokenizer has no token {END_OF_TEXT}; give one that has")
@@ -74,7 +71,7 @@ def _trained(texts: Sequence[str], vocab_size: int, min_frequency: int) -> Token
 
 
 def _words() -> Iterator[str]:
-    """The words of both lists of ``english-words``, sorted, in pieces of text."""
+    # Sorted, so that the same texts give the same tokenizer; 1000 words a text.
     from english_words import get_english_words_set
 
     words = sorted(get_english_words_set(["web2", "gcide"]))

@@ -1,9 +1,9 @@
 """The training loop of ``vocabpar train``, on one rank.
 
 1. Join the process group; build model, optimizer and data as Megatron does.
-2. For every step: one call of the forward-backward function, one optimizer step, one line of metrics.
-3. Now and then an evaluation, with the same forward-backward function.
-4. At the end: checkpoint, the schedule as a picture, the measured timeline of the last step.
+2. For every step: call the forward-backward function, step the optimizer, write a line of metrics.
+3. Now and then evaluate, with the same forward-backward function.
+4. At the end save a checkpoint, the schedule as a picture, and the measured timeline of the last step.
 """
 
 from __future__ import annotations
@@ -56,16 +56,12 @@ _START = timedelta(minutes=10)  # in which all ranks have started
 
 
 def run(config: TrainConfig) -> int:
-    """Train as ``config`` says, on the rank that the environment names.
+    """Train one method, on the rank that the environment names; returns the exit code.
 
-    SIGTERM, to any rank, ends the training after the step that is running, with a checkpoint.
+    SIGTERM to any rank ends the training after the running step, with a checkpoint and the code ``SAVED``.
 
     Args:
-        config: of one method; ``config.output`` is that method's folder, with ``data.json`` and
-            ``schedule.json`` in it.
-
-    Returns:
-        The exit code: ``SAVED`` after SIGTERM, else 0.
+        config: ``output`` is the method's folder, with ``data.json`` and ``schedule.json`` in it.
     """
     device = default_device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(backend(device))
@@ -76,7 +72,7 @@ def run(config: TrainConfig) -> int:
 
 
 def train(config: TrainConfig, device: torch.device) -> bool:
-    """Train in the process group that there is; see ``run``. Returns whether SIGTERM has ended it."""
+    """Train in the default process group; see ``run``. Returns whether SIGTERM has ended the training."""
     with megatron_on(device):
         parallel_state.initialize_model_parallel(config.tp, config.pp)
         torch.manual_seed(config.seed)
@@ -106,8 +102,6 @@ def forward_step(device: torch.device, data_iterator: Iterator[Any] | None, mode
 
 
 class _Trainer:
-    """What lives as long as the job on one rank."""
-
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
@@ -187,7 +181,7 @@ class _Trainer:
         self.terminated = True
 
     def _batches(self, dataset: Any, step: int) -> list[Iterator[Any] | None]:
-        """The data of each chunk: the first stage and that of the loss have some, the others load nothing."""
+        """The data of each chunk; only the first stage and that of the loss load any."""
         rank = parallel_state.get_pipeline_model_parallel_rank()
         replica = parallel_state.get_data_parallel_rank()
         ends = (0, self.placement.loss_stage)
@@ -224,7 +218,7 @@ class _Trainer:
         }
 
     def _end_at(self, step: int, loss: float, reports: list[Any]) -> NoReturn:
-        """Run the step's microbatches once more, to say where the loss ceased to be a number."""
+        """Run the step's microbatches again to find where the loss ceased to be a number; end the run."""
         with self.watch.layers_of(self.state.chunks):
             self._run(self._batches(self.train_data, step), forward_only=True)
         method, last = self.plan.schedule.method, self.placement.last_stage

@@ -26,9 +26,10 @@ _SCALED = ("linear_proj.weight", "linear_fc2.weight")
 
 
 def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters of an unwrapped stage with the layer numbers of the whole model (from 0) in their names.
+    """Parameters of an unwrapped stage by their names in the whole model, layers counted from 0.
 
-    So have experts those of the whole layer. A weight tied on this stage is named once, by its embedding.
+    Experts have their numbers in the whole layer.
+    A weight tied on this stage comes once, as its embedding.
     """
     for name, parameter in model.named_parameters():
         match = _LAYER.match(name)
@@ -49,12 +50,9 @@ def _first_expert(model: GPTModel) -> int:
 def initialise_weights(model: GPTModel, seed: int) -> None:
     """Draw all weights of an unwrapped stage anew: normal with Megatron's standard deviations.
 
-    Matrices get ``init_method_std``, projections back into the residual stream that over ``sqrt(2 L)``;
-    vectors (norms, biases) keep what they have. Padding rows of the vocabulary are zero.
-
-    Args:
-        model: GPTModel or VocabParallelGPTModel. A stock last stage draws a tied output weight as the
-            embedding is drawn.
+    Matrices get ``init_method_std``, projections back into the residual stream that over ``sqrt(2 L)``.
+    Vectors (norms, biases) keep what they have. Padding rows of the vocabulary are zero. A tied output weight
+    on a stage of its own is drawn as the embedding is.
     """
     config = model.config
     for name, parameter in global_parameters(model):
@@ -75,7 +73,7 @@ def initialise_weights(model: GPTModel, seed: int) -> None:
 
 
 def _place(model: GPTModel, name: str, parameter: torch.nn.Parameter) -> tuple[int, int, int, int]:
-    """Where a parameter lies in its whole tensor: dimension, size of the whole, first index, true indices."""
+    """A parameter's slice of its whole tensor: dimension, size of the whole, first index, count."""
     if isinstance(model, PartitionedModel) and name in _VOCABULARY:
         shard = model.shard.range
         return 0, shard.vocab_size, min(shard.start, shard.vocab_size), shard.valid_rows

@@ -1,10 +1,10 @@
 """One training process: ``python -m megatron_vocabpar.train.worker <config.json>``.
 
-Started by ``ranks.py``, once a rank, with torch's ``RANK``, ``WORLD_SIZE``, … in the environment. Rank 0
-keeps the terminal, without Megatron's warnings; the others write all they say to a log file. An exception
-is left in the rank's record, for the launcher, and the process ends at once: on a failure nothing waits for
-peers. It also ends when its launcher is gone.
-Next: ``trainer.py``, which does the training.
+``ranks.py`` starts one a rank, with torch's ``RANK``, ``WORLD_SIZE``, … in the environment. Rank 0 keeps
+the terminal, without Megatron's warnings; the others write to log files. A process that fails leaves its
+exception in the rank's record and ends at once, without waiting for peers, as it does when its launcher is
+gone.
+Next: ``trainer.py``, which trains.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def run_worker(config_path: str, run: Callable[[TrainConfig], int | None]) -> No
 
 
 def _leave(code: int, temporary: Path | None) -> NoReturn:
-    """End this process now: a normal exit would join threads and free groups in which it waits for peers.
+    """End this process now, without Python's own exit, which may hang or crash.
 
-    Nor does a training that went well need it: gloo's threads may still let go of their last tensors, and an
-    interpreter that is shutting down ends the process with "terminate called without an active exception".
-
-    What it has started, as checkpoints do, is in its session and ends here, also where no launcher ends it.
+    After a failure it would join threads and free groups that wait for peers. After a training that went
+    well, gloo's threads may still release their last tensors, and an interpreter that shuts down meanwhile
+    ends with "terminate called without an active exception".
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    # Checkpoints start processes of their own: they are in this session, and end with it.
     if os.getpgrp() == os.getpid():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)

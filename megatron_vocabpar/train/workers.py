@@ -1,10 +1,10 @@
-"""Start processes, wait for them, and leave none behind: each is the leader of a session of its own.
+"""Start processes, wait for them, and leave none behind: each leads a session of its own.
 
-A worker that ends badly ends the others. Ctrl-C ends them at once; SIGTERM is handed on, and they get time to
-save. A watchdog says which ranks stand still, and ends the job after a time that the user may give.
+A worker that ends badly ends the others. Ctrl-C ends all at once; SIGTERM is passed on, and they get time to
+save. A watchdog says which ranks stand still, and ends the job after ``--timeout``.
 
-``torch.distributed.elastic.multiprocessing`` breaks two promises: what a dead worker has started lives on,
-and peers get SIGTERM, which means "save" here, so one that saves or stands still holds the job for 30 s.
+Why not ``torch.distributed.elastic.multiprocessing``: processes that a dead worker has started would live on,
+and peers would get SIGTERM, which means "save" here, so one that stands still would hold the job for 30 s.
 Next: ``failure.py``, which reads the ranks' records.
 """
 
@@ -48,7 +48,7 @@ class Interrupted(Exception):
 
 @dataclass
 class Watchdog:
-    """Says, a line each time, that no rank has got any further for a while, and where each of them is.
+    """Says that no rank has got any further for a while, and where each rank is.
 
     Attributes:
         timeout_s: after which the job ends; 0 is never.
@@ -74,11 +74,7 @@ class Watchdog:
         self._since = self._said = time.monotonic()
 
     def look(self) -> None:
-        """Call it now and then.
-
-        Raises:
-            TrainingFailed: if no rank has got any further for ``timeout_s``.
-        """
+        """Call it now and then; raises ``TrainingFailed`` after ``timeout_s`` without progress."""
         now, records = time.monotonic(), [Record.read(self.logs, rank) for rank in range(self.ranks)]
         if records != self._seen or any(record.step is None for record in records):
             self._seen, self._since, self._said = records, now, now
@@ -89,9 +85,9 @@ class Watchdog:
             self.say(self._text(now))
 
     def stood_still(self) -> str:
-        """Where the ranks stood if none had got any further for a while, as a line; else an empty text.
+        """For a job that has failed: a line on where the ranks stood, if none had got further for a while.
 
-        For a job that has failed: NCCL's timeout ends the ranks that wait, not the one waited for.
+        NCCL's timeout ends the ranks that wait, not the one that they wait for.
         """
         now = time.monotonic()
         return f"before that: {self._text(now)}\n" if now - self._since >= _QUIET_S else ""
@@ -107,10 +103,10 @@ class Watchdog:
         return f"no rank has got any further for {now - self._since:.0f} s: {where}{self._first()}"
 
     def _first(self) -> str:
-        """``; rank N stopped first``: what that rank is in comes first in the schedule, so it does not wait.
+        """``; rank N stopped first``: its instruction comes first in the schedule, so it waits for nobody.
 
-        The last to join a communication does not wait there. Of ranks that stand together outside the
-        schedule, or in their last instructions, nothing tells which waits for which.
+        Of several in one communication the last to join does not wait there. Of ranks that stand together
+        outside the schedule, or in their last instructions, nothing tells which waits for which.
         """
         places = self.places()
         behind = max(places.values(), default=0)
@@ -125,7 +121,7 @@ class Watchdog:
 
 
 def _places(schedule: Path) -> dict[str, int]:
-    """Places of a method's instructions, as ``places_in_step``; each rank's last is behind all others."""
+    """As ``places_in_step``, but each rank's last instruction is behind all others."""
     plan = plan_from_json(schedule.read_text())
     places = places_in_step(plan.schedule, plan.program)
     last = {row[-1] for row in plan.program}
@@ -135,12 +131,7 @@ def _places(schedule: Path) -> dict[str, int]:
 def run_workers(
     command: Sequence[str], environments: Mapping[int, Mapping[str, str]], watchdog: Watchdog | None
 ) -> dict[int, int]:
-    """Run one process a rank until all have ended.
-
-    Args:
-        command: Python's arguments.
-        environments: of each rank.
-        watchdog: is asked while they run.
+    """Run Python with the arguments ``command``, one process a rank, until all have ended.
 
     Returns:
         Exit codes, by rank, of those that ended badly by themselves; -N for signal N. Empty if all went well.
@@ -183,7 +174,7 @@ def run_workers(
 
 
 def _wait(processes: Mapping[int, subprocess.Popen[bytes]], watchdog: Watchdog | None) -> dict[int, int]:
-    """Until all have ended, or one has ended badly, and, if that one has saved, the others have too."""
+    # A worker that saves on SIGTERM ends with SAVED; then the others are still to save.
     while True:
         codes = {rank: process.poll() for rank, process in processes.items()}
         running = [rank for rank, code in codes.items() if code is None]
@@ -197,9 +188,9 @@ def _wait(processes: Mapping[int, subprocess.Popen[bytes]], watchdog: Watchdog |
 
 @contextmanager
 def on_signal(number: int, call: Callable[[int], object]) -> Iterator[None]:
-    """Call this on a signal, in the main thread; in another thread's context signals are left as they are.
+    """Call this on a signal inside the context; in another than the main thread, leave signals as they are.
 
-    Also where the shell that started this process in the background has it ignored, as with SIGINT.
+    It also holds for SIGINT where a shell that started this process in the background has it ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

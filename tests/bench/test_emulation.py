@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
-from megatron_vocabpar.bench import emulated_passes
+from megatron_vocabpar.bench import beside, emulated_passes
+from megatron_vocabpar.bench.beside import OtherWork
 from megatron_vocabpar.bench.emulated_passes import EmulatedRank
 from megatron_vocabpar.bench.emulation import emulate
 from megatron_vocabpar.bench.forked import run_forked
@@ -36,6 +37,7 @@ from megatron_vocabpar.schedule.words.passes import CommType, Pass
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import ProgressRecord, TrainingFailed
 from megatron_vocabpar.train.output import method_config, open_method, open_output
+from megatron_vocabpar.train.pictures import COLOURS
 from tests.spawn import run_ranks
 from tests.train.fake_results import write_results
 
@@ -171,7 +173,9 @@ def test_a_rank_that_is_killed_is_named_and_the_others_are_ended() -> None:
     assert set(multiprocessing.active_children()) == before
 
 
-def test_a_pass_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_said_and_a_pass_that_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(ms: float) -> None:
         if ms == 5.0 * 0.5:
             raise FloatingPointError("planted")
@@ -180,7 +184,11 @@ def test_a_pass_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan("baseline", 2, 2, costs=PassCosts(F_ms=(3.0, 5.0), B_ms=7.0, W_ms=11.0))
     words = r"^rank 1 raised InstructionError: rank 1, pass 1F0 .*planted \(at step 2, in pass 1F0: F of"
     with pytest.raises(TrainingFailed, match=words):
-        emulate({"baseline": plan}, scale=0.5, iterations=1)
+        emulate({"baseline": plan}, 0.5, 1, lambda line: print(line, file=(tmp_path / "said").open("a")))
+    predicted_s = simulate(plan).iteration_ms * 0.5 / 1e3
+    first, second = (tmp_path / "said").read_text().splitlines()
+    assert first == f"emulating on 2 processes: their schedules take {predicted_s:.0f} s"
+    assert second == "[1/1] baseline"  # of rank 0
 
 
 def test_results_come_in_the_order_of_the_ranks() -> None:
@@ -190,7 +198,22 @@ def test_results_come_in_the_order_of_the_ranks() -> None:
     assert [rank for rank, _ in run_forked(3, body, PATIENCE)] == [0, 1, 2]
 
 
-def test_the_command_prints_both_and_adds_to_a_report(tmp_path: Path) -> None:
+def test_other_work_is_counted_and_our_own_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, own, clock = {"user": 100.0, "idle": 50.0}, [10.0, 0.0, 0.0, 0.0, 99.0], [1000.0]
+    monkeypatch.setattr(beside.psutil, "cpu_times", lambda: SimpleNamespace(**machine))
+    monkeypatch.setattr(beside.os, "times", lambda: own)
+    monkeypatch.setattr(beside.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(beside.time, "monotonic", lambda: clock[0])
+    work = OtherWork()
+    machine["user"], machine["system"], own[0], own[3], clock[0] = 106.0, 2.0, 11.0, 1.0, 1010.0
+    assert work.share() == pytest.approx((8.0 - 2.0) / (10.0 * 2))  # of 20 processor seconds
+    assert beside.warning(0.05) == ""
+
+
+def test_the_command_prints_both_and_adds_to_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OtherWork, "share", lambda self: 0.3)
     config = TrainConfig(output=str(tmp_path / "out"), steps=2)
     open_output(config)
     told = method_config(config, "vocab-2")
@@ -209,7 +232,9 @@ def test_the_command_prints_both_and_adds_to_a_report(tmp_path: Path) -> None:
     ]
     result = CliRunner().invoke(command.main, [*arguments, "--format", "json", "--report", config.output])
     assert result.exit_code == 0, result.output
-    found = json.loads(result.output)
+    found = json.loads(result.stdout)
+    assert found["warning"].startswith("Other programs took 30 % of this machine's processors meanwhile")
+    assert found["warning"] in result.stderr
     assert (found["pp"], found["microbatches"], found["scale"]) == (2, 2, 0.05)
     assert [row["name"] for row in found["schedules"]] == ["baseline", "v-half + vocab-2"]
     plans = make_plan("baseline", 2, 2), make_plan("vocab-2", 2, 2, family="v-half")
@@ -222,8 +247,10 @@ def test_the_command_prints_both_and_adds_to_a_report(tmp_path: Path) -> None:
         assert 0 < row["critical_passes"] <= 2 * sum(map(len, plan.schedule.ranks))
     page = (tmp_path / "out" / "index.html").read_text()
     assert "Emulated: 2 ranks, 2 microbatches" in page
+    assert "Other programs took 30 %" in page
     assert "v-half + vocab-2" in page
-    assert len(ElementTree.parse(tmp_path / "out" / "emulation.svg").getroot()) > 10
+    bars = {box.get("fill") for box in ElementTree.parse(tmp_path / "out" / "emulation.svg").getroot()}
+    assert {COLOURS["baseline"], COLOURS["vocab-2"]} <= bars  # as in the pictures of the training
 
 
 def test_bad_input_is_one_line() -> None:

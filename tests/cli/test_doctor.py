@@ -49,6 +49,23 @@ def test_json_and_exit_code_0_where_nothing_failed(monkeypatch: pytest.MonkeyPat
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("options", "outcome"), [((), "failed"), (("--time-limits", "60000"), "ok")])
+def test_more_time_for_each_check(
+    options: tuple[str, ...], outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hurried = Check("a hurried one", f"{FAKE}:fine", {"figure": ""}, 0.001)
+    done = doctor(monkeypatch, [hurried], "--format", "json", *options)
+    (row,) = json.loads(done.stdout)["checks"]
+    assert row["outcome"] == outcome
+    assert ("--time-limits" in row["reason"]) == (outcome == "failed")
+
+
+def test_time_limits_are_those_of_the_checks_on_gpus() -> None:
+    done = CliRunner().invoke(main, ["doctor", "--megatron", ".", "--time-limits", "2"])
+    assert done.exit_code == 2
+    assert "--time-limits is for the checks of --gpu" in done.stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_machine_without_gpus_gets_one_line_and_exit_code_2() -> None:
     done = CliRunner().invoke(main, ["doctor", "--gpu"])

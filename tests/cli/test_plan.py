@@ -51,9 +51,19 @@ def test_json_holds_every_option_and_its_stages() -> None:
         )
 
 
+def test_memory_can_be_read_with_many_ranks() -> None:
+    """A row a rank: no number is cut, whatever their number."""
+    arguments = ("--pp", "32", "--microbatches", "32", "--memory-gib", "1000", "--", "--num-layers", "64")
+    result = run("plan", *arguments, *SMALL[SMALL.index("--hidden-size") :])
+    assert result.exit_code == 0
+    assert "…" not in result.output
+    sums = re.findall(r"^ +31 +.* (\d+\.\d) *$", result.output, re.MULTILINE)
+    assert len(sums) == 2
+
+
 def test_nothing_fits() -> None:
     result = run("plan", "--memory-gib", "1", "--format", "json", *SMALL)
-    assert result.exit_code == 2
+    assert result.exit_code == 1  # 2 is wrong usage
     data = json.loads(result.output)
     assert data["recommended"] is None
     assert data["would_fit"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from megatron_vocabpar.cli import main as command
@@ -36,17 +38,34 @@ def python(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=240, **options)
 
 
-def test_verbs_are_listed_without_torch() -> None:
+def test_help_of_every_verb_needs_no_torch() -> None:
     code = (
         "import sys; from click.testing import CliRunner\n"
         "from megatron_vocabpar.cli.main import VERBS, main\n"
         "shown = CliRunner().invoke(main, ['--help']).output\n"
-        "CliRunner().invoke(main, ['train', '--help'])\n"
         "assert all(verb in shown for verb in VERBS), shown\n"
+        "for verb in VERBS:\n"
+        "    assert CliRunner().invoke(main, [verb, '--help']).exit_code == 0, verb\n"
         "heavy = {'torch', 'megatron', 'numpy', 'matplotlib'} & sys.modules.keys()\n"
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "typed", "names"),
+    [
+        (["schedule", "--method"], "vocab", ["vocab-1", "vocab-2"]),
+        (["schedule", "--family"], "v-h", ["v-half"]),
+        (["train", "--method"], "base", ["baseline"]),
+        (["train", "--compare"], "baseline,vocab-1,int", ["baseline,vocab-1,interlaced"]),
+        (["emulate"], "v-half:na", ["v-half:naive"]),
+        ([], "pat", ["patches"]),
+    ],
+)
+def test_a_shell_completes_names(words: list[str], typed: str, names: list[str]) -> None:
+    shell = ShellComplete(command.main, {}, "vocabpar", "_VOCABPAR_COMPLETE")
+    assert [item.value for item in shell.get_completions(words, typed)] == names
 
 
 def test_version() -> None:
@@ -101,6 +120,27 @@ def test_an_interrupt_while_the_command_line_is_imported(tmp_path: Path) -> None
     paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
     interrupted = python("-m", "megatron_vocabpar", env=os.environ | paths)
     assert (interrupted.returncode, interrupted.stderr) == (130, "vocabpar: interrupted\n")
+
+
+@pytest.mark.skipif(
+    subprocess.run(
+        ["unshare", "--fork", "--pid", "--map-root-user", "true"], stderr=subprocess.DEVNULL
+    ).returncode
+    if shutil.which("unshare")
+    else True,
+    reason="no process may be the first of a namespace here",
+)
+def test_the_first_process_of_a_container_ends_on_sigterm(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text(f"import os\nos.kill(os.getpid(), {int(signal.SIGTERM)})\n")
+    root = str(Path(command.__file__).parents[2])
+    done = subprocess.run(
+        ["unshare", "--fork", "--pid", "--map-root-user", sys.executable, "-m", "megatron_vocabpar"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (143, "")
 
 
 FAKE_JOB = (

@@ -183,7 +183,7 @@ def find(fault: Fault, folder: Path, runs: int = RUNS) -> Counter[str]:
     found: Counter[str] = Counter()
     for seed in range(runs):
         settings = DELAYS | {"EMULATED_SEED": str(seed)} | dict(fault.settings)
-        outcome = jobs.run(config, folder / str(seed), settings=settings, plant=fault.plant, limit_s=60)
+        outcome = jobs.run(config, folder / str(seed), settings=settings, plant=fault.plant, limit_s=240)
         found[symptom(outcome, expected, tolerance)] += 1
     return found
 

@@ -93,7 +93,7 @@ def run(
     *,
     settings: Mapping[str, str] | None = None,
     plant: Plant | None = None,
-    limit_s: float = 120,
+    limit_s: float = 600,
 ) -> Outcome:
     """Train as ``config`` says, with ``EMULATED_*`` and other variables in ``settings``.
 

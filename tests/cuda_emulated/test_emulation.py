@@ -99,6 +99,37 @@ def test_memory_that_another_stream_still_reads_is_spoilt() -> None:
     assert not total.isfinite()
 
 
+@pytest.mark.parametrize(("beside", "longest"), [(True, 1), (False, 2)])
+def test_events_tell_what_runs_beside_what(beside: bool, longest: int) -> None:
+    """Two streams take the time of one product, one stream that of two, whatever the host is busy with."""
+    a = torch.ones(600, 600, device=CUDA)
+    main, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    other.wait_event(start)
+    with torch.cuda.stream(other if beside else main):
+        a @ a
+    a @ a
+    main.wait_stream(other)
+    end.record()
+    torch.cuda.synchronize()
+    product_ms = 2 * 600**3 / 60e12 * 1e3 + 0.002
+    assert start.elapsed_time(end) == pytest.approx(longest * product_ms, rel=1e-3)
+
+
+def test_what_the_host_waited_for_is_over_before_what_it_queues_then() -> None:
+    a, other = torch.ones(600, 600, device=CUDA), torch.cuda.Stream()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    a @ a
+    torch.cuda.current_stream().synchronize()
+    with torch.cuda.stream(other):
+        end.record()
+    torch.cuda.synchronize()
+    assert start.elapsed_time(end) > 0.007
+
+
 def test_a_full_device_is_told() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(1 << 40, dtype=torch.uint8, device=CUDA)

@@ -44,5 +44,12 @@ def hangs(folder: str) -> Finding:
     return Finding("ok")
 
 
+def waits(file: str) -> Finding:
+    """Leaves its id, and never ends."""
+    Path(file).write_text(str(os.getpid()))
+    time.sleep(600)
+    return Finding("ok")
+
+
 def variables_of_launchers() -> Finding:
     return Finding("ok", ",".join(name for name in ("RANK", "WORLD_SIZE", "HOME") if name in os.environ))

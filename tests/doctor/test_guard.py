@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +51,27 @@ def test_whatever_a_check_does_the_rest_go_on() -> None:
 
 def test_a_check_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     found = run(check("hangs", timeout_s=4, folder=str(tmp_path)))
-    assert (found.outcome, found.reason) == ("failed", "it did not end within 4 s")
+    assert (found.outcome, found.reason) == ("failed", "it did not end within 4 s (--time-limits)")
     for file in tmp_path.glob("pid"):  # none where the machine was too slow to start anything
         started = int(file.read_text())
         assert not psutil.pid_exists(started) or psutil.Process(started).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_check_ends_with_the_doctor(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    arguments = repr({"file": str(file)})
+    code = (
+        "from megatron_vocabpar.doctor.guard import run; from megatron_vocabpar.doctor.result import Check; "
+        f"run(Check('waits', 'tests.doctor.fake_checks:waits', {arguments}, 300))"
+    )
+    doctor = subprocess.Popen([sys.executable, "-c", code])
+    while doctor.poll() is None and not (file.exists() and file.read_text()):
+        time.sleep(0.05)
+    check = psutil.Process(int(file.read_text()))
+    doctor.kill()
+    doctor.wait()
+    psutil.wait_procs([check], timeout=60)
+    assert not check.is_running() or check.status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_check_is_no_rank_of_a_launcher_around_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,9 +140,9 @@ ARGUMENTS = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-lengt
 
 def plan() -> Iterator[BadInput]:
     for flags, says in {
-        "": "give one model", "--preset x": "unknown model preset 'x'; choose one of .*gemma-2-9b", "--preset gemma-2-9b --hardware V100": "choose one of A100, H100, H200, B200",
+        "": "give one model", "--preset x": "unknown model preset 'x'; choose one of .*gemma-2-9b", "--preset gemma-2-9b --hardware V100": "choose one of A100, H100, H200, H800",
         "--preset gemma-2-9b --pp 0": "pp|pipeline", "--preset gemma-2-9b --tp 0": "tp|tensor", "--preset gemma-2-9b --dp 0": "dp|data",
-        "--preset gemma-2-9b --ep 3": "expert parallel size 3 does not divide", "--preset gemma-2-9b --microbatches 0": "microbatch",
+        "--preset gemma-2-9b --ep 3": "expert parallel size 3 does not divide d x t x c = 1 x 1 x 1 = 1; choose 1", "--preset gemma-2-9b --microbatches 0": "microbatch",
         "--preset gemma-2-9b --micro-batch-size 0": "micro", "--preset gemma-2-9b --seq-length 0": "--seq-length 0",
         "--preset gemma-2-9b --memory-gib nan": "memory-gib", "--preset gemma-2-9b --memory-gib -1": "memory-gib",
         "--preset gemma-2-9b --memory-gib inf": "memory-gib",
@@ -201,22 +202,43 @@ def replace_file(bad: BadInput, name: str) -> BadInput:
 def train() -> Iterator[BadInput]:
     small = "train --device cpu --output {}/out"
     for flags, says in {
-        "--pp 0": "--pp is 0", "--pp 9 --layers 8": "--pp 9 is larger", "--layers 7": "cannot be divided", "--tp 3": "--tp 3", "--dp 0": "--dp is 0",
-        "--microbatches 0": "--microbatches is 0", "--lr nan": "--lr is nan", "--lr inf": "--lr is inf", "--lr 0": "--lr is 0", "--lr -1": "--lr is -1",
-        "--warmup -1": "--warmup is -1", "--weight-decay nan": "--weight-decay", "--clip-grad -1": "--clip-grad", "--seed -1": "--seed",
+        "--pp 0": "--pp is 0; give at least 1", "--pp 9": "--pp 9 is larger than --layers 8; every stage needs a layer: give --pp 8 or fewer", "--pp": "--pp",
+        "--pp 3": "--layers 8 cannot be divided over --pp 3 stages, which vocab-2 needs; give --layers 6 or 9", "--pp 3 --method redis --compare naive": "which naive needs",
+        "--tp 3": "--heads 4 cannot be divided over --tp 3", "--tp 4 --ffn 30": "--ffn 30 cannot be divided over --tp 4", "--dp 0": "--dp is 0",
+        "--tp 2 --seq-length 31": "--seq-length 31 cannot be divided over --tp 2", "--microbatches 0": "--microbatches is 0; give at least 1",
+        "--lr nan": "--lr is nan; give a finite number", "--lr inf": "--lr is inf", "--lr 0": "--lr is 0.0; give a learning rate above 0", "--lr -1": "--lr is -1",
+        "--warmup -1": "--warmup is -1", "--weight-decay nan": "--weight-decay", "--clip-grad -1": "--clip-grad", "--seed -1": "--seed is -1; give 0 or more",
         "--seed 99999999999999999999999": "--seed", "--steps 0": "--steps is 0", "--steps x": "--steps", "--hidden 65": "--hidden", "--heads 0": "--heads is 0",
-        "--position rope --hidden 12 --heads 4": "rope", "--position x": "--position", "--dtype fp8": "--dtype", "--device tpu": "--device", "--device cuda": "CUDA",
-        "--vocab-size 10": "too small", "--vocab-size 300 --tokenizer-vocab-size 301": "--vocab-size 300", "--tokenizer-vocab-size 5": "too small",
-        "--method vocab2": "did you mean vocab-2", "--compare vocab2": "did you mean vocab-2", "--compare ,,x": "unknown method", "--family x": "--family",
-        "--chunks 0": "--chunks is 0", "--chunks 3 --family v-half": "chunk", "--max-activations 0.5": "--max-activations", "--max-activations nan": "--max-activations",
-        "--final-stage-layers 2": "redis", "--method redis --final-stage-layers 99": "--final-stage-layers", "--method redis --final-stage-layers -1": "--final-stage-layers",
-        "--timeout -1": "--timeout", "--timeout nan": "--timeout", "--keep-checkpoints -1": "--keep-checkpoints", "--save-interval -1": "--save-interval",
-        "--eval-interval -1": "--eval-interval", "--eval-iters 0": "--eval-iters", "--log-interval 0": "--log-interval", "--seq-length 0": "--seq-length is 0",
-        "--seq-length 127 --tp 2": "--seq-length 127", "--text ''": "--text", "--tokenizer {}/none.json": "no such file", "--tokenizer {}/x --tokenizer-vocab-size 300": "leave one",
-        "--resume": "holds no checkpoint", "--resume --overwrite": "give one of the two", "--costs {}/none.json": "none.json", "--nonsense": "nonsense", "word": "word",
-        "--pp": "--pp", "--config {}/none.toml": "none.toml", "--ffn 0": "--ffn is 0", "--ffn 5 --tp 2": "--ffn 5", "--micro-batch-size 0": "--micro-batch-size is 0",
+        "--heads 3": "--hidden 64 cannot be divided over --heads 3; give --hidden 66", "--position rope --heads 64": "--position rope needs an even size per head, not 1",
+        "--position x": "--position", "--dtype fp8": "--dtype is 'fp8'; choose one of fp32, bf16", "--device tpu": "--device",
+        "--device cuda": "--device cuda: this machine shows no CUDA device; give --device cpu", "--vocab-size 10": "too small for a byte-level tokenizer; give at least 257",
+        "--vocab-size 300 --tokenizer-vocab-size 301": "--vocab-size 300 is smaller than the tokenizer's 301", "--tokenizer-vocab-size 5": "too small",
+        "--method vocab2": "--method: unknown method 'vocab2'; did you mean vocab-2?", "--compare basline": "--compare: unknown method 'basline'; did you mean baseline?",
+        "--method zzz": "unknown method 'zzz'; the methods are baseline, redis, naive", "--compare ,,x": "unknown method",
+        "--family vhalf": "--family is 'vhalf'; choose one of 1f1b, interleaved, v-half, v-min, ", "--family v-half --pp 1": "v-half has 2 model chunks on each rank, which need --pp 2",
+        "--family interleaved --compare redis": "method redis: interleaved has 2 model chunks on each rank, and redis moves whole layers",
+        "--family v-zb --tied --compare baseline": "cannot tie their weights; give --untied, or leave baseline out", "--chunks 0": "--chunks is 0; give at least 1",
+        "--chunks 2": "--chunks 2: 1f1b has 1 on each rank; give --chunks 1, or leave it out", "--chunks 3 --family v-half": "chunk",
+        "--chunks 1 --family interleaved": "interleaved has at least 2 on each rank; give --chunks 2",
+        "--chunks 3 --family interleaved": "--layers 8 cannot be divided over --pp 4 × 3 chunks = 12 stages of interleaved; give",
+        "--chunks 3 --family search": "--family search, method vocab-2: --layers 8 cannot be divided",
+        "--chunks 2 --family search --method redis": "--family search, method redis: interleaved", "--max-activations 0.5": "--max-activations is 0.5; give at least 1",
+        "--max-activations nan": "--max-activations", "--max-activations inf": "--max-activations is inf; give a finite number",
+        "--final-stage-layers 1": "--final-stage-layers 1 is for the method redis", "--method redis --final-stage-layers 6": "leaves a stage without a layer; give 0 to 5",
+        "--method redis --final-stage-layers -1": "--final-stage-layers", "--timeout -1": "--timeout", "--timeout nan": "--timeout",
+        "--keep-checkpoints -1": "--keep-checkpoints", "--save-interval -1": "--save-interval", "--eval-interval -1": "--eval-interval", "--eval-iters 0": "--eval-iters",
+        "--log-interval 0": "--log-interval", "--seq-length 0": "--seq-length is 0", "--ffn 0": "--ffn is 0; give at least 1", "--micro-batch-size 0": "--micro-batch-size is 0",
+        "--text ''": "--text", "--text /no/such/text": "--text /no/such/text: there is no such file", "--text /dev/zero": "is neither a file nor a folder",
+        "--tokenizer {}/none.json": "there is no such file; give a tokenizer.json", "--tokenizer {} ": "no such file", "--tokenizer {}/x --tokenizer-vocab-size 300": "leave one",
+        "--resume": "holds no checkpoint of vocab-2", "--resume --overwrite": "give one of the two", "--costs {}/none.json": "none.json", "--nonsense": "nonsense",
+        "word": "word", "--config {}/none.toml": "none.toml",
     }.items():  # fmt: skip
-        yield BadInput(f"train {flags}", f"{small} {flags}", says)
+        yield BadInput(f"train {flags}", f"{small} {flags}", re.escape(says))
+    for name, (content, says) in {
+        "empty": ("", "is empty"), "blank": (" \n\n", "is empty"), "zero": (b"ab\0cd", "is not text"), "binary": (b"\xff\xfe\xfa" * 9, "is not text"),
+        "folder": (None, "holds no text file"), "half-a-dataset": (b"\0\1", "is not text"),
+    }.items():  # fmt: skip
+        yield BadInput(f"train-text-{name}", f"{small} --text {{}}/x.bin", rf"--text \S+x.bin {says}.*; give a", {"x.bin": content})
     for name, text in {
         "junk": "= [", "binary": b"\xff\0", "unknown": "x = 1", "text-number": 'pp = "x"', "list": "pp = [1, 2]", "table": "[pp]\nx = 1", "truth": "pp = true",
         "folder": None, "date": "pp = 2020-01-01", "choice": 'dtype = "fp8"', "nested": "compare = [[1]]", "deep": "x = " + DEEP, "float": "pp = 1.5",

@@ -488,12 +488,7 @@ def metrics() -> Iterator[Fault]:
 def texts() -> Iterator[Fault]:
     wrong = "train {small} --steps 2 --output {}/out --text "
     yield Fault("text-pipe", 2, "is neither a file nor a folder", wrong + "{}/pipe", prepare=lambda p: os.mkfifo(p.folder / "pipe"))
-    yield Fault("text-endless", 2, "is neither a file nor a folder", wrong + "/dev/zero")
-    yield Fault("text-missing", 2, "there is no such file", wrong + "{}/nowhere")
-    yield Fault("text-empty", 2, "is empty", wrong + "{}/empty", prepare=lambda p: (p.folder / "empty").write_text(""))
-    yield Fault("text-binary", 2, "is not text", wrong + "{}/b", prepare=lambda p: (p.folder / "b").write_bytes(bytes(range(256)) * 99))
     yield Fault("text-binary-later", 2, "is not text", wrong + "{}/b", prepare=lambda p: (p.folder / "b").write_bytes(b"text " * 20_000 + b"\xff\xfe"))
-    yield Fault("text-empty-folder", 2, "holds no text file", wrong + "{}/f", prepare=lambda p: (p.folder / "f").mkdir())
     yield Fault("text-folder-of-pipes", 2, "holds no text file", wrong + "{}/f", prepare=lambda p: [(p.folder / "f").mkdir(), os.mkfifo(p.folder / "f/pipe")])
     yield Fault(
         "text-short", 2, "too short|fewer than one sequence|cannot fill|give a longer text", wrong + "{}/s",

@@ -56,6 +56,25 @@ def test_it_tells_what_is_wanted() -> None:
     assert torch.equal(request.labels, LABELS)
 
 
+def test_one_temperature_a_token_is_one_for_all_that_have_labels() -> None:
+    """As verl from v0.8 on gives it: with 1e-8 where there is padding."""
+    per_token = torch.tensor([[0.7] * 4 + [1e-8], [0.7] * 5]).unsqueeze(-1)
+    padded = LABELS.clone()
+    padded[0, 4] = -1
+    for labels, named in ((padded, None), (LABELS, "in one microbatch")):
+        logits = handle().div_(per_token) / 2
+        if named:
+            with pytest.raises(ValueError, match=named):
+                log_probs(logits, labels)
+        else:
+            with pytest.raises(Wanted) as wanted:
+                log_probs(logits.unsqueeze(0).squeeze(0), labels)
+            assert wanted.value.request.temperature == pytest.approx(1.4)
+    with pytest.raises(Wanted) as wanted:  # no token has a label
+        log_probs(handle().div_(per_token), torch.full_like(LABELS, -1))
+    assert wanted.value.request.temperature == pytest.approx(0.7)
+
+
 def test_it_answers_in_the_shape_of_the_labels() -> None:
     logits = handle(Answer(-LOSSES, 3 * LOSSES))
     assert torch.equal(log_probs(logits, LABELS), -LOSSES)
@@ -76,7 +95,7 @@ def test_it_answers_in_the_shape_of_the_labels() -> None:
         (lambda x: x.softmax(-1), "logits.softmax"),
         (lambda x: torch.cat([x, x]), "cat of logits"),
         (lambda x: torch.nn.functional.cross_entropy(x, LABELS), "cross_entropy"),
-        (lambda x: x / torch.ones(B), r"a temperature of shape \(2,\).*give one number"),
+        (lambda x: x / torch.ones(B), r"a temperature of shape \(2,\) for tokens \(2, 5\): give one number"),
         (lambda x: x.div_(0), "temperature 0.0: give a positive number"),
         (lambda x: log_probs(x, LABELS[0]), r"labels of shape \(5,\): the tokens have \(2, 5\)"),
         (lambda x: both(x, LABELS, None, log_prob_keep_mask=LABELS), "--rollout-top-p 1"),

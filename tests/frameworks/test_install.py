@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
+import subprocess
 import sys
 import types
 from typing import Any
@@ -10,19 +13,20 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_vocabpar.frameworks.bindings import FUNCTIONS, LABELS, MEGATRON
+from megatron_vocabpar.frameworks.bindings import FUNCTIONS, LABELS, MEGATRON, REFUSED, refusing
 from megatron_vocabpar.frameworks.install import config_from, install
 from megatron_vocabpar.frameworks.runner import StepRunner
 from megatron_vocabpar.frameworks.weights import WALKS
+from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
 
 
 def test_every_copy_is_reached_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     walks = [walk.binding for walk in WALKS]
-    packages = {place.partition(".")[0] for b in (*FUNCTIONS, *LABELS) for place, _ in b.places}
+    packages = {place.partition(".")[0] for b in (*FUNCTIONS, *LABELS, *REFUSED) for place, _ in b.places}
     for name in packages | {walk.framework for walk in WALKS}:
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     held: list[tuple[Any, str, Any]] = []
-    for binding in (*MEGATRON, *FUNCTIONS, *LABELS, *walks):
+    for binding in (*MEGATRON, *FUNCTIONS, *LABELS, *REFUSED, *walks):
         original: Any = lambda *_: None  # noqa: E731
         if binding in MEGATRON:
             original = getattr(importlib.import_module(binding.module), binding.name)
@@ -58,7 +62,7 @@ def test_every_copy_is_reached_and_put_back(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     "flags",
-    ["--vocab-parallel-schedule v-half", "--vocab-parallel-schedule auto", "--vocab-parallel-timeline 3"],
+    ["--vocab-parallel-family v-half", "--vocab-parallel-family auto", "--vocab-parallel-timeline 3"],
 )
 def test_flags_without_a_use_are_refused(flags: str) -> None:
     assert config_from({}).method == "vocab-2"
@@ -69,3 +73,41 @@ def test_flags_without_a_use_are_refused(flags: str) -> None:
 def test_other_models_run_stocks_function() -> None:
     run = StepRunner(config_from({}), lambda: lambda **arguments: ["stock's", arguments["num_microbatches"]])
     assert run(model=[torch.nn.Linear(1, 1)], num_microbatches=3) == ["stock's", 3]
+
+
+def test_a_release_that_nobody_has_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "slime", types.ModuleType("slime"))
+    with pytest.raises(ValueError, match=r"slime  has none of slime.utils.ppo_utils.*docs/frameworks.md"):
+        install(config_from({}))
+
+
+def test_what_changes_the_model_is_refused_for_ours_alone() -> None:
+    for binding, remedy in REFUSED.items():
+        refuse = refusing(binding, lambda model: ["stock's", model])
+        ours = PartitionedModel.__new__(PartitionedModel)
+        torch.nn.Module.__init__(ours)
+        with pytest.raises(ValueError, match=re.escape(remedy)):
+            refuse(ours)
+        other = torch.nn.Linear(1, 1)
+        assert refuse(other) == ["stock's", other]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected", "code"),
+    [
+        (None, "", 0),
+        ("--vocab-parallel-family v-half", "vocabulary parallelism in verl: VOCAB_PARALLEL_FLAGS", 1),
+    ],
+)
+def test_verls_plugin_waits_to_be_asked_and_fails_aloud(flags: str | None, expected: str, code: int) -> None:
+    """verl forgives a plugin's exceptions, and says so at DEBUG alone."""
+    program = (
+        "import sys\n"
+        "try: import megatron_vocabpar.frameworks.verl_plugin\n"
+        "except Exception: sys.exit(3)\n"
+        "sys.exit('megatron.core' in sys.modules)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "VOCAB_PARALLEL_FLAGS"}
+    environment |= {} if flags is None else {"VOCAB_PARALLEL_FLAGS": flags}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.returncode, expected in done.stderr) == (code, True), done.stderr

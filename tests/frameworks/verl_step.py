@@ -36,7 +36,7 @@ def step(rank: int, loss: str, entropy_coeff: float, ours: bool, folder: Path) -
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     sys.path.insert(0, os.environ["VERL_PATH"])
     if ours:
-        os.environ["VERL_USE_EXTERNAL_MODULES"] = "megatron_vocabpar.frameworks.door"
+        os.environ |= _door(Path(os.environ["VERL_PATH"]))
     on_cpu.stand_in()
     cpu = importlib.import_module("megatron_vocabpar.train.cpu")
     with cpu.megatron_on_cpu():
@@ -44,6 +44,13 @@ def step(rank: int, loss: str, entropy_coeff: float, ours: bool, folder: Path) -
         backends: Any = importlib.import_module("megatron.core.models.backends")
         backends.DotProductAttention = importlib.import_module("tests.gathered_attention").GatheredAttention
         return _step(_engine(folder), loss, entropy_coeff)
+
+
+def _door(checkout: Path) -> dict[str, str]:
+    """What opens it: verl's entry point for plugins where the release has one (v0.8), else its variable."""
+    if "verl.plugins" in (checkout / "verl" / "__init__.py").read_text():
+        return {"VOCAB_PARALLEL_FLAGS": "--enable-vocab-parallel"}
+    return {"VERL_USE_EXTERNAL_MODULES": "megatron_vocabpar.frameworks.door"}
 
 
 def _single_precision(bridges: Any) -> None:
@@ -77,12 +84,15 @@ def _engine(folder: Path) -> Any:
     model_config.hf_config = importlib.import_module("transformers").AutoConfig.from_pretrained(folder)
     model_config.tokenizer.pad_token_id = 0
     model_config.local_path, model_config.lora_rank, model_config.lora = str(folder), 0, {}
+    model_config.mtp.enable, model_config.model_type = False, "language_model"
+    model_config.share_embeddings_and_output_weights = model_config.hf_config.tie_word_embeddings
     model_config.get = lambda name, default=None: {"lora": {}}.get(name, default)
     engine = implementation.MegatronEngineWithLMHead(
         model_config,
         config.McoreEngineConfig(
             pipeline_model_parallel_size=torch.distributed.get_world_size(),
             sequence_parallel=False,
+            vanilla_mbridge=True,
             override_transformer_config=dict.fromkeys(_NOT_HERE, False),
         ),
         config.McoreOptimizerConfig(
@@ -125,6 +135,8 @@ def _step(engine: Any, loss: str, entropy_coeff: float) -> dict[str, Any]:
     results = {name: value.values() for name, value in results.get("model_output", {}).items()}
     weights.append(_exported(engine))
     metrics = {**trained["metrics"], "loss": trained["loss"]} if trained else {}
+    # Objects of verl's from v0.8 on; other processes do without verl.
+    metrics = {name: getattr(metric, "values", metric) for name, metric in metrics.items()}
     found = {"results": results, "metrics": metrics, "gradients": gradients}
     return found | {"rows": rows, "weights": weights}
 

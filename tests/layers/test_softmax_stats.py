@@ -125,8 +125,10 @@ def test_rows_without_any_probability_are_not_undefined() -> None:
     assert merged.nll.item() == math.inf
     assert target_factor(merged, Slopes(torch.ones(1))).item() == 0
     assert row_factor(merged, Slopes(torch.ones(1)), merged.offset).item() == 0
-    # a logit that has overflowed, the target's too, is no certain prediction
-    assert merge(torch.tensor([0.0, torch.inf, 1.0]), 1, [1]).nll.isnan().all()
+    # a logit that has overflowed gives NaN, the target's as well as another, as in torch
+    for target in range(3):
+        for cuts in ([], [1], [2]):
+            assert merge(torch.tensor([0.0, torch.inf, 1.0]), target, cuts).nll.isnan().all()
     # an impossible target among possible ids: its gradient is -W_target, as always
     some = torch.tensor([0.0, -torch.inf, 1.0])
     merged = merge(some, 1, [1])

@@ -87,11 +87,16 @@ def test_exponentials(capability: int, dtype: str, options: dict, loads: int, st
     assert wide(kernel) == (loads, stores)
 
 
-def test_a_shard_that_is_no_multiple_of_16_rows_is_read_one_by_one() -> None:
+@pytest.mark.parametrize("columns", [8194, P - 2])
+def test_a_shard_that_is_no_multiple_of_16_rows_is_read_one_by_one(columns: int) -> None:
     """Why the vocabulary is padded as it is, and that the counts above can be other ones."""
-    logits, targets = torch.empty(2, P - 2), torch.zeros(2, dtype=torch.int64)
-    (kernel,) = compile_launches(
-        90, lambda: dispatch.triton_kernels().exponentials(logits, targets, P - 3, out=logits)
+    logits, targets = torch.empty(2, columns), torch.zeros(2, dtype=torch.int64)
+    out = torch.empty(2, columns, dtype=torch.bfloat16)
+    kernel = checked(
+        90,
+        lambda: dispatch.triton_kernels().exponentials(
+            logits, targets, columns - 1, dtype=out.dtype, out=out
+        ),
     )
     assert wide(kernel) == (0, 0)
 

@@ -219,6 +219,7 @@ def some_stats(ranks: int, n: int) -> Tensor:
         stats[:, 2, 1] = 1e-6 * stats[:, 2, 1]  # likely
         stats[0, 3, 1] = torch.nan
         stats[:, 4, 1] = 0  # certain
+        stats[-1, 5, 1] = torch.inf  # another id's logit has overflowed
     return stats
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,23 @@ def test_hidden(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
     assert error(torch.cat([part.grad for part in shards]), w.grad) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("size", [2.0**-20, 1.0, 2.0**9])
+def test_gradients_fit_into_fp16(size: float) -> None:
+    """Before their products they are lifted to the end of its range: large ones must not pass it."""
+    hidden, weight = (
+        torch.tensor([[4.0, 1.0], [4.0, -2.0]]),
+        torch.tensor([[4.0, 1.0], [-4.0, 0.5], [3.0, 1]]),
+    )
+    targets = torch.tensor([1, 2])  # an id with a probability of 1e-14: its gradient is all of g
+    g = size * torch.tensor([1.9999, 1e-4], dtype=torch.float64)
+    exact = [leaf.double().requires_grad_() for leaf in (hidden, weight)]
+    expected = torch.autograd.grad(reference.logprobs(exact[0] @ exact[1].t(), targets) @ g, exact)
+    leaves = [leaf.half().requires_grad_() for leaf in (hidden, weight)]
+    loss = vocab_logprobs(LazyLogits(*leaves), targets).double() @ g
+    for found, wanted in zip(torch.autograd.grad(loss, leaves), expected, strict=True):
+        torch.testing.assert_close(found.double(), wanted, rtol=2e-3, atol=2.0**-25)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_kept_exponentials_change_nothing(dtype: torch.dtype) -> None:
     """Shards that are exponents apart, an impossible id; what was kept serves one backward pass."""
@@ -104,6 +122,19 @@ def test_kept_exponentials_change_nothing(dtype: torch.dtype) -> None:
     for value, expected in zip(*found, strict=True):
         assert error(value, expected) < 2e-7
         assert bool(value.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    "mode", [{}, {"invariant": True}, {"keep_exponentials": True}, {"rows_per_chunk": 1}], ids=str
+)
+@pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
+def test_logits_that_are_not_finite_as_in_torch(special: float, mode: dict[str, Any]) -> None:
+    """In the target's place, in another id's on its shard, on another shard; not in the next token."""
+    for place in (0, 2, 4):
+        logits = torch.linspace(-1, 1, 12, dtype=torch.float64).view(2, 6)
+        logits[0, place] = special
+        found = vocab_logprobs(logits.split((3, 3), dim=1), torch.zeros(2, dtype=torch.int64), **mode)
+        torch.testing.assert_close(found, torch.log_softmax(logits, 1)[:, 0], equal_nan=True)
 
 
 def test_the_published_example() -> None:

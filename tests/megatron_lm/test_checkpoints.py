@@ -19,7 +19,7 @@ from tests.megatron_lm.training import Log, checkout, pretrain, words
 VOCAB_SIZE = 4603
 SAVED, LAST = 3, 5
 OURS = ("--enable-vocab-parallel",)
-V_HALF = (*OURS, *words("--vocab-parallel-schedule v-half --num-virtual-stages-per-pipeline-rank 2"))
+V_HALF = (*OURS, *words("--vocab-parallel-family v-half --num-virtual-stages-per-pipeline-rank 2"))
 LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
     "stock pp1": ((), {"pp": 1}),
     "stock pp2": ((), {"pp": 2}),

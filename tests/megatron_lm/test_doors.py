@@ -80,7 +80,7 @@ def test_nothing_is_touched_without_our_flags(argv: tuple[str, ...]) -> None:
     assert not inside("adaptor_first", argv)["megatron was imported"]
 
 
-PLACED = (ENABLE, "--vocab-parallel-schedule", "v-half")  # what replaces every name of the table
+PLACED = (ENABLE, "--vocab-parallel-family", "v-half")  # what replaces every name of the table
 
 
 def test_replaces_every_copy_once_and_undoes_it() -> None:
@@ -240,7 +240,7 @@ def test_graphs_of_layers_go_with_what_was_shown() -> None:
     config = FlagConfig(enabled=True, method="vocab-2", profile_iterations=0)
     check(SimpleNamespace(**plain), config)
     for arguments, flags, message in (
-        ({}, {"schedule": "zb-h1"}, "which --vocab-parallel-schedule zb-h1 may split off"),
+        ({}, {"schedule": "zb-h1"}, "which --vocab-parallel-family zb-h1 may split off"),
         ({}, {"profile_iterations": 3}, "give --vocab-parallel-profile-iterations 0"),
         ({"hidden_dropout": 0.1, "num_experts": 8}, {}, "with --num-experts, --hidden-dropout other than 0;"),
         ({"pipeline_model_parallel_size": 1}, {}, "with --pipeline-model-parallel-size 1;"),
@@ -347,12 +347,12 @@ def test_a_checkpoint_of_modelopt_is_refused(tmp_path: Path) -> None:
             "method naive, which keeps its logits",
         ),
         (f"{ENABLE} --vocab-parallel-tokens-per-chunk 0", "give 1 or more"),
-        ("--vocab-parallel-schedule v-half", "v-half: needs --enable-vocab-parallel; add it, with"),
+        ("--vocab-parallel-family v-half", "v-half: needs --enable-vocab-parallel; add it, with"),
         (f"{ENABLE} --vocab-parallel-profile-iterations -1", "profile-iterations -1: give 0 or more"),
         (f"{ENABLE} --vocab-parallel-max-activations 0.5", "max-activations 0.5: give 1 or more"),
         (f"{ENABLE} --vocab-parallel-timeline 0", "timeline 0: give 1 or more"),
         ("--vocab-parallel-costs costs.json", "costs.json: method baseline runs Megatron's own"),
-        (f"{ENABLE} --vocab-parallel-schedule 2f2b", "2f2b: unknown schedule; use one of 1f1b"),
+        (f"{ENABLE} --vocab-parallel-family 2f2b", "2f2b: unknown schedule; use one of 1f1b"),
         ("--vocab-parallel-invariant", "invariant: needs --enable-vocab-parallel"),
         (
             f"{ENABLE} --vocab-parallel-fp8-head --vocab-parallel-fp32-head",
@@ -403,13 +403,13 @@ def test_contradicting_options(argv: str, message: str) -> None:
         (ENABLE, FlagConfig(True, "vocab-2")),
         (f"{ENABLE} --vocab-parallel-method=naive --num-layers 4", FlagConfig(True, "naive")),
         (f"{ENABLE} --disable-backward-fusion", FlagConfig(True, "vocab-1")),
-        (f"{ENABLE} --vocab-parallel-schedule zb-h1", FlagConfig(True, "vocab-2", "zb-h1")),
+        (f"{ENABLE} --vocab-parallel-family zb-h1", FlagConfig(True, "vocab-2", "zb-h1")),
         (
-            f"{ENABLE} --vocab-parallel-method baseline --vocab-parallel-schedule search",
+            f"{ENABLE} --vocab-parallel-method baseline --vocab-parallel-family search",
             FlagConfig(True, "baseline", "search"),
         ),
         (
-            f"{ENABLE} --vocab-parallel-schedule auto --vocab-parallel-max-activations 4.5",
+            f"{ENABLE} --vocab-parallel-family auto --vocab-parallel-max-activations 4.5",
             FlagConfig(
                 True,
                 "vocab-2",
@@ -419,11 +419,11 @@ def test_contradicting_options(argv: str, message: str) -> None:
             ),
         ),
         (
-            f"{ENABLE} --vocab-parallel-schedule auto --disable-backward-fusion --vocab-parallel-timeline 7",
+            f"{ENABLE} --vocab-parallel-family auto --disable-backward-fusion --vocab-parallel-timeline 7",
             FlagConfig(True, "vocab-1", "auto", methods=("vocab-1",), timeline=7),
         ),
         (
-            f"{ENABLE} --vocab-parallel-schedule auto --vocab-parallel-recompute-logits "
+            f"{ENABLE} --vocab-parallel-family auto --vocab-parallel-recompute-logits "
             "--vocab-parallel-costs costs.json",
             FlagConfig(
                 True,
@@ -553,6 +553,13 @@ def test_patch_of_this_version_applies_and_reverses(tmp_path: Path) -> None:
 def test_every_version_with_a_patch_is_known() -> None:
     patched = {re.sub(r"core_v(\d+\.\d+).*", r"\1", path.name) for path in (ROOT / "patches").glob("*.patch")}
     assert patched == set(PATCHED)
+
+
+def test_an_old_flag_works_with_a_warning() -> None:
+    assert is_asked_for(["--vocab-parallel-schedule=zb-h1"])
+    new = config_from_argv(f"{ENABLE} --vocab-parallel-family zb-h1".split())
+    with pytest.warns(FutureWarning, match="--vocab-parallel-schedule is now --vocab-parallel-family"):
+        assert config_from_argv(f"{ENABLE} --vocab-parallel-schedule zb-h1".split()) == new
 
 
 def test_doctor_refuses_another_folder(tmp_path: Path) -> None:

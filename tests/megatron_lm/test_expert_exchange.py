@@ -72,7 +72,7 @@ stock = cache(train)
 )
 def test_trains_as_stock(family: str, method: str, pp: int, given: str, options: str) -> None:
     expected = stock(given=words(given))
-    flags = (*OURS, "--vocab-parallel-schedule", family, "--vocab-parallel-method", method, *words(options))
+    flags = (*OURS, "--vocab-parallel-family", family, "--vocab-parallel-method", method, *words(options))
     ours = train(*flags, given=words(given), pp=pp)
     assert f"method {method}, schedule {family}" in ours.text
     assert len(ours.losses) == len(ours.norms) == 6
@@ -151,7 +151,7 @@ def test_refused(family: str, changes: dict[str, Any], message: str) -> None:
 def test_other_families_say_which_to_choose(family: str, changes: dict[str, Any]) -> None:
     args = SimpleNamespace(**ASKED | {"delay_wgrad_compute": True} | changes)
     message = (
-        rf"--delay-wgrad-compute: --vocab-parallel-schedule {family} runs F and B .* dualpipev or 1f1b-over"
+        rf"--delay-wgrad-compute: --vocab-parallel-family {family} runs F and B .* dualpipev or 1f1b-over"
     )
     with pytest.raises(ValueError, match=message):
         check(args, FlagConfig(True, "vocab-2", family))

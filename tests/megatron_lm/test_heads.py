@@ -41,14 +41,14 @@ PATTERNS = {
 Every rank has experts: to 0.19 Megatron sums tensors of different lengths where one has none, and hangs.
 """
 OURS = ("--enable-vocab-parallel",)
-V_HALF = (*OURS, *words("--vocab-parallel-schedule v-half --num-virtual-stages-per-pipeline-rank 2"))
+V_HALF = (*OURS, *words("--vocab-parallel-family v-half --num-virtual-stages-per-pipeline-rank 2"))
 LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
     "stock pp1": ((), {}),
     "stock pp2": ((), {"pp": 2}),
     "pp1": (OURS, {"pp": 1}),
     "pp2": (OURS, {"pp": 2}),
     "pp2 vocab-1": ((*OURS, "--vocab-parallel-method", "vocab-1"), {"pp": 2}),
-    "pp2 zb-h1": ((*OURS, "--vocab-parallel-schedule", "zb-h1"), {"pp": 2}),
+    "pp2 zb-h1": ((*OURS, "--vocab-parallel-family", "zb-h1"), {"pp": 2}),
     "pp4": (OURS, {"pp": 4}),
     "pp2 tp2": (OURS, {"pp": 2, "tp": 2}),
     "pp2 dp2": ((*OURS, "--overlap-grad-reduce"), {"pp": 2, "dp": 2}),

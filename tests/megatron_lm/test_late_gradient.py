@@ -14,7 +14,7 @@ from tests.megatron_lm.test_training import FROM_WEIGHTS
 from tests.megatron_lm.training import Log, pretrain
 
 SCRIPT = Path(__file__).with_name("with_ppo_loss.py")
-V_HALF = ("--vocab-parallel-schedule", "v-half", *CHUNKS)
+V_HALF = ("--vocab-parallel-family", "v-half", *CHUNKS)
 PER_TOKEN = "few microbatches, per-token loss"
 
 

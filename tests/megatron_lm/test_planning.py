@@ -20,7 +20,7 @@ from tests.megatron_lm.training import Log, checkout, pretrain, scalars
 UNTIED = "--untie-embeddings-and-output-weights"
 ENABLE = "--enable-vocab-parallel"
 ITERATIONS = 40
-AUTO = f"{ENABLE} --vocab-parallel-schedule auto"
+AUTO = f"{ENABLE} --vocab-parallel-family auto"
 
 # Every layer sleeps, in one rank 30 % longer: to the clock, layers that compute on a device of their own.
 SLOW = """
@@ -124,7 +124,7 @@ def test_a_measured_plan_is_faster_where_a_rank_is_slower(tmp_path: Path) -> Non
     With W split off, where a plan for other times loses most: in simulation 17 %, on 1f1b 3 %.
     """
     paired = script(tmp_path, SLOW, PAIRED, seconds=0.05)
-    flags = (UNTIED, ENABLE, "--vocab-parallel-schedule", "zb-h1", "--eval-iters", "0")
+    flags = (UNTIED, ENABLE, "--vocab-parallel-family", "zb-h1", "--eval-iters", "0")
     log = pretrain(*flags, pp=2, iterations=40, script=paired, fresh=True)
     text = [line.removeprefix("paired ") for line in log.text.splitlines() if line.startswith("paired ")]
     times = [json.loads(line) for line in text]
@@ -152,7 +152,7 @@ def test_auto_takes_the_fastest_within_the_memory_and_says_why() -> None:
 
 
 def test_a_search_keeps_to_the_families_of_the_placement() -> None:
-    config = config_from_argv(f"{ENABLE} --vocab-parallel-schedule search".split())
+    config = config_from_argv(f"{ENABLE} --vocab-parallel-family search".split())
     assert plan_request(config, 2, 4, 2, None)[0].among == ["v-half", "v-min", "v-zb"]
 
 

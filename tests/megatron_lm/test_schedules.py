@@ -122,7 +122,7 @@ stock = cache(train)
 
 
 def vocab_flags(case: Case) -> tuple[str, ...]:
-    flags = ("--vocab-parallel-schedule", case.schedule, "--vocab-parallel-method", case.method)
+    flags = ("--vocab-parallel-family", case.schedule, "--vocab-parallel-method", case.method)
     return ("--enable-vocab-parallel", *flags, *case.chunks, *words(case.options))
 
 
@@ -195,14 +195,10 @@ MASKS = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": Tr
             TWO | {"heterogeneous_layers_config_path": "a.json"},
             "-config-path: .* use 1f1b or zb-h1",
         ),
-        (
-            "v-half",
-            TWO | {"fp8_param_gather": True, "fp8_recipe": "delayed"},
-            "--fp8-param-gather with --fp8-recipe delayed and several .* tensorwise or blockwise",
-        ),
         ("v-half", TWO | {"heterogeneous_layers_config_encoded_json": "{}"}, "one model chunk a rank alone;"),
         ("zb-h1", {"transformer_impl": "inference_optimized"}, "zb-h1: splits weight gradients .* local"),
         ("zb-h1", TE | {"overlap_grad_reduce": True}, "after --overlap-grad-reduce would reduce"),
+        ("zb-h1", TE | {"tp_comm_overlap": True}, "--tp-comm-overlap: .* --disable-tp-comm-bulk-wgrad"),
     ],
 )
 def test_flags_that_do_not_fit_the_schedule(schedule: str, changes: dict[str, object], message: str) -> None:

@@ -92,7 +92,7 @@ class Case:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        ours = ("--vocab-parallel-schedule", self.schedule, "--vocab-parallel-method", self.method)
+        ours = ("--vocab-parallel-family", self.schedule, "--vocab-parallel-method", self.method)
         chunks = () if self.schedule in ("1f1b", "zb-h1") else CHUNKS
         return ("--enable-vocab-parallel", *ours, *chunks, *words(self.ours))
 
@@ -104,6 +104,10 @@ DISTRIBUTED = "--use-distributed-optimizer"
 SELECTIVE = "--recompute-granularity selective"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 GATHERED = f"--fp8-param-gather {DISTRIBUTED} --bf16"
+REUSED = "--reuse-grad-buf-for-mxfp8-param-ag"
+NEGLIGIBLE = "--init-method-std 1e-9"
+"""With delayed scales a process first writes 8-bit weights by the scales of those that it drew, not of those
+that it loaded; stages draw others, in stock too. These are too small to set a scale."""
 MATRIX = (
     *(Case(schedule, method, pp) for schedule in SCHEDULES for method in METHODS for pp in (2, 4)),
     *(Case(schedule, both=NOT_FUSED) for schedule in ("1f1b", *SPLIT)),
@@ -228,7 +232,9 @@ def test_trains_as_stock_in_16_bits(case: Case, record_property: Record) -> None
     [
         *product(("delayed", "tensorwise", "blockwise", "mxfp8"), ("zb-h1", "v-half"), (1,)),
         (f"delayed {GATHERED}", "zb-h1", 2),
+        *product((f"delayed {GATHERED} {NEGLIGIBLE}",), ("interleaved", "v-half"), (2,)),
         *product((f"tensorwise {GATHERED}", f"blockwise {GATHERED}"), ("zb-h1", "v-half"), (2,)),
+        *product((f"mxfp8 {GATHERED} {REUSED}",), ("zb-h1", "v-half"), (2,)),
         *product((f"delayed {RECOMPUTED}", f"mxfp8 {RECOMPUTED}"), ("zb-h1", "v-half"), (1,)),
     ],
 )
@@ -237,10 +243,13 @@ def test_trains_as_stock_in_8_bits(recipe: str, schedule: str, dp: int, record_p
 
     Delayed scales follow from what a process has multiplied before, so stock runs on the same stages.
     """
-    if recipe.startswith("blockwise") and find_version(source_signatures(checkout())) == "0.14":
+    version = find_version(source_signatures(checkout()))
+    if recipe.startswith("blockwise") and version == "0.14":
         pytest.skip(
             "Transformer Engine 2.7 has products of blocks on Hopper alone, and of 32 elements after it"
         )
+    if REUSED in recipe and version in ("0.14", "0.15", "0.16"):
+        pytest.skip("with 0.16.1 stock over the stand-in stops learning, as ours; earlier ones were not run")
     case = Case(schedule, "baseline", both=f"--fp8-format hybrid --fp8-recipe {recipe}")
     load = ("--load", str(weights(case.model)), *FROM_WEIGHTS, *words(case.both))
     theirs, ours = (train(case.model, *load, *flags, pp=2, dp=dp) for flags in ((), case.flags))

@@ -86,7 +86,6 @@ class Case:
     loss: str = "per-microbatch"
     calculate_per_token_loss: bool = False
     overlap_grad_reduce: bool = False
-    deallocate: bool = True
     seed: int = 7
     schedule: str | Schedule = "1f1b"
     chunks: int = 1
@@ -169,7 +168,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         calculate_per_token_loss=case.calculate_per_token_loss,
-        deallocate_pipeline_outputs=case.deallocate,
+        deallocate_pipeline_outputs=True,
         batch_p2p_sync=False,
         variable_seq_lengths=bool(case.lengths),
         moe_token_dispatcher_type="alltoall",  # asked for with variable lengths, experts or not

@@ -139,12 +139,6 @@ def test_recomputed_and_chunked_logits(method: str, recompute: bool) -> None:
     check(Case(method=method, pp=2, m=3, output_options=VocabOptions(recompute=recompute, rows_per_chunk=5)))
 
 
-def test_naive_does_not_recompute() -> None:
-    groups = VocabGroups((0,), 1, 1, 0, *[Mock()] * 4)
-    with pytest.raises(ValueError, match="recompute=True: not with method naive, which keeps its logits"):
-        ForwardBackward("naive", groups, torch.device("cpu"), options=VocabOptions(recompute=True))
-
-
 def test_a_gpu_without_such_8_bit_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     groups, gpu = VocabGroups((0,), 1, 1, 0, *[Mock()] * 4), torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -1,11 +1,8 @@
-"""Schedules of every family train as one unsharded stock model does.
-
-The schedules are what ``generate`` makes, in the order in which passes really interleave; the placements and
-the split of W by themselves are tested in ``test_chunks.py``.
-"""
+"""Schedules of every family, and any placement with W split off, train as one unsharded stock model does."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,8 +11,8 @@ from megatron_vocabpar.pipeline.model.chunks import chunk_positions
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.placement import Placement
-from tests.cases import rest_is_slow
-from tests.pipeline.gpt import case_of
+from tests.cases import covering, rest_is_slow
+from tests.pipeline.gpt import Case, case_of, skip_unless_buildable
 from tests.pipeline.test_equality import check
 
 
@@ -53,11 +50,40 @@ def test_same_training_as_stock(
     check(case_of(generate(method, p, m, family=family, chunks=chunks), tied=tied))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["interleaved", "v-half", "zb-h1"])
-@pytest.mark.parametrize("sizes", [{"dp": 2, "overlap_grad_reduce": True}, {"tp": 2, "tied": True}])
-def test_with_tensor_and_data_parallelism(family: str, sizes: dict[str, Any]) -> None:
-    check(case_of(generate("vocab-2", 2, 3, family=family), **sizes))
+SIZES: dict[str, dict[str, Any]] = {
+    "tensor parallel": {"tp": 2, "tied": True, "position": "rope"},
+    "data parallel": {"dp": 2, "overlap_grad_reduce": True},
+    "per-token loss": {"dp": 2, "loss": "tokens", "calculate_per_token_loss": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    rest_is_slow(product(["interleaved", "v-half", "zb-h1"], SIZES), ("v-half", "tensor parallel")),
+)
+def test_with_tensor_and_data_parallelism(family: str, sizes: str) -> None:
+    check(case_of(generate("vocab-2", 2, 3, family=family), **SIZES[sizes]))
+
+
+@covering(
+    ("method", ["vocab-1", "vocab-2", "naive", "interlaced"]),
+    (
+        ("pp", "chunks", "shape"),
+        [
+            (1, 1, "standard"),
+            (2, 1, "standard"),
+            (2, 2, "standard"),
+            (2, 2, "vshape"),
+            (4, 2, "vshape"),
+            (2, 3, "standard"),
+        ],
+    ),
+)
+def test_any_placement_with_split_weight_gradients(method: str, pp: int, chunks: int, shape: str) -> None:
+    """The slowest valid schedule, microbatch after microbatch: the runtime is tested, not the order."""
+    skip_unless_buildable(shape)
+    layers = 2 * pp * chunks if pp < 4 else pp * chunks
+    check(Case(method=method, pp=pp, m=2, schedule="sequential", chunks=chunks, shape=shape, layers=layers))
 
 
 def test_losses_of_one_sequence_come_back_to_the_first_rank() -> None:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from unittest.mock import Mock
 
 import pytest
-import torch
 
-from megatron_vocabpar.pipeline.forward_backward import ForwardBackward
 from megatron_vocabpar.pipeline.options import VocabOptions
-from megatron_vocabpar.runtime.comm import VocabGroups
 from tests.cases import rest_is_slow
 from tests.pipeline.gpt import Case, Result, run
 from tests.pipeline.test_equality import check
@@ -44,10 +40,3 @@ def test_same_bits_on_every_pipeline(method: str, pp: int) -> None:
 
 def test_right_too() -> None:
     check(replace(ONE, pp=2))
-
-
-def test_what_does_not_go_together() -> None:
-    groups = VocabGroups((0,), 1, 1, 0, *[Mock()] * 4)
-    options = VocabOptions(invariant=True)
-    with pytest.raises(ValueError, match="invariant=True: not with method naive"):
-        ForwardBackward("naive", groups, torch.device("cpu"), options=options)

@@ -21,10 +21,10 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, vocab_groups
+from megatron_vocabpar.pipeline.tuning.background_plan import BackgroundPlan
 from megatron_vocabpar.pipeline.tuning.kept_plan import PLAN_FILE, digest, keep_plan, kept_plan
 from megatron_vocabpar.pipeline.tuning.measured_plan import MeasuredPlan, Plans, WriteOrder
 from megatron_vocabpar.pipeline.tuning.watched import Watched
-from megatron_vocabpar.runtime.background_plan import BackgroundPlan
 from megatron_vocabpar.runtime.pass_times import transfer_ms
 from megatron_vocabpar.runtime.profile import Timeline
 from megatron_vocabpar.schedule.make.generate import plan_for
@@ -221,8 +221,9 @@ def test_later_sizes_are_planned_with_measured_costs_where_no_bit_changes() -> N
 
 def test_the_background_makes_the_very_plan() -> None:
     costs = PassCosts.from_dict(COSTS)
+    late = METHODS["vocab-1"].with_late_gradient()
     request = PlanRequest(
-        method="vocab-1", p=2, m=4, family="interleaved", chunks=2, costs=costs, max_activations=3.5
+        method=late, p=2, m=4, family="interleaved", chunks=2, costs=costs, max_activations=3.5
     )
     assert plan_from_json(awaited(request)) == plan_for(request)
     with pytest.raises(ValueError, match="costs: F_ms lists 2 ranks, but the pipeline has 3"):
@@ -238,7 +239,7 @@ def awaited(request: PlanRequest) -> str:
 
 _LEFT_ALONE = """
 import os
-from megatron_vocabpar.runtime.background_plan import BackgroundPlan
+from megatron_vocabpar.pipeline.tuning.background_plan import BackgroundPlan
 from megatron_vocabpar.schedule.make.request import PlanRequest
 background = BackgroundPlan(PlanRequest(method="vocab-2", p=32, m=512, family="search", chunks=1))
 print(background._process.pid, flush=True)

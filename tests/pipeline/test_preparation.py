@@ -1,4 +1,4 @@
-"""What ``forward_step`` may pass to a model that never sees it."""
+"""Before an iteration: what ``forward_step`` may pass to a model, and the rows that count."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_vocabpar.layers.partition import ranges_from_sizes
+from megatron_vocabpar.pipeline.microbatches import Microbatches
 from megatron_vocabpar.pipeline.preparation import _labels
 from megatron_vocabpar.pipeline.recording import ModelCall, record_call
 
@@ -25,3 +27,44 @@ def _recorded(**options: Any) -> ModelCall:
 def test_an_output_processor_is_refused_not_left_out() -> None:
     with pytest.raises(ValueError, match=r"passed an output_processor .* leave it out"):
         _labels(_recorded(output_processor=print), SimpleNamespace())  # type: ignore[arg-type]
+
+
+def test_rows_that_count() -> None:
+    """Two heads, two sequences of six in three parts; the second microbatch counts no token at all."""
+    draw = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 10, (2, 2, 2, 6), generator=draw)
+    labels[0, torch.rand(2, 2, 6, generator=draw) > 0.3] = -100
+    labels[0, :, :, 2:4] = -100  # all of the second part
+    labels[1] = 10  # an id of the padding
+    ids = torch.stack((torch.zeros(48, dtype=torch.int64), labels.flatten()))
+    gradient = torch.rand(48, generator=draw)
+    found = Microbatches(
+        shapes=[(2, 2, 6)] * 2,
+        ids=ids,
+        labels=ids[1],
+        grad_losses=gradient,
+        ranges=ranges_from_sizes((6, 6), 10),
+        member=1,
+        parts=3,
+    )
+    first, second = found[0], found[1]
+    counted = labels[0] >= 0
+    assert (first.tokens, first.counts[1], second.tokens, second.counts) == (
+        int(counted.sum()),
+        0,
+        1,
+        (1, 0, 0),
+    )
+    everywhere = found.rows(0, torch.arange(24))  # which token each of C0's rows is of
+    places = [part[first.counted_in(k)] for k, part in enumerate(everywhere.chunk(3))]
+    tokens = torch.cat(places)
+    assert [len(part) for part in places] == list(first.counts)
+    assert torch.equal(first.take(everywhere), tokens)
+    assert sorted(tokens.tolist()) == counted.flatten().nonzero().flatten().tolist()
+    assert torch.equal(first.labels, labels[0].flatten()[tokens])
+    assert torch.equal(first.gradient, gradient[:24][tokens])
+    owned = first.owned_targets
+    assert torch.equal(first.labels[owned.tokens], owned.rows + 6)
+    assert len(owned.tokens) == int((first.labels >= 6).sum())
+    back = found.from_rows(0, first.spread(first.gradient))
+    assert torch.equal(back, torch.where(counted, gradient[:24].view(2, 2, 6), 0))

@@ -22,63 +22,37 @@ from megatron_vocabpar.schedule.words.placement import Placement
 V_SHAPE = Placement(2, 2, "vshape")
 NUMBERS = ("entropy", "accuracy", "target_rank")
 SMOOTH: dict[str, Any] = {"label_smoothing": 0.1}
+LATE: dict[str, Any] = {"late_gradient": True}
+GRADIENT: dict[str, Any] = {"entropy_gradient": True}
 
 
 @pytest.mark.parametrize(
     ("method", "options", "sentence"),
     [
-        (
-            "baseline",
-            {"invariant": True},
-            "invariant=True: not with method baseline, which does not partition",
-        ),
+        ("baseline", {"invariant": True}, "invariant=True: not with method baseline, which does not part"),
         ("redis", {"rows_per_chunk": 8}, "rows_per_chunk=8: not with method redis, which does not partition"),
         ("naive", {"recompute": True}, "recompute=True: not with method naive, which keeps its logits"),
         ("naive", {"invariant": True}, "invariant=True: not with method naive"),
         ("naive", SMOOTH, "label_smoothing=0.1: not with method naive"),
         ("naive", {"fp8_head": "row"}, "fp8_head='row': not with method naive"),
         *(("naive", {name: True}, f"{name}=True: not with method naive") for name in NUMBERS),
-        (
-            "baseline",
-            {"late_gradient": True},
-            "late_gradient=True: not with method baseline, whose last stage",
-        ),
+        ("baseline", LATE, "late_gradient=True: not with method baseline, whose last stage"),
         ("vocab-2", {"invariant": True, "recompute": True}, "recompute=True: not with invariant=True, which"),
         ("vocab-2", {"invariant": True, "rows_per_chunk": 4}, "rows_per_chunk=4: not with invariant=True"),
         ("vocab-2", {"invariant": True, "fp8_head": "row"}, "fp8_head='row': not with invariant=True"),
         ("vocab-2", {"invariant": True, **SMOOTH}, "label_smoothing=0.1: not with invariant=True"),
         ("vocab-2", {"fp8_head": "row", "fp32_head": True}, "fp8_head='row': not with fp32_head=True"),
-        (
-            "vocab-2",
-            {"entropy": True, "invariant": True},
-            "entropy=True: not with invariant=True, which leave",
-        ),
+        ("vocab-2", {"entropy": True, "invariant": True}, "entropy=True: not with invariant=True, which"),
         ("vocab-2", {"accuracy": True, "recompute": True}, "accuracy=True: not with recompute=True"),
         ("vocab-2", {"target_rank": True, "softcap": 30.0}, "target_rank=True: not with softcap=30.0"),
         ("vocab-2", {"entropy": True, "fp8_head": "mxfp8"}, "entropy=True: not with fp8_head='mxfp8'"),
-        (
-            "vocab-2",
-            {"entropy": True, "entropy_gradient": True},
-            "entropy_gradient=True: needs late_gradient",
-        ),
-        (
-            "vocab-2",
-            {"entropy_gradient": True, "late_gradient": True},
-            "entropy_gradient=True: needs entropy=True, of which it is the gradient; ask for both",
-        ),
-        (
-            "vocab-2",
-            {"drop_masked": True, "late_gradient": True},
-            "drop_masked=True: not with late_gradient=",
-        ),
+        ("vocab-2", {"entropy": True, **GRADIENT}, "entropy_gradient=True: needs late_gradient=True"),
+        ("vocab-2", {**GRADIENT, **LATE}, "entropy_gradient=True: needs entropy=True, .*; ask for both"),
+        ("vocab-2", {"drop_masked": True, **LATE}, "drop_masked=True: not with late_gradient=.* of -100"),
         ("vocab-2", {"rows_per_chunk": 0}, "rows_per_chunk=0: give 1 or more"),
         ("vocab-2", {"fp8_head": "e5m2"}, "fp8_head='e5m2': choose one of row, mxfp8"),
         ("vocab-2", {"softcap": -1.0}, "softcap=-1.0: softcap -1.0: give a positive"),
-        (
-            "vocab-2",
-            {"softcap": 30.0, **SMOOTH},
-            "softcap=30.0 and label_smoothing=0.1: .* use one of the two",
-        ),
+        ("vocab-2", {"softcap": 30.0, **SMOOTH}, "softcap=30.0 and label_smoothing=0.1: .* one of the two"),
     ],
 )
 def test_what_cannot_be_combined_is_one_sentence(method: str, options: dict[str, Any], sentence: str) -> None:

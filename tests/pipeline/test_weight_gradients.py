@@ -1,7 +1,7 @@
 """W for layers that delay their weight gradients by themselves, with stand-ins for Transformer Engine's.
 
 Its own layers are in ``test_transformer_engine.py``; chunks of megatron-core's local layers in
-``test_chunks.py``.
+``test_families.py``.
 """
 
 from __future__ import annotations

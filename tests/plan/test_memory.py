@@ -8,9 +8,9 @@ from statistics import mean
 import pytest
 
 from megatron_vocabpar.paper.published import cells, peak_gib
+from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.memory import parameters_of
-from megatron_vocabpar.plan.read_model import model_preset
-from megatron_vocabpar.plan.times import Job
+from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.schedule.words.placement import Placement
 

@@ -9,25 +9,32 @@ from pathlib import Path
 import pytest
 
 from megatron_vocabpar.paper.published import cells
-from megatron_vocabpar.plan.read_model import (
-    load_config,
-    megatron_arguments,
-    model_from_arguments,
-    model_preset,
-    model_presets,
-    read_arguments,
-    read_script,
-)
+from megatron_vocabpar.plan.given import Given, read_script, read_words
+from megatron_vocabpar.plan.read_arguments import model_from_arguments
+from megatron_vocabpar.plan.read_config import load_config, model_preset, model_presets
+from megatron_vocabpar.plan.write_arguments import model_arguments
 
 # Billions of parameters, as published; without multi-token prediction.
+# Sources: model cards; for Llama, Qwen and Mixtral the number of parameters that the card gives.
 PUBLISHED = {
     "gemma-2-9b": 9.24,
     "gemma-3-4b": 3.88,  # without the vision encoder
+    "gemma-3-12b": 11.77,  # likewise
     "gemma-3-27b": 27.0,
+    "llama-3.2-3b": 3.21,
     "llama-3.1-8b": 8.03,
+    "llama-3.1-70b": 70.6,
     "llama-3.1-405b": 405.9,
+    "qwen2.5-7b": 7.61,
+    "qwen2.5-32b": 32.5,
+    "qwen2.5-72b": 72.7,
+    "qwen3-8b": 8.2,
+    "qwen3-14b": 14.8,
     "qwen3-32b": 32.8,
     "qwen3-30b-a3b": 30.5,
+    "qwen3-235b-a22b": 235.0,
+    "mixtral-8x7b": 46.7,
+    "mixtral-8x22b": 141.0,
     "deepseek-v3": 671.0,
     "kimi-k2": 1030.0,
     "glm-4.5": 355.0,
@@ -38,20 +45,21 @@ PUBLISHED = {
 
 
 def test_presets_have_as_many_parameters_as_published() -> None:
-    counted = {name: model_preset(name).parameters / 1e9 for name in model_presets()}
+    counted = {name: replace(model_preset(name), mtp_depths=0).parameters / 1e9 for name in model_presets()}
     assert counted == pytest.approx(PUBLISHED, rel=0.02)
     assert counted["deepseek-v3"] == pytest.approx(671.0, rel=1e-3)  # its shared experts are 2.5
 
 
 def test_a_head_of_multi_token_prediction() -> None:
     """DeepSeek-V3's has 11.5 B parameters of its own, in a layer with experts."""
-    plain = model_preset("deepseek-v3")
-    heads = replace(plain, mtp_depths=1)
+    heads = model_preset("deepseek-v3")
+    assert heads.mtp_depths == model_preset("glm-4.5").mtp_depths == 1
+    plain = replace(heads, mtp_depths=0)
     assert heads.parameters - plain.parameters == pytest.approx(11.5e9, rel=0.01)
     layer = plain.matmul_flops + plain.attention_flops
     head = layer + 2 * heads.hidden * heads.vocab + 4 * heads.hidden**2
     assert heads.step_flops - plain.step_flops == pytest.approx(3 * head)
-    assert "--mtp-num-layers 1" in megatron_arguments(heads)
+    assert "--mtp-num-layers 1" in model_arguments(heads)
 
 
 def test_a_gpt_is_counted_as_in_table_4() -> None:
@@ -62,14 +70,21 @@ def test_a_gpt_is_counted_as_in_table_4() -> None:
         assert model.activation_bytes == 34 * h
 
 
-@pytest.mark.parametrize(("name", "mtp"), [("llama-3.1-8b", 0), ("nemotron-4-15b", 0), ("deepseek-v3", 2)])
+def given(*words: str) -> Given:
+    return Given(read_words(words), "here")
+
+
+@pytest.mark.parametrize(("name", "mtp"), [(name, 0) for name in model_presets()] + [("deepseek-v3", 2)])
 def test_megatrons_arguments_make_the_same_model(name: str, mtp: int) -> None:
     model = replace(model_preset(name), mtp_depths=mtp)
-    words = [word.strip("'") for flag in megatron_arguments(model) for word in flag.split()]
-    again = model_from_arguments(read_arguments([*words, "--vocab-size", str(model.vocab)]), "here")
+    words = [word.strip("'") for flag in model_arguments(model) for word in flag.split()]
+    again = model_from_arguments(given(*words, "--vocab-size", str(model.vocab)))
     assert again.parameters == model.parameters
     assert again.step_flops == model.step_flops
     assert again.activation_bytes == model.activation_bytes
+    assert sorted(flag.replace("'", "") for flag in again.flags) == sorted(
+        flag.replace("'", "") for flag in model.flags
+    )
 
 
 def test_a_script_is_read_without_running_it(tmp_path: Path) -> None:
@@ -79,7 +94,7 @@ def test_a_script_is_read_without_running_it(tmp_path: Path) -> None:
         '    --hidden-size ${HIDDEN}\n    --num-attention-heads 16 --seq-length=512 "--vocab-size" 1000\n)\n'
         "torchrun pretrain_gpt.py ${ARGS[@]} \\\n    --swiglu --micro-batch-size 2\n"
     )
-    model = model_from_arguments(read_script(str(path)), str(path))
+    model = model_from_arguments(Given(read_script(str(path)), str(path)))
     assert (model.layers, model.hidden, model.heads, model.seq_length) == (24, 1024, 16, 512)
     assert (model.vocab, model.gated, model.tied) == (1000, True, True)
 
@@ -104,10 +119,32 @@ def test_a_config_with_missing_keys_names_them_all(tmp_path: Path) -> None:
 def test_an_unknown_preset_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"'llama-4'; choose one of gemma-2-9b, .*seed-oss-36b"):
         model_preset("llama-4")
+    with pytest.raises(ValueError, match=r"did you mean 'llama-3.1-8b'\?"):
+        model_preset("llama3-8b")
 
 
 def test_arguments_that_are_missing_are_named() -> None:
     with pytest.raises(
         ValueError, match="no --hidden-size, --num-attention-heads, --seq-length, --vocab-size"
     ):
-        model_from_arguments(read_arguments(["--num-layers", "4"]), "here")
+        model_from_arguments(given("--num-layers", "4"))
+
+
+def test_a_multimodal_config_may_leave_out_what_its_class_has(tmp_path: Path) -> None:
+    """Gemma 3's files have neither vocab_size nor heads in their text part, which transformers fills in."""
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gemma3", "text_config": text, "vision_config": {}}))
+    model = load_config(str(path), 8192)
+    assert (model.vocab, model.heads, model.groups, model.head_dim, model.windowed) == (
+        262208,
+        8,
+        4,
+        256,
+        5 / 6,
+    )

@@ -27,22 +27,6 @@ from tests.spawn import run_ranks
 CPU = torch.device("cpu")
 
 
-def _described(rank: int) -> list[tuple[str, float]]:
-    groups = create_groups((0, rank, 0), pipeline=2, tensor=1, timeout=timedelta(minutes=7))
-    made = (groups.output, groups.input, groups.upward, groups.downward)
-    return [(group.group_desc, group._get_backend(CPU).options._timeout.total_seconds()) for group in made]
-
-
-def test_groups_have_names_and_the_timeout() -> None:
-    for described in run_ranks(2, _described):
-        assert described == [
-            ("VOCAB_OUTPUT_COLLECTIVES", 420),
-            ("VOCAB_INPUT_COLLECTIVES", 420),
-            ("VOCAB_STAGES_UPWARD", 420),
-            ("VOCAB_STAGES_DOWNWARD", 420),
-        ]
-
-
 def _warmed_up(rank: int, pipeline: int, tensor: int) -> set[tuple[str, int, int]]:
     """The connections of this rank: group, and from which pipeline rank to which."""
     groups = create_groups((0, rank // tensor, rank % tensor), pipeline, tensor)
@@ -78,17 +62,22 @@ def test_warm_up_makes_every_connection_of_every_placement(pipeline: int, tensor
         assert connections == {c for c in wanted if rank // tensor in c[1:]}
 
 
-def _groups_of_two_replicas(rank: int) -> tuple[tuple[int, ...], int, int, int]:
+def _groups_of_two_replicas(rank: int) -> tuple[Any, list[tuple[str, float]]]:
     # Ranks as Megatron lays them out for tp 2, dp 2, pp 2: tensor fastest, then data, then pipeline.
-    groups = create_groups((rank // 2 % 2, rank // 4, rank % 2), pipeline=2, tensor=2)
-    return groups.ranks, groups.member, groups.stage, groups.tensor_rank
+    coordinates = (rank // 2 % 2, rank // 4, rank % 2)
+    groups = create_groups(coordinates, pipeline=2, tensor=2, timeout=timedelta(minutes=7))
+    made = (groups.output, groups.input, groups.upward, groups.downward)
+    named = [(group.group_desc, group._get_backend(CPU).options._timeout.total_seconds()) for group in made]
+    return (groups.ranks, groups.member, groups.stage, groups.tensor_rank), named
 
 
-def test_members_are_stage_major_within_a_replica() -> None:
-    results = run_ranks(8, _groups_of_two_replicas)
+def test_members_are_stage_major_within_a_replica_and_groups_have_names_and_the_timeout() -> None:
+    results, named = zip(*run_ranks(8, _groups_of_two_replicas), strict=True)
     assert results[0] == ((0, 1, 4, 5), 0, 0, 0)
     assert results[3] == ((2, 3, 6, 7), 1, 0, 1)
     assert results[6] == ((2, 3, 6, 7), 2, 1, 0)
+    names = ("OUTPUT_COLLECTIVES", "INPUT_COLLECTIVES", "STAGES_UPWARD", "STAGES_DOWNWARD")
+    assert all(each == [(f"VOCAB_{name}", 420) for name in names] for each in named)
 
 
 def _collectives(rank: int) -> dict[str, list[float]]:

@@ -43,24 +43,15 @@ def test_failure_names_rank_pass_and_microbatch() -> None:
         execute(3, program("2S5"), {PassType.S: fail})
 
 
-def test_buffers_are_gone_after_their_last_use() -> None:
+def test_a_buffer_is_put_once_taken_as_often_as_announced_and_else_named() -> None:
     buffers, producer = Buffers(), Pass(PassType.S, 2, 5)
     buffers.put(producer, "state", "value", uses=2)
-    assert [buffers.take(producer, "state") for _ in range(2)] == ["value", "value"]
+    with pytest.raises(BufferError, match="state of 2S5 is already there"):
+        buffers.put(producer, "state", 2)
+    assert buffers.take(producer, "state") == "value"
+    with pytest.raises(BufferError, match="1 buffers are left after the iteration: state of 2S5"):
+        buffers.check_empty()
+    assert buffers.take(producer, "state") == "value"
     with pytest.raises(BufferError, match="state of 2S5 is not there"):
         buffers.take(producer, "state")
     buffers.check_empty()
-
-
-def test_leak_is_named() -> None:
-    buffers = Buffers()
-    buffers.put(Pass(PassType.S, 2, 5), "state", object())
-    with pytest.raises(BufferError, match="1 buffers are left after the iteration: state of 2S5"):
-        buffers.check_empty()
-
-
-def test_value_put_twice_is_refused() -> None:
-    buffers, producer = Buffers(), Pass(PassType.S, 2, 5)
-    buffers.put(producer, "state", 1)
-    with pytest.raises(BufferError, match="2S5 is already there"):
-        buffers.put(producer, "state", 2)

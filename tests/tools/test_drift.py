@@ -117,8 +117,12 @@ def test_the_published_wrong_reductions(tmp_path: Path, fault: str, value: float
     for run in (one, two):
         write_run(run, tmp_path / f"{run.name}.json")
     files = [str(tmp_path / "fsdp.json"), str(tmp_path / "tp2.json")]
-    shown = CliRunner().invoke(main, [*files, "--json"])
+    shown = CliRunner().invoke(main, [*files, "--format", "json"])
     assert shown.exit_code == 1
+    old = CliRunner().invoke(main, [*files, "--json", "--out", str(tmp_path / "out.json")])
+    assert old.stdout == shown.stdout == (tmp_path / "out.json").read_text()
+    assert "--json is now --format json" in old.stderr
+    assert "--out is now --output" in old.stderr
     report = json.loads(shown.output)
     assert report["cause"] == "log-sum-exp"
     assert report["detail"].startswith(detail)
@@ -222,5 +226,5 @@ def test_bad_options_are_named(tmp_path: Path) -> None:
     for value in ("nan", "-1", "x"):
         assert "--tolerance" in refused(run, run, "--tolerance", value)
     for file in (tmp_path, tmp_path / "no" / "x.json"):
-        assert "give another --out" in refused(run, run, "--out", file)
+        assert "give another --output" in refused(run, run, "--output", file)
     assert "Is a directory" in refused(run, tmp_path)

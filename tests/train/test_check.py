@@ -1,4 +1,4 @@
-"""Bad input: one message that names the value and the remedy, before anything is written."""
+"""What a job may ask for, and what a results folder allows; ``tests/faults/bad_inputs.py``: the rest."""
 
 from __future__ import annotations
 
@@ -30,71 +30,6 @@ def no_gpu() -> int:
 def examine(tmp_path: Path, environment: dict[str, str] | None = None, gpus: int = 0, **values: Any) -> None:
     config = TrainConfig(**{"output": str(tmp_path / "out"), **values})
     check(config, environment or {}, lambda: gpus)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"pp": 9}, "--pp 9 is larger than --layers 8; every stage needs a layer: give --pp 8 or fewer"),
-        (
-            {"pp": 3},
-            "--layers 8 cannot be divided over --pp 3 stages, which vocab-2 needs; give --layers 6 or 9",
-        ),
-        ({"pp": 3, "method": "redis", "compare": ("naive",)}, "which naive needs"),
-        ({"family": "vhalf"}, "--family is 'vhalf'; choose one of 1f1b, interleaved, v-half, v-min, "),
-        ({"chunks": 0}, "--chunks is 0; give at least 1"),
-        ({"max_activations": 0.5}, "--max-activations is 0.5; give at least 1"),
-        ({"chunks": 2}, "--chunks 2: 1f1b has 1 on each rank; give --chunks 1, or leave it out"),
-        ({"family": "interleaved", "chunks": 1}, "interleaved has at least 2 on each rank; give --chunks 2"),
-        (
-            {"family": "interleaved", "chunks": 3},
-            "--layers 8 cannot be divided over --pp 4 × 3 chunks = 12 stages of interleaved; give",
-        ),
-        ({"family": "v-half", "pp": 1}, "v-half has 2 model chunks on each rank, which need --pp 2 or more"),
-        (
-            {"family": "interleaved", "compare": ("redis",)},
-            "method redis: interleaved has 2 model chunks on each rank, and redis moves whole layers",
-        ),
-        (
-            {"family": "v-zb", "tied": True, "compare": ("baseline",)},
-            "cannot tie their weights; give --untied, or leave baseline out",
-        ),
-        ({"family": "search", "chunks": 3}, "--family search, method vocab-2: --layers 8 cannot be divided"),
-        ({"family": "search", "chunks": 2, "method": "redis"}, "--family search, method redis: interleaved"),
-        ({"microbatches": 0}, "--microbatches is 0; give at least 1"),
-        ({"ffn": 0}, "--ffn is 0; give at least 1"),
-        ({"lr": 0.0}, "--lr is 0.0; give a learning rate above 0"),
-        ({"lr": float("nan")}, "--lr is nan; give a finite number"),
-        ({"max_activations": float("inf")}, "--max-activations is inf; give a finite number"),
-        ({"seed": -1}, "--seed is -1; give 0 or more"),
-        ({"dtype": "fp16"}, "--dtype is 'fp16'; choose one of fp32, bf16"),
-        ({"method": "vocab2"}, "--method: unknown method 'vocab2'; did you mean vocab-2?"),
-        ({"compare": ("basline",)}, "--compare: unknown method 'basline'; did you mean baseline?"),
-        ({"method": "zzz"}, "unknown method 'zzz'; the methods are baseline, redis, naive"),
-        ({"heads": 3}, "--hidden 64 cannot be divided over --heads 3; give --hidden 66"),
-        ({"heads": 64, "position": "rope"}, "--position rope needs an even size per head, not 1"),
-        ({"tp": 3}, "--heads 4 cannot be divided over --tp 3"),
-        ({"tp": 4, "ffn": 30}, "--ffn 30 cannot be divided over --tp 4"),
-        ({"tp": 2, "seq_length": 31}, "--seq-length 31 cannot be divided over --tp 2"),
-        ({"final_stage_layers": 1}, "--final-stage-layers 1 is for the method redis"),
-        ({"method": "redis", "final_stage_layers": 6}, "leaves a stage without a layer; give 0 to 5"),
-        ({"vocab_size": 100}, "--vocab-size 100 is too small for a byte-level tokenizer; give at least 257"),
-        (
-            {"vocab_size": 300, "tokenizer_vocab_size": 400},
-            "--vocab-size 300 is smaller than the tokenizer's 400",
-        ),
-        ({"tokenizer": "/no/tokenizer.json"}, "there is no such file; give a tokenizer.json"),
-        ({"text": "/no/such/text"}, "--text /no/such/text: there is no such file"),
-        ({"device": "cuda"}, "--device cuda: this machine shows no CUDA device; give --device cpu"),
-        ({"resume": True}, "holds no checkpoint of vocab-2"),
-        ({"resume": True, "overwrite": True}, "give one of the two"),
-    ],
-)
-def test_refused(tmp_path: Path, values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)) as refused:
-        examine(tmp_path, **values)
-    assert "\n" not in str(refused.value)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -136,22 +71,6 @@ def test_torchrun_must_start_as_many_processes(tmp_path: Path) -> None:
 )
 def test_device(asked: str, gpus: int, got: str) -> None:
     assert resolve_device(TrainConfig(device=asked), {}, lambda: gpus) == got
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "is empty"),
-        (b" \n\n", "is empty"),
-        (b"ab\0cd", "is not text"),
-        (b"\xff\xfe\xfa" * 9, "is not text"),
-    ],
-)
-def test_text_files_that_are_not_text(tmp_path: Path, content: bytes, message: str) -> None:
-    path = tmp_path / "text"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"--text {path} {message}.*; give a"):
-        examine(tmp_path, text=str(path))
 
 
 def finished_job(tmp_path: Path, **values: Any) -> TrainConfig:

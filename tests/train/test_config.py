@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from megatron_vocabpar.cli import train as verb
 from megatron_vocabpar.train.config import TrainConfig, command_line, flag
+from megatron_vocabpar.train.output import open_output
 
 OTHER = TrainConfig(
     method="vocab-1", compare=("baseline", "naive"), pp=2, tp=2, dp=2, tied=True, position="rope",
@@ -49,10 +50,17 @@ def test_the_command_line_asks_for_the_same(config: TrainConfig) -> None:
         assert verb.config_from_options(context.params, ()) == config
 
 
-@pytest.mark.parametrize("config", [TrainConfig(), OTHER])
-def test_the_kept_file_asks_for_the_same(config: TrainConfig, tmp_path: Path) -> None:
-    file = tmp_path / "job.toml"
-    file.write_text(config.to_toml())
+# A character beyond 16 bits, one that TOML wants escaped, and a byte that is not UTF-8.
+ODD = TrainConfig(output="\U0001f389 \x7f \udcff")
+
+
+@pytest.mark.parametrize("config", [TrainConfig(), OTHER, ODD])
+def test_the_kept_file_asks_for_the_same(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    open_output(config)
+    file = tmp_path / config.output / "job.toml"
     with verb.train_command.make_context("train", ["--config", str(file)]) as context:
         assert verb.config_from_options(context.params, ()) == config
     with verb.train_command.make_context("train", ["--steps", "7", "--config", str(file)]) as context:

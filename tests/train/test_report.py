@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from megatron_vocabpar.schedule.draw.pictures import write_pictures
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.serialize import plan_to_json
 from megatron_vocabpar.schedule.simulate import simulate
-from megatron_vocabpar.train.compare import differences, loss_curve, reference_method
+from megatron_vocabpar.train.compare import Difference, differences, loss_curve, reference_method
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.output import method_config, open_method, open_output
-from megatron_vocabpar.train.report import as_text, difference_table, summarize, summary_table, write_report
+from megatron_vocabpar.train.report import write_report
+from megatron_vocabpar.train.tables import as_text, difference_table, headline, summarize, summary_table
 from tests.train.fake_results import records, write_results
 
 
@@ -42,7 +44,7 @@ def test_a_reference_of_zero_and_no_common_step() -> None:
     for reference in curves:
         (found,) = differences(curves, reference)
         assert (found.steps, found.absolute, found.not_finite_step) == (1, 1.0, 2)
-        assert "1, not finite from step 2" in as_text(*difference_table([found]))
+        assert "1, not finite from step 2" in as_text(difference_table([found]))
     (never,) = differences({"a": {1: nan}, "b": {1: 1.0}}, "a")
     assert (never.steps, never.not_finite_step) == (0, 1)
     assert (only.method, only.absolute, only.relative) == ("b", 0.5, 0.0)
@@ -53,6 +55,17 @@ def test_a_reference_of_zero_and_no_common_step() -> None:
 )
 def test_reference(methods: list[str], reference: str) -> None:
     assert reference_method(methods) == reference
+
+
+def test_headline() -> None:
+    run = summarize("vocab-2", records(5))
+    other = replace(run, method="baseline", tokens_per_s=run.tokens_per_s / 1.5)
+    assert headline([run], []) == f"vocab-2: loss {run.final_loss:.4f} after 5 steps, 2,003 tokens/s"
+    difference = Difference("vocab-2", "baseline", 5, 2e-6, 3, 4e-7, 3)
+    compared = "vocab-2: 1.50 times the tokens/s of baseline"
+    assert headline([run, other], [difference]) == f"{compared}, losses within 4.0e-07 of its"
+    broken = replace(difference, not_finite_step=4)
+    assert headline([run, other], [broken]) == f"{compared}; a loss is not finite from step 4"
 
 
 def test_summary() -> None:
@@ -66,10 +79,10 @@ def test_summary() -> None:
 
 
 def test_tables_as_text() -> None:
-    shown = as_text(*summary_table([summarize("vocab-2", records(5))]))
+    shown = as_text(summary_table([summarize("vocab-2", records(5))]))
     assert re.search(r"vocab-2 .* 2,003 .* 400/402/402/404 .* – .* 5 .* 497 .* –/–", shown.replace("│", " "))
     rows = list(differences({"baseline": {1: 8.0}, "naive": {1: 8.0001}}, "baseline"))
-    assert "1.00e-04" in as_text(*difference_table(rows))
+    assert "1.00e-04" in as_text(difference_table(rows))
 
 
 def trained(tmp_path: Path, *methods: str, **values: Any) -> Path:
@@ -114,6 +127,10 @@ def test_report_of_one_method(tmp_path: Path) -> None:
 def test_the_page_needs_no_other_file(tmp_path: Path) -> None:
     output, _ = reported(tmp_path, compare=("baseline",))
     page = (output / "index.html").read_text()
+    assert "<h1>vocab-2: 1.00 times the tokens/s of baseline, losses within " in page
+    assert page.count("<main>") == page.count("</main>") == 1
+    assert '<th scope="row">baseline</th>' in page
+    assert re.findall(r"<th(?! scope=)[ >]", page) == []
     assert re.findall(r'src="(?!data:)', page) == []
     assert page.count("data:image/png;base64,") == 2  # losses and memory
     assert page.count("data:image/svg+xml;base64,") == 2

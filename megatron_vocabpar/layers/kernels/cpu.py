@@ -1,7 +1,6 @@
-"""The row kernels on the CPU: a few rows at a time, so that every pass but the first stays in the cache.
+"""The row kernel on the CPU: a few rows at a time, so that every pass but the first reads from the cache.
 
-16-bit storage goes through the reference. fp32 and fp64 storage, which has no rounding worth protecting
-from the split, takes a shorter way: five or six passes in place of fifteen.
+16-bit storage goes through the reference. fp32 and fp64 storage takes five or six passes in place of fifteen.
 """
 
 from __future__ import annotations
@@ -12,19 +11,16 @@ from torch import Tensor
 from megatron_vocabpar.layers.exponents import LN2_HIGH, LN2_LOW, LOG2_E, whole_exponent
 from megatron_vocabpar.layers.gemm import row_chunks
 from megatron_vocabpar.layers.kernels import reference
-from megatron_vocabpar.layers.kernels.reference import (
-    Exponentials,
-    transform_logits_,
-)
+from megatron_vocabpar.layers.kernels.reference import Exponentials, transform_logits_
 from megatron_vocabpar.layers.numbers import STATS_WIDTH
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
 _BLOCK_BYTES = 2**23
 
 _SMALL_OFFSET = 64
-"""Below it y log2(e) - k in one fused multiplication and addition loses less than the rounding of fp32.
+"""For smaller offsets one fused multiplication and addition, y log2(e) - k, keeps the precision of fp32.
 
-A processor without one rounds y log2(e) first: 64 * 2^-24 * ln 2 = 3e-6 of a term near the largest.
+A processor without one rounds y log2(e) first: 64 * 2^-24 * ln 2 = 3e-6 of a term near the largest is lost.
 """
 
 
@@ -45,22 +41,13 @@ def exponentials(
     stats = logits.new_empty((len(logits), STATS_WIDTH)) if stats is None else stats
     slope = None if terms.softcap is None else logits.new_empty(len(logits))
     for rows in row_chunks(logits.shape[0], logits.shape[1], block):
-        here = None if offset is None else offset[rows]
+        arguments = logits[rows], target_row[rows], valid_rows, None if offset is None else offset[rows]
         e = None if out is None else out[rows]
         if wide:
             transform_logits_(logits[rows], terms)
-            _direct(logits[rows], target_row[rows], valid_rows, here, e, stats[rows])
+            _direct(*arguments, e, stats[rows])
             continue
-        part = reference.exponentials(
-            logits[rows],
-            target_row[rows],
-            valid_rows,
-            here,
-            dtype=dtype,
-            out=e,
-            stats=stats[rows],
-            terms=terms,
-        )
+        part = reference.exponentials(*arguments, dtype=dtype, out=e, stats=stats[rows], terms=terms)
         if slope is not None and part.target_slope is not None:
             slope[rows] = part.target_slope
     return Exponentials(out, stats, slope)
@@ -74,14 +61,17 @@ def _direct(
     out: Tensor | None,
     stats: Tensor,
 ) -> None:
-    """2^((y - k ln 2) log2 e). The difference is exact for the largest terms, so nothing is lost for
-    logits of any size, and rounding is relative to the distance from the largest for the others."""
+    """2^((y - k ln 2) log2 e).
+
+    The difference is exact for the largest terms, however large the logits are; the others' rounding grows
+    with their distance from the largest.
+    """
     if valid_rows < logits.shape[1]:
         logits[:, valid_rows:] = -torch.inf
     target_row = target_row.unsqueeze(1)
     column = target_row.clamp(0, valid_rows - 1)
-    found, owned = logits.gather(1, column), column == target_row
-    logits.scatter_(1, column, found.masked_fill(owned, -torch.inf))
+    logit, owned = logits.gather(1, column), column == target_row
+    logits.scatter_(1, column, logit.masked_fill(owned, -torch.inf))
     k = whole_exponent(logits.amax(1, keepdim=True)) if offset is None else offset.unsqueeze(1)
     values = logits if out is None else out
     if float(k.abs().amax()) < _SMALL_OFFSET:
@@ -89,6 +79,6 @@ def _direct(
     else:
         torch.sub(logits, k * LN2_HIGH, out=values)
         torch.add(k * (-LN2_LOW * LOG2_E), values, alpha=LOG2_E, out=values)
-    values.exp2_()  # ids 2^126 below the largest leave subnormal numbers where the reference has 0
-    target_logit, total = torch.where(owned, found, 0), values.sum(1, keepdim=True)
+    values.exp2_()  # subnormal numbers for ids 2^126 below the largest; the reference has 0
+    target_logit, total = torch.where(owned, logit, 0), values.sum(1, keepdim=True)
     stats[:, :STATS_WIDTH] = torch.cat((k, total, target_logit, owned), dim=1)

@@ -1,10 +1,9 @@
-"""Softmax of logits that exist, on the CPU: a few rows at a time, and for them the large operations alone.
+"""Softmax of logits that exist, on the CPU, in blocks of a few rows.
 
-A block of 256 KiB stays in the core's own cache from the first pass over it to the last. There are many of
-them, so what is one number a row is computed for all rows together, before the blocks or behind them. Offsets
-are the rows' maxima m for that reason, split behind the blocks into the powers of two of
-``../softmax_stats.py``: m = k ln 2 + rest. What is computed is specified by ``reference.exponentials`` and by
-the chunks of ``losses/summary.py``.
+A block of 256 KiB stays in the core's own cache from the first pass over it to the last. Numbers of a row are
+computed for all rows together, before or after the blocks. So a block's offsets are the maxima m of its rows;
+afterwards they are split into the powers of two of ``../softmax_stats.py``: m = k ln 2 + rest. The
+specification is ``reference.exponentials`` and the chunks of ``losses/summary.py``.
 """
 
 from __future__ import annotations
@@ -19,27 +18,26 @@ from megatron_vocabpar.layers.exponents import log_of_power, subtract_power_log_
 from megatron_vocabpar.layers.gemm import result_dtype
 
 _EMPTY = -1e4
-"""A rest whose exponential is 0, for rows of -inf: finite, and so is its product with a gradient."""
+"""A rest for rows of -inf: its exponential is 0, and its product with a gradient finite."""
 
-_BLOCK_BYTES = 2**18
-"""Of a block in the dtype that is computed in."""
+_BLOCK_BYTES = 2**18  # in the dtype of the computation
 
 
 def softmax_sums(
     logits: Tensor, target_row: Tensor, *, temperature: float, entropy: bool, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One shard's statistics, the target's own term left out.
+    """One shard's statistics, without the target's own term.
 
     Args:
         logits: [n, P] fp16, bf16, fp32 or fp64, only read; P at least 1.
-        target_row: [n] int64 the target's column, -1 where another shard owns it.
-        temperature: the logits are divided by it.
+        target_row: [n] int64 the target's column, -1 if another shard owns it.
+        temperature: divides the logits.
         entropy: whether to sum ``e log e``.
-        out: [n, P] fp32 (fp64), where ``exp(Y - k ln 2 - rest)`` is kept, 0 for the target; or None.
+        out: [n, P] fp32 (fp64) memory for ``exp(Y - k ln 2 - rest)``, 0 for the target; or None.
 
     Returns:
         [n, 4], or 5 with the entropy, in fp32 (fp64): k, the sum of ``e = exp(Y) / 2^k``, the target's logit,
-        1 where it is owned, the sum of ``e log e``; and [n] the rests.
+        1 if it is owned, the sum of ``e log e``; and [n] the rests.
     """
     dtype = result_dtype(logits.dtype)
     m, total, weighted = numbers = torch.empty(3, len(logits), 1, dtype=dtype, device=logits.device)
@@ -79,16 +77,16 @@ def softmax_gradient_(
     """Write ``e (constant + factor log e)``, for ``e = exp(Y - k ln 2 - rest_of(k))``; 0 where e is 0.
 
     Args:
-        out: [n, P], like the logits; without them fp32 (fp64) exponentials that are kept, of any offset.
+        out: [n, P] like the logits; without logits it holds the fp32 (fp64) exponentials, of any offset.
         logits: [n, P], only read, or None.
         k: [n] whole numbers.
-        constant, factor: [n, 1] fp32 (fp64); no factor is one of 0.
-        temperature: the logits are divided by it.
+        constant, factor: [n, 1] fp32 (fp64); a factor of None is 0.
+        temperature: divides the logits.
     """
     dtype = constant.dtype
     narrow = out.dtype != dtype
     read = out if logits is None else logits
-    tokens = (read, out, _offset(k).unsqueeze(1), constant, constant if factor is None else factor)
+    tokens = (read, out, log_of_power(k).unsqueeze(1), constant, constant if factor is None else factor)
     blocks = _blocks(dtype, None if narrow else out, factor is not None, *tokens)
     for e, x, y, into, largest, constant_, factor_ in blocks:
         if logits is None:
@@ -110,36 +108,33 @@ def softmax_gradient_(
 
 
 def rest_of(k: Tensor) -> Tensor:
-    """What the offset of ``softmax_gradient_``, k ln 2 rounded, is more than k ln 2."""
-    return subtract_power_log_(_offset(k), k)
-
-
-def _offset(k: Tensor) -> Tensor:
-    return log_of_power(k)
+    """The rounded offset of ``softmax_gradient_`` minus k ln 2."""
+    return subtract_power_log_(log_of_power(k), k)
 
 
 def _lowest(dtype: torch.dtype) -> float:
-    """In the place of the logarithm of an exponential that is 0."""
+    """A finite number in place of the logarithm of 0."""
     return 2 * log(torch.finfo(dtype).tiny)
 
 
 def _blocks(
     dtype: torch.dtype, out: Tensor | None, second: bool, *tokens: Tensor
 ) -> Iterator[tuple[Tensor, ...]]:
-    """A few rows of ``tokens``, behind two places for them: the first in ``out`` or its own.
+    """Blocks of a few rows: two places to compute in, the first in ``out`` if there is one, then ``tokens``.
 
-    Without a second the first comes twice. All blocks' views would take 0.3 MiB; they are cut 16 at a time.
+    Without a second place the first comes twice. Views are cut for 16 blocks at a time: those of all would
+    take 0.3 MiB.
     """
     n, columns = tokens[0].shape
     size = min(n, max(1, _BLOCK_BYTES // (dtype.itemsize * columns)))
-    own = [
+    scratch = [
         torch.empty(size, columns, dtype=dtype, device=tokens[0].device)
         for _ in range((out is None) + second)
     ]
-    given = tokens if out is None else (out, *tokens)
-    for group in zip(*(of.split(16 * size) for of in given), strict=True):
-        cut = [of.split(size) for of in group]
-        places = [[place[: len(block)] for block in cut[0]] for place in own]
+    tensors = tokens if out is None else (out, *tokens)
+    for group in zip(*(tensor.split(16 * size) for tensor in tensors), strict=True):
+        blocks = [tensor.split(size) for tensor in group]
+        places = [[place[: len(block)] for block in blocks[0]] for place in scratch]
         if out is not None:
-            places.insert(0, list(cut.pop(0)))
-        yield from zip(places[0], places[-1], *cut, strict=True)
+            places.insert(0, list(blocks.pop(0)))
+        yield from zip(places[0], places[-1], *blocks, strict=True)

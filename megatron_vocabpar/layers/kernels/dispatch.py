@@ -1,7 +1,7 @@
 """Which implementation of the row kernels serves a tensor: the one place that decides.
 
-Every implementation has the signatures of ``reference.py`` and ``reference_stats.py`` and gives their
-results. Where the Triton kernels can't serve, the log says why, once. Tests choose with ``use_kernels``.
+Every implementation has the signatures and results of ``reference.py`` and ``reference_stats.py``. If
+Triton's can't serve a GPU's tensors, the log says why, once. Tests choose with ``use_kernels``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RowKernels:
-    """One implementation of every kernel; what they do is in ``reference.py`` and ``reference_stats.py``."""
+    """One implementation of every kernel of ``reference.py`` and ``reference_stats.py``."""
 
     name: str
     exponentials: Callable[..., Exponentials]
@@ -40,7 +40,7 @@ class RowKernels:
     merge: Callable[..., Softmax]
     row_gradient: Callable[..., RowGradient]
     softmax: ModuleType | None = None
-    """The functions of ``cpu_softmax.py``, for whole shards of logits; None where they are done in chunks."""
+    """The functions of ``cpu_softmax.py``, for whole shards of logits; None if chunks of them are used."""
 
 
 REFERENCE = RowKernels(
@@ -86,7 +86,7 @@ def use_kernels(kernels: RowKernels) -> Iterator[None]:
 
 
 def row_kernels(device: torch.device, dtype: torch.dtype) -> RowKernels:
-    """The implementation for tensors of a device that are computed with in ``dtype`` (fp32 or fp64)."""
+    """The implementation for tensors of a device; ``dtype`` (fp32 or fp64) is that of the computation."""
     chosen = _chosen.get()
     if chosen is not None:
         return chosen
@@ -101,7 +101,7 @@ def row_kernels(device: torch.device, dtype: torch.dtype) -> RowKernels:
 
 @cache
 def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the Triton kernels can't serve tensors of this device and accumulation dtype, or None."""
+    """Why the Triton kernels can't serve tensors of this device and computation dtype, or None."""
     if device.type != "cuda":
         return f"tensors are on {device.type}, and the Triton kernels are for CUDA devices"
     if dtype != torch.float32:
@@ -120,7 +120,7 @@ def _warn_once(reason: str) -> None:
 
 
 def _served(specification: Callable[P, T], *decisive: int) -> Callable[P, T]:
-    """``specification`` by the implementation for its tensors at the places ``decisive``."""
+    """``specification`` by the implementation for the arguments at the positions ``decisive``."""
     name = specification.__name__
 
     @wraps(specification)
@@ -128,8 +128,8 @@ def _served(specification: Callable[P, T], *decisive: int) -> Callable[P, T]:
         tensors: list[Any] = [args[place] for place in decisive]
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
         kernels = row_kernels(tensors[0].device, torch.float64 if wide else torch.float32)
-        found: T = getattr(kernels, name)(*args, **options)
-        return found
+        result: T = getattr(kernels, name)(*args, **options)
+        return result
 
     return serve
 

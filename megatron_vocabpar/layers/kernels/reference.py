@@ -1,10 +1,10 @@
 """The row kernels of the vocabulary layers in plain PyTorch: this is the specification.
 
-Device kernels have the same signatures and must give the same results; each function below is one
-kernel. Numbered steps are the steps of the kernel. Those on [n] are in ``reference_stats.py``.
+Device kernels have the same signatures and must give the same results; each function below is one kernel, and
+numbered steps are the kernel's. Kernels on [n] are in ``reference_stats.py``.
 
-Source: sections 4.3 and 4.4 of the paper (the S pass), with integer offsets and the target's term
-left out. Read ``../exponents.py`` first.
+Source: sections 4.3 and 4.4 of the paper (the S pass), with integer offsets and without the target's term.
+Read ``../exponents.py`` first.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megatron_vocabpar.layers.numbers import STATS_WIDTH
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
 HEADROOM = {torch.float16: 14, torch.float8_e4m3fn: 8}
-"""Exponents by which stored values may exceed 1, where the storage has few below 1.
+"""Exponents by which stored values may exceed 1, for storage with few exponents below 1.
 
-fp16 ends at 2^-24; lifting the row by 2^14 keeps ids down to 2^-39 of the most likely one. e4m3 has
-2^-9 to 448; lifted by 2^8, values are at most 362, and ids down to 2^-18 of the most likely one are kept.
+fp16 ends at 2^-24: with rows lifted by 2^14, ids down to 2^-39 of the most likely one are kept. e4m3 has 2^-9
+to 448: lifted by 2^8, values are at most 362, and ids down to 2^-18 of the most likely one are kept.
 """
 
 
@@ -31,9 +31,9 @@ class Exponentials(NamedTuple):
     """One shard's exponentials of the logits, without the target.
 
     Attributes:
-        e: [n, P] storage dtype, or None where not asked for; ``exp(Y_ij) / 2^k_i``, exactly 0 for the
-            target, for padding and for logits 2^126 below the row's largest.
-        stats: [n, 4] as they are exchanged: the columns below, and 1 where the shard owns the target, else 0.
+        e: [n, P] storage dtype, or None if not asked for: ``exp(Y_ij) / 2^k_i``, exactly 0 for the target,
+            for padding and for logits 2^126 below the row's largest.
+        stats: [n, 4] as exchanged: the columns below, and 1 if the shard owns the target, else 0.
         target_slope: [n] slope of the softcap at the target's logit, 0 where another shard owns it; None
             without a softcap.
     """
@@ -49,12 +49,12 @@ class Exponentials(NamedTuple):
 
     @property
     def s_rest(self) -> Tensor:
-        """[n] sums of the unrounded exponentials; 0 where the shard has nothing but the target."""
+        """[n] sums of the unrounded exponentials; 0 if the shard has the target alone."""
         return self.stats[:, 1]
 
     @property
     def target_logit(self) -> Tensor:
-        """[n] the target's transformed logit, 0 where another shard owns it."""
+        """[n] the target's transformed logit, 0 if another shard owns it."""
         return self.stats[:, 2]
 
 
@@ -63,10 +63,10 @@ def transform_logits_(logits: Tensor, terms: LossTerms) -> Tensor | None:
 
     Args:
         logits: any shape, fp32 or fp64, overwritten.
-        terms: whose logit scale and softcap are meant.
+        terms: have the logit scale and the softcap.
 
     Returns:
-        The slope of the cap, 1 - tanh^2, accurate also where tanh rounds to 1; None without a cap.
+        The slope of the cap, 1 - tanh^2, accurate even if tanh rounds to 1; None without a cap.
     """
     if terms.logit_scale != 1:
         logits.mul_(terms.logit_scale)
@@ -86,16 +86,16 @@ def take_target_(logits: Tensor, target_row: Tensor, valid_rows: int) -> Tensor:
         valid_rows: columns from here on are padding.
 
     Returns:
-        [n] the target's logit as it was, 0 where it is not owned.
+        [n] the target's logit as it was, 0 if not owned.
     """
     logits[:, valid_rows:] = -torch.inf
     if valid_rows == 0:
         return logits.new_zeros(logits.shape[0])
     owned = is_owned(target_row, valid_rows)
     column = target_row.clamp(0, valid_rows - 1).unsqueeze(1)  # [n, 1]
-    found = logits.gather(1, column).squeeze(1)
-    logits.scatter_(1, column, torch.where(owned, -torch.inf, found).unsqueeze(1))
-    return torch.where(owned, found, 0)
+    logit = logits.gather(1, column).squeeze(1)
+    logits.scatter_(1, column, torch.where(owned, -torch.inf, logit).unsqueeze(1))
+    return torch.where(owned, logit, 0)
 
 
 def is_owned(target_row: Tensor, valid_rows: int) -> Tensor:
@@ -108,7 +108,7 @@ def row_offset(q: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         q: [n, P] whole exponents (see ``split_exponent``).
-        dtype: in which the exponentials are stored.
+        dtype: of the stored exponentials.
 
     Returns:
         [n] like q; ``NOTHING`` for rows without a finite logit.
@@ -136,17 +136,15 @@ def exponentials(
         logits: [n, P] fp32 or fp64; overwritten.
         target_row: [n] int64, the target's column in this shard; not owned outside [0, valid_rows).
         valid_rows: columns from here on are padding.
-        offset: [n] offsets to use, not below the row's own (naive: the largest of all shards); None
-            takes the row's own.
+        offset: [n] offsets, at least the rows' own (naive: the largest of all shards); None takes those.
         dtype: storage dtype of E, which decides the headroom; None is the dtype of the logits.
-        out: [n, P], where to store E, of that dtype or a wider one; None where E is not needed.
+        out: [n, P] memory for E, of that dtype or a wider one; None if E is not needed.
         stats: [n, 4 or more] like the logits, whose first four columns are written; None allocates.
-        terms: whose scale and softcap the logits get. With a softcap E is multiplied by the cap's slope,
-            which its every use in a gradient needs; the sums are not.
+        terms: have scale and softcap of the logits. With a softcap E is multiplied by the cap's slope, which
+            every gradient needs; the sums are not.
 
     Returns:
-        The exponentials and statistics, in the dtype of the logits but for ``e``, which is ``out``; ``stats``
-        is the given one.
+        ``out`` and ``stats`` with the results, which are in the dtype of the logits but for E.
     """
     dtype = logits.dtype if dtype is None else dtype
     # 1. the target leaves the row; padding is masked
@@ -185,14 +183,14 @@ def scale_rows(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def lift(x: Tensor, scale: Tensor) -> Tensor | None:
-    """The power of two by which scaled rows must grow to fit fp16, whose small numbers end at 2^-24.
+    """The power of two that lifts scaled rows into the range of fp16, whose small numbers end at 2^-24.
 
     Args:
         x: [n, H].
         scale: [n] factors, fp32.
 
     Returns:
-        None unless x is fp16; else a one-element tensor: scaled rows times it stay below 2^15.
+        One element: scaled rows times it stay below 2^15. None unless x is fp16.
     """
     if x.dtype != torch.float16 or x.numel() == 0:
         return None
@@ -218,8 +216,7 @@ def scatter_add_rows_(
         values: [m, H], or any number of rows with ``source``; of any floating dtype.
         scale: [m] fp32 or fp64 factors; None is 1.
         source: [m] int64 rows of ``values``; None is one after the other.
-        order: [m] int64 that sorts ``rows``, equal ones as they stand, where the caller has it: saves a
-            device kernel the sort.
+        order: [m] int64 that sorts ``rows``, with equal ones as they stand; saves a device kernel the sort.
     """
     if rows.numel() == 0:
         return
@@ -235,9 +232,9 @@ def scatter_add_rows_(
 
 
 def _first_of_equals(rows: Tensor, order: Tensor | None) -> Tensor:
-    """[m] int64: for each of ``rows`` the place of the first that equals it.
+    """[m] int64: for each of ``rows`` the place of the first equal one: (7, 3, 7) gives (0, 1, 0).
 
-    As ``torch.unique`` would tell, for whose number of results the host waits for the device.
+    Not by ``torch.unique``, for whose number of results the host waits for the device.
     """
     order = rows.argsort(stable=True) if order is None else order
     by_row, place = rows[order], torch.arange(len(rows), device=rows.device)
@@ -248,8 +245,8 @@ def _first_of_equals(rows: Tensor, order: Tensor | None) -> Tensor:
 def _accumulate_rows_(out: Tensor, rows: Tensor, addends: Tensor) -> None:
     """Add rows of one dtype by the operation that is deterministic on the device.
 
-    On the CPU index_add_ goes through the rows in order; on a GPU it adds atomically, in any order,
-    while index_put_ sorts by row first.
+    On the CPU index_add_ adds in the order of the rows. On a GPU it adds atomically, in any order; there
+    index_put_ sorts by row first.
     """
     if out.is_cuda:
         out.index_put_((rows,), addends, accumulate=True)

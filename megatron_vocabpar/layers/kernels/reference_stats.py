@@ -1,7 +1,7 @@
 """The kernels on [n] in plain PyTorch: the merge of all shards' statistics, and T's row gradient.
 
-This is their specification, as ``reference.py`` is that of the kernels on [n, P] and [n, H]: one call here is
-one kernel there. The row gradient's is ``layers/numbers.py``.
+This is their specification, as ``reference.py`` is that of the kernels on [n, P] and [n, H]. The row
+gradient's is in ``layers/numbers.py``.
 
 Source: section 4.3 (equations 1 to 6) of the paper, with powers of two in place of maxima.
 """
@@ -22,7 +22,7 @@ def merge(gathered: Tensor, out: Softmax | None = None) -> Softmax:
 
     Args:
         gathered: [R, n, 4] packed statistics, fp32 or fp64.
-        out: whose tensors of [n] are written; None allocates.
+        out: memory for the result; None allocates.
     """
     out = empty_softmax(gathered.shape[1], gathered.dtype, gathered.device) if out is None else out
     k, s_rest, target_logit, owner = gathered.unbind(2)  # each [R, n]
@@ -41,12 +41,13 @@ def merge(gathered: Tensor, out: Softmax | None = None) -> Softmax:
     # fraction_power overwrites its argument; target_r is needed again below.
     at_target = torch.where(valid, power_of_two(target_q - offset) * fraction_power(target_r.clone()), 0)
     total = rest + at_target
-    # 3. Both forms of nll are log(S / at_target). The first is accurate for likely targets and can't be
-    # negative; in the second at_target < S / 2, and it may have underflowed.
+    # 3. nll = log(S / at_target) in two forms. The first is accurate for likely targets and never negative;
+    # the second is for at_target < S / 2, which may have underflowed.
     likely = torch.log1p(rest / at_target)
     unlikely = torch.log(total) + (log_of_power(offset - target_q) - target_r)
     nll = torch.where((rest <= at_target) & (at_target != 0), likely, unlikely)
     nll = torch.where(total == 0, torch.inf, nll)
+    nll = nll.masked_fill_(total == torch.inf, torch.nan)  # another logit has overflowed
     deficit = torch.where(total == 0, 0, -rest / total)
     out.nll.copy_(torch.where(valid, nll, 0))
     out.offset.copy_(offset)

@@ -1,11 +1,10 @@
 """The S pass between its matrix products as one Triton kernel: 4 bytes read and 2 written per element.
 
-One program handles one row and goes over it twice in blocks; the second time it comes from the cache.
-Same signature and results as ``reference.exponentials`` (whose step numbers are repeated here), but for
-the order of summation and the last bit of exp2.
+One program handles one row and reads it twice in blocks, the second time from the cache. Signature, steps and
+results are those of ``reference.exponentials``, but for the order of summation and the last bit of exp2.
 
-Loads are masked by the row's end alone, and the target and the padding are taken out of what was loaded: any
-other mask would keep the compiler from loading 16 bytes at a time.
+Loads are masked by the row's end alone; the target and the padding are masked after the load. Any other mask
+of a load would keep the compiler from loading 16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ _LOG2_E = tl.constexpr(exponents.LOG2_E)
 _LN2_HIGH = tl.constexpr(exponents.LN2_HIGH)
 _LN2_LOW = tl.constexpr(exponents.LN2_LOW)
 _ROUND = tl.constexpr(1.5 * 2**23)
-"""Added and taken off again, it rounds fp32 within +-2^22 to the nearest even whole number."""
+"""Adding and subtracting it rounds fp32 within +-2^22 to whole numbers, halves to even ones."""
 
 _MAX_BLOCK = 4096
-_MAX_BLOCK_CAPPED = 2048  # with more, registers spill on sm_80
+_MAX_BLOCK_SMALL = 2048
 
 FP_FUSION = False
-"""Sums and products round one by one, whatever this Triton's default; what must be fused is ``tl.fma``."""
+"""Whatever this Triton's default, sums and products round one by one; ``tl.fma`` alone is fused."""
 
 
 @triton.jit
@@ -106,15 +105,15 @@ def _exponentials_kernel(  # type: ignore[no-untyped-def]
     block = tl.arange(0, BLOCK)
 
     # 1. the target leaves the row
-    given = tl.load(target_row + row)
-    owned = (given >= 0) & (given < valid_rows)
-    target = tl.where(owned, given, -1).to(tl.int32)
-    own = tl.load(row_logits + target, mask=owned, other=0.0)
+    target = tl.load(target_row + row)
+    owned = (target >= 0) & (target < valid_rows)
+    target = tl.where(owned, target, -1).to(tl.int32)
+    target_logit = tl.load(row_logits + target, mask=owned, other=0.0)
     tl.debug_barrier()  # E may take the logits' place below
-    tl.store(row_stats + 2, _transform(own, logit_scale, softcap, SOFTCAP=SOFTCAP))
+    tl.store(row_stats + 2, _transform(target_logit, logit_scale, softcap, SOFTCAP=SOFTCAP))
     tl.store(row_stats + 3, owned.to(tl.float32))
     if SOFTCAP:
-        tl.store(target_slope + row, tl.where(owned, _slope(own, logit_scale, softcap), 0.0))
+        tl.store(target_slope + row, tl.where(owned, _slope(target_logit, logit_scale, softcap), 0.0))
 
     # 2. and 3. the row's offset
     if HAS_OFFSET:
@@ -167,7 +166,9 @@ def exponentials(
     softcap = terms.softcap
     slope = None if softcap is None else logits.new_empty(n)
     if n:
-        longest = _MAX_BLOCK if softcap is None else _MAX_BLOCK_CAPPED
+        # With 4096 elements registers spill: with a cap on sm_80; with P 8194, whose rows are read element by
+        # element, on sm_90 with Triton 3.6.
+        longest = _MAX_BLOCK if softcap is None and columns % 16 == 0 else _MAX_BLOCK_SMALL
         block = min(longest, max(16, triton.next_power_of_2(columns)))
         _exponentials_kernel[(n,)](
             logits,

@@ -1,7 +1,6 @@
 """The small row kernels of T, C1 and IB in Triton: scaled rows, and a scatter that adds in a fixed order.
 
-Same signatures as in ``reference.py``. They work on [n, H]; the kernel on [n, P] is in
-``triton_exponentials.py``.
+Signatures are those of ``reference.py``. These work on [n, H]; ``triton_exponentials.py`` on [n, P].
 """
 
 from __future__ import annotations

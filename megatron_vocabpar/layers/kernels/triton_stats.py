@@ -1,7 +1,7 @@
 """The kernels on [n] in Triton: the merge of all shards' statistics, and T's row gradient.
 
-Same signatures as in ``reference_stats.py`` (whose step numbers are repeated here), and its results but for
-the last bits of exp2 and the logarithms. One launch each, where PyTorch makes dozens.
+Signatures, steps and results are those of ``reference_stats.py``, but for the last bits of exp2 and the
+logarithms. One launch each; PyTorch makes dozens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _log_of_power(q):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _log1p(x):  # type: ignore[no-untyped-def]
-    """log(1 + x) for x from 0 to 1: what 1 + x loses of x, the quotient gives back."""
+    """log(1 + x) for x from 0 to 1; the quotient corrects for the rounding of 1 + x."""
     y = 1.0 + x
     return tl.where(y == 1.0, x, tl.log(y) * tl.div_rn(x, y - 1.0))
 
@@ -91,6 +91,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     unlikely = tl.log(total) + (_log_of_power(offset - target_q) - target_r)
     nll = tl.where((rest <= at_target) & (at_target != 0.0), likely, unlikely)
     nll = tl.where(total == 0.0, float("inf"), nll)
+    nll = tl.where(total == float("inf"), float("nan"), nll)  # another logit has overflowed
     deficit = tl.where(total == 0.0, 0.0, tl.div_rn(-rest, total))
     tl.store(nll_out + token, tl.where(valid, nll, 0.0), mask=inside)
     tl.store(offset_out + token, offset, mask=inside)

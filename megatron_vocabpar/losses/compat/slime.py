@@ -35,7 +35,7 @@ def calculate_log_probs_and_entropy(
         logprobs, entropy = functions.vocab_logprobs_and_entropy(logits, tokens, **options)
     else:
         mask = log_prob_keep_mask
-        # Not by a name: the masked copy may go once its exponentials are kept.
+        # The masked copy has no name, so that it is freed once its exponentials are kept.
         logprobs = functions.vocab_logprobs(
             logits if mask is None else _masked(logits, tokens, group, mask), tokens, **options
         )
@@ -46,7 +46,7 @@ def calculate_log_probs_and_entropy(
 
 
 def _group(tp_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """None means all ranks there, where processes were started."""
+    """The group; in slime None means all ranks."""
     return dist.group.WORLD if tp_group is None and dist.is_initialized() else tp_group
 
 

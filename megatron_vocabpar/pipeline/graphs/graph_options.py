@@ -1,4 +1,4 @@
-"""What CUDA graphs of single layers have been shown to go with, by name; standard library only.
+"""The options with which CUDA graphs of single layers have been tested; standard library only.
 
 ``docs/megatron.md`` says what was run. Next: ``layer_graphs.py``.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 SCOPES = ("cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules")
-"""The attributes that hold the parts of a layer that are captured; 0.18 has another name for them."""
+"""The attributes that name the captured parts of a layer; 0.18 has another name for them."""
 
 _ALONE: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...] = (
     ("--tensor-model-parallel-size", ("tensor_model_parallel_size",), (1,)),
@@ -26,11 +26,11 @@ _ALONE: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...] = (
     ("--overlap-param-gather", ("overlap_param_gather",), ()),
     ("--rampup-batch-size", ("rampup_batch_size",), ()),
 )
-"""Flags, the attributes that hold them in Megatron's arguments or a TransformerConfig, and what is plain."""
+"""A flag, its attributes in Megatron's arguments or a TransformerConfig, and its values that were tested."""
 
 
 def asks_for_graphs(options: Any) -> bool:
-    """Whether layers are captured one by one: ``--cuda-graph-impl local``, ``--enable-cuda-graph``.
+    """Whether single layers are captured: by ``--cuda-graph-impl local`` or ``--enable-cuda-graph``.
 
     Args:
         options: Megatron's arguments, or a TransformerConfig.
@@ -40,7 +40,7 @@ def asks_for_graphs(options: Any) -> bool:
 
 
 def beside_graphs(options: Any) -> list[str]:
-    """The flags among ``options`` with which graphs have not been shown to train equal to without."""
+    """The flags among ``options`` with which graphs have not been shown to train as layers without them."""
     return [
         flag
         for flag, attributes, plain in _ALONE

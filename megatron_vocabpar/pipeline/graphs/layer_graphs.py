@@ -1,9 +1,9 @@
 """CUDA graphs of single transformer layers, which megatron-core records, captures and replays by itself.
 
-Each layer has a graph for the F and one for the B of every microbatch. They share memory in the order of the
-first iteration: what a graph leaves is valid until the next one runs, and another order would overwrite what
-is still needed, without a word. So our loop keeps one plan from the first training call on, and takes a copy
-of what leaves a stage (``stages.py``). Passes of the vocabulary layers and all communication stay outside:
+Each layer has one graph for the F and one for the B of every microbatch. They share memory in the order of
+the first iteration: a graph's output is valid until the next graph runs. In another order a graph would
+silently overwrite what is still needed. So all calls from the first training call on run one plan, and
+``stages.py`` copies what leaves a stage. Passes of the vocabulary layers and communication are not captured:
 graphs are captured when an iteration is over, and Megatron waits for the device before each of them.
 """
 
@@ -27,25 +27,25 @@ OF_THIS_VERSION_ARE_WRONG = "alloc_tensor_from_graph_mempool" in _NAMES or (
     "TensorReusePool" in _NAMES
     and "cache_key" not in inspect.signature(cuda_graphs.CudaGraphManager.__call__).parameters
 )
-"""Whether graphs of this Megatron, emulated, gave wrong gradients: 0.16, 0.17, 0.19 and main."""
+"""Whether emulated graphs of this Megatron gave wrong gradients: those of 0.16, 0.17, 0.19 and main did."""
 
 
 def kept(output: torch.Tensor, config: Any) -> torch.Tensor:
-    """A layer's output, or a copy of it where the next graph that is replayed may overwrite it.
+    """A stage's output, or a copy if the next replayed graph may overwrite it.
 
-    Gradients of a stage's input need none: autograd copies what Megatron holds on to.
+    Gradients of a stage's input need no copy: autograd has made one.
     """
     return output.clone() if asks_for_graphs(config) else output
 
 
 class LayerGraphs:
-    """Sees that graphs are recorded, captured and replayed in one order."""
+    """Makes sure that graphs are recorded, captured and replayed in one order."""
 
     def __init__(self) -> None:
         self._plan: Plan | None = None
 
     def check(self, plan: Plan, chunks: Sequence[torch.nn.Module], forward_only: bool) -> None:
-        """Before a call that runs ``plan``, or its evaluation.
+        """Check, before a call, that it may run ``plan`` or its evaluation.
 
         Raises:
             ValueError: for another plan than that of the first training call; for a schedule in which graphs
@@ -67,7 +67,7 @@ class LayerGraphs:
             )
 
     def capture(self, plan: Plan, forward_only: bool) -> None:
-        """After a call: what the first training call recorded becomes graphs."""
+        """After a call: make graphs of what the first training call recorded."""
         schedules.create_cudagraphs()
         if not forward_only:
             self._plan = plan

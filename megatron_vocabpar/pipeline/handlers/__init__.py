@@ -1,7 +1,8 @@
 """The table: which method of which layer runs an instruction.
 
-    IF -> CI -> F(first) ... F(last) -> C0 -> S -> C1 [-> S2 -> C2] -> T -> [C2 | C3]
-       -> B(last) ... B(first) -> CIB -> IB
+    training      IF -> CI -> F(first) ... F(last) -> C0 -> S -> C1 [-> S2 -> C2] -> T -> [C2 | C3]
+                  -> B(last) ... B(first) -> CIB -> IB
+    evaluation    IF -> CI -> F(first) ... F(last) -> C0 -> S -> C1 [-> S2 -> C2] -> L
 
 Handlers hand tensors to each other through buffers, launch communication on side streams, and wait for what
 they consume. They never decide an order: that is the schedule's (``schedule/words/dependencies.py``).
@@ -66,13 +67,18 @@ def output_table(method: Method, chain: OutputChain, hidden: HiddenStates, losse
     Raises:
         ValueError: for a chain with something new in it, naming it.
     """
-    barriers = Barriers(chain, losses)
+    barriers = Barriers(chain)
     softmax = SoftmaxPasses(chain, hidden, barriers, losses)
-    both_halves = softmax.input_backward if chain.late else softmax.backward
+    if chain.ranks_targets:
+        run_t = losses.count_likelier
+    elif chain.early:
+        run_t = softmax.weight_backward
+    else:
+        run_t = softmax.input_backward if chain.late else softmax.backward
     passes: Table = {
         PassType.S: softmax.in_step if method.in_step else softmax.softmax,
         PassType.S2: softmax.exponential_sum,
-        PassType.T: softmax.weight_backward if chain.early else both_halves,
+        PassType.T: run_t,
         PassType.L: losses.gradient,
         PassType.TW: softmax.weight_backward,
     }
@@ -80,12 +86,15 @@ def output_table(method: Method, chain: OutputChain, hidden: HiddenStates, losse
         frozenset({PassType.S}): hidden.broadcast,
         frozenset({PassType.S2}): barriers.reduce_maximum,
         frozenset({PassType.T}): barriers.gather_statistics,
+        frozenset({PassType.L}): barriers.sum_counts if chain.ranks_targets else barriers.gather_statistics,
         frozenset({PassType.B}): barriers.reduce_input_gradient,
         frozenset({PassType.B, PassType.T}): barriers.gather_statistics_and_input_gradient,
     }
     table: Table = {type_: passes[type_] for type_ in method.passes}
     for type_ in method.collectives:
-        waiting = method.waiting_for(type_) - {PassType.L, PassType.TW}
+        waiting = method.waiting_for(type_)
+        if chain.training:  # L and TW, of a late gradient, take what B and T take
+            waiting -= {PassType.L, PassType.TW}
         if type_ is CommType.CG:
             table[type_] = barriers.broadcast_gradient
             continue
@@ -106,7 +115,7 @@ def handlers_of(
     Args:
         iteration: the state of the call.
         model: the chunk that holds the vocabulary shards, unwrapped; None for baseline and redis.
-        weight_gradients: of each chunk, where the schedule splits them from B.
+        weight_gradients: one for each chunk if the schedule splits W from B.
     """
     if model is None:
         distant_loss = DistantLoss(iteration) if iteration.microbatches.shapes else None

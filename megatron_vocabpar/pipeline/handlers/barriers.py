@@ -4,13 +4,15 @@
     vocab-1     C1(statistics)                   C2(input gradient)
     vocab-2     C1(statistics, input gradient)
 
-What a collective carries follows from who waits for it. With a late gradient the input gradient is reduced
+What a collective carries follows from who waits for it. An evaluation has those up to the statistics, and
+to rank its targets a C2 that sums counts. With a late gradient the input gradient is reduced
 before the loss function has run, its rows unscaled, and CG brings every rank the gradient that scales dW.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,6 @@ import torch.distributed as dist
 from megatron_vocabpar.layers.head import Part, total, with_place
 from megatron_vocabpar.layers.numbers import Softmax
 from megatron_vocabpar.pipeline.handlers.chain import OutputChain
-from megatron_vocabpar.pipeline.handlers.loss import Losses
 from megatron_vocabpar.pipeline.iteration import LayerHandlers
 from megatron_vocabpar.runtime.comm import all_gather, all_reduce, broadcast
 from megatron_vocabpar.runtime.streams import Event
@@ -28,9 +29,9 @@ from megatron_vocabpar.schedule.words.passes import Comm, Pass, PassType
 class Barriers(LayerHandlers):
     """Handlers of the collectives."""
 
-    def __init__(self, chain: OutputChain, losses: Losses) -> None:
+    def __init__(self, chain: OutputChain) -> None:
         super().__init__(chain.iteration)
-        self.chain, self.losses = chain, losses
+        self.chain = chain
 
     def reduce_maximum(self, instruction: Comm) -> None:
         """naive's C1: the maximal offset of every token."""
@@ -40,74 +41,73 @@ class Barriers(LayerHandlers):
         event = self.rank.output_stream.submit(
             lambda: all_reduce(groups, groups.output, offsets, dist.ReduceOp.MAX)
         )
-        self.buffers.put(instruction, "event", event)
+        self._hand_on(instruction, event)
 
     def gather_statistics(self, instruction: Comm) -> None:
         """C1 of vocab-1, C2 of naive: everyone's statistics, joined in rank order."""
         source = self.chain.softmax_pass(instruction.microbatch)
-        event = self.joined(self.buffers.take(source, "statistics"))
-        if self.chain.training:
-            self.buffers.put(instruction, "event", event, uses=self.chain.waiting(instruction.type))
-        else:
-            self.losses.evaluate(instruction.microbatch, event)
+        self._hand_on(instruction, self.joined(self.buffers.take(source, "statistics")))
 
     def joined(self, statistics: torch.Tensor) -> Event[Softmax]:
-        """The softmax of all shards, in memory of this stream."""
+        """The softmax of all shards, in memory that the main stream has allocated."""
         groups, head = self.groups, self.chain.head
-        place = head.place(statistics)
+        out = head.place(statistics)
         return self.rank.output_stream.submit(
-            lambda: head.join(all_gather(groups, groups.output, statistics), place)
+            lambda: head.join(all_gather(groups, groups.output, statistics), out)
         )
 
     def gather_statistics_and_input_gradient(self, instruction: Comm) -> None:
         """C1 of vocab-2: the statistics, then the input gradient from what S left."""
-        if not self.chain.training:
-            self.gather_statistics(instruction)
-            return
         chain, groups, i = self.chain, self.groups, instruction.microbatch
         source = chain.softmax_pass(i)
         statistics, state = self.buffers.take(source, "statistics"), self.buffers.take(source, "state")
-        place = chain.head.place(statistics)
+        out = chain.head.place(statistics)
         hidden_grad = None
         if self.rank.is_last:
             parts = (2,) if chain.entropy_gradient else ()
-            hidden_grad = state.x.new_empty((*parts, *state.x.shape), dtype=place.total.dtype)
+            hidden_grad = state.x.new_empty((*parts, *state.x.shape), dtype=out.total.dtype)
 
         def run() -> tuple[Softmax, torch.Tensor | None]:
-            softmax = chain.head.join(all_gather(groups, groups.output, statistics), place)
+            softmax = chain.head.join(all_gather(groups, groups.output, statistics), out)
             slopes = chain.row_slopes(i, softmax)
             total(chain.input_gradient(state, softmax, slopes, hidden_grad), self._all_reduce)
             return softmax, hidden_grad
 
-        event = self.rank.output_stream.submit(run)
-        self.buffers.put(instruction, "event", event, uses=chain.waiting(instruction.type))
+        self._hand_on(instruction, self.rank.output_stream.submit(run))
 
     def reduce_input_gradient(self, instruction: Comm) -> None:
         """C2 of vocab-1, C3 of naive: the sum of all ranks' parts of the input gradient, in float32."""
         part = self.buffers.take(Pass(PassType.T, instruction.stage, instruction.microbatch), "hidden_grad")
-        event = self.sum(part)
-        if self.rank.is_last:
-            self.buffers.put(instruction, "event", event)
-        else:
-            self.iteration.unclaim(event)
+        self._hand_on(instruction, self.sum(part))
 
     def sum(self, part: Part) -> Event[torch.Tensor]:
         """The sum of all ranks' parts of the input gradient."""
         return self.rank.output_stream.submit(partial(total, with_place(part), self._all_reduce))
 
+    def sum_counts(self, instruction: Comm) -> None:
+        """C2 of an evaluation: every target's rank, from the counts of all shards."""
+        counts = self.buffers.take(Pass(PassType.T, instruction.stage, instruction.microbatch), "counts")
+        self._hand_on(instruction, self.rank.output_stream.submit(partial(self._all_reduce, counts)))
+
+    def _hand_on(self, instruction: Comm, event: Event[Any]) -> None:
+        """Keep what a collective brings for this rank's passes that wait for it, if there are any."""
+        if uses := self.chain.waiting(instruction.type):
+            self.buffers.put(instruction, "event", event, uses=uses)
+        else:
+            self.iteration.unclaim(event)
+
     def _all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return all_reduce(self.groups, self.groups.output, tensor)
 
     def broadcast_gradient(self, instruction: Comm) -> None:
-        """CG: the gradient of every token's loss, from the rank of the loss function to every rank."""
+        """CG: the gradient of every token's loss, from the loss function's rank to every rank."""
         i, grads = instruction.microbatch, None
         if self.rank.has_loss:
             grads = self.buffers.take(Pass(PassType.L, instruction.stage, i), "gradient")
-        event = self.shared_gradient(i, grads)
-        self.buffers.put(instruction, "event", event, uses=self.chain.waiting(instruction.type))
+        self._hand_on(instruction, self.shared_gradient(i, grads))
 
     def shared_gradient(self, i: int, grads: torch.Tensor | None) -> Event[torch.Tensor]:
-        """[k, n] float32; tensor-parallel ranks have the first one's."""
+        """The gradients [k, n], float32, of the first tensor-parallel rank that has the loss function."""
         groups = self.groups
         source = groups.members_of(self.rank.placement.p - 1)[0]
         if grads is None or groups.member != source:

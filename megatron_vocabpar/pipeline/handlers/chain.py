@@ -1,4 +1,4 @@
-"""What the output layer's handlers share: the head, the method's chain as this rank sees it, the slopes.
+"""What the output layer's handlers share: the head, the method's chain as this rank sees it, and the slopes.
 
 Next: ``hidden.py``, ``softmax.py``, ``barriers.py``, ``loss.py``: each owns one kind of data.
 """
@@ -12,7 +12,7 @@ import torch
 
 from megatron_vocabpar.layers.columns import ENTROPY, Column, mean_column, rival_column
 from megatron_vocabpar.layers.fp8 import Fp8Weight
-from megatron_vocabpar.layers.head import FixedPointHead, Head, NaiveHead, PlainHead, spare_exponentials
+from megatron_vocabpar.layers.head import FixedPointHead, Head, NaiveHead, spare_exponentials
 from megatron_vocabpar.layers.numbers import Slopes, Softmax
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.terms import LossTerms
@@ -27,34 +27,35 @@ class OutputChain:
     """One call's output layer on this rank, for the shard that ``model`` holds.
 
     Attributes:
-        training: whether gradients are wanted.
-        late: whether the loss's gradient is known after the loss alone, so that rows of dX come unscaled.
-        early: vocab-2: S has computed A = E W, so the input gradient travels with the statistics.
-        counts_ranks: whether an evaluation counts ids that are likelier than the target.
+        training: whether the chain leads to B; that of an evaluation ends in L.
+        late: whether L gives the gradient of the loss; until then the rows of dX are not scaled by it.
+        early: whether S computes A = E W, as in vocab-2, so that dX travels with the statistics.
+        ranks_targets: whether T of an evaluation counts the ids that are likelier than the target.
     """
 
     def __init__(self, iteration: Iteration, model: PartitionedModel) -> None:
         method, options = iteration.rank.method, iteration.rank.output_options
         self.iteration, self.model, self.method = iteration, model, method
-        self.training = not iteration.call.forward_only
+        self.training = PassType.B in method.waits_for
         self.late = method.late_gradient
-        waits = method.waits_for
-        self.early = PassType.T in waits and waits[PassType.T][0] is waits[PassType.B][0]
-        self.counts_ranks = options.target_rank and not self.training
+        computes_t = PassType.T in method.passes
+        self.early = self.training and computes_t and method.waits_for[PassType.B][0] is self.statistics
+        self.ranks_targets = computes_t and not self.training
         self.entropy_gradient = options.entropy_gradient
         self.terms: LossTerms = compat.with_mup_scale(options.terms, iteration.call.config)
-        self.head = head_of(iteration, model, self.terms, self.early or bool(method.in_step))
+        self.head = head_of(self)
         self.spare = SpareExponentials()
 
     @property
     def weight(self) -> torch.Tensor:
-        """[P, H] of this shard."""
+        """This shard's rows, [P, H]."""
         return self.model.output_weight.detach()
 
     @property
     def statistics(self) -> CommType:
-        """The collective that carries the statistics: T waits for it."""
-        word = self.method.waits_for[PassType.T][0]
+        """The collective that carries the statistics: T waits for it, or L where there is no T."""
+        method = self.method
+        word = method.waits_for[PassType.T if PassType.T in method.passes else PassType.L][0]
         assert isinstance(word, CommType)
         return word
 
@@ -63,17 +64,23 @@ class OutputChain:
         return Pass(self.method.producers[self.statistics], self.iteration.rank.pipeline_rank, i)
 
     def uses(self, producer: Pass) -> int:
-        """How many take what a pass left: T, and besides it an early input gradient, or TW."""
-        again = self.training and (self.early or PassType.TW in self.method.passes)
-        return 1 + (again and producer == self.softmax_pass(producer.microbatch))
+        """How many passes and collectives take the state that a pass left.
+
+        vocab-1: T. vocab-2: C1, for the input gradient, and T. With a TW of its own: T and TW. In an
+        evaluation nobody does, unless T counts.
+        """
+        if producer != self.softmax_pass(producer.microbatch):
+            return 1  # naive's S, for S2
+        passes = self.method.passes
+        return (PassType.T in passes) + (self.early or PassType.TW in passes)
 
     def waiting(self, type_: CommType) -> int:
         """How many of this rank's passes take what a collective carries."""
         rank = self.iteration.rank
-        # With the loss function here, B has its gradients without CG.
+        # L runs on one rank, and so does the B that waits. On the same rank B takes L's gradient, not CG's.
         last_backward = rank.is_last and not (type_ is CommType.CG and rank.has_loss)
-        here = {PassType.L: rank.has_loss, PassType.B: last_backward}
-        return sum(here.get(pass_, True) for pass_ in self.method.waiting_for(type_))
+        runs_here = {PassType.L: rank.has_loss, PassType.B: last_backward}
+        return sum(runs_here.get(pass_, True) for pass_ in self.method.waiting_for(type_))
 
     def softmax(self, i: int) -> Softmax:
         """The softmax of all shards, when their statistics have arrived."""
@@ -83,9 +90,9 @@ class OutputChain:
         return softmax
 
     def row_slopes(self, i: int, softmax: Softmax) -> list[Slopes]:
-        """What scales the rows of dX: the announced gradient, or 1 where that is left to B.
+        """The slopes that scale the rows of dX: of the announced gradient, or of 1, which B multiplies later.
 
-        Where the loss may depend on the entropies, 1 for them too, in a second part of dX.
+        If the loss may depend on the entropies, dX has a second part, for a gradient of 1 of each entropy.
         """
         if not self.late:
             return [loss_slopes(softmax, self.terms, self.iteration.microbatches[i].gradient)]
@@ -96,13 +103,13 @@ class OutputChain:
         return slopes
 
     def slopes(self, softmax: Softmax, grads: torch.Tensor) -> Slopes:
-        """Of the gradients [k, n] of the losses and, where k is 2, of the entropies."""
+        """The slopes for gradients [k, n]: of the losses, and if k is 2, of the entropies."""
         return loss_slopes(softmax, self.terms, *grads)
 
     def input_gradient(
         self, state: Any, softmax: Softmax, slopes: list[Slopes], out: torch.Tensor | None = None
     ) -> Any:
-        """This rank's part of dX, [n, H], or [2, n, H] for two sets of slopes."""
+        """This rank's part of dX: [n, H], or [2, n, H] for two sets of slopes."""
         if len(slopes) == 1:
             return self.head.input_gradient(state, softmax, slopes[0], self.weight, out)
         if out is None:
@@ -112,23 +119,18 @@ class OutputChain:
         return out
 
 
-def head_of(iteration: Iteration, model: PartitionedModel, terms: LossTerms, early: bool) -> Head:
-    """How this rank computes its shard, in training or in an evaluation.
-
-    Args:
-        terms: what the loss consists of.
-        early: whether S computes A = E W, in training.
-    """
-    options, method, shard = iteration.rank.output_options, iteration.rank.method, model.shard.range
-    training, is_naive = not iteration.call.forward_only, PassType.S2 in method.passes
+def head_of(chain: OutputChain) -> Head:
+    """How this rank computes its shard in a call."""
+    iteration, model, terms, training = chain.iteration, chain.model, chain.terms, chain.training
+    options, method, shard = iteration.rank.output_options, chain.method, model.shard.range
+    is_naive = PassType.S2 in method.passes
     columns: list[Column] = [mean_column(shard.vocab_size)] if terms.needs_mean else []
     if options.entropy:
         columns.append(ENTROPY)
     logs = training and heads.logs_acceptance(iteration.call.config)
-    counts_ranks = options.target_rank and not training
-    if options.accuracy or counts_ranks or (logs and options.keeps_exponentials and not is_naive):
+    if options.accuracy or chain.ranks_targets or (logs and options.keeps_exponentials and not is_naive):
         columns.append(rival_column(model.output_weight.dtype))
-    early = early and training
+    early = chain.early or bool(method.in_step)
     how = ShardOptions(
         with_input_gradient=early,
         keep_state=training or any(column.of_shard is not None for column in columns),
@@ -145,27 +147,27 @@ def head_of(iteration: Iteration, model: PartitionedModel, terms: LossTerms, ear
         # Once an iteration, when the first S has the weight.
         fp8 = cache(lambda: Fp8Weight.of(model.output_weight.detach(), shard, recipe))
     log_product = early and options.entropy_gradient
-    return PlainHead(shard=shard, options=how, columns=tuple(columns), log_product=log_product, fp8=fp8)
+    return Head(shard=shard, options=how, columns=tuple(columns), log_product=log_product, fp8=fp8)
 
 
 class SpareExponentials:
-    """Memory [n, P] of microbatches that are done, for those to come."""
+    """Memory [n, P] of finished microbatches, for the exponentials of the next ones."""
 
     def __init__(self) -> None:
-        self._spare: list[torch.Tensor] = []
+        self._tensors: list[torch.Tensor] = []
 
     def __len__(self) -> int:
-        return len(self._spare)
+        return len(self._tensors)
 
     def keep(self, state: Any) -> None:
-        """That of a state that nobody needs any more."""
-        if (e := spare_exponentials(state)) is not None:
-            self._spare.append(e)
+        """Keep the memory of a state that nobody needs any more."""
+        if (tensor := spare_exponentials(state)) is not None:
+            self._tensors.append(tensor)
 
     def take(self, tokens: int) -> torch.Tensor | None:
-        """Some for so many tokens; if none fits, the oldest is freed."""
-        if not self._spare:
+        """Memory for this number of tokens, or None; if no tensor fits, the oldest one is freed."""
+        if not self._tensors:
             return None
-        fitting = (k for k, e in enumerate(self._spare) if len(e) == tokens)
-        e = self._spare.pop(next(fitting, 0))
-        return e if len(e) == tokens else None
+        fitting = (k for k, tensor in enumerate(self._tensors) if len(tensor) == tokens)
+        tensor = self._tensors.pop(next(fitting, 0))
+        return tensor if len(tensor) == tokens else None

@@ -11,17 +11,18 @@ from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassTy
 
 
 class HiddenStates(LayerHandlers):
-    """The handler of C0; S and B ask it for what arrived."""
+    """The handler of C0; S takes the hidden states from here, B their gradient."""
 
     def __init__(self, chain: OutputChain) -> None:
         super().__init__(chain.iteration)
         self.chain = chain
 
     def broadcast(self, instruction: Comm) -> None:
-        """C0: the last stage's hidden states ``[n, H]`` to every rank, of the rows that count.
+        """C0: the last stage's hidden states to every rank, the ``[n, H]`` of the tokens that count.
 
-        With sequence parallelism each tensor-parallel rank of the last stage sends its part of the
-        sequence.
+        With sequence parallelism each tensor-parallel rank of the last stage sends its part of the sequence.
+        Example: t = 2, six rows, of which 0, 1 and 4 count. Rank 0 sends rows 0 and 1, rank 1 sends row 4,
+        and everybody receives pieces of 2 rows and 1 row of one tensor.
         """
         rank, i = self.rank, instruction.microbatch
         groups, microbatch = rank.groups, self.microbatches[i]
@@ -36,23 +37,23 @@ class HiddenStates(LayerHandlers):
         part = groups.tensor_rank % parts
         counted = microbatch.counted_in(part)
         source = hidden if groups.member in members else None
-        whole = source is not None and parts == 1 and counted is None
-        full = source if whole else torch.empty(shape, dtype=dtype, device=rank.device)
-        assert full is not None
+        sends_all = source is not None and parts == 1 and counted is None
+        rows = source if sends_all else torch.empty(shape, dtype=dtype, device=rank.device)
+        assert rows is not None
 
         def run() -> torch.Tensor:
-            pieces = full.split(microbatch.counts)
+            pieces = rows.split(microbatch.counts)
             if source is not None and counted is not None:
                 torch.index_select(source, 0, counted, out=pieces[part])
-            elif source is not None and not whole:
+            elif source is not None and not sends_all:
                 pieces[part].copy_(source)
             broadcast(groups, groups.output, pieces, members)
-            return full
+            return rows
 
         self.buffers.put(instruction, "event", rank.output_stream.submit(run))
 
     def of(self, instruction: Pass) -> torch.Tensor:
-        """``[n, H]``: what C0 brought for a pass."""
+        """The hidden states ``[n, H]`` that C0 brought for a pass."""
         source = Comm(CommType.C0, instruction.stage, instruction.microbatch)
         x: torch.Tensor = self.wait(self.buffers.take(source, "event"))
         return x
@@ -77,7 +78,7 @@ class HiddenStates(LayerHandlers):
         return part.view(-1, b, hidden)
 
     def _scales(self, i: int) -> torch.Tensor:
-        """[k, n] the late gradient of every token's loss, and entropy, on the last stage."""
+        """The late gradient of every token's loss, and if k is 2, of its entropy: [k, n]."""
         rank = self.rank.pipeline_rank
         if self.rank.has_loss:
             return self.buffers.take(Pass(PassType.L, rank, i), "gradient")

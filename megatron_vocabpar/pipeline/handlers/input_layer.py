@@ -33,14 +33,14 @@ class InputLayer(LayerHandlers):
             self._departures.popleft().wait()
 
     def input_forward(self, instruction: Pass) -> None:
-        """IF: look up the rows that this rank owns, once those of microbatch i - 2 have left."""
+        """IF: look up the rows that this rank owns, after those of microbatch i - 2 have left."""
         while len(self._departures) >= EMBEDDED_INPUTS:
             self.wait(self._departures.popleft())
         rows = self.model.word_embeddings(self.microbatches[instruction.microbatch].owned_tokens)
         self.buffers.put(instruction, "rows", rows)
 
     def gather_rows(self, instruction: Comm) -> None:
-        """CI: every rank's rows to the stages that embed, once for each of their tensor-parallel ranks."""
+        """CI: every rank's rows to every tensor-parallel rank of the stages that embed."""
         groups, microbatch = self.groups, self.microbatches[instruction.microbatch]
         rows = self.buffers.take(Pass(PassType.IF, instruction.stage, instruction.microbatch), "rows")
         send, receive = [0] * len(groups.ranks), [0] * len(groups.ranks)
@@ -60,7 +60,7 @@ class InputLayer(LayerHandlers):
     def _exchange(
         self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]
     ) -> Event[torch.Tensor]:
-        """Rows to and from every member; the event gives what came, ``[sum(receive), H]``."""
+        """Send rows to every member and receive theirs, ``[sum(receive), H]``."""
         groups = self.groups
         received = rows.new_empty((sum(receive), rows.shape[1]))
 
@@ -72,7 +72,7 @@ class InputLayer(LayerHandlers):
 
     @property
     def _embedding_stages(self) -> list[int]:
-        """This rank's stages that embed tokens: the first, and the last where there are further heads."""
+        """This rank's stages that embed tokens: the first, and with multi-token prediction the last."""
         placement, rank = self.rank.placement, self.rank.pipeline_rank
         ends = [0] + [placement.last_stage] * bool(heads.depths(self.call.config))
         return [stage for stage in dict.fromkeys(ends) if placement.rank_of(stage) == rank]
@@ -89,10 +89,11 @@ class InputLayer(LayerHandlers):
         return rows.detach().requires_grad_(not self.call.forward_only)
 
     def scatter_gradient(self, instruction: Comm) -> None:
-        """CIB: the gradient of every embedded token from its stage to the rank that owns its row.
+        """CIB: the gradient of every embedded token, from its stage to the rank that owns its row.
 
-        Tensor-parallel ranks of a stage hold the same gradient; each serves the owners of its own tensor
-        rank.
+        The tensor-parallel ranks of a stage hold the same gradient, so each serves the owners with its own
+        tensor rank. Example: p = 2, t = 2, so members 0 and 1 are the first stage. Member 0 sends to the
+        owners 0 and 2, member 1 to 1 and 3; owner 3 receives from member 1 alone.
         """
         groups, i = self.groups, instruction.microbatch
         receive, send = [0] * len(groups.ranks), [0] * len(groups.ranks)
@@ -105,10 +106,10 @@ class InputLayer(LayerHandlers):
                 continue
             grads = [self.buffers.take(Pass(PassType.B, s, i), "rows_grad") for s in self._embedding_stages]
             grad = (torch.cat(grads) if len(grads) > 1 else grads[0]).flatten(0, 2)
-            mine = [member % groups.tensor == groups.tensor_rank for member in range(len(counts))]
-            send = [count if m else 0 for count, m in zip(counts, mine, strict=True)]
-            split = split_gradient(tokens.plan, grad).split(list(counts))
-            rows = torch.cat([part for part, m in zip(split, mine, strict=True) if m]).to(weight.dtype)
+            by_owner = split_gradient(tokens.plan, grad).split(list(counts))
+            owners = range(groups.tensor_rank, len(counts), groups.tensor)
+            send = [count if owner in owners else 0 for owner, count in enumerate(counts)]
+            rows = torch.cat([by_owner[owner] for owner in owners]).to(weight.dtype)
         self.buffers.put(instruction, "event", self._exchange(rows, send, receive))
 
     def input_backward(self, instruction: Pass) -> None:

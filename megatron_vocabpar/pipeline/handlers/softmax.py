@@ -4,7 +4,7 @@
     vocab-1     S  | T                         interlaced  S with everything, all ranks in step
 
 With a late gradient T is the input gradient alone, with rows unscaled, and TW the weight gradient.
-The mathematics is in ``layers/output.py``.
+The T of an evaluation counts ids (``loss.py``). The mathematics is in ``layers/output.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from megatron_vocabpar.layers.head import NaiveHead
-from megatron_vocabpar.layers.naive import NaiveState
 from megatron_vocabpar.layers.numbers import Softmax
 from megatron_vocabpar.pipeline.gradients import main_grad
 from megatron_vocabpar.pipeline.handlers.barriers import Barriers
@@ -38,7 +37,7 @@ class SoftmaxPasses(LayerHandlers):
         self._put(instruction, *self._forward(instruction))
 
     def _forward(self, instruction: Pass) -> tuple[Any, torch.Tensor]:
-        """S on what C0 brought, as a call of the module: DDP gathers its parameters before that."""
+        """S, as a call of the module: before such a call DDP gathers the parameters."""
         i, head, model = instruction.microbatch, self.chain.head, self.chain.model
         x, microbatch = self.hidden.of(instruction), self.microbatches[i]
         self.losses.look_at(i, x)
@@ -47,12 +46,12 @@ class SoftmaxPasses(LayerHandlers):
         return model.vocab_output(x, model.output_weight, shard_pass=run)
 
     def _put(self, producer: Pass, state: Any, statistics: torch.Tensor) -> None:
-        if self.chain.training or self.chain.counts_ranks or isinstance(state, NaiveState):
-            self.buffers.put(producer, "state", state, uses=self.chain.uses(producer))
+        if uses := self.chain.uses(producer):
+            self.buffers.put(producer, "state", state, uses=uses)
         self.buffers.put(producer, "statistics", statistics)
 
     def exponential_sum(self, instruction: Pass) -> None:
-        """S2, naive: exponentials against the global offset, and their local sum."""
+        """S2 of naive: exponentials relative to the global maximum, and their local sum."""
         i, head = instruction.microbatch, self.chain.head
         assert isinstance(head, NaiveHead)
         offsets = self.wait(self.buffers.take(Comm(CommType.C1, instruction.stage, i), "event"))
@@ -70,7 +69,7 @@ class SoftmaxPasses(LayerHandlers):
         self._wrote(instruction, softmax, state)
 
     def input_backward(self, instruction: Pass) -> None:
-        """T of vocab-1 and naive with a late gradient: the part of the input gradient, its rows unscaled."""
+        """T of vocab-1 and naive with a late gradient: the input gradient, whose rows are not scaled yet."""
         i = instruction.microbatch
         softmax, state = self._taken(i)
         part = self.chain.input_gradient(state, softmax, self.chain.row_slopes(i, softmax))
@@ -91,13 +90,13 @@ class SoftmaxPasses(LayerHandlers):
         return self.chain.softmax(i), self.buffers.take(self.chain.softmax_pass(i), "state")
 
     def _add_weight_gradient(self, state: Any, softmax: Softmax, grads: torch.Tensor) -> None:
-        """For the gradients [k, n] of the losses and, where k is 2, of the entropies."""
+        """Add what gradients [k, n] give: of the losses, and if k is 2, of the entropies."""
         slopes = self.chain.slopes(softmax, grads)
         weight_grad = main_grad(self.chain.model.output_weight)
         self.chain.head.add_weight_gradient(state, softmax, slopes, weight_grad)
 
     def _wrote(self, instruction: Pass, softmax: Softmax, state: Any) -> None:
-        """Nobody needs the state any more; the loss function may take its time now."""
+        """The weight gradient is written: report the loss, which nothing waits for, and reuse the memory."""
         if self.rank.has_loss and not self.chain.late:
             self.losses.report(instruction.microbatch, softmax)
         self.chain.spare.keep(state)
@@ -108,12 +107,7 @@ class SoftmaxPasses(LayerHandlers):
         rank, i, chain = self.rank, instruction.microbatch, self.chain
         state, statistics = self._forward(instruction)
         softmax = self.wait(self.barriers.joined(statistics))
-        if chain.counts_ranks:
-            self.losses.count_likelier(i, softmax, state)
-            return
         grads = self.losses.report(i, softmax) if rank.has_loss else None
-        if not chain.training:
-            return
         if chain.late:
             grads = self.wait(self.barriers.shared_gradient(i, grads))
         else:

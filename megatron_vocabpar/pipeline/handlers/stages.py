@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.pipeline import compat
@@ -23,11 +24,11 @@ class Stages(LayerHandlers):
 
     Args:
         iteration: the state of this call.
-        weight_gradients: of each chunk, where the schedule splits them from B; else empty.
-        embedded_rows: what a stage embeds of a microbatch, ``[k, b, s, H]``, or None if it embeds nothing.
-            None itself where the input layer is not partitioned but part of the first stage's F.
-        hidden_gradient: the gradient of the last stage's output; None likewise.
-        distant_loss: instead of the two, where the loss function is not on the last stage's rank.
+        weight_gradients: one for each chunk if the schedule splits W from B, else empty.
+        embedded_rows: from a stage and a microbatch to the rows ``[k, b, s, H]`` that the stage embeds, or
+            None if it embeds nothing. Without it, the vocabulary layers are not partitioned.
+        hidden_gradient: from a microbatch to the gradient of the last stage's output.
+        distant_loss: instead of these two, if the loss function is on another rank than the last stage.
     """
 
     def __init__(
@@ -55,20 +56,20 @@ class Stages(LayerHandlers):
         rows = self.embedded_rows(stage, i) if self.embedded_rows is not None else None
         model: Any = unwrap_model(call.chunks[chunk])
         with model.in_schedule(rows) if partitioned else nullcontext():
-            output, num_tokens = compat.forward_step(
-                call_model=self._forward_step(stage, i),
-                data_iterator=call.data_iterators[chunk],
-                model=call.chunks[chunk],
-                num_microbatches=call.num_microbatches,
-                input_tensor=stage_input,
-                forward_data_store=self.iteration.reported,
-                config=call.config,
-                cp_group_size=call.cp_group_size,
+            (output,), num_tokens = schedules.forward_step(
+                self._forward_step(stage, i),
+                call.data_iterators[chunk],
+                call.chunks[chunk],
+                call.num_microbatches,
+                [stage_input],
+                self.iteration.reported,
+                call.config,
+                call.cp_group_size,
                 collect_non_loss_data=call.collect_non_loss_data,
                 is_first_microbatch=call.first_microbatch_flag and i == 0,
                 current_microbatch=i,
-                computes_loss=is_last_stage and not partitioned and self.distant_loss is None,
                 vp_stage=getattr(call.chunks[chunk], "vp_stage", None),
+                is_last_stage=is_last_stage and not partitioned and self.distant_loss is None,
             )
         self.iteration.num_tokens = self.iteration.num_tokens + num_tokens
         if not is_last_stage:
@@ -84,7 +85,7 @@ class Stages(LayerHandlers):
             self.buffers.put(instruction, "graph", (stage_input, rows, output))
 
     def _forward_step(self, stage: int, i: int) -> Callable[..., Any]:
-        """The training script's own, or the call that it made when it was recorded."""
+        """The training script's ``forward_step``, or a replay of the call that was recorded of it."""
         if stage not in self.iteration.recorded:
             return self.call.forward_step_func
         return _replay(self.iteration.recorded[stage][i])

@@ -1,4 +1,4 @@
-"""Between stages on different ranks: hidden states forward, their gradients back."""
+"""Hidden states to the next stage on another rank, and their gradients back."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Where a rank's model chunks stand: the arguments by which megatron-core builds the layers of one stage.
 
-megatron-core counts the layers of a chunk from its pipeline rank and its ``vp_stage``, in the standard
-placement. In a V-shaped placement odd chunks run backwards; such a chunk is built as the one that the
-standard placement has at the same stage, by showing the mirrored pipeline rank. Beside the arguments, code
-of megatron-core asks its global state for that rank, so this is shown, too, while such code runs.
+megatron-core counts the layers of a chunk from its pipeline rank and its ``vp_stage``, as in the standard
+placement. In a V-shaped placement odd chunks run backwards, so such a chunk is built with the pipeline rank
+that has its stage in the standard placement. Example: p = 4, two chunks. Rank 0 of the V has stages 0 and 7;
+stage 7 is built as chunk 1 of rank 3. Some code of megatron-core asks its global state for the pipeline rank,
+so that shows the same rank while such code runs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron_vocabpar.schedule.words.placement import Placement
 
 
 class _AtRank:
-    """A pipeline group seen from another of its ranks; only sizes and ranks are asked of it."""
+    """A pipeline group as another of its ranks sees it; megatron-core asks it for sizes and ranks only."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
         self._group = group
@@ -43,7 +44,7 @@ class ChunkPosition:
         stage: its virtual stage.
         is_v: whether the placement is V-shaped.
         shown_rank: the pipeline rank that has this stage in the standard placement.
-        options: ``pre_process``, ``post_process``, ``vp_stage`` and the process groups for GPTModel.
+        options: GPTModel's ``pre_process``, ``post_process``, ``vp_stage`` and process groups.
     """
 
     stage: int
@@ -74,7 +75,7 @@ def chunk_positions(placement: Placement, rank: int, pg_collection: Any) -> Iter
             "pipeline rank; use megatron-core 0.15 or later, or another schedule family"
         )
     if not compat.COUNTS_LAYERS_BY_GROUP:
-        # It asks its global state for the number of chunks, too.
+        # This version asks its global state for the number of chunks, too.
         chunks = placement.chunks if placement.chunks > 1 else None
         parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks)
     for chunk in range(placement.chunks):
@@ -82,7 +83,7 @@ def chunk_positions(placement: Placement, rank: int, pg_collection: Any) -> Iter
 
 
 def chunk_position(placement: Placement, rank: int, chunk: int, pg_collection: Any) -> ChunkPosition:
-    """Where one chunk of pipeline rank ``rank`` stands."""
+    """The position of one chunk of pipeline rank ``rank``."""
     stage = placement.stage_of(rank, chunk)
     shown_rank = stage % placement.p
     groups = copy.copy(pg_collection)
@@ -103,7 +104,7 @@ def chunk_position(placement: Placement, rank: int, chunk: int, pg_collection: A
 
 @contextmanager
 def shown_as_rank(rank: int) -> Iterator[None]:
-    """Let megatron-core's global state name ``rank`` as this process's pipeline rank."""
+    """In this context megatron-core's global state names ``rank`` as this process's pipeline rank."""
     before = parallel_state._MPU_PIPELINE_MODEL_PARALLEL_RANK
     parallel_state.set_pipeline_model_parallel_rank(rank)
     try:

@@ -1,9 +1,9 @@
 """A GPTModel stage that also holds this rank's rows of both vocabulary layers.
 
-Every stage gets an ``embedding.word_embeddings`` and an ``output_layer`` with the standard parameter
-names, each with ``P = V_pad / (p * t)`` rows; one DDP wrapper then sees transformer layers and shards as
-one chunk. The transformer part runs as in Megatron, but in the schedule the first stage looks up nothing and
-is given embedded rows, and the last stage returns its hidden states: the passes around it are the schedule's.
+Every stage gets an ``embedding.word_embeddings`` and an ``output_layer`` with the standard parameter names,
+each with ``P = V_pad / (p * t)`` rows, so one DDP wrapper covers transformer layers and shards. The
+transformer layers run as in Megatron. In the schedule the first stage gets rows that pass IF looked up, and
+the last stage returns its hidden states for pass S.
 
 Next: ``handlers/``.
 """
@@ -35,15 +35,15 @@ from megatron_vocabpar.pipeline.model.vocab_layers import (
 from megatron_vocabpar.pipeline.model.whole_rows import WholeRows, scatter_rows
 
 
-def _check_arguments(given: Mapping[str, Any], fp32_head: bool) -> None:
+def _check_arguments(arguments: Mapping[str, Any], fp32_head: bool) -> None:
     """Raise for arguments of a model, defaults included, that a partitioned one can't have."""
-    config, learned = given["config"], given.get("position_embedding_type") == "learned_absolute"
+    config, learned = arguments["config"], arguments.get("position_embedding_type") == "learned_absolute"
     if learned and getattr(config, "mtp_num_layers", None) and config.pipeline_model_parallel_size > 1:
         raise ValueError(
             "multi-token prediction with learned positions: the last stage would learn a copy of its own of "
             "them; use position_embedding_type rope or none"
         )
-    if fp32_head and given["share_embeddings_and_output_weights"]:
+    if fp32_head and arguments["share_embeddings_and_output_weights"]:
         raise ValueError(
             "fp32_head with tied weights: the embedding would be float32 too; untie them (in Megatron-LM "
             "with --untie-embeddings-and-output-weights), or leave it out"
@@ -51,7 +51,7 @@ def _check_arguments(given: Mapping[str, Any], fp32_head: bool) -> None:
 
 
 def _add_shards(model: PartitionedModel, terms: LossTerms, draws: bool) -> None:
-    """Put this rank's rows of both layers where stock has whole ones, their weights drawn or zeros."""
+    """Put this rank's rows of both layers in the place of stock's, with drawn weights or zeros."""
     shard, config, mup = model.shard, model.config, compat.uses_mup(model.config)
     embedding_init = config.embedding_init_method if draws else torch.nn.init.zeros_
     output_init = config.init_method if draws else torch.nn.init.zeros_
@@ -74,23 +74,22 @@ def _add_shards(model: PartitionedModel, terms: LossTerms, draws: bool) -> None:
             weight.is_embedding_parameter = True  # type: ignore[attr-defined]
 
 
-class _GivenRows(torch.nn.Module):
-    """In the place of the input embedding, in a last stage whose rank holds its shard in another chunk."""
+class _EmbeddedRows(torch.nn.Module):
+    """The input embedding of a last stage with further heads, whose rank holds its shard in another chunk."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: deque[torch.Tensor] = deque()
+        self.rows_to_embed: deque[torch.Tensor] = deque()
 
     def forward(self, _: torch.Tensor) -> torch.Tensor:
-        return self.given.popleft()
+        return self.rows_to_embed.popleft()
 
 
 class PartitionedModel(LanguageModule):
     """A language model of megatron-core, both vocabulary layers partitioned over all pipeline stages.
 
-    It stands before the model's class among the bases of a class: what it overrides is where hidden states
-    come from and where they go. With multi-token prediction the further layers of the last stage take rows
-    that they are given, as the first stage does.
+    A mixin; list it before the model's class. It overrides where hidden states come from and where they go.
+    With multi-token prediction the further layers of the last stage get rows, as the first stage does.
 
     Takes the model's arguments, and:
 
@@ -101,10 +100,10 @@ class PartitionedModel(LanguageModule):
         stock_vocab_size: rows that stock's vocabulary layers would have, padding included: draw the weights
             that stock draws from the same random state, for one chunk a rank. By default every rank draws
             its own rows.
-        terms: what the logits of a call outside the schedule go through.
-        fp32_head: keep the output weight in float32, drawn in the model's dtype, and compute with it so.
-        share_embeddings_and_output_weights: tied weights; here both layers are one parameter, since the
-            rows of both lie on the same rank, and nothing needs an all-reduce.
+        terms: scale and softcap of the logits in a call outside the schedule.
+        fp32_head: draw the output weight in the model's dtype, but keep it and compute with it in float32.
+        share_embeddings_and_output_weights: tied weights; both layers are then one parameter, because each
+            rank holds the same rows of both. No all-reduce is needed.
 
     Raises:
         ValueError: for a tied weight in float32; for learned positions with multi-token prediction on several
@@ -127,17 +126,17 @@ class PartitionedModel(LanguageModule):
         **kwargs: Any,
     ) -> None:
         build: Any = super().__init__
-        given = inspect.signature(build).bind(*args, **kwargs)
-        options = dict(given.arguments)
-        given.apply_defaults()
-        _check_arguments(given.arguments, fp32_head)
-        config, tied = options["config"], given.arguments["share_embeddings_and_output_weights"]
+        bound = inspect.signature(build).bind(*args, **kwargs)
+        options = dict(bound.arguments)
+        bound.apply_defaults()
+        _check_arguments(bound.arguments, fp32_head)
+        config, tied = options["config"], bound.arguments["share_embeddings_and_output_weights"]
         shard = shard or vocab_shard(options["vocab_size"])
         build(
             **options
             | {
                 "vocab_size": stock_vocab_size or stage_rows(shard, config),
-                # megatron-core would keep copies of a tied weight equal, which only one stage alone has not.
+                # With several stages megatron-core would all-reduce two copies of a tied weight; we have one.
                 "share_embeddings_and_output_weights": tied and config.pipeline_model_parallel_size == 1,
             }
         )
@@ -153,7 +152,7 @@ class PartitionedModel(LanguageModule):
         embeds = hasattr(self, "embedding")
         if not holds_shard:
             if embeds:
-                self.embedding.word_embeddings = _GivenRows()
+                self.embedding.word_embeddings = _EmbeddedRows()
                 self.embedding.reduce_scatter_embeddings = False
             return
         if not embeds:
@@ -161,7 +160,7 @@ class PartitionedModel(LanguageModule):
         _add_shards(self, terms, draws=not stock_vocab_size)
         if stock_vocab_size and config.perform_initialization:
             last = parallel_state.get_pipeline_model_parallel_world_size() - 1
-            # A tied weight is the first stage's.
+            # Stock draws a tied weight on the first stage: zip stops after it.
             for weight, whole, stage in zip(self.vocabulary_weights(), drawn, (0, last), strict=False):
                 scatter_rows(whole, weight, self.whole_rows(stage, stock_vocab_size))
         if fp32_head:
@@ -205,17 +204,17 @@ class PartitionedModel(LanguageModule):
         return WholeRows(shard.ranges, shard.member, stage, size or shard.range.vocab_size, tensor)
 
     def _scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """What stock does after its output layer; ours has muP's factor in its terms."""
+        """Overrides stock's scaling behind its output layer; ours has muP's factor in its terms."""
         return logits
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """megatron-core's marks of parameters, without the copy of the embedding that its last stage gets."""
+        """Mark parameters as megatron-core does, but without a copy of the embedding for the last stage."""
         depths, self.config.mtp_num_layers = self.config.mtp_num_layers, None
         super().setup_embeddings_and_output_layer()
         self.config.mtp_num_layers = depths
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
-        """For a call outside the schedule; None where there is nothing to all-reduce between stages."""
+        """The weight for a call outside the schedule; None if stages have nothing to all-reduce."""
         shared: Any = super().shared_embedding_or_output_weight
         return shared() if self.share_embeddings_and_output_weights else None
 
@@ -223,7 +222,7 @@ class PartitionedModel(LanguageModule):
     def in_schedule(self, rows: torch.Tensor | None) -> Iterator[None]:
         """Calls in this context take ``rows`` ``[k, b, s, H]`` for look-ups and return hidden states."""
         if rows is not None:
-            self.word_embeddings.given.extend(rows.unbind())
+            self.word_embeddings.rows_to_embed.extend(rows.unbind())
         post_process, self.post_process = self.post_process, False
         try:
             yield

@@ -1,6 +1,6 @@
 """Both vocabulary layers of a shard, as megatron-core modules: their names, checkpoints and initial weights.
 
-Next: ``model.py``, which puts them into a stage.
+Next: ``stage_model.py``, which puts them into a stage.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class VocabShard:
 
     Attributes:
         ranges: rows of every member of the vocabulary group, stage-major (``stage * t + tensor_rank``).
-        member: this rank's place among them.
+        member: this rank's number among them.
     """
 
     ranges: tuple[VocabRange, ...]
@@ -52,8 +52,8 @@ def vocab_shard(
     Args:
         vocab_size: ``V``, the number of true ids; ``padded_vocab_size`` says how much padding is added.
         divisible_by: a further divisor of the padded size (Megatron's ``make_vocab_size_divisible_by``).
-        invariant: shards are to end between the blocks of ``VocabOptions.invariant``.
-        fp8: shards are to fit this recipe of ``VocabOptions.fp8``.
+        invariant: let shards end between the blocks of ``VocabOptions.invariant``.
+        fp8: let shards have a number of rows that fits this recipe of ``VocabOptions.fp8``.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
     tensor = parallel_state.get_tensor_model_parallel_world_size()
@@ -68,7 +68,7 @@ def vocab_shard(
 
 
 def stage_rows(shard: VocabShard, config: Any) -> int:
-    """Rows of all tensor-parallel ranks of a stage: what megatron-core's layers divide among them."""
+    """The rows of a stage, which megatron-core's layers divide among its tensor-parallel ranks."""
     return shard.range.rows * config.tensor_model_parallel_size
 
 
@@ -84,7 +84,7 @@ class _VocabRows(torch.nn.Module):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """The standard key and global shape; empty where the weight is tied to another layer's."""
+        """The standard key and global shape; empty if the weight is tied to another layer's."""
         if self.weight is None:
             return {}
         key = f"{prefix}weight"
@@ -99,24 +99,23 @@ class _VocabRows(torch.nn.Module):
 
 
 class VocabShardEmbedding(_VocabRows, VocabParallelEmbedding):
-    """This rank's rows of the input embedding.
+    """This rank's rows of the input embedding. There are three kinds of calls:
 
-    Called with token ids ``[k]`` that this rank owns it returns their rows ``[k, H]`` (pass IF). Called with
-    token ids ``[b, s]``, as F of the first stage does, it hands on the rows ``[b, s, H]`` that it was given.
-    Where it was given none, the call comes from outside the schedule: it looks them up as in stock Megatron.
-
-    Raises:
-        ValueError: then, if other stages hold rows.
+    - pass IF, with token ids ``[k]`` of this rank: their rows ``[k, H]``;
+    - F of the first stage, with token ids ``[b, s]``: the rows ``[b, s, H]`` that the schedule has put into
+      ``rows_to_embed``;
+    - from outside the schedule, with ``rows_to_embed`` empty: a look-up as in stock Megatron, or a
+      ValueError if other stages hold rows.
     """
 
     def __init__(self, shard: VocabShard, config: Any, **kwargs: Any) -> None:
         super().__init__(stage_rows(shard, config), config.hidden_size, config=config, **kwargs)
         self.shard = shard
-        self.given: deque[torch.Tensor] = deque()
+        self.rows_to_embed: deque[torch.Tensor] = deque()
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        if input_.dim() == 2 and self.given:
-            return self.given.popleft()
+        if input_.dim() == 2 and self.rows_to_embed:
+            return self.rows_to_embed.popleft()
         if input_.dim() == 2:
             if self.num_embeddings != self.shard.ranges[-1].stop:
                 raise ValueError(
@@ -129,16 +128,14 @@ class VocabShardEmbedding(_VocabRows, VocabParallelEmbedding):
 
 
 class VocabShardOutput(_VocabRows, ColumnParallelLinear):
-    """This rank's rows of the output weight, or nothing where they are tied.
+    """This rank's rows of the output weight, or no weight if it is tied.
 
     Pass S is a call of this module with ``shard_pass``, which gets hidden states [n, H] and the weight
-    [P, H]. It is a call so that hooks run before it: by these DDP with ``overlap_param_gather`` waits for
-    the weight.
-
+    [P, H]. It must be a call: DDP with ``overlap_param_gather`` waits for the weight in a hook before it.
     Hidden states are converted to the weight's dtype, which is wider than theirs after ``keep_fp32``.
 
-    Any other call comes from outside the schedule and is stock Megatron's, with ``outside_terms`` of the
-    logits: ``[s, b, P]``, or gathered ``[s, b, V_pad]``; -inf where ids are padding.
+    Any other call comes from outside the schedule. It is stock Megatron's, with ``outside_terms`` of the
+    logits: ``[s, b, P]``, or gathered ``[s, b, V_pad]``, with -inf for ids that are padding.
     """
 
     def __init__(self, shard: VocabShard, config: Any, outside_terms: LossTerms, **kwargs: Any) -> None:
@@ -148,7 +145,7 @@ class VocabShardOutput(_VocabRows, ColumnParallelLinear):
         self._keeps_dtype = False
 
     def keep_fp32(self) -> None:
-        """Make the weight float32, whatever the model is converted to afterwards."""
+        """Make the weight float32, to which later conversions of the model do nothing."""
         self.weight.data = self.weight.data.float()
         self._keeps_dtype = True
 

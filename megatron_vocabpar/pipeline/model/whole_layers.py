@@ -1,4 +1,4 @@
-"""A partitioned model as stock Megatron's, for as long as another program reads or writes its parameters.
+"""A partitioned model in the form of stock Megatron's, while other code reads or writes its parameters.
 
 Converters to and from Hugging Face expect the embedding whole on the first stage and the output weight on
 the last, each divided over the tensor-parallel ranks of its stage.
@@ -29,15 +29,15 @@ _Module = TypeVar("_Module", bound=torch.nn.Module)
 
 @contextmanager
 def whole_layers(chunks: Sequence[torch.nn.Module], keep: bool) -> Iterator[None]:
-    """In this context a rank's chunks have the modules and parameters that stock's have.
+    """In this context a rank's chunks have the modules and parameters of stock's.
 
-    A rank of the first or the last stage holds its tensor-parallel part of a whole layer meanwhile. A tied
-    weight is on both, as in stock, where they are two. All ranks of the vocabulary group enter; with ``keep``
-    all leave, too. Models that are not partitioned stay as they are.
+    A rank of the first or the last stage then holds its tensor-parallel part of a whole layer; a tied weight
+    is on both stages. All ranks of the vocabulary group enter, and with ``keep`` all leave together. Models
+    that are not partitioned stay as they are.
 
     Args:
         chunks: of this rank, with or without Megatron's wrappers.
-        keep: whether whole layers are written to in this context: they are scattered at its end.
+        keep: keep what the context writes into whole layers: scatter them at its end.
 
     Raises:
         ValueError: for rows that stock cannot divide over its tensor-parallel ranks; for a critic.
@@ -59,8 +59,8 @@ def whole_layers(chunks: Sequence[torch.nn.Module], keep: bool) -> Iterator[None
         modules = {**first.embedding._modules, "word_embeddings": layer}
         shown[0] = {"embedding": _like(first.embedding, type(first.embedding), _modules=modules), **shown[0]}
     if last.post_process:
-        own = None if first.tied and stages == 1 else output
-        parameters = {**first.vocab_output._parameters, "weight": own}
+        weight_or_none = None if first.tied and stages == 1 else output
+        parameters = {**first.vocab_output._parameters, "weight": weight_or_none}
         shown[-1]["output_layer"] = _like(first.vocab_output, ColumnParallelLinear, _parameters=parameters)
     try:
         for model, modules in zip(models, shown, strict=True):
@@ -81,7 +81,7 @@ def _gathered(weight: torch.nn.Parameter, rows: WholeRows) -> torch.nn.Parameter
 
 
 def _like(module: torch.nn.Module, kind: type[_Module], **changed: Any) -> _Module:
-    """A module of class ``kind`` that shares everything with ``module`` but what has changed."""
+    """A module of class ``kind`` that shares all attributes with ``module`` except ``changed``."""
     like = kind.__new__(kind)
     vars(like).update(vars(module), **changed)
     return like

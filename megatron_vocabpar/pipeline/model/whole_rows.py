@@ -1,11 +1,11 @@
 """Rows of a vocabulary layer, between stock Megatron's layout and ours.
 
-Stock's layer lies whole on one stage, the embedding on the first and the output weight on the last, its rows
-divided over that stage's tensor-parallel ranks. Ours is divided over all ranks of the vocabulary group.
-Weights that a stage has drawn or loaded are scattered, so that a run starts from those that it would have
-without us; they are gathered for whoever wants stock's layer.
+Stock keeps a whole layer on one stage, the embedding on the first and the output weight on the last, and
+divides its rows over that stage's tensor-parallel ranks. We divide them over all ranks of the vocabulary
+group. Example: 8 rows, p = 2, t = 2, the layer on stage 1. Members 2 and 3 hold rows 0-3 and 4-7 of it; the
+shards of members 0 to 3 are rows 0-1, 2-3, 4-5, 6-7. So member 2 scatters to 0 and 1, member 3 to 2 and 3.
 
-Next: ``model.py`` (initial weights), ``whole_layers.py`` (weights from and to other programs).
+Next: ``stage_model.py`` (initial weights), ``whole_layers.py`` (weights from and to other programs).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class WholeRows:
 
     Attributes:
         ranges: rows of every member of the vocabulary group, stage-major.
-        member: this rank's place among them.
-        stage: the one that holds the whole layer.
-        size: rows of the whole layer, stock's padding included.
+        member: this rank's number among them.
+        stage: the stage that holds the whole layer.
+        size: number of rows of the whole layer, stock's padding included.
         tensor: t, tensor-parallel ranks of a stage.
 
     Raises:
@@ -74,11 +74,11 @@ class WholeRows:
 
 @torch.no_grad()
 def scatter_rows(whole: torch.Tensor | None, weight: torch.Tensor, rows: WholeRows) -> None:
-    """Hand out a layer that one stage holds; all members call it.
+    """Give every member its rows of a layer that one stage holds; all members call it.
 
     Args:
-        whole: ``[size / t, H]`` this rank's part of it; None on other stages.
-        weight: ``[P, H]`` of this member, written to; rows that stock does not have stay as they are.
+        whole: this rank's part of the layer, ``[size / t, H]``; None on other stages.
+        weight: of this member, ``[P, H]``, written to; rows that stock does not have stay as they are.
 
     Raises:
         ValueError: if megatron-core's model-parallel group has its ranks in another order.
@@ -91,18 +91,15 @@ def scatter_rows(whole: torch.Tensor | None, weight: torch.Tensor, rows: WholeRo
 def gather_rows(weight: torch.Tensor, rows: WholeRows) -> torch.Tensor:
     """The reverse of ``scatter_rows``: ``[size / t, H]`` on the ranks of one stage, no rows on others.
 
-    Rows that no shard has are zeros.
-
-    Raises:
-        ValueError: as ``scatter_rows``.
+    Rows that no shard has are zeros. Raises as ``scatter_rows``.
     """
-    found = _exchange(weight[: sum(rows.owned)], rows.owned, rows.held, rows)
+    gathered = _exchange(weight[: sum(rows.owned)], rows.owned, rows.held, rows)
     missing = rows.part - sum(rows.held)
-    return torch.cat([found, found.new_zeros(missing, found.shape[1])]) if missing else found
+    return torch.cat([gathered, gathered.new_zeros(missing, gathered.shape[1])]) if missing else gathered
 
 
 def _exchange(outgoing: torch.Tensor, sent: list[int], received: list[int], rows: WholeRows) -> torch.Tensor:
-    """Rows that this member gets, in the order of those that send them, where ``outgoing`` lies."""
+    """The rows that this member receives, in the order of their senders, on the device of ``outgoing``."""
     group = parallel_state.get_model_parallel_group()
     if (dist.get_rank(group), dist.get_world_size(group)) != (rows.member, len(rows.ranges)):
         raise ValueError(
@@ -110,7 +107,7 @@ def _exchange(outgoing: torch.Tensor, sent: list[int], received: list[int], rows
             "cannot be handed out; let each rank draw its own rows (in Megatron-LM with "
             "--vocab-parallel-independent-init), and load a distributed checkpoint"
         )
-    # Of the communicators' device, where the weights are drawn on the CPU.
+    # The communicators need their device, but weights may be drawn on the CPU.
     device = torch.cuda.current_device()
     incoming = outgoing.new_empty((sum(received), outgoing.shape[1]), device=device)
     dist.all_to_all_single(incoming, outgoing.to(device), received, sent, group=group)

@@ -1,10 +1,10 @@
-"""Transformer Engine's linear layers: B leaves weight gradients in their own stores, and these add them.
+"""Transformer Engine's linear layers: B puts weight gradients into the layers' stores, and W adds them.
 
-Where ``delay_wgrad_compute`` is set, such a layer's backward puts a product into ``wgrad_store``, one for
-every run of the layer, and ``backward_dw`` takes the oldest and says where its results belong. We keep the
-products by ourselves, so that W may take those of its microbatch, and hand them back one by one. What B has
-done already stays done: the gradients of norms, of biases that the layer returns to be added later, with FP8
-those of all biases, and whatever Transformer Engine's operation fuser computes.
+With ``delay_wgrad_compute`` such a layer's backward puts one product into ``wgrad_store`` for every run of
+the layer, and ``backward_dw`` takes the oldest and adds its results. We keep the products ourselves, so that
+W can take those of its microbatch, and put them back one by one. B still computes the gradients of norms, of
+biases that the layer returns to be added later, with FP8 those of all biases, and what Transformer Engine's
+operation fuser computes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ import torch
 from megatron_vocabpar.pipeline.gradients import main_grad
 
 Product = Callable[..., Any]
-"""From the tensors that it was put with: the weights' gradients, then the biases', or None for those."""
+"""From the tensors that were put with it to gradients: of the weights, then of the biases or None."""
 
 
 class DelayedProducts:
-    """Weight gradients of the layers of Transformer Engine in a chunk.
+    """Weight gradients of the Transformer Engine layers in a chunk.
 
     Raises:
-        ValueError: if they do not delay their weight gradients, or megatron-core would reduce the gradients
-            before W.
+        ValueError: if the layers compute them in B, or megatron-core would reduce them before W.
     """
 
     def __init__(self, chunk: torch.nn.Module) -> None:
@@ -35,14 +34,14 @@ class DelayedProducts:
             _check(chunk, layers)
         self._layers = [_Layer(layer) for layer in layers]
         self.overwrite = any(getattr(layer, "fuse_wgrad_accumulation", False) for layer in layers)
-        """Whether the product of a layer's first run may replace what its ``main_grad`` holds."""
+        """Whether the product of a layer's first run may overwrite its ``main_grad``."""
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The parameters whose gradients are added here."""
         return [parameter for layer in self._layers for parameter in layer.parameters()]
 
     def take(self) -> list[Callable[[], None]]:
-        """What backwards have left since the last call; each adds one product of a layer to its gradients."""
+        """The products since the last call; each function adds one to its layer's gradients."""
         return [add for layer in self._layers for add in layer.take()]
 
     def restore(self) -> None:
@@ -64,7 +63,7 @@ class _Layer:
         return _trained(self._layer)
 
     def take(self) -> list[Callable[[], None]]:
-        """Last in, first out: B runs backwards, and the layer's first run is the one that may overwrite."""
+        """Last in, first out: B comes to the layer's first run last, and only that run may overwrite."""
         left, self._left = self._left[::-1], []
         return [partial(self._add, *product) for product in left]
 
@@ -74,7 +73,7 @@ class _Layer:
     def _keep(self, tensors: Sequence[Any], product: Product) -> None:
         self._left.append((tensors, product))
         for weight in _named(self._layer, "weight"):
-            # GroupedLinear gives autograd the memory that its product will fill; DDP is to leave it alone.
+            # GroupedLinear gives autograd the memory that its product will fill later; DDP must not add it.
             weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
     def _add(self, tensors: Sequence[Any], product: Product) -> None:
@@ -82,12 +81,12 @@ class _Layer:
         self._put(tensors, lambda *_: results)
         biases = [] if _has_biases(results) else _named(self._layer, "bias")
         for bias in biases:
-            bias.grad = bias.detach()  # or backward_dw asks the product for what autograd has computed in B
+            bias.grad = bias.detach()  # anything but None: autograd has it from B, backward_dw must not ask
         self._layer.backward_dw()
         for bias in biases:
             bias.grad = None
         for parameter in (*_named(self._layer, "weight"), *_named(self._layer, "bias")):
-            # With gradient accumulation fusion the product itself has added to the weights'.
+            # With fused gradient accumulation the product has added to main_grad itself: grad is None.
             grad, parameter.grad = parameter.grad, None
             if grad is not None and parameter.requires_grad:
                 main_grad(parameter).add_(grad)
@@ -98,7 +97,7 @@ def _has_store(module: Any) -> bool:
 
 
 def _named(layer: torch.nn.Module, kind: str) -> list[torch.nn.Parameter]:
-    """A layer's weights or biases, not those of the norm in it: ``weight``, ``bias0``."""
+    """A layer's weights or biases, such as ``weight`` or ``bias0``, not those of the norm in it."""
     return [p for name, p in layer.named_parameters(recurse=False) if name.startswith(kind)]
 
 
@@ -107,7 +106,7 @@ def _trained(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _has_biases(results: Sequence[Any]) -> bool:
-    """Whether a product computed gradients of biases: one, or a list of one for each of several products."""
+    """Whether a product computed gradients of biases: one tensor, or a list of them."""
     biases = results[1] if isinstance(results[1], (list, tuple)) else [results[1]]
     return all(grad is not None and grad.numel() > 0 for grad in biases)
 

@@ -1,7 +1,7 @@
-"""The linear layers of megatron-core: B leaves their weights' gradients, and these add them.
+"""The linear layers of megatron-core: B keeps what their weight gradients need, and W adds them.
 
-Its local parallel linear layers compute both gradients at once; here their products are replaced by one whose
-backward computes the input's gradient and keeps what the weight's needs. The biases stay in B.
+megatron-core's local parallel linear layers compute both gradients at once. Here their product is replaced by
+one whose backward computes the input's gradient and keeps the operands of the weight's. Biases stay in B.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LocalProducts:
         return [layer.weight for layer in self._layers]
 
     def take(self) -> list[Callable[[], None]]:
-        """What backwards have left since the last call; each adds one product to its weight's gradient."""
+        """The products since the last call; each function adds one to its weight's gradient."""
         left, self._left = self._left, []
         return left
 

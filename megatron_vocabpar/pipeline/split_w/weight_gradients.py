@@ -1,9 +1,8 @@
 """W: weight gradients of linear layers, split off from B.
 
-Zero-bubble schedules fill idle time with weight gradients, so B must leave them out. What B leaves is kept by
-microbatch until its W: products of megatron-core's own linear layers (``local_products.py``) and of
-Transformer Engine's (``delayed_products.py``). What is not a linear layer's (norms, position embeddings)
-stays in B.
+Zero-bubble schedules fill idle time with weight gradients, so B must leave them out. Until W of the
+microbatch they are kept as products: of megatron-core's own linear layers (``local_products.py``) and of
+Transformer Engine's (``delayed_products.py``). Other gradients (norms, position embeddings) stay in B.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism (2023). Used by ``stages.py``.
 """
@@ -21,10 +20,10 @@ from megatron_vocabpar.pipeline.split_w.local_products import LocalProducts
 
 @contextmanager
 def split_weight_gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[list[WeightGradients]]:
-    """Split the weight gradients of these chunks from their backward while the context is open."""
+    """In this context the backward of these chunks leaves out the weight gradients."""
     gradients: list[WeightGradients] = []
     try:
-        gradients.extend(map(WeightGradients, chunks))  # one that is refused leaves the others to restore
+        gradients.extend(map(WeightGradients, chunks))  # if one is refused, those before it are restored
         yield gradients
     finally:
         for each in gradients:
@@ -32,11 +31,10 @@ def split_weight_gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[list[W
 
 
 class WeightGradients:
-    """What the weight gradients of a chunk wait for, by microbatch: B runs in ``left_by``, ``compute`` is W.
+    """The weight gradients of a chunk, by microbatch: B runs in ``left_by``, ``compute`` is W.
 
     Raises:
-        ValueError: for layers of Transformer Engine that do not delay their weight gradients, or whose
-            gradients megatron-core would reduce in B already.
+        ValueError: as ``DelayedProducts``.
     """
 
     def __init__(self, chunk: torch.nn.Module) -> None:
@@ -56,7 +54,7 @@ class WeightGradients:
 
     @contextmanager
     def left_by(self, microbatch: int) -> Iterator[None]:
-        """B of this microbatch runs inside."""
+        """The context of this microbatch's B."""
         yield
         self._left[microbatch] = self._local.take() + self._delayed.take()
 
@@ -64,7 +62,7 @@ class WeightGradients:
         """W: add this microbatch's weight gradients.
 
         Raises:
-            ValueError: if the first microbatch's would be written over this one's.
+            ValueError: if the first microbatch's gradients would later overwrite this one's.
         """
         if self._delayed.overwrite and microbatch > 0 and not self._begun:
             raise ValueError(

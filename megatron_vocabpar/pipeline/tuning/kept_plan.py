@@ -1,7 +1,7 @@
-"""The plan that an earlier run of the same training has made from measured times, in its checkpoint folder.
+"""A plan in the checkpoint folder, which an earlier run of the same training made from measured times.
 
-``digest`` names what the times depend on. A file with another digest, or one that cannot be read, is as if
-there were none.
+``digest`` names all that the times depend on. A file with another digest, or one that cannot be read, counts
+as no file.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def digest(config: Any, **facts: object) -> str:
     """A name for a training whose passes take the same time.
 
     Args:
-        config: megatron-core's; its numbers, words and dtypes count.
-        facts: sizes, versions and machine; by their text.
+        config: megatron-core's; its numbers, strings and dtypes count.
+        facts: sizes, versions and machine; their text counts.
     """
     plain = (bool, int, float, str, torch.dtype, type(None))
     known = {field.name: getattr(config, field.name) for field in fields(config)}
@@ -35,7 +35,7 @@ def digest(config: Any, **facts: object) -> str:
 
 
 def keep_plan(folder: Path, name: str, plan: Plan, **times_ms: float) -> None:
-    """Write the plan of the training ``name`` (a digest), with what was measured and predicted.
+    """Write the plan of the training ``name`` (a digest), with measured and predicted times.
 
     Raises:
         OSError: if it cannot be written.

@@ -1,13 +1,13 @@
 """Plans from measured times, while training goes on.
 
-1. The first iteration is left alone; the next few are measured (``runtime/pass_times.py``).
-2. All ranks exchange their medians, so that all have one and the same cost table.
-3. Rank 0 plans with it in the background; before each iteration it says whether it is done, and then what.
-4. All ranks switch before the same iteration, if the new plan is the faster and changes no bit.
-5. As many iterations are measured again, and the three times are said: before, predicted, after.
+1. The first iteration is not measured; the next few are (``runtime/pass_times.py``).
+2. All ranks exchange their medians, so that all have the same cost table.
+3. Rank 0 plans with it in the background. Before each iteration it tells the others whether it has a plan.
+4. All ranks switch before the same iteration, if the new plan is faster and changes no bit.
+5. As many iterations are measured again, and the log gets three times: before, predicted, after.
 
-What could make ranks differ happens on rank 0 alone. Nothing that is measured can end a run: a plan that
-cannot be made, or is no better, is reported and left.
+Decisions that could differ between ranks are made on rank 0 alone. A plan that cannot be made, or is not
+faster, is reported, and training goes on with the old one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward
-from megatron_vocabpar.runtime.background_plan import BackgroundPlan
+from megatron_vocabpar.pipeline.tuning.background_plan import BackgroundPlan
 from megatron_vocabpar.runtime.pass_times import IterationTimes, RankTimes, pass_costs
 from megatron_vocabpar.runtime.profile import Span
 from megatron_vocabpar.schedule.make.generate import plan_for
@@ -36,14 +36,14 @@ from megatron_vocabpar.schedule.words.schedule import Schedule
 
 @dataclass(frozen=True)
 class WriteOrder:
-    """Which passes have to keep their order on a rank, so that another plan gives the same bits.
+    """The passes that must keep their order on a rank, so that another plan gives the same bits.
 
-    Floating-point sums depend on the order of their terms. Passes of one type and stage run microbatch by
-    microbatch in every plan, so the gradient of a weight that one type of pass writes is safe.
+    Floating-point sums depend on the order of their terms. In every plan the passes of one type and stage run
+    microbatch by microbatch, so a weight gradient to which one type of pass adds is always the same.
 
     Attributes:
-        tied: both vocabulary layers have one weight: T and IB add to its gradient, or, where it is whole, the
-            B of two chunks.
+        tied: both vocabulary layers share a weight, to whose gradient T and IB add, or, if the layers are not
+            partitioned, the B of two chunks.
         random: F draws random numbers, and the chunks of a rank share a generator.
     """
 
@@ -52,7 +52,7 @@ class WriteOrder:
 
     @staticmethod
     def of(chunks: Sequence[torch.nn.Module]) -> WriteOrder:
-        """What the model chunks of a rank ask for."""
+        """The order that the model chunks of a rank need."""
         model, config = unwrap_model(chunks[0]), get_model_config(chunks[0])
         draws = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
         return WriteOrder(
@@ -62,15 +62,12 @@ class WriteOrder:
 
     @property
     def name(self) -> str:
-        """What another order would change."""
-        return " and of ".join(
-            what
-            for what, there in (("sums (tied embeddings)", self.tied), ("random numbers", self.random))
-            if there
-        )
+        """Words for what another order would change."""
+        words = ["sums (tied embeddings)"] * self.tied + ["random numbers"] * self.random
+        return " and of ".join(words)
 
     def same(self, before: Schedule, after: Schedule) -> bool:
-        """Whether a training may go on with ``after`` where it ran ``before``, bit for bit."""
+        """Whether a training that ran ``before`` gets the same bits from ``after``."""
         return self._orders(before) == self._orders(after)
 
     def _orders(self, schedule: Schedule) -> list[dict[Hashable, list[Pass]]]:
@@ -93,9 +90,9 @@ class Plans:
     """The plans of a training, by number of microbatches; the same on every rank.
 
     Attributes:
-        request: what they have in common, and the costs that the first plans are made with.
-        order: what plans with other costs must keep.
-        measured: what later ones are made with, once it is known.
+        request: of all plans but for ``m``, with the costs of the first ones.
+        order: the passes whose order plans with other costs must keep.
+        measured: the costs of later plans, once they are known.
     """
 
     def __init__(self, request: PlanRequest, order: WriteOrder) -> None:
@@ -118,12 +115,12 @@ class MeasuredPlan:
     """A watcher that measures, plans and switches once.
 
     Args:
-        run: what is watched, with ``plans`` as its ``make_plan``.
-        plans: is told the measured costs.
-        iterations: how many are measured, at least 1.
+        run: the watched forward-backward function, whose ``make_plan`` is ``plans``.
+        plans: gets the measured costs.
+        iterations: the number of measured iterations, at least 1.
         transfer_ms: measures a send between stages; all ranks call it.
         say: called on all ranks with lines for the log.
-        switched: called on all ranks with the new plan and two times in ms: measured before, predicted.
+        switched: called on all ranks with the new plan, the time measured before and the predicted one, ms.
     """
 
     def __init__(
@@ -151,7 +148,7 @@ class MeasuredPlan:
         self._done = False
 
     def wants(self, m: int) -> bool:
-        """Ask for the plan that is in the making; measure all but the first iteration of a size."""
+        """Ask for a plan in the making; else measure all but the first iteration of ``m`` microbatches."""
         if self._costs is not None and self._predicted_ms is None:
             self._ask()
             return False
@@ -180,17 +177,17 @@ class MeasuredPlan:
         self._costs = pass_costs(times, schedule.method, schedule.splits_w, schedule.mtp_depths)
         self._before_ms, self._planned_m = length, self._m
 
-    def _exchange(self, mine: RankTimes) -> list[list[RankTimes]]:
+    def _exchange(self, times: RankTimes) -> list[list[RankTimes]]:
         """The times of all ranks, by pipeline rank."""
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (self._run.groups.stage, mine))
+        dist.all_gather_object(everyone, (self._run.groups.stage, times))
         stages: list[list[RankTimes]] = [[] for _ in range(self._run.groups.pipeline)]
-        for stage, times in everyone:
-            stages[stage].append(times)
+        for stage, of_rank in everyone:
+            stages[stage].append(of_rank)
         return stages
 
     def _ask(self) -> None:
-        """Hear from rank 0 whether there is a plan, and switch to it."""
+        """Switch to the plan of rank 0, if it has one."""
         answer = [self._answer() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(answer, device=self._run.device)
         if answer[0] is None:
@@ -208,7 +205,7 @@ class MeasuredPlan:
     def _answer(self) -> tuple[str | None, str, float] | None:
         """On rank 0: the plan to switch to, or None, with the line for the log and the predicted time."""
         assert self._costs is not None
-        heard = f"measured {self._iterations} iterations of {self._before_ms:.1f} ms"
+        facts = f"measured {self._iterations} iterations of {self._before_ms:.1f} ms"
         try:
             if self._background is None:
                 request = replace(self._plans.request, m=self._planned_m, costs=self._costs)
@@ -220,8 +217,8 @@ class MeasuredPlan:
             times = PassTimes.of(self._costs, old.schedule)
             old_ms, new_ms = simulate(old, times).iteration_ms, simulate(new).iteration_ms
         except (OSError, ValueError) as error:
-            return None, f"{heard}; the plan stays: {error}", 0.0
-        line = f"{heard}; predicted {old_ms:.1f} ms with this plan, {new_ms:.1f} ms with one from these times"
+            return None, f"{facts}; the plan stays: {error}", 0.0
+        line = f"{facts}; predicted {old_ms:.1f} ms with this plan, {new_ms:.1f} ms with one from these times"
         if new_ms >= old_ms:
             return None, f"{line}; it stays", old_ms
         if not self._plans.order.same(old.schedule, new.schedule):

@@ -1,7 +1,7 @@
-"""A forward-backward function and those who look at its iterations, one after another.
+"""A forward-backward function and the watchers of its training iterations.
 
-Before each training iteration every watcher is asked whether it wants a measured timeline of it, and gets it
-afterwards. All ranks ask the same watchers in the same order, so they may communicate in both.
+Before each training iteration every watcher says whether it wants the iteration's measured timeline, and
+afterwards it gets it. All ranks ask the same watchers in the same order, so these may communicate.
 
 Next: ``measured_plan.py``.
 """
@@ -16,22 +16,21 @@ from megatron_vocabpar.runtime.profile import Span, Timeline
 
 
 class Watcher(Protocol):
-    """Looks at training iterations; ``wants`` must answer the same on all ranks."""
+    """Looks at training iterations; ``wants`` must return the same on all ranks."""
 
     def wants(self, m: int) -> bool:
-        """Before an iteration of ``m`` microbatches: whether it is to be measured."""
+        """Called before an iteration of ``m`` microbatches: whether to measure it."""
 
     def saw(self, spans: list[Span]) -> None:
-        """After one that was wanted."""
+        """Called after a measured iteration."""
 
 
 class Watched:
-    """``run``, with its training iterations shown to ``watchers``.
+    """``run``, whose training iterations ``watchers`` look at, in this order.
 
     Args:
         run: the forward-backward function.
-        timeline: the one that it was made with.
-        watchers: asked in this order.
+        timeline: the timeline that ``run`` was made with.
     """
 
     def __init__(self, run: ForwardBackward, timeline: Timeline, watchers: Sequence[Watcher]) -> None:

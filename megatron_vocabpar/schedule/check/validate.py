@@ -19,7 +19,7 @@ from megatron_vocabpar.schedule.play.peaks import check_cap, peak_activations
 from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.dependencies import ranks_of, vocabulary_passes
 from megatron_vocabpar.schedule.words.passes import POINT_TO_POINT, Pass, PassType
-from megatron_vocabpar.schedule.words.schedule import FORWARD, Deadlock, Schedule, ScheduleError
+from megatron_vocabpar.schedule.words.schedule import BACKWARD, Deadlock, Schedule, ScheduleError
 
 
 def validate(schedule: Schedule, max_activations: float | None = None) -> None:
@@ -54,12 +54,12 @@ def validate_rows(schedule: Schedule) -> None:
 def _expected_nodes(schedule: Schedule, rank: int) -> dict[PassType, frozenset[int]]:
     """The types of passes that ``rank`` must run for every microbatch, each on these stages."""
     backward = any(pass_.type is PassType.B for passes in schedule.ranks for pass_ in passes)
-    types = frozenset(PassType) if backward or not any(schedule.ranks) else FORWARD
+    left_out: frozenset[PassType] = frozenset() if backward or not any(schedule.ranks) else BACKWARD
     stages = frozenset(schedule.placement.stage_of(rank, chunk) for chunk in range(schedule.chunks))
     transformer = (PassType.F, PassType.B, *((PassType.W,) if schedule.splits_w else ()))
     vocabulary = (type_ for type_ in vocabulary_passes(schedule) if rank in ranks_of(type_, schedule))
     nodes = dict.fromkeys(transformer, stages) | dict.fromkeys(vocabulary, frozenset({rank}))
-    return {type_: nodes[type_] for type_ in nodes if type_ in types}
+    return {type_: nodes[type_] for type_ in nodes if type_ not in left_out}
 
 
 def _check_complete(schedule: Schedule, numbering: Numbering, rank: int) -> None:

@@ -11,17 +11,22 @@ from megatron_vocabpar.schedule.draw.style import QUIET
 
 _LEFT, _WIDTH, _RIGHT = 130, 460, 170
 _TOP, _ROW, _GAP, _AXIS, _LEGEND = 34, 24, 8, 26, 26
-_BUSY, _IDLE, _PREDICTED = "#4a7fc1", "#d5dde8", "#c0392b"
+_BUSY, PREDICTED = "#4a7fc1", "#c0392b"
+_GREY = "#666666"  # of the legend, which holds for bars of every colour
 
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """One schedule's iteration: measured, the share of it that ranks idle on average, and simulated."""
+    """One schedule's iteration: measured, the share of it that ranks idle on average, and simulated.
+
+    ``colour`` (``#rrggbb``) is that of its bar.
+    """
 
     label: str
     ms: float
     idle: float
     predicted_ms: float
+    colour: str = _BUSY
 
 
 def lay_out_lengths(title: str, lengths: Sequence[Length]) -> Scene:
@@ -42,22 +47,28 @@ def _bar(row: Length, first: Length, scale: float, y: float) -> Iterator[Box | T
     busy = row.ms * (1.0 - row.idle) * scale
     hover = f"{row.label}: {row.ms:.1f} ms, idle {100 * row.idle:.1f} %, predicted {row.predicted_ms:.1f} ms"
     yield Text(_LEFT - 8, y + _ROW - 8, row.label, anchor="end")
-    yield Box(_LEFT, y, busy, _ROW, _BUSY, hover=hover)
-    yield Box(_LEFT + busy, y, row.ms * row.idle * scale, _ROW, _IDLE, hover=hover)
-    yield Box(_LEFT + row.predicted_ms * scale - 1, y - 2, 2, _ROW + 4, _PREDICTED, hover=hover)
+    yield Box(_LEFT, y, busy, _ROW, row.colour, hover=hover)
+    yield Box(_LEFT + busy, y, row.ms * row.idle * scale, _ROW, _pale(row.colour), hover=hover)
+    yield Box(_LEFT + row.predicted_ms * scale - 1, y - 2, 2, _ROW + 4, PREDICTED, hover=hover)
     faster = "" if row is first else f", {first.ms / row.ms:.2f} × as fast"
     end = _LEFT + max(row.ms, row.predicted_ms) * scale + 8
     yield Text(end, y + _ROW - 8, f"{row.ms:,.0f} ms{faster}")
 
 
+def _pale(colour: str) -> str:
+    """Three quarters of the way to white."""
+    parts = [int(colour[k : k + 2], 16) for k in (1, 3, 5)]
+    return "#" + "".join(f"{(part + 3 * 255) // 4:02x}" for part in parts)
+
+
 def _legend(y: float) -> Iterator[Box | Text]:
     x = float(_LEFT)
     texts = (
-        (_BUSY, "passes"),
-        (_IDLE, "idle, mean of the ranks"),
-        (_PREDICTED, "the simulator's prediction"),
+        (_GREY, "passes"),
+        (_pale(_GREY), "idle, mean of the ranks"),
+        (PREDICTED, "the simulator's prediction"),
     )
     for fill, text in texts:
-        yield Box(x, y, 2 if fill == _PREDICTED else 14, 14, fill)
+        yield Box(x, y, 2 if fill == PREDICTED else 14, 14, fill)
         yield Text(x + 19, y + 11, text, QUIET)
         x += 19 + 6.2 * len(text) + 14

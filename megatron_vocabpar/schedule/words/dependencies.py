@@ -108,7 +108,7 @@ def _in_chain(type_: PassType, rank: int, mb: int, schedule: Schedule) -> tuple[
 
     The last stage's B needs the late gradient; if L runs on the same rank, it takes L's result, not CG's.
     """
-    words = schedule.method.waits_for[type_]
+    words = schedule.method.waits_for.get(type_, ())  # an evaluation's last stage has no B
     if type_ is PassType.B and rank in ranks_of(PassType.L, schedule):
         words = tuple(PassType.L if word is CommType.CG else word for word in words)
     return tuple(

@@ -19,6 +19,9 @@ where B waits for T, it is a pass of its own (TW). Such methods add these chains
     vocab-1     C1 L CG B    C1 TW    CG TW
     vocab-2     C1 L CG B             CG T
 
+An evaluation is a chain, too, which ends in the loss: ``C0 S C1 L``, for naive ``C0 S C1 S2 C2 L``. Where it
+ranks the targets, T counts the ids of a shard that are likelier, and C2 sums the counts: ``C0 S C1 T C2 L``.
+
 A method of your own is a ``Method`` with its chain and, in a cost file (``times/costs.py``), the times of its
 passes. To train with it, write handlers for what is new in it (``pipeline/handlers/``).
 
@@ -31,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from megatron_vocabpar.schedule.words.passes import CommType, PassType
 
@@ -51,7 +54,7 @@ class Method:
         late_gradient: whether the loss may be any function of the tokens' losses; see ``with_late_gradient``.
 
     Raises:
-        ValueError: for an unknown word, or a chain that does not lead from C0 to B.
+        ValueError: for an unknown word, or a chain that does not lead from C0 to B (of an evaluation, to L).
     """
 
     name: str
@@ -62,7 +65,7 @@ class Method:
 
     def __post_init__(self) -> None:
         words, *later = _chains(self)
-        if words and (words[0] is not CommType.C0 or words[-1] is not PassType.B):
+        if words and (words[0] is not CommType.C0 or words[-1] not in (PassType.B, PassType.L)):
             raise ValueError(f"method {self.name}: the chain {self.chain!r} must lead from C0 to B")
         known, twice = set(words), len(set(words)) < len(words)
         for late in later:
@@ -149,6 +152,19 @@ class Method:
         return len(self.producers.keys() - {CommType.CG})
 
 
+def without_gradients(method: Method, *, ranks_targets: bool = False) -> Method:
+    """The method of an evaluation: the chain up to the statistics, then the loss.
+
+    Ranks need not run the layer in step then, as no gradient follows.
+    """
+    if not method.chain:
+        return method
+    forward = takewhile(lambda word: _unmarked(word) not in ("T", "B"), method.chain.split())
+    words = [*map(_unmarked, forward), *(["C1"] if method.in_step else [])]
+    chain = " ".join([*words, *(["T", "C2"] if ranks_targets else []), "L"])
+    return replace(method, chain=chain, late="")
+
+
 _WORDS: dict[str, Word] = {
     word.value: word
     for word in (
@@ -167,8 +183,12 @@ def _links(method: Method) -> Iterator[tuple[Word, Word]]:
     return (link for chain in _chains(method) for link in pairwise(chain))
 
 
+def _unmarked(word: str) -> str:
+    return word.removeprefix("[").removesuffix("]")
+
+
 def _type(method: Method, word: str) -> Word:
-    name = word.removeprefix("[").removesuffix("]")
+    name = _unmarked(word)
     if name not in _WORDS:
         raise ValueError(f"method {method.name}: {word!r} in its chain; there are {', '.join(_WORDS)}")
     return _WORDS[name]

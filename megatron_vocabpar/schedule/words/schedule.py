@@ -5,11 +5,11 @@ Next: ``dependencies.py``, which orders are allowed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_vocabpar.schedule.words.methods import Method
+from megatron_vocabpar.schedule.words.methods import Method, without_gradients
 from megatron_vocabpar.schedule.words.passes import (
     COLLECTIVES,
     VOCABULARY_PASSES,
@@ -24,7 +24,8 @@ from megatron_vocabpar.schedule.words.placement import Placement
 
 Program = tuple[tuple[Instruction, ...], ...]
 
-FORWARD = frozenset({PassType.IF, PassType.F, PassType.S, PassType.S2})  # what evaluation runs
+FORWARD = frozenset({PassType.IF, PassType.F, PassType.S, PassType.S2})  # what an evaluation keeps
+BACKWARD = frozenset({PassType.B, PassType.W, PassType.IB})  # what it has none of
 MOST_FORWARDS = 2**18  # of all ranks: about a minute of planning
 
 
@@ -117,10 +118,33 @@ def passes_of(instructions: Iterable[Instruction]) -> tuple[Pass, ...]:
     return tuple(item for item in split_pairs(instructions) if isinstance(item, Pass))
 
 
-def forward_only(schedule: Schedule) -> Schedule:
-    """For evaluation: keep IF, F, S and S2, in order.
+def forward_only(schedule: Schedule, *, ranks_targets: bool = False) -> Schedule:
+    """The schedule of an evaluation: IF, F, S and S2 in their order, and L.
 
-    Lowering then leaves out the collectives that nothing produces. Without B there are no pairs.
+    T waits for the statistics, as L does, so on the rank of the loss function L takes its place. That cannot
+    deadlock where the training did not: L waits for no more than T did::
+
+        training      1S0 1B0 1S1 1T0 1B1 1T1
+        evaluation    1S0     1S1 1L0     1L1
+
+    To rank targets T stays, on every rank. L then waits for the counts of all ranks, whose T may be much
+    later, so all L come at the end.
     """
-    ranks = tuple(tuple(pass_ for pass_ in passes if pass_.type in FORWARD) for passes in schedule.ranks)
-    return replace(schedule, ranks=ranks, pairs=frozenset())
+    method = without_gradients(schedule.method, ranks_targets=ranks_targets)
+    marker = PassType.T if PassType.T in schedule.method.passes else PassType.S
+    loss_rank = schedule.placement.rank_of(schedule.placement.loss_stage)
+
+    def evaluated(rank: int, row: tuple[Pass, ...]) -> Iterator[Pass]:
+        has_loss = method.vocabulary_parallel and rank == loss_rank
+        for pass_ in row:
+            if pass_.type in FORWARD:
+                yield pass_
+            if pass_.type is marker and ranks_targets:
+                yield replace(pass_, type=PassType.T)
+            elif pass_.type is marker and has_loss:
+                yield replace(pass_, type=PassType.L)
+        if ranks_targets and has_loss:
+            yield from (Pass(PassType.L, rank, i) for i in range(schedule.m))
+
+    ranks = tuple(tuple(evaluated(rank, row)) for rank, row in enumerate(schedule.ranks))
+    return replace(schedule, method=method, ranks=ranks, pairs=frozenset())  # for want of B

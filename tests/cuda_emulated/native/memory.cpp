@@ -70,9 +70,9 @@ void copy(void* to, const void* from, size_t size, cudaStream_t stream) {
   if (from_host) {
     const auto* bytes = static_cast<const char*>(from);
     auto staged = std::make_shared<std::vector<char>>(bytes, bytes + size);
-    gpu::enqueue(stream, [=] { memcpy(to, staged->data(), size); }, size);
+    gpu::enqueue(stream, [=] { memcpy(to, staged->data(), size); }, gpu::lasting(size));
   } else {
-    gpu::enqueue(stream, [=] { memmove(to, from, size); }, size);
+    gpu::enqueue(stream, [=] { memmove(to, from, size); }, gpu::lasting(size));
   }
   if (to_host) gpu::drain(stream);
 }
@@ -175,7 +175,7 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* start, int value, size_t size, cudaStream_t stream) {
-  gpu::enqueue(stream, [=] { memset(start, value, size); }, size);
+  gpu::enqueue(stream, [=] { memset(start, value, size); }, gpu::lasting(size));
   return cudaSuccess;
 }
 cudaError_t cudaMemset(void* start, int value, size_t size) {

@@ -2,8 +2,9 @@
 //
 // A call is a job of the stream that it was given. The calls of one communicator run in the order of issue,
 // whatever their streams. Every rank sends every other its part and computes the result from all parts, in rank
-// order. A collective carries what it is; where two ranks are in different ones, NCCL would hang or mix them up:
-// here both are named, and the process ends with code 97.
+// order; of a large all-reduce each computes a part. A call begins, in emulated time, when its last rank is there.
+// A collective carries what it is; where two ranks are in different ones, NCCL would hang or mix them up: here
+// both are named, and the process ends with code 97.
 #include <errno.h>
 #include <nccl.h>
 #include <poll.h>
@@ -35,6 +36,7 @@ namespace {
 using Bytes = std::vector<char>;
 using Lock = std::unique_lock<std::mutex>;
 constexpr int OUT_OF_ORDER = 97;
+constexpr size_t LARGE = 1 << 20;  // bytes
 
 enum Kind : uint32_t { ALL_REDUCE, ALL_GATHER, BROADCAST, REDUCE, REDUCE_SCATTER, MESSAGE, RECEIPT };
 const char* const NAMES[] = {"all-reduce", "all-gather", "broadcast", "reduce", "reduce-scatter", "message", "receipt"};
@@ -45,6 +47,8 @@ struct Header {
   uint64_t count;
   uint32_t type;
   int32_t root;
+  gpu::Moment at = 0;  // the sender's emulated time
+  uint64_t bytes = 0;  // that follow
 
   bool same(const Header& b) const {
     return std::tie(kind, op, count, type, root) == std::tie(b.kind, b.op, b.count, b.type, b.root);
@@ -163,6 +167,7 @@ struct Peer {
   std::condition_variable changed;
   std::deque<Parcel> collectives, messages;
   uint64_t receipts = 0;
+  gpu::Moment received_at = 0;
   bool gone = false;
 };
 
@@ -184,6 +189,7 @@ struct ncclComm {
   std::mutex mutex;
   std::condition_variable moved;
   uint64_t issued = 0, turn = 0;
+  gpu::Moment clock = 0;  // behind its last call
 
   void connect_all() {
     const auto at = [&](int r) { return "emulated-nccl-" + name + "-" + std::to_string(r); };
@@ -219,11 +225,15 @@ struct ncclComm {
     Parcel parcel;
     while (whole(peer.fd, &parcel.header, sizeof parcel.header, false)) {
       const auto& header = parcel.header;
-      parcel.bytes.resize(header.kind == RECEIPT ? 0 : header.count * width(ncclDataType_t(header.type)));
+      parcel.bytes.resize(header.bytes);
       if (!whole(peer.fd, parcel.bytes.data(), parcel.bytes.size(), false)) break;
       Lock lock(peer.mutex);
-      if (header.kind == RECEIPT) peer.receipts++;
-      else (header.kind == MESSAGE ? peer.messages : peer.collectives).push_back(std::move(parcel));
+      if (header.kind == RECEIPT) {
+        peer.receipts++;
+        gpu::at_least(peer.received_at, header.at);
+      } else {
+        (header.kind == MESSAGE ? peer.messages : peer.collectives).push_back(std::move(parcel));
+      }
       parcel = {};
       peer.changed.notify_all();
     }
@@ -231,14 +241,16 @@ struct ncclComm {
     peer.gone = true;
     peer.changed.notify_all();
   }
-  void post(int to, Header header, const void* data) {
+  void post(int to, Header header, const void* data, size_t bytes) {
+    header.at = gpu::clock();
+    header.bytes = bytes;
     Peer& peer = *peers[to];
     Lock lock(peer.sending);
     whole(peer.fd, &header, sizeof header, true);
-    if (header.kind != RECEIPT)
-      whole(peer.fd, const_cast<void*>(data), header.count * width(ncclDataType_t(header.type)), true);
+    whole(peer.fd, const_cast<void*>(data), bytes, true);
   }
-  // The next parcel of a peer; false when there will be none, after the communicator was aborted.
+  // The next parcel of a peer, not before which this stream goes on; false when there will be none, after the
+  // communicator was aborted.
   bool take(int from, bool message, Parcel* out) {
     Peer& peer = *peers[from];
     auto& queue = message ? peer.messages : peer.collectives;
@@ -251,12 +263,14 @@ struct ncclComm {
     if (queue.empty()) return false;
     *out = std::move(queue.front());
     queue.pop_front();
+    gpu::at_least(gpu::clock(), out->header.at);
     return true;
   }
   void await_receipts(int from, uint64_t number) {
     Peer& peer = *peers[from];
     Lock lock(peer.mutex);
     peer.changed.wait(lock, [&] { return peer.receipts >= number || peer.gone || aborted; });
+    gpu::at_least(gpu::clock(), peer.received_at);
   }
   void fail(const std::string& what, ncclResult_t with) {
     fprintf(stderr, "[emulated nccl] communicator %s, rank %d of %d: %s\n", name.c_str(), rank, size, what.c_str());
@@ -296,23 +310,48 @@ struct Call {
   ncclDataType_t type() const { return ncclDataType_t(header.type); }
 };
 
+// Send every rank its piece, and take every rank's, one's own too; none after an abort.
+std::vector<Bytes> exchange(ncclComm& comm, const Header& header, const std::vector<Bytes>& pieces) {
+  std::vector<Bytes> received(comm.size);
+  for (int r = 0; r < comm.size; r++)
+    if (r != comm.rank) comm.post(r, header, pieces[r].data(), pieces[r].size());
+  for (int r = 0; r < comm.size; r++) {
+    Parcel parcel{{}, pieces[comm.rank]};
+    if (r != comm.rank) {
+      if (!comm.take(r, false, &parcel)) return {};
+      comm.expect(header, parcel.header, r);
+    }
+    received[r] = std::move(parcel.bytes);
+  }
+  return received;
+}
+
+// Each rank computes a part of the sum, and sends it to the others: the same bits in an eighth of the work of 8.
+void run_large_all_reduce(const Call& call) {
+  auto& comm = *call.comm;
+  const size_t wide = width(call.type());
+  const auto begin = [&](int r) { return call.header.count * r / comm.size * wide; };
+  const auto* from = static_cast<const char*>(call.from);
+  std::vector<Bytes> pieces;
+  for (int r = 0; r < comm.size; r++) pieces.emplace_back(from + begin(r), from + begin(r + 1));
+  pieces = exchange(comm, call.header, pieces);
+  if (pieces.empty()) return;
+  const Bytes sum = reduced(pieces, pieces[0].size() / wide, call.type(), call.header.op);
+  pieces = exchange(comm, call.header, std::vector<Bytes>(comm.size, sum));
+  for (size_t r = 0; r < pieces.size(); r++)
+    memcpy(static_cast<char*>(call.to) + begin(r), pieces[r].data(), pieces[r].size());
+}
+
 void run_collective(const Call& call) {
   auto& comm = *call.comm;
+  if (call.header.kind == ALL_REDUCE && call.bytes() >= LARGE) return run_large_all_reduce(call);
   Header header = call.header;
   if (header.kind == REDUCE_SCATTER) header.count *= comm.size;
   const size_t in = header.count * width(call.type());
-  std::vector<Bytes> parts(comm.size);
-  if (call.from) parts[comm.rank].assign(static_cast<const char*>(call.from), static_cast<const char*>(call.from) + in);
-  parts[comm.rank].resize(in);
-  for (int r = 0; r < comm.size; r++)
-    if (r != comm.rank) comm.post(r, header, parts[comm.rank].data());
-  for (int r = 0; r < comm.size; r++) {
-    if (r == comm.rank) continue;
-    Parcel parcel;
-    if (!comm.take(r, false, &parcel)) return;
-    comm.expect(header, parcel.header, r);
-    parts[r] = std::move(parcel.bytes);
-  }
+  Bytes mine(in);
+  if (call.from) memcpy(mine.data(), call.from, in);
+  const auto parts = exchange(comm, header, std::vector<Bytes>(comm.size, mine));
+  if (parts.empty()) return;
   auto* out = static_cast<char*>(call.to);
   if (header.kind == ALL_GATHER) {
     for (int r = 0; r < comm.size; r++) memcpy(out + r * in, parts[r].data(), in);
@@ -341,7 +380,7 @@ void run_messages(ncclComm& comm, const std::vector<Call>& calls) {
       if (!expected.count(peer)) expected[peer] = comm.peers[peer]->receipts;
     }
     expected[peer]++;
-    comm.post(peer, call.header, call.from);
+    comm.post(peer, call.header, call.from, call.bytes());
   }
   for (const auto& call : calls) {
     if (call.sends) continue;
@@ -357,7 +396,7 @@ void run_messages(ncclComm& comm, const std::vector<Call>& calls) {
     mine.root = theirs.root = peer;
     comm.expect(mine, theirs, peer);
     memcpy(call.to, parcel.bytes.data(), call.bytes());
-    comm.post(peer, {RECEIPT, 0, 0, 0, 0}, nullptr);
+    comm.post(peer, {RECEIPT}, nullptr, 0);
   }
   for (const auto& [peer, number] : expected) comm.await_receipts(peer, number);
 }
@@ -385,10 +424,11 @@ void flush() {
     }
     size_t bytes = 0;
     for (const auto& call : calls) bytes += call.bytes();
-    auto exchange = [comm, calls, place] {
+    auto run = [comm, calls, place, bytes] {
       {
         Lock lock(comm->mutex);
         comm->moved.wait(lock, [&] { return comm->turn == place || comm->aborted; });
+        gpu::at_least(gpu::clock(), comm->clock);
       }
       if (!comm->aborted) {
         std::vector<Call> messages;
@@ -398,11 +438,13 @@ void flush() {
         }
         run_messages(*comm, messages);
       }
+      gpu::clock() += gpu::lasting(bytes);
       Lock lock(comm->mutex);
+      comm->clock = gpu::clock();
       comm->turn++;
       comm->moved.notify_all();
     };
-    gpu::enqueue(calls[0].stream, exchange, bytes);
+    gpu::enqueue(calls[0].stream, run);
   }
 }
 
@@ -460,7 +502,7 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* out,
   std::vector<std::tuple<int, int>> members;  // key, rank: of the same color
   if (color >= 0) members.emplace_back(key, comm->rank);
   for (int r = 0; r < comm->size; r++)
-    if (r != comm->rank) comm->post(r, {ALL_GATHER, 0, 2, ncclInt32, 0}, mine);
+    if (r != comm->rank) comm->post(r, {ALL_GATHER, 0, 2, ncclInt32, 0}, mine, sizeof mine);
   for (int r = 0; r < comm->size; r++) {
     if (r == comm->rank) continue;
     Parcel parcel;

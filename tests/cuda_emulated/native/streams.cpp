@@ -2,7 +2,7 @@
 //
 // EMULATED_DELAY_US: before one job in four, a stream waits for a random time up to this; EMULATED_SEED draws
 // others. EMULATED_SLOW=default or other: before every job of the default stream, or of all the others, instead.
-// EMULATED_MIB_PER_S: a job lasts at least as long as its bytes take, without a processor of the host.
+// Each stream has a clock of the emulated time (gpu.h), and so has the host, which takes no time but where it waits.
 // CUDA_LAUNCH_BLOCKING=1: the host waits for every job. CUDA_DEVICE_MAX_CONNECTIONS=1: a job starts when those
 // that were queued before it, in whichever stream, have started; one that waits for an event holds the others up.
 #include "gpu.h"
@@ -10,7 +10,6 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -25,6 +24,7 @@
 namespace {
 
 using gpu::Job;
+using gpu::Moment;
 using Lock = std::unique_lock<std::mutex>;
 
 // Nothing here is destroyed: threads outlive main().
@@ -32,6 +32,7 @@ struct Order {
   std::mutex mutex;
   std::condition_variable moved;
   unsigned long issued = 0, started = 0;
+  gpu::Moment clock = 0;  // when the last one of them started
 };
 Order& hardware_queue() {
   static auto* order = new Order;
@@ -42,11 +43,24 @@ bool one_connection() {
   return one;
 }
 
+// The latest moment that the host has waited for.
+std::atomic<Moment>& host_clock() {
+  static auto* clock = new std::atomic<Moment>(0);
+  return *clock;
+}
+thread_local int muted = 0;
+void host_sees(Moment moment) {
+  auto& clock = host_clock();
+  Moment before = clock;
+  while (!muted && before < moment && !clock.compare_exchange_weak(before, moment)) {
+  }
+}
+
 struct Item {
   Job job;
-  unsigned long place = 0;  // in the hardware queue
-  bool blocks = false;      // the queue goes on when it has ended, not when it has started
-  size_t bytes = 0;
+  Moment issued, lasts;
+  bool blocks;              // the hardware queue goes on when it has ended, not when it has started
+  unsigned long place = 0;  // in that queue
 };
 
 class Stream {
@@ -59,8 +73,8 @@ class Stream {
   const int priority;
   const bool is_default;
 
-  void push(Job job, bool blocks, size_t bytes = 0) {
-    Item item{std::move(job), 0, blocks, bytes};
+  void push(Job job, bool blocks, Moment lasts = 0) {
+    Item item{std::move(job), host_clock(), lasts, blocks};
     Lock order(hardware_queue().mutex, std::defer_lock);
     if (one_connection()) {
       order.lock();
@@ -75,6 +89,7 @@ class Stream {
     Lock lock(mutex_);
     const auto target = pushed_;
     changed_.wait(lock, [&] { return done_ >= target; });
+    host_sees(clock_);
   }
   bool idle() {
     Lock lock(mutex_);
@@ -84,22 +99,25 @@ class Stream {
  private:
   void serve() {
     gpu::make_current(device);
+    Moment& clock = gpu::clock();
     std::mt19937 random(gpu::setting("EMULATED_SEED", 0) * 1009 + number * 31 + getpid());
     while (true) {
       Item item = next();
       pause(random);
+      gpu::at_least(clock, item.issued);
       auto& order = hardware_queue();
       if (one_connection()) {
         Lock lock(order.mutex);
         order.moved.wait(lock, [&] { return order.started == item.place; });
+        gpu::at_least(clock, order.clock);
       }
       if (!item.blocks) started(item);
-      const auto end = std::chrono::steady_clock::now() + least(item.bytes);
       item.job();
-      std::this_thread::sleep_until(end);
       if (item.blocks) started(item);
       item.job = nullptr;
+      clock += item.lasts;
       Lock lock(mutex_);
+      clock_ = clock;
       done_++;
       changed_.notify_all();
     }
@@ -116,11 +134,8 @@ class Stream {
     auto& order = hardware_queue();
     Lock lock(order.mutex);
     order.started = item.place + 1;
+    order.clock = gpu::clock();
     order.moved.notify_all();
-  }
-  static std::chrono::microseconds least(size_t bytes) {
-    static const long mib_per_s = gpu::setting("EMULATED_MIB_PER_S", 0);
-    return std::chrono::microseconds(mib_per_s ? bytes * 1000000 / (size_t(mib_per_s) << 20) : 0);
   }
   void pause(std::mt19937& random) const {
     static const long most_us = gpu::setting("EMULATED_DELAY_US", 0);
@@ -134,6 +149,7 @@ class Stream {
   std::condition_variable changed_;
   std::deque<Item> items_;
   unsigned long pushed_ = 0, done_ = 0;
+  Moment clock_ = 0;  // behind what is done
 };
 
 std::mutex& registry_mutex() {
@@ -160,30 +176,60 @@ Stream* resolve(cudaStream_t handle) {
   return create(0, 0, true);
 }
 
-// An event outlives its handle while a stream waits for it.
-struct Event {
+// One record of an event: it outlives the event, and a later record, while a stream waits for it.
+struct Record {
   std::mutex mutex;
   std::condition_variable happened;
-  unsigned long recorded = 0, completed = 0;
-  unsigned flags = 0;
-  std::chrono::steady_clock::time_point at;
+  bool done = false;
+  Moment at = 0;
 
-  bool done() { return completed >= recorded; }
+  void happens() {
+    Lock lock(mutex);
+    done = true;
+    at = gpu::clock();
+    happened.notify_all();
+  }
+  Moment wait() {
+    Lock lock(mutex);
+    happened.wait(lock, [&] { return done; });
+    return at;
+  }
+  bool has_happened() {
+    Lock lock(mutex);
+    return done;
+  }
 };
-using Shared = std::shared_ptr<Event>;
-Shared& resolve(cudaEvent_t handle) { return *reinterpret_cast<Shared*>(handle); }
+struct Event {
+  unsigned flags = 0;
+  std::mutex mutex;
+  std::shared_ptr<Record> latest_;
+
+  std::shared_ptr<Record> latest() {  // null before the first
+    Lock lock(mutex);
+    return latest_;
+  }
+  std::shared_ptr<Record> renewed() {
+    auto record = std::make_shared<Record>();
+    Lock lock(mutex);
+    return latest_ = record;
+  }
+};
+Event& resolve(cudaEvent_t handle) { return *reinterpret_cast<Event*>(handle); }
 
 void (*counter)(int) = nullptr;
-thread_local int muted = 0;
 
 }  // namespace
 
 namespace gpu {
 
-void enqueue(cudaStream_t handle, Job job, size_t bytes) {
+Moment& clock() {
+  thread_local Moment of_stream = 0;
+  return of_stream;
+}
+void enqueue(cudaStream_t handle, Job job, Moment lasts) {
   static const bool blocking = setting("CUDA_LAUNCH_BLOCKING", 0) != 0;
   auto* stream = resolve(handle);
-  stream->push(std::move(job), false, bytes);
+  stream->push(std::move(job), false, lasts);
   if (blocking) stream->wait();
 }
 void drain(cudaStream_t stream) { resolve(stream)->wait(); }
@@ -208,11 +254,12 @@ void host_waits(Wait why) {
 extern "C" {
 
 // For site/emulation.py.
-void emulated_enqueue(void* stream, void (*job)(unsigned long), unsigned long number, size_t bytes) {
-  gpu::enqueue(static_cast<cudaStream_t>(stream), [=] { job(number); }, bytes);
+void emulated_enqueue(void* stream, void (*job)(unsigned long), unsigned long number, size_t bytes,
+                      double operations) {
+  gpu::enqueue(static_cast<cudaStream_t>(stream), [=] { job(number); }, gpu::lasting(bytes, operations));
 }
 void emulated_count_waits(void (*told)(int)) { counter = told; }
-void emulated_mute(int change) { muted += change; }
+void emulated_mute(int change) { muted += change; }  // this thread's waits are the stand-in's own, not the host's
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* out, unsigned flags, int priority) {
   Lock lock(registry_mutex());
@@ -277,9 +324,9 @@ cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t func
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* out, unsigned flags) {
-  auto* handle = new Shared(new Event);
-  (*handle)->flags = flags;
-  *out = reinterpret_cast<cudaEvent_t>(handle);
+  auto* event = new Event;
+  event->flags = flags;
+  *out = reinterpret_cast<cudaEvent_t>(event);
   return cudaSuccess;
 }
 cudaError_t cudaEventCreate(cudaEvent_t* out) { return cudaEventCreateWithFlags(out, 0); }
@@ -287,61 +334,34 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
   delete &resolve(event);
   return cudaSuccess;
 }
-cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream, unsigned) {
-  Shared event = resolve(handle);
-  unsigned long number;
-  {
-    Lock lock(event->mutex);
-    number = ++event->recorded;
-  }
-  resolve(stream)->push(
-      [event, number] {
-        Lock lock(event->mutex);
-        event->completed = std::max(event->completed, number);
-        event->at = std::chrono::steady_clock::now();
-        event->happened.notify_all();
-      },
-      false);
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+  resolve(stream)->push([record = resolve(event).renewed()] { record->happens(); }, false);
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return cudaEventRecordWithFlags(event, stream, 0);
 }
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigned) {
-  Shared event = resolve(handle);
-  unsigned long number;
-  {
-    Lock lock(event->mutex);
-    if (event->done()) return cudaSuccess;
-    number = event->recorded;  // a later record of the same event is not waited for
-  }
-  resolve(stream)->push(
-      [event, number] {
-        Lock lock(event->mutex);
-        event->happened.wait(lock, [&] { return event->completed >= number; });
-      },
-      true);
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  const auto record = resolve(event).latest();
+  if (record) resolve(stream)->push([record] { gpu::at_least(gpu::clock(), record->wait()); }, true);
   return cudaSuccess;
 }
-cudaError_t cudaEventQuery(cudaEvent_t handle) {
-  Shared event = resolve(handle);
-  Lock lock(event->mutex);
-  return event->done() ? cudaSuccess : cudaErrorNotReady;
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  const auto record = resolve(event).latest();
+  return !record || record->has_happened() ? cudaSuccess : cudaErrorNotReady;
 }
-cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   gpu::host_waits(gpu::Wait::event);
-  Shared event = resolve(handle);
-  Lock lock(event->mutex);
-  const auto number = event->recorded;
-  event->happened.wait(lock, [&] { return event->completed >= number; });
+  const auto record = resolve(event).latest();
+  if (record) host_sees(record->wait());
   return cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float* out_ms, cudaEvent_t from, cudaEvent_t to) {
-  Shared start = resolve(from), end = resolve(to);
-  if ((start->flags | end->flags) & cudaEventDisableTiming || !start->recorded || !end->recorded)
+  const auto start = resolve(from).latest(), end = resolve(to).latest();
+  if ((resolve(from).flags | resolve(to).flags) & cudaEventDisableTiming || !start || !end)
     return gpu::remembered(cudaErrorInvalidResourceHandle);
-  if (cudaEventQuery(from) != cudaSuccess || cudaEventQuery(to) != cudaSuccess) return cudaErrorNotReady;
-  *out_ms = std::chrono::duration<float, std::milli>(end->at - start->at).count();
+  if (!start->has_happened() || !end->has_happened()) return cudaErrorNotReady;
+  *out_ms = (end->wait() - start->wait()) / 1e6;
   return cudaSuccess;
 }
 

@@ -20,12 +20,26 @@ from typing import Any
 
 import torch
 import waits
+from products import (
+    PRODUCTS,
+    operations_of,
+    product_with_out_dtype,
+    refuse_as_older_torch,
+    scaled_product,
+    widened,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 _library = ctypes.CDLL(None)
 _Callback = ctypes.CFUNCTYPE(None, ctypes.c_ulong)
-_library.emulated_enqueue.argtypes = [ctypes.c_void_p, _Callback, ctypes.c_ulong, ctypes.c_size_t]
+_library.emulated_enqueue.argtypes = [
+    ctypes.c_void_p,
+    _Callback,
+    ctypes.c_ulong,
+    ctypes.c_size_t,
+    ctypes.c_double,
+]
 _library.emulated_enqueue.restype = None
 
 aten = torch.ops.aten
@@ -60,7 +74,6 @@ _BY_VALUES = {
     "repeat_interleave",
 }
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
 _jobs: dict[int, Callable[[], None]] = {}
 _numbers = itertools.count(1)
@@ -80,11 +93,11 @@ def _run_job(number: int) -> None:
 _run_job_from_c = _Callback(_run_job)
 
 
-def queue(stream: torch.cuda.Stream, job: Callable[[], None], size: int = 0) -> None:
-    """Have ``job``, which moves ``size`` bytes, run in the thread of ``stream``."""
+def queue(stream: torch.cuda.Stream, job: Callable[[], None], size: int = 0, operations: int = 0) -> None:
+    """Have ``job``, of so many bytes and arithmetic ``operations``, run in the thread of ``stream``."""
     number = next(_numbers)
     _jobs[number] = job
-    _library.emulated_enqueue(stream.cuda_stream, _run_job_from_c, number, size)
+    _library.emulated_enqueue(stream.cuda_stream, _run_job_from_c, number, size, operations)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,36 +116,6 @@ def _is_cuda(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_cuda
 
 
-def _widened(value: Any) -> Any:
-    """16-bit and 8-bit tensors as float32; everything else as it is."""
-    narrow = isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize < 4
-    return value.float() if narrow else value
-
-
-def _product_with_out_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Products in a dtype that their operands do not have, which the CPU lacks."""
-    dtypes = [value for value in (*args, kwargs.pop("out_dtype", None)) if isinstance(value, torch.dtype)]
-    out = kwargs.pop("out", None)
-    operands = [_widened(value) for value in args if not isinstance(value, torch.dtype)]
-    result = func.overloadpacket(*operands, **kwargs).to(dtypes[0])
-    return result if out is None else out.copy_(result)
-
-
-def _scaled_product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    scale_result: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    use_fast_accum: bool = False,
-) -> torch.Tensor:
-    """``_scaled_mm`` of 8-bit operands, with one scale, or one for each row and each column."""
-    product = (a.float() @ b.float()) * scale_a * scale_b
-    return (product if bias is None else product + bias).to(out_dtype or torch.bfloat16)
-
-
 def _host_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
     """The operation on the host, bound to memory now and carried out when it is called."""
 
@@ -147,10 +130,10 @@ def _host_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call
     if "generator" in kwargs:
         kwargs["generator"] = None  # the CPU's own, which _drawing has set
     name = func._schema.name.removeprefix("aten::")
-    if name in _PRODUCTS and "dtype" in func._overloadname:
-        return lambda: _product_with_out_dtype(func, args, dict(kwargs))
+    if name in PRODUCTS and "dtype" in func._overloadname:
+        return lambda: product_with_out_dtype(func, args, dict(kwargs))
     if name == "_scaled_mm" and func._overloadname == "default":
-        return lambda: _scaled_product(*args, **kwargs)
+        return lambda: scaled_product(*args, **kwargs)
 
     def call() -> Any:
         try:
@@ -159,7 +142,7 @@ def _host_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call
             # CUDA takes float32 statistics beside 16-bit values: on the CPU all of it is float32 then.
             if func._schema.is_mutable or "expected scalar type" not in str(error):
                 raise
-            return func(*tree_map(_widened, args), **tree_map(_widened, kwargs))
+            return func(*tree_map(widened, args), **tree_map(widened, kwargs))
 
     return call
 
@@ -195,8 +178,8 @@ class Emulation(TorchDispatchMode):
             return func(*args, **kwargs)
         if name in ("_to_copy", "copy_"):
             return self._copy(func, args, kwargs)
-        if name in _PRODUCTS and "EMULATED_TORCH" in os.environ:
-            _refuse_as_older_torch(name, args, kwargs, os.environ["EMULATED_TORCH"])
+        if name in PRODUCTS and "EMULATED_TORCH" in os.environ:
+            refuse_as_older_torch(name, args, kwargs, os.environ["EMULATED_TORCH"])
         random = torch.Tag.nondeterministic_seeded in func.tags
         if name in _BY_VALUES or random or (name in _INDEXING and _size_by_values(*args)):
             return self._at_once(func, args, kwargs, device, random)
@@ -215,7 +198,7 @@ class Emulation(TorchDispatchMode):
                     mine.copy_(computed.reshape(mine.shape))
 
         size = sum(v.nbytes for v in tree_leaves((args, kwargs, result)) if _is_cuda(v))
-        queue(torch.cuda.current_stream(device), job, size)
+        queue(torch.cuda.current_stream(device), job, size, operations_of(func, args, result))
         return result
 
     def _at_once(self, func: Any, args: Any, kwargs: Any, device: torch.device, random: bool) -> Any:
@@ -223,7 +206,9 @@ class Emulation(TorchDispatchMode):
         if not random:
             waits.note(func._schema.name)
         with waits.uncounted():
+            _library.emulated_mute(int(random))  # the host's clock stays where it is
             torch.cuda.current_stream(device).synchronize()
+            _library.emulated_mute(-int(random))
             with _drawing(kwargs.get("generator"), device) if random else torch.no_grad():
                 result = _host_call(func, args, kwargs)()
             if func._schema.is_mutable:
@@ -256,6 +241,10 @@ class Emulation(TorchDispatchMode):
             dense = source.to(target.dtype).expand(target.shape).contiguous()
             moved = torch.empty(target.shape, dtype=target.dtype, device=target.device)
             return target.copy_(aten.copy_.default(moved, dense, False))
+
+
+# As it is written: torch wraps it for its compiler, whose import then takes seconds in every process.
+Emulation.__torch_dispatch__ = Emulation.__torch_dispatch__.__wrapped__
 
 
 def _device_of(kwargs: dict[str, Any]) -> torch.device | None:
@@ -291,28 +280,6 @@ class _drawing:
 
     def __exit__(self, *_: object) -> None:
         torch.default_generator.set_state(self._state)
-
-
-def _refuse_as_older_torch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], version: str) -> None:
-    """Raise where PyTorch of this version refuses the product; the table is that of the layers' tests."""
-    from tests.layers.cuda_device import ProductCall
-    from tests.layers.cuda_products import refusal
-
-    operands = [value for value in args if isinstance(value, torch.Tensor)]
-    a, b = operands[-2:]
-    dtypes = [value for value in (*args, kwargs.get("out_dtype")) if isinstance(value, torch.dtype)]
-    out = kwargs.get("out")
-    call = ProductCall(
-        name=name,
-        a=a.dtype,
-        b=b.dtype,
-        addend=operands[0].dtype if len(operands) == 3 else None,
-        out=None if out is None else out.dtype,
-        out_dtype=dtypes[0] if dtypes else None,
-    )
-    reason = refusal(call, version)
-    if reason:
-        raise RuntimeError(f"PyTorch {version} on CUDA: {reason}")
 
 
 def install() -> None:

@@ -12,7 +12,7 @@ from megatron_vocabpar.schedule.play.hang import find_hangs
 from megatron_vocabpar.schedule.serialize import plan_from_json, plan_to_json
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts
-from megatron_vocabpar.schedule.words.methods import METHODS, Method
+from megatron_vocabpar.schedule.words.methods import METHODS, Method, without_gradients
 from megatron_vocabpar.schedule.words.passes import CommType, PassType
 from tests.cases import rest_is_slow
 
@@ -46,6 +46,22 @@ def test_what_waits_for_what() -> None:
     assert vocab_2.producers == {CommType.C1: PassType.S}
     assert METHODS["interlaced"].waits_for[PassType.B] == (PassType.S,)
     assert METHODS["interlaced"].in_step == {PassType.S}
+
+
+@pytest.mark.parametrize(
+    ("name", "evaluation", "ranking"),
+    [
+        ("baseline", "", ""),
+        ("vocab-1", "C0 S C1 L", "C0 S C1 T C2 L"),
+        ("vocab-2", "C0 S C1 L", "C0 S C1 T C2 L"),
+        ("interlaced", "C0 S C1 L", "C0 S C1 T C2 L"),
+    ],
+)
+def test_the_chain_of_an_evaluation(name: str, evaluation: str, ranking: str) -> None:
+    for method in (METHODS[name], METHODS[name].with_late_gradient()):
+        assert (without_gradients(method).chain, without_gradients(method).late) == (evaluation, "")
+        assert without_gradients(method, ranks_targets=True).chain == ranking
+    assert without_gradients(METHODS["naive"]).chain == "C0 S C1 S2 C2 L"
 
 
 @pytest.mark.parametrize(

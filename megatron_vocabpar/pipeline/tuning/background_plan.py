@@ -1,7 +1,7 @@
 """A plan that is made while training goes on, in a separate process that runs this module.
 
-A thread would take Python's interpreter lock from the one that launches the passes, and stop training while
-it plans. The process needs neither torch nor a GPU.
+A thread would hold Python's interpreter lock while it plans, and stop the one that launches the passes. The
+process needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megatron_vocabpar.schedule.serialize import plan_to_json
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import method_named
 
-_SOURCES = Path(__file__).resolve().parents[2]
+_SOURCES = Path(__file__).resolve().parents[3]
 _REQUEST, _PLAN, _ERRORS = "request.json", "plan.json", "errors"
 
 
 class BackgroundPlan:
-    """A plan in the making; its process ends with the one that holds this object.
+    """A plan in the making; the planning process ends with this process.
 
     Raises:
         OSError: if the process cannot be started.
@@ -53,7 +53,7 @@ class BackgroundPlan:
 
         Raises:
             OSError: if it cannot be read.
-            ValueError: if it could not be made, with the last line of why.
+            ValueError: if it could not be made, with the last line that the process printed.
         """
         code, folder = self._process.poll(), Path(self._folder.name)
         if code is None:
@@ -73,7 +73,7 @@ def _plan_in(folder: Path) -> None:
 
 
 def _to_dict(request: PlanRequest) -> dict[str, Any]:
-    """The request in JSON's words: methods and families by their names."""
+    """The request as JSON values, methods and families by their names."""
     fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
     return fields | {
         "method": request.method_name,
@@ -91,7 +91,7 @@ def _from_dict(fields: dict[str, Any]) -> PlanRequest:
 
 
 def _end_with_parent() -> None:
-    """The parent writes nothing: its end of the pipe closes when it ends."""
+    """Wait for the end of the pipe, in which the parent writes nothing: it closes when the parent ends."""
     sys.stdin.read()
     os._exit(1)
 

@@ -1,0 +1,120 @@
+"""A job: how a model is spread over GPUs and fed, and what of it Megatron would refuse.
+
+Ranks are placed as Megatron places them by default: tensor, context and data parallel ranks beside each
+other, pipeline stages farthest apart.
+
+Next: ``hardware.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_vocabpar.plan.model import Model
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Job:
+    """How a model is spread and fed.
+
+    Attributes:
+        p, t, d, c: pipeline, tensor, data and context parallel sizes; sequence parallelism goes with t > 1.
+        e: expert parallel size, out of d * t * c.
+        m, micro_batch: microbatches of an iteration and replica, and sequences of each.
+        distributed_optimizer: whether optimizer states are divided over the replicas.
+        overlap: whether gradients are reduced and weights gathered beside the passes.
+        recompute: ``none``; ``selective``: norms, activation functions and dense MLPs run again; ``full``:
+            layers keep their input alone.
+        offload: whether optimizer states and the step are on the host.
+        fp8: whether products of layers are in 8 bits.
+        flex_dispatcher: whether a token goes once to each node that has experts of it, as DeepEP sends it.
+        hidden_exchange: share of the exchange of experts that other microbatches' passes hide.
+    """
+
+    p: int
+    t: int = 1
+    d: int = 1
+    e: int = 1
+    m: int = 128
+    micro_batch: int = 1
+    c: int = 1
+    distributed_optimizer: bool = False
+    overlap: bool = True
+    recompute: str = "none"
+    offload: bool = False
+    fp8: bool = False
+    flex_dispatcher: bool = False
+    hidden_exchange: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("p", "t", "d", "e", "m", "micro_batch", "c"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
+        if self.recompute not in RECOMPUTE:
+            raise ValueError(f"recompute is {self.recompute!r}; choose one of {', '.join(RECOMPUTE)}")
+        around = self.d * self.t * self.c
+        if around % self.e:
+            raise ValueError(
+                f"expert parallel size {self.e} does not divide d x t x c = {self.d} x {self.t} x {self.c} = "
+                f"{around}; choose {divisors(around)} (--ep), or more replicas (--dp)"
+            )
+
+    @property
+    def gpus(self) -> int:
+        return self.p * self.t * self.d * self.c
+
+    @property
+    def expert_tensor(self) -> int:
+        """Ranks that share an expert: those of tensor parallelism, or one where experts need them all."""
+        return self.t if self.d * self.c % self.e == 0 else 1
+
+    @property
+    def replicas(self) -> tuple[int, int]:
+        """How many ranks hold the same weights outside experts, and in them."""
+        around = self.d * self.c
+        return around, around * self.t // (self.e * self.expert_tensor)
+
+
+def divisors(number: int, most: int = 0) -> str:
+    """The divisors of a number in words, up to ``most``: ``1, 2 or 4``."""
+    found = [str(n) for n in range(1, min(number, most or number) + 1) if number % n == 0]
+    return " or ".join(filter(None, (", ".join(found[:-1]), found[-1])))
+
+
+def refused(model: Model, job: Job) -> Iterator[str]:
+    """Why Megatron would refuse this model with these sizes, each with what it takes instead."""
+    if model.heads % job.t:
+        yield (
+            f"tensor parallel size {job.t} does not divide the {model.heads} attention heads; "
+            f"choose {divisors(model.heads, 64)} (--tp)"
+        )
+    elif not model.latent and model.groups % job.t and job.t % model.groups:
+        yield (
+            f"tensor parallel size {job.t} neither divides nor is a multiple of the {model.groups} query "
+            f"groups; choose {divisors(model.groups)} (--tp)"
+        )
+    widths = [("MLP", model.ffn, job.t)] if model.has_dense_mlp else []
+    widths += [("experts", model.expert_ffn, job.expert_tensor)] if model.experts else []
+    for what, width, size in widths:
+        if width % size:
+            yield (
+                f"tensor parallel size {size} does not divide the width {width} of the {what}; "
+                f"choose {divisors(width, 8)} (--tp)"
+            )
+    if not model.experts and job.e > 1:
+        yield f"expert parallel size {job.e}, but the model has no experts; leave it out (--ep)"
+    if model.experts and model.experts % job.e:
+        yield (
+            f"expert parallel size {job.e} does not divide the {model.experts} experts; "
+            f"choose {divisors(model.experts)} (--ep)"
+        )
+    parts = job.t * (2 * job.c if job.c > 1 else 1)
+    if model.seq_length % parts:
+        yield (
+            f"sequences of {model.seq_length} tokens do not divide into {parts} parts, as tensor "
+            f"parallel size {job.t} and context parallel size {job.c} need; choose others "
+            "(--tp, --cp, --seq-length)"
+        )

@@ -1,0 +1,131 @@
+"""What of a Hugging Face ``config.json`` changes no count, in Megatron's flags, and what no flag says.
+
+A key that says it is read where there is one; else what its ``model_type`` is known for.
+Next: ``write_arguments.py``.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+# Families whose MLP has no gate; the key that says so differs, and often there is none.
+_UNGATED = frozenset({"nemotron", "gpt2", "gpt_neox", "opt", "bloom", "falcon", "phi", "starcoder2"})
+_LAYER_NORM = frozenset({"nemotron", "gpt2", "gpt_neox", "opt", "bloom", "falcon", "phi", "starcoder2"})
+_QK_NORM = frozenset({"qwen3", "qwen3_moe", "gemma3_text", "gemma3", "olmo2"})
+_QKV_BIAS = frozenset({"qwen2", "qwen2_moe"})
+_GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+_LATENT_NORM = "kv_lora_rank"  # of compressed queries and keys: every model with latent attention has it
+
+
+def is_gated(data: Mapping[str, Any]) -> bool:
+    """Whether the MLP has a gate, three products instead of two."""
+    return data.get("model_type") not in _UNGATED
+
+
+def model_flags(data: Mapping[str, Any], windowed: float) -> tuple[str, ...]:
+    """Megatron's flags; ``windowed`` is the share of layers with a sliding window."""
+    kind = data.get("model_type")
+    flags = ["--normalization LayerNorm" if kind in _LAYER_NORM else "--normalization RMSNorm"]
+    flags += ["--apply-layernorm-1p"] if kind == "nemotron" else []
+    flags += _activation(data)
+    flags += [] if kind == "gpt_oss" else ["--disable-bias-linear"]
+    if kind != "gpt_oss" and (data.get("attention_bias") or kind in _QKV_BIAS):
+        flags.append("--add-qkv-bias")
+    if data.get("use_qk_norm", kind in _QK_NORM or bool(data.get(_LATENT_NORM))):
+        flags.append("--qk-layernorm")
+    return (*flags, *_positions(data), *_windows(data, windowed), *_router(data))
+
+
+def beyond_flags(data: Mapping[str, Any], windowed: float) -> tuple[str, ...]:
+    """What no flag says, in words: sizes and times are as planned, the mathematics is not this model's."""
+    kind = str(data.get("model_type"))
+    said = []
+    if is_gated(data) and _name(data) in _GELU:
+        said.append("GeGLU with tanh: --quick-geglu approximates it by a sigmoid")
+    if data.get("attn_logit_softcapping"):
+        said.append(f"attention's softcap {data['attn_logit_softcapping']:g}")
+    if kind.startswith("gemma"):
+        said += ["embeddings times the root of H", "norms after attention and MLP"]
+    if data.get("rope_local_base_freq"):
+        said.append(f"another base of positions in windows, {data['rope_local_base_freq']:g}")
+    scaling = data.get("rope_scaling")
+    scaled = isinstance(scaling, Mapping) and scaling.get("rope_type", scaling.get("type"))
+    if scaled and scaled not in ("llama3", "default") and not data.get(_LATENT_NORM):
+        said.append(f"{scaled} scaling of positions")
+    if windowed and data.get("layer_types") and _skipped(data) is None:
+        said.append("the order of layers with windows")
+    return tuple(said)
+
+
+def _name(data: Mapping[str, Any]) -> str:
+    return str(data.get("hidden_activation") or data.get("hidden_act") or "silu")
+
+
+def _activation(data: Mapping[str, Any]) -> list[str]:
+    if data.get("model_type") == "gpt_oss":
+        return ["--quick-geglu", "--glu-linear-offset 1.0", "--activation-func-clamp-value 7.0"]
+    if is_gated(data):
+        return ["--quick-geglu" if _name(data) in _GELU else "--swiglu"]
+    return ["--squared-relu"] if _name(data) == "relu2" or data.get("model_type") == "nemotron" else []
+
+
+def _positions(data: Mapping[str, Any]) -> list[str]:
+    flags = [f"--rotary-base {int(data['rope_theta'])}"] if _is_number(data.get("rope_theta")) else []
+    share = data.get("partial_rotary_factor")
+    flags += [f"--rotary-percent {share}"] if _is_number(share) and share != 1 else []
+    scaling = data.get("rope_scaling")
+    if isinstance(scaling, Mapping) and scaling.get("rope_type", scaling.get("type")) == "llama3":
+        flags += ["--use-rope-scaling", f"--rope-scaling-factor {scaling.get('factor', 8.0)}"]
+    return flags
+
+
+def _windows(data: Mapping[str, Any], windowed: float) -> list[str]:
+    flags = ["--softmax-type learnable"] if data.get("model_type") == "gpt_oss" else []
+    if not windowed:
+        return flags
+    flags.append(f"--window-size {data['sliding_window'] - 1},0")
+    if windowed < 1.0:
+        skipped = _skipped(data)
+        kinds = data.get("layer_types") or []
+        listed = shlex.quote(str([int(kind == "sliding_attention") for kind in kinds]))
+        flags.append(f"--window-attn-skip-freq {listed if skipped is None else skipped}")
+    return flags
+
+
+def _skipped(data: Mapping[str, Any]) -> int | None:
+    """N where every Nth layer has no window, as Megatron counts; None where their order is another."""
+    types = data.get("layer_types")
+    if not types:
+        return int(data["sliding_window_pattern"])
+    first = types.index("full_attention") + 1 if "full_attention" in types else 0
+    regular = (
+        all((kind == "full_attention") == (n % first == 0) for n, kind in enumerate(types, 1))
+        if first
+        else False
+    )
+    return first if regular else None
+
+
+def _router(data: Mapping[str, Any]) -> list[str]:
+    if not data.get("scoring_func"):
+        return []
+    flags = [f"--moe-router-score-function {data['scoring_func']}"]
+    if data.get("topk_method") == "noaux_tc":
+        flags += ["--moe-router-enable-expert-bias", "--moe-router-load-balancing-type seq_aux_loss"]
+        flags += ["--moe-aux-loss-coeff 1e-4", "--moe-router-dtype fp32"]
+    if (data.get("n_group") or 1) > 1:
+        flags += [
+            f"--moe-router-num-groups {data['n_group']}",
+            f"--moe-router-group-topk {data['topk_group']}",
+        ]
+    factor = data.get("routed_scaling_factor")
+    return [
+        *flags,
+        *([f"--moe-router-topk-scaling-factor {factor}"] if _is_number(factor) and factor != 1 else []),
+    ]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,227 @@
+"""A model and a job from Megatron's arguments, as they stand behind ``--`` or in a launch script.
+
+Flags that make the model and change no count go into ``Model.flags`` as they are. What neither reads is
+listed with the plan (``Given.unread``).
+Next: ``links.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from megatron_vocabpar.plan.given import Given
+from megatron_vocabpar.plan.job import Job
+from megatron_vocabpar.plan.model import Model
+
+_NEEDED = ("num-layers", "hidden-size", "num-attention-heads", "seq-length")
+_KEPT = (
+    "normalization", "norm-epsilon", "apply-layernorm-1p", "disable-bias-linear", "add-qkv-bias",
+    "squared-relu", "rotary-base", "rotary-percent", "rotary-interleaved", "rotary-scaling-factor",
+    "mscale", "mscale-all-dim", "rotary-seq-len-interpolation-factor", "use-rope-scaling",
+    "rope-scaling-factor", "rope-type", "qk-layernorm", "qk-l2-norm", "softmax-type", "glu-linear-offset",
+    "activation-func-clamp-value", "init-method-std", "attention-softmax-in-fp32",
+    "moe-router-score-function", "moe-router-enable-expert-bias", "moe-router-bias-update-rate",
+    "moe-router-num-groups", "moe-router-group-topk", "moe-router-pre-softmax",
+    "moe-router-topk-scaling-factor", "moe-router-dtype", "moe-router-load-balancing-type",
+    "moe-aux-loss-coeff", "moe-z-loss-coeff", "mtp-loss-scaling-factor", "no-rope-freq",
+)  # fmt: skip
+# What a plan's launch line says anyway.
+_SAID_ANYWAY = (
+    "bf16", "sequence-parallel", "max-position-embeddings", "use-mcore-models", "transformer-impl", "swiglu",
+    "quick-geglu", "group-query-attention", "attention-dropout", "moe-grouped-gemm", "mock-data",
+    "recompute-method", "recompute-num-layers", "optimizer-offload-fraction", "use-precision-aware-optimizer",
+)  # fmt: skip
+_HIDDEN_EXCHANGE = 0.93  # arXiv 2603.07685, section on overlapping: 93 % with W apart, DeepSeek-V3 on H100
+
+
+def model_from_arguments(given: Given) -> Model:
+    """A model from Megatron's arguments."""
+    vocabulary = next((name for name in ("padded-vocab-size", "vocab-size") if name in given), "")
+    missing = [f"--{name}" for name in _NEEDED if name not in given]
+    missing += [] if vocabulary else ["--vocab-size"]
+    if missing:
+        raise ValueError(f"{given.source}: no {', '.join(missing)}; add them")
+    number = given.number
+    hidden, heads = number("hidden-size"), number("num-attention-heads")
+    gated = "swiglu" in given or "quick-geglu" in given
+    ffn = number("ffn-hidden-size", int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden)
+    experts = number("num-experts", 0) if "num-experts" in given else 0
+    window, windowed = _window(given)
+    return Model(
+        name=given.source,
+        source=given.source,
+        vocab=number(vocabulary),
+        hidden=hidden,
+        layers=number("num-layers"),
+        seq_length=number("seq-length"),
+        heads=heads,
+        groups=number("num-query-groups", heads) if "group-query-attention" in given else heads,
+        head_dim=number("kv-channels", hidden // heads),
+        ffn=ffn,
+        gated=gated,
+        tied="untie-embeddings-and-output-weights" not in given,
+        dropout=given.text("hidden-dropout", "0.1").strip("0.") != "",
+        learned_positions=_positions(given) == "learned_absolute",
+        experts=experts,
+        top_k=number("moe-router-topk", 2) if experts else 0,
+        expert_ffn=number("moe-ffn-hidden-size", ffn) if experts else 0,
+        shared_ffn=number("moe-shared-expert-intermediate-size", 0) if experts else 0,
+        routed_groups=number("moe-router-group-topk", 0),
+        dense_layers=_dense_layers(given.text("moe-layer-freq")) if experts else 0,
+        window=window,
+        windowed=windowed,
+        latent=_latent(given),
+        mtp_depths=number("mtp-num-layers", 0),
+        flags=_kept(given),
+    )
+
+
+def _positions(given: Given) -> str:
+    rotary = "use-rotary-position-embeddings" in given
+    return given.text("position-embedding-type", "rope" if rotary else "learned_absolute")
+
+
+def _latent(given: Given) -> tuple[int, ...]:
+    if "multi-latent-attention" not in given:
+        return ()
+    names = {
+        "q-lora-rank": 0,
+        "kv-lora-rank": 32,
+        "qk-head-dim": 128,
+        "qk-pos-emb-head-dim": 64,
+        "v-head-dim": 128,
+    }
+    return tuple(given.number(name, default) for name, default in names.items())
+
+
+def _window(given: Given) -> tuple[int, float]:
+    """Tokens that a windowed layer sees, and the share of such layers."""
+    sizes = re.findall(r"-?\d+", given.text("window-size"))
+    if not sizes:
+        return 0, 0.0
+    skipped = given.text("window-attn-skip-freq")
+    listed = [int(one) for one in re.findall(r"\b[01]\b", skipped)] if "[" in skipped else []
+    if listed:
+        return int(sizes[0]) + 1, sum(listed) / len(listed)
+    return int(sizes[0]) + 1, 1.0 - 1.0 / given.number("window-attn-skip-freq") if skipped else 1.0
+
+
+def _kept(given: Given) -> tuple[str, ...]:
+    flags = [
+        name
+        for name in (*_KEPT, "swiglu", "quick-geglu", "window-size", "window-attn-skip-freq")
+        if name in given
+    ]
+    return tuple(f"--{name} {_quoted(given.text(name))}".rstrip() for name in flags)
+
+
+def _quoted(text: str) -> str:
+    return f"'{text}'" if set(text) & set("[]()*,") else text
+
+
+def _dense_layers(pattern: str) -> int:
+    """Layers without experts in Megatron's ``[0]*3+[1]*58``."""
+    return sum(int(count) for count in re.findall(r"\[0\]\*(\d+)", pattern))
+
+
+def job_from_arguments(given: Given, sizes: Mapping[str, int | bool | None], notes: list[str]) -> Job:
+    """A job from Megatron's arguments and the plan's own options, which come first; what is usual else.
+
+    ``sizes`` holds pp, tp, dp, cp, ep, micro_batch_size, global_batch_size, microbatches,
+    distributed_optimizer, recompute, offload and fp8. ``notes`` gets what was decided between the two.
+
+    Raises:
+        ValueError: if GPUs or sequences cannot be divided, with what would do.
+    """
+
+    def size(option: str, flag: str, default: int) -> int:
+        told, value = given.number(flag, default), sizes.get(option)
+        if value is None or value is False:
+            return told
+        if flag in given and told != value:
+            notes.append(f"--{option.replace('_', '-')} {value} instead of --{flag} {told}")
+        return int(value)
+
+    p, t = size("pp", "pipeline-model-parallel-size", 8), size("tp", "tensor-model-parallel-size", 1)
+    c, b = size("cp", "context-parallel-size", 1), size("micro_batch_size", "micro-batch-size", 1)
+    d = _replicas(given, p * t * c, sizes.get("dp"), notes)
+    for name in _SAID_ANYWAY:
+        given.text(name)
+    return Job(
+        p=p,
+        t=t,
+        d=d,
+        c=c,
+        e=size("ep", "expert-model-parallel-size", 1),
+        m=_microbatches(given, b, d, sizes, notes),
+        micro_batch=b,
+        distributed_optimizer="use-distributed-optimizer" in given
+        or bool(sizes.get("distributed_optimizer")),
+        overlap=_overlap(given),
+        recompute=_recompute(given, sizes.get("recompute")),
+        offload="optimizer-cpu-offload" in given or bool(sizes.get("offload")),
+        fp8="fp8-format" in given or "fp8" in given or bool(sizes.get("fp8")),
+        flex_dispatcher=given.text("moe-token-dispatcher-type") == "flex",
+        hidden_exchange=_HIDDEN_EXCHANGE if "overlap-moe-expert-parallel-comm" in given else 0.0,
+    )
+
+
+def _overlap(given: Given) -> bool:
+    """Where none of it is said, as the launch line has it: overlapped."""
+    said = ("overlap-grad-reduce" in given, "overlap-param-gather" in given)
+    return any(said) or "use-distributed-optimizer" not in given
+
+
+def _recompute(given: Given, option: int | bool | None) -> str:
+    if option:
+        return "full"
+    modules = given.text("recompute-modules")
+    if modules and modules != "core_attn":
+        return "selective"
+    granularity = given.text("recompute-granularity")
+    # Of attention alone, with kernels that keep no scores: nothing is left to recompute.
+    if granularity == "selective" or "recompute-activations" in given:
+        return "none"
+    return granularity or "none"
+
+
+def _replicas(given: Given, model_parallel: int, dp: int | bool | None, notes: list[str]) -> int:
+    """The data parallel size: asked for, or what the script's processes leave."""
+    nodes = next((given.number(name) for name in ("nnodes", "nodes") if name in given), 1)
+    each = [
+        given.number(name) for name in ("nproc-per-node", "gpus-per-node", "ntasks-per-node") if name in given
+    ]
+    gres = re.search(r"gpu(?::\w+)?:(\d+)", given.text("gres"))
+    each += [int(gres[1])] if gres else []
+    told = nodes * each[0] if each else 0
+    if dp:
+        if told and told != int(dp) * model_parallel:
+            notes.append(f"--dp {dp}: {int(dp) * model_parallel} GPUs instead of the {told} that are given")
+        return int(dp)
+    if told % model_parallel:
+        raise ValueError(
+            f"{given.source}: {nodes} nodes of {each[0]} GPUs do not divide by p x t x c = {model_parallel}; "
+            "give other sizes (--pp, --tp, --cp), or --dp"
+        )
+    return told // model_parallel or 1
+
+
+def _microbatches(
+    given: Given, micro_batch: int, d: int, sizes: Mapping[str, int | bool | None], notes: list[str]
+) -> int:
+    if sizes.get("microbatches"):
+        if "global-batch-size" in given:
+            notes.append(f"--microbatches {sizes['microbatches']} instead of --global-batch-size")
+        return int(sizes["microbatches"] or 1)
+    batch = sizes.get("global_batch_size") or (
+        "global-batch-size" in given and given.number("global-batch-size")
+    )
+    if not batch:
+        return 128
+    if int(batch) % (micro_batch * d):
+        raise ValueError(
+            f"a batch of {batch} sequences does not divide by the microbatch's {micro_batch} x d = "
+            f"{micro_batch} x {d}; give another --global-batch-size, --micro-batch-size or --dp"
+        )
+    return int(batch) // (micro_batch * d)

@@ -1,0 +1,169 @@
+"""What Megatron can do without this package: 1F1B and its interleaved schedule, with layers placed by hand.
+
+Megatron's order of passes is fixed; a rank runs its list, and waits where a pass needs another stage's. For
+p 2 with 2 chunks and 2 microbatches rank 0 runs ``F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1`` (stage,
+microbatch).
+
+Layers are placed so that the longest stage is shortest, the vocabulary layers counted in layers, as a layout
+says it: ``Et|ttt|ttt|tL``.
+
+Source: Megatron-LM, ``forward_backward_pipelining_with_interleaving``; Narayanan et al. (2021), section 2.2.
+Next: ``options.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from megatron_vocabpar.schedule.times.costs import PassCosts, PerRank
+from megatron_vocabpar.schedule.times.redistribution import layout, redistribute
+
+CHUNKS = (1, 2, 3, 4, 5, 6, 8, 12)
+
+
+class Stages(NamedTuple):
+    """Layers and times of each stage, in milliseconds, along the pipeline."""
+
+    layers: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+
+class Step(NamedTuple):
+    """A pass of a rank: forward or backward of a stage with a microbatch."""
+
+    forward: bool
+    stage: int
+    microbatch: int
+
+
+class Played(NamedTuple):
+    """How long it takes, the work of each rank, and the most layers' activations that each holds."""
+
+    length_ms: float
+    work_ms: tuple[float, ...]
+    held_layers: tuple[float, ...]
+
+
+class Layout(NamedTuple):
+    """A way to place layers: what it is called, the chunks of a rank, layers of each stage, its flags."""
+
+    name: str
+    chunks: int
+    layers: tuple[int, ...]
+    flags: tuple[str, ...]
+
+
+def written(counts: tuple[int, ...], depths: int) -> str:
+    """Megatron's flag for these layers a stage; heads of multi-token prediction stand before the loss."""
+    return f"--pipeline-model-parallel-layout '{layout(counts)[:-1]}{'m' * depths}L'"
+
+
+def layouts(layers: int, p: int, costs: PassCosts) -> Iterator[Layout]:
+    """The layouts worth trying: by hand for each number of chunks, and Megatron's counting of the loss."""
+    layer = sum(map(_mean, (costs.F_ms, costs.B_ms, costs.W_ms))) * p / layers
+    first = sum(costs.first_rank_extra.values())
+    last = sum(costs.last_rank_extra.values()) + sum(costs.last_stage_extra.values())
+    for chunks in CHUNKS:
+        stages = p * chunks
+        if stages - 1 > layers or (chunks > 1 and p < 2):
+            return
+        name = "1f1b" if chunks == 1 else f"interleaved x{chunks}"
+        by_stage = redistribute(layers, stages, first, last, layer)
+        for counts in dict.fromkeys((by_stage, *_by_rank(layers, p, chunks, (first, last, layer)))):
+            if len(set(counts)) > 1 and p > 1:
+                yield Layout(f"{name}, by hand", chunks, counts, (written(counts, costs.mtp_depths),))
+        virtual = (f"--num-virtual-stages-per-pipeline-rank {chunks}",) if chunks > 1 else ()
+        if layers % stages == 0:
+            yield Layout(name, chunks, (layers // stages,) * stages, virtual)
+        elif (layers + 1) % stages == 0 and layers + 1 > stages:
+            share = (layers + 1) // stages
+            flags = ("--account-for-loss-in-pipeline-split", *virtual)
+            yield Layout(f"{name}, loss counted", chunks, (*(share,) * (stages - 1), share - 1), flags)
+
+
+def _by_rank(layers: int, p: int, chunks: int, work: tuple[float, float, float]) -> Iterator[tuple[int, ...]]:
+    """Ranks with as much work as each other, each rank's layers spread over its chunks, the last stage's
+    fewest; where no stage but the last stays empty."""
+    counts = redistribute(layers, p, *work)
+    spread = [[count // chunks + (chunk < count % chunks) for chunk in range(chunks)] for count in counts]
+    stages = tuple(spread[rank][chunk] for chunk in range(chunks) for rank in range(p))
+    if all(stages[:-1]):
+        yield stages
+
+
+def stages_of(placed: Layout, p: int, costs: PassCosts) -> Stages:
+    """The times of a layout's stages: layers alike, what the first and the last stage do besides."""
+    total = sum(placed.layers)
+    forward_ms = _mean(costs.F_ms) * p / total
+    backward_ms = (_mean(costs.B_ms) + _mean(costs.W_ms)) * p / total
+    forward = [count * forward_ms for count in placed.layers]
+    backward = [count * backward_ms for count in placed.layers]
+    for at, extra in ((0, costs.first_rank_extra), (-1, costs.last_rank_extra), (-1, costs.last_stage_extra)):
+        forward[at] += extra.get("F_ms", 0.0)
+        backward[at] += extra.get("B_ms", 0.0) + extra.get("W_ms", 0.0)
+    return Stages(placed.layers, tuple(forward), tuple(backward))
+
+
+def order(rank: int, p: int, chunks: int, m: int) -> Iterator[Step]:
+    """The passes of a rank as Megatron runs them."""
+    places = [
+        (chunk, microbatch)
+        for start in range(0, m, p)
+        for chunk in range(chunks)
+        for microbatch in range(start, min(start + p, m))
+    ]
+    if chunks == 1:
+        places = [(0, microbatch) for microbatch in range(m)]
+        warm_up = min(p - rank - 1, m)
+    else:
+        warm_up = min(2 * (p - rank - 1) + (chunks - 1) * p, len(places))
+    forward = [Step(True, chunk * p + rank, microbatch) for chunk, microbatch in places]
+    backward = [Step(False, (chunks - 1 - chunk) * p + rank, microbatch) for chunk, microbatch in places]
+    yield from forward[:warm_up]
+    for ahead, back in zip(forward[warm_up:], backward, strict=False):
+        yield ahead
+        yield back
+    yield from backward[len(forward) - warm_up :]
+
+
+def play(stages: Stages, p: int, m: int, transfer_ms: float) -> Played:
+    """Every rank runs its passes in order; a transfer between stages takes ``transfer_ms`` beside them."""
+    chunks = len(stages.layers) // p
+    lists = [list(order(rank, p, chunks, m)) for rank in range(p)]
+    ends: dict[Step, float] = {}
+    at, clock, held, most = [0] * p, [0.0] * p, [0.0] * p, [0.0] * p
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(p):
+            while at[rank] < len(lists[rank]):
+                step = lists[rank][at[rank]]
+                ready = _ready(step, ends, len(stages.layers), transfer_ms)
+                if ready is None:
+                    break
+                taken = (stages.forward if step.forward else stages.backward)[step.stage]
+                clock[rank] = ends[step] = max(clock[rank], ready) + taken
+                held[rank] += stages.layers[step.stage] * (1 if step.forward else -1)
+                most[rank] = max(most[rank], held[rank])
+                at[rank] += 1
+                moved = True
+    assert all(done == len(passes) for done, passes in zip(at, lists, strict=True)), (
+        "the order waits for itself"
+    )
+    each = [m * (ahead + back) for ahead, back in zip(stages.forward, stages.backward, strict=True)]
+    return Played(max(clock), tuple(sum(each[rank::p]) for rank in range(p)), tuple(most))
+
+
+def _ready(step: Step, ends: dict[Step, float], stages: int, transfer_ms: float) -> float | None:
+    """When what the pass needs is there; None if it has not run yet."""
+    first = 0 if step.forward else stages - 1
+    if step.stage == first:
+        return 0.0 if step.forward else ends.get(Step(True, step.stage, step.microbatch))
+    before = Step(step.forward, step.stage + (-1 if step.forward else 1), step.microbatch)
+    return ends[before] + transfer_ms if before in ends else None
+
+
+def _mean(time: PerRank) -> float:
+    return sum(time) / len(time) if isinstance(time, Sequence) else time

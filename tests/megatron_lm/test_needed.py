@@ -1,0 +1,32 @@
+"""What a checkout's script imports and this Python lacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_vocabpar.megatron_lm.needed import lacking, remedy
+
+FILES = {
+    "pretrain_gpt.py": "import json, torch\nfrom builders import build\nfrom megatron.core import first\n",
+    "builders.py": "import no_library_a.part as part\ndef build():\n    import no_library_b\n",
+    "megatron/core/__init__.py": "",
+    "megatron/core/first.py": "from . import second\nfrom ..other import third\n",
+    "megatron/core/second.py": "try:\n    import no_library_c\nexcept ImportError:\n    pass\n",
+    "megatron/other/third.py": "from no_library_d.part import name\nimport megatron.core.first\n",
+    "megatron/other/unused.py": "import no_library_e\n",
+}
+
+
+def test_what_a_script_needs_is_followed_through_its_files(tmp_path: Path) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    missing = {"no_library_a": "builders", "no_library_d": "megatron.other.third"}
+    assert lacking(tmp_path) == missing
+    assert remedy(tmp_path) == (
+        "pretrain_gpt.py needs no_library_a (imported by builders), no_library_d (imported by "
+        "megatron.other.third); run: pip install no_library_a no_library_d"
+    )
+    (tmp_path / "builders.py").write_text("")
+    (tmp_path / "megatron/other/third.py").write_text("")
+    assert remedy(tmp_path) == ""

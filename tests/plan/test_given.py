@@ -1,0 +1,133 @@
+"""What is given is read, or listed: scripts of several nodes, recomputation, context parallelism."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from megatron_vocabpar.cli.main import main
+from megatron_vocabpar.plan.given import Given, read_script, read_words
+from megatron_vocabpar.plan.read_arguments import job_from_arguments
+
+MODEL = (
+    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --vocab-size 32000 "
+    "--hidden-dropout 0 --untie-embeddings-and-output-weights "
+)
+SCRIPT = f"""#!/bin/bash
+GPUS_PER_NODE=${{GPUS_PER_NODE:-8}}
+NNODES=8   # of the cluster
+MODEL="{MODEL}"
+torchrun --nproc_per_node $GPUS_PER_NODE --nnodes $NNODES pretrain_gpt.py $MODEL \\
+    --pipeline-model-parallel-size 8 --global-batch-size 512 --micro-batch-size 1 $MORE --lr 1e-4
+"""
+
+
+def plan(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["plan", "--format", "json", *arguments])
+
+
+def job_of(words: str, **sizes: int | bool | str) -> tuple[dict[str, object], list[str]]:
+    notes: list[str] = []
+    given = Given(read_words(words.split()), "here")
+    return vars(job_from_arguments(given, sizes, notes)), [*notes, *given.unread()]
+
+
+def test_a_script_of_eight_nodes_has_eight_replicas(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(SCRIPT)
+    given = Given(read_script(str(path)), "train.sh")
+    job = job_from_arguments(given, {}, [])
+    assert (job.p, job.d, job.m, job.gpus) == (8, 8, 64, 64)
+    data = json.loads(plan("--script", str(path)).output)
+    assert (data["job"]["d"], data["job"]["m"]) == (8, 64)
+    (note,) = (line for line in data["notes"] if "Not used" in line)
+    assert "--lr 1e-4" in note
+    assert "--num-layers" not in note
+
+
+@pytest.mark.parametrize(
+    ("lines", "gpus"),
+    [
+        ("#SBATCH --nodes=4\n#SBATCH --gpus-per-node=8\n", 32),
+        ("#SBATCH --nodes=4\n#SBATCH --gres=gpu:h100:8\n", 32),
+        ("#SBATCH --nodes=2 --ntasks-per-node=8\n", 16),
+        ("", 8),
+    ],
+)
+def test_slurm_says_how_many_gpus(tmp_path: Path, lines: str, gpus: int) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(
+        f"#!/bin/bash\n{lines}srun python pretrain_gpt.py {MODEL} --pipeline-model-parallel-size 8\n"
+    )
+    assert job_from_arguments(Given(read_script(str(path)), "x"), {}, []).gpus == gpus
+
+
+def test_recomputation_and_context_parallelism_are_read() -> None:
+    job, unread = job_of("--context-parallel-size 4 --recompute-activations --bf16")
+    # Attention's scores are not kept anyway.
+    assert (job["c"], job["recompute"], unread) == (4, "none", [])
+    job, _ = job_of("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    assert job["recompute"] == "full"
+    job, _ = job_of("--recompute-granularity selective --recompute-modules layernorm mlp")
+    assert job["recompute"] == "selective"
+    job, _ = job_of("--optimizer-cpu-offload --use-distributed-optimizer --fp8-format hybrid")
+    assert (job["offload"], job["fp8"], job["overlap"]) == (True, True, False)
+
+
+def test_an_option_comes_before_an_argument_and_says_so() -> None:
+    job, said = job_of("--tensor-model-parallel-size 4 --global-batch-size 64", tp=2, dp=8)
+    assert (job["t"], job["m"]) == (2, 8)
+    assert said == ["--tp 2 instead of --tensor-model-parallel-size 4"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes", "says"),
+    [
+        ("--nproc-per-node 8 --nnodes 3 --pipeline-model-parallel-size 16", {}, "24|3 nodes of 8 .*--dp"),
+        ("--global-batch-size 100", {"dp": 8}, "100 sequences does not divide .*give another"),
+        ("--expert-model-parallel-size 8", {"tp": 4}, r"= 4; choose 1, 2 or 4 \(--ep\)"),
+    ],
+)
+def test_what_does_not_divide_says_what_would(words: str, sizes: dict[str, int], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        job_of(words, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            "--preset llama-3.1-8b --tp 3",
+            "does not divide the 32 attention heads; choose 1, 2, 4, 8, 16 or 32",
+        ),
+        ("--preset gemma-2-9b --ep 2 --dp 2", "no experts"),
+        ("--preset qwen3-30b-a3b --ep 3 --dp 3", "does not divide the 128 experts"),
+        ("--preset llama-3.1-8b --cp 3 --seq-length 8192", "do not divide into 6 parts"),
+        ("--preset llama-3.1-8b --cpp 2", "No such option"),
+        ("llama-3.1-8b", "unexpected 'llama-3.1-8b'.*--preset"),
+        ("--preset llama-3.1-8b --hardware H10", "did you mean 'H100'"),
+    ],
+)
+def test_what_megatron_would_refuse_is_refused_with_a_remedy(arguments: str, says: str) -> None:
+    result = CliRunner().invoke(main, ["plan", *arguments.split()])
+    assert result.exit_code == 2
+    assert re.search(says, result.output), result.output
+
+
+def test_a_preset_takes_arguments_of_the_job() -> None:
+    result = plan(
+        "--preset",
+        "llama-3.2-3b",
+        "--",
+        "--context-parallel-size",
+        "2",
+        "--pipeline-model-parallel-size",
+        "4",
+    )
+    data = json.loads(result.output)
+    assert (data["job"]["c"], data["job"]["p"]) == (2, 4)
+    assert "--context-parallel-size 2" in data["launch"]

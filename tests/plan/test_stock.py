@@ -1,0 +1,84 @@
+"""Megatron's own schedules: their order, their known lengths, and layouts made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_vocabpar.plan.hardware import hardware_named
+from megatron_vocabpar.plan.job import Job
+from megatron_vocabpar.plan.options import Request, option_of, stock_options
+from megatron_vocabpar.plan.read_config import model_preset
+from megatron_vocabpar.plan.stock import Layout, Stages, Step, layouts, order, play, stages_of
+from megatron_vocabpar.plan.times import estimated_costs
+
+H100 = hardware_named("h100")
+
+
+def even(stages: int, forward: float = 1.0, backward: float = 2.0) -> Stages:
+    return Stages((1,) * stages, (forward,) * stages, (backward,) * stages)
+
+
+def test_the_order_is_megatrons() -> None:
+    """By Megatron's tables for p 2, two chunks and four microbatches: rank 0's stages are 0 and 2."""
+    passes = [f"{'F' if one.forward else 'B'}{one.stage}.{one.microbatch}" for one in order(0, 2, 2, 4)]
+    warm_up, rest = passes[:4], passes[4:]
+    assert warm_up == ["F0.0", "F0.1", "F2.0", "F2.1"]
+    assert rest[:4] == ["F0.2", "B2.0", "F0.3", "B2.1"]
+    assert rest[-4:] == ["B2.2", "B2.3", "B0.2", "B0.3"]
+    assert list(order(3, 4, 1, 3))[:2] == [Step(True, 3, 0), Step(False, 3, 0)]
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 16), (2, 7)])
+def test_even_stages_take_as_long_as_is_known(p: int, m: int) -> None:
+    """(m + p - 1) intervals in 1F1B; the bubble is divided by the chunks when interleaved."""
+    assert play(even(p), p, m, 0.0).length_ms == pytest.approx(3 * (m + p - 1))
+    for chunks in (2, 4):
+        if m % p == 0:
+            assert play(even(p * chunks), p, m, 0.0).length_ms == pytest.approx(3 * (m * chunks + p - 1))
+    assert play(even(p), p, m, 0.0).held_layers == tuple(float(p - rank) for rank in range(p))
+    assert play(even(p), p, m, 0.0).work_ms == (3.0 * m,) * p
+
+
+def test_a_transfer_delays_the_first_and_the_last_microbatch() -> None:
+    assert play(even(4), 4, 1, 0.5).length_ms == pytest.approx(4 * 3 + 6 * 0.5)
+
+
+def test_1f1b_takes_as_long_as_the_simulators_baseline() -> None:
+    model = replace(model_preset("llama-3.1-8b"), layers=32)
+    request = Request(model, Job(p=4, m=24), H100, 1e6)
+    stock = next(one for one in stock_options(request) if one.family == "1f1b")
+    ours = option_of(request, "baseline", "1f1b", 24)
+    assert stock.iteration_ms == pytest.approx(ours.iteration_ms, rel=0.005)
+    assert [one.total for one in stock.stages] == pytest.approx([one.total for one in ours.stages])
+
+
+def test_layers_move_away_from_the_output_layer() -> None:
+    request = Request(model_preset("gemma-2-9b"), Job(p=4, m=32), H100, 1e6)
+    options = {one.family: one for one in stock_options(request)}
+    by_hand = next(one for name, one in options.items() if name.startswith("interleaved") and "hand" in name)
+    baseline = option_of(request, "baseline", "1f1b", 32)
+    assert by_hand.iteration_ms < 0.85 * baseline.iteration_ms
+    assert sum(by_hand.layers) == 42
+    assert by_hand.layers[-1] < max(by_hand.layers)
+    flag = by_hand.flags[0]
+    assert flag.count("t") - flag.split(" ")[0].count("t") == 42
+    assert flag.count("|") == len(by_hand.layers) - 1
+
+
+def test_megatron_counts_the_loss_as_a_layer_where_that_comes_out_even() -> None:
+    model = replace(model_preset("llama-3.1-8b"), layers=31)
+    costs = estimated_costs(model, Job(p=4), H100, "baseline")
+    counted = [one for one in layouts(31, 4, costs) if "--account-for-loss-in-pipeline-split" in one.flags]
+    assert [one.chunks for one in counted] == [1, 2, 4]
+    assert counted[0].layers == (8, 8, 8, 7)
+
+
+def test_stages_have_the_work_of_their_layers_and_the_vocabularys() -> None:
+    costs = estimated_costs(model_preset("llama-3.1-8b"), Job(p=4), H100, "baseline")
+    stages = stages_of(Layout("", 1, (9, 9, 9, 5), ()), 4, costs)
+    layer = float(costs.F_ms) / 8  # type: ignore[arg-type]
+    assert stages.forward[1] == pytest.approx(9 * layer)
+    assert stages.forward[3] == pytest.approx(5 * layer + costs.last_rank_extra["F_ms"])
+    assert stages.backward[0] > stages.backward[1]
