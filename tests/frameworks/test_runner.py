@@ -35,10 +35,13 @@ def _both(logits: Tensor, tokens: Tensor, *_: Any, **__: Any) -> tuple[Tensor, T
     return _log_probs(logits, tokens).unsqueeze(-1), _entropy(logits.detach())
 
 
-_FUNCTIONS = {
-    binding.name: answering(binding, original)
-    for binding, original in zip(FUNCTIONS, (_log_probs, _entropy, _both), strict=True)
+_ORIGINALS = {
+    "vocab_parallel_log_probs_from_logits": _log_probs,
+    "vocab_parallel_entropy": _entropy,
+    "vocab_parallel_entropy_with_chunking": _entropy,
+    "calculate_log_probs_and_entropy": _both,
 }
+_FUNCTIONS = {binding.name: answering(binding, _ORIGINALS[binding.name]) for binding in FUNCTIONS}
 
 
 def in_forward_step(iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Callable[..., Any]]:
@@ -49,7 +52,7 @@ def in_forward_step(iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any
         return output, lambda _: None
     output.div_(0.7)
     kept = output.clone()
-    entropy = _FUNCTIONS["vocab_parallel_entropy"](output)
+    entropy = _FUNCTIONS["vocab_parallel_entropy_with_chunking"](output)
     log_probs = _FUNCTIONS["vocab_parallel_log_probs_from_logits"](kept, fields["labels"])
     return {"log_probs": log_probs, "entropy": entropy}, lambda found: _loss(fields, 0.3, **found)
 
