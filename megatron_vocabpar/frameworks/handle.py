@@ -154,36 +154,14 @@ class LogitsHandle(_Shaped):
 
     def div(self, temperature: Tensor | float) -> LogitsHandle:
         """The logits divided by one positive number, or by one a token, ``[..., 1]``."""
-        return self._like(self.shape[:-1], self._divided_by(temperature))
+        return self._like(self.shape[:-1], _divided(self._temperatures, temperature, self.shape[:-1]))
 
     __truediv__ = div
 
     def div_(self, temperature: Tensor | float) -> LogitsHandle:
         """``div`` in place."""
-        self._temperatures = self._divided_by(temperature)
+        self._temperatures = _divided(self._temperatures, temperature, self.shape[:-1])
         return self
-
-    def _divided_by(self, temperature: Tensor | float) -> Tensor:
-        divisor = torch.as_tensor(temperature, dtype=torch.float64, device=self.device)
-        if divisor.numel() == 1:
-            return self._temperatures * _positive(float(divisor))
-        if divisor.shape == (*self.shape[:-1], 1):
-            return self._temperatures * divisor.squeeze(-1)
-        raise ValueError(
-            f"a temperature of shape {tuple(divisor.shape)} for tokens {tuple(self.shape[:-1])}: give one "
-            "number, or one a token with a last dimension of 1"
-        )
-
-    def _temperature(self, labels: Tensor) -> float:
-        """The one temperature of all tokens with a label; padding may have another."""
-        everyone = self._temperatures.expand(labels.shape)
-        labelled = everyone[labels >= 0].unique().tolist() or [float(everyone.max())]
-        if len(labelled) > 1:
-            raise ValueError(
-                f"temperatures {labelled} in one microbatch: vocabulary parallelism takes one for all tokens "
-                "of an iteration; sample them with one temperature"
-            )
-        return _positive(labelled[0])
 
     def logprobs(self, labels: Tensor) -> Tensor:
         """Log-probability of each label, in its shape.
@@ -198,7 +176,7 @@ class LogitsHandle(_Shaped):
             )
         if self._answer is None:
             wanted = dict.fromkeys(self._wanted, True)
-            raise Wanted(Request(labels, self._temperature(labels), **wanted))
+            raise Wanted(Request(labels, _one_temperature(self._temperatures, labels), **wanted))
         return self._answer.logprobs.view(labels.shape)
 
     def entropy(self, gradient: bool = True) -> Tensor:
@@ -245,6 +223,31 @@ _OPERATORS = (
 )
 for _name in _OPERATORS:
     setattr(LogitsHandle, f"__{_name}__", _refuse(f"__{_name}__"))
+
+
+def _divided(temperatures: Tensor, divisor: Tensor | float, tokens: tuple[int, ...]) -> Tensor:
+    """Temperatures times a number, or times one a token: [..., 1]."""
+    divisor = torch.as_tensor(divisor, dtype=torch.float64, device=temperatures.device)
+    if divisor.numel() == 1:
+        return temperatures * _positive(float(divisor))
+    if divisor.shape == (*tokens, 1):
+        return temperatures * divisor.squeeze(-1)
+    raise ValueError(
+        f"a temperature of shape {tuple(divisor.shape)} for tokens {tuple(tokens)}: give one number, or one "
+        "a token with a last dimension of 1"
+    )
+
+
+def _one_temperature(temperatures: Tensor, labels: Tensor) -> float:
+    """The one temperature of all tokens with a label; padding may have another."""
+    everyone = temperatures.expand(labels.shape)
+    labelled = everyone[labels >= 0].unique().tolist() or [float(everyone.max())]
+    if len(labelled) > 1:
+        raise ValueError(
+            f"temperatures {labelled} in one microbatch: vocabulary parallelism takes one for all tokens of "
+            "an iteration; sample them with one temperature"
+        )
+    return _positive(labelled[0])
 
 
 def _positive(temperature: float) -> float:

@@ -104,6 +104,11 @@ class FlagConfig:
         return any(family.shape != "standard" for family in self.families(2))
 
     @property
+    def has_pairs(self) -> bool:
+        """Whether the schedule may have pairs, which hide the exchange between experts."""
+        return any(family.pairs for family in self.families(2))
+
+    @property
     def splits_w(self) -> bool:
         """Whether weight gradients may be passes of their own."""
         return any(family.splits_w for family in self.families(2))
@@ -111,12 +116,14 @@ class FlagConfig:
     def families(self, chunks: int) -> tuple[Family, ...]:
         """The families that the schedule may be of, on ranks with this many model chunks.
 
-        A search keeps to one placement, since the model is built before: the V shape for two chunks.
+        A search keeps to one placement, since the model is built before: the V shape for two chunks. Families
+        with pairs are run when they are named.
         """
         if self.schedule not in (SEARCH, AUTO):
             return (family_named(self.schedule),)
         shape = "vshape" if chunks == 2 else "standard"
-        return tuple(f for f in families().values() if f.shape == shape and f.allows(chunks))
+        fitting = (f for f in families().values() if f.shape == shape and f.allows(chunks))
+        return tuple(family for family in fitting if not family.pairs)
 
     def placement(self, p: int, chunks: int) -> Placement:
         """Which stage each of the chunks of ``p`` ranks is."""

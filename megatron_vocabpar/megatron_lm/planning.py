@@ -38,7 +38,11 @@ from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.times.per_rank import spread
 from megatron_vocabpar.schedule.words.methods import method_named
+
+_EXCHANGE = 0.4
+"""What a pair is taken to hide before anything is measured: this part of the shorter of F and B."""
 
 
 def say(line: str) -> None:
@@ -85,6 +89,8 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
     costs, name, kept = _from_rank_0(config, args, chunks[0], device)
     if depths := heads.depths(get_model_config(chunks[0])):
         costs = replace(costs or PassCosts.default(groups.pipeline, depths), mtp_depths=depths)
+    if config.has_pairs:
+        costs = with_exchange(costs or PassCosts.default(groups.pipeline), groups.pipeline)
     request, why = plan_request(config, groups.pipeline, m, len(chunks), costs)
     if why:
         say(why)
@@ -151,6 +157,14 @@ def _stage_output(model: Any, call: dict[str, Any], device: torch.device) -> tor
         parts *= parallel_state.get_tensor_model_parallel_world_size()
     shape = call["seq_length"] // parts, call["micro_batch_size"], config.hidden_size
     return torch.zeros(shape, dtype=config.pipeline_dtype or config.params_dtype, device=device)
+
+
+def with_exchange(costs: PassCosts, p: int) -> PassCosts:
+    """Costs with something for pairs to hide, a part of the shorter of F and B where they know of nothing."""
+    if costs.hides:
+        return costs
+    shorter = map(min, spread(costs.F_ms, p, "F_ms"), spread(costs.B_ms, p, "B_ms"))
+    return replace(costs, hidden_ms=tuple(_EXCHANGE * ms for ms in shorter))
 
 
 def _keep(folder: str | None, name: str, plan: Plan, before_ms: float, predicted_ms: float) -> None:

@@ -18,6 +18,7 @@ from megatron_vocabpar.megatron_lm.combinations import (
     model_problems,
     weight_gradient_problems,
 )
+from megatron_vocabpar.megatron_lm.expert_exchange import exchange_problems
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.layouts import chunk_problems, redistribution_problems, written_out
 from megatron_vocabpar.pipeline.graphs.graph_options import SCOPES, asks_for_graphs
@@ -139,10 +140,10 @@ REFUSALS = (
         {"defer_embedding_wgrad_compute": True},
     ),
     Refusal(
-        "--overlap-moe-expert-parallel-comm, --delay-wgrad-compute",
-        lambda args: _set("overlap_moe_expert_parallel_comm")(args) or _set("delay_wgrad_compute")(args),
-        "they need Megatron's own schedule; leave them out",
-        {"overlap_moe_expert_parallel_comm": True},
+        "--overlap-dispatch-backward-with-experts-wgrad",
+        _set("overlap_dispatch_backward_with_experts_wgrad"),
+        "the experts' weight gradients in their exchange have not been run beside W and pairs; leave it out",
+        {"overlap_dispatch_backward_with_experts_wgrad": True},
     ),
     Refusal(
         "--fp16-lm-cross-entropy",
@@ -306,6 +307,7 @@ def check(args: Any, config: FlagConfig) -> None:
         problems += weight_gradient_problems(args, config)
         problems += model_problems(args, config)
         problems += graph_problems(args, config)
+        problems += exchange_problems(args, config)
     problems += checkpoint_problems(args) if config.partitions_vocabulary else []
     problems += head_problems(args, config)
     if problems:

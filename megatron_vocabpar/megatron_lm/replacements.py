@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 
 from megatron_vocabpar.megatron_lm.bindings import Binding
 from megatron_vocabpar.megatron_lm.checkpoints import starting_checkpoint
+from megatron_vocabpar.megatron_lm.expert_exchange import leave_to_w
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import chain
 from megatron_vocabpar.megatron_lm.layouts import place_layers
@@ -81,7 +82,9 @@ def _check_first(original: Callable[..., Any], config: FlagConfig) -> Callable[.
             place_layers(args, config)
         if args.rank == 0 and config.enabled:
             print(_announcement(args, config), flush=True)
-        return original(args, *rest, **named)
+        validated = original(args, *rest, **named)
+        leave_to_w(args, config)
+        return validated
 
     return validate_args
 

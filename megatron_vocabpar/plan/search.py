@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice, product
 
 from megatron_vocabpar.plan.hardware import Hardware
@@ -158,9 +159,13 @@ def tried(question: Question, job: Job) -> list[Found]:
     """The best of ours and of Megatron's own that fit, in this way to divide the model."""
     ours: list[Found] = []
     for method, family in OURS if job.p > 1 else ():
-        ours += _cheapest(question, job, family, lambda one, pair=(method, family): [option_of(one, *pair)])
+        ours += _cheapest(question, job, family, partial(_only, method, family))
     stock = _cheapest(question, job, "stock", lambda one: stock_options(one, shorter=True))
     return [one for some in (ours, stock) for one in sorted(some, key=_ms)[:1]]
+
+
+def _only(method: str, family: str, request: Request) -> list[Option]:
+    return [option_of(request, method, family)]
 
 
 def _cheapest(

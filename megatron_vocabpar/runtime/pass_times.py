@@ -132,8 +132,8 @@ def pass_costs(
     A pass of a pipeline rank takes the median over its ranks (tensor and data parallel). A collective takes
     its shortest time on any rank: longer ones contain waits for others. The rest is estimated. If W is not
     split off, B is divided as in ``PassCosts.default``. For an output layer that is not partitioned, F, B and
-    W get a third each of the partitioned layer's passes on all ranks. Pairs that
-    take longer than their passes one after the other hide nothing.
+    W get a third each of the partitioned layer's passes on all ranks. Pairs that take longer than their two
+    passes one after the other hide nothing.
     """
     everyone = [times for replicas in stages for times in replicas]
 

@@ -68,9 +68,10 @@ _PROPERTIES = types.SimpleNamespace(
 def _cuda_names() -> dict[str, Any]:
     nothing = "init _lazy_init set_device empty_cache ipc_collect reset_peak_memory_stats set_stream"
     return {
-        **dict.fromkeys(nothing.split(), _answer()),
-        **dict.fromkeys(("is_available", "is_initialized"), _answer(True)),
-        **dict.fromkeys(("memory_allocated", "memory_reserved", "device_memory_used"), _answer(0)),
+        # A function for each: torch._dynamo has a rule for every name, and wants none twice.
+        **{name: _answer() for name in nothing.split()},
+        **{name: _answer(True) for name in ("is_available", "is_initialized")},
+        **{name: _answer(0) for name in ("memory_allocated", "memory_reserved", "device_memory_used")},
         **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _peak_rss),
         **dict.fromkeys(("Stream", "Event"), _Stream),
         **dict.fromkeys(("current_stream", "default_stream"), lambda *_: _Stream()),

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import get_pg_rank, get_pg_size
 
@@ -19,6 +20,7 @@ from megatron_vocabpar.pipeline import compat
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _SCALED = ("linear_proj.weight", "linear_fc2.weight")
 
@@ -26,6 +28,7 @@ _SCALED = ("linear_proj.weight", "linear_fc2.weight")
 def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters of an unwrapped stage by their names in the whole model, layers counted from 0.
 
+    Experts have their numbers in the whole layer.
     A weight tied on this stage comes once, as its embedding.
     """
     for name, parameter in model.named_parameters():
@@ -33,7 +36,15 @@ def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter
         if match:
             number = model.decoder.layers[int(match[1])].layer_number - 1
             name = f"decoder.layers.{number}.{name[match.end() :]}"
+        if expert := _EXPERT.search(name):
+            name = _EXPERT.sub(str(_first_expert(model) + int(expert[0])), name)
         yield name, parameter
+
+
+def _first_expert(model: GPTModel) -> int:
+    """Number of this rank's first expert in every layer."""
+    local = model.config.num_moe_experts // model.config.expert_model_parallel_size
+    return parallel_state.get_expert_model_parallel_rank() * local
 
 
 def initialise_weights(model: GPTModel, seed: int) -> None:
@@ -69,7 +80,11 @@ def _place(model: GPTModel, name: str, parameter: torch.nn.Parameter) -> tuple[i
     if not getattr(parameter, "tensor_model_parallel", False):
         return 0, len(parameter), 0, len(parameter)
     dim: int = parameter.partition_dim  # type: ignore[attr-defined]
-    group, size = compat.tensor_parallel_group(model), parameter.shape[dim]
+    expert = _EXPERT.search(name) is not None
+    group = (
+        parallel_state.get_expert_tensor_parallel_group() if expert else compat.tensor_parallel_group(model)
+    )
+    size = parameter.shape[dim]
     return dim, get_pg_size(group) * size, get_pg_rank(group) * size, size
 
 

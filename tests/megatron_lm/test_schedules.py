@@ -161,7 +161,11 @@ MASKS = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": Tr
     ("schedule", "changes", "message"),
     [
         ("interleaved", {}, "interleaved: needs 2 model chunks per rank, not 1; give --num-virtual-stages"),
-        ("v-half", {"num_virtual_stages_per_pipeline_rank": 3}, r"needs 2 .* not 3; .* one of interleaved\n"),
+        (
+            "v-half",
+            {"num_virtual_stages_per_pipeline_rank": 3},
+            r"needs 2 .* not 3; .* one of interleaved, 1f1b-overlap\n",
+        ),
         ("1f1b", TWO, "1f1b: needs 1 model chunks per rank, not 2; .* interleaved, v-half, v-min, v-zb"),
         ("zb-h1", TWO, "zb-h1: needs 1 model chunks per rank, not 2"),
         ("search", TWO | {"pipeline_model_parallel_size": 1}, "pipeline-model-parallel-size of at least 2"),

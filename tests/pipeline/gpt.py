@@ -47,6 +47,7 @@ from megatron_vocabpar.train.weights import global_parameters, initialise_weight
 from tests.gathered_attention import GatheredAttention, positions
 from tests.pipeline.cpu_graphs import cuda_graphs_on_cpu
 from tests.pipeline.delayed import delayed_spec
+from tests.pipeline.experts import Experts, block_spec, experts_on_cpu
 from tests.pipeline.losses import LOSSES
 from tests.spawn import run_ranks
 
@@ -100,6 +101,7 @@ class Case:
     late_gradient: bool = False
     loss_scale: float = 1.0
     graphs: bool = False
+    experts: Experts | None = None
 
     def unsharded(self) -> Case:
         """The same training on one process, without any of our code."""
@@ -109,6 +111,7 @@ class Case:
             "delayed": False,
             "late_gradient": False,
             "graphs": False,
+            "experts": self.experts and replace(self.experts, ep=1, planned=False, recompute=(), early=False),
         }
         return replace(self, **changes, schedule="1f1b", chunks=1, shape="standard", **options)
 
@@ -172,7 +175,11 @@ def transformer_config(case: Case) -> TransformerConfig:
         mtp_num_layers=case.mtp or None,
         mtp_loss_scaling_factor=0.1,
         **(layer_graphs() if case.graphs else {}),
+        **(case.experts.options(case.hidden, case.layers) if case.experts else {}),
     )
+    if case.experts and case.experts.planned:  # when the configuration is made it would ask for 16 bits
+        config.overlap_moe_expert_parallel_comm = True
+        config.ep_overlap_early_attn_memory_release = case.experts.early
     if case.mup_output_mult != 1:  # versions before 0.17 have no such fields, and ignore them
         config.use_mup, config.mup_output_mult = True, case.mup_output_mult
     return config
@@ -204,17 +211,21 @@ def build_chunks(case: Case) -> list[GPTModel]:
 def build_model(case: Case, position: dict[str, Any] | None = None, holds_shard: bool = True) -> GPTModel:
     config = transformer_config(case)
     config.delay_wgrad_compute = case.delayed
+    position = position or {"pre_process": True, "post_process": True}
+    groups = position.get(compat.GROUPS_ARGUMENT)
+    spec = block_spec(config, position.get("vp_stage"), groups) if case.experts else layer_spec(case)
     options: dict[str, Any] = {
         "config": config,
-        "transformer_layer_spec": layer_spec(case),
+        "transformer_layer_spec": spec,
         "vocab_size": case.vocab_size,
         "max_sequence_length": case.seq_length,
-        **(position or {"pre_process": True, "post_process": True}),
+        **position,
         "position_embedding_type": case.position,
         "share_embeddings_and_output_weights": case.tied,
     }
     if case.mtp and options["post_process"]:
-        head = get_mtp_layer_spec(layer_spec(case), use_transformer_engine=False)
+        layer = spec.layer_specs[-1] if case.experts else spec
+        head = get_mtp_layer_spec(layer, use_transformer_engine=False)
         options["mtp_block_spec"] = MultiTokenPredictionBlockSubmodules(layer_specs=[head] * case.mtp)
     if case.method in METHODS and METHODS[case.method].vocabulary_parallel:
         shard = vocab_shard(case.vocab_size, invariant=case.output_options.invariant)
@@ -352,7 +363,8 @@ def train(
     the random ones.
     """
     graphs = cuda_graphs_on_cpu() if case.graphs else contextlib.nullcontext()
-    with megatron_on_cpu(), graphs, parallel_groups(case):
+    experts = experts_on_cpu() if case.experts else contextlib.nullcontext()
+    with experts, megatron_on_cpu(), graphs, parallel_groups(case):
         modules = build_chunks(case)
         config = modules[0].config
         ddp_config = DistributedDataParallelConfig(
@@ -457,7 +469,12 @@ def _arrays(modules: list[GPTModel], gradients: bool) -> dict[str, np.ndarray]:
 
 @contextlib.contextmanager
 def parallel_groups(case: Case) -> Iterator[None]:
-    parallel_state.initialize_model_parallel(case.tp, case.pp, context_parallel_size=case.cp)
+    experts = (
+        {"expert_model_parallel_size": case.experts.ep, "expert_tensor_parallel_size": 1}
+        if case.experts
+        else {}
+    )
+    parallel_state.initialize_model_parallel(case.tp, case.pp, context_parallel_size=case.cp, **experts)
     # The generators that CUDA graphs take are a GPU's; those for inference draw nothing.
     model_parallel_cuda_manual_seed(case.seed, inference_rng_tracker=case.graphs, force_reset_rng=True)
     try:
@@ -470,7 +487,7 @@ def run(case: Case, *arguments: Any, body: Callable[..., Any] = train) -> list[A
     """``body(rank, case, *arguments)`` on all ranks, with the schedule that each would generate."""
     if case.schedule == "1f1b" and case.method != "stock":
         case = replace(case, schedule=_generated(case.method, case.late_gradient, case.pp, case.m, case.mtp))
-    return run_ranks(case.ranks, body, case, *arguments)
+    return run_ranks(case.ranks, body, case, *arguments, fresh=case.experts is not None)
 
 
 @cache

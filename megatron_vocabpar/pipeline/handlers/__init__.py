@@ -19,6 +19,7 @@ from megatron_vocabpar.pipeline.handlers.chain import OutputChain
 from megatron_vocabpar.pipeline.handlers.hidden import HiddenStates
 from megatron_vocabpar.pipeline.handlers.input_layer import InputLayer
 from megatron_vocabpar.pipeline.handlers.loss import Losses
+from megatron_vocabpar.pipeline.handlers.planned_stages import PlannedStages
 from megatron_vocabpar.pipeline.handlers.softmax import SoftmaxPasses
 from megatron_vocabpar.pipeline.handlers.stages import Stages
 from megatron_vocabpar.pipeline.handlers.transfers import Transfers
@@ -28,7 +29,7 @@ from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
 from megatron_vocabpar.pipeline.split_w.weight_gradients import WeightGradients
 from megatron_vocabpar.runtime.executor import Handlers
 from megatron_vocabpar.schedule.words.methods import Method
-from megatron_vocabpar.schedule.words.passes import CommType, InstructionType, PassType
+from megatron_vocabpar.schedule.words.passes import CommType, InstructionType, PairType, PassType
 
 Table = dict[InstructionType, Callable[[Any], None]]
 
@@ -40,6 +41,7 @@ def stage_table(stages: Stages) -> Table:
         PassType.F: stages.forward,
         PassType.B: stages.backward,
         PassType.W: stages.weight_backward,
+        PairType.FB: stages.pair,
         CommType.SEND_F: transfers.send_forward,
         CommType.RECV_F: transfers.receive_forward,
         CommType.SEND_B: transfers.send_backward,
@@ -117,14 +119,21 @@ def handlers_of(
     """
     if model is None:
         distant_loss = DistantLoss(iteration) if iteration.microbatches.shapes else None
-        stages = Stages(iteration, weight_gradients, distant_loss=distant_loss)
+        stages = _stages(iteration)(iteration, weight_gradients, distant_loss=distant_loss)
         return stage_table(stages), partial(_finish, distant_loss, iteration)
     inputs, chain = InputLayer(iteration, model), OutputChain(iteration, model)
     hidden, losses = HiddenStates(chain), Losses(chain)
-    stages = Stages(iteration, weight_gradients, inputs.embedded_rows, hidden.gradient)
+    stages = _stages(iteration)(iteration, weight_gradients, inputs.embedded_rows, hidden.gradient)
     table = stage_table(stages) | input_table(inputs)
     table |= output_table(iteration.rank.method, chain, hidden, losses)
     return table, partial(_finish, losses, inputs, iteration)
+
+
+def _stages(iteration: Iteration) -> type[Stages]:
+    """Those that run Megatron's plans of the layers, where training is to hide the experts' exchange."""
+    call = iteration.call
+    planned = getattr(call.config, "overlap_moe_expert_parallel_comm", False) and not call.forward_only
+    return PlannedStages if planned else Stages
 
 
 def _finish(*parts: Losses | InputLayer | DistantLoss | Iteration | None) -> None:

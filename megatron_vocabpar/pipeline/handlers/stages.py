@@ -16,7 +16,7 @@ from megatron_vocabpar.pipeline.iteration import Iteration, LayerHandlers
 from megatron_vocabpar.pipeline.loss_reports import DistantLoss
 from megatron_vocabpar.pipeline.recording import ModelCall
 from megatron_vocabpar.pipeline.split_w.weight_gradients import WeightGradients
-from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType
+from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pair, Pass, PassType
 
 
 class Stages(LayerHandlers):
@@ -114,12 +114,26 @@ class Stages(LayerHandlers):
         chunk = placement.chunk_of(stage)
         self.gradients.before_backward(chunk)
         with self.weight_gradients[chunk].left_by(i) if self.weight_gradients else nullcontext():
-            input_grad = compat.backward_step(stage_input, output, output_grad, self.call.config)
+            input_grad = self._backward_step(instruction, stage_input, output, output_grad)
         self.gradients.after_backward(chunk)
         if stage > 0:
             self.buffers.put(instruction, "input_grad", input_grad)
         if rows is not None:
             self.buffers.put(instruction, "rows_grad", rows.grad)
+
+    def _backward_step(
+        self,
+        instruction: Pass,
+        stage_input: torch.Tensor | None,
+        output: torch.Tensor,
+        output_grad: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        return compat.backward_step(stage_input, output, output_grad, self.call.config)
+
+    def pair(self, instruction: Pair) -> None:
+        """F of one microbatch and B of another, one after the other where nothing is to be hidden."""
+        self.forward(instruction.forward)
+        self.backward(instruction.backward)
 
     def weight_backward(self, instruction: Pass) -> None:
         """W: the weight gradients that B left out."""

@@ -1,0 +1,132 @@
+"""Megatron's plan of a model chunk: its layers cut at the exchanges between experts, to run F and B together.
+
+``build_schedule_plan`` of a model takes the arguments of ``forward`` and gives a list of layers, each of them
+cut into attention and router, dispatch, experts, combine. ``run(F's plan, B's plan)`` plays them against each
+other:
+
+    computation    F attention   B experts                F experts   B attention
+    exchange       B combine     F dispatch, B dispatch   F combine
+
+One thing is put right. Megatron 0.14 and 0.15 have the final norm in front of the output layer, which is no
+part of our plans; later ones behind the last layer's combine, and, if that layer has no experts, nowhere.
+Here it always belongs to the last layer of the decoder.
+
+Source: Megatron-LM, ``models/common/model_chunk_schedule_plan.py``. Used by ``planned_stages.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import fp8_utils
+from megatron.core.enums import Fp8Recipe
+from megatron.core.pipeline_parallel import utils
+
+from megatron_vocabpar.pipeline.model.chunks import shown_as_rank
+
+
+@dataclass(frozen=True)
+class BackwardRun:
+    """A B that is due: its plan, and the gradient ``[s, b, H]`` of what its F gave."""
+
+    plan: ChunkPlan
+    grad: torch.Tensor
+
+
+class ChunkPlan:
+    """Of one microbatch in one model chunk; ``forward`` runs its F, and ``backward`` its B.
+
+    Args:
+        model: the chunk, unwrapped.
+        args, kwargs: of its ``forward``.
+        leaves_weight_gradients: whether the weight gradients that its layers delay are left to a pass W;
+            else B computes them, as the plan has it.
+
+    Raises:
+        ValueError: for an argument that Megatron's plans ignore.
+    """
+
+    def __init__(
+        self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves_weight_gradients: bool
+    ) -> None:
+        if kwargs.get("padding_mask") is not None:
+            raise ValueError(
+                "forward_step passed a padding_mask to the model, which Megatron's schedule plans hide from "
+                "the routers; leave it out, or leave out --overlap-moe-expert-parallel-comm"
+            )
+        _make_streams(model.config)
+        self._model = model
+        # Megatron 0.14 asks its global state whether the chunk has the layers of multi-token prediction.
+        shown = shown_as_rank(model.shown_rank) if hasattr(model, "shown_rank") else nullcontext()
+        with shown:
+            self._plan = model.build_schedule_plan(*args, **kwargs)
+        if leaves_weight_gradients:
+            self._leave_weight_gradients()
+        self.output: Any = None
+
+    def forward(self, beside: BackwardRun | None = None) -> torch.Tensor:
+        """F, and B of another microbatch beside it; gives what the chunk's ``forward`` would."""
+        b_plan, b_grad = (beside.plan._plan, beside.grad) if beside else (None, None)
+        with self._norm_in_the_last_layer(), _scales_of_fp8(self._model.config):
+            self.output = type(self._plan).run(self._plan, b_plan, b_grad=b_grad)
+        return self.output
+
+    def backward(self, grad: torch.Tensor) -> None:
+        """B alone; the gradients of the chunk's input and weights are then where autograd puts them."""
+        with _scales_of_fp8(self._model.config):
+            type(self._plan).run(None, self._plan, b_grad=grad)
+
+    @contextmanager
+    def _norm_in_the_last_layer(self) -> Iterator[None]:
+        """The last node of the decoder's last layer ends with the final norm, and no other node has it."""
+        decoder = self._model.decoder
+        norm = getattr(decoder, "final_layernorm", None)
+        if norm is None:
+            yield
+            return
+        layers = len(decoder.layers)
+        if layers == 0:
+            node = self._plan.pre_process
+            node.forward_func = _then(node.forward_func, norm)
+        else:
+            layer = self._plan.get_layer(layers - 1)
+            dense = isinstance(layer.moe_combine, utils.NoopScheduleNode)
+            node = layer.mlp if dense else layer.moe_combine
+            node.submodule = _then(node.submodule, norm)
+        decoder.final_layernorm = None
+        try:
+            yield
+        finally:
+            decoder.final_layernorm = norm
+
+    def _leave_weight_gradients(self) -> None:
+        for number in range(self._plan.num_layers()):
+            for node in vars(self._plan.get_layer(number)).values():
+                if isinstance(node, utils.ScheduleNode):
+                    node.delay_wgrad_compute = False
+
+
+def _make_streams(config: Any) -> None:
+    """Megatron's stream for exchanges, which it keeps for itself; with a priority from 0.18 on."""
+    if getattr(config, "high_priority_a2a_comm_stream", False):
+        utils.set_streams(high_priority=True)
+    else:
+        utils.set_streams()
+
+
+def _then(function: Callable[..., Any], norm: torch.nn.Module) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        return norm(function(*args))
+
+    return run
+
+
+def _scales_of_fp8(config: Any) -> AbstractContextManager[Any]:
+    """With delayed scaling Megatron holds it around the whole plan; else the plan does, layer by layer."""
+    if getattr(config, "fp8", None) and config.fp8_recipe == Fp8Recipe.delayed:
+        return fp8_utils.get_fp8_context(config)
+    return nullcontext()

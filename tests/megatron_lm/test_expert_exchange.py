@@ -1,0 +1,170 @@
+"""``--overlap-moe-expert-parallel-comm`` with schedules of pairs: beside stock with the same flag, refused.
+
+Stock runs it without a pipeline, F of a microbatch beside B of the one before: its interleaved schedule gives
+NaN over gloo.
+"""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_vocabpar.megatron_lm.expert_exchange import leave_to_w
+from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
+from megatron_vocabpar.megatron_lm.planning import with_exchange
+from megatron_vocabpar.megatron_lm.refusals import check
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from tests.megatron_lm.test_doors import PLAIN
+from tests.megatron_lm.test_training import FROM_WEIGHTS
+from tests.megatron_lm.training import Log, pretrain, words
+
+IN_FLOAT32 = Path(__file__).with_name("with_fp32_plans.py")
+OVERLAP = "--overlap-moe-expert-parallel-comm"
+MODEL = words(
+    "--num-layers 8 --untie-embeddings-and-output-weights --num-experts 4 --moe-router-topk 2 "
+    "--moe-aux-loss-coeff 1e-2 --disable-bias-linear --moe-token-dispatcher-type alltoall "
+    "--expert-model-parallel-size 2 --bf16 --global-batch-size 24"
+)
+OURS = words(
+    "--enable-vocab-parallel --num-virtual-stages-per-pipeline-rank 2 --vocab-parallel-profile-iterations 0"
+)
+FAMILIES = ("dualpipev", "1f1b-overlap")
+REDUCED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+
+
+@cache
+def weights(*options: str) -> Path:
+    """A stock checkpoint after three iterations."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    pretrain("--save", str(folder), *MODEL, *options, iterations=3, dp=2)
+    return folder
+
+
+def train(*options: str, given: tuple[str, ...] = (), pp: int = 1) -> Log:
+    """Six iterations from the same weights, with the exchange hidden; ``given`` are options of the model."""
+    load = ("--load", str(weights(*given)), *FROM_WEIGHTS)
+    options = (*MODEL, *given, *load, OVERLAP, *options)
+    return pretrain(*options, pp=pp, dp=2, iterations=6, script=IN_FLOAT32)
+
+
+stock = cache(train)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "method", "pp", "given", "options"),
+    [
+        ("dualpipev", "vocab-2", 2, "", ""),
+        ("1f1b-overlap", "vocab-2", 2, "", ""),
+        ("dualpipev", "vocab-1", 4, "--moe-shared-expert-intermediate-size 32", REDUCED),
+        ("1f1b-overlap", "baseline", 2, "", REDUCED),
+        ("dualpipev", "baseline", 2, "", ""),
+    ],
+)
+def test_trains_as_stock(family: str, method: str, pp: int, given: str, options: str) -> None:
+    expected = stock(given=words(given))
+    flags = (*OURS, "--vocab-parallel-family", family, "--vocab-parallel-method", method, *words(options))
+    ours = train(*flags, given=words(given), pp=pp)
+    assert f"method {method}, schedule {family}" in ours.text
+    assert len(ours.losses) == len(ours.norms) == 6
+    for name in ("losses", "norms", "evaluations"):
+        np.testing.assert_allclose(getattr(ours, name), getattr(expected, name), rtol=1e-5, err_msg=name)
+
+
+TWO_CHUNKS = {
+    "num_virtual_stages_per_pipeline_rank": 2,
+    "num_layers": 16,
+    "transformer_impl": "local",
+    "bf16": True,
+}
+EXPERTS = {"num_experts": 8, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
+ASKED = PLAIN | TWO_CHUNKS | EXPERTS | {"overlap_moe_expert_parallel_comm": True}
+TE = {"transformer_impl": "transformer_engine"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mtp_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        {"moe_layer_freq": [1] * 15 + [0]},
+        {"delay_wgrad_compute": True} | TE,
+        {"bf16": False, "fp16": True, "moe_token_dispatcher_type": "flex"},
+    ],
+)
+def test_accepted(family: str, changes: dict[str, Any]) -> None:
+    check(SimpleNamespace(**ASKED | changes), FlagConfig(True, "vocab-2", family))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bf16": False}, "model of 16 bits for it; give --bf16 or --fp16"),
+        ({"expert_model_parallel_size": 1}, "--expert-model-parallel-size of at least 2, or leave it out"),
+        ({"num_experts": None}, "there is no exchange to hide; give --num-experts"),
+        ({"moe_token_dispatcher_type": "allgather"}, "give --moe-token-dispatcher-type alltoall or flex"),
+        ({"recompute_granularity": "full"}, "use --recompute-granularity selective"),
+        ({"recompute_num_layers": 1}, "use --recompute-granularity selective"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, "leave moe out of"),
+        ({"moe_shared_expert_overlap": True}, "as --moe-shared-expert-overlap; leave out the one"),
+        ({"mtp_num_layers": 2}, "use --mtp-num-layers 1"),
+        ({"mtp_num_layers": 1, "moe_layer_freq": [1] * 15 + [0]}, "as the last layer of --moe-layer-freq"),
+        ({"mtp_num_layers": 1, "moe_layer_freq": 2}, "as the last layer of --moe-layer-freq"),
+        ({"hybrid_layer_pattern": "|".join(["*E"] * 8)}, "layers by pattern have not been run in pairs"),
+        ({"cuda_graph_impl": "local"}, "CUDA graphs of layers have not been run in pairs"),
+        ({"cpu_offloading_num_layers": 1}, "leave out --cpu-offloading-num-layers"),
+        (
+            {"delay_wgrad_compute": True},
+            "--delay-wgrad-compute: .* give --transformer-impl transformer_engine",
+        ),
+        (
+            TE | {"delay_wgrad_compute": True, "moe_use_legacy_grouped_gemm": True},
+            "leave out --moe-use-legacy-grouped-gemm",
+        ),
+        (
+            {"overlap_moe_expert_parallel_comm": False},
+            "its pairs hide .* give --overlap-moe-expert-parallel-comm, or use (v-zb|interleaved), which",
+        ),
+    ],
+)
+def test_refused(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(SimpleNamespace(**ASKED | changes), FlagConfig(True, "vocab-2", family))
+
+
+@pytest.mark.parametrize("family", ["v-zb", "interleaved", "search", "auto"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"delay_wgrad_compute": True}, {"overlap_moe_expert_parallel_comm": False} | TE]
+)
+def test_other_families_say_which_to_choose(family: str, changes: dict[str, Any]) -> None:
+    args = SimpleNamespace(**ASKED | {"delay_wgrad_compute": True} | changes)
+    message = (
+        rf"--delay-wgrad-compute: --vocab-parallel-family {family} runs F and B .* dualpipev or 1f1b-over"
+    )
+    with pytest.raises(ValueError, match=message):
+        check(args, FlagConfig(True, "vocab-2", family))
+
+
+@pytest.mark.parametrize(("family", "delays"), [("dualpipev", False), ("1f1b-overlap", True), ("v-zb", True)])
+def test_weight_gradients_are_left_to_w_where_it_is_a_pass(family: str, delays: bool) -> None:
+    args = SimpleNamespace(delay_wgrad_compute=True)
+    leave_to_w(args, FlagConfig(True, "vocab-2", family))
+    assert args.delay_wgrad_compute is delays
+
+
+def test_the_first_plan_has_something_to_hide() -> None:
+    costs = with_exchange(PassCosts(F_ms=(1.0, 3.0), B_ms=2.0, W_ms=0.0), 2)
+    assert costs.hidden_ms == pytest.approx((0.4, 0.8))
+    assert with_exchange(costs, 2) is costs

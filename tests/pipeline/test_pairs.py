@@ -1,0 +1,127 @@
+"""Pairs through Megatron's plans of the layers train as one unsharded stock model does, run without plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_vocabpar.pipeline import compat
+from megatron_vocabpar.pipeline.pairs.chunk_plan import ChunkPlan
+from megatron_vocabpar.schedule.make.generate import generate
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.schedule import Schedule
+from megatron_vocabpar.train.cpu import megatron_on_cpu
+from tests.pipeline.experts import Experts, experts_on_cpu
+from tests.pipeline.gpt import (
+    Case,
+    batch,
+    build_chunks,
+    case_of,
+    parallel_groups,
+    run,
+    skip_unless_buildable,
+)
+from tests.pipeline.test_equality import check
+
+DENSE_LAST = Experts(pattern=(1, 1, 1, 0))
+
+
+def paired(family: str, method: str, p: int, m: int, mtp: int = 0) -> Schedule:
+    """A schedule in which F and B run together."""
+    costs = PassCosts.default(p, mtp)
+    return generate(method, p, m, family=family, costs=replace(costs, hidden_ms=costs.F_ms / 2))
+
+
+def case(family: str, method: str, p: int = 2, m: int = 6, **options: Any) -> Case:
+    """Two layers a stage, on as many replicas as there are parts of the experts."""
+    schedule = paired(family, method, p, m, options.get("mtp", 0))
+    assert len(schedule.pairs) >= m
+    skip_unless_buildable(schedule.placement.shape)
+    given = {"dp": 2, "experts": Experts(), "position": "rope"} | options
+    return replace(case_of(schedule, **given), layers=4 * p)
+
+
+def test_same_training_as_stock() -> None:
+    check(case("dualpipev", "vocab-2", m=4, experts=DENSE_LAST, steps=1))
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "dense last layer": {"experts": DENSE_LAST},
+    "shared experts": {"experts": Experts(shared=True)},
+    "recomputed modules": {
+        "experts": Experts(recompute=("core_attn", "mlp", "shared_experts"), pattern=(1, 0), shared=True)
+    },
+    "early release": {"experts": Experts(early=True)},
+    "a further head": {"mtp": 1},
+    "tied": {"tied": True},
+    "overlapped reduction": {"overlap_grad_reduce": True},
+    "tensor parallel": {"tp": 2},
+    "tokens counted": {"loss": "tokens", "calculate_per_token_loss": True},
+    "loss scale": {"loss_scale": 8.0},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("family", ["dualpipev", "1f1b-overlap"])
+def test_with_each_feature(family: str, feature: str) -> None:
+    check(case(family, "vocab-2", **FEATURES[feature]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("method", ["vocab-1", "baseline"])
+@pytest.mark.parametrize("family", ["dualpipev", "1f1b-overlap"])
+def test_with_each_feature_and_method(family: str, method: str, feature: str) -> None:
+    if method == "baseline" and (
+        feature == "tied" or (feature == "a further head" and family == "dualpipev")
+    ):
+        pytest.skip(
+            "stock's tied weight is two parameters on a pipeline; heads of whole layers in a V are refused"
+        )
+    check(case(family, method, **FEATURES[feature]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["vocab-1", "vocab-2", "baseline"])
+@pytest.mark.parametrize("family", ["dualpipev", "1f1b-overlap"])
+def test_on_four_ranks(family: str, method: str) -> None:
+    check(case(family, method, p=4, experts=DENSE_LAST))
+
+
+@pytest.mark.parametrize("family", [pytest.param("dualpipev", marks=pytest.mark.slow), "1f1b-overlap"])
+def test_one_after_the_other_where_nothing_is_to_be_hidden(family: str) -> None:
+    check(case(family, "vocab-1", dp=1, experts=None, steps=1))
+
+
+def test_a_padding_mask_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"padding_mask .* hide from the routers; leave it out"):
+        ChunkPlan(None, (), {"padding_mask": object()}, leaves_weight_gradients=False)
+
+
+def losses_of_one_model(_: int, case: Case) -> tuple[float, float, float]:
+    """Mean loss of a batch by the model's forward, by Megatron's plan as it is, and by ours."""
+    with experts_on_cpu(), megatron_on_cpu(), parallel_groups(case), torch.no_grad():
+        (model,) = build_chunks(case)
+        fields = batch(case, 0, 0, 0)
+        arguments = fields["tokens"], fields["position_ids"], fields["attention_mask"]
+        labels = {"labels": fields["labels"]}
+        ours = ChunkPlan(model, arguments, labels, leaves_weight_gradients=False).forward()
+        plan = model.build_schedule_plan(*arguments, **labels)
+        outputs = model(*arguments, **labels), type(plan).run(plan, None), ours
+    return tuple(float(output.mean()) for output in outputs)
+
+
+@pytest.mark.parametrize("pattern", [(1, 1), (1, 0), (0, 1)])
+def test_the_final_norm_is_never_lost(pattern: tuple[int, ...]) -> None:
+    """Megatron from 0.16 to main leaves it out of the plan if the last layer has no experts."""
+    one = Case("stock", dp=2, layers=2, experts=Experts(pattern=pattern), position="rope")
+    (expected, stock, ours), _ = run(one, body=losses_of_one_model)
+    assert ours == pytest.approx(expected, rel=1e-6)
+    if pattern == (1, 0) and compat.COUNTS_LAYERS_BY_GROUP:
+        assert abs(stock - expected) > 0.1
+    else:
+        assert stock == pytest.approx(expected, rel=1e-6)
