@@ -11,7 +11,7 @@ import pytest
 
 from megatron_vocabpar.schedule.check.program_rules import check_program_order
 from megatron_vocabpar.schedule.make.families import DUALPIPEV, ONE_F_ONE_B_OVERLAP
-from megatron_vocabpar.schedule.make.generate import make_plan
+from megatron_vocabpar.schedule.make.generate import generate, make_plan
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.play.critical_path import time_by_type
 from megatron_vocabpar.schedule.play.hang import MODELS, STRICTEST, find_hangs, iteration_ms, runs_in_step
@@ -20,8 +20,8 @@ from megatron_vocabpar.schedule.play.numbering import Numbering
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.words.methods import METHODS
-from megatron_vocabpar.schedule.words.passes import Comm, Pair
-from megatron_vocabpar.schedule.words.schedule import Program, Schedule, ScheduleError
+from megatron_vocabpar.schedule.words.passes import Comm, Pair, parse
+from megatron_vocabpar.schedule.words.schedule import Program, Schedule, ScheduleError, passes_of
 from tests.cases import rest_is_slow
 from tests.schedule import reference_hang, reference_queues
 from tests.schedule.random_schedules import SHAPES, Shape, random_schedule, with_pairs
@@ -158,6 +158,23 @@ def test_hangs_are_those_of_an_independent_play() -> None:
         assert runs_in_step(schedule, program) != bool(find_hangs(schedule, program, (STRICTEST,))[STRICTEST])
     assert {name for name, hangs in verdicts if not hangs} == {model.name for model in MODELS}
     assert len({name for name, hangs in verdicts if hangs}) >= len(MODELS) - 2
+
+
+def test_a_pair_waits_for_what_its_b_needs_on_gpus() -> None:
+    """0F2 runs with 0B0, which waits for a send that rank 1 issues behind 1F2, which waits for 0F2."""
+    rows = (
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 {} 0SEND_F2 0RECV_B1 0B1 0RECV_B2 0B2",
+        "1RECV_F0 1F0 1B0 1RECV_F1 1F1 1B1 1RECV_F2 1F2 1SEND_B0 1SEND_B1 1B2 1SEND_B2",
+    )
+    apart, together = (
+        tuple(tuple(map(parse, row.format(words).split())) for row in rows)
+        for words in ("0F2 0SEND_F2 0B0", "0F2+0B0")
+    )
+    apart = (tuple(dict.fromkeys(apart[0])), apart[1])
+    for program, hangs in ((apart, False), (together, True)):
+        pairs = frozenset(item for row in program for item in row if isinstance(item, Pair))
+        schedule = replace(generate("baseline", 2, 3), ranks=tuple(map(passes_of, program)), pairs=pairs)
+        assert bool(find_hangs(schedule, program, MODELS[:1])[MODELS[0]]) == hangs
 
 
 def test_an_iteration_that_stops_at_everything_takes_at_least_as_long() -> None:
