@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_vocabpar.plan.hardware import hardware_presets
-from megatron_vocabpar.plan.options import STOCK, Option, Request, option_of
+from megatron_vocabpar.plan.options import STOCK, Option, Request, job_in, option_of
 from megatron_vocabpar.plan.stock import written
 from megatron_vocabpar.plan.write_arguments import job_arguments, model_arguments
 from megatron_vocabpar.schedule.make.families import family_named
@@ -34,9 +34,10 @@ def launch_line(request: Request, option: Option) -> str:
     # The tokenizer adds one id for the end of a document.
     data = ["--mock-data", "--tokenizer-type NullTokenizer", f"--vocab-size {model.vocab - 1}"]
     training = ["--bf16", "--lr 1e-4", "--train-iters 50"]
+    runs = job if option.method == STOCK else job_in(job, family_named(option.family))
     words = [
         *model_arguments(model),
-        *job_arguments(model, job),
+        *job_arguments(model, runs),
         *data,
         *training,
         *placing_flags(request, option),

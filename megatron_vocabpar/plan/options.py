@@ -232,7 +232,8 @@ def _stock_option(request: Request, placed: Layout, shorter: bool) -> Option:
     of_ranks = [sum(placed.layers[rank :: job.p]) for rank in range(job.p)]
     held = [Held(most / max(1, count)) for most, count in zip(played.held_layers, of_ranks, strict=True)]
     stages = stage_memory(model, job, baseline, placement, placed.layers, held, Bytes())
-    after = _after_ms(request, parameters_of(model, job, baseline, placement, placed.layers), costs)
+    parameters = parameters_of(model, job, baseline, placement, placed.layers)
+    after = _after_ms(job, request.hardware, parameters, costs)
     idle = 1.0 - sum(played.work_ms) / m * job.m / job.p / length_ms
     return Option(
         STOCK,
@@ -314,7 +315,7 @@ def _measured_out(
     stages = stage_memory(model, job, schedule.method, placement, layers, held, Bytes())
     parameters = parameters_of(model, job, schedule.method, placement, layers)
     costs = request.costs(schedule.method.name)
-    after = _after_ms(request, parameters, costs)
+    after = _after_ms(job_in(job, family), request.hardware, parameters, costs)
     return Option(
         schedule.method.name,
         family.name,
@@ -326,10 +327,14 @@ def _measured_out(
     )
 
 
-def _after_ms(request: Request, parameters: Sequence[Parameters], costs: PassCosts) -> float:
+def job_in(job: Job, family: Family) -> Job:
+    """The job as a family runs it: Transformer Engine cannot overlap reductions with W split off."""
+    return replace(job, overlap=job.overlap and not family.splits_w)
+
+
+def _after_ms(job: Job, hardware: Hardware, parameters: Sequence[Parameters], costs: PassCosts) -> float:
     """The ms after the schedule, on the rank that takes longest."""
-    job = request.job
-    return max(after_ms(*held, held.updated(job), job, request.hardware, costs) for held in parameters)
+    return max(after_ms(*held, held.updated(job), job, hardware, costs) for held in parameters)
 
 
 def _softmax_shards(schedule: Schedule) -> list[int]:

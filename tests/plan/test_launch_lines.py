@@ -19,7 +19,7 @@ from megatron_vocabpar.plan.advice import launch_line, placing_flags
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.options import Option, Request, stock_options
+from megatron_vocabpar.plan.options import Option, Request, option_of, stock_options
 from megatron_vocabpar.plan.read_config import model_preset, model_presets
 from megatron_vocabpar.plan.write_arguments import model_arguments
 from tests.megatron_lm.test_option_rows import recorded
@@ -83,6 +83,17 @@ def test_a_preset_is_the_named_model(name: str, flags: str) -> None:
     assert set(flags.split("|")) <= set(words)
     assert ("--swiglu" in words) != bool({"--quick-geglu", "--squared-relu"} & set(words))
     assert ("--disable-bias-linear" in words) == (name != "gpt-oss-120b")
+
+
+@pytest.mark.parametrize(("family", "overlaps"), [("1f1b", True), ("zb-h1", False), ("v-zb", False)])
+def test_reductions_overlap_where_w_is_not_split_off(family: str, overlaps: bool) -> None:
+    """``weight_gradient_problems`` refuses them with Transformer Engine's layers; the times know it too."""
+    model = replace(model_preset("llama-3.1-8b"), layers=16)
+    request = Request(model, Job(p=4, d=2, m=8, distributed_optimizer=True), H100, 80.0)
+    option = option_of(request, "vocab-2", family)
+    assert ("--overlap-grad-reduce" in launch_line(request, option)) is overlaps
+    apart = option_of(replace(request, job=replace(request.job, overlap=False)), "vocab-2", family)
+    assert (option.after_ms < apart.after_ms) is overlaps
 
 
 def test_what_no_flag_says_is_said() -> None:

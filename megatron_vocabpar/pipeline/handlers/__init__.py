@@ -17,6 +17,7 @@ from typing import Any
 from megatron_vocabpar.pipeline.handlers.barriers import Barriers
 from megatron_vocabpar.pipeline.handlers.chain import OutputChain
 from megatron_vocabpar.pipeline.handlers.hidden import HiddenStates
+from megatron_vocabpar.pipeline.handlers.in_step import InStep
 from megatron_vocabpar.pipeline.handlers.input_layer import InputLayer
 from megatron_vocabpar.pipeline.handlers.loss import Losses
 from megatron_vocabpar.pipeline.handlers.planned_stages import PlannedStages
@@ -68,7 +69,7 @@ def output_table(method: Method, chain: OutputChain, hidden: HiddenStates, losse
         ValueError: for a chain with something new in it, naming it.
     """
     barriers = Barriers(chain)
-    softmax = SoftmaxPasses(chain, hidden, barriers, losses)
+    softmax = SoftmaxPasses(chain, hidden, losses)
     if chain.ranks_targets:
         run_t = losses.count_likelier
     elif chain.early:
@@ -76,7 +77,7 @@ def output_table(method: Method, chain: OutputChain, hidden: HiddenStates, losse
     else:
         run_t = softmax.input_backward if chain.late else softmax.backward
     passes: Table = {
-        PassType.S: softmax.in_step if method.in_step else softmax.softmax,
+        PassType.S: InStep(softmax, barriers).output_layer if method.in_step else softmax.softmax,
         PassType.S2: softmax.exponential_sum,
         PassType.T: run_t,
         PassType.L: losses.gradient,
@@ -96,7 +97,7 @@ def output_table(method: Method, chain: OutputChain, hidden: HiddenStates, losse
         if chain.training:  # L and TW, of a late gradient, take what B and T take
             waiting -= {PassType.L, PassType.TW}
         if type_ is CommType.CG:
-            table[type_] = barriers.broadcast_gradient
+            table[type_] = losses.broadcast_gradient
             continue
         if waiting not in carriers:
             names = " and ".join(sorted(pass_.value for pass_ in waiting)) or "nothing"

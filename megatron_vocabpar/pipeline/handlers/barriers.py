@@ -1,4 +1,4 @@
-"""The output layer's collectives behind C0, each on the side stream: C1, C2, C3 and CG.
+"""The output layer's collectives behind C0, each on the side stream: C1, C2 and C3.
 
     naive       C1(maximum)                      C2(statistics)        C3(input gradient)
     vocab-1     C1(statistics)                   C2(input gradient)
@@ -6,13 +6,12 @@
 
 What a collective carries follows from who waits for it. An evaluation has those up to the statistics, and
 to rank its targets a C2 that sums counts. With a late gradient the input gradient is reduced
-before the loss function has run, its rows unscaled, and CG brings every rank the gradient that scales dW.
+before the loss function has run, its rows unscaled; CG (``loss.py``) brings the gradient that scales dW.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from megatron_vocabpar.layers.head import Part, total, with_place
 from megatron_vocabpar.layers.numbers import Softmax
 from megatron_vocabpar.pipeline.handlers.chain import OutputChain
 from megatron_vocabpar.pipeline.iteration import LayerHandlers
-from megatron_vocabpar.runtime.comm import all_gather, all_reduce, broadcast
+from megatron_vocabpar.runtime.comm import all_gather, all_reduce
 from megatron_vocabpar.runtime.streams import Event
 from megatron_vocabpar.schedule.words.passes import Comm, Pass, PassType
 
@@ -41,12 +40,12 @@ class Barriers(LayerHandlers):
         event = self.rank.output_stream.submit(
             lambda: all_reduce(groups, groups.output, offsets, dist.ReduceOp.MAX)
         )
-        self._hand_on(instruction, event)
+        self.chain.hand_on(instruction, event)
 
     def gather_statistics(self, instruction: Comm) -> None:
         """C1 of vocab-1, C2 of naive: everyone's statistics, joined in rank order."""
         source = self.chain.softmax_pass(instruction.microbatch)
-        self._hand_on(instruction, self.joined(self.buffers.take(source, "statistics")))
+        self.chain.hand_on(instruction, self.joined(self.buffers.take(source, "statistics")))
 
     def joined(self, statistics: torch.Tensor) -> Event[Softmax]:
         """The softmax of all shards, in memory that the main stream has allocated."""
@@ -73,12 +72,12 @@ class Barriers(LayerHandlers):
             total(chain.input_gradient(state, softmax, slopes, hidden_grad), self._all_reduce)
             return softmax, hidden_grad
 
-        self._hand_on(instruction, self.rank.output_stream.submit(run))
+        self.chain.hand_on(instruction, self.rank.output_stream.submit(run))
 
     def reduce_input_gradient(self, instruction: Comm) -> None:
         """C2 of vocab-1, C3 of naive: the sum of all ranks' parts of the input gradient, in float32."""
         part = self.buffers.take(Pass(PassType.T, instruction.stage, instruction.microbatch), "hidden_grad")
-        self._hand_on(instruction, self.sum(part))
+        self.chain.hand_on(instruction, self.sum(part))
 
     def sum(self, part: Part) -> Event[torch.Tensor]:
         """The sum of all ranks' parts of the input gradient."""
@@ -87,36 +86,7 @@ class Barriers(LayerHandlers):
     def sum_counts(self, instruction: Comm) -> None:
         """C2 of an evaluation: every target's rank, from the counts of all shards."""
         counts = self.buffers.take(Pass(PassType.T, instruction.stage, instruction.microbatch), "counts")
-        self._hand_on(instruction, self.rank.output_stream.submit(partial(self._all_reduce, counts)))
-
-    def _hand_on(self, instruction: Comm, event: Event[Any]) -> None:
-        """Keep what a collective brings for this rank's passes that wait for it, if there are any."""
-        if uses := self.chain.waiting(instruction.type):
-            self.buffers.put(instruction, "event", event, uses=uses)
-        else:
-            self.iteration.unclaim(event)
+        self.chain.hand_on(instruction, self.rank.output_stream.submit(partial(self._all_reduce, counts)))
 
     def _all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return all_reduce(self.groups, self.groups.output, tensor)
-
-    def broadcast_gradient(self, instruction: Comm) -> None:
-        """CG: the gradient of every token's loss, from the loss function's rank to every rank."""
-        i, grads = instruction.microbatch, None
-        if self.rank.has_loss:
-            grads = self.buffers.take(Pass(PassType.L, instruction.stage, i), "gradient")
-        self._hand_on(instruction, self.shared_gradient(i, grads))
-
-    def shared_gradient(self, i: int, grads: torch.Tensor | None) -> Event[torch.Tensor]:
-        """The gradients [k, n], float32, of the first tensor-parallel rank that has the loss function."""
-        groups = self.groups
-        source = groups.members_of(self.rank.placement.p - 1)[0]
-        if grads is None or groups.member != source:
-            rows = 1 + self.chain.entropy_gradient
-            grads = torch.empty(rows, self.microbatches[i].tokens, device=self.rank.device)
-        tensor = grads
-
-        def run() -> torch.Tensor:
-            broadcast(groups, groups.output, [tensor], [source])
-            return tensor
-
-        return self.rank.output_stream.submit(run)

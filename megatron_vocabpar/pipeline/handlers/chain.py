@@ -20,6 +20,7 @@ from megatron_vocabpar.layers.token_loss import loss_slopes
 from megatron_vocabpar.pipeline import compat, heads
 from megatron_vocabpar.pipeline.iteration import Iteration
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
+from megatron_vocabpar.runtime.streams import Event
 from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType
 
 
@@ -88,6 +89,17 @@ class OutputChain:
         arrived = self.iteration.wait(self.iteration.buffers.take(source, "event"))
         softmax: Softmax = arrived[0] if self.early else arrived
         return softmax
+
+    def softmax_and_state(self, i: int) -> tuple[Softmax, Any]:
+        """The softmax of all shards, and what the pass that computed this shard's part has kept of it."""
+        return self.softmax(i), self.iteration.buffers.take(self.softmax_pass(i), "state")
+
+    def hand_on(self, instruction: Comm, event: Event[Any]) -> None:
+        """Keep what a collective brings for this rank's passes that wait for it, if there are any."""
+        if uses := self.waiting(instruction.type):
+            self.iteration.buffers.put(instruction, "event", event, uses=uses)
+        else:
+            self.iteration.unclaim(event)
 
     def row_slopes(self, i: int, softmax: Softmax) -> list[Slopes]:
         """The slopes that scale the rows of dX: of the announced gradient, or of 1, which B multiplies later.

@@ -1,4 +1,4 @@
-"""The loss: L, and each microbatch's report where Megatron looks for it."""
+"""The loss: L, CG, and each microbatch's report where Megatron looks for it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from megatron_vocabpar.layers.token_loss import loss_of
 from megatron_vocabpar.pipeline.handlers.chain import OutputChain
 from megatron_vocabpar.pipeline.iteration import LayerHandlers
 from megatron_vocabpar.pipeline.loss_reports import LossReports
+from megatron_vocabpar.runtime.comm import broadcast
+from megatron_vocabpar.runtime.streams import Event
 from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType
 
 
 class Losses(LayerHandlers):
-    """The handlers of L and of an evaluation's T; without L, other passes call ``report`` at their end."""
+    """The handlers of L, CG and an evaluation's T; without L, other passes call ``report`` at their end."""
 
     def __init__(self, chain: OutputChain) -> None:
         super().__init__(chain.iteration)
@@ -38,7 +40,7 @@ class Losses(LayerHandlers):
     def count_likelier(self, instruction: Pass) -> None:
         """T of an evaluation: how many ids of this shard are likelier than each target."""
         i, chain = instruction.microbatch, self.chain
-        softmax, state = chain.softmax(i), self.buffers.take(chain.softmax_pass(i), "state")
+        softmax, state = chain.softmax_and_state(i)
         self.buffers.put(instruction, "counts", likelier_ids(state, softmax))
         if self.rank.has_loss:
             self.buffers.put(instruction, "softmax", softmax)
@@ -63,6 +65,28 @@ class Losses(LayerHandlers):
         if grads is None:
             return None
         return torch.stack([microbatch.take(microbatches.rows(i, grad)) for grad in grads])
+
+    def broadcast_gradient(self, instruction: Comm) -> None:
+        """CG: the gradient of every token's loss, from the loss function's rank to every rank."""
+        i, grads = instruction.microbatch, None
+        if self.rank.has_loss:
+            grads = self.buffers.take(Pass(PassType.L, instruction.stage, i), "gradient")
+        self.chain.hand_on(instruction, self.shared_gradient(i, grads))
+
+    def shared_gradient(self, i: int, grads: torch.Tensor | None) -> Event[torch.Tensor]:
+        """The gradients [k, n], float32, of the first tensor-parallel rank that has the loss function."""
+        groups = self.groups
+        source = groups.members_of(self.rank.placement.p - 1)[0]
+        if grads is None or groups.member != source:
+            rows = 1 + self.chain.entropy_gradient
+            grads = torch.empty(rows, self.microbatches[i].tokens, device=self.rank.device)
+        tensor = grads
+
+        def run() -> torch.Tensor:
+            broadcast(groups, groups.output, [tensor], [source])
+            return tensor
+
+        return self.rank.output_stream.submit(run)
 
     def finish(self) -> None:
         """Have losses and gradients checked when everything is queued."""

@@ -1,7 +1,7 @@
 """The passes that compute on a shard: S, S2, T and TW of every method.
 
     naive       S  | S2 | T                    vocab-2     S with A | T of the weight alone
-    vocab-1     S  | T                         interlaced  S with everything, all ranks in step
+    vocab-1     S  | T                         interlaced  ``in_step.py``
 
 With a late gradient T is the input gradient alone, with rows unscaled, and TW the weight gradient.
 The T of an evaluation counts ids (``loss.py``). The mathematics is in ``layers/output.py``.
@@ -17,7 +17,6 @@ import torch
 from megatron_vocabpar.layers.head import NaiveHead
 from megatron_vocabpar.layers.numbers import Softmax
 from megatron_vocabpar.pipeline.gradients import main_grad
-from megatron_vocabpar.pipeline.handlers.barriers import Barriers
 from megatron_vocabpar.pipeline.handlers.chain import OutputChain
 from megatron_vocabpar.pipeline.handlers.hidden import HiddenStates
 from megatron_vocabpar.pipeline.handlers.loss import Losses
@@ -28,15 +27,15 @@ from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassTy
 class SoftmaxPasses(LayerHandlers):
     """Handlers of S, S2, T and TW."""
 
-    def __init__(self, chain: OutputChain, hidden: HiddenStates, barriers: Barriers, losses: Losses) -> None:
+    def __init__(self, chain: OutputChain, hidden: HiddenStates, losses: Losses) -> None:
         super().__init__(chain.iteration)
-        self.chain, self.hidden, self.barriers, self.losses = chain, hidden, barriers, losses
+        self.chain, self.hidden, self.losses = chain, hidden, losses
 
     def softmax(self, instruction: Pass) -> None:
         """S: logits of this rank's shard and their local statistics."""
-        self._put(instruction, *self._forward(instruction))
+        self._put(instruction, *self.forward_pass(instruction))
 
-    def _forward(self, instruction: Pass) -> tuple[Any, torch.Tensor]:
+    def forward_pass(self, instruction: Pass) -> tuple[Any, torch.Tensor]:
         """S, as a call of the module: before such a call DDP gathers the parameters."""
         i, head, model = instruction.microbatch, self.chain.head, self.chain.model
         x, microbatch = self.hidden.of(instruction), self.microbatches[i]
@@ -61,7 +60,7 @@ class SoftmaxPasses(LayerHandlers):
     def backward(self, instruction: Pass) -> None:
         """T of vocab-1 and naive: the weight gradient and this rank's part of the input gradient."""
         i = instruction.microbatch
-        softmax, state = self._taken(i)
+        softmax, state = self.chain.softmax_and_state(i)
         (slopes,) = self.chain.row_slopes(i, softmax)
         weight_grad = main_grad(self.chain.model.output_weight)
         part = self.chain.head.backward(state, softmax, slopes, self.chain.weight, weight_grad)
@@ -71,25 +70,22 @@ class SoftmaxPasses(LayerHandlers):
     def input_backward(self, instruction: Pass) -> None:
         """T of vocab-1 and naive with a late gradient: the input gradient, whose rows are not scaled yet."""
         i = instruction.microbatch
-        softmax, state = self._taken(i)
+        softmax, state = self.chain.softmax_and_state(i)
         part = self.chain.input_gradient(state, softmax, self.chain.row_slopes(i, softmax))
         self.buffers.put(instruction, "hidden_grad", part)
 
     def weight_backward(self, instruction: Pass) -> None:
         """T of vocab-2, and TW: the weight gradient."""
         i = instruction.microbatch
-        softmax, state = self._taken(i)
+        softmax, state = self.chain.softmax_and_state(i)
         if self.chain.late:
             grads = self.wait(self.buffers.take(Comm(CommType.CG, instruction.stage, i), "event"))
         else:
             grads = self.microbatches[i].gradient[None]
-        self._add_weight_gradient(state, softmax, grads)
+        self.add_weight_gradient(state, softmax, grads)
         self._wrote(instruction, softmax, state)
 
-    def _taken(self, i: int) -> tuple[Softmax, Any]:
-        return self.chain.softmax(i), self.buffers.take(self.chain.softmax_pass(i), "state")
-
-    def _add_weight_gradient(self, state: Any, softmax: Softmax, grads: torch.Tensor) -> None:
+    def add_weight_gradient(self, state: Any, softmax: Softmax, grads: torch.Tensor) -> None:
         """Add what gradients [k, n] give: of the losses, and if k is 2, of the entropies."""
         slopes = self.chain.slopes(softmax, grads)
         weight_grad = main_grad(self.chain.model.output_weight)
@@ -101,20 +97,3 @@ class SoftmaxPasses(LayerHandlers):
             self.losses.report(instruction.microbatch, softmax)
         self.chain.spare.keep(state)
         self.gradients.wrote(instruction.type)
-
-    def in_step(self, instruction: Pass) -> None:
-        """S of interlaced: the whole output layer, all ranks in step."""
-        rank, i, chain = self.rank, instruction.microbatch, self.chain
-        state, statistics = self._forward(instruction)
-        softmax = self.wait(self.barriers.joined(statistics))
-        grads = self.losses.report(i, softmax) if rank.has_loss else None
-        if chain.late:
-            grads = self.wait(self.barriers.shared_gradient(i, grads))
-        else:
-            grads = self.microbatches[i].gradient[None]
-        part = chain.head.input_gradient(state, softmax, chain.slopes(softmax, grads), chain.weight)
-        hidden_grad = self.wait(self.barriers.sum(part))
-        if rank.is_last:
-            self.buffers.put(instruction, "hidden_grad", hidden_grad)
-        self._add_weight_gradient(state, softmax, grads)
-        self.gradients.wrote(PassType.S)
