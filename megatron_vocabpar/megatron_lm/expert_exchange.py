@@ -1,7 +1,7 @@
 """Checks Megatron's flags for schedules with pairs, which hide the exchange between experts.
 
 Megatron asserts most of this when it makes the model's configuration, or in the first iteration. Here one
-error lists everything before any process group exists. Needs no torch.
+error lists everything before any process group exists. Standard library only.
 """
 
 from __future__ import annotations

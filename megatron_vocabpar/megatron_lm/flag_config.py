@@ -1,6 +1,6 @@
 """``FlagConfig``, the values of our flags. A field that is an ``option`` is a flag.
 
-Needs no torch. Next: ``flags.py``, which makes the flags and reads them.
+Standard library only. Next: ``flags.py``, which makes the flags and reads them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 All rows are checked at once, before any process group exists. So are the checks that are not rows: layers and
 stages (``layouts.py``), heads, checkpoints and graphs (``combinations.py``). ``tables.py`` writes the table
-into ``docs/megatron.md``. Needs no torch.
+into ``docs/megatron.md``. Standard library only.
 """
 
 from __future__ import annotations
