@@ -99,8 +99,8 @@ def _check_pairs(schedule: Schedule) -> None:
                 rank, _ = places[pass_]
                 raise violation("pair", schedule.ranks, rank, pass_, "it is in two pairs")
             seen.add(pass_)
-        rank, place = places[forward]
-        if places[backward] != (rank, place + 1):
+        rank, position = places[forward]
+        if places[backward] != (rank, position + 1):
             reason = f"{backward} must come right after it, as the two run together"
             raise violation("pair", schedule.ranks, rank, forward, reason)
         if forward.microbatch == backward.microbatch:
