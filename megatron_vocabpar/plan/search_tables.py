@@ -43,10 +43,10 @@ def shares(found: Found) -> dict[str, float]:
 def binds(found: Found) -> str:
     """In words, the largest losses of time, and the memory that faster settings would need."""
     parts = sorted(shares(found).items(), key=lambda one: -one[1])
-    said = [f"{name} {100 * share:.0f} %" for name, share in parts[:2] if share >= _SAYS]
+    causes = [f"{name} {100 * share:.0f} %" for name, share in parts[:2] if share >= _SAYS]
     if found.needed_gib:
-        said.append(f"memory: more than {found.request.limit_gib:.0f} GiB without what is saved")
-    return ", ".join(said) or "operations"
+        causes.append(f"memory: more than {found.request.limit_gib:.0f} GiB without what is saved")
+    return ", ".join(causes) or "operations"
 
 
 def stock_best(found: Sequence[Found]) -> Found | None:
