@@ -1,7 +1,7 @@
 """Vocabulary parallelism for pipeline-parallel training with Megatron-LM.
 
-The names below are the public face. Each is imported when it is first asked for, so that plans and
-simulations need no torch.
+The names in ``__all__`` are public. Each is imported on its first use, so that plans and simulations need no
+torch.
 """
 
 from importlib import import_module
@@ -20,7 +20,7 @@ _FACE = {
     "simulate": "schedule.simulate",
     "losses": "",
 }
-"""Public name -> the module that has it; a room has none."""
+"""Public name -> the module that has it; empty for a name that is itself a package."""
 
 __all__ = [
     "ForwardBackward",

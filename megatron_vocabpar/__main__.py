@@ -1,4 +1,4 @@
-"""``vocabpar``, and ``python -m megatron_vocabpar``, the same program."""
+"""The program ``vocabpar``, which ``python -m megatron_vocabpar`` runs, too."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C while it is still being imported ends it as one later does."""
+    """Run the command line. Ctrl-C ends it with one line, even while it is still being imported."""
     if os.getpid() == 1:
         # The first process of a container ignores every signal that it does not handle: `docker stop` would
         # wait 10 s and then kill it. A handler that exits does what SIGTERM does to any other process.

@@ -1,6 +1,6 @@
-"""Old import paths: they work through one release, with a ``DeprecationWarning``. Standard library only.
+"""Keeps old import paths working through one release, with a ``DeprecationWarning``. Standard library only.
 
-Add a row to ``MOVED`` when a module moves whose name stood in an example or in the documentation.
+When you move a module that an example or the documentation names, add a row to ``MOVED``.
 """
 
 from __future__ import annotations
@@ -55,6 +55,6 @@ class _Moved(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Look up old names before all others; else Python would import a moved folder's modules twice."""
+    """Look up old names before all others; otherwise Python would import a moved folder's modules twice."""
     if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Moved())

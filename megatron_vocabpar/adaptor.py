@@ -1,7 +1,7 @@
 """One line that lets a Megatron-LM training script understand ``--enable-vocab-parallel``.
 
-``import megatron_vocabpar.adaptor`` before any import of megatron. With none of our options on the command
-line it imports nothing of Megatron and touches nothing.
+Write ``import megatron_vocabpar.adaptor`` before any import of megatron. If the command line has none of our
+options, this imports nothing of Megatron and changes nothing.
 
 Next: ``megatron_lm/bindings.py``, the table of what is replaced.
 """

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-# Import this before any process group exists: one of its functions has the default group of this moment as a
-# default argument. If an optimizer imports it first, while a group exists, that group outlives
-# destroy_process_group, gloo's threads outlive Python, and the process may end with "terminate called without
-# an active exception".
+# Import torch.distributed.nn before any process group exists: one of its functions has the default group of
+# this moment as a default argument. If an optimizer imports it first, while a group exists, that group
+# outlives destroy_process_group, gloo's threads outlive Python, and the process may end with "terminate
+# called without an active exception".
 import torch.distributed.nn.functional  # noqa: F401
 from torch import Tensor
 

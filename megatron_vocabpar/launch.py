@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def main(argv: list[str]) -> None:
-    """Run the script ``argv[0]`` with the arguments ``argv[1:]``; a ValueError if it is no file."""
+    """Run the script ``argv[0]`` with the arguments ``argv[1:]``; a ValueError if it is not a file."""
     if not argv or not Path(argv[0]).is_file():
         raise ValueError(
             f"{argv[0] if argv else 'no script'}: not a file; give the path of Megatron-LM's "

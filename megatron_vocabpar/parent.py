@@ -1,4 +1,4 @@
-"""Ends a process when the one that started it has ended."""
+"""Ends a process when the process that started it has ended."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _PARENT_CHECK_S = 1.0
 
 
 def follow_parent(temporary: Path | None = None) -> None:
-    """Watch the launcher in a thread; when it has died, end this process and all that it has started.
+    """Watch the parent process in a thread; when it has ended, end this process and those of its group.
 
     Args:
-        temporary: a folder to remove then.
+        temporary: a folder to remove before that.
     """
     parent = os.getppid()
 

@@ -1,7 +1,7 @@
-"""Schedules with pairs, which hide the exchange between experts: what they need of Megatron's flags.
+"""Checks Megatron's flags for schedules with pairs, which hide the exchange between experts.
 
-Megatron asserts most of it when it makes the model's configuration, or in the first iteration; here all is
-said at once, before any process group exists. Standard library only.
+Megatron asserts most of this when it makes the model's configuration, or in the first iteration. Here one
+error lists everything before any process group exists. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _INSTEAD = {"standard": "interleaved", "vshape": "v-zb"}
 
 
 def exchange_problems(args: Any, config: FlagConfig) -> list[str]:
-    """What is wrong with the flags, if they ask for a schedule with pairs, or to hide the exchange."""
+    """The problems of flags that ask for a schedule with pairs, or to hide the exchange."""
     asked, delays = _is_set(args, "overlap_moe_expert_parallel_comm"), _is_set(args, "delay_wgrad_compute")
     schedule = f"--vocab-parallel-family {config.schedule}"
     if config.has_pairs and not asked:
@@ -47,7 +47,7 @@ def _is_set(args: Any, name: str) -> bool:
 
 
 def _dense_last_layer(args: Any) -> bool:
-    """Whether the decoder's last layer, which the layers of multi-token prediction copy, has no experts."""
+    """Whether the decoder's last layer, which multi-token prediction's layers copy, has no experts."""
     frequency = getattr(args, "moe_layer_freq", None) or 1
     if isinstance(frequency, int):
         return (args.num_layers - 1) % frequency != 0
@@ -128,9 +128,10 @@ _DELAY_CONDITIONS: tuple[tuple[Callable[[Any], bool], str], ...] = (
 
 
 def leave_to_w(args: Any, config: FlagConfig) -> None:
-    """Where W is a pass of its own, it computes what ``--delay-wgrad-compute`` delays, not Megatron's plan.
+    """If W is a separate pass, let it compute the gradients that ``--delay-wgrad-compute`` delays.
 
-    Called behind Megatron's own checks; the model's layers are asked to delay where they are built.
+    Otherwise Megatron's plan would. Call this after Megatron's own checks; the layers themselves are told to
+    delay when they are built.
     """
     if config.has_pairs and config.splits_w:
         args.delay_wgrad_compute = False

@@ -1,4 +1,4 @@
-"""``FlagConfig``: what our flags ask for. A field that is an ``option`` is a flag.
+"""``FlagConfig``, the values of our flags. A field that is an ``option`` is a flag.
 
 Standard library only. Next: ``flags.py``, which makes the flags and reads them.
 """
@@ -14,7 +14,7 @@ from megatron_vocabpar.schedule.words.placement import Placement
 
 AUTO = "auto"
 SCHEDULES = (*families(), SEARCH, AUTO)
-"""Schedule families; the fastest of those that fit the number of model chunks; that, of all methods."""
+"""Families; ``search``, the fastest family for the number of chunks; ``auto``, the fastest method, too."""
 
 PROFILE_ITERATIONS = 5
 """Iterations that are measured by default, after the first."""
@@ -22,16 +22,16 @@ PROFILE_ITERATIONS = 5
 
 @dataclass(frozen=True, slots=True)
 class FlagConfig:
-    """What the flags ask for.
+    """The values of our flags, and what follows from them.
 
     Attributes:
-        enabled: whether layers are to be moved or scheduled otherwise at all.
-        method: a name of ``schedule.words.methods``; ``baseline`` where no option changes anything.
-        schedule: one of ``SCHEDULES``; ``baseline`` and ``redis`` on 1f1b run Megatron's own.
+        enabled: the flags change where layers are, or their schedule.
+        method: a name of ``schedule.words.methods``; ``baseline`` if no flag changes anything.
+        schedule: one of ``SCHEDULES``; ``baseline`` and ``redis`` on 1f1b run Megatron's own schedule.
         options: how the vocabulary layers are computed.
-        methods: what ``auto`` chooses from.
-        redistribute: whether transformer layers move away from the last stage.
-        final_stage_layers: how many stay there; None: as the operation counts say.
+        methods: the methods that ``auto`` chooses from.
+        redistribute: transformer layers move away from the last stage.
+        final_stage_layers: the number of layers that stay there; None: it follows from operation counts.
     """
 
     enabled: bool = False
@@ -100,7 +100,7 @@ class FlagConfig:
 
     @property
     def is_placed(self) -> bool:
-        """Whether model chunks may be placed otherwise than Megatron places them."""
+        """Whether the placement of model chunks may differ from Megatron's."""
         return any(family.shape != "standard" for family in self.families(2))
 
     @property
@@ -110,14 +110,14 @@ class FlagConfig:
 
     @property
     def splits_w(self) -> bool:
-        """Whether weight gradients may be passes of their own."""
+        """Whether weight gradients may be separate passes."""
         return any(family.splits_w for family in self.families(2))
 
     def families(self, chunks: int) -> tuple[Family, ...]:
-        """The families that the schedule may be of, on ranks with this many model chunks.
+        """The families that the schedule may come from, on ranks with this many model chunks.
 
-        A search keeps to one placement, since the model is built before: the V shape for two chunks. Families
-        with pairs are run when they are named.
+        The model is built before a search, so a search keeps to one placement: the V shape for two chunks.
+        Families with pairs run only if the flag names them.
         """
         if self.schedule not in (SEARCH, AUTO):
             return (family_named(self.schedule),)
@@ -126,5 +126,5 @@ class FlagConfig:
         return tuple(family for family in fitting if not family.pairs)
 
     def placement(self, p: int, chunks: int) -> Placement:
-        """Which stage each of the chunks of ``p`` ranks is."""
+        """The map from the chunks of ``p`` ranks to stages."""
         return Placement(p, chunks, self.families(chunks)[0].shape)

@@ -1,7 +1,7 @@
-"""What a Megatron-LM script imports before it does anything, and this Python lacks. Standard library only.
+"""Finds libraries that a Megatron-LM script imports at its start, and that this Python lacks.
 
-Megatron-LM declares few of its requirements: from 0.16 on it imports ``triton`` whatever is trained, and its
-tokenizers import ``regex``. Used by ``vocabpar doctor`` and ``vocabpar artifact``.
+Megatron-LM declares few of its requirements: from 0.16 on it always imports ``triton``, and its tokenizers
+import ``regex``. Used by ``vocabpar doctor`` and ``vocabpar artifact``. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megatron_vocabpar.megatron_lm.checkout import source_file
 def lacking(checkout: Path, script: str = "pretrain_gpt") -> dict[str, str]:
     """Libraries that the script needs and Python does not find, each with a module that imports it.
 
-    Followed are imports that stand by themselves at the top of a file: those inside ``try``, ``if`` or a
-    function are Megatron's way to do without.
+    Only imports at the top level of a file count. If an import is inside ``try``, ``if`` or a function,
+    Megatron can do without it.
     """
     needed: dict[str, str] = {}
     reached, left = {script}, [script]
@@ -36,20 +36,20 @@ def lacking(checkout: Path, script: str = "pretrain_gpt") -> dict[str, str]:
 
 
 def remedy(checkout: Path) -> str:
-    """One sentence on what is lacking, with the command to install it; empty where nothing is."""
+    """One sentence that names the missing libraries and the command to install them; empty without any."""
     missing = lacking(checkout)
     names = ", ".join(f"{name} (imported by {module})" for name, module in missing.items())
     return f"pretrain_gpt.py needs {names}; run: pip install {' '.join(missing)}" if missing else ""
 
 
 def _imported(path: Path, module: str) -> Iterator[str]:
-    """Full names of the modules, or of names in modules, that the top of a file imports."""
+    """Full names of the modules, or of names in modules, that a file imports at its top level."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            # Two dots in a.b.c: from a.b's parent, a.
+            # ``from ..d import e`` in module a.b.c: its package is a.b, and a second dot leads to a: a.d.e.
             base = (
                 ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
             )

@@ -1,8 +1,8 @@
-"""The table of what cannot be combined with ``--enable-vocab-parallel``: flag, how it is recognised, remedy.
+"""The table of flags that ``--enable-vocab-parallel`` refuses: flag, test for it, remedy.
 
-All rows are checked at once, before any process group exists, together with what is no row: layers and stages
-(``layouts.py``), heads, checkpoints and graphs (``combinations.py``). ``tables.py`` writes the table into
-``docs/megatron.md``. Standard library only.
+All rows are checked at once, before any process group exists. So are the checks that are not rows: layers and
+stages (``layouts.py``), heads, checkpoints and graphs (``combinations.py``). ``tables.py`` writes the table
+into ``docs/megatron.md``. Standard library only.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megatron_vocabpar.pipeline.graphs.graph_options import SCOPES, asks_for_gra
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One row.
+    """One row of the table.
 
     Attributes:
-        flag: Megatron's flag, with the value if only some are refused.
-        is_asked: whether the row applies to Megatron's parsed arguments.
-        remedy: why, and what to do.
+        flag: Megatron's flag, with the value if only some values are refused.
+        is_asked: tells from Megatron's parsed arguments whether the row applies.
+        remedy: the reason, and what to do instead.
         example: arguments (attribute to value) that the row applies to.
     """
 
@@ -54,7 +54,7 @@ def _other_than(attribute: str, *allowed: Any) -> Callable[[Any], bool]:
 
 
 def _cuda_graph_scopes(args: Any) -> set[str]:
-    """The names in ``--cuda-graph-scope``: a word, a list of them, or of members of an enumeration."""
+    """The names in ``--cuda-graph-scope``, which is a word, or a list of words or of enumeration members."""
     values = [getattr(args, name, None) or [] for name in SCOPES]
     scopes = [scope for value in values for scope in ([value] if isinstance(value, str) else value)]
     return {getattr(scope, "name", scope) for scope in scopes}
@@ -291,11 +291,11 @@ REFUSALS = (
 
 
 def check(args: Any, config: FlagConfig) -> None:
-    """Every cross-flag check, before process groups start.
+    """Check everything that depends on several flags, before process groups start.
 
     Args:
         args: Megatron's arguments, parsed and not yet validated.
-        config: what our flags ask for.
+        config: the values of our flags.
 
     Raises:
         ValueError: naming every refused flag with its remedy.

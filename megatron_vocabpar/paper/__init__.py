@@ -1,5 +1,6 @@
-"""The paper's experiments and tables: run again, simulated, and beside what was published.
+"""The paper's experiments and tables: run again, simulated, and compared with the published results.
 
-``published.py`` holds what the paper says. ``simulated.py`` and ``figures.py`` put the simulator beside it
-(``vocabpar paper``). ``experiments.py`` is where running the trainings again begins (``vocabpar artifact``).
+``published.py`` holds the paper's results. ``simulated.py`` and ``figures.py`` compare the simulator with
+them (``vocabpar paper``). To see how the trainings are run again (``vocabpar artifact``), start with
+``experiments.py``.
 """

@@ -13,11 +13,11 @@ from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.words.methods import METHODS
 
 SPEED_TOLERANCE = 0.10
-"""Other versions of Megatron-LM, cuDNN and NCCL than the authors'."""
+"""Relative: versions of Megatron-LM, cuDNN and NCCL differ from the authors'."""
 MEMORY_TOLERANCE = 0.15
-"""Megatron-LM keeps gradients of bf16 weights in float32 today: 18 bytes a weight, not 16."""
+"""Relative: Megatron-LM keeps gradients of bf16 weights in float32 today, 18 bytes a weight, not 16."""
 LOSS_TOLERANCE = {"cpu": 1e-4, "gpu": 2e-2}
-"""Of the losses, relative: float32 on the CPU; bf16 on a GPU, where stock rounds its logits."""
+"""Relative: the CPU computes in float32, a GPU in bf16, to which stock Megatron rounds its logits."""
 _DEVICE = "A100"
 
 
@@ -67,8 +67,8 @@ def _against_the_paper(result: Result) -> Iterable[Check]:
         return
     name = result.experiment.name
     if cell.tflops is None or result.outcome == "out of memory":
-        both = cell.tflops is None and result.outcome == "out of memory"
-        yield Check(f"{name}: fits as in the paper", both, f"here: {result.outcome}")
+        alike = cell.tflops is None and result.outcome == "out of memory"
+        yield Check(f"{name}: fits as in the paper", alike, f"here: {result.outcome}")
         return
     measured = (result.flops_per_gpu or 0.0) / 1e12
     yield _near(f"{name}: TFLOP/s per GPU", measured, cell.tflops, SPEED_TOLERANCE)
@@ -85,7 +85,7 @@ def _near(what: str, measured: float, expected: float, tolerance: float) -> Chec
 
 
 def _losses(group: Sequence[Result]) -> Iterable[Check]:
-    """The losses of all methods that start from the same weights equal those of the first of them."""
+    """Methods that start from the same weights have equal losses: each is compared with the first."""
     firsts: dict[str, Result] = {}
     for result in group:
         first = firsts.setdefault(_start(result.experiment), result)
@@ -99,7 +99,10 @@ def _losses(group: Sequence[Result]) -> Iterable[Check]:
 
 
 def _start(e: Experiment) -> str:
-    """A word that is equal for equal initial weights: Megatron draws them stage by stage."""
+    """A word that two experiments share if they start from equal weights.
+
+    Megatron draws weights stage by stage, so they depend on where layers are.
+    """
     if family_named(e.schedule).chunks > 1:
         return "partitioned" if METHODS[e.method].vocabulary_parallel else "whole"
     return "redis" if e.method == "redis" else "stock"

@@ -1,6 +1,6 @@
 """The launch line of an experiment: torchrun, the script of a Megatron-LM checkout, its arguments.
 
-On CPU processes everything is the same but the entry and a few flags. Next: ``runner.py``.
+For CPU processes, only the entry and a few flags differ. Next: ``runner.py``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CPU = shlex.split(
 
 @dataclass(frozen=True)
 class Nodes:
-    """How many machines a job has, this one's number among them, and where they meet: at node 0."""
+    """A job's machines: how many, this one's number, and the address of node 0, where they meet."""
 
     count: int = 1
     rank: int = 0
@@ -81,8 +81,8 @@ def script_arguments(experiment: Experiment, data: Path, version: str, on_cpu: b
 
     Args:
         data: path of the indexed dataset, without ``.bin`` and ``.idx``.
-        version: the checkout's, as ``version_of`` gives it.
-        on_cpu: for CPU processes, in float32.
+        version: the checkout's version, as ``version_of`` gives it.
+        on_cpu: the arguments are for CPU processes, in float32.
     """
     ids = experiment.vocab_size - (0 if version in _ADDS_NO_ID else 1)
     sizes = {
@@ -117,7 +117,7 @@ def launch_line(
     """The command that runs this node's part of an experiment; arguments as ``script_arguments``."""
     if experiment.gpus % nodes.count:
         raise ValueError(f"{experiment.name}: {nodes.count} nodes cannot share {experiment.gpus} GPUs evenly")
-    meeting = (
+    rendezvous = (
         ["--standalone"]
         if nodes.count == 1
         else [
@@ -127,7 +127,7 @@ def launch_line(
     )
     entry = "megatron_vocabpar.train.on_cpu" if on_cpu else "megatron_vocabpar.launch"
     return [
-        *(sys.executable, "-m", "torch.distributed.run", *meeting),
+        *(sys.executable, "-m", "torch.distributed.run", *rendezvous),
         *("--nproc-per-node", str(experiment.gpus // nodes.count)),
         *("-m", "megatron_vocabpar.paper.rank", entry),
         str(checkout / "pretrain_gpt.py"),

@@ -1,7 +1,7 @@
 """A synthetic text that a model can learn, as Megatron's indexed dataset; no download.
 
-Ids follow Zipf's law. After half of the ids comes the one that always follows them: in 7 3 9 7 3 2, id 3
-follows 7. So a model learns the frequencies first and the pairs after them. The last id ends documents.
+Ids follow Zipf's law. Each id has one follower, which comes after it half of the time: in 7 3 9 7 3 2, id 3
+follows 7. So a model first learns the frequencies, and then the pairs. The last id ends documents.
 
 ``python -m megatron_vocabpar.paper.corpus PREFIX IDS TOKENS`` writes it, with the Megatron that is first
 on the path. Next: ``runner.py``.

@@ -77,7 +77,7 @@ class Experiment:
 
     @property
     def setting(self) -> Experiment:
-        """Equal for the same training by another method."""
+        """The experiment's sizes; equal for the same training by another method."""
         return replace(self, name="setting", method="baseline", iterations=1, warmup=0)
 
 
@@ -93,7 +93,7 @@ def read_experiments(path: Path) -> list[Experiment]:
 
 
 def small(experiments: list[Experiment]) -> list[Experiment]:
-    """For ``--smoke``: each schedule and method of the rows once, in sizes for two CPU processes."""
+    """The experiments of ``--smoke``: each schedule and method of the rows once, for two CPU processes."""
     return [
         Experiment(name=f"{schedule}-{method}", schedule=schedule, method=method, micro_batch=1, **_SMALL)
         for schedule, method in dict.fromkeys((e.schedule, e.method) for e in experiments)

@@ -1,7 +1,7 @@
 """The paper's figures: schedules, bars of MFU and memory, and loss curves of runs.
 
-Bars are simulated; the line across each is the published result. Figure 17's curves were published as a
-picture alone; they are drawn from a file of losses. Next: ``cli/paper.py``.
+Bars are simulated; the line across each is the published result. The paper has Figure 17's curves only as a
+picture, so they are drawn from a file of losses. Next: ``cli/paper.py``.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ def schedules_of(figure: Figure) -> list[Simulation]:
 
 
 def schedules_text(figure: Figure, width: int) -> str:
-    """Time grids, for a terminal."""
+    """The schedules as time grids, for a terminal."""
     drawn = [draw_text(result, width=width) for result in schedules_of(figure)]
     return "\n\n".join(f"{method}\n{grid}" for method, grid in zip(figure.methods, drawn, strict=True))
 
 
 def schedules_svg(figure: Figure) -> str:
-    """The schedules below each other."""
+    """An SVG picture of the schedules, one below the other."""
     return svg_of([planned_chart(result) for result in schedules_of(figure)])
 
 
 def bars_svg(figure: Figure, compared: Sequence[Compared]) -> str:
-    """One panel for each number of GPUs and sequence length."""
+    """An SVG picture with a panel of bars for each number of GPUs and sequence length."""
     shapes: list[Box | Text] = [Text(16, 24, figure.title, size=15, bold=True)]
     panels = [list(group) for _, group in groupby(compared, lambda one: (one.cell.gpus, one.cell.seq_length))]
     values = [value for one in compared for value in one.pair(figure.memory) if value is not None]
@@ -114,7 +114,7 @@ def read_losses(path: str) -> dict[str, list[tuple[float, float]]]:
 
 
 def losses_svg(curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """The curves over each other, as small marks."""
+    """An SVG picture of all curves over one axis; each point is a small mark."""
     points = [point for curve in curves.values() for point in curve]
     longest = max(x for x, _ in points) or 1.0
     low, high = min(y for _, y in points), max(y for _, y in points)

@@ -18,7 +18,7 @@ _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|CUBLAS_STATUS_
 
 @dataclass(frozen=True)
 class Log:
-    """What one training printed; memory by global rank, as the largest peaks that it reported."""
+    """The numbers in one training's log; memory is the largest peak that each global rank reported."""
 
     iteration_ms: tuple[float, ...]  # in order
     losses: tuple[float, ...]  # of the iterations that report one

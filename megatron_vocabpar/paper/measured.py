@@ -1,13 +1,13 @@
 """Predicts an iteration from the measured times of its passes, to test the simulator.
 
-A row of the file holds the measurements of one run; nothing is fitted to its iteration. Three things are
-added to the simulated schedule, which the row does not measure:
+A row of the file holds the measurements of one run; nothing is fitted to its iteration. The prediction has
+three things that a row does not measure:
 
 - *Baseline and redis* ran Megatron's own 1F1B, which receives between two passes and not beside them: a
-  transfer starts when both ranks have reached it. Their rows have no transfer time; it is the message's size
-  over the rate of the other rows' transfers.
+  transfer starts when both ranks have reached it. Their rows have no transfer time, so it is the message's
+  size over the rate of the other rows' transfers.
 - *Interlaced*: all ranks leave S together, since its collectives are inside.
-- *The optimizer's step* ends an iteration: the bytes that it reads and writes over the memory's bandwidth.
+- *The optimizer's step* ends an iteration. Its time is the bytes that it moves over the memory's bandwidth.
 
 Source: the measurements that were published with the paper's artifact, ``data/measured_passes.csv``:
 8 A100 in one node; the columns are explained in ``docs/paper.md``.
@@ -64,7 +64,7 @@ class MeasuredRow:
     comm_ms: float  # one point-to-point transfer; 0 where it was not measured
 
     def costs(self) -> PassCosts:
-        """The row's times; every rank's own, B with the weight gradient."""
+        """The times of every rank's passes; B includes the weight gradient."""
         forward, backward, output, *inputs = (self.passes_ms[name] for name in _PER_RANK)
         transfer = self.comm_ms or self.seq_length * self.hidden * _BYTES / _TRANSFER_BYTES_PER_MS
         method = METHODS[self.method]
@@ -89,7 +89,7 @@ class MeasuredRow:
         )
 
     def step_ms(self) -> float:
-        """The optimizer's step on the rank with most parameters."""
+        """The ms of the optimizer's step on the rank with most parameters."""
         embedding = self.vocab * self.hidden
         partitioned = METHODS[self.method].vocabulary_parallel
         vocabulary = 2 * embedding / self.p if partitioned else embedding
@@ -111,7 +111,7 @@ class Prediction:
 
 
 def predict(row: MeasuredRow) -> Prediction:
-    """Simulate a row's schedule with its times, and what the module adds."""
+    """Simulate a row's schedule with its times, and add the optimizer's step."""
     costs = row.costs()
     schedule = generate(row.method, row.p, row.m, costs=costs)
     if METHODS[row.method].vocabulary_parallel:

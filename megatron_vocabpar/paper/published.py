@@ -2,8 +2,8 @@
 
 ``data/cells.csv`` holds Tables 5 and 6 (an empty cell ran out of memory), ``models.csv`` the models of Tables
 1 and 2, ``scaling.csv`` Table 3, ``measured_passes.csv`` the artifact's times. All are from A100 with 80 GB.
-MFU takes 320 TFLOP/s for its peak: with it the published iteration times give the tables' figures. GB are
-GiB: the baseline's peak grows by 2.93 from 64k to 128k ids, 16 bytes a weight.
+MFU is relative to 320 TFLOP/s: with this peak the published iteration times give the tables' figures. The
+tables' GB are GiB: the baseline's peak grows by 2.93 from 64k to 128k ids, which is 16 bytes a weight.
 
 Source: Balancing Pipeline Parallelism with Vocabulary Parallelism, section 6, appendix F, artifact.
 Next: ``simulated.py``.
@@ -72,7 +72,7 @@ class Cell:
 
     @property
     def tflops(self) -> float | None:
-        """Model operations, 10^12 a second and GPU."""
+        """Model operations, in 10^12 a second and GPU; None if it ran out of memory."""
         return None if self.mfu_percent is None else self.mfu_percent / 100 * PEAK_TFLOPS
 
 
@@ -90,7 +90,7 @@ def _cell(row: Row) -> Cell:
 
 @cache
 def _models() -> dict[tuple[str, int], dict[str, int]]:
-    """Sizes by table and GPUs."""
+    """The models' sizes by table and number of GPUs."""
     rows = [dict(row.cells) for row in _data("models")]
     return {
         (row.pop("table"), int(row["gpus"])): {name: int(text) for name, text in row.items()} for row in rows
@@ -107,7 +107,7 @@ def published_scaling() -> list[tuple[str, int, int, float]]:
 
 
 def published_passes() -> list[MeasuredRow]:
-    """The rows that were published with the artifact."""
+    """The rows of measured passes that were published with the artifact."""
     return read_measured(_path("measured_passes"))
 
 
@@ -121,7 +121,7 @@ def _path(name: str) -> Path:
 
 
 def peak_gib(cell: Cell) -> float:
-    """The memory model's peak of a cell: the fullest rank, with the microbatches that the paper claims."""
+    """A cell's peak by the memory model: the fullest rank's, with the microbatches that the paper claims."""
     method: Method = method_named(cell.method)
     family, model, job = cell.family, cell.model, cell.job
     placement = Placement(job.p, family.chunks, family.shape)

@@ -1,7 +1,7 @@
 """One rank of an experiment: ``torchrun ... -m megatron_vocabpar.paper.rank MODULE script arguments``.
 
-It runs the module's ``main``, and ends when torchrun ends, however that ends. torchrun gives each rank a
-session of its own, so without this a killed torchrun would leave its ranks behind, with the memory of their
+It runs the module's ``main``, and ends when torchrun ends, even if torchrun is killed. torchrun puts each
+rank into a new session, so otherwise a killed torchrun would leave its ranks behind, with the memory of their
 GPUs.
 """
 

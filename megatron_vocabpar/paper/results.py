@@ -1,6 +1,6 @@
 """Results as JSON files, one a training and node.
 
-A row of a CSV file is finished when every node has a result of this very row that is no failure.
+A row of a CSV file is finished when every node has a result of exactly this row, and none is a failure.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Result:
     reason: str  # for a failure, the end of the log
     command: tuple[str, ...]
     environment: dict[str, str]  # device, versions, commits, date
-    iteration_ms: tuple[float, ...]  # of every iteration; empty where another node's log has them
-    losses: tuple[float, ...]  # likewise
+    iteration_ms: tuple[float, ...]  # of every iteration; empty if another node's log has them
+    losses: tuple[float, ...]  # of every iteration; empty if another node's log has them
     allocated_mib: dict[int, float]  # peaks of this node's ranks, by global rank; on the CPU, of processes
     reserved_mib: dict[int, float]
 
     @property
     def median_ms(self) -> float | None:
-        """Of the iterations after the warm-up."""
+        """The median time of the iterations after the warm-up; None without any."""
         measured = self.iteration_ms[self.experiment.warmup :]
         return statistics.median(measured) if measured else None
 
@@ -67,7 +67,7 @@ def result_path(folder: Path, experiment: Experiment, node: int) -> Path:
 
 
 def write_result(result: Result, path: Path) -> None:
-    """Write it so that a reader finds all of it or no file."""
+    """Write a result in one step: a reader finds the whole file or none."""
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
         json.dump(dataclasses.asdict(result), file, indent=1)
@@ -96,7 +96,7 @@ def finished(folder: Path, experiment: Experiment, nodes: int) -> bool:
 
 
 def read_results(folder: Path) -> list[Result]:
-    """All results of a folder, one a training, by setting; a training's nodes are laid together."""
+    """All results of a folder, one for each training, sorted by setting; its nodes' results are merged."""
     trainings: dict[str, list[Result]] = {}
     for path in sorted(folder.glob("*/result.*.json")):
         result = read_result(path)
@@ -107,7 +107,7 @@ def read_results(folder: Path) -> list[Result]:
 
 
 def merge(parts: Iterable[Result]) -> Result:
-    """One result of several nodes': the worst outcome, the times of the node that has them, all ranks."""
+    """One result from several nodes': the worst outcome, the times of the node that has them, all ranks."""
     first, *others = parts
     for other in others:
         worst = max(first, other, key=lambda r: ("done", "out of memory", "failed").index(r.outcome))

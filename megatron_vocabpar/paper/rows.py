@@ -1,4 +1,4 @@
-"""The reader of this room's CSV files, which names a mistake by file, line and column."""
+"""Reads the CSV files of the paper's results and experiments; errors name file, line and column."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ class Row:
 
 
 def read_rows(path: str | Path, what: str, columns: Sequence[str]) -> list[Row]:
-    """The lines of a CSV file whose header names at least these columns; ``what`` is its content in words.
+    """The lines of a CSV file whose header names at least these columns; ``what`` names its content.
 
     Raises:
-        ValueError: for a file that cannot be read, a missing column, a line with other cells, or no line.
+        ValueError: if the file cannot be read, lacks a column or has no lines, or if a line has too many or
+            too few cells.
     """
     try:
         reader = csv.DictReader(Path(path).read_text(encoding="utf-8-sig").splitlines())

@@ -1,8 +1,8 @@
 """Runs the unfinished experiments of a file one after another.
 
 Every training is a child process. Its output goes to ``<folder>/<name>/stdout.log``, and its result is
-written when it has ended. Of several nodes each runs this loop over a folder that all see; they wait for each
-other at the rendezvous of each training. Next: ``table.py``.
+written when it has ended. With several nodes, each runs this loop, over a folder that all nodes see; they
+wait for each other at the rendezvous of each training. Next: ``table.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DATA_SECONDS = 1800.0
 
 @dataclass(frozen=True)
 class Site:
-    """Where experiments run."""
+    """The place where experiments run: checkout, folder, machines."""
 
     checkout: Path  # of Megatron-LM
     folder: Path  # for the results; all nodes see it
@@ -39,7 +39,7 @@ class Site:
 
     @property
     def version(self) -> str:
-        """Version of the checkout; a ValueError if it is none, or of an unknown version."""
+        """Version of the checkout; a ValueError if it is not a checkout, or its version is unknown."""
         if not (self.checkout / "pretrain_gpt.py").is_file():
             raise ValueError(f"{self.checkout} is not a checkout of Megatron-LM: it has no pretrain_gpt.py")
         from megatron_vocabpar.megatron_lm.checkout import version_of  # needs torch; the table does not
@@ -65,13 +65,13 @@ class Site:
 
 
 def run(experiments: Sequence[Experiment], site: Site, about: dict[str, str], say: Say) -> bool:
-    """Run the unfinished experiments. Returns whether none failed.
+    """Run the unfinished experiments. Returns true if none failed.
 
     Args:
         about: device, versions and commits, for the records.
-        say: takes a line about progress.
+        say: a function that is called with lines about progress.
     """
-    # Decided before the first starts, so that all nodes decide alike.
+    # All nodes choose before the first experiment starts, so that they choose alike.
     rows = [e for e in experiments if not finished(site.folder, e, site.nodes.count)]
     if len(rows) < len(experiments):
         say(f"{len(experiments) - len(rows)} of {len(experiments)} experiments are finished already")
@@ -93,7 +93,7 @@ def _train(experiment: Experiment, site: Site, about: dict[str, str]) -> Result:
     path.parent.mkdir(parents=True, exist_ok=True)
     name = "stdout.log" if site.nodes.count == 1 else f"stdout.{site.nodes.rank}.log"
     log_file, command = path.with_name(name), site.command(experiment)
-    log_file.unlink(missing_ok=True)  # what an earlier run has left behind may still write to it
+    log_file.unlink(missing_ok=True)  # a process of an earlier run may still write to the old file
     with log_file.open("a") as output:
         output.write(f"{shlex.join(command)}\n")
         output.flush()
@@ -119,7 +119,7 @@ def _train(experiment: Experiment, site: Site, about: dict[str, str]) -> Result:
 
 
 def why(text: str) -> str:
-    """The reason in a failed training's log: its errors in order, without torchrun's own; else its end."""
+    """The reason in a failed training's log: its errors in order, without torchrun's; else its last lines."""
     errors = [line for line in dict.fromkeys(text.splitlines()) if _ERROR.match(line)]
     return "\n".join(errors[:_SHOWN_LINES] or text.splitlines()[-_SHOWN_LINES:])
 
@@ -127,15 +127,15 @@ def why(text: str) -> str:
 def _make_data(experiment: Experiment, site: Site) -> None:
     """Write the text of an experiment, once for all methods; the other nodes wait for the first."""
     data = site.data(experiment)
-    index = data.with_suffix(".idx")  # comes last
-    patience = time.monotonic() + _DATA_SECONDS
+    index = data.with_suffix(".idx")  # the file that is written last
+    deadline = time.monotonic() + _DATA_SECONDS
     while site.nodes.rank > 0 and not index.exists():
-        if time.monotonic() > patience:
+        if time.monotonic() > deadline:
             raise ValueError(f"node 0 has not made {index}; give --output a folder that all nodes see")
         time.sleep(1.0)
     if index.exists():
         return
-    # An iteration's worth more than is read: Megatron looks one token ahead.
+    # Megatron looks one token ahead, so the text has one iteration more than is trained.
     tokens = experiment.tokens * (experiment.iterations + 1)
     command = [sys.executable, "-m", "megatron_vocabpar.paper.corpus", str(data)]
     done = subprocess.run(

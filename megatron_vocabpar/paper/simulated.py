@@ -1,7 +1,7 @@
-"""The paper's results beside simulated ones: Tables 3, 5 and 6, which Figures 11 to 14 draw.
+"""Compares the paper's results with simulated ones: Tables 3, 5 and 6, which Figures 11 to 14 draw.
 
-MFU of a cell is simulated from the passes that were measured in that very run, where they were published
-(``measured.py``), else from the estimates for an A100 (``plan/times.py``). Memory is ``plan/memory.py``'s.
+If the passes of a cell's own run were published, its MFU is simulated from them (``measured.py``), otherwise
+from the estimates for an A100 (``plan/times.py``). Its memory is that of ``plan/memory.py``.
 
 Next: ``figures.py``.
 """
@@ -29,7 +29,7 @@ MEASURED, ESTIMATED = "measured passes", "estimated passes"
 
 @dataclass(frozen=True)
 class Compared:
-    """A published cell beside the simulation; ``source`` says where the simulated passes' times come from."""
+    """A published cell and its simulation; ``source`` says where the simulated passes' times come from."""
 
     cell: Cell
     mfu_percent: float
@@ -37,19 +37,19 @@ class Compared:
     source: str
 
     def pair(self, memory: bool) -> tuple[float, float | None]:
-        """Simulated and published: peak memory, or MFU."""
+        """The simulated and the published value: peak memory, or MFU."""
         if memory:
             return self.peak_gib, self.cell.peak_memory_gb
         return self.mfu_percent, self.cell.mfu_percent
 
     def error(self, memory: bool) -> float | None:
-        """Relative; None where the cell ran out of memory."""
+        """The relative error of the simulation; None if the published run ran out of memory."""
         simulated, published = self.pair(memory)
         return None if published is None else simulated / published - 1.0
 
 
 def compare(table: str) -> Iterator[Compared]:
-    """``table5`` or ``table6``, cell by cell, as they are simulated."""
+    """Simulate ``table5`` or ``table6``, cell by cell."""
     measured = {_setting(row): row for row in published_passes()} if table == "table5" else {}
     for cell in cells(table):
         row = measured.get((cell.method, cell.gpus, cell.seq_length, cell.vocab_k * 1000))
@@ -61,7 +61,7 @@ def compare(table: str) -> Iterator[Compared]:
 
 
 def estimated_ms(cell: Cell) -> float:
-    """The iteration of a cell, from estimated passes."""
+    """The ms of a cell's iteration, from estimated passes."""
     gpu = hardware_named("A100")
     request = Request(cell.model, cell.job, gpu, gpu.memory_gib)
     option = option_of(request, cell.method, cell.family.name, cell.job.m)
@@ -70,7 +70,7 @@ def estimated_ms(cell: Cell) -> float:
 
 
 def mfu_percent(cell: Cell, length_ms: float) -> float:
-    """As the paper counts it, of 320 TFLOP/s."""
+    """MFU as the paper counts it: relative to 320 TFLOP/s."""
     flops = cell.model.step_flops * cell.model.seq_length * cell.job.m
     return 100 * flops / (length_ms * 1e-3 * cell.gpus * PEAK_TFLOPS * 1e12)
 
@@ -96,7 +96,10 @@ def table3() -> list[Scaling]:
 
 
 def _scaling(layer: str, seq_length: int, gpus: int) -> tuple[float, int] | None:
-    """The whole layer over p shards; its time is what the first or last rank takes longer than the others."""
+    """The whole layer's time over that of p shards, in per cent, and the vocabulary.
+
+    The whole layer's time is the extra time of the first or the last rank over the mean of the others.
+    """
     method = layer.removeprefix("output-") if layer.startswith("output-") else "vocab-1"
     rows = {_setting(row): row for row in published_passes()}
     vocabs = [
@@ -106,9 +109,9 @@ def _scaling(layer: str, seq_length: int, gpus: int) -> tuple[float, int] | None
     ]
     if not vocabs:
         return None
-    whole, shards = (rows[name, gpus, seq_length, max(vocabs)] for name in ("baseline", method))
+    undivided, shards = (rows[name, gpus, seq_length, max(vocabs)] for name in ("baseline", method))
     passes = ("F_us_per_rank", "B_us_per_rank")
-    work = [sum(whole.passes_ms[key][rank] for key in passes) for rank in range(gpus)]
+    work = [sum(undivided.passes_ms[key][rank] for key in passes) for rank in range(gpus)]
     extra = work[0 if layer == "input" else -1] - mean(work[1:-1])
     columns = ["IF_us_per_rank", "IB_us_per_rank"] if layer == "input" else ["output_us_per_rank"]
     shard = sum(mean(shards.passes_ms[key]) for key in columns)

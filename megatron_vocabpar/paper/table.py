@@ -1,4 +1,4 @@
-"""The results as a table, and the convergence figure."""
+"""Prints results as a table, and draws the convergence figure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLUMNS = (
 
 
 def print_results(results: Sequence[Result], checks: Sequence[Check], peak_tflops: float | None) -> None:
-    """Print the table, then the checks; ``peak_tflops`` is the device's, for names that no preset has."""
+    """Print the table, then the checks; ``peak_tflops`` is the peak of a device without a preset."""
     console = Console(width=150)
     table = Table(box=SIMPLE)
     for number, heading in enumerate(_COLUMNS):
@@ -34,7 +34,7 @@ def print_results(results: Sequence[Result], checks: Sequence[Check], peak_tflop
 
 
 def mfu(result: Result, peak_tflops: float | None) -> float | None:
-    """Model FLOPs utilization, from 0 to 1; None on CPU processes, and where nothing was measured."""
+    """Model FLOPs utilization, from 0 to 1; None on CPU processes, and without a measured time."""
     if result.flops_per_gpu is None or result.environment.get("processes") == "cpu":
         return None
     peak = _peak_tflops(result.environment["device"]) if peak_tflops is None else peak_tflops
@@ -42,7 +42,7 @@ def mfu(result: Result, peak_tflops: float | None) -> float | None:
 
 
 def _peak_tflops(device: str) -> float:
-    # H100 PCIe and H100 NVL have other peaks than the presets, which are of SXM modules.
+    # The presets are SXM modules; H100 PCIe and H100 NVL have other peaks.
     for name, preset in hardware_presets().items():
         if name in device and not any(card in device for card in ("PCIe", "NVL")):
             return preset.tflops
@@ -72,7 +72,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def draw_losses(results: Sequence[Result], path: Path) -> None:
-    """The convergence figure, as Figure 17: the losses of every training over its iterations."""
+    """Draw the convergence figure, like Figure 17: the losses of every training over its iterations."""
     from matplotlib.figure import Figure
 
     curves = [result for result in results if result.losses]

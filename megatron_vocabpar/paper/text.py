@@ -1,4 +1,4 @@
-"""What ``vocabpar paper`` prints: text tables and JSON records."""
+"""The output of ``vocabpar paper``: text tables and JSON records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_vocabpar.paper.simulated import Compared, Scaling
 
 
 def predictions_json(predictions: Iterable[Prediction]) -> list[dict[str, object]]:
-    """An object a row: the run, ``predicted_ms``, ``measured_ms`` and the relative ``error``."""
+    """An object for each row: the run, ``predicted_ms``, ``measured_ms`` and the relative ``error``."""
     names = {"method": "method", "p": "pipeline", "m": "num_microbatches"}
     names |= {name: name for name in ("seq_length", "hidden", "vocab", "layers")}
     return [
@@ -24,7 +24,7 @@ def predictions_json(predictions: Iterable[Prediction]) -> list[dict[str, object
 
 
 def predictions_text(predictions: Sequence[Prediction]) -> str:
-    """A line a row, then the mean and the worst of the errors."""
+    """A line for each row, then the mean and the worst error."""
     lines = [
         f"{'method':<12}{'p':>4}{'m':>6}{'s':>7}{'V':>9}{'predicted ms':>15}{'measured ms':>14}{'error %':>9}"
     ]
@@ -38,7 +38,7 @@ def predictions_text(predictions: Sequence[Prediction]) -> str:
 
 
 def scaling_text(entries: Sequence[Scaling]) -> str:
-    """A line an entry of Table 3."""
+    """A line for each entry of Table 3."""
     lines = [f"{'layer':<18}{'s':>6}{'GPUs':>6}{'published %':>13}{'measured %':>12}  from"]
     for one in entries:
         head = f"{one.layer:<18}{one.seq_length:>6}{one.gpus:>6}{one.published:>13.2f}"
@@ -51,7 +51,7 @@ def scaling_text(entries: Sequence[Scaling]) -> str:
 
 
 def compared_json(compared: Sequence[Compared]) -> list[dict[str, object]]:
-    """An object a cell; published numbers and errors are null where it ran out of memory."""
+    """An object for each cell; published numbers and errors are null if it ran out of memory."""
     return [
         {
             **asdict(one.cell),
@@ -66,8 +66,8 @@ def compared_json(compared: Sequence[Compared]) -> list[dict[str, object]]:
 
 
 def compared_text(compared: Sequence[Compared], figure: Figure) -> str:
-    """For each setup and method: simulated, published and error in per cent, for each vocabulary."""
-    kinds = [figure.memory] if figure.title else [False, True]  # a figure shows one of both
+    """For each setup, method and vocabulary: simulated, published, and the error in per cent."""
+    kinds = [figure.memory] if figure.title else [False, True]  # a figure shows memory or MFU, a table both
     return "\n\n".join(_section(compared, memory) for memory in kinds)
 
 

@@ -1,4 +1,4 @@
-"""From a table of options to advice: which one, its launch line, why, and what would make it fit.
+"""Turns a table of options into advice: the best one, its launch line, why, and what would make one fit.
 
 Next: ``tables.py``.
 """
@@ -15,8 +15,8 @@ from megatron_vocabpar.plan.write_arguments import job_arguments, model_argument
 from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.words.methods import method_named
 
-_SUFFICES = 1.03  # redistribution within this of the best: it balances the time
-_CLOSE = 1.02  # options within this of the best are named
+_SUFFICES = 1.03  # redistribution suffices if its time over the best option's is at most this
+_CLOSE = 1.02  # options are named if their time over the best option's is at most this
 _LEAN = (("vocab-2", "1f1b"), ("vocab-2", "v-half"), ("vocab-2", "v-min"))  # tried with each remedy
 
 
@@ -48,7 +48,7 @@ def launch_line(request: Request, option: Option) -> str:
 
 
 def placing_flags(request: Request, option: Option) -> list[str]:
-    """The flags of this package, and those that place the layers."""
+    """The flags of this package, and Megatron's flags that place the layers."""
     if option.method == STOCK:
         return list(option.flags)
     family = family_named(option.family)
@@ -77,7 +77,7 @@ def _folded(words: Sequence[str], width: int = 96) -> str:
 
 
 def reasons(request: Request, options: Sequence[Option], best: Option) -> list[str]:
-    """Why this one, in sentences."""
+    """Sentences on why ``best`` is the best."""
     model, job = request.model, request.job
     outputs, layer = (1 + model.mtp_depths) * model.output_flops, model.matmul_flops + model.attention_flops
     lines = [
@@ -119,7 +119,7 @@ def reasons(request: Request, options: Sequence[Option], best: Option) -> list[s
 
 
 def redistribution(request: Request, options: Sequence[Option]) -> list[str]:
-    """Whether moving layers away from the last stage is enough."""
+    """A sentence if moving layers away from the last stage is enough; else none."""
     moved = _find(options, "redis", "1f1b")
     partitioned = [one for one in options if one.family == "1f1b" and one.method.startswith("vocab-")]
     if moved is None or moved.problem or not partitioned:
@@ -139,7 +139,10 @@ def redistribution(request: Request, options: Sequence[Option]) -> list[str]:
 
 
 def remedies(request: Request) -> list[str]:
-    """What would make something fit, the cheapest first; changes that do not suffice are added up."""
+    """Changes that would make an option fit, the cheapest first.
+
+    If no single change suffices, they are added up: the one line then names all of them.
+    """
     fits = []
     grown = request
     for words, changed in _changes(request):

@@ -1,9 +1,9 @@
 """The sizes of a decoder, and how many weights they make.
 
-Layers are taken to be alike: where some differ (leading dense layers of a mixture of experts, sliding
-windows), each counts as the mean. A head of multi-token prediction has such a layer, a projection of hidden
-states beside embedded tokens, and the output layer's work once more; its weights are those of a layer with
-experts, where there are any (DeepSeek-V3, README_WEIGHTS.md: 11.5 B in its head).
+All layers count as the mean layer, even if some differ (leading dense layers of a mixture of experts, sliding
+windows). A head of multi-token prediction has such a layer, a projection of hidden states and embedded
+tokens, and the output layer's work once more. If the model has experts, the head's layer has them, too
+(DeepSeek-V3, README_WEIGHTS.md: 11.5 B weights in its head).
 
 Next: ``model.py``.
 """
@@ -19,24 +19,26 @@ class Decoder:
     """A decoder.
 
     Attributes:
-        name, source: what it is, and where the sizes are from.
+        name, source: the model's name, and where the sizes are from.
         vocab, hidden, layers, seq_length: V, H, L, s.
-        heads, groups, head_dim: of attention; ``groups`` share keys and values.
-        ffn: width of a dense MLP.
-        gated: whether the MLP has a gate, three products instead of two.
-        tied: whether both vocabulary layers share one weight.
-        dropout: whether masks are kept for the backward pass.
-        learned_positions: whether there is a weight for positions.
-        experts, top_k, expert_ffn, shared_ffn: of a mixture of experts; 0 where there is none.
-        routed_groups: groups of experts that a token's experts are of at most; 0 where any may be.
-        dense_layers: how many of the layers have a dense MLP though others have experts.
+        heads, groups, head_dim: attention's heads, its groups of heads that share keys and values, and the
+            width of a head.
+        ffn: the width of a dense MLP.
+        gated: the MLP has a gate, three products instead of two.
+        tied: both vocabulary layers share one weight.
+        dropout: masks are kept for the backward pass.
+        learned_positions: positions have a weight.
+        experts, top_k: experts of a mixture, and those that a token goes to; 0 without a mixture.
+        expert_ffn, shared_ffn: the widths of one expert and of the shared experts.
+        routed_groups: the most groups of experts that one token's experts may come from; 0: any number.
+        dense_layers: layers with a dense MLP in a model whose other layers have experts.
         window, windowed: tokens that a windowed layer sees, and the share of layers that are windowed.
         latent: widths of latent attention: query and key-value compression, and the three parts of a head
             (without and with rotary position, value); empty for ordinary attention.
-        mtp_depths: heads of multi-token prediction beside the first.
-        flags: Megatron's flags that make the model and change nothing that is counted here.
-        softcap: the largest logit, where a tanh bounds them.
-        beyond: what of the model no flag of Megatron's says.
+        mtp_depths: heads of multi-token prediction besides the first head.
+        flags: Megatron's flags that make the model, but change no count here.
+        softcap: the bound of a tanh on logits; 0: none.
+        beyond: properties of the model that no flag of Megatron's gives, in words.
     """
 
     name: str
@@ -73,7 +75,7 @@ class Decoder:
 
     @property
     def sparse(self) -> float:
-        """The share of layers that have experts."""
+        """The share of layers that have experts, from 0 to 1."""
         return (self.layers - self.dense_layers) / self.layers if self.experts else 0.0
 
     @property
@@ -83,14 +85,14 @@ class Decoder:
 
     @property
     def shared_weights(self) -> float:
-        """Weights of the mean layer that every token passes, the router among them; norms are left out."""
+        """Weights of the mean layer that every token passes, with the router and without norms."""
         dense = (1.0 - self.sparse) * mlp_weights(self) * self.ffn
         sparse = self.sparse * (mlp_weights(self) * self.shared_ffn + self.hidden * self.experts)
         return _attention_weights(self) + dense + sparse
 
     @property
     def projection_weights(self) -> int:
-        """Weights of a head's projection, from hidden states beside embedded tokens."""
+        """Weights of a head's projection, whose input is hidden states and embedded tokens."""
         return 2 * self.hidden**2
 
     @property
@@ -100,7 +102,7 @@ class Decoder:
 
     @property
     def with_head_layers(self) -> Self:
-        """The same model with all layers as the heads of multi-token prediction have them."""
+        """The same model if all layers were like those of its multi-token prediction: none is dense."""
         return replace(self, dense_layers=0)
 
     @property
@@ -110,7 +112,7 @@ class Decoder:
 
     @property
     def parameters(self) -> float:
-        """Of the whole model."""
+        """All weights of the model."""
         vocabulary = self.vocabulary_weights * (1 if self.tied else 2)
         positions = self.seq_length * self.hidden if self.learned_positions else 0
         layers = self.layers * (self.shared_weights + self.expert_weights)
@@ -119,7 +121,7 @@ class Decoder:
 
 
 def widths_of(model: Decoder) -> tuple[int, int, int, int]:
-    """Of queries, keys, values and attention's output, all heads."""
+    """The widths of queries, keys, values and attention's output, over all heads."""
     if not model.latent:
         query, shared = model.heads * model.head_dim, model.groups * model.head_dim
         return query, shared, shared, query
@@ -138,5 +140,5 @@ def _attention_weights(model: Decoder) -> int:
 
 
 def mlp_weights(model: Decoder) -> int:
-    """Weights of an MLP over its width."""
+    """Weights of an MLP for each unit of its width."""
     return (3 if model.gated else 2) * model.hidden

@@ -1,6 +1,6 @@
-"""Arguments of Megatron as they were given, and which of them were read.
+"""Megatron's arguments as the user gives them, and which of them the planner has read.
 
-What nobody reads is not planned with, and the plan says so: ``Given.unread``.
+An argument that nothing reads has no effect on the plan, and the plan says so: ``Given.unread``.
 Next: ``read_arguments.py``.
 """
 
@@ -17,9 +17,9 @@ _MOST_NESTED = 8  # variables inside the value of a variable
 
 
 class Given:
-    """Megatron's flags without their dashes, each with its value ("" for a switch), and who gave them.
+    """Megatron's flags without their dashes, each with its value ("" for a switch), and their source.
 
-    Reading one marks it as read, also where it is not there.
+    Reading a flag, or asking whether it is there, marks it as read.
     """
 
     def __init__(self, values: Mapping[str, str], source: str) -> None:
@@ -31,11 +31,11 @@ class Given:
         return name in self.values
 
     def text(self, name: str, default: str = "") -> str:
-        """A flag's value."""
+        """A flag's value; the default if it is not given."""
         return self.values[name] if name in self else default
 
     def number(self, name: str, default: int | None = None) -> int:
-        """A flag's whole number; the default where it is not given."""
+        """A flag's whole number; the default if it is not given."""
         if name not in self and default is not None:
             return default
         text = self.values.get(name, "")
@@ -44,12 +44,12 @@ class Given:
         return int(text)
 
     def unread(self) -> list[str]:
-        """The flags that nothing asked for, as they are written."""
+        """The flags that nothing has read, as a user writes them."""
         return [f"--{name} {value}".rstrip() for name, value in self.values.items() if name not in self._read]
 
 
 def read_words(words: Sequence[str]) -> dict[str, str]:
-    """The flags among ``words``; the last of the same name counts, as in Megatron's own parser."""
+    """The flags among ``words``; if a name occurs twice, the last counts, as in Megatron's parser."""
     flags: dict[str, str] = {}
     for word, following in zip(words, [*words[1:], "--"], strict=False):
         name, equals, value = word.removeprefix("--").partition("=")
@@ -61,9 +61,9 @@ def read_words(words: Sequence[str]) -> dict[str, str]:
 
 
 def read_script(path: str) -> dict[str, str]:
-    """The flags in a launch script's text, those of ``#SBATCH`` lines among them; nothing is run.
+    """The flags in a launch script's text, with those of ``#SBATCH`` lines; nothing is run.
 
-    Variables that it sets are filled in, and the default in ``${GPUS:-8}`` where it sets none.
+    The values of variables that the script sets are filled in, and the default of ``${GPUS:-8}``.
     """
     lines = [re.sub(r"^\s*#SBATCH\s", " ", line) for line in text_of(path).splitlines()]
     text = "\n".join(line for line in lines if not line.lstrip().startswith("#")).replace("\\\n", " ")

@@ -1,4 +1,4 @@
-"""GPUs: what a data sheet says of each figure, and which part of it training reaches.
+"""GPUs: the figures of their data sheets, and the shares of them that training reaches.
 
 Next: ``links.py``.
 """
@@ -19,13 +19,13 @@ class Rates:
     """Shares of a data sheet's peak that layers reach, by ``data/rates.json``.
 
     Attributes:
-        layers, output: of products and attention in layers, and of the output layer, in bfloat16.
-        fp8: of layers' products in 8 bits.
-        experts, fp8_experts: of experts' products.
-        moved: passes over an expert's tokens, [tokens, H] in 16 bits, at the memory's bandwidth, that sorting
-            and gathering them takes, forward; as often again for each of the two backward passes.
-        launch_ms: what a layer with experts takes at least, forward, as the host starts its kernels.
-        sources: where each is from.
+        layers, output: products and attention in layers, and the output layer, in bfloat16.
+        fp8: layers' products in 8 bits.
+        experts, fp8_experts: experts' products, in bfloat16 and in 8 bits.
+        moved: how often sorting and gathering move an expert's tokens, [tokens, H] in 16 bits, at the
+            memory's bandwidth, in a forward pass; as often again for each of the two backward passes.
+        launch_ms: the least ms of a layer with experts, forward, as the host starts its kernels.
+        sources: the source of each share.
     """
 
     layers: float
@@ -43,16 +43,16 @@ class Hardware:
     """One GPU and what connects it.
 
     Attributes:
-        name: the GPU.
-        rates: what training reaches of its peaks.
-        tflops, fp8_tflops: peak of dense products in bfloat16 and in 8 bits, 10^12 operations a second.
-        memory_gib: of the device, as PyTorch sees it.
-        memory_gb_s: bandwidth of the memory, 10^9 bytes a second.
+        name: the GPU's name.
+        rates: the shares of its peaks that training reaches.
+        tflops, fp8_tflops: the peaks of dense products in bfloat16 and in 8 bits, 10^12 operations a second.
+        memory_gib: the device's memory, as PyTorch sees it.
+        memory_gb_s: the memory's bandwidth, 10^9 bytes a second.
         link_gb_s: one direction of NVLink or its like, 10^9 bytes a second.
         network_gb_s: a GPU's share of its node's network, one direction, 10^9 bytes a second.
-        host_gb_s: between the device and the host, one direction, 10^9 bytes a second.
-        per_node, per_host: GPUs that the link connects, and those of one host.
-        sources: where each of these numbers is from.
+        host_gb_s: one direction between the device and the host, 10^9 bytes a second.
+        per_node, per_host: the GPUs that the link connects, and the GPUs of one host.
+        sources: the source of each number.
     """
 
     name: str
@@ -69,9 +69,9 @@ class Hardware:
     sources: dict[str, str] = field(default_factory=dict, compare=False)
 
     def connected(self, **figures: float | None) -> Hardware:
-        """The same with another interconnect: those of the figures that are not None."""
-        given = {name: value for name, value in figures.items() if value is not None}
-        return replace(self, **given, sources=self.sources | dict.fromkeys(given, "as given"))  # type: ignore[arg-type]
+        """This GPU with another interconnect: the figures that are not None replace its own."""
+        changed = {name: value for name, value in figures.items() if value is not None}
+        return replace(self, **changed, sources=self.sources | dict.fromkeys(changed, "as given"))  # type: ignore[arg-type]
 
 
 def hardware_named(name: str) -> Hardware:

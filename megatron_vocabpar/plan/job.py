@@ -1,7 +1,7 @@
-"""A job: how a model is spread over GPUs and fed, and what of it Megatron would refuse.
+"""A job: how a model is spread over GPUs and fed, and why Megatron would refuse some sizes.
 
-Ranks are placed as Megatron places them by default: tensor, context and data parallel ranks beside each
-other, pipeline stages farthest apart.
+Ranks are placed as in Megatron by default: tensor, context and data parallel ranks are close to each other,
+pipeline stages farthest apart.
 
 Next: ``hardware.py``.
 """
@@ -24,14 +24,14 @@ class Job:
         p, t, d, c: pipeline, tensor, data and context parallel sizes; sequence parallelism goes with t > 1.
         e: expert parallel size, out of d * t * c.
         m, micro_batch: microbatches of an iteration and replica, and sequences of each.
-        distributed_optimizer: whether optimizer states are divided over the replicas.
-        overlap: whether gradients are reduced and weights gathered beside the passes.
+        distributed_optimizer: optimizer states are divided over the replicas.
+        overlap: gradients are reduced, and weights gathered, while passes run.
         recompute: ``none``; ``selective``: norms, activation functions and dense MLPs run again; ``full``:
-            layers keep their input alone.
-        offload: whether optimizer states and the step are on the host.
-        fp8: whether products of layers are in 8 bits.
-        flex_dispatcher: whether a token goes once to each node that has experts of it, as DeepEP sends it.
-        hidden_exchange: share of the exchange of experts that other microbatches' passes hide.
+            layers keep only their input.
+        offload: optimizer states are on the host, which runs the optimizer's step.
+        fp8: products of layers are in 8 bits.
+        flex_dispatcher: a token goes once to each node that has experts for it, as DeepEP sends it.
+        hidden_exchange: the share of the exchange of experts that other microbatches' passes hide.
     """
 
     p: int
@@ -68,24 +68,24 @@ class Job:
 
     @property
     def expert_tensor(self) -> int:
-        """Ranks that share an expert: those of tensor parallelism, or one where experts need them all."""
+        """Ranks that share an expert: t, or 1 if expert parallelism needs the tensor parallel ranks."""
         return self.t if self.d * self.c % self.e == 0 else 1
 
     @property
     def replicas(self) -> tuple[int, int]:
-        """How many ranks hold the same weights outside experts, and in them."""
+        """The numbers of ranks that hold the same weights outside experts, and the same expert."""
         around = self.d * self.c
         return around, around * self.t // (self.e * self.expert_tensor)
 
 
 def divisors(number: int, most: int = 0) -> str:
     """The divisors of a number in words, up to ``most``: ``1, 2 or 4``."""
-    found = [str(n) for n in range(1, min(number, most or number) + 1) if number % n == 0]
-    return " or ".join(filter(None, (", ".join(found[:-1]), found[-1])))
+    words = [str(n) for n in range(1, min(number, most or number) + 1) if number % n == 0]
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def refused(model: Model, job: Job) -> Iterator[str]:
-    """Why Megatron would refuse this model with these sizes, each with what it takes instead."""
+    """The reasons for which Megatron would refuse this model with these sizes, each with a remedy."""
     if model.heads % job.t:
         yield (
             f"tensor parallel size {job.t} does not divide the {model.heads} attention heads; "

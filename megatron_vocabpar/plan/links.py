@@ -1,7 +1,7 @@
-"""How long communication takes: bytes over what links and networks carry, for groups of ranks.
+"""The times of communication: bytes over the rates of links and networks, for groups of ranks.
 
-A group has ``size`` ranks, ``stride`` apart: with 8 GPUs a node, tensor parallelism of 4 is (4, 1), within a
-node; its 8 replicas are (8, 4), two of them in each node. Within a node the link carries the data; between
+A group has ``size`` ranks, ``stride`` apart. With 8 GPUs a node, tensor parallelism of 4 is (4, 1), within a
+node; its 8 replicas are (8, 4), two of them in each node. Within a node the link carries the data. Between
 nodes each GPU's share of the network does, and the members of a node share what crosses. The slower counts.
 
 Latencies are left out: a pipeline's messages have megabytes.
@@ -17,15 +17,15 @@ from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.model import Model
 
 P2P_REACHES = 36.4 / 300
-"""Of the link, a transfer between stages: 12.6 MB in 0.35 ms, published passes of the artifact, A100."""
+"""Share of the link's rate for transfers between stages: 12.6 MB in 0.35 ms, the artifact's passes, A100."""
 LINK_REACHES = 0.75
-"""Of the link, collectives: assumed."""
+"""Share of the link's rate for collectives: assumed."""
 EXCHANGE_REACHES = {"alltoall": (0.55, 0.90), "flex": (0.76, 0.88)}
-"""Of the link and of the network, the exchange of experts by dispatcher: the times of arXiv 2603.07685 for
-64 ranks of experts, 930 and 675 us on GB200, 9,164 and 4,626 us on H100, taken to be of 4,096 tokens each of
-DeepSeek-V3."""
+"""Shares of the link's and of the network's rate for the exchange of experts, by dispatcher. They follow from
+the times in arXiv 2603.07685 for 64 ranks of experts: 930 and 675 us on GB200, 9,164 and 4,626 us on H100;
+4,096 tokens of DeepSeek-V3 on each rank are assumed."""
 NETWORK_REACHES = 0.85
-"""Of the network, collectives and transfers between stages: assumed."""
+"""Share of the network's rate for collectives and transfers between stages: assumed."""
 _HALF, _FLOAT = 2, 4  # bytes of an element
 
 
@@ -36,12 +36,12 @@ class Group(NamedTuple):
     stride: int
 
     def inside(self, hardware: Hardware) -> int:
-        """How many of them are in one node."""
+        """The members of the group in one node."""
         return max(1, min(self.size, hardware.per_node // self.stride))
 
 
 def gather_ms(moved: float, group: Group, hardware: Hardware) -> float:
-    """An all-gather or a reduce-scatter of ``moved`` bytes in all; an all-reduce is both."""
+    """The ms of an all-gather or a reduce-scatter of ``moved`` bytes in all; an all-reduce is both."""
     if group.size == 1:
         return 0.0
     inside = group.inside(hardware)
@@ -52,7 +52,10 @@ def gather_ms(moved: float, group: Group, hardware: Hardware) -> float:
 
 
 def transfer_ms(moved: float, job: Job, hardware: Hardware) -> float:
-    """Between neighbouring stages: within a node if the whole pipeline is, else as slow as between nodes."""
+    """The ms of a transfer between neighbouring stages.
+
+    If the job has more GPUs than a node, every transfer counts as one between nodes.
+    """
     within = P2P_REACHES * hardware.link_gb_s
     if job.gpus > hardware.per_node:
         within = min(within, NETWORK_REACHES * hardware.network_gb_s)
@@ -60,7 +63,7 @@ def transfer_ms(moved: float, job: Job, hardware: Hardware) -> float:
 
 
 def exchange_ms(model: Model, job: Job, hardware: Hardware) -> float:
-    """Tokens to experts or back, the mean layer, one microbatch: an all-to-all."""
+    """The ms of one all-to-all: a microbatch's tokens to the mean layer's experts, or back."""
     if job.e == 1:
         return 0.0
     group = Group(job.e, job.expert_tensor)
@@ -81,9 +84,9 @@ def exchange_ms(model: Model, job: Job, hardware: Hardware) -> float:
 
 
 def tensor_ms(model: Model, job: Job, hardware: Hardware) -> float:
-    """The gathers and scatters of one pass of the mean layer, with tensor and sequence parallelism.
+    """The ms of the gathers and scatters in one pass of the mean layer, for tensor and sequence parallelism.
 
-    Two are around attention and two around a dense MLP; experts' are in ``exchange_ms``.
+    Two are around attention and two around a dense MLP; ``exchange_ms`` has those of experts.
     """
     tokens = model.seq_length * job.micro_batch / job.c
     once = gather_ms(_HALF * tokens * model.hidden, Group(job.t, 1), hardware)
@@ -92,14 +95,20 @@ def tensor_ms(model: Model, job: Job, hardware: Hardware) -> float:
 
 
 def context_ms(model: Model, job: Job, hardware: Hardware) -> float:
-    """Keys and values of the other context parallel ranks, the mean layer, forward; beside attention."""
+    """The ms of fetching other context parallel ranks' keys and values: mean layer, forward.
+
+    It runs beside attention.
+    """
     tokens = model.seq_length * job.micro_batch / job.c
     moved = _HALF * tokens * model.key_width / job.t * job.c
     return gather_ms(moved, Group(job.c, job.t), hardware)
 
 
 def gradients_ms(shared: float, experts: float, job: Job, hardware: Hardware) -> tuple[float, float]:
-    """Reducing the gradients of so many parameters of a rank, in float32, and gathering weights."""
+    """The ms of reducing a rank's gradients in float32, and of gathering its weights.
+
+    ``shared`` and ``experts`` are the rank's parameters outside experts and in them.
+    """
     around, expert_replicas = job.replicas
     groups = (
         (shared, Group(around, job.t)),

@@ -1,7 +1,8 @@
-"""What fills a stage's memory.
+"""The memory of a stage, and what fills it.
 
-One set of constants, fitted to Table 5's rows of 8 GPUs alone (mean error 0.1 %); its rows of 16 and 32 GPUs,
-which were not looked at for them, come within 2.3 % (mean 0.5 % and 1.1 %; ``vocabpar paper table5``):
+One set of constants serves every size. It was fitted only to Table 5's rows of 8 GPUs (mean error 0.1 %); its
+rows of 16 and 32 GPUs, which the fit left out, come within 2.3 % (mean 0.5 % and 1.1 %; ``vocabpar paper
+table5``):
 
 - activations: counted for each layer (``Model.activation_bytes``; 34 s b H for the paper's), and 1 % more
   for what a count of large tensors leaves out: statistics of norms and softmax, random states;
@@ -9,7 +10,7 @@ which were not looked at for them, come within 2.3 % (mean 0.5 % and 1.1 %; ``vo
   (2), and part of a float32 temporary;
 - the whole output layer, in baseline and redis: 11 bytes a logit: logits and their gradient in float32 (8),
   logits in 16 bits (2), a mask;
-- embedded inputs and what else has the size of hidden states with a method that partitions: 32.6 bytes an
+- with a method that partitions, embedded inputs and other tensors of the size of hidden states: 32.6 bytes an
   element of [s b, H]: tensors of C0 and CI in 16 bits, input gradients in float32, one of each in use while
   the next is sent;
 - a head of multi-token prediction: a layer, and 8 bytes an element for its norms and the projection's input,
@@ -45,7 +46,7 @@ _RESERVED, _OUTSIDE = 0.12, 1.5 * GIB
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of a parameter."""
+    """Bytes of one parameter, by use."""
 
     weights: float = 2
     gradients: float = 4
@@ -53,12 +54,12 @@ class Bytes:
 
 
 PUBLISHED = Bytes(gradients=2)
-"""Of the paper's runs: with 16 bytes in all, Table 5 is met, and with 18 not."""
+"""The paper's runs: 16 bytes a parameter fit Table 5, 18 do not."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds at most of each buffer, in microbatches (of all its layers, for activations)."""
+    """The most microbatches of each buffer that a rank holds; activations count all of its layers."""
 
     activations: float
     softmax_shards: int = 1
@@ -66,7 +67,7 @@ class Held:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes at the peak of one rank, by what fills it, in the order of a bar."""
+    """Bytes of one rank at its peak, by use, in the order of a bar's parts."""
 
     weights: float
     gradients: float
@@ -84,13 +85,13 @@ class StageMemory:
 
 
 class Parameters(NamedTuple):
-    """What a rank holds outside experts, and in them."""
+    """The numbers of parameters that a rank holds outside experts, and in them."""
 
     shared: float
     experts: float
 
     def updated(self, job: Job) -> float:
-        """Those whose optimizer states the rank holds."""
+        """The number of parameters whose optimizer states the rank holds."""
         shared, experts = job.replicas if job.distributed_optimizer else (1, 1)
         return self.shared / shared + self.experts / experts
 
@@ -98,7 +99,7 @@ class Parameters(NamedTuple):
 def parameters_of(
     model: Model, job: Job, method: Method, placement: Placement, layers: Sequence[int]
 ) -> list[Parameters]:
-    """Parameters of each rank, from the transformer layers of each stage."""
+    """The parameters of each rank; ``layers`` counts the transformer layers of each stage."""
     numbers = [0] * placement.p
     for stage, number in enumerate(layers):
         numbers[placement.rank_of(stage)] += number
@@ -139,7 +140,10 @@ def stage_memory(
     *,
     outside: bool = True,
 ) -> list[StageMemory]:
-    """The peak of each rank, from the layers of each stage; ``outside``: with memory beside PyTorch's."""
+    """The peak of each rank.
+
+    ``layers`` counts the transformer layers of each stage; ``outside`` adds memory outside PyTorch.
+    """
     tokens = model.seq_length * job.micro_batch / job.c
     full = job.recompute == "full"
     activation = _activation(model, job)
@@ -166,7 +170,7 @@ def stage_memory(
             if rank == placement.last_rank:
                 output = heads * _LOGIT * tokens * model.vocab / job.t
             if rank == placement.first_rank:
-                # It is there when B has ended and freed a microbatch of the first chunk.
+                # The gradient is made when B has ended and freed a microbatch of the first chunk.
                 gradient = _HALF * model.vocabulary_weights / job.t
                 inputs = max(0.0, gradient - microbatch / placement.chunks)
             if placement.first_rank == placement.last_rank:

@@ -1,8 +1,8 @@
-"""A model as the planner needs it: what its sizes cost, for one token.
+"""A model as the planner needs it: the operations and bytes of one token.
 
 Source: for operations ``schedule/times/flops.py``; for activations Korthikanti et al., Reducing Activation
 Recomputation (2022), section 4.1, with attention that keeps no scores.
-Next: ``read_config.py`` and ``read_arguments.py``, where they come from; ``job.py``.
+Next: ``read_config.py`` and ``read_arguments.py``, which make models; ``job.py``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ class Model(Decoder):
 
     @property
     def repeated_flops(self) -> float:
-        """Operations of the mean layer that selective recomputation runs again, one token: dense MLPs, and
-        latent attention's products into the heads."""
+        """Operations that selective recomputation runs again in the mean layer, one token.
+
+        They are those of dense MLPs, and of latent attention's products into the heads.
+        """
         weights = (1.0 - self.sparse) * mlp_weights(self) * self.ffn
         if self.latent:
             queries, keys, plain, _, value = self.latent
@@ -41,7 +43,7 @@ class Model(Decoder):
 
     @property
     def exchanged_width(self) -> float:
-        """Elements of a token that the mean layer sends to experts, and gets back, forward."""
+        """Elements of a token that the mean layer sends to experts in a forward pass, and gets back."""
         return self.sparse * self.top_k * self.hidden
 
     @property
@@ -51,7 +53,7 @@ class Model(Decoder):
 
     @property
     def attention_flops(self) -> float:
-        """Operations of the mean layer's scores and their use, forward, one token: the whole square."""
+        """Operations of attention's scores and of their use: mean layer, forward, one token, no mask."""
         query, _, _, output = widths_of(self)
         seen = min(self.seq_length, 2 * self.window) if self.window else self.seq_length
         mean = (1.0 - self.windowed) * self.seq_length + self.windowed * seen
@@ -64,7 +66,7 @@ class Model(Decoder):
 
     @property
     def step_flops(self) -> float:
-        """Operations of forward and backward, one token; what MFU counts."""
+        """Operations of one token's forward and backward, as MFU counts them."""
         layer = self.matmul_flops + self.attention_flops
         head = layer + product_flops(self.projection_weights) + self.output_flops
         return STEP * (self.layers * layer + self.output_flops + self.mtp_depths * head)
@@ -82,8 +84,11 @@ class Model(Decoder):
 
     @property
     def selective_bytes(self) -> float:
-        """The same where norms, activation functions of experts, dense MLPs and latent attention's products
-        into the heads run again (``--recompute-modules layernorm moe_act mlp mla_up_proj``)."""
+        """Bytes that the mean layer keeps of one token under selective recomputation.
+
+        Norms, activation functions of experts, dense MLPs and latent attention's products into the heads run
+        again (``--recompute-modules layernorm moe_act mlp mla_up_proj``).
+        """
         attention = 2 * self.hidden + (
             sum(self.latent[:2]) + self.latent[3] + widths_of(self)[3]
             if self.latent

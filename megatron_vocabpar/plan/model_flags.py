@@ -1,6 +1,6 @@
-"""What of a Hugging Face ``config.json`` changes no count, in Megatron's flags, and what no flag says.
+"""Properties in a Hugging Face ``config.json`` that change no count: as Megatron's flags, or in words.
 
-A key that says it is read where there is one; else what its ``model_type`` is known for.
+If a key of the file gives a property, it is read; otherwise the ``model_type`` tells it.
 Next: ``write_arguments.py``.
 """
 
@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-# Families whose MLP has no gate; the key that says so differs, and often there is none.
+# Families whose MLP has no gate. Their files have different keys for it, and many have none.
 _UNGATED = frozenset({"nemotron", "gpt2", "gpt_neox", "opt", "bloom", "falcon", "phi", "starcoder2"})
 _LAYER_NORM = frozenset({"nemotron", "gpt2", "gpt_neox", "opt", "bloom", "falcon", "phi", "starcoder2"})
 _QK_NORM = frozenset({"qwen3", "qwen3_moe", "gemma3_text", "gemma3", "olmo2"})
@@ -39,24 +39,24 @@ def model_flags(data: Mapping[str, Any], windowed: float) -> tuple[str, ...]:
 
 
 def beyond_flags(data: Mapping[str, Any], windowed: float) -> tuple[str, ...]:
-    """What no flag says, in words: sizes and times are as planned, the mathematics is not this model's."""
+    """Properties that no flag gives, in words: sizes and times are right, but not the mathematics."""
     kind = str(data.get("model_type"))
-    said = []
+    unsupported = []
     if is_gated(data) and _name(data) in _GELU:
-        said.append("GeGLU with tanh: --quick-geglu approximates it by a sigmoid")
+        unsupported.append("GeGLU with tanh: --quick-geglu approximates it by a sigmoid")
     if data.get("attn_logit_softcapping"):
-        said.append(f"attention's softcap {data['attn_logit_softcapping']:g}")
+        unsupported.append(f"attention's softcap {data['attn_logit_softcapping']:g}")
     if kind.startswith("gemma"):
-        said += ["embeddings times the root of H", "norms after attention and MLP"]
+        unsupported += ["embeddings times the root of H", "norms after attention and MLP"]
     if data.get("rope_local_base_freq"):
-        said.append(f"another base of positions in windows, {data['rope_local_base_freq']:g}")
+        unsupported.append(f"another base of positions in windows, {data['rope_local_base_freq']:g}")
     scaling = data.get("rope_scaling")
     scaled = isinstance(scaling, Mapping) and scaling.get("rope_type", scaling.get("type"))
     if scaled and scaled not in ("llama3", "default") and not data.get(_LATENT_NORM):
-        said.append(f"{scaled} scaling of positions")
+        unsupported.append(f"{scaled} scaling of positions")
     if windowed and data.get("layer_types") and _skipped(data) is None:
-        said.append("the order of layers with windows")
-    return tuple(said)
+        unsupported.append("the order of layers with windows")
+    return tuple(unsupported)
 
 
 def _name(data: Mapping[str, Any]) -> str:
@@ -95,7 +95,7 @@ def _windows(data: Mapping[str, Any], windowed: float) -> list[str]:
 
 
 def _skipped(data: Mapping[str, Any]) -> int | None:
-    """N where every Nth layer has no window, as Megatron counts; None where their order is another."""
+    """N if exactly every Nth layer has no window, as Megatron counts; None for any other order."""
     types = data.get("layer_types")
     if not types:
         return int(data["sliding_window_pattern"])

@@ -1,4 +1,4 @@
-"""What a name that is not known may have been meant for."""
+"""Suggests the known name that an unknown one was meant for."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from difflib import get_close_matches
 def nearest(name: str, known: Iterable[str]) -> str:
     """``; did you mean 'llama-3.1-8b'?`` for ``llama3-8b``, or nothing; signs and case do not count."""
     plain = {re.sub(r"[^a-z0-9]", "", one.lower()): one for one in known}
-    found = get_close_matches(re.sub(r"[^a-z0-9]", "", name.lower()), plain, 1)
-    return f"; did you mean {plain[found[0]]!r}?" if found else ""
+    matches = get_close_matches(re.sub(r"[^a-z0-9]", "", name.lower()), plain, 1)
+    return f"; did you mean {plain[matches[0]]!r}?" if matches else ""

@@ -1,8 +1,9 @@
-"""Every method in every family, with time and memory by the simulator.
+"""The options: every method in every family, with simulated time and memory.
 
-Each is first played for a few microbatches, and carried on as if the busiest rank never waited from there:
-the whole takes about as long, or longer. So those that fit are played for all microbatches in the order of
-these times and simulated with their communication, until no other promises to be faster than the fastest.
+Each option is first played for a few microbatches. Its time is then extended as if the busiest rank never
+waited again; all microbatches take about as long, or longer. In the order of these times, the options that
+fit are played for all microbatches and simulated with their communication, until no other one can be faster
+than the fastest.
 
 Next: ``advice.py``.
 """
@@ -48,19 +49,19 @@ from megatron_vocabpar.schedule.words.schedule import Schedule
 
 METHODS = ("baseline", "redis", "vocab-1", "vocab-2", "interlaced")
 STOCK = "stock"  # the method of an option that is Megatron's own
-ONLY_1F1B = ("redis", "interlaced")  # layers move between whole stages; other families' ranks would all stop
-_LEAST = 16  # microbatches, or two a rank, that every option is played for
-_PASSES = 3_000  # that the choice of a candidate may play
-_LIGHTER = 1.02  # of the memory limit: the whole schedule may hold so much less
+ONLY_1F1B = ("redis", "interlaced")  # redis moves layers between whole stages; interlaced stops all ranks
+_LEAST = 16  # microbatches that every option is played for, if two a rank are not more
+_PASSES = 3_000  # passes that the choice of a candidate may play
+_LIGHTER = 1.02  # factor on the memory limit, as the whole schedule may hold a little less
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be planned.
+    """The question to the planner: a model, a job and GPUs.
 
     Attributes:
-        limit_gib: what a GPU may hold.
-        measured: times that replace the estimates.
+        limit_gib: the most GiB that a GPU may hold.
+        measured: measured times, which replace the estimates.
     """
 
     model: Model
@@ -70,7 +71,7 @@ class Request:
     measured: PassCosts | None = None
 
     def costs(self, method: str) -> PassCosts:
-        """The times of all passes with a method, layers spread evenly."""
+        """The times of all passes with a method, for layers that are spread evenly."""
         return self.measured or estimated_costs(self.model, self.job, self.hardware, method)
 
 
@@ -80,13 +81,13 @@ class Option:
 
     Attributes:
         layers: transformer layers of each stage.
-        iteration_ms: with the optimizer's step.
-        idle: share of the schedule that the mean rank waits.
-        stages: memory of each rank at its peak.
-        problem: why it cannot run; nothing else is known then.
-        exact: whether it was simulated for all microbatches.
-        flags: of Megatron's own, that place its layers; of stock Megatron alone.
-        after_ms: of the iteration, gradients, weights and the optimizer's step behind the schedule.
+        iteration_ms: the iteration's time, with the optimizer's step.
+        idle: the share of the schedule in which the mean rank waits.
+        stages: the memory of each rank at its peak.
+        problem: the reason why it cannot run; the other fields are then empty.
+        exact: it was simulated for all microbatches.
+        flags: for stock Megatron, the flags that place its layers.
+        after_ms: the part of the iteration after the schedule: gradients, weights and the optimizer's step.
     """
 
     method: str
@@ -117,7 +118,7 @@ class Option:
         return not self.problem and self.peak_gib <= request.limit_gib
 
     def tokens_per_s(self, request: Request) -> float:
-        """Of all GPUs."""
+        """Tokens a second of all GPUs together."""
         job = request.job
         tokens = job.m * job.d * job.micro_batch * request.model.seq_length
         return tokens / self.iteration_ms * 1e3
@@ -138,7 +139,7 @@ def all_options(
     """Every method in every family; the fastest of those that fit is simulated in full.
 
     Raises:
-        ValueError: if none can run, as the costs list other ranks, or the layers cannot fill the stages.
+        ValueError: if none can run: the costs list another number of ranks, or layers cannot fill the stages.
     """
     known = families()
     alone = [name for name, family in known.items() if not family.pairs]  # a request says nothing of pairs
@@ -158,20 +159,20 @@ def all_options(
                 if one.iteration_ms >= least:
                     break
                 tried[tried.index(one)] = full
-                if full.fits(request):  # it may hold more than it did before
+                if full.fits(request):  # in full, an option may hold more than its first microbatches
                     least = min(least, full.iteration_ms)
     return tried
 
 
 def best_of(request: Request, options: Sequence[Option]) -> Option | None:
-    """The fastest that fits; of those that are simulated in full where there are some."""
+    """The fastest option that fits; if any was simulated in full, only those count."""
     fitting = [option for option in options if option.fits(request)]
     exact = [option for option in fitting if option.exact]
     return min(exact or fitting, key=lambda option: option.iteration_ms, default=None)
 
 
 def option_of(request: Request, method_name: str, name: str, microbatches: int | None = None) -> Option:
-    """One method in one family, played for so many microbatches; by default for a few."""
+    """One method in one family, played for ``microbatches``, by default a few."""
     method, family, job = method_named(method_name), family_named(name), request.job
     m = min(job.m, microbatches or max(_LEAST, 2 * job.p))
     try:
@@ -205,9 +206,9 @@ def in_full(request: Request, option: Option) -> Option:
 
 
 def stock_options(request: Request, *, shorter: bool = False) -> list[Option]:
-    """What Megatron does by itself: of each way to place layers the fastest that fits, or the smallest.
+    """Megatron's own schedules: for each way to place layers the fastest that fits, or the smallest.
 
-    ``shorter``: played for a few microbatches, as ``option_of`` does it.
+    ``shorter`` plays each for a few microbatches, as ``option_of`` does.
     """
     tried: dict[str, list[Option]] = {}
     for placed in layouts(request.model.layers, request.job.p, request.costs("baseline")):
@@ -228,8 +229,8 @@ def _stock_option(request: Request, placed: Layout, shorter: bool) -> Option:
     played = play(stages_of(placed, job.p, costs), job.p, m, costs.p2p_ms)
     length_ms = played.length_ms + (job.m - m) * max(played.work_ms) / m
     placement = Placement(job.p, placed.chunks, "standard")
-    own = [sum(placed.layers[rank :: job.p]) for rank in range(job.p)]
-    held = [Held(most / max(1, count)) for most, count in zip(played.held_layers, own, strict=True)]
+    of_ranks = [sum(placed.layers[rank :: job.p]) for rank in range(job.p)]
+    held = [Held(most / max(1, count)) for most, count in zip(played.held_layers, of_ranks, strict=True)]
     stages = stage_memory(model, job, baseline, placement, placed.layers, held, Bytes())
     parameters = parameters_of(model, job, baseline, placement, placed.layers)
     after = _after_ms(job, request.hardware, parameters, costs)
@@ -257,7 +258,8 @@ def layers_of(request: Request, method: Method, family: Family) -> tuple[int, ..
     if method.name == "redis" and p > 1:
         return with_final_stage(layers, p, _redistributed(request)[-1])
     share, longer = divmod(layers, p)
-    # Later ranks hold fewer microbatches; but the last has the whole output layer, if it is not partitioned.
+    # Later ranks hold fewer microbatches, so they get the longer stages: 10 layers on 4 ranks become 2, 2, 3,
+    # 3. If the output layer is not partitioned, the last rank holds all of it: 2, 3, 3, 2.
     end = p if method.vocabulary_parallel or not longer else p - 1
     counts = [share + (end - longer <= rank < end) for rank in range(p)]
     placement = Placement(p, family.chunks, family.shape)
@@ -270,7 +272,7 @@ def layers_of(request: Request, method: Method, family: Family) -> tuple[int, ..
 
 
 def costs_of(request: Request, method: str, family: Family, layers: tuple[int, ...]) -> PassCosts:
-    """The request's costs with each rank's share of the layers; chunks of one rank count as alike."""
+    """The request's costs with each rank's share of the layers; a rank's chunks count as equally long."""
     costs, p = request.costs(method), request.job.p
     placement = Placement(p, family.chunks, family.shape)
     shares = [0.0] * p
@@ -305,7 +307,7 @@ def _measured_out(
     length_ms: float,
     idle: float,
 ) -> Option:
-    """The option of a schedule that takes ``length_ms``: the step added, and its memory."""
+    """The option of a schedule that takes ``length_ms``, with its memory and the optimizer's step."""
     model, job = request.model, request.job
     placement = Placement(job.p, family.chunks, family.shape)
     shards = _softmax_shards(schedule)
@@ -331,12 +333,12 @@ def job_in(job: Job, family: Family) -> Job:
 
 
 def _after_ms(job: Job, hardware: Hardware, parameters: Sequence[Parameters], costs: PassCosts) -> float:
-    """Of the rank that takes longest, from the end of the schedule."""
-    return max(after_ms(*own, own.updated(job), job, hardware, costs) for own in parameters)
+    """The ms after the schedule, on the rank that takes longest."""
+    return max(after_ms(*held, held.updated(job), job, hardware, costs) for held in parameters)
 
 
 def _softmax_shards(schedule: Schedule) -> list[int]:
-    """For each rank, the most softmax shards that it holds from S to T; 1 where both are one pass."""
+    """For each rank, the most softmax shards that it holds from S to T; 1 if both are one pass."""
     most = []
     for passes in schedule.ranks:
         alive = peak = 0

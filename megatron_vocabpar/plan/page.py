@@ -1,4 +1,4 @@
-"""A plan as one page without any other file: the table, bars of memory, pictures of schedules.
+"""Writes a plan as one self-contained page: the table, bars of memory, pictures of schedules.
 
 Next: ``page.html.j2``.
 """
@@ -16,8 +16,8 @@ from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.simulate import simulate
 
-_DRAWN = 12  # microbatches of a picture; and no fewer than one and a half for each rank
-_WIDEST = 1400.0  # pixels of a picture's time
+_DRAWN = 12  # microbatches of a picture, but at least one and a half for each rank
+_WIDEST = 1400.0  # pixels of a picture's time axis
 
 
 def draw_page(advice: Advice) -> str:

@@ -1,8 +1,8 @@
-"""Published trainings beside what the planner says of them; ``python -m megatron_vocabpar.plan.published``.
+"""Compares the planner with published trainings; ``python -m megatron_vocabpar.plan.published``.
 
-``data/published.json`` holds each run's sizes, its tokens a second and GPU, where it is from, and whether
-the shares in ``data/rates.json`` were fitted to it. What was not published is taken as the launch line has
-it: layers placed by hand, a distributed optimizer, communication of gradients beside the passes.
+``data/published.json`` holds each run's sizes, its tokens a second and GPU, its source, and whether the
+shares in ``data/rates.json`` were fitted to it. Unpublished settings are assumed to be those of the planner's
+launch lines: layers placed by hand, a distributed optimizer, communication of gradients beside the passes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def planned(self) -> Model:
-        """The preset as the run had it."""
+        """The preset with the run's sequence length and heads."""
         return replace(model_preset(self.model), seq_length=self.seq_length, mtp_depths=self.mtp)
 
 
@@ -80,7 +80,7 @@ def planned_tokens_per_s(run: Run) -> float:
     )
     placement = Placement(job.p, run.chunks, "standard")
     parameters = parameters_of(model, job, method_named("baseline"), placement, best[1].layers)
-    after = max(after_ms(*own, own.updated(job), job, gpu, costs) for own in parameters)
+    after = max(after_ms(*held, held.updated(job), job, gpu, costs) for held in parameters)
     return run.batch * run.seq_length / (best[0] + after) * 1e3 / run.gpus
 
 
@@ -94,15 +94,15 @@ def table() -> Iterator[str]:
     """The table of ``docs/plan.md``, and the mean errors."""
     yield "| model | GPUs | precision | t, p, c, e, chunks | published | planned | error | fitted |"
     yield "| --- | --- | --- | --- | ---: | ---: | ---: | --- |"
-    found = list(errors(published_runs()))
-    for run, error in found:
+    compared = list(errors(published_runs()))
+    for run, error in compared:
         yield (
             f"| {run.model} | {run.gpus} {run.hardware} | {'fp8' if run.fp8 else 'bf16'} | {run.t}, {run.p}, "
             f"{run.c}, {run.e}, {run.chunks} | {run.tokens_per_s:,.0f} | "
             f"{run.tokens_per_s * (1 + error):,.0f} | {100 * error:+.0f} % | {'yes' if run.fitted else ''} |"
         )
     for words, fitted in (("fitted", True), ("not fitted", False)):
-        sizes = [abs(error) for run, error in found if run.fitted == fitted]
+        sizes = [abs(error) for run, error in compared if run.fitted == fitted]
         yield f"Mean error of the {len(sizes)} {words}: {100 * mean(sizes):.1f} %."
 
 

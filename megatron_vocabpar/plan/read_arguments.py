@@ -1,7 +1,7 @@
-"""A model and a job from Megatron's arguments, as they stand behind ``--`` or in a launch script.
+"""Reads a model and a job from Megatron's arguments, after ``--`` or in a launch script.
 
-Flags that make the model and change no count go into ``Model.flags`` as they are. What neither reads is
-listed with the plan (``Given.unread``).
+Flags that make the model but change no count go into ``Model.flags`` unchanged. The plan lists the flags that
+nothing here reads (``Given.unread``).
 Next: ``links.py``.
 """
 
@@ -26,7 +26,7 @@ _KEPT = (
     "moe-router-topk-scaling-factor", "moe-router-dtype", "moe-router-load-balancing-type",
     "moe-aux-loss-coeff", "moe-z-loss-coeff", "mtp-loss-scaling-factor", "no-rope-freq",
 )  # fmt: skip
-# What a plan's launch line says anyway.
+# Flags that a plan's launch line has, or replaces, in any case.
 _SAID_ANYWAY = (
     "bf16", "sequence-parallel", "max-position-embeddings", "use-mcore-models", "transformer-impl", "swiglu",
     "quick-geglu", "group-query-attention", "attention-dropout", "moe-grouped-gemm", "mock-data",
@@ -126,21 +126,24 @@ def _dense_layers(pattern: str) -> int:
 
 
 def job_from_arguments(given: Given, sizes: Mapping[str, int | bool | None], notes: list[str]) -> Job:
-    """A job from Megatron's arguments and the plan's own options, which come first; what is usual else.
+    """A job from the planner's options, then from Megatron's arguments, then from defaults.
 
-    ``sizes`` holds pp, tp, dp, cp, ep, micro_batch_size, global_batch_size, microbatches,
-    distributed_optimizer, recompute, offload and fp8. ``notes`` gets what was decided between the two.
+    Args:
+        given: Megatron's arguments.
+        sizes: the planner's options: pp, tp, dp, cp, ep, micro_batch_size, global_batch_size, microbatches,
+            distributed_optimizer, recompute, offload and fp8.
+        notes: gets a line for each argument that an option replaces.
 
     Raises:
-        ValueError: if GPUs or sequences cannot be divided, with what would do.
+        ValueError: if GPUs or sequences cannot be divided; the message says what to give instead.
     """
 
     def size(option: str, flag: str, default: int) -> int:
-        told, value = given.number(flag, default), sizes.get(option)
+        flag_size, value = given.number(flag, default), sizes.get(option)
         if value is None or value is False:
-            return told
-        if flag in given and told != value:
-            notes.append(f"--{option.replace('_', '-')} {value} instead of --{flag} {told}")
+            return flag_size
+        if flag in given and flag_size != value:
+            notes.append(f"--{option.replace('_', '-')} {value} instead of --{flag} {flag_size}")
         return int(value)
 
     p, t = size("pp", "pipeline-model-parallel-size", 8), size("tp", "tensor-model-parallel-size", 1)
@@ -168,9 +171,9 @@ def job_from_arguments(given: Given, sizes: Mapping[str, int | bool | None], not
 
 
 def _overlap(given: Given) -> bool:
-    """Where none of it is said, as the launch line has it: overlapped."""
-    said = ("overlap-grad-reduce" in given, "overlap-param-gather" in given)
-    return any(said) or "use-distributed-optimizer" not in given
+    """True if a flag asks for overlap, or if no flag of overlap or of a distributed optimizer is given."""
+    flags = ("overlap-grad-reduce" in given, "overlap-param-gather" in given)
+    return any(flags) or "use-distributed-optimizer" not in given
 
 
 def _recompute(given: Given, option: int | bool | None) -> str:
@@ -180,31 +183,31 @@ def _recompute(given: Given, option: int | bool | None) -> str:
     if modules and modules != "core_attn":
         return "selective"
     granularity = given.text("recompute-granularity")
-    # Of attention alone, with kernels that keep no scores: nothing is left to recompute.
+    # This recomputes attention's scores. Kernels keep none, so nothing is left to recompute.
     if granularity == "selective" or "recompute-activations" in given:
         return "none"
     return granularity or "none"
 
 
 def _replicas(given: Given, model_parallel: int, dp: int | bool | None, notes: list[str]) -> int:
-    """The data parallel size: asked for, or what the script's processes leave."""
+    """The data parallel size: the option's, or the script's GPUs over ``model_parallel``."""
     nodes = next((given.number(name) for name in ("nnodes", "nodes") if name in given), 1)
     each = [
         given.number(name) for name in ("nproc-per-node", "gpus-per-node", "ntasks-per-node") if name in given
     ]
     gres = re.search(r"gpu(?::\w+)?:(\d+)", given.text("gres"))
     each += [int(gres[1])] if gres else []
-    told = nodes * each[0] if each else 0
+    gpus = nodes * each[0] if each else 0
     if dp:
-        if told and told != int(dp) * model_parallel:
-            notes.append(f"--dp {dp}: {int(dp) * model_parallel} GPUs instead of the {told} that are given")
+        if gpus and gpus != int(dp) * model_parallel:
+            notes.append(f"--dp {dp}: {int(dp) * model_parallel} GPUs instead of the {gpus} that are given")
         return int(dp)
-    if told % model_parallel:
+    if gpus % model_parallel:
         raise ValueError(
             f"{given.source}: {nodes} nodes of {each[0]} GPUs do not divide by p x t x c = {model_parallel}; "
             "give other sizes (--pp, --tp, --cp), or --dp"
         )
-    return told // model_parallel or 1
+    return gpus // model_parallel or 1
 
 
 def _microbatches(

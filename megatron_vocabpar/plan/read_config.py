@@ -1,6 +1,6 @@
-"""A model from a Hugging Face ``config.json``, or from a preset, which is an excerpt of one with its source.
+"""Reads a model from a Hugging Face ``config.json``, or from a preset: an excerpt of such a file.
 
-Next: ``model_flags.py``, what of it Megatron's flags say.
+Next: ``model_flags.py``, the properties that Megatron's flags give.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.model_flags import beyond_flags, is_gated, model_flags
 from megatron_vocabpar.plan.names import nearest
 
-_DEFAULT_LENGTH = 4096  # tokens, where a config.json alone is given
+_DEFAULT_LENGTH = 4096  # tokens of a sequence, if only a config.json is given
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _OPTIONAL = (
     "num_key_value_heads", "head_dim", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace",
     "sliding_window", "sliding_window_pattern", "shared_expert_intermediate_size",
 )  # fmt: skip
-# What the text part of a multimodal configuration may leave out, as its class has it:
+# Keys that the text part of a multimodal configuration may leave out, with the defaults of its class:
 # huggingface/transformers, models/gemma3/configuration_gemma3.py, Gemma3TextConfig.
 _LEFT_OUT: Mapping[str, Mapping[str, int]] = {
     "gemma3_text": {
@@ -70,8 +70,8 @@ def load_config(path: str, seq_length: int | None) -> Model:
 
 
 def model_from_config(data: Mapping[str, Any], name: str, source: str, seq_length: int) -> Model:
-    """A model from the keys of a ``config.json``; those of its text part where there are several."""
-    if "text_config" in data:  # what both parts share may stand beside it
+    """A model from the keys of a ``config.json``; a multimodal file's text part counts."""
+    if "text_config" in data:  # keys that all parts share may stand outside the text part
         shared = {key: data[key] for key in ("vocab_size", "tie_word_embeddings") if key in data}
         data = shared | data["text_config"]
     if isinstance(data.get("model_type"), str):
@@ -134,7 +134,11 @@ def _check(data: Mapping[str, Any], experts: str | None) -> None:
 
 
 def _windowed(data: Mapping[str, Any]) -> float:
-    """The share of layers with a window: as they are listed, one in so many without, or all where in use."""
+    """The share of layers with a window.
+
+    It follows from the list of layer types, or from the pattern (every Nth layer has no window). Otherwise
+    all layers have a window or none, as the file or the model's type says.
+    """
     types = data.get("layer_types")
     if types:
         return sum(kind == "sliding_attention" for kind in types) / len(types)

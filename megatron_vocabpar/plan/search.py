@@ -1,11 +1,11 @@
-"""How to spread a model over so many GPUs: every way to divide it, the promising ones played.
+"""Searches how to spread a model over some GPUs: it lists every way to divide it, and plays the best ones.
 
 Each way (t, p, c, e and the microbatch's size) has a bound: the work of the mean rank without any waiting.
-They are taken in the order of their bounds, until no other can be among the ten best, or ``MOST`` have been
-looked at. In each, ours and Megatron's own schedules are played; each takes the cheapest rung of ``LADDER``
+Ways are played in the order of their bounds, until no other can be among the ten best, or ``MOST`` have been
+played. For each way, our schedules and Megatron's are played. A schedule takes the first rung of ``LADDER``
 with which it fits: recomputation and an optimizer on the host cost time, so a later rung cannot be faster.
 
-The same question has the same answer: nothing depends on the clock.
+The same question always has the same answer: nothing depends on the clock.
 Next: ``search_tables.py``.
 """
 
@@ -30,22 +30,22 @@ MOST = 32  # ways to divide a model that are played
 BEST = 10
 OURS = tuple(("vocab-1", family) for family in ("1f1b", "v-min", "v-half", "v-zb"))
 LADDER = tuple(product((False, True), ("none", "selective", "full")))
-"""Whether the optimizer is on the host, and what is recomputed: each slower and smaller than the last."""
-_BATCH_TOKENS = 2**22  # of an iteration, if nobody says otherwise: 4 M, as for the models of the presets
+"""(The optimizer is on the host, what is recomputed): each rung is slower and smaller than the one before."""
+_BATCH_TOKENS = 2**22  # of an iteration by default: 4 M, as for the models of the presets
 _TENSOR, _CONTEXT, _MICRO_BATCH = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4)
-# Larger microbatches are tried where starting kernels binds: otherwise they hold more and fill worse.
+# Larger microbatches help if the start of kernels limits the speed; otherwise they hold more and fill worse.
 _DEEPEST = 32  # ranks of a pipeline: longer ones are slow to play
 _LEAST_HELD = {"1f1b": 0.9, "v-min": 0.33, "v-half": 0.5, "v-zb": 0.8, "stock": 0.5}
-"""Of a pipeline's ranks, the microbatches that a schedule holds at least; without room it is not played."""
+"""The least microbatches that a schedule holds, over the ranks; without that room it is not played."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be spread over which GPUs.
+    """The question to a search: a model to spread over some GPUs.
 
     Attributes:
         batch: sequences of an iteration.
-        fixed: sizes that are decided, by the names of ``Job``'s fields.
+        fixed: sizes that the user has decided, by the names of ``Job``'s fields.
     """
 
     model: Model
@@ -58,10 +58,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Found:
-    """One way with one schedule that fits.
+    """One way to divide the model, with one schedule that fits.
 
     Attributes:
-        needed_gib: what the rung before needed, or the limit where it needs more; 0 on the first.
+        needed_gib: the GiB that the rung before needed, or the limit if they are unknown; 0 on the first.
     """
 
     request: Request
@@ -70,24 +70,24 @@ class Found:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What tells it from others: how the model is divided, and whether Megatron does it by itself."""
+        """How the model is divided, and whether Megatron runs it by itself; one of each kind is kept."""
         job = self.request.job
         return job.t, job.p, job.c, job.e, self.option.stock
 
 
 def usual_batch(model: Model, gpus: int) -> int:
-    """Sequences of an iteration where nobody says how many: 4 M tokens, and two for each GPU at least."""
+    """The default number of sequences of an iteration: 4 M tokens, and at least two for each GPU."""
     return max(_BATCH_TOKENS // model.seq_length, 2 * gpus)
 
 
 def candidates(question: Question) -> list[tuple[float, Job]]:
-    """Every way to divide the model that Megatron takes and that can fit, with its bound, best first."""
-    found = []
+    """Every way to divide the model that Megatron accepts and that can fit, with its bound, best first."""
+    ways = []
     for job in _jobs(question):
         rung = next((one for one in rungs(question, job) if _fits_with(question, one, one.p / 3)), None)
         if rung is not None:
-            found.append((bound_ms(question, rung), job))
-    return sorted(found, key=lambda one: (one[0], one[1].t, one[1].p, one[1].c, one[1].e, one[1].micro_batch))
+            ways.append((bound_ms(question, rung), job))
+    return sorted(ways, key=lambda way: (way[0], way[1].t, way[1].p, way[1].c, way[1].e, way[1].micro_batch))
 
 
 def _jobs(question: Question) -> Iterator[Job]:
@@ -126,7 +126,7 @@ def _jobs(question: Question) -> Iterator[Job]:
 
 
 def bound_ms(question: Question, job: Job) -> float:
-    """No schedule takes less: the passes of the mean rank, and the optimizer's step."""
+    """The ms that no schedule can undercut: the passes of the mean rank, and the optimizer's step."""
     model, gpu = question.model, question.hardware
     layer = layer_ms(model, job, gpu)
     costs = estimated_costs(model, job, gpu, "baseline")
@@ -138,7 +138,10 @@ def bound_ms(question: Question, job: Job) -> float:
 
 
 def _fits_with(question: Question, job: Job, held: float) -> bool:
-    """Whether each rank's memory fits, layers spread evenly, with the activations of so many microbatches."""
+    """Whether memory fits if layers are spread evenly and each rank holds ``held`` microbatches.
+
+    Only the rank with the least memory is checked, so a job that could fit is never left out.
+    """
     model, p = question.model, job.p
     layers = tuple(model.layers // p + (stage < model.layers % p) for stage in range(p))
     method = method_named("vocab-1" if p > 1 else "baseline")
@@ -148,7 +151,7 @@ def _fits_with(question: Question, job: Job, held: float) -> bool:
 
 
 def rungs(question: Question, job: Job) -> Iterator[Job]:
-    """The job as it is, then with less in memory; offload goes with a distributed optimizer alone."""
+    """The job as it is, then with less in memory; only a distributed optimizer can move to the host."""
     for offload, recompute in LADDER:
         wanted = question.fixed.get("recompute", recompute), question.fixed.get("offload", offload)
         if wanted == (recompute, offload) and (job.distributed_optimizer or not offload):
@@ -156,7 +159,7 @@ def rungs(question: Question, job: Job) -> Iterator[Job]:
 
 
 def tried(question: Question, job: Job) -> list[Found]:
-    """The best of ours and of Megatron's own that fit, in this way to divide the model."""
+    """The best of our schedules and of Megatron's that fit, for this way to divide the model."""
     ours: list[Found] = []
     for method, family in OURS if job.p > 1 else ():
         ours += _cheapest(question, job, family, partial(_only, method, family))
@@ -171,7 +174,7 @@ def _only(method: str, family: str, request: Request) -> list[Option]:
 def _cheapest(
     question: Question, job: Job, family: str, played: Callable[[Request], list[Option]]
 ) -> list[Found]:
-    """The options that fit on the first rung where any does."""
+    """The options that fit on the first rung on which any fits."""
     before = 0.0
     for rung in rungs(question, job):
         if not _fits_with(question, rung, _LEAST_HELD[family] * job.p):
@@ -193,9 +196,9 @@ def _ms(found: Found) -> float:
 def search(
     question: Question, *, workers: int = 1, progress: Callable[[int, int], None] = lambda done, of: None
 ) -> list[Found]:
-    """The best of each kind, fastest first, and the best of Megatron's own among them or behind them.
+    """The best of each kind, fastest first; Megatron's best is among them, or comes last.
 
-    ``progress`` is told how many of how many ways have been played.
+    ``progress`` is called with the number of ways that have been played, and the most that will be.
     """
     ways = candidates(question)
     best: dict[tuple[object, ...], Found] = {}
@@ -218,7 +221,10 @@ def _times(best: Mapping[tuple[object, ...], Found]) -> list[float]:
 
 
 def _exact(found: list[Found]) -> list[Found]:
-    """The first of them simulated in full, as far as another may be faster than that."""
+    """The list, whose first entry is simulated in full and sorted in again, until the first is exact.
+
+    At most ``BEST`` entries are simulated.
+    """
     checked: list[Found] = []
     while found and not found[0].option.exact:
         first = found.pop(0)

@@ -1,6 +1,6 @@
-"""The ways to spread a model that a search found: on the terminal, with what binds each, and as JSON.
+"""Prints the result of a search: a table that says what limits each way, and JSON.
 
-Next: ``published.py``, how far such numbers are from published runs.
+Next: ``published.py``, the errors of such numbers against published runs.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megatron_vocabpar.plan.search import BEST, MOST, Found, Question
 from megatron_vocabpar.plan.tables import model_notes, sizes_of
 from megatron_vocabpar.plan.times import layer_ms
 
-_SAYS = 0.02  # of the time, from which on a part of it is named
+_SAYS = 0.02  # parts of the time that are at least this share of it are named
 
 
 def shares(found: Found) -> dict[str, float]:
-    """What an iteration's time is lost to, as shares of it: of the mean rank."""
+    """The losses of time in an iteration of the mean rank, as shares of it."""
     request, option = found.request, found.option
     model, job = request.model, request.job
     layer = layer_ms(model, job, request.hardware)
@@ -41,27 +41,27 @@ def shares(found: Found) -> dict[str, float]:
 
 
 def binds(found: Found) -> str:
-    """In words, what costs most beside the model's own operations, and what memory forbids."""
+    """In words, the largest losses of time, and the memory that faster settings would need."""
     parts = sorted(shares(found).items(), key=lambda one: -one[1])
-    said = [f"{name} {100 * share:.0f} %" for name, share in parts[:2] if share >= _SAYS]
+    causes = [f"{name} {100 * share:.0f} %" for name, share in parts[:2] if share >= _SAYS]
     if found.needed_gib:
-        said.append(f"memory: more than {found.request.limit_gib:.0f} GiB without what is saved")
-    return ", ".join(said) or "operations"
+        causes.append(f"memory: more than {found.request.limit_gib:.0f} GiB without what is saved")
+    return ", ".join(causes) or "operations"
 
 
 def stock_best(found: Sequence[Found]) -> Found | None:
-    """The fastest that Megatron can do without this package."""
+    """The fastest that Megatron can run without this package."""
     return next((one for one in found if one.option.stock), None)
 
 
 def shown(found: Sequence[Found]) -> list[Found]:
-    """The best that differ in kind, and Megatron's best behind them if it is not among them."""
+    """The best entries, and Megatron's best behind them if it is not among them."""
     best, stock = list(found[:BEST]), stock_best(found)
     return best if stock is None or stock in best else [*best, stock]
 
 
 def sources(hardware: Hardware) -> Iterator[str]:
-    """Where every number about the GPU is from."""
+    """A line for every number about the GPU, with its source."""
     for name, source in hardware.sources.items():
         yield f"{name} {getattr(hardware, name):,g}: {source}"
     for name, source in hardware.rates.sources.items():
@@ -104,7 +104,7 @@ def print_search(question: Question, found: Sequence[Found], notes: Sequence[str
 
 
 def nothing_fits(question: Question) -> str:
-    """What to change where no way fits."""
+    """The advice if no way fits."""
     least = question.model.parameters * 6 * 1.12 / question.gpus / 2**30
     fixed = (
         f" with {', '.join(f'{name} {value}' for name, value in question.fixed.items())}"

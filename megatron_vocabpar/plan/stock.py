@@ -1,11 +1,11 @@
-"""What Megatron can do without this package: 1F1B and its interleaved schedule, with layers placed by hand.
+"""Megatron's own schedules, without this package: 1F1B and interleaved, with layers placed by hand.
 
 Megatron's order of passes is fixed; a rank runs its list, and waits where a pass needs another stage's. For
 p 2 with 2 chunks and 2 microbatches rank 0 runs ``F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1`` (stage,
 microbatch).
 
-Layers are placed so that the longest stage is shortest, the vocabulary layers counted in layers, as a layout
-says it: ``Et|ttt|ttt|tL``.
+Layers are placed so that the longest stage is as short as can be; the time of the vocabulary layers counts.
+Megatron's word for a placement is a layout, such as ``Et|ttt|ttt|tL``.
 
 Source: Megatron-LM, ``forward_backward_pipelining_with_interleaving``; Narayanan et al. (2021), section 2.2.
 Next: ``options.py``.
@@ -39,7 +39,8 @@ class Step(NamedTuple):
 
 
 class Played(NamedTuple):
-    """How long it takes, the work of each rank, and the most layers' activations that each holds."""
+    """A played schedule: its length, each rank's work for all microbatches, and the most layers whose
+    activations it holds."""
 
     length_ms: float
     work_ms: tuple[float, ...]
@@ -47,7 +48,7 @@ class Played(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A way to place layers: what it is called, the chunks of a rank, layers of each stage, its flags."""
+    """A way to place layers: its name, the chunks of a rank, the layers of each stage, and its flags."""
 
     name: str
     chunks: int
@@ -56,12 +57,12 @@ class Layout(NamedTuple):
 
 
 def written(counts: tuple[int, ...], depths: int) -> str:
-    """Megatron's flag for these layers a stage; heads of multi-token prediction stand before the loss."""
+    """Megatron's flag for these layers per stage; heads of multi-token prediction come before the loss."""
     return f"--pipeline-model-parallel-layout '{layout(counts)[:-1]}{'m' * depths}L'"
 
 
 def layouts(layers: int, p: int, costs: PassCosts) -> Iterator[Layout]:
-    """The layouts worth trying: by hand for each number of chunks, and Megatron's counting of the loss."""
+    """The layouts worth trying for each number of chunks: by hand, and by Megatron's own rules."""
     layer = sum(map(_mean, (costs.F_ms, costs.B_ms, costs.W_ms))) * p / layers
     first = sum(costs.first_rank_extra.values())
     last = sum(costs.last_rank_extra.values()) + sum(costs.last_stage_extra.values())
@@ -73,31 +74,37 @@ def layouts(layers: int, p: int, costs: PassCosts) -> Iterator[Layout]:
         for counts in dict.fromkeys(_by_hand(layers, p, chunks, (first, last, layer))):
             if len(set(counts)) > 1:
                 yield Layout(f"{name}, by hand", chunks, counts, (written(counts, costs.mtp_depths),))
-        for said, counts in _counted(layers, stages):
+        for counted, counts in _counted(layers, stages):
             virtual = (f"--num-virtual-stages-per-pipeline-rank {chunks}",) if chunks > 1 else ()
-            flags = tuple(f"--account-for-{one}-in-pipeline-split" for one in said)
-            words = f", {' and '.join(said)} counted" if said else ""
+            flags = tuple(f"--account-for-{end}-in-pipeline-split" for end in counted)
+            words = f", {' and '.join(counted)} counted" if counted else ""
             yield Layout(f"{name}{words}", chunks, counts, (*flags, *virtual))
 
 
 def _counted(layers: int, stages: int) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
-    """Layers spread evenly, or evenly where Megatron counts the loss, or both ends, as a layer."""
-    for said in ((), ("loss",), ("embedding", "loss")):
-        share, left = divmod(layers + len(said), stages)
-        if left == 0 and (share > 1 or not said or stages - 2 == layers):
-            yield said, (share - (len(said) == 2), *(share,) * (stages - 2), share - bool(said))[-stages:]
+    """Megatron's even splits: of the layers alone, or with the loss, or with both ends, counted as layers.
+
+    14 layers on 4 stages divide evenly if both ends count: 16 make 4 a stage, so the stages have 3, 4, 4, 3.
+    """
+    for counted in ((), ("loss",), ("embedding", "loss")):
+        share, left = divmod(layers + len(counted), stages)
+        if left == 0 and (share > 1 or not counted or stages - 2 == layers):
+            first, last = share - (len(counted) == 2), share - bool(counted)
+            yield counted, (first, *(share,) * (stages - 2), last)[-stages:]
 
 
 def _by_hand(layers: int, p: int, chunks: int, work: tuple[float, float, float]) -> Iterator[tuple[int, ...]]:
-    """Stages with as much work as each other, then ranks; ``work`` is the first stage's, the last stage's and
-    a layer's."""
+    """Layers per stage so that stages have equal work, then so that ranks have.
+
+    ``work`` holds that of the input layer, of the output layer and of a transformer layer.
+    """
     if 1 < p * chunks <= layers + 1:
         yield redistribute(layers, p * chunks, *work)
         yield from _by_rank(layers, p, chunks, work)
 
 
 def _by_rank(layers: int, p: int, chunks: int, work: tuple[float, float, float]) -> Iterator[tuple[int, ...]]:
-    """Each rank's layers spread over its chunks; where no stage but the last stays empty."""
+    """Layers per rank for equal work, spread over its chunks; nothing if a stage but the last were empty."""
     counts = redistribute(layers, p, *work)
     spread = [[count // chunks + (chunk < count % chunks) for chunk in range(chunks)] for count in counts]
     stages = tuple(spread[rank][chunk] for chunk in range(chunks) for rank in range(p))
@@ -106,7 +113,7 @@ def _by_rank(layers: int, p: int, chunks: int, work: tuple[float, float, float])
 
 
 def stages_of(placed: Layout, p: int, costs: PassCosts) -> Stages:
-    """The times of a layout's stages: layers alike, what the first and the last stage do besides."""
+    """The times of a layout's stages: equal layers, and the extra work of the first and the last stage."""
     total = sum(placed.layers)
     forward_ms = _mean(costs.F_ms) * p / total
     backward_ms = (_mean(costs.B_ms) + _mean(costs.W_ms)) * p / total
@@ -120,19 +127,19 @@ def stages_of(placed: Layout, p: int, costs: PassCosts) -> Stages:
 
 def order(rank: int, p: int, chunks: int, m: int) -> Iterator[Step]:
     """The passes of a rank as Megatron runs them."""
-    places = [
+    turns = [
         (chunk, microbatch)
         for start in range(0, m, p)
         for chunk in range(chunks)
         for microbatch in range(start, min(start + p, m))
     ]
     if chunks == 1:
-        places = [(0, microbatch) for microbatch in range(m)]
+        turns = [(0, microbatch) for microbatch in range(m)]
         warm_up = min(p - rank - 1, m)
     else:
-        warm_up = min(2 * (p - rank - 1) + (chunks - 1) * p, len(places))
-    forward = [Step(True, chunk * p + rank, microbatch) for chunk, microbatch in places]
-    backward = [Step(False, (chunks - 1 - chunk) * p + rank, microbatch) for chunk, microbatch in places]
+        warm_up = min(2 * (p - rank - 1) + (chunks - 1) * p, len(turns))
+    forward = [Step(True, chunk * p + rank, microbatch) for chunk, microbatch in turns]
+    backward = [Step(False, (chunks - 1 - chunk) * p + rank, microbatch) for chunk, microbatch in turns]
     yield from forward[:warm_up]
     for ahead, back in zip(forward[warm_up:], backward, strict=False):
         yield ahead
@@ -155,8 +162,8 @@ def play(stages: Stages, p: int, m: int, transfer_ms: float) -> Played:
                 ready = _ready(step, ends, len(stages.layers), transfer_ms)
                 if ready is None:
                     break
-                taken = (stages.forward if step.forward else stages.backward)[step.stage]
-                clock[rank] = ends[step] = max(clock[rank], ready) + taken
+                step_ms = (stages.forward if step.forward else stages.backward)[step.stage]
+                clock[rank] = ends[step] = max(clock[rank], ready) + step_ms
                 held[rank] += stages.layers[step.stage] * (1 if step.forward else -1)
                 most[rank] = max(most[rank], held[rank])
                 at[rank] += 1
@@ -169,7 +176,7 @@ def play(stages: Stages, p: int, m: int, transfer_ms: float) -> Played:
 
 
 def _ready(step: Step, ends: dict[Step, float], stages: int, transfer_ms: float) -> float | None:
-    """When what the pass needs is there; None if it has not run yet."""
+    """When the pass's input arrives; None if the pass that makes it has not run yet."""
     first = 0 if step.forward else stages - 1
     if step.stage == first:
         return 0.0 if step.forward else ends.get(Step(True, step.stage, step.microbatch))

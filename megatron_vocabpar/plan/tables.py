@@ -1,4 +1,4 @@
-"""A plan on the terminal and as JSON.
+"""Prints a plan on the terminal, and writes it as JSON.
 
 Next: ``page.py``.
 """
@@ -32,7 +32,7 @@ PARTS = {
     "reserved": "reserved, not in use",
     "outside": "NCCL, CUDA",
 }
-"""What fills a stage's memory, by the field of ``StageMemory``."""
+"""Names of the parts of a stage's memory, by the field of ``StageMemory``."""
 _HEADS = {
     "activations": "activat.",
     "output": "S to T",
@@ -44,9 +44,9 @@ _HEADS = {
 
 @dataclass(frozen=True)
 class Advice:
-    """A request and its answer; where nothing fits, ``best`` is None and ``remedies`` are filled.
+    """A request and its answer; if nothing fits, ``best`` is None and ``remedies`` has lines.
 
-    ``notes`` say what of the arguments and of the model the answer does not take into account.
+    ``notes`` are the arguments and properties of the model that the answer leaves out.
     """
 
     request: Request
@@ -59,24 +59,24 @@ class Advice:
 
 
 def advise(request: Request, notes: Sequence[str] = (), *, workers: int = 1) -> Advice:
-    """Try every option and say which is best, or what would make one fit; with so many processes.
+    """Try every option, in ``workers`` processes; the best of them, or what would make one fit.
 
     Raises:
-        ValueError: if Megatron would refuse the model with these sizes; the message says what it takes.
+        ValueError: if Megatron would refuse the model with these sizes; the message has a remedy.
     """
     for problem in refused(request.model, request.job):
         raise ValueError(problem)
     options = (*all_options(request, workers=workers), *stock_options(request))
-    best, said = best_of(request, options), (*notes, *model_notes(request.model))
+    best, all_notes = best_of(request, options), (*notes, *model_notes(request.model))
     if best is None:
-        why, what = redistribution(request, options), remedies(request)
-        return Advice(request, options, None, "", tuple(why), tuple(what), said)
+        why, changes = redistribution(request, options), remedies(request)
+        return Advice(request, options, None, "", tuple(why), tuple(changes), all_notes)
     why = reasons(request, options, best)
-    return Advice(request, options, best, launch_line(request, best), tuple(why), (), said)
+    return Advice(request, options, best, launch_line(request, best), tuple(why), (), all_notes)
 
 
 def model_notes(model: Model) -> list[str]:
-    """What of the model the launch line does not make."""
+    """The properties of the model that the launch line lacks, in sentences."""
     lines = [f"The launch line is {model.name} but for {', '.join(model.beyond)}."] if model.beyond else []
     if model.softcap:
         lines.append(
@@ -87,7 +87,7 @@ def model_notes(model: Model) -> list[str]:
 
 
 def summary(request: Request) -> list[str]:
-    """What is planned, and where its numbers come from."""
+    """Two lines: the model, then the job, its GPUs and the source of its times."""
     model, job, gpu = request.model, request.job, request.hardware
     shape = f"V {model.vocab:,}, H {model.hidden:,}, L {model.layers}, s {model.seq_length:,}"
     times = "measured costs" if request.measured else "estimated from its data sheet"
@@ -99,7 +99,7 @@ def summary(request: Request) -> list[str]:
 
 
 def sizes_of(job: Job) -> str:
-    """A job's sizes, and what of it is not usual: ``p 8, t 1, d 1``."""
+    """A job's sizes and its unusual settings: ``p 8, t 1, d 1, recompute full``."""
     sizes = [f"p {job.p}", f"t {job.t}", f"d {job.d}"]
     sizes += [f"c {job.c}"] if job.c > 1 else []
     sizes += [f"e {job.e}"] if job.e > 1 else []
@@ -110,7 +110,7 @@ def sizes_of(job: Job) -> str:
 
 
 def print_advice(advice: Advice, console: Console) -> None:
-    """The table, the memory of the chosen stages, the launch line and why."""
+    """Print the table, the memory of each rank, the reasons and the launch line."""
     request, best = advice.request, advice.best
     for line in summary(request):
         console.print(Text(line))
@@ -184,7 +184,7 @@ def _memory_table(option: Option) -> Table:
 
 
 def advice_json(advice: Advice) -> str:
-    """Everything, as one JSON object; memory in GiB."""
+    """The whole answer as one JSON object; memory in GiB."""
     request = advice.request
     return json.dumps(
         {

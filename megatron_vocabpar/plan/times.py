@@ -1,10 +1,10 @@
-"""A model on GPUs -> ``PassCosts``: operations over rates, bytes over bandwidths.
+"""Estimates ``PassCosts`` of a model on GPUs: operations over rates, bytes over bandwidths.
 
-Nothing is measured on the hardware that is asked for. The share of a data sheet's number that training
-reaches is in ``data/rates.json``, each with the published run that it is from; on other GPUs it is an
-assumption. Measured costs replace it all.
+Nothing is measured on the GPUs in question. ``data/rates.json`` holds the shares of a data sheet's numbers
+that training reaches, each with the published run that it is from; on other GPUs they are assumptions.
+Measured costs replace all estimates.
 
-What of the exchange of experts other passes hide (``Job.hidden_exchange``) is left out of the passes' times.
+The part of the experts' exchange that other passes hide (``Job.hidden_exchange``) does not count in a pass.
 
 Source: the published passes (``paper/data/measured_passes.csv``); Table 3 for smaller shards.
 Next: ``memory.py``.
@@ -48,10 +48,10 @@ class Layer:
     """The mean layer with one microbatch, in milliseconds of a rank.
 
     Attributes:
-        products, experts: products with weights, of all and of routed experts.
+        products, experts: products with weights outside routed experts, and in them.
         attention: scores and their use.
-        tensor, context, exchange: communication that passes wait for, in one direction.
-        repeated: what runs again before the backward pass.
+        tensor, context, exchange: communication that a forward (or a backward) pass waits for.
+        repeated: recomputation before the backward pass.
     """
 
     products: float
@@ -73,17 +73,17 @@ class Layer:
 
     @property
     def backward(self) -> float:
-        """Of the inputs alone, with what runs again."""
+        """The input gradient, with recomputation."""
         return self.forward + self.attention + self.context + self.repeated
 
     @property
     def weights(self) -> float:
-        """Of the weights."""
+        """The weight gradient."""
         return self.products + self.experts
 
 
 def layer_ms(model: Model, job: Job, hardware: Hardware, method: str = "baseline") -> Layer:
-    """The mean layer's times; with a method's collectives beside them."""
+    """The mean layer's times, while a method's collectives run beside its passes."""
     rates, tokens = hardware.rates, model.seq_length * job.micro_batch / job.c
     each = tokens / job.t * _BESIDE.get(method, 1.0) / 1e9  # times operations of a token, over 10^12 a second
     half = each / (hardware.tflops * rates.layers)
@@ -139,10 +139,10 @@ def estimated_costs(model: Model, job: Job, hardware: Hardware, method: str) -> 
 def after_ms(
     shared: float, experts: float, updated: float, job: Job, hardware: Hardware, costs: PassCosts
 ) -> float:
-    """What follows the schedule on a rank with so many parameters.
+    """The ms after the schedule on a rank, which has ``shared`` and ``experts`` parameters.
 
-    Gradients' reduction and weights' gather, as far as the passes of one microbatch do not hide them, and the
-    optimizer's step over ``updated`` of the parameters.
+    They are for the reduction of gradients and the gather of weights, as far as the passes of one microbatch
+    do not hide them, and for the optimizer's step over ``updated`` parameters.
     """
     scattered, gathered = gradients_ms(shared, experts, job, hardware)
     if job.overlap:
@@ -152,7 +152,7 @@ def after_ms(
 
 
 def step_ms(parameters: float, hardware: Hardware, *, offload: bool = False) -> float:
-    """The optimizer's step over that many parameters; on the host with gradients and weights on their way."""
+    """The ms of the optimizer's step; on the host, with the transfers of gradients and weights."""
     if not offload:
         return parameters * _STEP_BYTES / (hardware.memory_gb_s * 1e6)
     moved = parameters * (_GRADIENT + _HALF) / (hardware.host_gb_s * 1e6)
@@ -171,7 +171,7 @@ def _output_times(shard_ms: float, p: int, transfer: float) -> dict[str, dict[st
 
 
 def _shard_reaches(method: str, p: int) -> float:
-    """Table 3 between its columns, and its last value beyond."""
+    """A shard's rate over the whole layer's: Table 3, interpolated by log2 of p; beyond it its last value."""
     points = _SHARD_REACHES[method]
     x = min(log2(p), points[-1][0])
     (x0, y0), (x1, y1) = next(pair for pair in pairwise(points) if x <= pair[1][0])

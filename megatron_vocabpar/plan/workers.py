@@ -16,7 +16,7 @@ from megatron_vocabpar.parent import follow_parent
 
 @contextmanager
 def mapping(workers: int) -> Iterator[Callable[..., Iterator[Any]]]:
-    """``map``, in this process or in so many others."""
+    """``map``, in this process or over ``workers`` others."""
     if workers == 1:
         yield map
     else:
@@ -25,6 +25,6 @@ def mapping(workers: int) -> Iterator[Callable[..., Iterator[Any]]]:
 
 
 def _follow() -> None:
-    """In each worker: the parent answers Ctrl-C, and none outlives it."""
+    """Prepare a worker: it leaves Ctrl-C to its parent, and ends with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     follow_parent()

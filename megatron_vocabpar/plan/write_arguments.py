@@ -1,4 +1,4 @@
-"""A model and a job in Megatron's arguments: what ``pretrain_gpt.py`` is told to make and to run them.
+"""Writes a model and a job as Megatron's arguments, for ``pretrain_gpt.py``.
 
 Next: ``advice.py``, the whole launch line.
 """
@@ -12,7 +12,7 @@ from megatron_vocabpar.plan.model import Model
 
 
 def model_arguments(model: Model) -> list[str]:
-    """The flags of ``pretrain_gpt.py`` that make this model, but for its vocabulary."""
+    """The flags of ``pretrain_gpt.py`` that make this model, except its vocabulary."""
     flags: dict[str, object] = {
         "num-layers": model.layers,
         "hidden-size": model.hidden,

@@ -1,4 +1,4 @@
-"""What runs when: from the words of a schedule to a plan that every rank runs. Standard library alone.
+"""What runs when: from the words of a schedule to a plan that every rank runs. Needs no torch.
 
 A schedule is data: for each rank its passes, in order. This one is vocab-2's, for 2 ranks and 3 microbatches.
 ``1F0`` is the forward of stage 1 for microbatch 0, ``0S2`` the output layer on rank 0's shard of the
@@ -26,7 +26,7 @@ What each sub-room does to it, in the order in which to read them:
 4. ``play/`` plays it. ``lower.py`` adds communication, so that rank 1's row begins
    ``1IF0 1CI0 1IF1 1CI1 1IF2 1RECV_F0``; ``events.py`` finds when each pass runs, ``memory.py`` what a rank
    holds, and ``hang.py`` whether GPUs could hang.
-5. ``check/`` holds the schedule and its program against the rules, one by one.
+5. ``check/`` checks the schedule and its program against the rules, one by one.
 6. ``plan.py`` keeps the schedule with its costs and its program, ``simulate.py`` reads times off it,
    ``serialize.py`` writes and reads it, ``draw/`` draws it. ``data/`` holds the schemas of files.
 

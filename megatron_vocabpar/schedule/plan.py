@@ -1,7 +1,7 @@
 """A plan: a schedule, the times that it was planned with, and the one program that follows from both.
 
 The program is made and checked once. ``simulate`` plays it, the pictures show it, the hang models try it, and
-every rank runs it. An evaluation has a plan of its own, which follows from that of the training.
+every rank runs it. An evaluation has another plan, which follows from that of the training.
 
 Next: ``simulate.py``; ``runtime/executor.py``, which runs a rank's part.
 """
@@ -54,16 +54,16 @@ class Plan:
 
     @staticmethod
     def with_program(schedule: Schedule, costs: PassCosts | None, program: Program) -> Plan:
-        """A plan whose program has been made before, for instance read from a file."""
+        """A plan with an existing program, for instance from a file; the program is checked."""
         validate(schedule)
         return Plan(schedule, costs or PassCosts.default(schedule.p), program)
 
     @cached_property
     def forward_only(self) -> Plan:
-        """Of an evaluation: the forward half, and the loss function."""
+        """The plan of an evaluation: the forward half, and the loss function."""
         return Plan.of(forward_only(self.schedule), self.costs)
 
     @cached_property
     def ranking_targets(self) -> Plan:
-        """Of an evaluation that counts, for every token, the ids that are likelier than its target."""
+        """The plan of an evaluation that counts, for every token, the ids likelier than its target."""
         return Plan.of(forward_only(self.schedule, ranks_targets=True), self.costs)

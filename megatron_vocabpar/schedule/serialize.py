@@ -2,9 +2,9 @@
 
 A schedule: ``{"method", "p", "m", "chunks", "algorithm", "placement", "input", "ranks": [[{"op", "mb",
 "chunk"}, ...]]}``, the compute passes of each rank in order. ``chunk`` is the chunk of F, B and W on their
-rank, 0 for the vocabulary passes. ``method`` may be left out: it tells redis from baseline, whose passes are
-the same. Multi-token prediction adds ``mtp_depths``, and a late gradient (L and CG) ``"late_gradient":
-true``. An F that runs together with the B right after it adds ``"pair": true``.
+rank, and 0 for the vocabulary passes. ``method`` may be left out: it tells redis from baseline, whose passes
+are the same. Multi-token prediction adds ``mtp_depths``, and a late gradient (L and CG) adds
+``"late_gradient": true``. An F that runs together with the B right after it adds ``"pair": true``.
 
 A plan: ``"program": [["0IF0", "0CI0", ...]]`` in place of ``"ranks"``, each rank's instructions in order,
 with communication, a pair as one (``"0F5+2B1"``); and ``"costs"``, as in a cost file.
@@ -84,7 +84,7 @@ def _json(schedule: Schedule, more: Mapping[str, Any], name: str, rows: Sequence
 
 
 def _algorithm(method: Method) -> str:
-    """The word for the output layer: one for baseline and redis."""
+    """The word for the output layer; baseline and redis share ``none``."""
     return method.name if method.vocabulary_parallel else "none"
 
 
@@ -96,7 +96,7 @@ def _input(method: Method) -> str:
 def from_json(text: str, methods: Methods = METHODS) -> Schedule:
     """Read the JSON form of a schedule, or the schedule of a plan.
 
-    Rules are not checked (see ``check.validate.validate``), words and numbers are.
+    Words and numbers are checked. Rules are not: see ``check.validate.validate``.
 
     Raises:
         ValueError: naming the entry that is missing or wrong.
@@ -105,7 +105,7 @@ def from_json(text: str, methods: Methods = METHODS) -> Schedule:
 
 
 def plan_from_json(text: str, costs: PassCosts | None = None, methods: Methods = METHODS) -> Plan:
-    """Read the JSON form of a plan; or of a schedule, to lower it with ``costs`` or ``PassCosts.default``.
+    """Read the JSON form of a plan. A schedule's is lowered with ``costs``, or ``PassCosts.default``.
 
     Raises:
         ScheduleError: if the schedule or the program breaks a rule.
@@ -126,7 +126,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _read(data: Mapping[str, Any], methods: Methods) -> tuple[Schedule, Program | None]:
-    """The schedule, and the program if there is one."""
+    """The schedule, and the program if the file holds a plan."""
     p, m, chunks = (data[key] for key in ("p", "m", "chunks"))
     placement = Placement(p, chunks, cast(Any, _word(data, "placement", ("standard", "vshape"))))
     algorithm = _word(data, "algorithm", tuple(dict.fromkeys(map(_algorithm, methods.values()))))

@@ -1,7 +1,7 @@
-"""Simulation of a plan: when every pass and transfer runs, and what each rank waits for and holds.
+"""Simulates a plan: when every pass and transfer runs, and what each rank waits for and holds.
 
-``play/events.py`` plays the program; this module reads the result. ``play/memory.py`` says what is alive
-when, ``play/critical_path.py`` what the iteration's length is made of.
+``play/events.py`` plays the program, and this module reads the result. ``play/memory.py`` finds when buffers
+are alive, ``play/critical_path.py`` finds what makes the iteration as long as it is.
 
 Next: ``draw/``.
 """
@@ -26,7 +26,7 @@ TAIL = "end"  # a rank's idle time after its last pass
 
 @dataclass(frozen=True)
 class Simulation:
-    """What happened, in milliseconds. Everything is worked out when it is asked for.
+    """A played schedule, in milliseconds. Each result is worked out on its first use.
 
     Attributes:
         schedule: what was simulated.
@@ -38,7 +38,7 @@ class Simulation:
 
     @cached_property
     def passes(self) -> dict[Pass, Interval]:
-        """Start and end of every pass; those of a pair have the same."""
+        """Start and end of every pass; both passes of a pair have the same."""
         number, starts, ends = self.events.numbering.number, self.events.starts, self.events.ends
         items = ((item, number(item)) for row in self.schedule.ranks for item in row)
         return {item: (starts[k], ends[k]) for item, k in items}
@@ -85,13 +85,13 @@ class Simulation:
         return tuple(_idle(self, rank) for rank in range(self.schedule.p))
 
     def waited_for(self, pass_: Pass) -> Atom | None:
-        """What a pass waited for last: the pass before it on its rank, if it started right after that."""
+        """The last item that a pass waited for, which may be the pass before it on its rank."""
         cause = self.events.causes[self.events.numbering.number(pass_)]
         return None if cause == NOTHING else self.events.numbering.item(cause)
 
     @cached_property
     def critical_path(self) -> tuple[Step, ...]:
-        """The passes, pairs and transfers, each starting as the one before ends, that fill the iteration."""
+        """The passes, pairs and transfers that fill the iteration; each starts as the one before ends."""
         return critical_path(self.events)
 
     @cached_property
@@ -105,9 +105,9 @@ class Simulation:
         return peak_activations(self.schedule)
 
     def peak(self, buffer: str) -> tuple[int, ...]:
-        """For each rank, how many of one of ``play/memory.py``'s buffers are alive at once, at most.
+        """For each rank, the most buffers of one kind (see ``play/memory.py``) that are alive at once.
 
-        Activations and weight inputs are those of a chunk.
+        Activations and weight inputs are counted by chunk.
         """
         return tuple(most_alive(alive[buffer]) for alive in self.alive)
 
@@ -119,7 +119,7 @@ def _idle(simulation: Simulation, rank: int) -> dict[str, float]:
         number = events.numbering.number(pass_)
         if events.starts[number] > now:
             waited = simulation.waited_for(pass_)
-            # A pass that starts together with others waits for their ranks.
+            # Interlaced's S starts on all ranks together, so it waits for other ranks' S.
             name = waited.type.value if isinstance(waited, Comm) else pass_.type.value
             idle[name] = idle.get(name, 0.0) + events.starts[number] - now
         now = events.ends[number]

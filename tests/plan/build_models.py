@@ -28,7 +28,7 @@ _SAID = (
 
 
 def build(argv: list[str]) -> dict[str, Any]:
-    """The number of parameters of the model that pretrain_gpt.py builds, and what its configuration says."""
+    """The number of parameters of the model that pretrain_gpt.py builds, and its configuration."""
     sys.argv = ["pretrain_gpt.py", *argv]
     arguments = importlib.import_module("megatron.training.arguments")
     training = importlib.import_module("megatron.training.global_vars")

@@ -68,7 +68,7 @@ def test_slurm_says_how_many_gpus(tmp_path: Path, lines: str, gpus: int) -> None
 
 def test_recomputation_and_context_parallelism_are_read() -> None:
     job, unread = job_of("--context-parallel-size 4 --recompute-activations --bf16")
-    # Attention's scores are not kept anyway.
+    # Kernels keep no scores of attention in any case.
     assert (job["c"], job["recompute"], unread) == (4, "none", [])
     job, _ = job_of("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     assert job["recompute"] == "full"

@@ -114,7 +114,7 @@ def test_heads_of_multi_token_prediction_stand_in_a_layout() -> None:
 
 
 def shrunk(model: Model) -> Model:
-    """The same kinds of layers, as small as they can be."""
+    """The model with the same kinds of layers, made as small as possible."""
     heads = 4 if model.groups == model.heads else 8
     return replace(
         model,
@@ -141,7 +141,7 @@ def shrunk(model: Model) -> Model:
 
 @cache
 def built() -> dict[str, dict[str, Any]]:
-    """By preset, what the checkout built of its shrunk line."""
+    """For each preset, the model that the checkout builds from its shrunk launch line."""
     megatron = checkout()
     jobs = []
     for name in model_presets():
@@ -150,7 +150,7 @@ def built() -> dict[str, dict[str, Any]]:
             Request(shrunk(model_preset(name)), job, H100, 1e6), Option("baseline", "1f1b", (2,))
         )
         argv = shlex.split(line.replace("\\\n", " ").split("pretrain_gpt.py")[1])
-        # Kernels for groups of experts are on a GPU alone.
+        # Only GPUs have kernels for groups of experts.
         argv = [
             *(word for word in argv if word != "--moe-grouped-gemm"),
             *LOCAL,

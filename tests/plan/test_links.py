@@ -51,7 +51,7 @@ def test_a_gather_is_as_slow_as_link_or_network() -> None:
 def test_the_exchange_of_experts_takes_as_long_as_published(
     name: str, flex: bool, microseconds: float
 ) -> None:
-    """arXiv 2603.07685: dispatch over 64 ranks; 4,096 tokens a rank are our reading."""
+    """arXiv 2603.07685 has the dispatch over 64 ranks; 4,096 tokens a rank are our assumption."""
     job = Job(p=1, d=64, e=64, flex_dispatcher=flex)
     measured = exchange_ms(DEEPSEEK, job, hardware_named(name)) * 1e3
     assert measured == pytest.approx(microseconds, rel=0.25)

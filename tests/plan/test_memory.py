@@ -43,15 +43,15 @@ def test_the_ranks_hold_the_model(name: str, method: str, shape: str) -> None:
     placement = Placement(2, 2, shape)  # type: ignore[arg-type]
     layers = [model.layers // 4 + (stage < model.layers % 4) for stage in range(4)]
     counts = parameters_of(model, Job(p=2), METHODS[method], placement, layers)
-    assert [own.updated(Job(p=2)) for own in counts] == [sum(own) for own in counts]
-    # A tied weight is there twice if the first and the last stage are on different ranks.
+    assert [held.updated(Job(p=2)) for held in counts] == [sum(held) for held in counts]
+    # Two ranks hold a tied weight if the first and the last stage are on different ranks.
     copies = model.vocabulary_weights if model.tied and method == "baseline" and shape == "standard" else 0
     assert sum(map(sum, counts)) == pytest.approx(model.parameters + copies)
-    # Experts of 4 ranks each once, of 2 ranks twice: with tensor parallelism inside experts, and without.
+    # e 4, and e 2 times t 2, spread the experts over all 4 ranks: one copy. e 1 times t 2 makes two copies.
     for e, replicas in ((4, 1), (2, 1), (1, 2)):
         job = Job(p=2, t=2, d=2, e=e, distributed_optimizer=True)
         divided = parameters_of(model, job, METHODS[method], placement, layers)
-        ours = [own.updated(job) for own in divided]
+        ours = [held.updated(job) for held in divided]
         experts = model.expert_weights * model.layers
-        assert sum(own.experts for own in divided) == pytest.approx(experts * replicas / 4)
+        assert sum(held.experts for held in divided) == pytest.approx(experts * replicas / 4)
         assert sum(ours) == pytest.approx((sum(map(sum, counts)) - experts) / 4 + experts / 4)

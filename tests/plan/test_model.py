@@ -51,7 +51,7 @@ def test_presets_have_as_many_parameters_as_published() -> None:
 
 
 def test_a_head_of_multi_token_prediction() -> None:
-    """DeepSeek-V3's has 11.5 B parameters of its own, in a layer with experts."""
+    """DeepSeek-V3's head adds 11.5 B parameters, in a layer with experts."""
     heads = model_preset("deepseek-v3")
     assert heads.mtp_depths == model_preset("glm-4.5").mtp_depths == 1
     plain = replace(heads, mtp_depths=0)

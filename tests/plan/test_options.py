@@ -38,7 +38,7 @@ def simulated_ms(model: Model, job: Job, method: str, family: str) -> float:
 
 
 def check_best(asked: Request, methods: tuple[str, ...], among: tuple[str, ...]) -> Option:
-    """The recommended one against the simulator's own times, in full, of all that fit."""
+    """Compare the recommended option with full simulations of all options that fit."""
     options = all_options(asked, methods, among)
     best = best_of(asked, options)
     assert best is not None
@@ -152,7 +152,7 @@ def test_a_larger_shard_of_experts_and_replicas_saves_memory() -> None:
     divided = replace(asked, job=replace(asked.job, e=8, distributed_optimizer=True))
     stage = option_of(divided, "vocab-2", SOME[0]).stages[0]
     assert stage.weights < plain.weights / 4
-    # Of the experts there is one replica, of the rest there are eight.
+    # Experts have one replica, all other weights have eight.
     assert stage.weights * 6 / 8 < stage.optimizer < stage.weights * 6
 
 

@@ -31,7 +31,7 @@ def question(model: Model, gpus: int = 4, limit_gib: float = 79.0, **fixed: int 
 
 
 def test_the_best_of_all_ways_is_found() -> None:
-    """Against every way, method and rung tried one after another, without bounds."""
+    """The search agrees with trying every way, method and rung in turn, without bounds."""
     asked = question(small(), limit_gib=20.0)
     found = search(asked)
     times = []

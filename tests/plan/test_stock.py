@@ -21,7 +21,7 @@ def even(stages: int, forward: float = 1.0, backward: float = 2.0) -> Stages:
 
 
 def test_the_order_is_megatrons() -> None:
-    """By Megatron's tables for p 2, two chunks and four microbatches: rank 0's stages are 0 and 2."""
+    """Megatron's tables for p 2, two chunks and four microbatches: rank 0 has stages 0 and 2."""
     passes = [f"{'F' if one.forward else 'B'}{one.stage}.{one.microbatch}" for one in order(0, 2, 2, 4)]
     warm_up, rest = passes[:4], passes[4:]
     assert warm_up == ["F0.0", "F0.1", "F2.0", "F2.1"]
@@ -32,7 +32,7 @@ def test_the_order_is_megatrons() -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 16), (2, 7)])
 def test_even_stages_take_as_long_as_is_known(p: int, m: int) -> None:
-    """(m + p - 1) intervals in 1F1B; the bubble is divided by the chunks when interleaved."""
+    """1F1B takes m + p - 1 intervals; in interleaved, the bubble is divided by the number of chunks."""
     assert play(even(p), p, m, 0.0).length_ms == pytest.approx(3 * (m + p - 1))
     for chunks in (2, 4):
         if m % p == 0:

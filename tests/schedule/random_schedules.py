@@ -16,7 +16,7 @@ from tests.schedule import reference
 
 @dataclass(frozen=True)
 class Shape:
-    """What a schedule is made of, without its order."""
+    """The parts of a schedule, without its order."""
 
     algorithm: str = "vocab-2"
     p: int = 2
@@ -28,7 +28,7 @@ class Shape:
 
     @property
     def data(self) -> dict[str, Any]:
-        """The JSON form, every rank's passes missing."""
+        """The JSON form without the passes of any rank."""
         return {
             "p": self.p,
             "m": self.m,
@@ -42,7 +42,7 @@ class Shape:
 
 
 def random_data(shape: Shape, seed: int) -> dict[str, Any]:
-    """The JSON form of a valid schedule: again and again, any pass that may run next."""
+    """The JSON form of a valid schedule: it repeatedly takes a random pass that may run next."""
     data, draw = shape.data, Random(seed)
     left = {key: rank for rank, keys in enumerate(reference.wanted(data, shape.split)) for key in keys}
     needs = {key: [need for need, _ in reference.waits_for(key, data, 0.0)] for key in left}
@@ -64,7 +64,7 @@ def random_schedule(shape: Shape, seed: int) -> Schedule:
 
 
 def with_pairs(schedule: Schedule, draw: Random, share: float = 0.7) -> Schedule:
-    """Of the neighbours F and B of two microbatches about so many as pairs; not every choice can run."""
+    """Make about this share of neighbours F and B of two microbatches pairs; not every choice can run."""
     pairs = {
         Pair(one, two)
         for row in schedule.ranks
@@ -77,7 +77,7 @@ def with_pairs(schedule: Schedule, draw: Random, share: float = 0.7) -> Schedule
 
 
 def accepted(data: dict[str, Any], split: bool) -> bool:
-    """Whether the independent reading finds every pass there once, and an order that can run."""
+    """Whether the independent reading finds every pass once, and an order that can run."""
     rows, expected = reference.keys_of(data), reference.wanted(data, split)
     if any(sorted(row) != sorted(keys) for row, keys in zip(rows, expected, strict=True)):
         return False

@@ -49,7 +49,7 @@ def wanted(data: dict[str, Any], split: bool = False) -> list[set[Key]]:
 
 
 def waits_for(key: Key, data: dict[str, Any], comm: float) -> list[tuple[Key, float]]:
-    """The passes that ``key`` must follow, each with the latency in between."""
+    """The passes that must end before ``key`` starts, each with the latency between the two."""
     op, place, mb = key
     p, algorithm, last = data["p"], data["algorithm"], data["p"] * data["chunks"] - 1
     everywhere = range(p)
@@ -86,7 +86,7 @@ def waits_for(key: Key, data: dict[str, Any], comm: float) -> list[tuple[Key, fl
         return [(("B", 0, mb), comm)]
     if mb < 2:
         return []
-    # The throttle of the inputs: the embedded tokens of the microbatch before last have left this rank.
+    # The throttle of IF: the embedded tokens of the microbatch before last have left this rank.
     gone = [(("IF", rank, mb - 2), comm) for rank in everywhere]
     return gone + ([(("F", 0, mb - 2), 0.0)] if place == rank_of(0, data) else [])
 
@@ -140,7 +140,7 @@ def together(ready: set[Key], start: dict[Key, float], p: int) -> None:
 
 
 def peak_activations(data: dict[str, Any]) -> float:
-    """The most microbatches between F and B (W where split) on any rank, chunks counting as fractions."""
+    """The most microbatches between F and B (or a separate W) on any rank; a chunk is a fraction of one."""
     split = any(item["op"] == "W" for row in data["ranks"] for item in row)
     peak = 0
     for row in data["ranks"]:

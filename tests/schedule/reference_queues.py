@@ -23,7 +23,7 @@ _NEEDS = {  # the collectives that a pass of each algorithm waits for; B for the
 
 
 def parts(word: str) -> tuple[int, str, int]:
-    """Stage (or rank), name and microbatch of an instruction's text; of a pair those of its F."""
+    """Stage (or rank), name and microbatch in an instruction's text; a pair gives those of its F."""
     found = re.fullmatch(r"(\d+)([A-Z_]+)(?:(\d)\.)?(\d+)", word.partition("+")[0])
     assert found
     return int(found[1]), found[2] + (found[3] or ""), int(found[4])
@@ -83,7 +83,7 @@ def _transfers(
 
 
 def needs_of(word: str, shape: Shape, where: list[int]) -> list[str]:
-    """What an instruction waits for on its rank; a pair for what both passes wait for."""
+    """The instructions that one waits for on its rank; a pair waits for those of both passes."""
     return [need for part in word.split("+") for need in _needs(part, shape, where)]
 
 

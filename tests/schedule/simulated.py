@@ -12,7 +12,7 @@ from megatron_vocabpar.schedule.words.schedule import Schedule
 def simulated(
     schedule: Schedule, costs: PassCosts | None = None, real: PassCosts | None = None
 ) -> Simulation:
-    """Planned with ``costs``, played with ``real``: by default the same."""
+    """Plan with ``costs`` and play with ``real`` times, by default the same."""
     return simulate(Plan.of(schedule, costs), None if real is None else PassTimes.of(real, schedule))
 
 

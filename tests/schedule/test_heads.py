@@ -44,7 +44,7 @@ def test_rows_of_all_heads_and_a_longer_last_stage() -> None:
 
 
 def test_the_rules_cost_no_time() -> None:
-    """What the last stage embeds is there long before it is needed, and nobody waits for its gradient."""
+    """The last stage gets embedded tokens long before it needs them; nothing waits for their gradient."""
     costs = replace(PassCosts.default(8, 1), last_stage_extra={})
     with_rules, without = (
         simulate(make_plan("vocab-2", 8, 24, costs=replace(costs, mtp_depths=depths))) for depths in (1, 0)

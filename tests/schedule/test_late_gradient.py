@@ -38,7 +38,7 @@ MS = {
 
 
 def test_what_follows_from_a_late_gradient() -> None:
-    """Barriers stay what they are; what T does besides the weight gradient does not wait for the loss."""
+    """The barriers stay the same; the part of T that is no weight gradient does not wait for the loss."""
     told = {name: (method.barriers, method.weight_pass.value) for name, method in LATE.items()}
     assert told == {"naive": (3, "TW"), "vocab-1": (2, "TW"), "vocab-2": (1, "T")}
     vocab_1, vocab_2 = LATE["vocab-1"].waits_for, LATE["vocab-2"].waits_for
@@ -52,7 +52,7 @@ def test_what_follows_from_a_late_gradient() -> None:
 
 @covering(("method", LATE), ("family", families()), ("p", [1, 2, 3, 5]))
 def test_keeps_every_rule_by_an_independent_reading(family: str, method: str, p: int) -> None:
-    """L on the rank of the loss function alone, which in V shapes is not that of the last stage."""
+    """Only the rank of the loss function runs L; in V shapes that is not the rank of the last stage."""
     for m in {1, 2 * p + 1}:
         plan = make_plan(LATE[method], p, m, family=family)
         data = json.loads(to_json(plan.schedule))
@@ -67,7 +67,7 @@ def test_keeps_every_rule_by_an_independent_reading(family: str, method: str, p:
 
 
 def in_the_papers_setting(method: str, p: int, family: str = "1f1b") -> list[Simulation]:
-    """As announced, and late; 128 microbatches, vocabulary 256k."""
+    """With a gradient known before, and with a late one; 128 microbatches, vocabulary 256k."""
     plans = (
         make_plan(kind, p, 128, family=family, costs=PassCosts.paper(p))
         for kind in (METHODS[method], LATE[method])
@@ -96,7 +96,7 @@ def test_softmax_shards_are_counted_until_the_weight_gradient() -> None:
 
 
 def test_times_of_the_halves() -> None:
-    """What is measured in one kind of schedule plans the other."""
+    """Times that are measured in one kind of schedule can plan the other."""
     late, usual = generate(LATE["vocab-1"], 2, 1), generate("vocab-1", 2, 1)
 
     def times(schedule: object, **given: float) -> tuple[float, ...]:

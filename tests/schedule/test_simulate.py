@@ -125,7 +125,7 @@ def test_the_queue_of_a_group_delays_collectives() -> None:
 
 
 def pass_ms(shape: Shape) -> tuple[dict[str, float], dict[str, float]]:
-    """Times by pass, and those of the method as a cost file has them."""
+    """Times by pass; those of the method have the names of a cost file."""
     ms = {"F": 10.0, "B": 12.0, "W": 8.0, "IF": 1.0, "IB": 2.0}
     ms |= {"S": 3.0, "S2": 1.0, "T": 4.0, "L": 0.5, "TW": 2.0}
     method = {f"{name}_ms": ms[name] for name in ("S", "S2", "T", "L")}
@@ -151,7 +151,7 @@ def test_any_order_of_any_shape_equals_an_independent_simulation(shape: Shape, s
 
 @given(st.sampled_from(SHAPES), st.integers(0, 10**6), st.integers(0, 30), st.integers(0, 30))
 def test_queues_equal_an_independent_simulation(shape: Shape, seed: int, p2p: int, collective: int) -> None:
-    """Transfers and collectives as long as passes, so that they queue."""
+    """Transfers and collectives take as long as passes, so they queue."""
     ms, method = pass_ms(shape)
     costs = PassCosts(
         10.0, 12.0, 8.0, 1.0, 2.0, {shape.algorithm: method}, float(p2p), collective + 1.0, collective / 2
@@ -185,7 +185,7 @@ def test_the_critical_path_has_no_gap_and_idle_time_adds_up(shape: Shape, seed: 
 
 
 def test_a_longer_step_of_the_critical_path_makes_the_iteration_longer() -> None:
-    """By at least as much as the path says, for every rank's forward passes."""
+    """If each F of a rank takes longer, the iteration does, by at least that for each F on the path."""
     schedule = generate("vocab-2", 4, 8)
     base = simulated(schedule, COSTS)
     for rank in range(4):
@@ -220,7 +220,7 @@ def test_transfers_of_one_link_follow_each_other() -> None:
 
 
 def test_buffers_by_hand() -> None:
-    """One rank, two microbatches, W split off and late; IF and IB around."""
+    """One rank runs two microbatches; W is split off and runs late; IF and IB run first and last."""
     rows = ranks_of(["0IF0 0IF1 0F0 0F1 0S0 0S1 0B0 0B1 0T0 0T1 0W0 0W1 0IB0 0IB1"])
     schedule = Schedule(METHODS["vocab-2"], Placement(1), 2, rows)
     result = simulated(schedule, COSTS)
@@ -327,7 +327,7 @@ def published() -> dict[str, tuple[float, float, dict[str, tuple[float, ...]]]]:
 
 @pytest.mark.parametrize("method", ["baseline", "redis", "vocab-1", "vocab-2"])
 def test_published_runs_are_predicted(method: str) -> None:
-    """Nothing fitted; S:T taken 1:2 in vocab-1 and 2:1 in vocab-2. Our order of vocab-2 is 1.7 % faster."""
+    """Nothing is fitted; S:T is 1:2 in vocab-1 and 2:1 in vocab-2. Our order of vocab-2 is 1.7 % faster."""
     iteration_ms, comm, times = published()[method]
     output, share = times.get("output", ()), {"vocab-1": 1 / 3, "vocab-2": 2 / 3}.get(method, 0.0)
     parts = {"S_ms": tuple(share * x for x in output), "T_ms": tuple((1 - share) * x for x in output)}

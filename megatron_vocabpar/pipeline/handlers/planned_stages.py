@@ -1,9 +1,9 @@
-"""Handlers of F, B and pairs that run them through Megatron's plans of the layers.
+"""Handlers of F, B and pairs that run through Megatron's plans of the layers.
 
-The training script's ``forward_step`` calls the model as ever; while it does, the model's ``forward`` builds
-the plan of its layers and runs it, alone or beside the B of a pair. So loss scales, auxiliary losses, counts
-of tokens and of microbatches stay those of Megatron's own ``forward_step``. A pair 0F5+2B1 is F's handler
-within B's:
+The training script's ``forward_step`` calls the model as usual. During this call the model's ``forward``
+builds the plan of its layers and runs it, alone or beside the B of a pair. So Megatron's own ``forward_step``
+still handles loss scales, auxiliary losses, and counts of tokens and of microbatches. For a pair 0F5+2B1, F's
+handler runs within B's:
 
     2B1 waits for its gradient
         0F5 waits for its input
@@ -32,12 +32,12 @@ from megatron_vocabpar.schedule.words.passes import Pair, Pass
 
 @dataclass
 class _Planned:
-    """What F leaves for its B.
+    """The state that F leaves for its B.
 
     Attributes:
-        plan: of the chunk's layers.
-        leaf: what the loss function was called on, where this stage computes the loss; its gradient is that
-            of the plan's output.
+        plan: the plan of the chunk's layers.
+        leaf: if this stage computes the loss, the input of the loss function: the plan's output, detached.
+            Its gradient is the gradient of that output.
     """
 
     plan: ChunkPlan
@@ -50,16 +50,16 @@ class PlannedStages(Stages):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._planned: dict[tuple[int, int], _Planned] = {}  # by stage and microbatch
-        self._forward: Pass | None = None  # of the pair whose B is under way
-        self._beside: BackwardRun | None = None  # of the pair whose F is under way
+        self._forward: Pass | None = None  # the F of the pair whose B is under way
+        self._beside: BackwardRun | None = None  # the B of the pair whose F is under way
 
     def pair(self, instruction: Pair) -> None:
-        """F of one microbatch beside B of another."""
+        """Run F of one microbatch beside B of another."""
         self._forward = instruction.forward
         self.backward(instruction.backward)
 
     def forward(self, instruction: Pass) -> None:
-        """F, whose chunk builds and runs its plan when the training script calls it."""
+        """Run F: the chunk builds and runs its plan when the training script calls it."""
         model: Any = unwrap_model(self.call.chunks[self.rank.placement.chunk_of(instruction.stage)])
         with self._plan_instead(model, instruction):
             super().forward(instruction)

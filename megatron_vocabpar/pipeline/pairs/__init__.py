@@ -1,4 +1,4 @@
-"""Megatron's own plans of a model chunk's layers, by which F and B hide each other's exchange of tokens.
+"""Megatron's plans of a model chunk's layers: with them F and B hide each other's exchange of tokens.
 
-Read ``chunk_plan.py``; ``handlers/planned_stages.py`` runs them.
+``chunk_plan.py`` wraps such a plan, and ``handlers/planned_stages.py`` runs it.
 """

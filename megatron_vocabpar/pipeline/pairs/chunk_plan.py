@@ -1,15 +1,15 @@
 """Megatron's plan of a model chunk: its layers cut at the exchanges between experts, to run F and B together.
 
-``build_schedule_plan`` of a model takes the arguments of ``forward`` and gives a list of layers, each of them
-cut into attention and router, dispatch, experts, combine. ``run(F's plan, B's plan)`` plays them against each
-other:
+A model's ``build_schedule_plan`` takes the arguments of ``forward`` and returns a list of layers, each cut
+into attention and router, dispatch, experts, combine. ``run(F's plan, B's plan)`` runs one layer's F beside
+another's B:
 
     computation    F attention   B experts                F experts   B attention
     exchange       B combine     F dispatch, B dispatch   F combine
 
-One thing is put right. Megatron 0.14 and 0.15 have the final norm in front of the output layer, which is no
-part of our plans; later ones behind the last layer's combine, and, if that layer has no experts, nowhere.
-Here it always belongs to the last layer of the decoder.
+The place of the final norm is corrected. Megatron 0.14 and 0.15 have it before the output layer, which our
+plans leave out. Later versions have it after the last layer's combine, and nowhere if that layer has no
+experts. Here it always belongs to the decoder's last layer.
 
 Source: Megatron-LM, ``models/common/model_chunk_schedule_plan.py``. Used by ``planned_stages.py``.
 """
@@ -31,20 +31,20 @@ from megatron_vocabpar.pipeline.model.chunks import shown_as_rank
 
 @dataclass(frozen=True)
 class BackwardRun:
-    """A B that is due: its plan, and the gradient ``[s, b, H]`` of what its F gave."""
+    """A B to run: its plan, and the gradient ``[s, b, H]`` of its F's output."""
 
     plan: ChunkPlan
     grad: torch.Tensor
 
 
 class ChunkPlan:
-    """Of one microbatch in one model chunk; ``forward`` runs its F, and ``backward`` its B.
+    """The plan of one microbatch in one model chunk; ``forward`` runs its F, and ``backward`` its B.
 
     Args:
         model: the chunk, unwrapped.
-        args, kwargs: of its ``forward``.
-        leaves_weight_gradients: whether the weight gradients that its layers delay are left to a pass W;
-            else B computes them, as the plan has it.
+        args, kwargs: the arguments of the chunk's ``forward``.
+        leaves_weight_gradients: a pass W computes the weight gradients that layers delay; otherwise B does,
+            as in Megatron.
 
     Raises:
         ValueError: for an argument that Megatron's plans ignore.
@@ -60,7 +60,7 @@ class ChunkPlan:
             )
         _make_streams(model.config)
         self._model = model
-        # Megatron 0.14 asks its global state whether the chunk has the layers of multi-token prediction.
+        # Megatron 0.14 looks in its global state whether the chunk has the layers of multi-token prediction.
         shown = shown_as_rank(model.shown_rank) if hasattr(model, "shown_rank") else nullcontext()
         with shown:
             self._plan = model.build_schedule_plan(*args, **kwargs)
@@ -69,20 +69,20 @@ class ChunkPlan:
         self.output: Any = None
 
     def forward(self, beside: BackwardRun | None = None) -> torch.Tensor:
-        """F, and B of another microbatch beside it; gives what the chunk's ``forward`` would."""
+        """Run F, and beside it B of another microbatch; returns the result of the chunk's ``forward``."""
         b_plan, b_grad = (beside.plan._plan, beside.grad) if beside else (None, None)
         with self._norm_in_the_last_layer(), _scales_of_fp8(self._model.config):
             self.output = type(self._plan).run(self._plan, b_plan, b_grad=b_grad)
         return self.output
 
     def backward(self, grad: torch.Tensor) -> None:
-        """B alone; the gradients of the chunk's input and weights are then where autograd puts them."""
+        """Run B alone; the gradients of the chunk's input and weights are then where autograd puts them."""
         with _scales_of_fp8(self._model.config):
             type(self._plan).run(None, self._plan, b_grad=grad)
 
     @contextmanager
     def _norm_in_the_last_layer(self) -> Iterator[None]:
-        """The last node of the decoder's last layer ends with the final norm, and no other node has it."""
+        """In this context the final norm ends the last node of the decoder's last layer, and no other."""
         decoder = self._model.decoder
         norm = getattr(decoder, "final_layernorm", None)
         if norm is None:
@@ -111,7 +111,7 @@ class ChunkPlan:
 
 
 def _make_streams(config: Any) -> None:
-    """Megatron's stream for exchanges, which it keeps for itself; with a priority from 0.18 on."""
+    """Make Megatron's stream for exchanges, a global of Megatron's; from 0.18 on it may have a priority."""
     if getattr(config, "high_priority_a2a_comm_stream", False):
         utils.set_streams(high_priority=True)
     else:
@@ -126,7 +126,7 @@ def _then(function: Callable[..., Any], norm: torch.nn.Module) -> Callable[..., 
 
 
 def _scales_of_fp8(config: Any) -> AbstractContextManager[Any]:
-    """With delayed scaling Megatron holds it around the whole plan; else the plan does, layer by layer."""
+    """The context of 8-bit scales around a whole plan; only delayed scaling needs one."""
     if getattr(config, "fp8", None) and config.fp8_recipe == Fp8Recipe.delayed:
         return fp8_utils.get_fp8_context(config)
     return nullcontext()

@@ -1,9 +1,9 @@
 """The rules of programs, checked one by one; the first that is broken is named.
 
-It has the schedule's passes in their order, its pairs as one instruction each, and every communication once;
-launches come after producers and before consumers; all ranks have the collectives in one order, and receives
-in the order of sends; no buffer is left; nothing hangs, even if every operation holds its rank until all
-others have joined (``play/hang.py``).
+A program has the schedule's passes in their order, each pair as one instruction, and every communication
+once. Launches come after producers and before consumers. All ranks have the collectives in one order, and
+receives in the order of sends. No buffer is left over. Nothing hangs, even if every operation holds its rank
+until all others have joined (``play/hang.py``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def validate_program(schedule: Schedule, program: Program) -> None:
 
 
 def expected_communication(schedule: Schedule) -> list[set[Comm]]:
-    """The communication instructions that each rank must have."""
+    """The communication that each rank must have: what the passes there need, or carry to others."""
     expected: list[set[Comm]] = [set() for _ in range(schedule.p)]
     passes = {pass_ for row in schedule.ranks for pass_ in row}
     for pass_ in passes:
@@ -104,7 +104,7 @@ def check_communication(program: Program, rank: int, expected: set[Comm]) -> Non
 
 
 def check_program_order(numbering: Numbering, program: Program, rank: int) -> None:
-    """Producers before launches, launches and receives before consumers; of a pair, before the pair."""
+    """Producers come before launches, launches and receives before consumers (or before their pair)."""
     m, seen = numbering.schedule.m, bytearray(numbering.size)
     needs = [in_numbers(needs, m) for needs in numbering.needs]
     for item in program[rank]:
@@ -130,7 +130,11 @@ def check_collective_order(program: Program) -> None:
 
 
 def check_point_to_point_order(schedule: Schedule, program: Program) -> None:
-    """Between two ranks, receives are posted in the order of the sends."""
+    """Between two ranks, receives are posted in the order of the sends.
+
+    NCCL matches transfers by order alone: after 0SEND_F0 0SEND_F1, a rank that posts 1RECV_F1 first would
+    take microbatch 0 for microbatch 1.
+    """
     sent: dict[tuple[int, int], list[Comm]] = {}
     posted: dict[tuple[int, int], list[Comm]] = {}
     for rank, row in enumerate(program):
@@ -152,7 +156,7 @@ def check_point_to_point_order(schedule: Schedule, program: Program) -> None:
 
 
 def check_hang(schedule: Schedule, program: Program) -> None:
-    """A program runs to its end even if every operation holds its rank until all others have joined."""
+    """The program runs to its end even if every operation holds its rank until all others have joined."""
     if not runs_in_step(schedule, program):
         (circle,) = find_hangs(schedule, program, (STRICTEST,)).values()
         stands = {wait.rank: program[wait.rank].index(wait.item) for wait in circle}

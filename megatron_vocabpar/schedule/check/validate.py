@@ -1,8 +1,8 @@
 """The rules of schedules, checked one by one; the first that is broken is named.
 
-Every pass runs once, on its rank; each rank's order keeps the dependencies; pairs are neighbours of two
-microbatches; no ranks wait for each other; peaks are under the cap. The message names rank and pass, and
-shows a small grid of every rank's passes around it.
+Every pass runs once, on its rank. Each rank's order keeps the dependencies. A pair is two neighbours of
+different microbatches. No ranks wait for each other. No rank holds more activations than the cap. The message
+names rank and pass, and shows a small grid of every rank's passes around it.
 
 Next: ``program_rules.py``, the further rules of a program.
 """
@@ -23,7 +23,7 @@ from megatron_vocabpar.schedule.words.schedule import BACKWARD, Deadlock, Schedu
 
 
 def validate(schedule: Schedule, max_activations: float | None = None) -> None:
-    """Check a schedule, or a forward-only one, perhaps with a cap on the microbatches that a rank holds.
+    """Check a schedule of a training or an evaluation, and the cap on what a rank holds, if there is one.
 
     Raises:
         ScheduleError: naming the first broken rule, the rank, the pass, and showing where it is.
@@ -37,7 +37,7 @@ def validate(schedule: Schedule, max_activations: float | None = None) -> None:
 
 
 def validate_rows(schedule: Schedule) -> None:
-    """Check everything except deadlocks, which playing the schedule will show.
+    """Check everything except deadlocks: playing the schedule will show these.
 
     Raises:
         ScheduleError: naming the first broken rule, the rank, the pass, and showing where it is.
@@ -99,8 +99,8 @@ def _check_pairs(schedule: Schedule) -> None:
                 rank, _ = places[pass_]
                 raise violation("pair", schedule.ranks, rank, pass_, "it is in two pairs")
             seen.add(pass_)
-        rank, place = places[forward]
-        if places[backward] != (rank, place + 1):
+        rank, position = places[forward]
+        if places[backward] != (rank, position + 1):
             reason = f"{backward} must come right after it, as the two run together"
             raise violation("pair", schedule.ranks, rank, forward, reason)
         if forward.microbatch == backward.microbatch:
@@ -109,7 +109,7 @@ def _check_pairs(schedule: Schedule) -> None:
 
 
 def _check_order(schedule: Schedule, numbering: Numbering) -> None:
-    """Passes of one rank that depend on each other, directly or through communication."""
+    """On each rank, a pass comes after those that it waits for, directly or through communication."""
     needs = [in_numbers(local, schedule.m) for local in _local_needs(numbering)]
     seen = bytearray(numbering.size)
     for rank, passes in enumerate(schedule.ranks):

@@ -1,4 +1,4 @@
-"""The message of a broken rule: its name, rank and pass, and a grid of what all ranks do around it."""
+"""The message of a broken rule: its name, rank and pass, and a grid of all ranks' passes around it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _GRID_WIDTH = 5  # instructions shown before and after the culprit
 
 
 def violation(rule: str, rows: Rows, rank: int, culprit: Instruction, reason: str) -> ScheduleError:
-    """A rule that an instruction breaks."""
+    """The error of a rule that an instruction breaks; ``reason`` says how."""
     row = rows[rank]
     position = len(row) - 1 - row[::-1].index(culprit)
     return ScheduleError(f"{rule}: rank {rank}, {culprit}: {reason}\n{grid(rows, rank, {rank: position})}")
 
 
 def missing(what: str, does: str, rows: Rows, rank: int, item: Instruction) -> ScheduleError:
-    """An instruction that a rank lacks; the grid shows where that of an earlier microbatch stands."""
+    """The error of an instruction that a rank lacks; the grid shows the one of an earlier microbatch."""
     row = rows[rank]
     earlier = [
         position
@@ -34,7 +34,7 @@ def missing(what: str, does: str, rows: Rows, rank: int, item: Instruction) -> S
 
 
 def deadlocked(rows: Rows, deadlock: Deadlock) -> ScheduleError:
-    """A deadlock, with the instruction in brackets at which each rank has stopped."""
+    """The error of a deadlock; brackets mark the instruction at which each rank has stopped."""
     stopped = {rank: rows[rank].index(item) for rank, item in deadlock.stopped.items()}
     return ScheduleError(f"{deadlock}\n{grid(rows, deadlock.rank, stopped)}")
 
@@ -42,8 +42,9 @@ def deadlocked(rows: Rows, deadlock: Deadlock) -> ScheduleError:
 def grid(rows: Rows, rank: int, marked: Mapping[int, int], *, bracket: bool = True) -> str:
     """The instructions of all ranks around one of ``rank``.
 
-    ``marked`` holds the positions of culprits by rank, shown in brackets if ``bracket``. A row without one is
-    cut at the same share of its length as that of ``rank``, since rows may have different lengths.
+    ``marked`` holds the positions of culprits by rank, shown in brackets if ``bracket``. Rows may have
+    different lengths, so a row without a culprit is cut at the same share of its length as the row of
+    ``rank``.
     """
     share = marked[rank] / max(len(rows[rank]), 1)
     lines = []

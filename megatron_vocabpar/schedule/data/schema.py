@@ -1,7 +1,7 @@
-"""Files that people write: read as strict JSON, and held against a schema of this folder.
+"""Reads files that people write: as strict JSON, and against a schema of this folder.
 
-A fault is one line: where it is, what stands there and, from the schema's description, what to give instead.
-The schemas are JSON Schema, so an editor can check a file too.
+An error is one line: where it is, the value there and, from the schema's description, what to give instead.
+The schemas are JSON Schema, so an editor can check a file, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read_object(text: str, what: str) -> dict[str, Any]:
 
 
 def check(data: Mapping[str, Any], schema: Literal["costs", "schedule", "timeline"]) -> None:
-    """Hold a file's object against a schema.
+    """Check a file's object against a schema.
 
     Raises:
         ValueError: naming the first entry that is missing, unknown or wrong.
@@ -51,7 +51,7 @@ def check(data: Mapping[str, Any], schema: Literal["costs", "schedule", "timelin
 
 
 def read_costs(path: str | Path) -> dict[str, Any]:
-    """The JSON object of a cost file, held against ``costs.schema.json``.
+    """The JSON object of a cost file, checked against ``costs.schema.json``.
 
     Raises:
         ValueError: if it is missing, not JSON or malformed; the message names the file.
@@ -78,7 +78,7 @@ def _validator(schema: str) -> Callable[[Any], Any]:
 
 
 def _in_words(error: Any) -> str:
-    """The line for one of the library's errors."""
+    """One of the library's errors as one line."""
     path, value, rule = ".".join(error.path[1:]), error.value, error.definition
     if error.rule == "required":
         name = next(name for name in rule["required"] if name not in value)

@@ -1,7 +1,8 @@
 """Pictures of schedules in time: for the terminal, for a paper, for a browser and for trace viewers.
 
-Each shows one row a rank. ``text.py`` and ``trace.py`` draw a simulation; ``svg.py``, ``image.py`` (PNG, PDF)
-and ``html.py`` draw charts (``chart.py``), planned or measured (``measured.py``), one below the other.
+Each picture has one row for each rank. ``text.py`` and ``trace.py`` draw a simulation. ``svg.py``,
+``image.py`` (PNG, PDF) and ``html.py`` draw charts (``chart.py``), planned or measured (``measured.py``), one
+below the other.
 """
 
 from __future__ import annotations

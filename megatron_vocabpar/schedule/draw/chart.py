@@ -1,7 +1,7 @@
-"""What every picture shows: rows of bars in time, planned or measured.
+"""A chart, the content of a picture: rows of bars in time, planned or measured.
 
-``planned_chart`` makes a chart from a simulation, ``measured.py`` from the timeline of a training run, so all
-renderers draw both alike. Next: ``scene.py`` (on paper), ``html.py`` (in a browser).
+``planned_chart`` makes a chart from a simulation, ``measured.py`` makes one from the timeline of a training
+run. So all renderers draw both alike. Next: ``scene.py`` (on paper), ``html.py`` (in a browser).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MICROBATCHES, MIB = "microbatches", "MiB"  # units of memory
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A pass, a pair, or a rank's part in a collective, in time; ``waited_for`` is text for a reader."""
+    """A pass, a pair, or a rank's part in a collective; ``waited_for`` says in words what it waited for."""
 
     item: Instruction
     start_ms: float
@@ -47,7 +47,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Row:
-    """One rank.
+    """One rank's row of a chart.
 
     Attributes:
         label: such as ``rank 3``.
@@ -68,11 +68,11 @@ class Chart:
     """One picture's content.
 
     Attributes:
-        name: begins the line above.
-        rows: one a rank.
-        length_ms: from the first start to the last end.
-        placement: which chunk a stage is.
-        memory_unit: of ``Row.memory``.
+        name: the beginning of the title.
+        rows: one for each rank.
+        length_ms: the time from the first start to the last end.
+        placement: the map from stages to chunks.
+        memory_unit: the unit of ``Row.memory``.
         critical: the passes of the critical path; empty if unknown.
     """
 
@@ -85,27 +85,27 @@ class Chart:
 
     @property
     def idle(self) -> float:
-        """The share of the time in which ranks run no pass, their mean."""
+        """The share of the time in which a rank runs no pass: the mean of all ranks."""
         busy = sum(bar.end_ms - bar.start_ms for row in self.rows for bar in row.passes)
         return 1 - busy / (self.length_ms * len(self.rows)) if self.length_ms and self.rows else 0.0
 
     @property
     def title(self) -> str:
-        """The line above: name, length and idle time."""
+        """The line above the rows: name, length and idle time."""
         return f"{self.name}: {self.length_ms:.1f} ms, idle {100 * self.idle:.1f} %"
 
     def types(self) -> list[PassType]:
-        """The types of pass that it shows; of a pair both."""
+        """The types of the passes that the chart shows; a pair has both of its types."""
         shown = {part.type for row in self.rows for bar in row.passes for part in parts_of(bar.item)}
         return [type_ for type_ in PassType if type_ in shown]
 
     def chunk_of(self, item: Instruction) -> int:
-        """The chunk that a pass belongs to on its rank; 0 for those of the vocabulary layers."""
+        """The chunk that a pass belongs to on its rank; 0 for passes of the vocabulary layers."""
         return 0 if item.type in VOCABULARY_PASSES else self.placement.chunk_of(item.stage)
 
 
 def name_of(schedule: Schedule, family: str | None = None) -> str:
-    """What a title calls a schedule: family, method, sizes."""
+    """A schedule's name in titles: family, method, sizes."""
     family = family or family_of(schedule)
     words = f"{family} + {schedule.method.name}" if family else schedule.method.name
     return f"{words}, p = {schedule.p}, m = {schedule.m}"
@@ -121,9 +121,9 @@ def planned_chart(
     """The chart of a simulated schedule.
 
     Args:
-        simulation: what to draw.
-        title: the line above; by default family, method, p and m.
-        family: its name; by default that of the family that it looks like.
+        simulation: the simulation to draw.
+        title: the line above the rows; by default family, method, p and m.
+        family: the family's name; by default that of the family that the schedule looks like.
         sizes: for memory in MiB; without them, memory is in microbatches of activations.
     """
     schedule = simulation.schedule
@@ -163,6 +163,6 @@ def _collectives(simulation: Simulation, rank: int, group: frozenset[CommType]) 
 
 
 def _memory(simulation: Simulation, rank: int, sizes: BufferSizes | None) -> Curve:
-    """What a rank holds: in MiB, or without sizes, activations in microbatches."""
+    """A rank's memory over time: in MiB, or, without sizes, its activations in microbatches."""
     mib = {ACTIVATIONS: 1.0, WEIGHT_INPUTS: 1.0} if sizes is None else sizes.mib
     return memory_curve(simulation.alive[rank], mib, simulation.schedule.chunks)

@@ -21,7 +21,7 @@ _INDEX = {type_: index for index, type_ in enumerate((*PassType, *CommType))}
 
 
 def draw_html(charts: Sequence[Chart], title: str | None = None, note: str = "") -> str:
-    """The text of a page with charts below each other on one time axis, and a sentence above them."""
+    """The text of a page: a sentence (``note``), then the charts, one below the other, on one time axis."""
     heading = title or (charts[0].name if charts else "schedule")
     folder = resources.files(__package__)
     frame = (folder / "viewer.html").read_text(encoding="utf-8")
@@ -72,9 +72,9 @@ def _row(row: Row, chart: Chart) -> dict[str, Any]:
 
 
 def _bar(bar: Bar, chart: Chart) -> list[Any]:
-    """[type, stage, chunk, microbatch, start, length, what it waited for, whether on the critical path].
+    """[type, stage, chunk, microbatch, start, length, what it waited for, 1 if on the critical path].
 
-    Of a pair these are F's, and the first four of B's come behind, as a list.
+    A pair has F's entries, and then a list of the first four of B.
     """
     start = round(bar.start_ms * _US_PER_MS)
     first, *beside = (

@@ -10,15 +10,15 @@ from megatron_vocabpar.schedule.draw.chart import Chart
 from megatron_vocabpar.schedule.draw.scene import Box, Scene, Text, lay_out
 
 _DOTS_PER_INCH = 96.0
-_SHARPNESS = 2.0  # of a PNG: its pixels for one of the scene
-_MOST_PIXELS = 32000.0  # of a PNG's side
+_SHARPNESS = 2.0  # a PNG's pixels for each pixel of the scene
+_MOST_PIXELS = 32000.0  # the longest side of a PNG
 _POINTS = 72.0 / _DOTS_PER_INCH
 _EDGE = "#444444"
 _HORIZONTAL = {"start": "left", "middle": "center", "end": "right"}
 
 
 def draw_image(charts: Sequence[Chart], file_format: str, widest: float | None = None) -> bytes:
-    """Charts below each other, as the bytes of a ``png`` or ``pdf`` file; ``widest`` as in ``scene.lay_out``.
+    """Charts, one below the other, as the bytes of a ``png`` or ``pdf``; ``widest`` as in ``scene.lay_out``.
 
     Raises:
         ValueError: if matplotlib is not installed.
@@ -41,14 +41,14 @@ def draw_image(charts: Sequence[Chart], file_format: str, widest: float | None =
     _paint(axes, scene)
     sharpness = min(_SHARPNESS, _MOST_PIXELS / max(scene.width, scene.height))
     file = io.BytesIO()
-    # No date in the file: the same schedule gives the same bytes.
+    # The file has no date, so that the same schedule gives the same bytes.
     metadata = {"CreationDate": None} if file_format == "pdf" else None
     figure.savefig(file, format=file_format, dpi=_DOTS_PER_INCH * sharpness, metadata=metadata)
     return file.getvalue()
 
 
 def _paint(axes: Any, scene: Scene) -> None:
-    """All rectangles as one collection, in their order; then all texts."""
+    """Paint all rectangles as one collection, in their order, and then all texts."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 

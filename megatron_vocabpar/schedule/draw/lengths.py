@@ -1,4 +1,4 @@
-"""Iterations compared: one bar for each schedule, as long as its iteration, with its idle part."""
+"""Compares iterations: each schedule gets a bar as long as its iteration, with the idle part in it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ _GREY = "#666666"  # of the legend, which holds for bars of every colour
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """One schedule's iteration: measured, the share of it that ranks idle on average, and simulated.
+    """One schedule's iteration.
 
-    ``colour`` (``#rrggbb``) is that of its bar.
+    Attributes:
+        label: the schedule's name.
+        ms: the measured length.
+        idle: the share of it in which ranks idle, on average.
+        predicted_ms: the simulated length.
+        colour: the bar's, as ``#rrggbb``.
     """
 
     label: str
@@ -30,7 +35,7 @@ class Length:
 
 
 def lay_out_lengths(title: str, lengths: Sequence[Length]) -> Scene:
-    """One bar below the other on one time axis; the others are compared with the first."""
+    """Bars on one time axis, one below the other; each says how fast it is compared with the first."""
     scale = _WIDTH / max(max(row.ms, row.predicted_ms) for row in lengths)
     bottom = _TOP + len(lengths) * (_ROW + _GAP)
     height = bottom + _AXIS + _LEGEND
@@ -56,7 +61,7 @@ def _bar(row: Length, first: Length, scale: float, y: float) -> Iterator[Box | T
 
 
 def _pale(colour: str) -> str:
-    """Three quarters of the way to white."""
+    """The colour, three quarters of the way to white."""
     parts = [int(colour[k : k + 2], 16) for k in (1, 3, 5)]
     return "#" + "".join(f"{(part + 3 * 255) // 4:02x}" for part in parts)
 

@@ -1,7 +1,7 @@
-"""The timeline that a training run measured (``timeline.json``), as a chart, and as times to plan with.
+"""Reads the timeline that a training run measured (``timeline.json``): as a chart, and as times to plan with.
 
 The file is the trace-event JSON that ``runtime/profile.py`` writes: a row for each rank's passes, and one for
-each group of collectives, with the names of ``trace.py``. Waiting inside a pass is an event of its own.
+each group of collectives, with the names of ``trace.py``. Waiting inside a pass is a separate event.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _US_PER_MS = 1e3
 
 
 def read_timeline(path: str | Path, schedule: Schedule, title: str = "measured") -> Chart:
-    """The chart of a file that a run of ``schedule`` measured; its length is added to the title.
+    """The chart of a file that a run of ``schedule`` measured; the chart's title adds its length.
 
     Raises:
-        ValueError: naming the file and what is wrong with it.
+        ValueError: naming the file and its fault.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -51,7 +51,7 @@ def read_timeline(path: str | Path, schedule: Schedule, title: str = "measured")
 def measured_chart(trace: Mapping[str, Any], schedule: Schedule, title: str = "measured") -> Chart:
     """The chart of a trace in the form of ``runtime/profile.py``; times count from the first pass.
 
-    If an item is in a row more than once (in an evaluation after the step), the first is shown.
+    If a row has an item more than once (an evaluation follows the step), the first is shown.
 
     Raises:
         KeyError, TypeError, ValueError: if the trace has another form, or passes that the schedule lacks.
@@ -91,11 +91,12 @@ def measured_chart(trace: Mapping[str, Any], schedule: Schedule, title: str = "m
 def measured_times(chart: Chart, schedule: Schedule) -> PassTimes:
     """The times to plan ``schedule`` with: medians of measured passes, the shortest of each collective.
 
-    A collective's span on one rank includes waiting for the other ranks, hence the shortest. Transfers
-    between stages are not in a timeline and take 0 ms. What pairs hide follows from passes alone and pairs.
+    A collective's span on one rank includes waiting for the other ranks, so the shortest span is the best
+    measure. A timeline has no transfers between stages: they take 0 ms. What pairs hide is the time of passes
+    alone less the time of pairs.
 
     Raises:
-        ValueError: naming a pass of the schedule of which no instance was measured.
+        ValueError: naming a pass of the schedule that was never measured.
     """
     seen: dict[Kind, float] = {}
     hidden = []

@@ -1,4 +1,4 @@
-"""Files of a measured iteration: its trace, and pictures of the plan and of the measurement below it."""
+"""Writes the files of a measured iteration: its trace, and pictures of the plan above the measurement."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ TIMELINE_FILE = "timeline.json"
 TIMELINE_PICTURE_FILE = "timeline.svg"
 TIMELINE_PAGE_FILE = "timeline.html"
 PAGE_WIDTH = 950.0
-"""Pixels of time: a page shows pictures no wider than itself."""
+"""Pixels of a picture's time axis, so that it fits into a page."""
 
 
 def write_pictures(folder: Path, plan: Plan, trace: Mapping[str, Any]) -> None:
-    """Write the schedule, the measured timeline, and the two below each other.
+    """Write the schedule, the measured timeline, and a picture of both.
 
-    The plan is drawn with the measured times, so the two differ by waiting, communication and the work
-    between passes. ``trace`` is that of one iteration, as ``runtime.profile.trace_events`` makes it.
+    That picture draws the plan with the measured times, so plan and measurement differ by waiting,
+    communication and the work between passes. ``trace`` holds one iteration, as
+    ``runtime.profile.trace_events`` makes it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     schedule, name = plan.schedule, name_of(plan.schedule)

@@ -1,7 +1,8 @@
-"""A picture on paper: charts laid out as rectangles and texts, which ``svg.py`` and ``image.py`` paint.
+"""Lays out charts as rectangles and texts, which ``svg.py`` and ``image.py`` paint.
 
-One row a rank, time to the right; a pass shows its microbatch if that fits. Charts stand one below the other
-on one time axis, so that a planned and a measured one compare. Lengths are pixels (of 1/96 inch).
+Each rank has a row, and time goes to the right. A pass shows its microbatch if that fits. Charts stand one
+below the other on one time axis, so that a reader can compare a planned and a measured one. Lengths are
+pixels (of 1/96 inch).
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from megatron_vocabpar.schedule.words.passes import Pass, PassType, parts_of
 _ROW, _GAP, _LEFT, _TOP, _RIGHT = 24, 4, 60, 34, 16
 _BETWEEN = 18  # above each further chart
 _AXIS, _LEGEND = 26, 34
-_FORWARD, _LEAST, _MOST = 26.0, 640.0, 12000.0  # of a forward pass; of all passes
+_FORWARD, _LEAST, _MOST = 26.0, 640.0, 12000.0  # widths: a forward pass; the time axis, at least and at most
 _DIGIT, _LETTER = 6.4, 6.2  # width at size 11
-_EDGE, _EDGED = 0.4, 2.5  # width of a pass's edge; of the narrowest pass with one, which it does not hide
+_EDGE, _EDGED = 0.4, 2.5  # width of a pass's edge; narrower passes than this have none, it would hide them
 _LABELS = (11, 9, 7.5)  # sizes of a pass's microbatch, the largest that fits
 _GROUND = "#f3f3f3"
 
@@ -81,7 +82,7 @@ def lay_out(charts: Sequence[Chart], widest: float | None = None) -> Scene:
 
 
 def _pixels_per_ms(charts: Sequence[Chart], widest: float) -> float:
-    """A middling forward pass is about as wide as two digits; very long schedules are squeezed."""
+    """The scale that makes a median forward pass about as wide as two digits; long schedules are squeezed."""
     forwards = sorted(
         bar.end_ms - bar.start_ms
         for chart in charts
@@ -106,7 +107,7 @@ def _chart(chart: Chart, scale: float, top: float) -> Iterator[Box | Text]:
 
 
 def _bar(bar: Bar, chart: Chart, scale: float, y: float) -> Iterator[Box | Text]:
-    """A pass, or a pair: its F above its B."""
+    """The shapes of a pass, or of a pair: its F above its B."""
     x, width = _LEFT + bar.start_ms * scale, (bar.end_ms - bar.start_ms) * scale
     edge = min(_EDGE, width / 15) if width > _EDGED else 0.0
     parts = parts_of(bar.item)

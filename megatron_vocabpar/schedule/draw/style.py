@@ -1,4 +1,4 @@
-"""What all pictures share: the colour and the explanation of each type of pass.
+"""The colour and the explanation of each type of pass, for all pictures.
 
 Colours differ in lightness too, for greyscale print and colour blindness. A rank's second and later chunks
 have a darker shade.
@@ -37,7 +37,7 @@ STYLES: dict[PassType, Style] = {
 }
 
 
-# What a pass waits for when it waits for a communication.
+# The data that a pass waits for when it waits for a communication.
 MEANINGS: dict[CommType, str] = {
     CommType.RECV_F: "the output of the previous stage",
     CommType.RECV_B: "the input gradient of the next stage",
@@ -58,7 +58,7 @@ def types_in(schedule: Schedule) -> list[PassType]:
 
 
 def shade(colour: str, chunk: int) -> str:
-    """``colour``, darker for later chunks of a rank."""
+    """``colour``, made darker for the later chunks of a rank."""
     factor = 0.82**chunk
     parts = [int(colour[k : k + 2], 16) for k in (1, 3, 5)]
     return "#" + "".join(f"{round(part * factor):02x}" for part in parts)

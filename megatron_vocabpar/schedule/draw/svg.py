@@ -1,4 +1,4 @@
-"""Charts as SVG, for a page or a paper. A browser shows a pass's type and times on hovering."""
+"""Draws charts as SVG, for a page or a paper. Over a pass, a browser shows its type and times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def draw_svg(simulation: Simulation, *, title: str | None = None) -> str:
 
 
 def svg_of(charts: Sequence[Chart], widest: float | None = None) -> str:
-    """Charts below each other, as the text of an SVG file; ``widest`` as in ``scene.lay_out``."""
+    """Charts, one below the other, as the text of an SVG file; ``widest`` as in ``scene.lay_out``."""
     return svg_of_scene(lay_out(charts, widest))
 
 

@@ -23,7 +23,7 @@ _RESET = "\x1b[0m"
 
 
 def draw_text(sim: Simulation, *, width: int = 120, colour: bool = False) -> str:
-    """The grid in panels of so many columns, with a legend below; ``colour`` adds ANSI escapes."""
+    """The grid, in panels of at most ``width`` columns, with a legend; ``colour`` adds ANSI escapes."""
     schedule, unit = sim.schedule, _unit_ms(sim)
     rows = [_cells(row, sim, unit, schedule) for row in schedule.rows]
     length = max((cell.column + len(cell.text) for row in rows for cell in row), default=0)
@@ -37,7 +37,7 @@ def draw_text(sim: Simulation, *, width: int = 120, colour: bool = False) -> str
 
 
 def _unit_ms(sim: Simulation) -> float:
-    """Milliseconds of one column: a middling forward pass gets four."""
+    """Milliseconds of one column: a median forward pass gets four columns."""
     paired = {pair.forward for pair in sim.schedule.pairs}
     alone = (times for pass_, times in sim.passes.items() if pass_.type is PassType.F and pass_ not in paired)
     forwards = sorted(end - start for start, end in alone)
@@ -46,7 +46,7 @@ def _unit_ms(sim: Simulation) -> float:
 
 
 class _Cell(NamedTuple):
-    """A pass from its first column on."""
+    """A pass in the grid: its first column, its text, and what decides its colour."""
 
     column: int
     text: str
@@ -55,7 +55,7 @@ class _Cell(NamedTuple):
 
 
 def _cells(row: Sequence[Instruction], sim: Simulation, unit: float, schedule: Schedule) -> list[_Cell]:
-    """The passes of a rank; every pass gets at least one column, each of a pair half of its columns."""
+    """The cells of a rank's passes: each at least one column wide, those of a pair half the pair's width."""
     cells = []
     cursor = 0
     for item in row:

@@ -1,8 +1,8 @@
-"""A schedule as Chrome trace-event JSON (Perfetto, chrome://tracing).
+"""Writes a schedule as Chrome trace-event JSON (Perfetto, chrome://tracing).
 
-One row a rank with its passes, a pair as one event, and below it one for each group of collectives. Times
-are in microseconds, as the format demands. The measured timeline of a training run has the same rows and
-names.
+Each rank has a row of its passes, with a pair as one event, and below it a row for each group of collectives.
+Times are in microseconds, as the format demands. The measured timeline of a training run has the same rows
+and names.
 """
 
 from __future__ import annotations

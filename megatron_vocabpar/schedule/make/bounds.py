@@ -1,12 +1,12 @@
-"""What no order of a schedule's passes can undercut: a bound to judge a schedule's time by.
+"""A lower bound on an iteration's time: no order of its passes can take less.
 
 Three things take time, whatever the order:
 
-- *work*: a rank runs its passes one after the other; a pair takes less by what it hides. Before the first F
-  (or S) reaches it, it has only the few IF that the throttle allows; after its last B, only the few T that
-  may wait, the IB of microbatches on their way back, and W;
+- *work*: a rank runs its passes one after the other; a pair takes less by what it hides. Before its first F
+  (or S) a rank can only run the few IF that the throttle allows. After its last B it can only run the few T
+  that may wait, W, and the IB of microbatches on their way back;
 - *memory*: a microbatch's activations stay at least from F to B (or W), and a rank holds only so many at
-  once;
+  once. With room for 2 microbatches that stay for 60 ms each, 10 microbatches take at least 300 ms;
 - *the way* of one microbatch through all stages and back.
 
 Source: for the first F's way to the last rank, see the V-shaped schedules of Qi et al., Pipeline Parallelism
@@ -29,7 +29,7 @@ from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.passes import PassType
 
 _SHARDS, _GRADIENTS = SOFTMAX_SHARDS + 1, INPUT_GRADIENTS + 1
-WAITING = {PassType.T: _SHARDS, PassType.TW: _SHARDS, PassType.IB: _GRADIENTS}  # at most, on a rank
+WAITING = {PassType.T: _SHARDS, PassType.TW: _SHARDS, PassType.IB: _GRADIENTS}  # the most that wait on a rank
 _EARLY_INPUTS = 4  # IF of a rank before any F has ended: two embedded inputs, and the two after them
 Arcs = Mapping[int, list[tuple[int, float]]]
 
@@ -60,7 +60,10 @@ def least_ms(plan: Plan) -> float:
 
 
 def _most_pairs(graph: PassGraph, rank: int, m: int) -> int:
-    """Every F of a rank but the first, which no B can precede, if there are two microbatches to pair."""
+    """The most F that can have a partner: all of a rank's but its first, which no B can precede.
+
+    One microbatch alone makes no pair.
+    """
     return m * sum(graph.rank[node] == rank for node in graph.of_type(PassType.F)) - 1 if m > 1 else 0
 
 
@@ -92,7 +95,7 @@ def _work(
 
 
 def _on_the_way(way: float, step: float) -> float:
-    """The most microbatches that can be under way on a distance of so many ms."""
+    """The most microbatches that can be on a way of so many ms, if one follows each ``step`` ms."""
     return max(ceil(way / step), 0) if step > 0.0 else inf
 
 
@@ -110,7 +113,10 @@ def _memory(
 
 
 def _arcs(graph: PassGraph) -> tuple[list[int], Arcs]:
-    """One microbatch's nodes in an order that keeps the rules; for each, what it needs and how long after."""
+    """One microbatch's nodes in an order that keeps the rules, and their arcs.
+
+    A node's arcs are the nodes that it waits for, each with the least ms between both starts.
+    """
     arcs: dict[int, list[tuple[int, float]]] = {node: [] for node in (*graph.rank, *graph.producers)}
     for node, needs in graph.needs.items():
         arcs[node] += [
@@ -124,7 +130,7 @@ def _arcs(graph: PassGraph) -> tuple[list[int], Arcs]:
 
 
 def _longest(order: list[int], arcs: Arcs, starts: Mapping[int, float]) -> dict[int, float]:
-    """The earliest start of each node, given those of some; -inf for nodes that none of them leads to."""
+    """The earliest start of each node if ``starts`` has those of some; -inf if none of these leads to it."""
     at: dict[int, float] = {}
     for node in order:
         at[node] = max((at[before] + time for before, time in arcs[node]), default=-inf)
@@ -133,7 +139,7 @@ def _longest(order: list[int], arcs: Arcs, starts: Mapping[int, float]) -> dict[
 
 
 def _tails(graph: PassGraph, order: list[int], arcs: Arcs) -> dict[int, float]:
-    """The time from each node's end to the end of the microbatch, at least."""
+    """The least time from each node's end to the end of the microbatch."""
     tail = dict.fromkeys(order, 0.0)
     for node in reversed(order):
         for before, time in arcs[node]:

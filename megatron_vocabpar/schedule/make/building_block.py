@@ -1,13 +1,14 @@
-"""The idea: one microbatch's passes, placed once, repeat for all microbatches.
+"""The idea: place one microbatch's passes once, and repeat them for all microbatches.
 
 A *building block* gives every pass of one microbatch a start, its *offset*. The block of microbatch ``i`` is
 the same, ``i`` *intervals* later; the interval is the work of one microbatch on the busiest rank. Blocks do
 not collide if on each rank no two passes overlap modulo the interval. ``place`` ensures that with a ring of
-busy arcs per rank; if stages start far apart it need not, as the slack absorbs collisions.
+busy arcs for each rank. If stages start far apart it need not, as the slack absorbs collisions.
 
-The *lifespan* of a stage, from the start of its F to the end of its B, divided by the interval, is the number
-of microbatches whose activations it holds. The vocabulary passes are part of the block: S goes where its rank
-has room after C0, and so on, so a barrier lengthens the lifespan by at most about one interval.
+The *lifespan* of a stage is the time from the start of its F to the end of its B. Divided by the interval, it
+is the number of microbatches whose activations the stage holds. The vocabulary passes are part of the block:
+S goes where its rank has room after C0, and so on. So a barrier lengthens the lifespan by at most about one
+interval.
 
 Source: section 5.2 and Figure 9; Qi et al., Pipeline Parallelism with Controllable Memory (2024).
 Next: ``list_scheduling.py`` (playing the repeated block), ``families.py`` (the blocks themselves).
@@ -41,7 +42,7 @@ class BuildingBlock:
 
 @dataclass(frozen=True)
 class Hops:
-    """How far apart, in intervals, passes of neighbouring stages start, at least; 0: as close as can be.
+    """The least distance, in intervals, between the starts of neighbouring stages' passes; 0: none.
 
     Attributes:
         forward: for each chunk, from F on the stage before to F on a stage of the chunk.
@@ -93,7 +94,7 @@ class _Ring:
         return ready  # rounding left no room: passes overlap, and still give a valid order
 
     def _starts(self, phase: float, duration: float) -> Iterator[float]:
-        """The starts that can be best: at once, or leaving a gap that remaining passes fill exactly."""
+        """The starts that can be best: at once, or with a gap that remaining passes fill exactly."""
         yield phase
         fillers = sorted(self.remaining, reverse=True)[:_ROOM_FOR]
         sums = {fsum(part) for size in range(len(fillers) + 1) for part in combinations(fillers, size)}
@@ -112,7 +113,7 @@ class _Ring:
 def _insert(
     arcs: Sequence[tuple[float, float]], start: float, duration: float, interval: float, slack: float
 ) -> list[tuple[float, float]] | None:
-    """``arcs`` with one more, or None if it overlaps another. Arcs may run past the interval's end."""
+    """``arcs`` and a further one, or None if it overlaps another. Arcs may run past the interval's end."""
     end = start + duration
     for a, b in arcs:
         for turn in (-interval, 0.0, interval):
@@ -122,7 +123,7 @@ def _insert(
 
 
 def _fits(sizes: Sequence[float], gaps: Sequence[float], slack: float, tries: Iterator[int]) -> bool:
-    """Whether passes of these sizes (descending) can be packed into these gaps, as far as ``tries`` go."""
+    """Whether passes of these sizes (descending) fit into these gaps; false if ``tries`` run out first."""
     if not sizes:
         return True
     if next(tries, None) is None or fsum(sizes) > fsum(gaps) + slack:
@@ -141,17 +142,17 @@ def place(
 ) -> BuildingBlock:
     """Place one microbatch's passes, in the order of the chain: F, the output layer's barriers, B.
 
-    IF, and passes that nothing waits for (T of vocab-2, W, IB), only get room here:
-    ``list_scheduling.arrange`` places them.
+    IF, and passes that nothing waits for (T of vocab-2, W, IB), only get room here.
+    ``list_scheduling.arrange`` gives them their starts.
 
     Args:
         frame: the schedule's shape.
         graph: its rules and times.
-        hops: how far apart passes of neighbouring stages start, at least.
+        hops: the least distances between the starts of neighbouring stages' passes.
         stretch: the interval, over the work of the busiest rank; at least 1.
-        packed: whether the passes of a rank must not overlap modulo the interval (modulo scheduling); each
-            then starts as early as the rings allow. If not, each starts as soon as it is ready, and offsets
-            are only priorities: right if hops are long enough to absorb collisions.
+        packed: true: the passes of a rank must not overlap modulo the interval (modulo scheduling), and each
+            starts as early as the rings allow. False: each starts as soon as it is ready, and offsets are
+            only priorities, for hops that are long enough to absorb collisions.
     """
     work = [0.0] * frame.p
     for node, duration in graph.duration.items():

@@ -1,8 +1,8 @@
-"""The building blocks that are tried, and how each is played: a long list, the best first.
+"""The building blocks to try, and how to play each: a long list, the best first.
 
-Candidates differ in the hops, which the family gives; in the communication that the block is made for; in the
-interval, as a longer one leaves slack; in how much a pass may delay one that is planned before it; and in
-whether each stage is held to the microbatches in flight of the block's steady state. One kind of block is
+Candidates differ in five things: the hops, which the family gives; the communication that the block is made
+for; the interval, as a longer one leaves slack; how much a pass may delay one that is planned before it; and
+whether a stage may have more microbatches in flight than in the block's steady state. One kind of block is
 made with *benign* times: backward twice as long as forward, short vocabulary passes, no latency. It is the
 textbook's (Figures 9 and 10).
 
@@ -40,10 +40,13 @@ class Candidate(NamedTuple):
 class Recipe(NamedTuple):
     """How a block is made from hops, and how it is played.
 
-    ``comm``: scale of the communication that it is made for, None for benign times. ``stretch``: of the
-    interval. ``overlap``, ``ahead``: see ``Rules``. ``spare``: microbatches in flight beyond the block's,
-    None for any number. ``packed``: see ``place``; None as the family says. ``banker``: an F leaves room for
-    later chunks of the oldest microbatch, instead of for its own.
+    Attributes:
+        comm: the block is made for communication times this factor; None: for benign times.
+        stretch: the interval over the work of the busiest rank.
+        overlap, ahead: see ``Rules``.
+        spare: microbatches in flight beyond the block's; None: any number.
+        packed: see ``place``; None: as the family says.
+        banker: an F leaves room for later chunks of the oldest microbatch; otherwise for those of its own.
     """
 
     comm: float | None
@@ -96,7 +99,7 @@ _TEXTBOOK = Recipe(None, 1.0, 0.0, None, ahead=0.0)
 def candidates(
     shape: Schedule, graph: PassGraph, times: PassTimes, family: Family, cap: float
 ) -> Iterator[Candidate]:
-    """Candidates without end, or the textbook's alone; ``shape`` is the schedule's frame."""
+    """An endless list of candidates, or only the textbook's; ``shape`` is the schedule's frame."""
     blocks: dict[tuple[Hops, float | None, float, bool], BuildingBlock] = {}
     for hops, recipe in _plans(shape, family, cap):
         packed = family.packed if recipe.packed is None else recipe.packed
@@ -109,7 +112,7 @@ def candidates(
 
 
 def is_textbook(shape: Schedule, family: Family) -> bool:
-    """Whether there is only one order: 1F1B with nothing to insert."""
+    """Whether there is only one order to try: 1F1B without vocabulary passes."""
     return not shape.method.vocabulary_parallel and family.name == "1f1b"
 
 
@@ -156,7 +159,10 @@ def _random_recipe(random: Random) -> Recipe:
 
 
 def rules(shape: Schedule, graph: PassGraph, block: BuildingBlock, recipe: Recipe, cap: float) -> Rules:
-    """IF and L are eager; passes that nothing waits for are lazy; activations live from F to B (or W)."""
+    """The rules of a recipe: IF and L are eager, passes that nothing waits for are lazy, and so on.
+
+    Activations live from F to B (or W).
+    """
     chunk = 1.0 / shape.chunks
     forward, backward, weight = (graph.of_type(type_) for type_ in (PassType.F, PassType.B, PassType.W))
     limits = dict.fromkeys((PassType.T, PassType.TW), SOFTMAX_SHARDS)
@@ -192,9 +198,9 @@ def _in_chunks(
 
 
 def _holder(node: int, graph: PassGraph) -> int:
-    """What makes the buffer that a lazy pass frees: a pass on its rank (S for T), or a collective."""
+    """The node whose buffer a lazy pass frees: a pass on its rank (S for T), or a collective."""
     needed = graph.needs[node][0].node
     parts = [part for part, groups in graph.feeds.items() if needed in groups]
     if graph.type_of(node) is PassType.IB:
-        parts = parts[:1]  # B of stage 0: a last stage that embeds, too, has ended its B long before
+        parts = parts[:1]  # B of stage 0; the last stage, if it embeds tokens, has ended its B long before
     return next((part for part in parts if graph.rank[part] == graph.rank[node]), needed)

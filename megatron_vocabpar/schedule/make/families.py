@@ -1,8 +1,8 @@
-"""Families of schedules: each gives the building block that vocabulary passes are inserted into.
+"""Families of schedules: each gives a building block, into which vocabulary passes are inserted.
 
-A family is a placement, hops and a claim. The general mechanism in ``generate.py`` and ``play/lower.py`` adds
-everything else: vocabulary passes, warm-up, cool-down, input layer, communication. A ``Family`` of your own
-can stand for the name of one of these.
+A family is a placement, hops and a claim. ``generate.py`` and ``play/lower.py`` add everything else:
+vocabulary passes, warm-up, cool-down, input layer, communication. Where a name of a family is expected, you
+can give a ``Family`` of your own.
 
 Source: 1F1B: Harlap et al., PipeDream (2018); Figure 9 with the vocabulary passes inserted, section 5.2 for
 the peak. Interleaved: Narayanan et al., Efficient Large-Scale Language Model Training (2021), section 2.2.
@@ -26,8 +26,8 @@ from megatron_vocabpar.schedule.words.schedule import Schedule
 
 SEARCH = "search"  # not a family: the best of all (``search.py``)
 
-_LONG_F, _LONG_B = 0.5, 0.75  # of the one-chunk hops with which interleaved's steady state packs best
-_BESIDES = 2.0  # microbatches that V-shapes hold beside the hops: in the output layer, and between B and W
+_LONG_F, _LONG_B = 0.5, 0.75  # one-chunk hops with which interleaved's steady state packs best
+_BESIDES = 2.0  # microbatches that V-shapes hold besides the hops': in the output layer, and between B and W
 _SCALES = (1.0, 0.85, 1.15)
 
 
@@ -40,13 +40,13 @@ class Family:
         summary: one line for tables and ``--help``.
         shape: how stages are placed on ranks.
         chunks: model chunks on each rank, unless the user says otherwise.
-        fixed_chunks: no other number of chunks is possible; if not, ``chunks`` is the least.
+        fixed_chunks: no other number of chunks is possible; otherwise ``chunks`` is the least.
         splits_w: the weight gradient is a separate pass.
         packed: passes of the building block do not collide (see ``building_block.place``).
         hops: from pipeline size, chunks and ``max_activations`` to the hops worth trying, best first.
         peak: from pipeline size, chunks and barriers to the claim: the most microbatches whose activations
             a rank holds, and the default of ``max_activations``.
-        pairs: F of one microbatch and B of another may run together, where the costs have something to hide.
+        pairs: F of one microbatch and B of another may run together, if the costs say that they hide time.
     """
 
     name: str
@@ -66,12 +66,12 @@ class Family:
 
 
 def _as_close_as_can_be(p: int, chunks: int, max_activations: float) -> tuple[Hops, ...]:
-    """Hops of 1F1B: F and B run down and up the pipeline without waiting."""
+    """Hops of 1F1B: F runs down the pipeline without waiting, and B runs up."""
     return (Hops((0.0,) * chunks, (0.0,) * chunks),)
 
 
 def _interleaved(p: int, chunks: int, max_activations: float) -> tuple[Hops, ...]:
-    """As close as can be, or farther apart in some chunks, which makes room in full rings."""
+    """Hops of 0, or longer ones in some chunks, which make room in full rings."""
     zeros = (0.0,) * chunks
     first, rest = zeros[:1], zeros[1:]
     long_f, long_b = 2.0 * _LONG_F / chunks, 2.0 * _LONG_B / chunks
@@ -204,7 +204,7 @@ def claimed_peak(method: Method, p: int, family: Family, chunks: int) -> float:
 def family_of(schedule: Schedule) -> str:
     """The name of the family that a schedule looks like; empty if it looks like none.
 
-    V shapes differ only in memory: of those that claim enough, it is the one that claims least.
+    V shapes differ only in memory: the name is that of the least claim that covers the schedule's peak.
     """
     fitting = []
     for family in families().values():

@@ -1,8 +1,8 @@
 """From a request to a plan: building block -> repeat -> play -> choose -> lower.
 
-Several candidates (``candidates.py``) are played with the given times, for a trial number of microbatches
-where all would take too long; the fastest is then played for all of them. The vocabulary passes are part
-of every block, so no family knows of them. The same request gives the same plan, on every rank.
+Several candidates (``candidates.py``) are played with the request's times. If all microbatches would take
+too long, each is played for fewer, and then the fastest for all. The vocabulary passes are part of every
+block, so no family knows of them. The same request gives the same plan, on every rank.
 
 Next: ``problem.py``, then ``play/lower.py``, which adds the communication, and ``plan.py``.
 """
@@ -28,7 +28,7 @@ def schedule_for(request: PlanRequest, progress: Progress | None = None) -> Sche
 
     Args:
         request: what to schedule.
-        progress: is told what a search tries next.
+        progress: a function that a search calls with a line on what it tries next.
 
     Raises:
         ValueError: naming the argument that is wrong, and what to give instead.

@@ -1,18 +1,18 @@
-"""Playing the repeated block: each rank runs, of the passes that are ready, the one planned first.
+"""Plays the repeated block: of the passes that are ready, each rank runs the one planned first.
 
 A building block repeated every interval gives each *core* pass (F, S, B, and what they wait for) a planned
-start. In warm-up and cool-down, real times differ from the plan, so the plan is only a priority: a rank that
-would idle runs a later pass that is ready, if that delays an earlier one by no more than a share of its own
-length, and if the rank then holds no more activations than it may. Warm-up and cool-down need no rule of
-their own: they are the steady state without the microbatches before the first and after the last.
+start. In warm-up and cool-down, real times differ from the plan, so the plan is only a priority. A rank that
+would idle may run a later pass that is ready, on two conditions: it delays an earlier pass by no more than a
+share of its own length, and the rank then holds no more activations than the cap. Warm-up and cool-down need
+no rule of their own: they are the steady state without the microbatches before the first and after the last.
 
-Other passes have no planned start. IF is *eager*: it runs as soon as the throttle allows. What nothing waits
-for (T of vocab-2, W, IB) is *lazy*: it fills idle time, and is forced only when its buffers would become too
-many. Every pass runs after all that it waits for, so the resulting order keeps every rule.
+Other passes have no planned start. IF is *eager*: it runs as soon as the throttle allows. Passes that nothing
+waits for (T of vocab-2, W, IB) are *lazy*: they fill idle time, and one is forced only when its buffers would
+become too many. Every pass runs after everything that it waits for, so the resulting order keeps every rule.
 
 For speed, node ``n`` of microbatch ``i`` is one number, the *item* ``n * m + i``.
 Source: list scheduling, Graham (1966); the banker's rule, Dijkstra (1965).
-Next: ``rules.py``, the caps; ``candidates.py``, who tries which block with which rules;
+Next: ``rules.py``, the caps; ``candidates.py``, which blocks are tried with which rules;
 ``pair_scheduling.py``, where F of one microbatch may run together with B of another.
 """
 
@@ -36,7 +36,7 @@ class Stuck(Exception):
 
 @dataclass(frozen=True)
 class Timeline:
-    """How a schedule plays.
+    """A played schedule.
 
     Attributes:
         order: for each rank the items of all its passes, in order.
@@ -67,7 +67,7 @@ def arrange(graph: PassGraph, m: int, block: BuildingBlock, rules: Rules) -> Tim
 
 
 class Arranger:
-    """The state of all ranks while they play; ``pair_scheduling.py`` has another one."""
+    """The state of all ranks while they play; ``pair_scheduling.py`` extends it by pairs."""
 
     def __init__(self, graph: PassGraph, m: int, block: BuildingBlock, rules: Rules) -> None:
         ranks, nodes = max(graph.rank.values()) + 1, range(graph.size)
@@ -85,11 +85,11 @@ class Arranger:
         self._sort_nodes(graph, block, ranks)
 
         self.ends = [NEVER] * (graph.size * m)  # not known yet
-        # Of collectives: how many producers have not ended, and the end of the last that has.
+        # For each collective: how many producers have not ended, and the latest end of those that have.
         self.missing = {node: [count] * m for node, count in graph.producers.items()}
         self.latest = {node: [0.0] * m for node in graph.producers}
         self.counts = [0] * graph.size  # of each node: the microbatches that have started it
-        self.ready = [NEVER] * graph.size  # when the next one has all that it waits for, once that is known
+        self.ready = [NEVER] * graph.size  # of each node: when its next microbatch can run, once known
         self.hold = [rules.hold.get(node, 0.0) for node in nodes]
         self.room_for = [rules.room_for(node) for node in nodes]
         self.held, self.peak = [0.0] * ranks, [0.0] * ranks
@@ -101,7 +101,7 @@ class Arranger:
             self._work_out(node)
 
     def _sort_nodes(self, graph: PassGraph, block: BuildingBlock, ranks: int) -> None:
-        """The nodes of each rank, by how their turn comes."""
+        """Sort each rank's nodes: core, eager or lazy, and the lazy ones by what they free."""
         eager, lazy = set(self.rules.eager), self.rules.lazy
         self.core: list[list[tuple[float, int]]] = [[] for _ in range(ranks)]  # planned start, node
         self.eager: list[list[int]] = [[] for _ in range(ranks)]
@@ -140,7 +140,7 @@ class Arranger:
         return Timeline(tuple(self.order), self.ends, tuple(self.peak))
 
     def _choose(self, rank: int, now: float) -> int:
-        """What a free rank runs now, or ``NO_NODE``; then it is woken when that may change."""
+        """The node that a free rank runs now; with ``NO_NODE`` the rank is woken when that may change."""
         if self.arrived[rank] != NO_NODE:
             node = self.arrived[rank]
             ready = self.ready[node]
@@ -162,14 +162,14 @@ class Arranger:
         return node if node != NO_NODE else self._choose_lazy(rank, now, until)
 
     def _choose_core(self, rank: int, now: float) -> tuple[int, float]:
-        """The core pass to run now, or the lazy one that must run before it, or ``NO_NODE``.
+        """The core pass to run now, or a lazy pass that must run before it, or ``NO_NODE``.
 
-        With it the earliest time at which a pass that is planned before it can start.
+        The second value is the earliest start of any pass that is planned before it.
         """
         rules, interval, ready_at = self.rules, self.interval, self.ready
         # B1 takes 12 ms and could start at 10 ms; F3, which is planned first, gets its input at 20 ms. With
-        # overlap 0.5, B1 may delay F3 by half its own length: it runs now, as 10 + 0.5 * 12 <= 20. A B1 of
-        # 24 ms would leave the rank idle, as 10 + 0.5 * 24 > 20.
+        # overlap 0.5, B1 may delay F3 by half its own length: it runs now, as 10 + 0.5 * 12 <= 20. If B1 took
+        # 24 ms, the rank would idle until 20 ms, as 10 + 0.5 * 24 > 20.
         kept_free = 1.0 - rules.overlap
         # If ``ahead`` is bounded, it counts from the first planned pass, whether that is ready or not.
         bounded = rules.ahead < NEVER
@@ -211,7 +211,7 @@ class Arranger:
         return NO_NODE, until
 
     def _choose_lazy(self, rank: int, now: float, until: float) -> int:
-        """A lazy pass that delays the core pass at ``until`` by no more than it may, or ``NO_NODE``."""
+        """A lazy pass that delays the core pass at ``until`` by no more than allowed, or ``NO_NODE``."""
         kept_free = 1.0 - self.rules.overlap
         for node in self.lazy[rank]:
             ready = self.ready[node]
@@ -227,7 +227,7 @@ class Arranger:
             heappush(self.heap, (at, rank))
 
     def _work_out(self, node: int) -> None:
-        """Note when the node's next microbatch has all that it waits for, or that it is not known."""
+        """Note when the node's next microbatch can run; ``NEVER`` as long as that is not known."""
         mb, ready = self.counts[node], 0.0
         if mb == self.m:
             ready = NEVER

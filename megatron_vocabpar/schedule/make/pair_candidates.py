@@ -1,10 +1,10 @@
 """Ways to play a family with pairs: a long list, the best first, then random ones, the same in every run.
 
-The building block is made for the steady state, in which every F runs together with a B: its times of F and
-B are less than those of passes alone by what a pair hides, and its hops are about as long as one pair, a
-chunk's part of the interval, so that F and B of all chunks meet. Ways differ in the length of the hops, in
-how long a pass waits for a partner, and in the room that an F alone leaves. Where little is hidden, the
-family's schedule without pairs may be faster, so every few ways one of its candidates is played.
+The building block is made for the steady state, in which every F runs together with a B. So its F and B take
+less time, by what a pair hides, and its hops are about as long as one pair: then F and B of all chunks meet.
+Ways differ in the length of the hops, in how long a pass waits for a partner, and in the room that an F alone
+leaves. If pairs hide little, the family's schedule without pairs may be faster, so every few ways one of its
+candidates is played.
 
 Next: ``problem.py``.
 """
@@ -30,11 +30,13 @@ _PER_ONE_APART = 6  # candidates with pairs to each without
 
 
 class _Way(NamedTuple):
-    """How a family with pairs is played.
+    """How to play a family with pairs; a chunk's pair is the unit of time.
 
-    ``forward``, ``backward``: hops, in pairs of a chunk. ``overlap``, ``spare``, ``banker``: see
-    ``candidates.Recipe``. ``patience``: of a pass that could run alone, in pairs of a chunk. ``lone``: chunks
-    of activations that an F alone leaves free.
+    Attributes:
+        forward, backward: hops.
+        overlap, spare, banker: see ``candidates.Recipe``.
+        patience: how long a pass that could run alone waits for a partner.
+        lone: chunks of activations that an F alone leaves free.
     """
 
     forward: float
@@ -46,8 +48,8 @@ class _Way(NamedTuple):
     lone: float
 
 
-# Of some hundred random ways those that win most often on 8 and 16 ranks, with an exchange of a fifth and of
-# two fifths of F and B, and caps from p to p + 2.
+# Some hundred random ways were tried on 8 and 16 ranks, with an exchange of a fifth and of two fifths of F
+# and B, and caps from p to p + 2. These won most often.
 _WAYS = (
     _Way(1.0, 1.0, 0.5, None, False, 0.25, 1.0),
     _Way(1.05, 1.05, 0.5, 2, False, 0.75, 0.0),
@@ -68,7 +70,7 @@ _WAYS = (
 def pair_candidates(
     shape: Schedule, graph: PassGraph, times: PassTimes, family: Family, cap: float
 ) -> Iterator[Candidate]:
-    """Candidates without end; ``shape`` is the schedule's frame, and ``times`` have something to hide."""
+    """An endless list of candidates; ``shape`` is the schedule's frame, and pairs hide some of ``times``."""
     apart = candidates(shape, graph, times, family, cap)
     for turn, candidate in enumerate(_together(shape, graph, times, family, cap), 1):
         yield candidate
@@ -117,7 +119,7 @@ def _random_ways(random: Random, chunks: int) -> Iterator[_Way]:
 
 
 def _in_pairs(times: PassTimes, shape: Schedule) -> PassTimes:
-    """Times as if all F and B ran in pairs: each is less by its part of what the pair hides."""
+    """Times as if all F and B ran in pairs: F 10 and B 20 that hide 6 of each other become 8 and 16."""
     passes = {type_: list(row) for type_, row in times.passes.items()}
     for stage in range(shape.placement.num_stages):
         both = times.passes[PassType.F][stage] + times.passes[PassType.B][stage]
@@ -128,7 +130,7 @@ def _in_pairs(times: PassTimes, shape: Schedule) -> PassTimes:
 
 
 def _hidden(graph: PassGraph, times: PassTimes) -> dict[tuple[int, int], float]:
-    """For each F node and B node of one rank, what they hide of each other."""
+    """For each F node and B node of one rank, the ms that they hide of each other."""
     forward, backward = graph.of_type(PassType.F), graph.of_type(PassType.B)
     return {
         (f, b): times.hidden[graph.rank[f]]

@@ -1,9 +1,10 @@
 """List scheduling with pairs: a free rank runs F of one microbatch together with B of another.
 
-Everything is as in ``list_scheduling.py``, whose loop this is. When a rank turns to an F or a B that can run,
-it looks for a partner among the nodes of the other kind: of those that can run now, the one planned first. If
-none can, but the moment of one is known and near, the pass waits for it, with ``patience``. A pair holds the
-activations of both its passes. So that a pair finds room, an F alone leaves ``lone_room`` free.
+The loop is that of ``list_scheduling.py``. When a rank turns to an F or a B that can run, it looks for a
+partner among the nodes of the other kind: of those that can run now, it takes the one planned first. If none
+can run, but one will soon, the pass waits for it: with ``patience`` 5, an F at 10 ms waits for a B that is
+ready at 14 ms, and runs alone if the B is ready at 16 ms. A pair holds the activations of both its passes. So
+that a pair finds room, an F alone leaves ``lone_room`` free.
 
 Next: ``pair_candidates.py``, the ways to play.
 """
@@ -35,7 +36,7 @@ class _PairArranger(Arranger):
         for forward, backward in rules.hidden:
             self.partners.setdefault(forward, []).append(backward)
             self.partners.setdefault(backward, []).append(forward)
-        self.beside = NO_NODE  # what runs together with the node that ``_choose_core`` has chosen
+        self.beside = NO_NODE  # the partner of the node that ``_choose_core`` has chosen
         self.pairs: list[tuple[int, int]] = []
 
     def run(self) -> Timeline:
@@ -61,7 +62,7 @@ class _PairArranger(Arranger):
             self._complete(part, self.counts[part], end)
 
     def _in_order(self, node: int, other: int) -> tuple[int, int]:
-        """F first; it alone takes activations."""
+        """F, then B; F is the one that takes activations."""
         return (node, other) if self.hold[node] > 0.0 else (other, node)
 
     def _together_ms(self, node: int, other: int) -> float:
@@ -77,7 +78,7 @@ class _PairArranger(Arranger):
         return not rules.is_full(forward, self.counts, more=0 if alone else 1)
 
     def _partner(self, rank: int, node: int, now: float) -> tuple[int, float]:
-        """The partner that can run now and is planned first, or ``NO_NODE`` and when one is known to come."""
+        """The partner that can run now and is planned first, or ``NO_NODE``; and when the next can run."""
         best, planned, comes = NO_NODE, NEVER, NEVER
         for other in self.partners[node]:
             ready = self.ready[other]

@@ -1,11 +1,11 @@
 """The ordering rules and the times of one microbatch's passes, for fast generation.
 
-The nodes are those of ``play/numbering.py``. Sends and receives are left out: a pass waits for the pass that
-sends to it, and the transfer's time more. A collective is one node, that of rank 0's part. Passes that start
-together on all ranks (interlaced's S) get a zero-length *arrival* node each, and one *gate* that waits for
-all arrivals; arrivals and gates have numbers above all others.
+The nodes are those of ``play/numbering.py``. Sends and receives are left out: 1F waits for 0F and for the
+transfer's time. A collective is one node, that of rank 0's part. Passes that start together on all ranks
+(interlaced's S) get an *arrival* node of no length each, and one *gate*, which waits for all arrivals.
+Arrivals and gates have numbers above all others.
 
-Everything here is derived from ``words.dependencies.prerequisites``; no rule is restated.
+All rules come from ``words.dependencies.prerequisites``; none is stated again.
 Next: ``building_block.py`` places the nodes of one microbatch, ``list_scheduling.py`` plays those of all.
 """
 
@@ -32,7 +32,7 @@ class TimedNeed(NamedTuple):
 
 @dataclass(frozen=True)
 class PassGraph:
-    """What waits for what.
+    """Nodes, their times, and what each waits for.
 
     Attributes:
         numbering: what the nodes mean, except arrivals and gates.
@@ -42,8 +42,8 @@ class PassGraph:
         rank: the rank of each pass node and arrival node.
         duration: in ms, of each pass node and arrival node.
         needs: what each pass node and arrival node waits for.
-        feeds: the collectives and gates that each node is a producer of.
-        producers: how many producers a collective or a gate has.
+        feeds: for each node, the collectives and gates that wait for it as one of their producers.
+        producers: the number of producers of each collective and gate.
     """
 
     numbering: Numbering
@@ -85,7 +85,7 @@ class PassGraph:
 
 
 def build_graph(numbering: Numbering, times: PassTimes, *, splits_w: bool) -> PassGraph:
-    """Flatten the rules of the numbered schedule (a frame will do) and ``times``."""
+    """The graph of a numbered schedule (a frame will do) with these times."""
     schedule = numbering.schedule
     types = (PassType.F, PassType.B, *((PassType.W,) if splits_w else ()), *vocabulary_passes(schedule))
     nodes = {type_: numbering.nodes_of(type_) for type_ in types}

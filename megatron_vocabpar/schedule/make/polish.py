@@ -1,13 +1,13 @@
 """A local search on the order of a small schedule: passes on the critical path change places.
 
 The iteration is as long as its critical path, which consists of *blocks*: runs of passes that follow each
-other at once on one rank. Only moving a pass within a block, or to its ends, can shorten it, so most moves do
-this; a few move passes anywhere, to get out of corners. A move that makes the iteration longer is kept if it
-adds less than a threshold, which falls to zero. Each rank keeps its caps: activations, and softmax shards and
-input gradients that wait.
+other at once on one rank, such as ``1B0 1S2 1B1``. Only a move within a block, or to its ends, can shorten
+the iteration, so most moves are such: ``1S2 1B0 1B1``. A few move passes anywhere, to leave local minima. A
+move that makes the iteration longer is kept if it adds less than a threshold, which falls to zero. Each rank
+keeps its caps: on activations, and on softmax shards and input gradients that wait.
 
-The same arguments give the same order everywhere: a fixed seed, a budget of items visited instead of seconds,
-and only sums, products and comparisons.
+The same arguments give the same order everywhere: the seed is fixed, the budget counts visited items instead
+of seconds, and the arithmetic is sums, products and comparisons.
 
 Source: the blocks are those of Nowicki and Smutnicki, A Fast Taboo Search Algorithm for the Job Shop Problem
 (1996); the threshold is Dueck and Scheuer's, Threshold Accepting (1990).
@@ -29,13 +29,13 @@ _SEED = 1
 _VISITS = 150_000  # items played in all: a fraction of a second
 _FEWEST_PLAYS = 100  # with fewer moves, a large schedule does not improve
 _ANYWHERE = 0.2  # share of moves that are not on the critical path
-_THRESHOLD = 0.04  # at first, as a share of the length, if there are at least ...
-_PATIENCE = 10  # ... so many plays a pass; with fewer it is lower in proportion
+_THRESHOLD = 0.04  # at first, as a share of the length, if there are at least _PATIENCE plays a pass
+_PATIENCE = 10  # plays a pass; with fewer, the threshold is lower in proportion
 _ROUNDING = 1e-9
 
 
 class Caps(NamedTuple):
-    """What a rank may hold: model chunks' activations, softmax shards, input gradients."""
+    """The most that a rank may hold: chunks' activations, softmax shards, input gradients."""
 
     chunks: int
     shards: int
@@ -43,7 +43,8 @@ class Caps(NamedTuple):
 
 
 class _Played(NamedTuple):
-    """Each item's end and what it waited for last; each pass's next on its rank; -1 for none."""
+    """A played order: its length in ms, each item's end, the item that it waited for last (``cause``), and
+    each pass's next one on its rank (``following``); -1 for none."""
 
     length: float
     ends: list[float]
@@ -63,7 +64,7 @@ class _Net:
         self.rank = [graph.rank.get(node, -1) for node in nodes]
         self.follow: list[list[tuple[int, float]]] = [[] for _ in range(size)]
         self.waits = [0] * size
-        # What waits for all that an item needs: the item, or the gate of the ranks that start it together.
+        # The node that waits for an item's needs: the item, or the gate if all ranks start it together.
         self.entry = list(range(size))
         gates = {part: graph.feeds[part][0] for part in graph.arrival.values()}
         for node, part in graph.arrival.items():
@@ -91,7 +92,7 @@ class _Net:
             self.waits[then + mb] += 1
 
     def play(self, order: Order) -> _Played | None:
-        """Play each pass as early as this order allows; None if the order has a circle."""
+        """Play each pass as early as this order allows; None if passes wait for each other in a circle."""
         duration, follow, entry, size = self.duration, self.follow, self.entry, len(self.follow)
         waits, ends, cause, following = self.waits[:], [0.0] * size, [-1] * size, [-1] * size
         for row in order:
@@ -143,7 +144,7 @@ class _Net:
         return [block for block in blocks if len(block) > 1]
 
     def keeps(self, row: Sequence[int], moved: Sequence[int]) -> bool:
-        """Whether each node's microbatches stay in order, and the rank keeps its caps."""
+        """Whether a rank's new row keeps each node's microbatches in order, and the rank's caps."""
         m, last = self.m, dict[int, int]()
         for item in moved:
             if last.get(item // m, -1) > item:
@@ -158,7 +159,7 @@ class _Net:
         return True
 
     def timely(self, played: _Played) -> bool:
-        """Whether no rank holds too many input gradients."""
+        """Whether every IB runs before its rank holds too many input gradients."""
         m, late = self.m, self.caps.gradients
         return all(
             played.ends[node * m + mb] <= played.ends[arrives * m + mb + late] + _ROUNDING
@@ -168,16 +169,16 @@ class _Net:
 
 
 def is_small(graph: PassGraph, m: int) -> bool:
-    """Whether the budget allows enough moves."""
+    """Whether the schedule is small enough for the budget to allow enough moves."""
     return (len(graph.passes) + len(graph.producers)) * m * _FEWEST_PLAYS <= _VISITS
 
 
 def polish(
     graph: PassGraph, m: int, caps: Caps, orders: Sequence[Sequence[Sequence[int]]], bound: float
 ) -> list[Order]:
-    """From each of a few orders under the caps, the fastest that is found under them.
+    """For each of a few orders (of ``Timeline``) under the caps, the fastest order that the search reaches.
 
-    Orders are those of ``Timeline``. The search ends when it reaches the bound, in ms.
+    The caps hold for the results, too. A search ends when it reaches the bound, in ms.
     """
     net = _Net(graph, m, caps)
     plays, polished = _VISITS // len(net.follow) // len(orders), []
@@ -228,7 +229,7 @@ def _choose(net: _Net, order: Order, blocks: list[list[int]], random: Random) ->
 
 
 def _move(block: list[int], random: Random) -> list[int]:
-    """One pass of the block elsewhere in it: past its neighbour, to the front, or to the end."""
+    """The block with one pass moved: past its neighbour, to the front, or to the end."""
     kind, at = random.random(), int(random.random() * (len(block) - 1))
     if kind < 0.4:
         return [*block[:at], block[at + 1], block[at], *block[at + 2 :]]

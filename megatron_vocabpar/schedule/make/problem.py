@@ -1,4 +1,4 @@
-"""One schedule to find in one family: its frame, its rules with their times, and the best candidate.
+"""The problem of one schedule in one family: its frame, its rules and times, and the best candidate.
 
 Next: ``candidates.py``, ``list_scheduling.py``, ``polish.py``.
 """
@@ -25,16 +25,16 @@ from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.words.passes import Pair, Pass, PassType
 from megatron_vocabpar.schedule.words.schedule import Schedule, passes_of
 
-TRIAL_PASSES = 60_000  # about so many the trials may play in all: a fraction of a second
-_LEAST_TRIAL = 64  # microbatches of a trial, or more, to reach a steady state
-_PLACING = 25  # placing a block of two chunks takes as long as playing so many microbatches
-_PAIRED = 6  # times as many if passes run in pairs: there are more ways to play them ...
-_MOST_PAIRED = 80  # ... but of a small schedule so many will do
-_WHOLE = 6  # so many ways to play pairs are better tried with all microbatches than more with fewer
-_FEWEST = 4  # fewer trials are not worth their time
-_POLISHED = 3  # so many of the best trials are polished, if the schedule is small
+TRIAL_PASSES = 60_000  # passes that all trials together may play: a fraction of a second
+_LEAST_TRIAL = 64  # microbatches of a trial, at least, to reach a steady state
+_PLACING = 25  # microbatches that could be played in the time of placing a block of two chunks
+_PAIRED = 6  # factor on TRIAL_PASSES if passes run in pairs, as there are more ways to play them
+_MOST_PAIRED = 80  # trials of ways to play pairs; a small schedule gains nothing from more
+_WHOLE = 6  # ways to play pairs: if the budget allows these with all microbatches, no shorter trials
+_FEWEST = 4  # trials; fewer are not worth their time
+_POLISHED = 3  # best trials that are polished, if the schedule is small
 _ROUNDING = 1e-9  # of sums of 1/chunks
-_FINALISTS = 3  # so many of the best trials are played for all microbatches, if the budget allows
+_FINALISTS = 3  # best trials that are played for all microbatches, if the budget allows
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Problem:
     """A request, worked out for one family.
 
     Attributes:
-        shape: the frame.
+        shape: the schedule's frame.
         family: gives the building blocks.
-        times: of all passes, in ms.
-        costs: what the times were read from.
+        times: the times of all passes, in ms.
+        costs: the costs that the times were read from.
         graph: the rules, with the times.
         cap: the most microbatches whose activations a rank may hold.
     """
@@ -76,7 +76,7 @@ class Problem:
         return Problem(shape, family, times, costs, graph, cap)
 
     def best(self, budget: int) -> Schedule:
-        """The fastest of as many candidates as a budget of passes to play allows; polished if it is small."""
+        """The fastest of the candidates that a budget of passes allows to play; polished if it is small."""
         if self.pairs:
             tried = map(self.schedule, self.played(_PAIRED * budget)[:_FINALISTS])
             return min(tried, key=self.simulated_ms)
@@ -95,7 +95,7 @@ class Problem:
 
     @property
     def pairs(self) -> bool:
-        """Whether F and B run together: the family lets them, and the costs have something to hide."""
+        """Whether F and B run together: the family has pairs, and the costs say that these hide time."""
         return self.family.pairs and any(self.times.hidden)
 
     @property
@@ -109,7 +109,7 @@ class Problem:
         return max(run_events(schedule, PassTimes.of(self.costs, schedule), program).ends)
 
     def played(self, budget: int) -> list[Timeline]:
-        """The candidates tried, unpolished, the fastest first; one of those that take equally long."""
+        """The candidates within a budget, unpolished, fastest first; of equally fast ones only the first."""
         tried = pair_candidates if self.pairs else candidates
         choices = tried(self.shape, self.graph, self.times, self.family, self.cap)
         if is_textbook(self.shape, self.family):
@@ -118,7 +118,7 @@ class Problem:
         trial_m = min(self.shape.m, max(_LEAST_TRIAL, 2 * self.shape.p + 4))
         placing = int(_PLACING * max(1.0, self.shape.chunks / 2) ** 2)
         if self.pairs and budget >= _WHOLE * passes * (self.shape.m + placing):
-            trial_m = self.shape.m  # how many passes find a partner shows in the whole alone
+            trial_m = self.shape.m  # only the whole schedule shows how many passes find a partner
         affordable = max(1, budget // (passes * (trial_m + placing)))
         if self.pairs:
             affordable = min(affordable, _MOST_PAIRED)
@@ -131,14 +131,14 @@ class Problem:
         if trials and trial_m == self.shape.m:
             different = {trial[0]: trial[-1] for trial in reversed(trials)}
             return [different[end] for end in sorted(different)]
-        least = 2 if self.shape.chunks > 1 else 1  # both rules of memory
+        least = 2 if self.shape.chunks > 1 else 1  # with chunks: reserved room, and the banker's rule
         finalists = max(least, min(_FINALISTS, budget // (passes * self.shape.m)))
         ranked = chain((trial[2] for trial in trials), choices)
         finished = filter(None, (self._try(candidate, self.shape.m) for candidate in ranked))
         return sorted(islice(finished, finalists), key=lambda played: played.end)
 
     def schedule(self, played: Timeline) -> Schedule:
-        """A schedule with the order in which the passes were played, and their pairs."""
+        """The schedule of a timeline: its order of passes, and its pairs."""
         numbering = self.graph.numbering
         rows = ([numbering.item(number) for number in row if number < numbering.size] for row in played.order)
         pairs = ((numbering.item(forward), numbering.item(backward)) for forward, backward in played.pairs)
@@ -156,7 +156,7 @@ class Problem:
             return None
 
     def _extrapolated(self, played: Timeline, m: int) -> float:
-        """The end of all microbatches if the steady state went on as in the trial's middle."""
+        """The end of all microbatches if the steady state continues as in the middle third of the trial."""
         if m < 3:
             return played.end
         first = self.graph.of_type(PassType.B)[0] * m

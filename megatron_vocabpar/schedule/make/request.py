@@ -1,4 +1,4 @@
-"""What is to be planned, in one record: the same record makes the same plan on every rank.
+"""``PlanRequest``, the record of what to plan: the same record makes the same plan on every rank.
 
 Next: ``generate.py``, which answers it.
 """

@@ -1,7 +1,7 @@
-"""What list scheduling may do: caps on what a rank holds, each with the question that the loop asks of it.
+"""The rules of list scheduling: caps on what a rank holds, each with the question that the loop asks of it.
 
 All questions are about a node's next microbatch. ``counts`` holds, for each node, how many microbatches have
-started it, so that ``counts[node]`` is also the next one's number.
+started it. So ``counts[node]`` is also the number of the next one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ROUNDING = 1e-9  # of sums of 1/chunks
 
 @dataclass(frozen=True)
 class Rules:
-    """What an order may look like.
+    """The rules that an order keeps.
 
     Attributes:
         eager: the nodes that run as soon as they can.
@@ -32,8 +32,8 @@ class Rules:
         chunks: for each F node, the F nodes of its rank, first chunk first; given in place of ``reserve``.
         in_flight: for each F node, its B node and how many microbatches may be between the two.
         hidden: for each F node and B node of one rank that may run together, the ms that they hide of each
-            other; empty where nothing runs together.
-        patience: how many ms a pass that could run waits for a partner whose moment is known.
+            other; empty if no passes run together.
+        patience: the most ms that a pass that could run waits for a partner.
         lone_room: microbatches of activations that an F alone leaves free, so that a pair finds room.
     """
 
@@ -73,7 +73,7 @@ class Rules:
         return self.max_activations + _ROUNDING - held
 
     def starves(self, node: int, counts: Sequence[int]) -> bool:
-        """Whether after this F the oldest microbatch with chunks to come might find no room for them.
+        """Whether this F could leave the oldest unfinished microbatch without room for its later chunks.
 
         The banker's rule: if the oldest microbatch under way can finish, its room goes to the next, and so
         on. So it needs 1 for itself beside what younger ones hold. Two chunks, each F holds 0.5, the cap is
@@ -93,11 +93,11 @@ class Rules:
         return 1.0 + younger * self.hold[node] > self.max_activations + _ROUNDING
 
     def is_full(self, node: int, counts: Sequence[int], more: int = 0) -> bool:
-        """Whether as many microbatches as may be are between an F and its B.
+        """Whether the most microbatches that may be between an F and its B have been reached.
 
-        1F1B's own rule, for any building block: with p = 4, rank 0's F lives for 4 intervals, so that the
-        F of microbatch 4 waits for the B of microbatch 0 however early its input comes. ``more`` may be in
-        flight besides: an F that runs together with a B starts while that B is not done.
+        1F1B has this rule; here it holds for any building block. With p = 4, rank 0's F lives for 4
+        intervals, so the F of microbatch 4 waits for the B of microbatch 0, however early its input comes.
+        ``more`` may be in flight besides: an F in a pair starts while the pair's B is not done.
         """
         if node not in self.in_flight:
             return False

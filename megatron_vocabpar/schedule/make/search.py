@@ -1,8 +1,9 @@
 """The best schedule under a memory cap: every family, each with that cap and with smaller ones.
 
-A schedule found with less memory is valid with more, and the schedule that ``generate`` makes in a family is
-among those tried. So a search is never slower than a family under its own cap, and more memory never makes it
-slower (from one of the caps of ``rungs`` to any other). A family whose bound is above the best is not played.
+A schedule that fits in less memory is valid with more, and the schedule that ``generate`` makes in a family
+is among those tried. So the result is never slower than a family under its own cap, and more memory never
+makes it slower (from one of the caps of ``rungs`` to any other). A family whose bound is above the best time
+so far is not played.
 
 Next: ``problem.py``.
 """
@@ -29,13 +30,13 @@ from megatron_vocabpar.schedule.words.schedule import MOST_FORWARDS, Schedule
 def search(
     request: PlanRequest, *, passes: int = TRIAL_PASSES, progress: Callable[[str], None] | None = None
 ) -> Schedule:
-    """The fastest valid schedule that is found.
+    """The fastest valid schedule among all families and caps.
 
     Args:
-        request: what to schedule; its families to search are ``among``, whatever its ``family``.
+        request: what to schedule; ``among`` names the families to search, and ``family`` is ignored.
         passes: about how many passes the trials of one family with one cap may play; a million takes some
             five seconds.
-        progress: is told what is tried next.
+        progress: a function that is called with a line on what is tried next.
 
     Raises:
         ValueError: naming the argument that is wrong, and what to give instead.
@@ -61,10 +62,10 @@ def search(
 
 
 def _rivals(request: PlanRequest) -> list[PlanRequest]:
-    """The same request for each family with each cap; the most memory first, then in the order of families.
+    """The request with each family and each cap; the most memory first, then in the order of families.
 
-    Families that differ in their claims alone (V shapes) are tried once with each cap, those with pairs
-    only where the costs have something to hide.
+    Families that differ only in their claims (V shapes) are tried once with each cap. Families with pairs
+    are tried only if the costs say that pairs hide time.
     """
     chunks, method, p = request.chunks, method_named(request.method), max(request.p, 1)
     named = map(family_named, request.among or families())

@@ -1,8 +1,8 @@
 """The critical path of a simulation: the passes and transfers that the iteration's length is made of.
 
-Each step back, from the pass that ends last, goes to what the step waited for last (its cause in
-``events.py``). Every step starts when the one before it ends, so shortening a step that is not on the path
-gains nothing.
+It is found from its end: first the pass that ends last, then what that waited for last (its cause in
+``events.py``), and so on. Every step starts when the one before it ends. So shortening a pass that is not on
+the path gains nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_vocabpar.schedule.words.passes import Comm, Instruction, Pair, par
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One pass, pair or transfer of the path: a transfer by its receive, a collective by one rank's part."""
+    """One item of the path: a pass, a pair, a transfer's receive, or one rank's part in a collective."""
 
     item: Instruction
     rank: int

@@ -1,4 +1,4 @@
-"""The event loop of the simulator: instructions, as numbers, played in each rank's order, with queues.
+"""The event loop of the simulator: it plays each rank's instructions in order, with queues.
 
 Every rank runs its instructions in order. A pass starts when its rank is free and everything that it waits
 for has ended. Communication runs beside the passes and takes its turn in a queue:
@@ -10,14 +10,14 @@ for has ended. Communication runs beside the passes and takes its turn in a queu
 
 Sends, receives and launches take no time of their rank: they are issued when the pass before them ends.
 
-A pair, F of one microbatch beside B of another, starts when both can, and both end after the sum of their
-times less what they hide of each other.
+A pair, F of one microbatch beside B of another, starts when both passes can start. Both end together, after
+the sum of their times less what they hide of each other.
 
 ``run_passes`` plays passes alone, without queues: a transfer or a collective starts when everything that it
 carries has been produced. ``lower.py`` makes a program from this.
 
-For each pass and transfer the loop notes its *cause*: of all that it waited for, what ended last. It starts
-at the moment at which its cause ends, so ``critical_path.py`` can follow causes without a gap.
+For each pass and transfer the loop notes its *cause*: of everything that it waited for, the item that ended
+last. It starts when its cause ends, so ``critical_path.py`` can follow causes without a gap.
 
 Next: ``simulate.py``.
 """
@@ -49,14 +49,14 @@ NOTHING = -1
 
 @dataclass(frozen=True)
 class Events:
-    """What happened, by number (see ``numbering.py``); times in ms.
+    """When each item ran, by number (see ``numbering.py``); times in ms.
 
     Attributes:
         numbering: what the numbers mean.
-        starts: of passes, receives (the transfer itself) and parts in collectives; ``NEVER`` if it did not
-            run.
-        ends: of the same.
-        causes: the number of what it waited for last; ``NOTHING`` if it started at once.
+        starts: the start of each pass, receive (the transfer itself) and part in a collective; ``NEVER`` if
+            it did not run.
+        ends: the end of each.
+        causes: the number of the item that each waited for last; ``NOTHING`` if it started at once.
     """
 
     numbering: Numbering
@@ -78,7 +78,7 @@ def run_passes(schedule: Schedule, times: PassTimes) -> Events:
     """Play the passes of ``schedule``, each as soon as it can run, with communication that never queues.
 
     Returns:
-        of transfers and collectives, ``starts`` is when their last producer ends.
+        events in which a transfer or a collective starts when its last producer ends.
 
     Raises:
         Deadlock: naming for the first stuck rank the pass and what it waits for.
@@ -88,7 +88,7 @@ def run_passes(schedule: Schedule, times: PassTimes) -> Events:
 
 @dataclass
 class _Queue:
-    """Work served one after the other: what waits, when the queue is free, and the last that it served."""
+    """Work that is served in turn: the numbers that wait, when the queue is free, the last one served."""
 
     waiting: deque[int] = field(default_factory=deque)
     free: float = 0.0
@@ -114,9 +114,10 @@ class _Loop:
         self.causes = [NOTHING] * numbering.size
         self.position, self.free = [0] * self.p, [0.0] * self.p
         self.last = [NOTHING] * self.p  # each rank's latest pass
-        self.sleepers: dict[int, list[int]] = {}  # by the number that they wait for
+        self.sleepers: dict[int, list[int]] = {}  # ranks, by the number that they wait for
         self.awake = list(range(self.p))
-        # What runs an instruction of each type; it returns the number that the rank waits for, or NOTHING.
+        # For each type, the function that runs an instruction; it returns the number that the rank waits for,
+        # or NOTHING.
         acts: dict[PassType | CommType, Callable[[int, int], int]] = {
             **dict.fromkeys(PassType, self._pass),
             **dict.fromkeys(schedule.method.in_step, self._together),
@@ -125,7 +126,7 @@ class _Loop:
             **dict.fromkeys(RECEIVE_OF, self._send),
         }
         self.acts = [acts[type_] for type_ in TYPES]
-        # What comes together of parts: how many came, when the latest came, and after which pass.
+        # For what needs several parts: how many have come, when the latest came, and after which pass.
         self.gathered: dict[int, tuple[int, float, int]] = {}
         self.links = _links(numbering)
         self.queues = _queues(numbering, program)
@@ -161,7 +162,7 @@ class _Loop:
         self.position[rank] = position
 
     def _ready(self, rank: int, number: int) -> tuple[float, int]:
-        """When a pass can start and after what; or ``NEVER`` and what it waits for."""
+        """When a pass can start, and its cause; or ``NEVER`` and the number that it waits for."""
         start, cause = self.free[rank], self.last[rank]
         node, mb = divmod(number, self.m)
         for first, back in self.needs[node]:
@@ -205,13 +206,13 @@ class _Loop:
         return self._post(rank, transfer)
 
     def _post(self, rank: int, transfer: int) -> int:
-        """The send or the receive of a transfer has been issued."""
+        """Note that a transfer's send or receive has been issued; start the transfer if both have."""
         if self._gather(transfer, 2, self.free[rank], self.last[rank]):
             self._serve(self.links[transfer // self.m], 2, 1)
         return NOTHING
 
     def _launch(self, rank: int, number: int) -> int:
-        """One rank's part in a collective has been issued; it is known by the number of rank 0's part."""
+        """Note that one rank's part in a collective has been issued; rank 0's part names the collective."""
         if self._gather(number - rank * self.m, self.p, self.free[rank], self.last[rank]):
             type_ = TYPES[number // self.m // self.numbering.width]
             assert isinstance(type_, CommType)
@@ -219,7 +220,7 @@ class _Loop:
         return NOTHING
 
     def _gather(self, key: int, parts: int, now: float, cause: int) -> bool:
-        """Note that one part has come; whether all have."""
+        """Note that one part has come; true if it is the last of ``parts``."""
         count, latest, latest_cause = self.gathered.get(key, (0, NEVER, NOTHING))
         if now > latest:
             latest, latest_cause = now, cause
@@ -227,7 +228,7 @@ class _Loop:
         return count + 1 == parts
 
     def _serve(self, queue: _Queue, gathered: int, parts: int) -> None:
-        """Start what waits in a queue, as far as all of its parts have come."""
+        """Start what waits in a queue, up to the first item that lacks a part."""
         while queue.waiting:
             key = queue.waiting[0]
             count, start, cause = self.gathered.get(key, (0, NEVER, NOTHING))
@@ -242,9 +243,9 @@ class _Loop:
             queue.last = key
 
     def _finish(self, number: int, start: float, cause: int, took: float | None = None) -> float:
-        """Note when something runs and wake the ranks that wait for it; returns its end.
+        """Note when an item runs, wake the ranks that wait for it, and return its end.
 
-        It takes its node's time, or ``took`` ms.
+        The item takes its node's time, or ``took`` ms.
         """
         node = number // self.m
         end = start + (self.durations[node] if took is None else took)
@@ -264,7 +265,7 @@ class _Loop:
 
 
 class _PairLoop(_Loop):
-    """The same for a schedule with pairs."""
+    """The event loop for a schedule with pairs."""
 
     def __init__(
         self, schedule: Schedule, times: PassTimes, program: Program, *, alone: bool = False
@@ -305,7 +306,10 @@ def _queues(numbering: Numbering, program: Program) -> dict[CommType, _Queue]:
 
 
 def _carried(numbering: Numbering) -> list[list[tuple[int, int, int]]]:
-    """For each pass node what carries its result: how many numbers on, its producers, and its parts."""
+    """For each pass node the communication of its result: (offset, number of producers, number of parts).
+
+    The offset leads from the pass's number to that of the communication's first part.
+    """
     carried: list[list[tuple[int, int, int]]] = [[] for _ in numbering.needs]
     wholes = [range(node, node + 1) for type_, _ in RECEIVE_OF.values() for node in numbering.nodes_of(type_)]
     wholes += [numbering.nodes_of(type_) for type_ in collectives(numbering.schedule)]
@@ -329,7 +333,7 @@ def _durations(numbering: Numbering, times: PassTimes) -> list[float]:
 
 
 def _links(numbering: Numbering) -> dict[int, _Queue]:
-    """The link of each receive's node; transfers between the same ranks in one direction share it."""
+    """The link of each receive's node; all transfers from one rank to another share a link."""
     placement = numbering.schedule.placement
     by_ranks: dict[tuple[int, int], _Queue] = {}
     links: dict[int, _Queue] = {}

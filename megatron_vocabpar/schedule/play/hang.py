@@ -1,10 +1,10 @@
 """Whether a program can hang on GPUs: NCCL's strictest rules, played on the program.
 
 gloo starts a transfer as soon as it is issued. NCCL does not: an operation holds its stream until all ranks
-of its communicator have joined, and some settings make it hold more: the host, the device's only queue, the
+of its communicator have joined. Some settings make it hold more: the host, the device's only queue, or the
 whole device. Each ``Model`` is one such setting. In every model the host *issues* an instruction, which then
-*starts* on its stream and *ends*. Each of these events waits for others, whatever the times are, so a program
-hangs exactly if some events wait for each other in a circle. ``find_hangs`` looks for one.
+*starts* on its stream and *ends*. Each of these events waits for others, whatever the times are. So a program
+hangs exactly if some events wait for each other in a circle. ``find_hangs`` looks for a circle.
 
 What waits for what in every model:
 
@@ -132,10 +132,10 @@ def runs_in_step(schedule: Schedule, program: Program) -> bool:
 
 
 def places_in_step(schedule: Schedule, program: Program) -> dict[Instruction, int]:
-    """The place of each instruction in one order of all ranks' ends, in which none waits for a later one.
+    """The place of each instruction in one order of all ranks' ends; none waits for a later one.
 
-    The parts of one communication share a place. So if ranks stand still, the one whose instruction comes
-    first does not wait for the others that stand, but for a rank that has yet to join its communication.
+    The parts of one communication share a place. Say some ranks stand still. The rank whose instruction has
+    the first place does not wait for the others that stand: it waits for a rank that has yet to join.
     """
     waits, places = Waits(schedule, program), dict[Hashable, int]()
     for node in _in_order(waits.under(STRICTEST, range(schedule.p))):
@@ -167,7 +167,7 @@ def _circle(before: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _in_order(before: Sequence[Sequence[int]]) -> list[int]:
-    """The nodes that happen, each after those that it waits for."""
+    """The nodes that can happen, each after those that it waits for; nodes on a circle are left out."""
     missing = [len(needs) for needs in before]
     after: list[list[int]] = [[] for _ in before]
     for node, needs in enumerate(before):

@@ -6,11 +6,18 @@
 3. ``insert`` puts a rank's part in each before the first of its passes that ends after that moment; sends,
    receives and collectives that are ready at once are in the order of type, stage and microbatch.
 
-So on every rank a communication stands after the rank's own producer and before its consumer, and the
-programs of all ranks are parts of one list: all passes by their ends, and all communications by their
-moments. Running that list item by item runs them all. So no program can hang, whatever the real times are,
-and whether a communication holds its stream, its host or its device until all ranks have joined (``hang.py``
-tries each). A rank joins no earlier than that, and so does not hold receive buffers for long.
+On every rank a communication stands after its producer and before its consumer. The programs of all ranks are
+parts of one list: all passes by their ends, and all communications by their moments. Running that list item
+by item runs every program. So no program can hang, whatever the real times are, and whether a communication
+holds its stream, its host or its device until all ranks have joined (``hang.py`` tries each). A rank joins a
+communication as late as this list allows, so it does not hold receive buffers for long.
+
+An example: 2 ranks, 2 microbatches, F takes 10 ms, B takes 20 ms. 0F0 ends at 10 and 0F1 at 20, so these are
+the moments of the two forward transfers. On rank 1, 1F0 is the first pass that ends after 10, and also the
+first that ends after 20. So both receives stand before it, in the order of the sends:
+
+    0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
+    1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1
 
 The F and B of a pair end at one moment, so no communication comes between them: they are one instruction of
 the program, and one item of that list.
@@ -49,7 +56,7 @@ def lower(schedule: Schedule, costs: PassCosts | None = None) -> Program:
 
 
 def play_passes(schedule: Schedule, times: PassTimes) -> Events:
-    """When passes run, and when their results are ready, if all run as soon as they can.
+    """Play the passes, each as soon as it can run: when they run, and when their results are ready.
 
     Raises:
         Deadlock: if the order of the passes cannot be kept.
@@ -63,9 +70,9 @@ class Communication(NamedTuple):
     """One communication of all ranks that take part; a tuple, so that sorting gives the global order.
 
     Attributes:
-        ready_ms: when its last producer ends.
-        kind: the number of its type; of a transfer, of its send.
-        stage: where a transfer is sent; 0 for collectives.
+        ready_ms: the moment at which its last producer ends.
+        kind: the number of its type; a transfer has its send's.
+        stage: the stage that sends a transfer; 0 for collectives.
         microbatch: its microbatch.
         parts: each rank's instruction.
     """
@@ -115,7 +122,10 @@ def insert(played: Events, order: Iterable[Communication]) -> Program:
 
 
 def _moments(played: Events) -> list[list[float]]:
-    """Each pass's moment in the global order: its end; of a pass that all ranks run together, the first."""
+    """Each pass's moment in the global order: its end.
+
+    A pass that all ranks run together has one moment for all: the end of the rank that ends it first.
+    """
     schedule, number = played.numbering.schedule, played.numbering.number
     moments = [[played.ends[number(pass_)] for pass_ in row] for row in schedule.ranks]
     first: dict[tuple[PassType, int], float] = {}

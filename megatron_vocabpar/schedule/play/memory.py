@@ -1,4 +1,4 @@
-"""What a rank holds and for how long: the buffers of a simulated schedule, their numbers and their sizes.
+"""The buffers of a simulated schedule: how many a rank holds, for how long, and of what size.
 
 A buffer lives from the pass or transfer that fills it to the one that frees it:
 
@@ -9,10 +9,9 @@ A buffer lives from the pass or transfer that fills it to the one that frees it:
     input_gradients  from the end of CIB (on the first rank: of B of stage 0) to the end of IB
     mtp_layers       with multi-token prediction, what its layers keep: from the start of the last stage's F
                      to the end of its B. Besides, for each depth, the last rank holds embedded_inputs from
-                     CI to the end of F, and input_gradients from the end of B to that of CIB
+                     CI to the end of F, and input_gradients from the end of B to the end of CIB
     logits           if the output layer is not partitioned: from the start of the last stage's F to the end
-    of
-                     its B
+                     of its B
 
 Sizes come from a cost file, which gives them or the model's shape to estimate them from. Weights, their
 gradients and the optimizer's state do not change within an iteration and are left out.
@@ -51,7 +50,7 @@ _SHAPE = ("seq_length", "hidden", "layers", "vocab")
 
 @dataclass(frozen=True)
 class BufferSizes:
-    """For each buffer, the MiB of one microbatch on one rank; activations are those of all its chunks."""
+    """For each buffer, the MiB of one microbatch on one rank; activations count all chunks of the rank."""
 
     mib: Mapping[str, float]
 
@@ -149,7 +148,7 @@ def curve(weighted: Iterable[tuple[float, Sequence[Interval]]]) -> Curve:
 
 
 def memory_curve(alive: Mapping[str, Sequence[Interval]], mib: Mapping[str, float], chunks: int) -> Curve:
-    """What a rank holds in time, from ``lifetimes`` and each buffer's size for one microbatch."""
+    """A rank's memory over time, from ``lifetimes`` and each buffer's size for one microbatch."""
     return curve((mib.get(name, 0.0) / _share(name, chunks), alive[name]) for name in BUFFERS)
 
 
@@ -170,5 +169,5 @@ def peak_memory(alive: Mapping[str, Sequence[Interval]], sizes: BufferSizes, chu
 
 
 def _share(name: str, chunks: int) -> int:
-    """How many intervals of a buffer make up one microbatch's: activations are counted by chunk."""
+    """The intervals of a buffer that make up one microbatch: activations have one for each chunk."""
     return chunks if name in (ACTIVATIONS, WEIGHT_INPUTS) else 1

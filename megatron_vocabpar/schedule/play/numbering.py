@@ -10,7 +10,7 @@ The rules are the same for every microbatch, so what a node waits for is worked 
 - ``events.py`` plays a given order, with queues for transfers and collectives: the simulator;
 - ``make/list_scheduling.py`` finds an order while it plays;
 - ``make/polish.py`` plays an order again and again with small changes, so it leaves out queues;
-- ``waits.py`` asks what a GPU's streams wait for, whatever the times are; it numbers what a program holds.
+- ``waits.py`` asks what a GPU's streams wait for, whatever the times are; it numbers a program's items.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TYPES: tuple[PassType | CommType, ...] = (*_TRANSFORMER, *_VOCABULARY, *CommType
 
 
 class Need(NamedTuple):
-    """Microbatch i of a node waits for microbatch i - ``back`` of ``node``, if there is one."""
+    """Microbatch i of a node waits for microbatch i - ``back`` of ``node``, if that is not below 0."""
 
     node: int
     back: int
@@ -95,7 +95,7 @@ class Numbering:
         return TYPES[node // self.width]
 
     def nodes_of(self, type_: PassType | CommType) -> range:
-        """The nodes of a type: one a stage; of the vocabulary layers one for each rank that has it."""
+        """The nodes of a type: one for each stage, or, in vocabulary layers, for each rank that has it."""
         first = self.first_node[type_]
         if type_ in _TRANSFORMER or type_ in POINT_TO_POINT:
             return range(first, first + self.width)
@@ -121,7 +121,7 @@ class Numbering:
 
 
 def _templates(schedule: Schedule) -> Iterator[Atom]:
-    """One instruction of each node that the schedule can have, of a microbatch with all its needs."""
+    """One instruction of each node that the schedule can have, for a microbatch that has all needs."""
     mb = EMBEDDED_INPUTS
     for type_ in _TRANSFORMER:
         for stage in range(schedule.placement.num_stages):
@@ -138,5 +138,9 @@ def _templates(schedule: Schedule) -> Iterator[Atom]:
 
 
 def in_numbers(needs: tuple[Need, ...], m: int) -> list[tuple[int, int]]:
-    """Needs as (first, back): microbatch i waits for number ``first + i`` if i is at least ``back``."""
+    """Needs as (first, back): microbatch i waits for number ``first + i`` if i is at least ``back``.
+
+    With m = 8, an IF that waits for node 40 of two microbatches before gives (318, 2): its microbatch 5
+    waits for number 323, which is node 40 of microbatch 3.
+    """
     return [(node * m - back, back) for node, back in needs]

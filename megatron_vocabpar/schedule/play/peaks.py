@@ -1,4 +1,4 @@
-"""How many microbatches' activations a rank holds: counted in a schedule.
+"""Counts the microbatches whose activations a rank holds in a schedule.
 
 Next: ``check/validate.py``.
 """

@@ -37,12 +37,12 @@ class Model:
     Attributes:
         name: short, for tables.
         summary: which setting leads to it.
-        pairs: each pair of ranks has a stream for each direction; if not, all transfers in one direction
-            share one.
+        pairs: each pair of ranks has a stream for each direction; otherwise all of a rank's transfers in
+            one direction share a stream.
         one_queue: nothing starts before what the rank issued earlier has started.
         first_use: the first use of a communicator blocks the host until all its ranks have used it.
         blocking: the operations whose end the host waits for before it issues more.
-        one_rank: only one rank's host waits, any of them, while the others run freely.
+        one_rank: the host of only one rank waits, whichever that is, and the others run freely.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Step(NamedTuple):
     Attributes:
         rank: whose item it is.
         item: the instruction that is issued, starts or ends.
-        waits_in: where the rank waits: in the item, or, before it is issued, in the one before it.
+        waits_in: the instruction that holds the rank: the item, or, before it is issued, the one before it.
     """
 
     rank: int
@@ -88,7 +88,7 @@ class Step(NamedTuple):
 
 
 class Waits:
-    """Who waits for whom.
+    """What each event waits for.
 
     Args:
         schedule: what ``program`` was lowered from.
@@ -124,14 +124,14 @@ class Waits:
         return before
 
     def lengths(self, times: PassTimes) -> list[float]:
-        """For each node, the ms from the last event that it waits for; only ends take time."""
+        """For each node, the ms that it takes after the last event that it waits for; only ends take time."""
         lengths = [0.0] * len(self.common)
         for k, (rank, item) in enumerate(self.items):
             lengths[_node(_ENDED, k)] = times.of_instruction(item, rank)
         return lengths
 
     def is_joined(self, node: int) -> bool:
-        """Whether a node is the one event of all ranks: they have joined a communication."""
+        """Whether a node is the event that all ranks have joined a communication."""
         return node % _PHASES == _JOINED
 
     def is_end(self, node: int) -> bool:

@@ -1,9 +1,9 @@
-"""How long things take: ``PassCosts`` as profiled or estimated, ``PassTimes`` for one schedule.
+"""How long passes and communication take: ``PassCosts``, measured or estimated, and ``PassTimes``.
 
-``PassCosts`` holds what does not depend on the schedule: the times of a rank's *whole* share of layers, in
+``PassCosts`` does not depend on the schedule. It holds the times of a rank's *whole* share of layers, in
 milliseconds, one number or one per rank. ``PassTimes`` reads them for one schedule: a chunk's pass takes
 1/chunks of them, B takes B_ms + W_ms unless W is split off, and baseline and redis add the output layer to
-the last stage.
+the last stage. With F_ms 10, B_ms 11, W_ms 9 and two chunks, F takes 5 ms and B 10 ms, or 5.5 without W.
 
 The files in ``data/`` hold the paper's settings (sequence length 2048, Tables 1 and 2), estimated from
 FLOPs at the rates that its published 8-GPU runs reached.
@@ -65,13 +65,13 @@ class PassCosts:
         broadcast_ms: C0, CG and CIB.
         all_reduce_ms: the other collectives.
         last_rank_extra: ``F_ms``, ``B_ms``, ``W_ms`` that an undivided output layer adds to the last stage.
-        first_rank_extra: the same of an undivided input layer, which it adds to the first stage.
+        first_rank_extra: the times that an undivided input layer adds to the first stage.
         last_stage_extra: ``F_ms``, ``B_ms``, ``W_ms`` that the layers of multi-token prediction add to the
             last stage, in any method. S, T, IF and IB take the times above for the rows of all heads.
         mtp_depths: D, how many further tokens are predicted.
         layers: transformer layers of the whole model, if known.
         layers_per_stage: transformer layers of each stage if they are uneven, for instance by Megatron's
-            layout; in any method with one chunk a rank. See ``redistribution.py``.
+            layout. Any method may have them, with one chunk a rank. See ``redistribution.py``.
         hidden_ms: what F and B of a rank's whole share hide of each other when they run together, mostly
             their exchange between experts: F + B - FB, where FB is the time of the pair. One number, or one
             per rank; at most the shorter of F and B.
@@ -98,12 +98,12 @@ class PassCosts:
 
     @property
     def hides(self) -> bool:
-        """Whether a pair of F and B takes less than one after the other, on any rank."""
+        """On some rank, F and B take less time together than one after the other."""
         return any(self.hidden_ms) if isinstance(self.hidden_ms, tuple) else self.hidden_ms > 0.0
 
     @staticmethod
     def default(p: int, mtp_depths: int = 0) -> PassCosts:
-        """Round numbers in the paper's proportions, for when nothing is measured.
+        """Round numbers in the paper's proportions, for plans without measured times.
 
         The undivided output layer costs p times a rank's shard. Each head of multi-token prediction has the
         rows of an output layer, and a transformer layer.
@@ -238,7 +238,7 @@ class PassTimes:
 
     @staticmethod
     def benign(schedule: Schedule) -> PassTimes:
-        """Backward twice as long as forward, short vocabulary passes, no latency; in units of a forward."""
+        """The textbook's times: F 1, B 2, short vocabulary passes, no latency; in units of a forward."""
         stages, ranks = schedule.placement.num_stages, schedule.p
         one = {PassType.F: 1.0, PassType.B: 2.0, PassType.W: 1.0}
         vocabulary = dict.fromkeys(VOCABULARY_PASSES, 0.0) | dict.fromkeys((*_OUTPUT, PassType.TW), 0.25)
@@ -252,7 +252,7 @@ class PassTimes:
         )
 
     def of_instruction(self, item: Instruction, rank: int) -> float:
-        """The ms that an instruction of a rank takes; of a pair less than its passes one after the other."""
+        """The ms that an instruction of a rank takes; a pair takes less than its two passes in turn."""
         if isinstance(item, Pair):
             return self._of_pass(item.forward) + self._of_pass(item.backward) - self.hidden[rank]
         return self._of_pass(item) if isinstance(item, Pass) else self.comms[item.type]
@@ -261,7 +261,7 @@ class PassTimes:
         return self.passes[pass_.type][pass_.stage]
 
     def scaled(self, comm: float, passes: float = 1.0) -> PassTimes:
-        """The same with communication ``comm`` times as long, and passes ``passes`` times."""
+        """These times with communication ``comm`` times as long, and passes ``passes`` times as long."""
         return PassTimes(
             {type_: tuple(passes * time for time in times) for type_, times in self.passes.items()},
             {type_: comm * time for type_, time in self.comms.items()},
@@ -272,10 +272,7 @@ class PassTimes:
 def _hidden(
     costs: PassCosts, schedule: Schedule, passes: Mapping[PassType, Sequence[float]]
 ) -> tuple[float, ...]:
-    """For each rank, what F and B of one of its chunks hide of each other.
-
-    A chunk hides its part of what the rank's whole share hides.
-    """
+    """For each rank, the ms that F and B of one chunk hide of each other: 1/chunks of the whole share's."""
     p, chunks, shares = schedule.p, schedule.chunks, _shares(costs, schedule)
     whole = spread(costs.hidden_ms, p, "hidden_ms")
     hidden = tuple(ms * share / chunks for ms, share in zip(whole, shares, strict=True))
@@ -330,7 +327,7 @@ def _vocabulary_times(costs: PassCosts, schedule: Schedule) -> dict[PassType, tu
         times[type_] = spread(row.get(name, 0.0), p, name)
     times[PassType.L] = spread(row.get("L_ms", 0.0), p, "L_ms")
     times[PassType.T], times[PassType.TW] = halves_of_t(row, p, apart=PassType.TW in method.passes)
-    for type_ in method.in_step:  # it does T's work too, and its collectives
+    for type_ in method.in_step:  # interlaced's S does T's work, too, and holds the collectives
         synchronous = spread(row.get("synchronous_ms", 0.0), p, "synchronous_ms")
         parts = zip(times[type_], times[PassType.T], synchronous, strict=True)
         times[type_] = tuple(map(fsum, parts))

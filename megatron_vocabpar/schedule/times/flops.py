@@ -7,7 +7,7 @@ Model Training (2021). Other models are made of the same products: ``plan/model.
 
 from __future__ import annotations
 
-STEP = 3  # times the forward pass: for each of its products, backward has two
+STEP = 3  # a training step over its forward pass: backward has two products for each of forward's
 
 
 def product_flops(weights: float) -> float:

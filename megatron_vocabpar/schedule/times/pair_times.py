@@ -13,8 +13,8 @@ Kind = tuple[PassType, int]  # a pass's type and stage
 def alone_ms(alone: Mapping[Kind, Sequence[float]], pairs: Iterable[Pair]) -> dict[Kind, float]:
     """For each type and stage of one rank, the median of its passes outside pairs.
 
-    A stage whose passes all ran in pairs gets the mean of the rank's other stages. There is one: the first F
-    of a rank runs alone, as no B can come before it, and so does the last B.
+    A stage whose passes all ran in pairs gets the mean of the rank's other stages. There is always another
+    one: a rank's first F runs alone, as no B can come before it, and so does its last B.
     """
     known = {kind: median(times) for kind, times in alone.items()}
     times = dict(known)
@@ -29,7 +29,7 @@ def hidden_ms(alone: Mapping[Kind, float], together: Mapping[Pair, float]) -> fl
     """What F and B of a chunk hide of each other on one rank, the median of its pairs: F + B - FB.
 
     Args:
-        alone: of ``alone_ms``.
+        alone: the ms of each type and stage alone, as ``alone_ms`` gives them.
         together: the ms of each pair.
 
     Returns:

@@ -30,7 +30,10 @@ def spread(value: PerRank, p: int, name: str) -> tuple[float, ...]:
 def halves_of_t(
     row: Mapping[str, PerRank], p: int, *, apart: bool
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """T and TW of each rank, or both together in T; by default TW is half of T, one of two equal products."""
+    """T and TW of each rank; unless they run ``apart``, T takes the time of both and TW none.
+
+    Without ``TW_ms``, TW is half of T, as T is two equal products and TW one of them.
+    """
     t = spread(row.get("T_ms", 0.0), p, "T_ms")
     if "TW_ms" not in row:
         t = tw = tuple(time / 2 for time in t)

@@ -20,7 +20,8 @@ def redistribute(
     """The numbers of transformer layers per stage that make the longest stage shortest.
 
     The work of the input layer (on the first stage), of the output layer (on the last) and of a transformer
-    layer are in one unit, whichever. The last stage may get no layer; ties go to earlier stages.
+    layer are in the same unit, any one. The last stage may get no layer; ties go to earlier stages. For
+    example, 8 layers on 4 stages with work 0, 2 and 1 give (3, 3, 2, 0).
 
     Raises:
         ValueError: if there are fewer layers than stages to fill.
@@ -52,7 +53,9 @@ def redistribute_by_flops(
 
 
 def with_final_stage(layers: int, p: int, final_stage_layers: int) -> tuple[int, ...]:
-    """``final_stage_layers`` on the last stage, the rest as even as whole layers allow, longer stages first.
+    """The layers per stage if the last has ``final_stage_layers``; the others are as even as can be.
+
+    If the others cannot be equal, the earlier ones are longer.
 
     Raises:
         ValueError: if the other stages would have no layer.
@@ -68,6 +71,6 @@ def with_final_stage(layers: int, p: int, final_stage_layers: int) -> tuple[int,
 
 
 def layout(counts: tuple[int, ...]) -> str:
-    """These layers per stage in the words of Megatron's layout, such as ``Ettt|ttt|tL``."""
+    """Megatron's layout for these layers per stage, such as ``Ettt|ttt|tL`` for 3, 3 and 1."""
     stages = ["t" * count for count in counts]
     return "|".join(["E" + stages[0], *stages[1:-1], stages[-1] + "L"])

@@ -8,8 +8,9 @@ For one microbatch::
     output    F(last) -> the method's chain -> B(last)       its late part, any time later (``methods.py``)
 
 Between microbatches there is one rule, a throttle: IF(i) waits until the embedded tokens of microbatch i-2
-have left, so a rank holds those of at most two. It does not wait for those that multi-token prediction embeds
-on the last rank: they stay until its F, and to wait for it would empty the pipeline.
+have left, so a rank holds those of at most two: 0IF2 waits for CI of microbatch 0. With multi-token
+prediction the last rank keeps embedded tokens until its F. IF does not wait for these, as that would empty
+the pipeline.
 
 Source: sections 4.3, 4.4 and 5.1, appendix C.
 Next: ``make/building_block.py``, the idea of the generator.
@@ -99,14 +100,14 @@ def _before_pass(pass_: Pass, schedule: Schedule) -> tuple[Atom, ...]:
 
 
 def _embeds_last(schedule: Schedule) -> bool:
-    """Whether the last stage, too, gets embedded tokens from CI."""
+    """The layers of multi-token prediction, on the last stage, get embedded tokens from CI, too."""
     return schedule.mtp_depths > 0 and schedule.method.vocabulary_parallel
 
 
 def _in_chain(type_: PassType, rank: int, mb: int, schedule: Schedule) -> tuple[Atom, ...]:
     """The words before a pass of the output layer in its method's chains, as instructions of ``rank``.
 
-    The last stage's B needs the late gradient; if L runs on the same rank, it takes L's result, not CG's.
+    The last stage's B needs the late gradient. If L runs on the same rank, B takes it from L and not from CG.
     """
     words = schedule.method.waits_for.get(type_, ())  # an evaluation's last stage has no B
     if type_ is PassType.B and rank in ranks_of(PassType.L, schedule):

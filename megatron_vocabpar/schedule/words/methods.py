@@ -48,10 +48,10 @@ class Method:
     Attributes:
         name: the one name, as on the command line.
         summary: one line for tables and ``--help``.
-        chain: from C0 to B; empty where both layers stay inside the first and the last stage's F and B.
-        late: what follows a word of the chain and may be delayed at will: chains, separated by commas, that
-            may end in a word named before.
-        late_gradient: whether the loss may be any function of the tokens' losses; see ``with_late_gradient``.
+        chain: the words from C0 to B; empty if the first and the last stage run both layers inside F and B.
+        late: further chains, separated by commas, which may be delayed at will. Each starts with a word that
+            was named before, and may end in one.
+        late_gradient: the loss may be any function of the tokens' losses; see ``with_late_gradient``.
 
     Raises:
         ValueError: for an unknown word, or a chain that does not lead from C0 to B (of an evaluation, to L).
@@ -82,8 +82,8 @@ class Method:
     def with_late_gradient(self) -> Method:
         """The same method for losses that are any function of the tokens' losses.
 
-        The chain stays as it is where one rank has the whole output layer, whose autograd does the work, and
-        where all ranks run the layer in step and wait for one another anyway.
+        Two kinds of chains stay as they are. If one rank has the whole output layer, its autograd does the
+        work. If all ranks run the layer in step, they wait for one another anyway.
         """
         if self.late_gradient or PassType.T not in self.passes:
             return replace(self, late_gradient=True)
@@ -135,7 +135,7 @@ class Method:
 
     @cached_property
     def producers(self) -> dict[CommType, PassType]:
-        """The pass whose result each collective carries; without C0, which carries that of the last F."""
+        """The pass whose result each collective carries. C0 is left out: it carries the last stage's F."""
         return {
             word: before
             for before, word in _links(self)
@@ -153,9 +153,9 @@ class Method:
 
 
 def without_gradients(method: Method, *, ranks_targets: bool = False) -> Method:
-    """The method of an evaluation: the chain up to the statistics, then the loss.
+    """The method of an evaluation: the chain up to the statistics, then L, the loss function.
 
-    Ranks need not run the layer in step then, as no gradient follows.
+    No gradient follows, so ranks need not run the layer in step.
     """
     if not method.chain:
         return method

@@ -23,7 +23,7 @@ from enum import Enum
 
 
 class _Name(Enum):
-    """Members are singletons, so identity can hash them; Enum's own hash is a slow call on every look-up."""
+    """Hashes members by identity, as they are singletons; Enum's own hash is a slow call on every look-up."""
 
     __hash__ = object.__hash__
 
@@ -115,7 +115,7 @@ class Pair:
 
     @property
     def type(self) -> PairType:
-        """That of every pair."""
+        """``FB``, the type of every pair."""
         return PairType.FB
 
     @property

@@ -59,14 +59,14 @@ class Placement:
 
     @property
     def loss_stage(self) -> int:
-        """The stage of the last rank's last chunk: where Megatron's training loops keep labels and loss.
+        """The stage of the last rank's last chunk: there Megatron's training loops keep labels and loss.
 
-        In a V-shaped placement it is not the last stage.
+        In a V-shaped placement this is not the last stage: with two ranks, it is stage 2 of 0 to 3.
         """
         return self.stage_of(self.p - 1, self.chunks - 1)
 
     def chunk_of(self, stage: int) -> int:
-        """Which chunk of its rank ``stage`` is."""
+        """The number of a stage's chunk on its rank."""
         return stage // self.p
 
     def rank_of(self, stage: int) -> int:

@@ -25,7 +25,7 @@ from megatron_vocabpar.schedule.words.placement import Placement
 Program = tuple[tuple[Instruction, ...], ...]
 
 FORWARD = frozenset({PassType.IF, PassType.F, PassType.S, PassType.S2})  # what an evaluation keeps
-BACKWARD = frozenset({PassType.B, PassType.W, PassType.IB})  # what it has none of
+BACKWARD = frozenset({PassType.B, PassType.W, PassType.IB})  # what an evaluation leaves out
 MOST_FORWARDS = 2**18  # of all ranks: about a minute of planning
 
 
@@ -59,9 +59,9 @@ class Schedule:
         m: microbatches.
         ranks: for each rank its passes, in order. Empty in a *frame*: the shape of a schedule, without an
             order.
-        mtp_depths: D of multi-token prediction. If it is not 0, the last stage embeds tokens, too.
+        mtp_depths: D of multi-token prediction. If it is above 0, the last stage embeds tokens, too.
         pairs: the passes that run together: neighbours in a rank's row, F first. No ordering rule knows of
-            pairs: each pass waits for what it always waits for, and a pair for what both wait for.
+            pairs: a pair waits for everything that its two passes wait for.
 
     Raises:
         ValueError: if it is larger than what can be planned in minutes.
@@ -99,7 +99,7 @@ class Schedule:
 
     @cached_property
     def rows(self) -> Program:
-        """For each rank its passes, in order, in which a pair is one instruction."""
+        """For each rank its passes, in order; a pair is one instruction."""
         return tuple(join_pairs(passes, self.pairs) for passes in self.ranks)
 
     def rank_of(self, instruction: Instruction) -> int:
@@ -114,23 +114,23 @@ class Schedule:
 
 
 def passes_of(instructions: Iterable[Instruction]) -> tuple[Pass, ...]:
-    """The compute passes among ``instructions``, in order; of a pair both."""
+    """The compute passes among ``instructions``, in order; a pair gives two."""
     return tuple(item for item in split_pairs(instructions) if isinstance(item, Pass))
 
 
 def forward_only(schedule: Schedule, *, ranks_targets: bool = False) -> Schedule:
     """The schedule of an evaluation: IF, F, S and S2 in their order, and L.
 
-    T waits for the statistics, as L does, so on the rank of the loss function L takes its place. That cannot
-    deadlock where the training did not: L waits for no more than T did::
+    T waits for the statistics, and so does L. So on the rank of the loss function L takes T's place. If the
+    training does not deadlock, neither does the evaluation, as L waits for no more than T did::
 
         training      1S0 1B0 1S1 1T0 1B1 1T1
         evaluation    1S0     1S1 1L0     1L1
 
-    To rank targets T stays, on every rank. L then waits for the counts of all ranks, whose T may be much
-    later, so all L come at the end.
+    If targets are ranked, T stays on every rank. L then waits for the counts of all ranks, whose T may run
+    much later, so all L come at the end.
 
-    Without B there are no pairs.
+    An evaluation has no B, and so no pairs.
     """
     method = without_gradients(schedule.method, ranks_targets=ranks_targets)
     marker = PassType.T if PassType.T in schedule.method.passes else PassType.S

@@ -264,7 +264,7 @@ def test_a_program_has_the_pairs_of_its_schedule(
 
 @pytest.mark.parametrize("word", ["1RECV_F1", "1C1.0"])
 def test_what_a_pair_waits_for_stands_before_it(word: str) -> None:
-    """Of its F, and of its B."""
+    """Both what its F needs and what its B needs."""
     schedule = paired("1F1+1B0")
     late = edited(lower(schedule), 1, lambda row: [*without(word)(row), parse(word)])
     with pytest.raises(ScheduleError, match=re.escape(f"order: rank 1, 1F1+1B0: {word} must come before it")):
@@ -272,7 +272,7 @@ def test_what_a_pair_waits_for_stands_before_it(word: str) -> None:
 
 
 def mutated(data: dict[str, Any], draw: st.DataObject) -> str:
-    """Break, or at least change, one row of a schedule's JSON form; returns the kind of the change."""
+    """Change one row of a schedule's JSON form, mostly to a broken one; returns the kind of the change."""
     rows = data["ranks"]
     row = rows[draw.draw(st.integers(0, data["p"] - 1), "rank")]
     position = draw.draw(st.integers(0, len(row) - 1), "position")

@@ -132,7 +132,7 @@ def test_later_chunks_are_darker() -> None:
 
 
 def data_of(page: str) -> dict[str, Any]:
-    """The data inside a page."""
+    """The JSON data inside a page."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert found
     return json.loads(found[1].replace("<\\/", "</"))
@@ -246,7 +246,7 @@ def test_png_without_matplotlib_names_the_remedy(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_trace_reads_back_as_a_measured_chart(shape: Shape) -> None:
-    """Planned and measured traces have one form; times that were measured give the same plan again."""
+    """Planned and measured traces have one form, and measured times give the same plan again."""
     schedule = random_schedule(shape, 5)
     ms = {f"{name}_ms": float(k) for k, name in enumerate(["S", "S2", "T"], 2)}
     ms["T_ms"] *= shape.algorithm != "interlaced"

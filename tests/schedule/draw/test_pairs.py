@@ -115,7 +115,7 @@ def test_the_script_of_a_page_describes_both_passes(tmp_path: Path) -> None:
 
 
 def test_a_trace_with_pairs_reads_back_and_gives_the_same_plan_again() -> None:
-    """What pairs hide is measured: F + B - FB of each rank."""
+    """The time that pairs hide is measured on each rank: F + B - FB."""
     result = simulate(PLAN)
     trace = json.loads(draw_trace(result))
     names = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]

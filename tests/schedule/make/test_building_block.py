@@ -77,7 +77,7 @@ def test_lifespans_are_those_of_figure_9() -> None:
 
 @pytest.mark.parametrize("hop", [0.3, 0.5])
 def test_hops_are_kept_and_v_shapes_balanced(hop: float) -> None:
-    """Without packing, neighbours start exactly a hop apart, and each rank's lifespans add up to the same."""
+    """Without packing, neighbours start exactly a hop apart, and all ranks' lifespans have the same sum."""
     p = 6
     shape = frame("vocab-2", p, "v-half")
     costs = round_costs()

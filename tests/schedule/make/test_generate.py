@@ -36,7 +36,7 @@ numbers = st.floats(0.0, 30.0, allow_nan=False)
 
 @st.composite
 def costs(draw: st.DrawFn, p: int) -> PassCosts:
-    """Any times: zero, per rank, communication as long as a pass."""
+    """Random times: zero, different on each rank, or communication as long as a pass."""
     per_rank = numbers | st.tuples(*[numbers] * p)
     methods = {
         name: {key: draw(per_rank) for key in ("S_ms", "S2_ms", "T_ms", "synchronous_ms")}
@@ -52,7 +52,7 @@ MS = {"F": 10.0, "B": 20.0, "W": 9.0, "S": 5.0, "S2": 0.5, "T": 2.5, "IF": 0.5, 
 
 
 def claimed(family: str, method: str, p: int) -> float:
-    """The claims, restated: 1F1B p; interleaved as Megatron; the V shapes a half, a third and all of it."""
+    """The claims, stated again: 1F1B p; interleaved as Megatron; V shapes a half, a third and all of p."""
     barriers = CLAIMED.get(method, 0)
     base = {
         "1f1b": p,
@@ -136,7 +136,7 @@ def test_baseline_is_megatrons_one_forward_one_backward(method: str, p: int, m: 
 
 @pytest.mark.parametrize("golden", sorted(GOLDEN.glob("*_p4_m6.txt")), ids=lambda path: path.stem)
 def test_golden(golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text form for p = 4, m = 6, by the first rule of memory and before the local search.
+    """The text form for p = 4, m = 6, with room reserved for later chunks, before the local search.
 
     1f1b_vocab-1 and 1f1b_vocab-2 are the paper's Figure 10 (a) and (b), v-half_vocab-1 its Figure 16.
     """
@@ -193,7 +193,7 @@ def scalars(setting: PassCosts) -> dict[str, float]:
 
 
 def lower_bound(setting: PassCosts, p: int, m: int) -> float:
-    """Of any 1F1B with vocab-2 whose last rank does all its work between its first F and its last B.
+    """The least time of any 1F1B with vocab-2 whose last rank works only between its first F and last B.
 
     The first F comes down the pipeline, the last B goes up again, while the last T and IB run.
     """

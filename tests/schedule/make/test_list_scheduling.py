@@ -13,7 +13,7 @@ from megatron_vocabpar.schedule.play.numbering import Numbering
 
 
 def graph(passes: list[tuple[str, int, float, list[tuple[int, float]]]]) -> PassGraph:
-    """Nodes given as (type, rank, duration, [(needed node, latency)]); types are for the reader."""
+    """A graph of nodes (type, rank, duration, [(needed node, latency)]); types only help the reader."""
     return PassGraph(
         numbering=Numbering(PlanRequest(method="baseline", p=1, m=1).frame()),
         nodes={},
@@ -87,7 +87,7 @@ def test_overlap_lets_a_filler_delay_the_next_pass(overlap: float, end: float) -
     ],
 )
 def test_how_far_a_rank_may_go_ahead(rules: Rules, first: str) -> None:
-    """B0 is ready after 11 ms; a rank fills the time with later forwards as far as it may."""
+    """B0 is ready after 11 ms; until then the rank runs later forwards, as many as ``ahead`` allows."""
     chain = graph([("F", 0, 2.0, []), ("F", 1, 5.0, [(F0, 1.0)]), ("B", 0, 4.0, [(F1, 3.0)])])
     played = arrange(chain, 4, PLAN, rules)
     order = [f"{'F' if node == F0 else 'B'}{mb}" for node, mb, _ in rows(played, 4)[0]]

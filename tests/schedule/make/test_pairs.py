@@ -35,7 +35,7 @@ def exchanging(p: int, share: float) -> PassCosts:
 
 
 def over_the_ideal(plan: Plan, share: float) -> float:
-    """The iteration over vocab-2's work without exchange and idle time."""
+    """The iteration's time over that of vocab-2's work without exchange and idle time."""
     costs, m = PassCosts.paper(plan.schedule.p), plan.schedule.m
     output = costs.methods["vocab-2"]
     parts = (costs.F_ms, costs.B_ms, costs.W_ms, costs.IF_ms, costs.IB_ms, output["S_ms"], output["T_ms"])
@@ -109,7 +109,7 @@ def test_little_to_hide_is_no_loss(family: str) -> None:
 
 
 def test_pairs_of_some_ranks_alone() -> None:
-    """A rank with nothing to hide gains nothing by a pair; the others do."""
+    """A rank without an exchange gains nothing by a pair; the others do."""
     costs = replace(PassCosts.default(3), hidden_ms=(6.0, 0.0, 6.0))
     plan = make_plan("vocab-2", 3, 9, family="dualpipev", costs=costs)
     assert (

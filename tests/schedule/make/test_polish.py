@@ -34,7 +34,7 @@ WORST = {"default": 1.04, "smallest": 1.03, "ends": 1.03}
 
 
 def over_the_optimum(case: dict[str, Any]) -> float:
-    """Time over the least time; what comes out keeps rules and caps, and the bound is one."""
+    """The polished time over the optimum; asserts that rules, caps and the bound hold."""
     costs, family = PassCosts.from_dict(case["costs"]), families()[case["family"]]
     request = PlanRequest(
         method=case["method"],
@@ -68,7 +68,7 @@ def test_proven_optima_are_nearly_reached(kind: str) -> None:
 
 
 def test_the_bankers_rule_lets_two_chunks_share_little_memory() -> None:
-    """The issue's case: 293.5 ms with room reserved for all of a microbatch's chunks."""
+    """With room reserved for all of a microbatch's chunks this case takes 293.5 ms."""
     made = generate("baseline", 2, 5, family="v-half", max_activations=1.0)
     assert max(simulated(made).peak_activations) == 1.0
     assert simulated(made).iteration_ms == pytest.approx(263.1, abs=0.2)
@@ -94,7 +94,7 @@ def test_large_schedules_are_not_polished() -> None:
 
 @pytest.mark.parametrize("p", rest_is_slow([8, 16, 32], 8))
 def test_v_zb_is_near_its_bound(p: int) -> None:
-    """256k tokens, 128 microbatches; of the bound, and of the work of one rank."""
+    """256k ids, 128 microbatches; shares of the bound, and of the work of one rank."""
     costs = PassCosts.paper(p)
     plan = Plan.of(generate("vocab-2", p, 128, family="v-zb", costs=costs), costs)
     taken, passes = simulate(plan).iteration_ms, simulate(plan).busy_ms

@@ -30,7 +30,7 @@ def times(
 
 
 def uneven(ms: float, p: int) -> tuple[float, ...]:
-    """Ranks that differ by up to 30 %."""
+    """Times of ranks that differ by up to 30 %."""
     random = Random(p)
     return tuple(ms * random.uniform(0.85, 1.15) for _ in range(p))
 
@@ -90,7 +90,7 @@ def test_the_same_arguments_give_the_same_schedule() -> None:
 
 
 def gap(name: str, method: str, p: int, m: int, case: str, passes: int = 400_000) -> float:
-    """Time of the generated schedule over that of the best that a search of the family finds."""
+    """The generated schedule's time over that of the best one that a search of the family finds."""
     costs, family = ADVERSE[case](p), families()[name]
     cap = claimed_peak(method_named(method), p, family, family.chunks)
     found = search(method, p, m, among=[family], costs=costs, max_activations=cap, passes=passes)

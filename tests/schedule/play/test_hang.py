@@ -45,7 +45,7 @@ def told(schedule: Schedule, program: Program) -> dict[str, list[str]]:
 
 
 def test_receives_issued_first_on_both_ranks() -> None:
-    """What an earlier lowering made of the smallest pipeline: each rank posts its receive before it sends."""
+    """An earlier lowering made this of the smallest pipeline: each rank posts its receive before it sends."""
     program = lowered("1f1b_baseline_p2_m1")
     schedule = generate("baseline", 2, 1)
     assert tuple(map(passes_of, program)) == schedule.ranks
@@ -72,7 +72,7 @@ def test_a_receive_that_waits_at_the_head_of_the_only_queue() -> None:
 
 
 def test_layers_whose_collectives_cross() -> None:
-    """Likewise: each layer's in one order, but CI2 stands behind C0.0 on one rank, before it on the other."""
+    """Each layer has one order, but CI2 comes after C0.0 on one rank and before it on the other."""
     program = lowered("1f1b_interlaced_p2_m3")
     schedule = replace(generate("interlaced", 2, 3), ranks=tuple(map(passes_of, program)))
     validate(schedule)
@@ -95,7 +95,7 @@ def test_time_in_the_freest_model_is_the_simulators(method: str) -> None:
 
 
 def shuffled(schedule: Schedule, program: Program, draw: Random) -> Program:
-    """The same program with communication moved about, as far as each rank's own order allows."""
+    """The program with communication moved to random places, as far as each rank's order allows."""
     rows = [list(row) for row in program]
     numbering = Numbering(schedule)
     for _ in range(draw.randint(0, 12)):
@@ -151,7 +151,7 @@ def test_our_programs_run_in_every_model(family: str) -> None:
 
 @pytest.mark.parametrize(("family", "p", "m"), [("v-zb", 2, 5), ("v-min", 4, 5)])
 def test_ranks_in_step_that_take_different_times(family: str, p: int, m: int) -> None:
-    """A pass that all ranks run together stands at one moment, although it does not end at one."""
+    """A pass that all ranks run together has one moment, although ranks end it at different times."""
     in_step_ms = tuple(3.0 + 9.0 * rank / (p - 1) for rank in range(p))
     costs = PassCosts(10.0, 10.0, 10.0, 0.5, 0.5, {"interlaced": {"S_ms": 0.0, "synchronous_ms": in_step_ms}})
     schedule = generate("interlaced", p, m, family=family, costs=costs)

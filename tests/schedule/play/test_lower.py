@@ -116,7 +116,7 @@ def test_forward_only_launches_what_the_loss_needs_and_no_more() -> None:
 
 
 def test_what_is_ready_at_once_is_in_order_of_type_stage_and_microbatch() -> None:
-    """Round times, so that many transfers are ready at once."""
+    """Times are round numbers, so that many transfers are ready at once."""
     schedule, costs = generate("baseline", 4, 6), PassCosts(10.0, 10.0, 10.0, 0.0, 0.0, {}, 10.0, 10.0, 10.0)
     played = play_passes(schedule, PassTimes.of(costs, schedule))
     order = list(communications(played))
@@ -128,7 +128,7 @@ def test_what_is_ready_at_once_is_in_order_of_type_stage_and_microbatch() -> Non
 @pytest.mark.parametrize("method", ["baseline", "naive", "vocab-1", "vocab-2", "interlaced"])
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 5), (4, 9), (7, 3)])
 def test_all_ranks_keep_one_order(method: str, p: int, m: int) -> None:
-    """Two ranks have what they share, transfers and the collectives of both layers, in the same order."""
+    """Two ranks have the communication that they share in the same order: transfers and collectives."""
     schedule = generate(method, p, m)
     program = lower(schedule)
     shared = []

@@ -46,7 +46,7 @@ def runnable(shape: Shape, seed: int) -> Schedule | None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_times_are_those_of_an_independent_simulation(shape: Shape) -> None:
-    """Of every pass, transfer and collective, on links and communicators with queues."""
+    """Every pass, transfer and collective is compared, on links and communicators with queues."""
     one = dict.fromkeys(["IF", "F", "S", "S2", "T", "L", "TW", "B", "W", "IB"], 3.0) | {"F": 10.0, "B": 11.0}
     ms = one | dict.fromkeys(["RECV", "C0", "C1", "C2", "C3", "CG", "CI", "CIB"], 0.5)
     seen = 0
@@ -101,7 +101,7 @@ def test_busy_and_idle_time_add_up_and_the_critical_path_has_no_gap(shape: Shape
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_all_that_a_pair_needs_stands_before_it(shape: Shape) -> None:
-    """By the names alone, on each rank."""
+    """Only names are compared, on each rank."""
     where = [
         next(
             r
@@ -124,7 +124,7 @@ def test_all_that_a_pair_needs_stands_before_it(shape: Shape) -> None:
 
 
 def moved(schedule: Schedule, program: Program, draw: Random) -> Program:
-    """The same program with communication moved about, as far as each rank's own order allows."""
+    """The program with communication moved to random places, as far as each rank's order allows."""
     rows = [list(row) for row in program]
     for _ in range(draw.randint(0, 12)):
         rank = draw.randrange(schedule.p)

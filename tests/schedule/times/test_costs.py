@@ -163,7 +163,7 @@ def test_unknown_setting_of_the_paper() -> None:
 
 
 def test_a_pair_takes_less_by_what_it_hides() -> None:
-    """Of the whole share 6 on rank 0 and 4 on rank 1; a chunk hides half."""
+    """The whole share hides 6 ms on rank 0 and 4 ms on rank 1; each of two chunks hides half."""
     given = times("vocab-2", FILE | {"hidden_ms": [6, 4]}, chunks=2, split=True)
     assert given.hidden == (3, 2)
     pair = Pair(Pass(PassType.F, 1, 5), Pass(PassType.B, 3, 2))

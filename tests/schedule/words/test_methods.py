@@ -87,7 +87,7 @@ TRIAL = Method("two-step", "statistics in two barriers, T delayed at will", "C0 
 
 @pytest.mark.parametrize("family", rest_is_slow(["1f1b", "v-half"], "v-half"))
 def test_a_method_of_ones_own(family: str) -> None:
-    """Two barriers and a late T, which no method here has: one chain and its times are all it takes."""
+    """A new method, with two barriers and a late T, needs only its chain and its times."""
     usual = PassCosts.default(4)
     costs = replace(usual, methods={"two-step": {"S_ms": 2.5, "S2_ms": 2.5, "T_ms": 2.5}})
     plan = make_plan(TRIAL, 4, 8, family=family, costs=costs)
