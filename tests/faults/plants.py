@@ -71,7 +71,9 @@ def no_more_than(size: int) -> Deed:
 def at(rank: int, step: int, place: str, deed: Deed) -> Plant:
     """On this rank, when it notes this instruction, or another place, in this step (0: in every one)."""
 
-    def plant(_: int | None) -> None:
+    def plant(worker: int | None) -> None:
+        if worker is not None:
+            return  # a fork of the launcher, where it is planted already: twice, the deed would be done twice
         from megatron_vocabpar.train.failure import ProgressRecord
 
         init, write, write_step = ProgressRecord.__init__, ProgressRecord.write, ProgressRecord.write_step
