@@ -133,16 +133,13 @@ def order(rank: int, p: int, chunks: int, m: int) -> Iterator[Step]:
         for chunk in range(chunks)
         for microbatch in range(start, min(start + p, m))
     ]
-    if chunks == 1:
-        turns = [(0, microbatch) for microbatch in range(m)]
-        warm_up = min(p - rank - 1, m)
-    else:
-        warm_up = min(2 * (p - rank - 1) + (chunks - 1) * p, len(turns))
+    ahead = p - rank - 1 if chunks == 1 else 2 * (p - rank - 1) + (chunks - 1) * p
+    warm_up = min(ahead, len(turns))
     forward = [Step(True, chunk * p + rank, microbatch) for chunk, microbatch in turns]
     backward = [Step(False, (chunks - 1 - chunk) * p + rank, microbatch) for chunk, microbatch in turns]
     yield from forward[:warm_up]
-    for ahead, back in zip(forward[warm_up:], backward, strict=False):
-        yield ahead
+    for step, back in zip(forward[warm_up:], backward, strict=False):
+        yield step
         yield back
     yield from backward[len(forward) - warm_up :]
 
