@@ -158,8 +158,7 @@ def _hardware(options: dict[str, Any]) -> Hardware:
 
 def unused(given: Given, options: dict[str, Any]) -> list[str]:
     """What was given and nothing read."""
-    unread = given.unread()
-    lines = [f"Not used by the plan, nor in its launch line: {', '.join(unread)}."] if unread else []
+    lines = given.unread()
     if options["costs_file"] is not None:
         asked = ("link_gb_s", "network_gb_s", "gpus_per_node", "fp8")
         named = [f"--{name.replace('_', '-')}" for name in asked if options[name]]

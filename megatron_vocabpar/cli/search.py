@@ -68,7 +68,7 @@ def question_of(
     model: Model, given: Given, gpu: Hardware, limit_gib: float, options: Mapping[str, Any]
 ) -> tuple[Question, list[str]]:
     """What is asked for, and notes on what of it is not used."""
-    gpus, notes = int(options["gpus"]), []
+    gpus = int(options["gpus"])
     usual = {name: value for name, value in options.items() if name != "dp"}
     whole = given.values.get("global-batch-size")
     batch = options["global_batch_size"] or (whole and given.number("global-batch-size"))
@@ -81,10 +81,8 @@ def question_of(
     for name, flags in _SWITCHES:
         if options.get(name) or any(flag in given for flag in flags):
             fixed[name] = getattr(said, name)
-    unread = given.unread()
-    if unread:
-        notes.append(f"Not used by the plan, nor in its launch line: {', '.join(unread)}.")
-    return Question(model, gpu, gpus, int(batch or usual_batch(model, gpus)), limit_gib, fixed), notes
+    question = Question(model, gpu, gpus, int(batch or usual_batch(model, gpus)), limit_gib, fixed)
+    return question, given.unread()
 
 
 @contextmanager
