@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -29,7 +30,7 @@ from megatron_vocabpar.schedule.words.schedule import (
 )
 from tests.cases import rest_is_slow
 from tests.schedule import reference_hang
-from tests.schedule.random_schedules import SHAPES, random_schedule
+from tests.schedule.random_schedules import SHAPES, Shape, random_schedule
 
 HANGS = Path(__file__).parents[1] / "golden" / "hangs"
 
@@ -115,6 +116,17 @@ def shuffled(schedule: Schedule, program: Program, draw: Random) -> Program:
     return tuple(map(tuple, rows))
 
 
+def checked_verdicts(shape: Shape, schedule: Schedule, program: Program) -> Iterator[tuple[str, bool]]:
+    """Each model's name, and whether the program hangs in it, as in an independent play."""
+    words = [list(map(str, row)) for row in program]
+    for model, circle in find_hangs(schedule, program).items():
+        held = [[rank] for rank in range(shape.p)] if model.one_rank else [range(shape.p)]
+        expected = any(reference_hang.hangs(words, shape, model, ranks) for ranks in held)
+        assert bool(circle) == expected, (shape, model.name, circle, words)
+        yield model.name, expected
+    assert runs_in_step(schedule, program) != bool(find_hangs(schedule, program, (STRICTEST,))[STRICTEST])
+
+
 def test_hangs_are_those_of_an_independent_play() -> None:
     """Random schedules of every shape, with communication moved about; both verdicts occur in every model."""
     verdicts: Counter[tuple[str, bool]] = Counter()
@@ -123,13 +135,7 @@ def test_hangs_are_those_of_an_independent_play() -> None:
         shape = replace(draw.choice([s for s in SHAPES if s.p > 1]), m=2)
         schedule = random_schedule(shape, seed)
         program = shuffled(schedule, lower(schedule), draw)
-        words = [list(map(str, row)) for row in program]
-        for model, circle in find_hangs(schedule, program).items():
-            held = [[rank] for rank in range(shape.p)] if model.one_rank else [range(shape.p)]
-            expected = any(reference_hang.hangs(words, shape, model, ranks) for ranks in held)
-            assert bool(circle) == expected, (seed, shape, model.name, circle)
-            verdicts[model.name, expected] += 1
-        assert runs_in_step(schedule, program) != bool(find_hangs(schedule, program, (STRICTEST,))[STRICTEST])
+        verdicts.update(checked_verdicts(shape, schedule, program))
     assert {name for name, hangs in verdicts if not hangs} == {model.name for model in MODELS}
     assert {name for name, hangs in verdicts if hangs} == {model.name for model in MODELS}
 
