@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import click
 
 from megatron_vocabpar.cli.files import FORMAT, without_garbage, write_output
 from megatron_vocabpar.schedule.check.validate import validate
+from megatron_vocabpar.schedule.data.schema import text_of
 from megatron_vocabpar.schedule.draw import (
     WHY_THEY_DIFFER,
     draw_html,
@@ -70,7 +70,7 @@ def simulate_command(
     those of one group, take turns. The critical path says what the iteration's length is made of.
     """
     costs = PassCosts.load(costs_file) if costs_file is not None else None
-    text = _read(schedule_file)
+    text = text_of(schedule_file, f"the schedule {schedule_file}")
     try:
         plan = plan_from_json(text, costs)
     except ValueError as error:
@@ -87,14 +87,6 @@ def simulate_command(
         page = draw_html([planned, measured], note=WHY_THEY_DIFFER) if measured else draw_html([planned])
         write_output(html_file, page, "--html")
     click.echo(as_json(result, sizes) if output_format == "json" else as_text(result, sizes))
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ValueError(f"cannot read the schedule {path}: {reason}") from error
 
 
 def as_json(result: Simulation, sizes: BufferSizes | None) -> str:

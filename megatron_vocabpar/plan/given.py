@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+
+from megatron_vocabpar.schedule.data.schema import text_of
 
 _MOST_DIGITS = 18
 _SETS = re.compile(r"^\s*(?:export\s+|local\s+)?(\w+)=[\"']?([^\s\"'()]+)[\"']?\s*(?:#.*)?$", re.MULTILINE)
@@ -67,19 +68,10 @@ def read_script(path: str) -> dict[str, str]:
 
     The values of variables that the script sets are filled in, and the default of ``${GPUS:-8}``.
     """
-    lines = [re.sub(r"^\s*#SBATCH\s", " ", line) for line in text_of(path).splitlines()]
+    lines = [re.sub(r"^\s*#SBATCH\s", " ", line) for line in text_of(path, path).splitlines()]
     text = "\n".join(line for line in lines if not line.lstrip().startswith("#")).replace("\\\n", " ")
     text = _DEFAULT.sub(r"\1", text)
     values = dict(_SETS.findall(text))
     for _ in range(_MOST_NESTED):
         text = re.sub(r"\$\{?(\w+)\}?", lambda match: values.get(match[1], match[0]), text)
     return read_words(re.sub(r"[()\"']", " ", text).split())
-
-
-def text_of(path: str) -> str:
-    """A file's text."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ValueError(f"cannot read {path}: {reason}; give a file of text") from error

@@ -11,10 +11,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from megatron_vocabpar.plan.given import text_of
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.model_flags import beyond_flags, is_gated, model_flags
 from megatron_vocabpar.plan.names import nearest
+from megatron_vocabpar.schedule.data.schema import text_of
 
 _DEFAULT_LENGTH = 4096  # tokens of a sequence, if only a config.json is given
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -51,11 +51,10 @@ def model_presets() -> dict[str, Any]:
 
 def load_config(path: str, seq_length: int | None) -> Model:
     """Read a Hugging Face ``config.json``."""
+    text = text_of(path, path)
     try:
-        data = json.loads(text_of(path))
+        data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        if str(error).startswith("cannot read"):
-            raise
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict) or not isinstance(data.get("text_config", data), dict):
         raise ValueError(f"{path} must hold one JSON object, a Hugging Face config.json")

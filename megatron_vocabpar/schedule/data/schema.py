@@ -18,6 +18,19 @@ _short = Repr()
 _short.maxstring = _short.maxother = 60
 
 
+def text_of(path: str | Path, what: str) -> str:
+    """A file's text; ``what`` names the file in messages, such as "the schedule x.json".
+
+    Raises:
+        ValueError: if it cannot be read, or is not text.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ValueError(f"cannot read {what}: {reason}; give a file of text") from error
+
+
 def read_object(text: str, what: str) -> dict[str, Any]:
     """The object that ``text`` holds as JSON; ``what`` names it in messages, such as "the schedule".
 
@@ -56,12 +69,7 @@ def read_costs(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: if it is missing, not JSON or malformed; the message names the file.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ValueError(f"cannot read costs from {path}: {reason}") from error
-    data = read_object(text, f"costs file {path}")
+    data = read_object(text_of(path, f"costs from {path}"), f"costs file {path}")
     try:
         check(data, "costs")
     except ValueError as error:

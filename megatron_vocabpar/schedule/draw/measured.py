@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_vocabpar.schedule.data.schema import check, read_object
+from megatron_vocabpar.schedule.data.schema import check, read_object, text_of
 from megatron_vocabpar.schedule.draw.chart import Bar, Chart, Row
 from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.times.pair_times import Kind, alone_ms, hidden_ms
@@ -33,12 +33,8 @@ def read_timeline(path: str | Path, schedule: Schedule, title: str = "measured")
     Raises:
         ValueError: naming the file and its fault.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ValueError(f"cannot read the timeline {path}: {reason}") from error
-    data = read_object(text, f"the timeline {path}")
+    named = f"the timeline {path}"
+    data = read_object(text_of(path, named), named)
     try:
         check(data, "timeline")
         return measured_chart(data, schedule, title)
