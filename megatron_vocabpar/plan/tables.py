@@ -138,7 +138,9 @@ def print_advice(advice: Advice, console: Console) -> None:
 
 def _options_table(advice: Advice) -> Table:
     request = advice.request
-    table = _table("family", "method")
+    table = _table()
+    table.add_column("family")  # the one that may take two lines: no number is cut
+    table.add_column("method", no_wrap=True)
     for name in ("ms", "MFU %", "tokens/s", "idle %", "GiB a rank"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("fits")
@@ -148,11 +150,8 @@ def _options_table(advice: Advice) -> Table:
     return table
 
 
-def _table(*left: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in left:
-        table.add_column(name, no_wrap=True)
-    return table
+def _table() -> Table:
+    return Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
 
 
 def _cells(option: Option, request: Request, best: Option | None) -> list[str]:
