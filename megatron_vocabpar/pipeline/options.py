@@ -14,10 +14,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatron_vocabpar.layers.recipes import RECIPES, ROW
+from megatron_vocabpar.layers.terms import Distillation
 
 if TYPE_CHECKING:
     from megatron_vocabpar.layers.recipes import Fp8Recipe
-    from megatron_vocabpar.layers.terms import Distillation, LossTerms
+    from megatron_vocabpar.layers.terms import LossTerms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
