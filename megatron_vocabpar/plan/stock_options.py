@@ -17,10 +17,13 @@ from megatron_vocabpar.schedule.words.placement import Placement
 def stock_options(request: Request, *, shorter: bool = False) -> list[Option]:
     """Megatron's own schedules: for each way to place layers the fastest that fits, or the smallest.
 
+    Megatron refuses several chunks a rank where the microbatches do not divide by the pipeline size.
     ``shorter`` plays each for a few microbatches, as ``option_of`` does.
     """
     tried: dict[str, list[Option]] = {}
     for placed in layouts(request.model.layers, request.job.p, request.costs("baseline")):
+        if placed.chunks > 1 and request.job.m % request.job.p:
+            continue
         kind = re.sub(r" x\d+", "", placed.name)
         tried.setdefault(kind, []).append(stock_option(request, placed, shorter))
 
@@ -35,7 +38,8 @@ def stock_option(request: Request, placed: Layout, shorter: bool) -> Option:
     """Megatron's own schedule with its layers placed so, played for a few microbatches or for all."""
     model, job, baseline = request.model, request.job, method_named("baseline")
     costs = request.costs("baseline")
-    m = request.few if shorter else job.m
+    few = -(-request.few // job.p) * job.p  # whole rounds of the interleaved schedule
+    m = min(job.m, few) if shorter else job.m
     played = play(stages_of(placed, job.p, costs), job.p, m, costs.p2p_ms)
     length_ms = played.length_ms + (job.m - m) * max(played.further_ms)
     placement = Placement(job.p, placed.chunks, "standard")

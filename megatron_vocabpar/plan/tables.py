@@ -143,7 +143,7 @@ def print_advice(advice: Advice, console: Console) -> None:
 def _options_table(advice: Advice) -> Table:
     request = advice.request
     table = _table()
-    table.add_column("family", overflow="fold")  # names of stock's layouts may need two lines
+    table.add_column("family")  # the one that may take two lines: no number is cut
     table.add_column("method", no_wrap=True)
     for name in ("ms", "MFU %", "tokens/s", "idle %", "GiB a rank"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -120,6 +120,16 @@ def test_1f1b_takes_as_long_as_the_simulators_baseline() -> None:
     assert [one.total for one in stock.stages] == pytest.approx([one.total for one in ours.stages])
 
 
+@pytest.mark.parametrize("shorter", [False, True])
+def test_several_chunks_need_microbatches_that_divide(shorter: bool) -> None:
+    """Megatron refuses others: 30 microbatches on 6 ranks make whole rounds, 32 do not."""
+    for m, several in ((30, True), (32, False)):
+        request = Request(model_preset("gemma-2-9b"), Job(p=6, m=m), H100, 1e6)
+        kinds = [one.family for one in stock_options(request, shorter=shorter)]
+        assert any(kind.startswith("interleaved") for kind in kinds) == several
+        assert any(kind.startswith("1f1b") for kind in kinds)
+
+
 def test_layers_move_away_from_the_output_layer() -> None:
     request = Request(model_preset("gemma-2-9b"), Job(p=4, m=32), H100, 1e6)
     options = {one.family: one for one in stock_options(request)}
