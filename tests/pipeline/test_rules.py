@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from megatron_vocabpar.layers.recipes import MXFP8
-from megatron_vocabpar.layers.terms import LossTerms
+from megatron_vocabpar.layers.terms import Distillation, LossTerms
 from megatron_vocabpar.megatron_lm.flags import spell
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, _with_former
 from megatron_vocabpar.pipeline.iteration import OutputOptions
-from megatron_vocabpar.layers.terms import Distillation
 from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions, options_of
 from megatron_vocabpar.pipeline.rules import RULES, conflicts
 from megatron_vocabpar.schedule.words.methods import METHODS
