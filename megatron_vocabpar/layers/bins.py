@@ -47,6 +47,11 @@ class TopLogprobs:
                 f"{tuple(self.ids.shape)} in {self.ids.dtype}: give one integer id for each"
             )
 
+    def within(self, vocab_size: int) -> TopLogprobs:
+        """Without the ids that are not in [0, vocab_size): what they have is the others'."""
+        known = (self.ids >= 0) & (self.ids < vocab_size)
+        return TopLogprobs(torch.where(known, self.logprobs, NOT_STORED), self.ids)
+
     @property
     def known_ids(self) -> Tensor:
         """[..., k] int64; -1 for an entry that does not count."""

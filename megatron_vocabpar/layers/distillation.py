@@ -236,10 +236,10 @@ class WithTop(Comparison):
         return self._bin_slopes(numbers, slice(None)).bound()
 
 
-def comparison(how: Distillation, given: Teacher, counted: Tensor | None) -> Comparison:
+def comparison(how: Distillation, given: Teacher, counted: Tensor | None, vocab_size: int) -> Comparison:
     """A microbatch's comparison with what its teacher gives; ``counted`` are the tokens, None for all."""
     if isinstance(given, TopLogprobs):
-        return WithTop(how, given, counted)
+        return WithTop(how, given.within(vocab_size), counted)
     return WithAllLogits(how, given, counted)
 
 

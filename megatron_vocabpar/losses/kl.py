@@ -75,11 +75,10 @@ def _of_bins(
     if isinstance(p, TopLogprobs):
         if isinstance(q, TopLogprobs):
             raise ValueError("p and q are both stored log-probabilities: give the logits of one of them")
-        stored, bins = p, top_and_rest(q, p, layout)
-        return divergence.of_bins(stored.bins(bins.dtype), bins)
+        return divergence.of_bins(*top_and_rest(q, p, layout))
     assert isinstance(q, TopLogprobs)
-    bins = top_and_rest(p, q, layout)
-    return divergence.of_bins(bins, q.bins(bins.dtype))
+    bins_of_q, bins_of_p = top_and_rest(p, q, layout)
+    return divergence.of_bins(bins_of_p, bins_of_q)
 
 
 def _of_logits(divergence: Divergence, p: Logits, q: Logits, layout: Layout) -> Tensor:

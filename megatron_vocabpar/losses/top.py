@@ -52,8 +52,10 @@ def vocab_top(logits: Logits, k: int, **layout: Unpack[Layout]) -> TopLogprobs:
     return TopLogprobs(logs.view(shape), ids.gather(1, places).long().view(shape))
 
 
-def top_and_rest(logits: Logits, stored: TopLogprobs, layout: Layout) -> Tensor:
-    """[..., k + 1] log-probabilities of the stored ids and of all others; gradients flow into the logits.
+def top_and_rest(logits: Logits, stored: TopLogprobs, layout: Layout) -> tuple[Tensor, Tensor]:
+    """[..., k + 1] log-probabilities of the stored ids and of all others: the stored ones, and the logits'.
+
+    Gradients flow into the logits.
 
     Raises:
         ValueError: if the tokens differ, or with ``invariant``.
@@ -68,9 +70,11 @@ def top_and_rest(logits: Logits, stored: TopLogprobs, layout: Layout) -> Tensor:
             "invariant=True with stored log-probabilities: their bins are plain sums; leave it out"
         )
     call, tensors = prepare(logits, layout)
+    stored = stored.within(call.vocab_size)
     ids = stored.known_ids.flatten(0, -2)
     top, rest = _Bins.apply(replace(call, keep_exponentials=False), ids, *tensors)
-    return stored.bins_of(top.view(stored.ids.shape), rest.view(stored.ids.shape[:-1]))
+    bins = stored.bins_of(top.view(stored.ids.shape), rest.view(stored.ids.shape[:-1]))
+    return stored.bins(bins.dtype), bins
 
 
 class _Bins(torch.autograd.Function):

@@ -63,6 +63,7 @@ _HYBRID = "megatron.core.models.hybrid"
 _LAYER_SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 _PARALLEL_STATE = "megatron.core.parallel_state"
 _ARGUMENTS = "megatron.training.arguments"
+_CACHED_LOGITS = "megatron.training.distillation.cached_logits_loss"
 
 BINDINGS = (
     Binding(
@@ -133,6 +134,20 @@ BINDINGS = (
         ("megatron.core.models.mamba", "mamba_builders", "model_provider", "__main__"),
         "as GPTModel; later a subclass of HybridModel",
         versions=("0.14", "0.15", "0.16", "0.17"),
+    ),
+    Binding(
+        _CACHED_LOGITS,
+        "StudentLogitsCapture.attach_hooks",
+        (),
+        "hooks the output layer for logits, which no rank holds; the pipeline hands the divergence over",
+        versions=("0.19", "main"),
+    ),
+    Binding(
+        _CACHED_LOGITS,
+        "CachedLogitsKDLoss.__call__",
+        (),
+        "compares a teacher with those logits; the pipeline has computed the divergence",
+        versions=("0.19", "main"),
     ),
     Binding(
         _ARGUMENTS,

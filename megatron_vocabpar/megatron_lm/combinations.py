@@ -5,11 +5,15 @@ Standard library only.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from megatron_vocabpar.layers.terms import Distillation
 from megatron_vocabpar.megatron_lm.checkpoints import is_legacy, is_of_modelopt, starting_checkpoint
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.pipeline.graphs.graph_options import asks_for_graphs, beside_graphs
+from megatron_vocabpar.pipeline.rules import conflicts
+from megatron_vocabpar.schedule.words.methods import method_named
 
 
 def head_problems(args: Any, config: FlagConfig) -> list[str]:
@@ -34,6 +38,32 @@ def head_problems(args: Any, config: FlagConfig) -> list[str]:
             f"{recipe.multiple}; leave it out"
         )
     return problems
+
+
+def teacher_problems(args: Any, config: FlagConfig) -> list[str]:
+    """What cannot be beside ``--logits-load-dir`` while our schedules run."""
+    if not (config.runs_our_schedule and getattr(args, "logits_load_dir", None)):
+        return []
+    flag, problems = "--logits-load-dir", []
+    if getattr(args, "logits_load_ignore_errors", False):
+        problems.append("--logits-load-ignore-errors: one rank would go on without a teacher; leave it out")
+    if getattr(args, "mtp_num_layers", None):
+        problems.append(
+            f"{flag}: the teacher says nothing of multi-token prediction; leave out one of the two"
+        )
+    if config.options.needs_exponentials:
+        problems.append(f"{flag}: its loss function takes no metrics; leave out --vocab-parallel-metrics")
+    try:
+        how = Distillation("forward", weight=args.logits_load_kd_loss_alpha)
+    except ValueError as error:
+        return [*problems, f"--logits-load-kd-loss-alpha: {error}"]
+
+    def spelled(name: str, value: Any) -> str:
+        return flag if name == "distillation" else f"--vocab-parallel-{name.replace('_', '-')}"
+
+    options = replace(config.options, distillation=how)
+    broken = conflicts(options, method_named(config.method), spell=spelled)
+    return problems + [problem for problem in broken if problem.startswith(flag)]
 
 
 def checkpoint_problems(args: Any) -> list[str]:

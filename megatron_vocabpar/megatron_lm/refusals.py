@@ -16,6 +16,7 @@ from megatron_vocabpar.megatron_lm.combinations import (
     graph_problems,
     head_problems,
     model_problems,
+    teacher_problems,
     weight_gradient_problems,
 )
 from megatron_vocabpar.megatron_lm.expert_exchange import exchange_problems
@@ -258,9 +259,9 @@ REFUSALS = (
         {"enable_mhc_connections": True},
     ),
     Refusal(
-        "--logits-save-dir, --logits-load-dir",
-        lambda args: _set("logits_save_dir")(args) or _set("logits_load_dir")(args),
-        "they hook the output layer for logits, which no rank holds; leave them out",
+        "--logits-save-dir",
+        _set("logits_save_dir"),
+        "it hooks the output layer for logits, which no rank holds; leave it out",
         {"logits_save_dir": "logits"},
     ),
     Refusal(
@@ -310,5 +311,6 @@ def check(args: Any, config: FlagConfig) -> None:
         problems += exchange_problems(args, config)
     problems += checkpoint_problems(args) if config.partitions_vocabulary else []
     problems += head_problems(args, config)
+    problems += teacher_problems(args, config)
     if problems:
         raise ValueError("--enable-vocab-parallel refuses these flags:\n  " + "\n  ".join(problems))

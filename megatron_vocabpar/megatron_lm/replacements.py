@@ -23,6 +23,11 @@ from megatron_vocabpar.megatron_lm.parsed import Declared, check_read, declared,
 from megatron_vocabpar.megatron_lm.planning import build, check_costs, check_same_everywhere
 from megatron_vocabpar.megatron_lm.refusals import check
 from megatron_vocabpar.megatron_lm.scripts import check_script
+from megatron_vocabpar.megatron_lm.stored_teacher import (
+    StoredTeacher,
+    capture_without_hooks,
+    divergence_of_the_pipeline,
+)
 from megatron_vocabpar.pipeline import compat
 from megatron_vocabpar.pipeline.model.chunks import ChunkPosition, chunk_position, shown_as_rank
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
@@ -44,6 +49,8 @@ def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
         "get_gpt_decoder_block_spec": _layers_of_the_stage,
         "get_gpt_mtp_block_spec": _layers_of_the_stage,
         "select_pipeline_segment": _segment_of_the_stage,
+        "StudentLogitsCapture.attach_hooks": capture_without_hooks,
+        "CachedLogitsKDLoss.__call__": divergence_of_the_pipeline,
         "parse_args": _parse_with_our_options,
         "validate_args": _check_first,
     }
@@ -112,12 +119,18 @@ class ScheduleRunner:
     def __init__(self, config: FlagConfig) -> None:
         self._config = config
         self._run: Watched | None = None
+        self._teacher: StoredTeacher | None = None
 
     def __call__(self, **arguments: Any) -> list[Any]:
         if self._run is None:
             from megatron.training import get_args
 
-            self._run = build(self._config, get_args(), arguments)
+            args = get_args()
+            self._run = build(self._config, args, arguments)
+            if getattr(args, "logits_load_dir", None):
+                self._teacher = StoredTeacher(args, self._config, self._run.run.device)
+        if self._teacher is not None and not arguments.get("forward_only"):
+            arguments = self._teacher.arguments(arguments)
         return self._run(**compat.call_arguments(arguments))
 
 

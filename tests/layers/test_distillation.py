@@ -41,7 +41,7 @@ def _peak(kind: str | None, given: str) -> tuple[float | None, int]:
     shard = VocabRange(0, VOCAB, VOCAB)
     x, weight = torch.randn(TOKENS, WIDTH), torch.randn(VOCAB, WIDTH)
     targets, main_grad = torch.randint(0, VOCAB, (TOKENS,)), torch.zeros(VOCAB, WIDTH)
-    teacher = None if how is None else comparison(how, teacher_of(given, shard), None)
+    teacher = None if how is None else comparison(how, teacher_of(given, shard), None, VOCAB)
     terms = LossTerms(distillation=how)
     kept = []
 

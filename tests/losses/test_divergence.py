@@ -143,6 +143,16 @@ def test_gradients_into_both_sides(kind: str) -> None:
     )
 
 
+def test_a_stored_id_beyond_the_vocabulary_counts_as_another() -> None:
+    logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(6))
+    stored = vocab_top(logits, 3)
+    beyond = TopLogprobs(
+        torch.cat([stored.logprobs, torch.full((2, 1), -2.0)], 1),
+        torch.cat([stored.ids, torch.full((2, 1), 6)], 1),
+    )
+    torch.testing.assert_close(vocab_kl(beyond, 0.5 * logits), vocab_kl(stored, 0.5 * logits))
+
+
 def test_nothing_beyond_the_stored_ids() -> None:
     """All ids are stored, or nearly all of the mass: the rest is 1e-8 on both sides, as in Megatron-LM."""
     logits = torch.tensor([[0.0, 1.0, 2.0], [40.0, 1.0, 0.0]])

@@ -213,10 +213,15 @@ def test_the_tables_of_the_page_are_current() -> None:
     assert written(page.replace("| `--vocab-parallel-z-loss` |", "|")) == page
 
 
+STORED = {"logits_load_dir": "teacher", "logits_load_kd_loss_alpha": 0.5}
+
+
 @pytest.mark.parametrize(
     ("asked", "flag"),
     [
-        ({"logits_load_dir": "teacher"}, "--logits-load-dir"),
+        ({"logits_load_dir": "teacher", "logits_load_kd_loss_alpha": 2.0}, "--logits-load-kd-loss-alpha"),
+        ({**STORED, "logits_load_ignore_errors": True}, "--logits-load-ignore-errors"),
+        ({**STORED, "mtp_num_layers": 1}, "--logits-load-dir"),
         ({"modelopt_enabled": True}, "--modelopt-enabled"),
         ({"expert_tensor_parallel_num_weight_shards": 2}, "--expert-tensor-parallel-num-weight-shards"),
         ({"enable_hyper_connections": True}, "--enable-hyper-connections"),

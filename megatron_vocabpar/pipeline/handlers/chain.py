@@ -67,8 +67,9 @@ class OutputChain:
         assert teacher is not None
         given, microbatch = teacher(i), self.iteration.microbatches[i]
         _, b, s = microbatch.shape
-        check_teacher(given, (s, b), self.model.shard.range)
-        return replace(state, teacher=comparison(how, given, microbatch.counted))
+        shard = self.model.shard.range
+        check_teacher(given, (s, b), shard)
+        return replace(state, teacher=comparison(how, given, microbatch.counted, shard.vocab_size))
 
     def place(self, statistics: torch.Tensor, state: Any) -> Softmax:
         """Memory of this stream for what ``join`` of another stream returns."""
