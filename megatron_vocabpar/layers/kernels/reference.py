@@ -26,6 +26,13 @@ fp16 ends at 2^-24: with rows lifted by 2^14, ids down to 2^-39 of the most like
 to 448: lifted by 2^8, values are at most 362, and ids down to 2^-18 of the most likely one are kept.
 """
 
+LEEWAY = 8
+"""By how many exponents a device kernel's k may be below the row's own, for storage without headroom.
+
+It is 0 here. A kernel that reads a row once takes k from the row's first ids, and reads the row again if a
+later exponent exceeds it by more. Stored values are then up to 2^8, which costs no digit.
+"""
+
 
 class Exponentials(NamedTuple):
     """One shard's exponentials of the logits, without the target.
