@@ -189,21 +189,22 @@ def scale_rows(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
     return scaled if out is None else out.copy_(scaled)
 
 
-def lift(x: Tensor, scale: Tensor) -> Tensor | None:
-    """The power of two that lifts scaled rows into the range of fp16, whose small numbers end at 2^-24.
+def lift(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Factors that lift scaled rows into the range of fp16, whose small numbers end at 2^-24.
 
     Args:
         x: [n, H].
         scale: [n] factors, fp32.
 
     Returns:
-        One element: scaled rows times it stay below 2^15. None unless x is fp16.
+        [n] factors, a power of two above ``scale``: rows times them stay below 2^15. And what undoes it, one
+        element. Without fp16 ``scale`` itself and None.
     """
     if x.dtype != torch.float16 or x.numel() == 0:
-        return None
+        return scale, None
     largest = (x.abs().amax(dim=1).to(scale.dtype) * scale.abs()).amax()
-    exponent = torch.frexp(largest).exponent.to(scale.dtype)
-    return power_of_two(15 - exponent).reshape(1)
+    lifted = power_of_two(15 - torch.frexp(largest).exponent.to(scale.dtype)).reshape(1)
+    return scale * lifted, 1 / lifted
 
 
 def scatter_add_rows_(
