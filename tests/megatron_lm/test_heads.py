@@ -53,7 +53,25 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
     "pp2 tp2": (OURS, {"pp": 2, "tp": 2}),
     "pp2 dp2": ((*OURS, "--overlap-grad-reduce"), {"pp": 2, "dp": 2}),
     "v-half pp2": (V_HALF, {"pp": 2}),
+    "ttm|L": ((*OURS, *words("--pipeline-model-parallel-layout Ett|ttm|L")), {"pp": 3}),
+    "zb-h1 tt|m|L": (
+        (*OURS, *words("--vocab-parallel-family zb-h1 --pipeline-model-parallel-layout Ett|tt|m|L")),
+        {"pp": 4},
+    ),
+    "mm||L": (
+        (*OURS, *words("--pipeline-model-parallel-layout Etttt|mm||L --vocab-parallel-method vocab-1")),
+        {"pp": 4},
+    ),
+    "interleaved m|L tp2": (
+        (
+            *OURS,
+            *words("--vocab-parallel-family interleaved --pipeline-model-parallel-layout Et|t|t||t|m||L"),
+            *words("--num-virtual-stages-per-pipeline-rank 2"),
+        ),
+        {"pp": 4, "tp": 2},
+    ),
 }
+"""Ours, and stock's; in the last four the further heads' layers have stages before the last."""
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +140,7 @@ def check(folder: Path, setting: str, layout: str) -> None:
 @pytest.mark.parametrize(
     ("setting", "layout"),
     [
-        *(("one further head", layout) for layout in LAYOUTS if "stock" not in layout),
+        *(("one further head", layout) for layout in LAYOUTS if "stock" not in layout and "L" not in layout),
         ("two further heads", "pp4"),
         ("two further heads", "v-half pp2"),
         ("tied", "pp2 tp2"),
@@ -130,6 +148,12 @@ def check(folder: Path, setting: str, layout: str) -> None:
         ("experts", "pp2"),
         ("repeated layer", "pp2"),
         ("repeated layer", "pp4"),
+        ("one further head", "ttm|L"),
+        ("one further head", "zb-h1 tt|m|L"),
+        ("one further head", "interleaved m|L tp2"),
+        ("two further heads", "mm||L"),
+        ("tied", "mm||L"),
+        ("experts", "ttm|L"),
         *((setting, layout) for setting in PATTERNS for layout in ("pp2", "pp4", "v-half pp2")),
     ],
 )

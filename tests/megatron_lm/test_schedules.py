@@ -225,6 +225,7 @@ def test_heads_of_whole_layers_in_a_v(asked: dict[str, object]) -> None:
         ("1f1b", {"hybrid_layer_pattern": "*-*-*-*-", "num_layers": 8}),
         ("v-half", {"hybrid_layer_pattern": "*|-|*|-|*|-|*|-/*-", "transformer_impl": "local"}),
         ("v-half", TWO | {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|t|t|t|t|t|t|tmL"}),
+        ("1f1b", SEPARATE_HEADS),
         ("zb-h1", {"transformer_impl": "local"}),
         ("zb-h1", TE),
         ("v-half", TWO | {"num_layers": 16}),
