@@ -68,12 +68,6 @@ def _stage_local_checkpoint(args: Any) -> bool:
 
 REFUSALS = (
     Refusal(
-        "--mtp-detach-heads",
-        _set("mtp_detach_heads"),
-        "pass T adds all heads' rows to one weight gradient; leave it out",
-        {"mtp_detach_heads": True},
-    ),
-    Refusal(
         "--use-legacy-models",
         _set("use_legacy_models"),
         "only megatron-core's GPTModel is partitioned; leave it out",

@@ -156,7 +156,7 @@ class _Heads:
             return GPTModel._postprocess(self, **dict.fromkeys(_ROTARY), **arguments)
         arguments |= {
             "output_layer": self.output_layer,
-            "output_weight": None,
+            "output_weight": self._losses.new_zeros(()),  # from 0.19 on it may be detached
             "runtime_gather_output": True,
             "is_training": self.training,
             "compute_language_model_loss": self.compute_language_model_loss,

@@ -165,6 +165,13 @@ class Microbatches(dict[int, Microbatch]):
         by_position = values.view(k, b, s).transpose(1, 2).reshape(k, self._parts, -1, b)
         return by_position.transpose(0, 1).reshape(-1)
 
+    def of_main_head(self, i: int) -> torch.Tensor:
+        """``[n]`` float32: 1 in the rows of a microbatch that are the main head's, 0 in further heads'."""
+        k, b, s = self.shapes[i]
+        first = self._labels[i].new_zeros(k, b * s, dtype=torch.float32)
+        first[0] = 1.0
+        return self[i].take(self.rows(i, first))
+
     def from_rows(self, i: int, rows: torch.Tensor) -> torch.Tensor:
         """The reverse of ``rows``: ``[1 + D, b, s]``."""
         k, b, s = self.shapes[i]

@@ -25,8 +25,10 @@ SETTINGS = {
     "two further heads": (*GPT, *words("--mtp-num-layers 2 --calculate-per-token-loss")),
     "tied": words("--position-embedding-type rope --num-layers 4 --mtp-num-layers 2"),
     "repeated layer": (*GPT, *words("--mtp-num-layers 2 --mtp-use-repeated-layer")),
+    "detached": (*GPT, *words("--mtp-num-layers 2 --mtp-detach-heads")),
     "experts": (*GPT, *EXPERTS, *words("--mtp-num-layers 1 --moe-token-dispatcher-type alltoall")),
 }
+SINCE = {"repeated layer": "0.17", "detached": "0.19"}
 BY_PATTERN = words(
     "--spec tests.megatron_lm.local_layers spec --position-embedding-type none --num-layers 8 "
     "--untie-embeddings-and-output-weights"
@@ -87,8 +89,8 @@ def train(setting: str, layout: str, until: int, *options: str) -> Log:
     flags, sizes = LAYOUTS[layout]
     options = ("--exit-interval", str(until), "--eval-interval", str(LAST), *options)
     stages = sizes.get("pp", 1) * (2 if "v-half" in layout else 1)
-    if setting == "repeated layer" and find_version(source_signatures(checkout())) < "0.17":
-        pytest.skip("this version of Megatron has no --mtp-use-repeated-layer")
+    if find_version(source_signatures(checkout())) < SINCE.get(setting, ""):
+        pytest.skip("this version of Megatron has no such heads")
     if setting in SETTINGS:
         return pretrain(*SETTINGS[setting], *flags, *options, **sizes)
     layers, heads, others = PATTERNS[setting]
@@ -148,12 +150,14 @@ def check(folder: Path, setting: str, layout: str) -> None:
         ("experts", "pp2"),
         ("repeated layer", "pp2"),
         ("repeated layer", "pp4"),
+        ("detached", "pp2 vocab-1"),
+        ("detached", "v-half pp2"),
+        ("detached", "mm||L"),
         ("one further head", "ttm|L"),
         ("one further head", "zb-h1 tt|m|L"),
         ("one further head", "interleaved m|L tp2"),
         ("two further heads", "mm||L"),
         ("tied", "mm||L"),
-        ("experts", "ttm|L"),
         *((setting, layout) for setting in PATTERNS for layout in ("pp2", "pp4", "v-half pp2")),
     ],
 )
