@@ -123,7 +123,8 @@ format: $(INSTALLED)-lint
 
 docs: $(BIN)/python
 	$(PIP) --editable ".[docs]"
-	$(BIN)/mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "$(BIN)/mkdocs serve shows it, with its search"
 
 bench: $(INSTALLED)-train
 	$(BIN)/vocabpar bench runtime

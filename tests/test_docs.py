@@ -18,6 +18,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted(ROOT.glob("patches/*.md")),
 ]
+ON_THE_SITE = ("index.md", "CONTRIBUTING.md", "CHANGELOG.md")  # from the root of the repository
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
@@ -65,8 +66,23 @@ def test_the_samples_of_the_readme_run(tmp_path: Path) -> None:
         assert int(vocab_2_ms) < int(baseline_ms)
 
 
+def test_five_groups_lead_to_every_page() -> None:
+    yaml = pytest.importorskip("yaml")
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    assert len(nav) == 5
+    pages = [
+        page for group in nav for entries in group.values() for entry in entries for page in entry.values()
+    ]
+    assert sorted(pages) == sorted({*(page.name for page in ROOT.glob("docs/*.md")), *ON_THE_SITE})
+    (tasks,) = (group["What do you want to do?"] for group in nav if "What do you want to do?" in group)
+    for title, page in (entry for task in tasks for entry in task.items()):
+        heading, _, first, *_ = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
+        assert heading == f"# {title}"
+        assert first.startswith("    ")  # what to type
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="pip install '.[docs]'")
+@pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="pip install '.[docs]'")
 def test_the_site_builds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
@@ -74,3 +90,6 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert "ForwardBackward" in (tmp_path / "site" / "api.html").read_text()
     first = (tmp_path / "site" / "index.html").read_text()
     assert 'href="megatron.html"' in first
+    assert 'class="md-search__input"' in first
+    assert not re.search(r"""(?:src|href)="https?://[^"]+\.(?:js|css|woff2?)\b""", first)
+    assert (tmp_path / "site" / "search" / "search_index.json").stat().st_size > 100_000

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from importlib import resources
 
 from megatron_vocabpar.plan.memory import GIB
-from megatron_vocabpar.plan.options import Option, costs_of
-from megatron_vocabpar.plan.tables import PARTS, Advice, summary
+from megatron_vocabpar.plan.option import STOCK, Option
+from megatron_vocabpar.plan.tables import PARTS, Advice, passes_of, summary
 from megatron_vocabpar.schedule.draw import planned_chart, svg_of
-from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.simulate import simulate
 
@@ -52,9 +51,8 @@ def _used(option: Option) -> list[str]:
 def _pictures(advice: Advice, shown: list[Option]) -> Iterator[tuple[str, str]]:
     job = advice.request.job
     m = min(job.m, max(_DRAWN, 3 * job.p // 2))
-    for option in shown:
-        family = family_named(option.family)
-        costs = costs_of(advice.request, option.method, family, option.layers)
-        plan = make_plan(option.method, job.p, m, family=family, costs=costs)
+    for option in (one for one in shown if one.method != STOCK):
+        costs = passes_of(advice.request, option)
+        plan = make_plan(option.method, job.p, m, family=option.family, costs=costs)
         chart = planned_chart(simulate(plan), title=f"{option.name}, {m} of {job.m} microbatches")
         yield option.name, svg_of([chart], _WIDEST)

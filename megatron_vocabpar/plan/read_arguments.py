@@ -31,8 +31,8 @@ _SAID_ANYWAY = (
     "bf16", "sequence-parallel", "max-position-embeddings", "use-mcore-models", "transformer-impl", "swiglu",
     "quick-geglu", "group-query-attention", "attention-dropout", "moe-grouped-gemm", "mock-data",
     "recompute-method", "recompute-num-layers", "optimizer-offload-fraction", "use-precision-aware-optimizer",
+    "overlap-moe-expert-parallel-comm", "delay-wgrad-compute",
 )  # fmt: skip
-_HIDDEN_EXCHANGE = 0.93  # arXiv 2603.07685, section on overlapping: 93 % with W apart, DeepSeek-V3 on H100
 
 
 def model_from_arguments(given: Given) -> Model:
@@ -125,7 +125,7 @@ def _dense_layers(pattern: str) -> int:
     return sum(int(count) for count in re.findall(r"\[0\]\*(\d+)", pattern))
 
 
-def job_from_arguments(given: Given, sizes: Mapping[str, int | bool | None], notes: list[str]) -> Job:
+def job_from_arguments(given: Given, sizes: Mapping[str, int | bool | str | None], notes: list[str]) -> Job:
     """A job from the planner's options, then from Megatron's arguments, then from defaults.
 
     Args:
@@ -162,11 +162,10 @@ def job_from_arguments(given: Given, sizes: Mapping[str, int | bool | None], not
         distributed_optimizer="use-distributed-optimizer" in given
         or bool(sizes.get("distributed_optimizer")),
         overlap=_overlap(given),
-        recompute=_recompute(given, sizes.get("recompute")),
+        recompute=_recompute(given, sizes.get("recompute"), notes),
         offload="optimizer-cpu-offload" in given or bool(sizes.get("offload")),
         fp8="fp8-format" in given or "fp8" in given or bool(sizes.get("fp8")),
         flex_dispatcher=given.text("moe-token-dispatcher-type") == "flex",
-        hidden_exchange=_HIDDEN_EXCHANGE if "overlap-moe-expert-parallel-comm" in given else 0.0,
     )
 
 
@@ -176,17 +175,17 @@ def _overlap(given: Given) -> bool:
     return any(flags) or "use-distributed-optimizer" not in given
 
 
-def _recompute(given: Given, option: int | bool | None) -> str:
-    if option:
-        return "full"
-    modules = given.text("recompute-modules")
-    if modules and modules != "core_attn":
-        return "selective"
-    granularity = given.text("recompute-granularity")
-    # This recomputes attention's scores. Kernels keep none, so nothing is left to recompute.
+def _recompute(given: Given, option: int | bool | str | None, notes: list[str]) -> str:
+    modules, granularity = given.text("recompute-modules"), given.text("recompute-granularity")
+    asked = granularity or "none"
+    # Selective by itself recomputes attention's scores. Kernels keep none, so nothing is left to recompute.
     if granularity == "selective" or "recompute-activations" in given:
-        return "none"
-    return granularity or "none"
+        asked = "none"
+    if modules and modules != "core_attn":
+        asked = "selective"
+    if option and option != asked and granularity:
+        notes.append(f"--recompute {option} instead of --recompute-granularity {granularity}")
+    return str(option or asked)
 
 
 def _replicas(given: Given, model_parallel: int, dp: int | bool | None, notes: list[str]) -> int:

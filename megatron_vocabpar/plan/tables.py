@@ -19,7 +19,11 @@ from megatron_vocabpar.plan.advice import launch_line, reasons, redistribution, 
 from megatron_vocabpar.plan.job import Job, refused
 from megatron_vocabpar.plan.memory import GIB
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.options import Option, Request, all_options, best_of, stock_options
+from megatron_vocabpar.plan.option import STOCK, Option, Request
+from megatron_vocabpar.plan.options import all_options, best_of, costs_of
+from megatron_vocabpar.plan.stock_options import stock_options
+from megatron_vocabpar.schedule.make.families import family_named
+from megatron_vocabpar.schedule.times.costs import PassCosts
 
 PARTS = {
     "weights": "weights",
@@ -138,7 +142,9 @@ def print_advice(advice: Advice, console: Console) -> None:
 
 def _options_table(advice: Advice) -> Table:
     request = advice.request
-    table = _table("family", "method")
+    table = _table()
+    table.add_column("family")  # the one that may take two lines: no number is cut
+    table.add_column("method", no_wrap=True)
     for name in ("ms", "MFU %", "tokens/s", "idle %", "GiB a rank"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("fits")
@@ -148,11 +154,8 @@ def _options_table(advice: Advice) -> Table:
     return table
 
 
-def _table(*left: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in left:
-        table.add_column(name, no_wrap=True)
-    return table
+def _table() -> Table:
+    return Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
 
 
 def _cells(option: Option, request: Request, best: Option | None) -> list[str]:
@@ -194,6 +197,7 @@ def advice_json(advice: Advice) -> str:
             "limit_gib": request.limit_gib,
             "options": [_option_json(option, request) for option in advice.options],
             "recommended": advice.best and {"method": advice.best.method, "family": advice.best.family},
+            "costs": advice.best and passes_of(request, advice.best).to_dict(),
             "why": advice.reasons,
             "launch": advice.launch,
             "would_fit": advice.remedies,
@@ -201,6 +205,13 @@ def advice_json(advice: Advice) -> str:
         },
         indent=1,
     )
+
+
+def passes_of(request: Request, option: Option) -> PassCosts:
+    """The times of the option's passes, as ``vocabpar schedule --costs`` reads them."""
+    if option.method == STOCK:
+        return request.costs("baseline")
+    return costs_of(request, option.method, family_named(option.family), option.layers)
 
 
 def _option_json(option: Option, request: Request) -> dict[str, Any]:

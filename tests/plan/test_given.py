@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from megatron_vocabpar.cli.main import main
 from megatron_vocabpar.plan.given import Given, read_script, read_words
+from megatron_vocabpar.plan.job import RECOMPUTE
 from megatron_vocabpar.plan.read_arguments import job_from_arguments
 
 MODEL = (
@@ -34,6 +35,15 @@ def job_of(words: str, **sizes: int | bool | str) -> tuple[dict[str, object], li
     notes: list[str] = []
     given = Given(read_words(words.split()), "here")
     return vars(job_from_arguments(given, sizes, notes)), [*notes, *given.unread()]
+
+
+@pytest.mark.parametrize("asked", RECOMPUTE)
+def test_the_option_says_what_is_recomputed(asked: str) -> None:
+    given = ("--pp", "2", "--microbatches", "4", "--recompute", asked, "--", *MODEL.split())
+    data = json.loads(plan(*given, "--recompute-granularity", "full").output)
+    assert data["job"]["recompute"] == asked
+    said = f"--recompute {asked} instead of --recompute-granularity full"
+    assert (said in data["notes"]) == (asked != "full")
 
 
 def test_a_script_of_eight_nodes_has_eight_replicas(tmp_path: Path) -> None:
