@@ -219,9 +219,13 @@ REFUSALS = (
         {"inprocess_restart": True},
     ),
     Refusal(
-        "--reuse-grad-buf-for-mxfp8-param-ag with --overlap-param-gather",
-        lambda args: _set("reuse_grad_buf_for_mxfp8_param_ag")(args) and _set("overlap_param_gather")(args),
-        "S, T and IB write gradients where gathered parameters may still lie; leave out the one or the other",
+        "--reuse-grad-buf-for-mxfp8-param-ag with --overlap-param-gather, with Megatron before 0.19",
+        lambda args: (
+            _set("reuse_grad_buf_for_mxfp8_param_ag")(args)
+            and _set("overlap_param_gather")(args)
+            and not hasattr(args, "mtp_detach_heads")
+        ),
+        "gradients share a buffer with gathered parameters; not run; leave out the one or the other",
         {"reuse_grad_buf_for_mxfp8_param_ag": True, "overlap_param_gather": True},
     ),
     Refusal(
