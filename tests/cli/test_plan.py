@@ -40,6 +40,26 @@ def test_a_plan_is_a_table_a_launch_line_and_reasons(tmp_path: Path) -> None:
         assert sum(map(float, re.findall(r'style="width: ([\d.]+)%', bar))) <= 100.1
 
 
+def test_a_page_is_written_where_megatrons_own_schedule_is_best(tmp_path: Path) -> None:
+    """Its schedule is not drawn, the baseline's is."""
+    page = tmp_path / "plan.html"
+    sizes = (
+        "--pp",
+        "4",
+        "--dp",
+        "2",
+        "--seq-length",
+        "4096",
+        "--distributed-optimizer",
+        "--microbatches",
+        "8",
+    )
+    result = run("plan", "--preset", "gemma-2-9b", *sizes, "--html", str(page))
+    assert result.exit_code == 0, result.output
+    assert "Recommended: stock in " in result.output
+    assert page.read_text().count("<svg") == 1
+
+
 def test_json_holds_every_option_and_its_stages() -> None:
     data = json.loads(run("plan", "--format", "json", *SMALL).output)
     best = data["recommended"]
