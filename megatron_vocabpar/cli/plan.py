@@ -19,7 +19,7 @@ from megatron_vocabpar.plan.given import Given, read_script, read_words
 from megatron_vocabpar.plan.hardware import Hardware, hardware_named, hardware_presets
 from megatron_vocabpar.plan.job import RECOMPUTE
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.options import Request
+from megatron_vocabpar.plan.option import Request
 from megatron_vocabpar.plan.read_arguments import job_from_arguments, model_from_arguments
 from megatron_vocabpar.plan.read_config import load_config, model_preset, model_presets
 from megatron_vocabpar.plan.tables import advice_json, advise, print_advice

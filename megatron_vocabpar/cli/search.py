@@ -36,7 +36,6 @@ _SWITCHES = (
     ("offload", ("optimizer-cpu-offload",)),
     ("fp8", ("fp8-format", "fp8")),
     ("flex_dispatcher", ("moe-token-dispatcher-type",)),
-    ("hidden_exchange", ("overlap-moe-expert-parallel-comm",)),
     ("recompute", ("recompute-granularity", "recompute-activations", "recompute-modules")),
 )
 

@@ -9,6 +9,7 @@ Start with ``functions.py``; then ``summary.py`` (the mathematics), ``exchange.p
 ROLL, verl, NeMo-RL and slime).
 """
 
+from megatron_vocabpar.layers.bins import TopLogprobs
 from megatron_vocabpar.losses.functions import (
     vocab_argmax,
     vocab_cross_entropy,
@@ -19,9 +20,11 @@ from megatron_vocabpar.losses.functions import (
 )
 from megatron_vocabpar.losses.kl import vocab_kl
 from megatron_vocabpar.losses.sources import LazyLogits
+from megatron_vocabpar.losses.top import vocab_top
 
 __all__ = [
     "LazyLogits",
+    "TopLogprobs",
     "vocab_argmax",
     "vocab_cross_entropy",
     "vocab_entropy",
@@ -29,4 +32,5 @@ __all__ = [
     "vocab_logprobs",
     "vocab_logprobs_and_entropy",
     "vocab_target_rank",
+    "vocab_top",
 ]

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_vocabpar.layers import fixed_point
 from megatron_vocabpar.layers.columns import ENTROPY, join, mean_column
+from megatron_vocabpar.layers.divergence import weighted_logs
 from megatron_vocabpar.layers.exponents import log_of_power, power_of_two
 from megatron_vocabpar.layers.gemm import exact, result_dtype
 from megatron_vocabpar.layers.kernels.dispatch import exponentials, row_kernels
@@ -254,11 +255,6 @@ def _joined_whole(call: Call, gathered: Tensor, dtype: torch.dtype) -> Tensor:
 def finite_log(values: Tensor, out: Tensor) -> Tensor:
     """The logarithm of values of 0 or more; of smaller ones than the smallest normal number, that one's."""
     return torch.clamp(values, min=torch.finfo(values.dtype).tiny, out=out).log_()
-
-
-def weighted_logs(weights: Tensor, logs: Tensor) -> Tensor:
-    """``weights * logs``, 0 for a weight of 0, whose logarithm may be -inf."""
-    return torch.where(weights == 0, 0, weights * logs)
 
 
 def _backward(

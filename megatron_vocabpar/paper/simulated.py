@@ -22,7 +22,8 @@ from megatron_vocabpar.paper.published import (
     published_scaling,
 )
 from megatron_vocabpar.plan.hardware import hardware_named
-from megatron_vocabpar.plan.options import Request, option_of
+from megatron_vocabpar.plan.option import Request
+from megatron_vocabpar.plan.options import option_of
 
 MEASURED, ESTIMATED = "measured passes", "estimated passes"
 

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_vocabpar.plan.hardware import hardware_presets
-from megatron_vocabpar.plan.options import STOCK, Option, Request, job_in, option_of
+from megatron_vocabpar.plan.job import OVERLAP
+from megatron_vocabpar.plan.option import STOCK, Option, Request
+from megatron_vocabpar.plan.options import job_in, option_of
 from megatron_vocabpar.plan.stock import written
 from megatron_vocabpar.plan.write_arguments import job_arguments, model_arguments
 from megatron_vocabpar.schedule.make.families import family_named
@@ -61,6 +63,8 @@ def placing_flags(request: Request, option: Option) -> list[str]:
         flags.append(f"--num-virtual-stages-per-pipeline-rank {family.chunks}")
     if (option.method, option.family) == ("baseline", "1f1b"):
         return flags
+    if family.pairs:
+        flags += OVERLAP[:1] if family.splits_w else OVERLAP  # W in B may be delayed within the pair
     flags += ["--enable-vocab-parallel", f"--vocab-parallel-method {option.method}"]
     softcap = request.model.softcap if method_named(option.method).vocabulary_parallel else 0.0
     flags += [f"--vocab-parallel-logit-softcap {softcap:g}"] if softcap else []

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from megatron_vocabpar.plan.model import Model
 
 RECOMPUTE = ("none", "selective", "full")
+OVERLAP = ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
+"""Megatron's flags that hide the exchange between experts; the second is for W in B, which it delays."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,6 @@ class Job:
         offload: optimizer states are on the host, which runs the optimizer's step.
         fp8: products of layers are in 8 bits.
         flex_dispatcher: a token goes once to each node that has experts for it, as DeepEP sends it.
-        hidden_exchange: the share of the exchange of experts that other microbatches' passes hide.
     """
 
     p: int
@@ -47,7 +48,6 @@ class Job:
     offload: bool = False
     fp8: bool = False
     flex_dispatcher: bool = False
-    hidden_exchange: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("p", "t", "d", "e", "m", "micro_batch", "c"):
@@ -82,6 +82,14 @@ def divisors(number: int, most: int = 0) -> str:
     """The divisors of a number in words, up to ``most``: ``1, 2 or 4``."""
     words = [str(n) for n in range(1, min(number, most or number) + 1) if number % n == 0]
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def can_pair(model: Model, job: Job) -> bool:
+    """Whether Megatron runs F of a microbatch beside B of another, each of which hides the other's exchange.
+
+    These are conditions of ``OVERLAP``; launch lines meet all others.
+    """
+    return model.experts > 0 and job.e > 1 and job.recompute != "full" and model.mtp_depths <= 1
 
 
 def refused(model: Model, job: Job) -> Iterator[str]:

@@ -10,27 +10,17 @@ Next: ``advice.py``.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice, product
 from math import inf
 
-from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import Job
-from megatron_vocabpar.plan.memory import (
-    GIB,
-    Bytes,
-    Held,
-    Parameters,
-    StageMemory,
-    parameters_of,
-    stage_memory,
-)
-from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.stock import Layout, layouts, play, stages_of
-from megatron_vocabpar.plan.times import after_ms, estimated_costs
+from megatron_vocabpar.plan.memory import Bytes, Held, parameters_of, stage_memory
+from megatron_vocabpar.plan.option import STOCK, Option, Request, longest_after_ms
+from megatron_vocabpar.plan.stock import Layout
+from megatron_vocabpar.plan.stock_options import stock_option
 from megatron_vocabpar.plan.workers import mapping
 from megatron_vocabpar.schedule.make.families import Family, families, family_named
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
@@ -48,85 +38,9 @@ from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
 METHODS = ("baseline", "redis", "vocab-1", "vocab-2", "interlaced")
-STOCK = "stock"  # the method of an option that is Megatron's own
 ONLY_1F1B = ("redis", "interlaced")  # redis moves layers between whole stages; interlaced stops all ranks
-_LEAST = 16  # microbatches that every option is played for, if two a rank are not more
 _PASSES = 3_000  # passes that the choice of a candidate may play
 _LIGHTER = 1.02  # factor on the memory limit, as the whole schedule may hold a little less
-
-
-@dataclass(frozen=True)
-class Request:
-    """The question to the planner: a model, a job and GPUs.
-
-    Attributes:
-        limit_gib: the most GiB that a GPU may hold.
-        measured: measured times, which replace the estimates.
-    """
-
-    model: Model
-    job: Job
-    hardware: Hardware
-    limit_gib: float
-    measured: PassCosts | None = None
-
-    def costs(self, method: str) -> PassCosts:
-        """The times of all passes with a method, for layers that are spread evenly."""
-        return self.measured or estimated_costs(self.model, self.job, self.hardware, method)
-
-
-@dataclass(frozen=True)
-class Option:
-    """One method in one family.
-
-    Attributes:
-        layers: transformer layers of each stage.
-        iteration_ms: the iteration's time, with the optimizer's step.
-        idle: the share of the schedule in which the mean rank waits.
-        stages: the memory of each rank at its peak.
-        problem: the reason why it cannot run; the other fields are then empty.
-        exact: it was simulated for all microbatches.
-        flags: for stock Megatron, the flags that place its layers.
-        after_ms: the part of the iteration after the schedule: gradients, weights and the optimizer's step.
-    """
-
-    method: str
-    family: str
-    layers: tuple[int, ...] = ()
-    iteration_ms: float = 0.0
-    idle: float = 0.0
-    stages: tuple[StageMemory, ...] = ()
-    problem: str = ""
-    exact: bool = False
-    flags: tuple[str, ...] = ()
-    after_ms: float = 0.0
-
-    @property
-    def stock(self) -> bool:
-        """Whether Megatron runs it without this package."""
-        return self.method == STOCK or (self.method, self.family) == ("baseline", "1f1b")
-
-    @property
-    def name(self) -> str:
-        return f"{self.method} in {self.family}"
-
-    @property
-    def peak_gib(self) -> float:
-        return max((stage.total for stage in self.stages), default=0.0) / GIB
-
-    def fits(self, request: Request) -> bool:
-        return not self.problem and self.peak_gib <= request.limit_gib
-
-    def tokens_per_s(self, request: Request) -> float:
-        """Tokens a second of all GPUs together."""
-        job = request.job
-        tokens = job.m * job.d * job.micro_batch * request.model.seq_length
-        return tokens / self.iteration_ms * 1e3
-
-    def mfu(self, request: Request) -> float:
-        """The model's operations over the peak of all GPUs."""
-        rate = self.tokens_per_s(request) * request.model.step_flops
-        return rate / (request.job.gpus * request.hardware.tflops * 1e12)
 
 
 def all_options(
@@ -141,15 +55,15 @@ def all_options(
     Raises:
         ValueError: if none can run: the costs list another number of ranks, or layers cannot fill the stages.
     """
-    known = families()
-    alone = [name for name, family in known.items() if not family.pairs]  # a request says nothing of pairs
-    pairs = [
+    hides = request.costs("baseline").hides
+    known = [name for name, family in families().items() if hides or not family.pairs]
+    both = [
         (method, family)
-        for family, method in product(among or alone, methods)
+        for family, method in product(among or known, methods)
         if family == "1f1b" or method not in ONLY_1F1B
     ]
     with mapping(workers) as each:
-        tried = list(each(partial(option_of, request), *zip(*pairs, strict=True)))
+        tried = list(each(partial(option_of, request), *zip(*both, strict=True)))
         if all(one.problem for one in tried):
             raise ValueError(tried[0].problem)
         nearly, least = replace(request, limit_gib=_LIGHTER * request.limit_gib), inf
@@ -174,7 +88,7 @@ def best_of(request: Request, options: Sequence[Option]) -> Option | None:
 def option_of(request: Request, method_name: str, name: str, microbatches: int | None = None) -> Option:
     """One method in one family, played for ``microbatches``, by default a few."""
     method, family, job = method_named(method_name), family_named(name), request.job
-    m = min(job.m, microbatches or max(_LEAST, 2 * job.p))
+    m = min(job.m, microbatches or request.few)
     try:
         layers = layers_of(request, method, family)
         costs = costs_of(request, method.name, family, layers)
@@ -182,19 +96,34 @@ def option_of(request: Request, method_name: str, name: str, microbatches: int |
     except ValueError as error:
         return Option(method.name, family.name, problem=str(error))
     played, *_ = problem.played(_PASSES)
-    work = [0.0] * job.p
+    schedule = problem.schedule(played)
+    length_ms, idle = _extended(problem, schedule, played.end, job.m - m)
+    return _measured_out(request, schedule, family, layers, length_ms, idle)
+
+
+def _extended(problem: Problem, schedule: Schedule, end_ms: float, further: int) -> tuple[float, float]:
+    """The ms with ``further`` microbatches, for which the busiest rank never waits, and the idle share.
+
+    If any F runs together with a B, those of further microbatches all do.
+    """
+    p, hidden = schedule.p, problem.times.hidden
+    work = [0.0] * p
     for node, duration in problem.graph.duration.items():
         work[problem.graph.rank[node]] += duration
-    length_ms = played.end + (job.m - m) * max(work)
-    idle = 1.0 - sum(work) * job.m / job.p / length_ms
-    return _measured_out(request, problem.schedule(played), family, layers, length_ms, idle)
+    pairs = schedule.chunks if schedule.pairs else 0
+    each = [ms - pairs * saved for ms, saved in zip(work, hidden, strict=True)]
+    length_ms = end_ms + further * max(each)
+    saved = sum(hidden[schedule.placement.rank_of(pair.forward.stage)] for pair in schedule.pairs)
+    done = schedule.m * sum(work) - saved + further * sum(each)
+    return length_ms, 1.0 - done / p / length_ms
 
 
 def in_full(request: Request, option: Option) -> Option:
     """The option as its training would run it: its whole schedule, generated and simulated."""
     if option.method == STOCK:
-        placed = Layout(option.family, len(option.layers) // request.job.p, option.layers, option.flags)
-        return _stock_option(request, placed, False)
+        chunks = len(option.layers) // request.job.p
+        placed = Layout(option.family, chunks, option.layers, option.flags, option.pairs)
+        return stock_option(request, placed, False)
     job, family = request.job, family_named(option.family)
     costs = costs_of(request, option.method, family, option.layers)
     problem = Problem.of(PlanRequest(method=option.method, p=job.p, m=job.m, family=family, costs=costs))
@@ -205,58 +134,13 @@ def in_full(request: Request, option: Option) -> Option:
     return replace(done, exact=True)
 
 
-def stock_options(request: Request, *, shorter: bool = False) -> list[Option]:
-    """Megatron's own schedules: for each way to place layers the fastest that fits, or the smallest.
-
-    Megatron refuses several chunks a rank where the microbatches do not divide by the pipeline size.
-    ``shorter`` plays each for a few microbatches, as ``option_of`` does.
-    """
-    tried: dict[str, list[Option]] = {}
-    for placed in layouts(request.model.layers, request.job.p, request.costs("baseline")):
-        if placed.chunks > 1 and request.job.m % request.job.p:
-            continue
-        kind = re.sub(r" x\d+", "", placed.name)
-        tried.setdefault(kind, []).append(_stock_option(request, placed, shorter))
-
-    def rank(one: Option) -> tuple[bool, float]:
-        fits = one.fits(request)
-        return not fits, one.iteration_ms if fits else one.peak_gib
-
-    return [min(some, key=rank) for some in tried.values()]
-
-
-def _stock_option(request: Request, placed: Layout, shorter: bool) -> Option:
-    model, job, baseline = request.model, request.job, method_named("baseline")
-    costs = request.costs("baseline")
-    few = max(-(-_LEAST // job.p), 2) * job.p  # whole rounds of the interleaved schedule
-    m = min(job.m, few) if shorter else job.m
-    played = play(stages_of(placed, job.p, costs), job.p, m, costs.p2p_ms)
-    length_ms = played.length_ms + (job.m - m) * max(played.work_ms) / m
-    placement = Placement(job.p, placed.chunks, "standard")
-    of_ranks = [sum(placed.layers[rank :: job.p]) for rank in range(job.p)]
-    held = [Held(most / max(1, count)) for most, count in zip(played.held_layers, of_ranks, strict=True)]
-    stages = stage_memory(model, job, baseline, placement, placed.layers, held, Bytes())
-    parameters = parameters_of(model, job, baseline, placement, placed.layers)
-    after = _after_ms(job, request.hardware, parameters, costs)
-    idle = 1.0 - sum(played.work_ms) / m * job.m / job.p / length_ms
-    return Option(
-        STOCK,
-        placed.name,
-        placed.layers,
-        length_ms + after,
-        idle,
-        tuple(stages),
-        exact=not shorter,
-        flags=placed.flags,
-        after_ms=after,
-    )
-
-
 def layers_of(request: Request, method: Method, family: Family) -> tuple[int, ...]:
     """Transformer layers of each stage."""
     p, layers = request.job.p, request.model.layers
     if family.name != "1f1b" and p < 2:
         raise ValueError("needs at least two stages")
+    if request.model.mtp_depths and family.shape == "vshape" and not method.vocabulary_parallel:
+        raise ValueError("heads of multi-token prediction need a partitioned vocabulary in a V")
     if layers < p * family.chunks:
         raise ValueError(f"{layers} layers cannot fill {p * family.chunks} stages")
     if method.name == "redis" and p > 1:
@@ -290,8 +174,8 @@ def costs_of(request: Request, method: str, family: Family, layers: tuple[int, .
         return tuple(ms * share for ms, share in zip(times, shares, strict=True))
 
     layers_per_stage = (1,) * p if family.chunks == 1 else None  # the times are of the layers that a rank has
-    F_ms, B_ms, W_ms = map(shared, (costs.F_ms, costs.B_ms, costs.W_ms))
-    return replace(costs, F_ms=F_ms, B_ms=B_ms, W_ms=W_ms, layers_per_stage=layers_per_stage)
+    times = {name: shared(getattr(costs, name)) for name in ("F_ms", "B_ms", "W_ms", "hidden_ms")}
+    return replace(costs, **times, layers_per_stage=layers_per_stage)  # type: ignore[arg-type]
 
 
 def _redistributed(request: Request) -> tuple[int, ...]:
@@ -319,7 +203,7 @@ def _measured_out(
     stages = stage_memory(model, job, schedule.method, placement, layers, held, Bytes())
     parameters = parameters_of(model, job, schedule.method, placement, layers)
     costs = request.costs(schedule.method.name)
-    after = _after_ms(job_in(job, family), request.hardware, parameters, costs)
+    after = longest_after_ms(job_in(job, family), request.hardware, parameters, costs)
     return Option(
         schedule.method.name,
         family.name,
@@ -334,11 +218,6 @@ def _measured_out(
 def job_in(job: Job, family: Family) -> Job:
     """The job as a family runs it: Transformer Engine cannot overlap reductions with W split off."""
     return replace(job, overlap=job.overlap and not family.splits_w)
-
-
-def _after_ms(job: Job, hardware: Hardware, parameters: Sequence[Parameters], costs: PassCosts) -> float:
-    """The ms after the schedule, on the rank that takes longest."""
-    return max(after_ms(*held, held.updated(job), job, hardware, costs) for held in parameters)
 
 
 def _softmax_shards(schedule: Schedule) -> list[int]:

@@ -10,12 +10,11 @@ from typing import Any
 
 from megatron_vocabpar.plan.advice import launch_line
 from megatron_vocabpar.plan.memory import GIB
-from megatron_vocabpar.plan.options import STOCK, Option, costs_of
+from megatron_vocabpar.plan.option import STOCK, Option
 from megatron_vocabpar.plan.search import Found, Question
 from megatron_vocabpar.plan.search_tables import cells, gain, headline, nothing_fits, shown, stock_best
-from megatron_vocabpar.plan.tables import PARTS, Advice, model_notes, sizes_of, summary
+from megatron_vocabpar.plan.tables import PARTS, Advice, model_notes, passes_of, sizes_of, summary
 from megatron_vocabpar.schedule.draw import planned_chart, svg_of
-from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.simulate import simulate
 
@@ -27,7 +26,6 @@ def draw_page(advice: Advice) -> str:
     """The text of an HTML file: a plan."""
     request = advice.request
     bars = [one for one in dict.fromkeys((advice.best, advice.options[0])) if one and not one.problem]
-    drawn = [one for one in bars if one.method != STOCK]
     return _rendered(
         "page.html.j2",
         bars,
@@ -36,7 +34,7 @@ def draw_page(advice: Advice) -> str:
         summary=summary(request),
         advice=advice,
         request=request,
-        pictures=list(_pictures(advice, drawn)),
+        pictures=list(_pictures(advice, bars)),
     )
 
 
@@ -86,9 +84,8 @@ def _used(option: Option) -> list[str]:
 def _pictures(advice: Advice, shown: list[Option]) -> Iterator[tuple[str, str]]:
     job = advice.request.job
     m = min(job.m, max(_DRAWN, 3 * job.p // 2))
-    for option in shown:
-        family = family_named(option.family)
-        costs = costs_of(advice.request, option.method, family, option.layers)
-        plan = make_plan(option.method, job.p, m, family=family, costs=costs)
+    for option in (one for one in shown if one.method != STOCK):
+        costs = passes_of(advice.request, option)
+        plan = make_plan(option.method, job.p, m, family=option.family, costs=costs)
         chart = planned_chart(simulate(plan), title=f"{option.name}, {m} of {job.m} microbatches")
         yield option.name, svg_of([chart], _WIDEST)

@@ -17,9 +17,10 @@ from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.memory import parameters_of
 from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.option import longest_after_ms
 from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.plan.stock import layouts, play, stages_of
-from megatron_vocabpar.plan.times import after_ms, estimated_costs
+from megatron_vocabpar.plan.times import estimated_costs
 from megatron_vocabpar.schedule.words.methods import method_named
 from megatron_vocabpar.schedule.words.placement import Placement
 
@@ -54,7 +55,7 @@ class Run:
         return Job(
             p=self.p, t=self.t, c=self.c, d=d, e=self.e, m=self.batch // (d * self.micro_batch),
             micro_batch=self.micro_batch, distributed_optimizer=True, recompute=self.recompute, fp8=self.fp8,
-            flex_dispatcher=self.flex, hidden_exchange=self.hidden,
+            flex_dispatcher=self.flex,
         )  # fmt: skip
 
     @property
@@ -76,11 +77,11 @@ def planned_tokens_per_s(run: Run) -> float:
     best = min(
         (play(stages_of(placed, job.p, costs), job.p, job.m, costs.p2p_ms).length_ms, placed)
         for placed in layouts(model.layers, job.p, costs)
-        if placed.chunks == run.chunks
+        if placed.chunks == run.chunks and placed.overlaps == (run.hidden > 0.0)
     )
     placement = Placement(job.p, run.chunks, "standard")
     parameters = parameters_of(model, job, method_named("baseline"), placement, best[1].layers)
-    after = max(after_ms(*held, held.updated(job), job, gpu, costs) for held in parameters)
+    after = longest_after_ms(job, gpu, parameters, costs)
     return run.batch * run.seq_length / (best[0] + after) * 1e3 / run.gpus
 
 

@@ -31,8 +31,8 @@ _SAID_ANYWAY = (
     "bf16", "sequence-parallel", "max-position-embeddings", "use-mcore-models", "transformer-impl", "swiglu",
     "quick-geglu", "group-query-attention", "attention-dropout", "moe-grouped-gemm", "mock-data",
     "recompute-method", "recompute-num-layers", "optimizer-offload-fraction", "use-precision-aware-optimizer",
+    "overlap-moe-expert-parallel-comm", "delay-wgrad-compute",
 )  # fmt: skip
-_HIDDEN_EXCHANGE = 0.93  # arXiv 2603.07685, section on overlapping: 93 % with W apart, DeepSeek-V3 on H100
 
 
 def model_from_arguments(given: Given) -> Model:
@@ -166,7 +166,6 @@ def job_from_arguments(given: Given, sizes: Mapping[str, int | bool | str | None
         offload="optimizer-cpu-offload" in given or bool(sizes.get("offload")),
         fp8="fp8-format" in given or "fp8" in given or bool(sizes.get("fp8")),
         flex_dispatcher=given.text("moe-token-dispatcher-type") == "flex",
-        hidden_exchange=_HIDDEN_EXCHANGE if "overlap-moe-expert-parallel-comm" in given else 0.0,
     )
 
 

@@ -17,25 +17,28 @@ from functools import partial
 from itertools import islice, product
 
 from megatron_vocabpar.plan.hardware import Hardware
-from megatron_vocabpar.plan.job import Job, refused
+from megatron_vocabpar.plan.job import Job, can_pair, refused
 from megatron_vocabpar.plan.memory import GIB, Held, stage_memory
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.options import Option, Request, in_full, option_of, stock_options
+from megatron_vocabpar.plan.option import Option, Request
+from megatron_vocabpar.plan.options import in_full, option_of
+from megatron_vocabpar.plan.stock_options import stock_options
 from megatron_vocabpar.plan.times import estimated_costs, layer_ms, step_ms
 from megatron_vocabpar.plan.workers import mapping
+from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.words.methods import method_named
 from megatron_vocabpar.schedule.words.placement import Placement
 
 MOST = 32  # ways to divide a model that are played
 BEST = 10
-OURS = tuple(("vocab-1", family) for family in ("1f1b", "v-min", "v-half", "v-zb"))
+OURS = tuple(("vocab-1", family) for family in ("1f1b", "v-min", "v-half", "v-zb", "dualpipev"))
 LADDER = tuple(product((False, True), ("none", "selective", "full")))
 """(The optimizer is on the host, what is recomputed): each rung is slower and smaller than the one before."""
 _BATCH_TOKENS = 2**22  # of an iteration by default: 4 M, as for the models of the presets
 _TENSOR, _CONTEXT, _MICRO_BATCH = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4)
 # Larger microbatches help if the start of kernels limits the speed; otherwise they hold more and fill worse.
 _DEEPEST = 32  # ranks of a pipeline: longer ones are slow to play
-_LEAST_HELD = {"1f1b": 0.9, "v-min": 0.33, "v-half": 0.5, "v-zb": 0.8, "stock": 0.5}
+_LEAST_HELD = {"1f1b": 0.9, "v-min": 0.33, "v-half": 0.5, "v-zb": 0.8, "dualpipev": 0.9, "stock": 0.5}
 """The least microbatches that a schedule holds, over the ranks; without that room it is not played."""
 
 
@@ -119,7 +122,6 @@ def _jobs(question: Question) -> Iterator[Job]:
             p=p, t=t, c=c, d=d, e=e, m=question.batch // (b * d), micro_batch=b,
             distributed_optimizer=bool(fixed.get("distributed_optimizer", d * c > 1)),
             fp8=bool(fixed.get("fp8", False)), flex_dispatcher=bool(fixed.get("flex_dispatcher", False)),
-            hidden_exchange=float(fixed.get("hidden_exchange", 0.0)),
         )  # fmt: skip
         if next(refused(model, job), None) is None:
             yield job
@@ -131,7 +133,8 @@ def bound_ms(question: Question, job: Job) -> float:
     layer = layer_ms(model, job, gpu)
     costs = estimated_costs(model, job, gpu, "baseline")
     output = sum(costs.last_rank_extra.values()) + sum(costs.last_stage_extra.values())
-    work = (layer.forward + layer.backward + layer.weights) * model.layers / job.p + output / job.p
+    hidden = layer.hidden if can_pair(model, job) else 0.0
+    work = (layer.forward + layer.backward + layer.weights - hidden) * model.layers / job.p + output / job.p
     replicas = job.d * job.c if job.distributed_optimizer else 1
     step = step_ms(model.parameters / (job.p * job.t * replicas), gpu, offload=job.offload)
     return job.m * work + step
@@ -162,7 +165,8 @@ def tried(question: Question, job: Job) -> list[Found]:
     """The best of our schedules and of Megatron's that fit, for this way to divide the model."""
     ours: list[Found] = []
     for method, family in OURS if job.p > 1 else ():
-        ours += _cheapest(question, job, family, partial(_only, method, family))
+        if can_pair(question.model, job) or not family_named(family).pairs:
+            ours += _cheapest(question, job, family, partial(_only, method, family))
     stock = _cheapest(question, job, "stock", lambda one: stock_options(one, shorter=True))
     return [one for some in (ours, stock) for one in sorted(some, key=_ms)[:1]]
 

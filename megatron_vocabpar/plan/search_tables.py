@@ -34,7 +34,7 @@ def shares(found: Found) -> dict[str, float]:
         "idle ranks": option.idle,
         "tensor parallelism": 2 * layer.tensor * of_all,
         "context parallelism": 3 * layer.context * of_all,
-        "the exchange of experts": 2 * layer.exchange * of_all,
+        "the exchange of experts": (2 * layer.exchange - (layer.hidden if option.pairs else 0.0)) * of_all,
         "recomputation": layer.repeated * of_all,
         "gradients and the step": option.after_ms / option.iteration_ms,
     }

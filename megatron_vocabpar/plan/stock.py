@@ -2,13 +2,14 @@
 
 Megatron's order of passes is fixed; a rank runs its list, and waits where a pass needs another stage's. For
 p 2 with 2 chunks and 2 microbatches rank 0 runs ``F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1`` (stage,
-microbatch).
+microbatch). With ``--overlap-moe-expert-parallel-comm`` each F after the warm-up, which is one F longer, runs
+together with the B that follows it in the list, and both hide time of each other.
 
 Layers are placed so that the longest stage is as short as can be; the time of the vocabulary layers counts.
 Megatron's word for a placement is a layout, such as ``Et|ttt|ttt|tL``.
 
 Source: Megatron-LM, ``forward_backward_pipelining_with_interleaving``; Narayanan et al. (2021), section 2.2.
-Next: ``options.py``.
+Next: ``stock_options.py``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from megatron_vocabpar.plan.job import OVERLAP
 from megatron_vocabpar.schedule.times.costs import PassCosts, PerRank
 from megatron_vocabpar.schedule.times.redistribution import layout, redistribute
 
@@ -23,11 +25,20 @@ CHUNKS = (1, 2, 3, 4, 5, 6, 8, 12, 24)
 
 
 class Stages(NamedTuple):
-    """Layers and times of each stage, in milliseconds, along the pipeline."""
+    """Layers and times of each stage, in milliseconds, along the pipeline.
+
+    ``hidden`` is what a layer's F and a layer's B hide of each other; 0 where passes run one by one.
+    """
 
     layers: tuple[int, ...]
     forward: tuple[float, ...]
     backward: tuple[float, ...]
+    hidden: float = 0.0
+
+    def taken_ms(self, steps: Sequence[Step]) -> float:
+        """The time of a pass, or of an F and a B together."""
+        alone = sum((self.forward if one.forward else self.backward)[one.stage] for one in steps)
+        return alone - (len(steps) - 1) * self.hidden * min(self.layers[one.stage] for one in steps)
 
 
 class Step(NamedTuple):
@@ -39,21 +50,26 @@ class Step(NamedTuple):
 
 
 class Played(NamedTuple):
-    """A played schedule: its length, each rank's work for all microbatches, and the most layers whose
-    activations it holds."""
+    """A played schedule: its length, each rank's work for all microbatches and for one more, and the most
+    layers whose activations it holds."""
 
     length_ms: float
     work_ms: tuple[float, ...]
+    further_ms: tuple[float, ...]
     held_layers: tuple[float, ...]
 
 
 class Layout(NamedTuple):
-    """A way to place layers: its name, the chunks of a rank, the layers of each stage, and its flags."""
+    """A way to place layers: its name, the chunks of a rank, the layers of each stage, and its flags.
+
+    ``overlaps``: F and B run together, as Megatron does to hide the exchange between experts.
+    """
 
     name: str
     chunks: int
     layers: tuple[int, ...]
     flags: tuple[str, ...]
+    overlaps: bool = False
 
 
 def written(counts: tuple[int, ...], depths: int) -> str:
@@ -66,19 +82,32 @@ def layouts(layers: int, p: int, costs: PassCosts) -> Iterator[Layout]:
     layer = sum(map(_mean, (costs.F_ms, costs.B_ms, costs.W_ms))) * p / layers
     first = sum(costs.first_rank_extra.values())
     last = sum(costs.last_rank_extra.values()) + sum(costs.last_stage_extra.values())
+    hidden = _mean(costs.hidden_ms) * p / layers
     for chunks in CHUNKS:
-        stages = p * chunks
-        if stages - 2 > layers or (chunks > 1 and p < 2):
+        if p * chunks - 2 > layers or (chunks > 1 and p < 2):
             return
         name = "1f1b" if chunks == 1 else f"interleaved x{chunks}"
-        for counts in dict.fromkeys(_by_hand(layers, p, chunks, (first, last, layer))):
-            if len(set(counts)) > 1:
-                yield Layout(f"{name}, by hand", chunks, counts, (written(counts, costs.mtp_depths),))
-        for counted, counts in _counted(layers, stages):
-            virtual = (f"--num-virtual-stages-per-pipeline-rank {chunks}",) if chunks > 1 else ()
-            flags = tuple(f"--account-for-{end}-in-pipeline-split" for end in counted)
-            words = f", {' and '.join(counted)} counted" if counted else ""
-            yield Layout(f"{name}{words}", chunks, counts, (*flags, *virtual))
+        yield from _placed(layers, p, Layout(name, chunks, (), ()), (first, last, layer), costs.mtp_depths)
+        # Megatron overlaps with chunks, or without a pipeline and then without multi-token prediction.
+        if hidden and (chunks > 1 or (p == 1 and not costs.mtp_depths)):
+            together = Layout(f"{name} with overlap", chunks, (), OVERLAP, overlaps=True)
+            yield from _placed(layers, p, together, (first, last, layer - hidden), costs.mtp_depths)
+
+
+def _placed(
+    layers: int, p: int, kind: Layout, work: tuple[float, float, float], depths: int
+) -> Iterator[Layout]:
+    """The ways to place layers in one kind of schedule; ``work`` as for ``_by_hand``."""
+    chunks = kind.chunks
+    for counts in dict.fromkeys(_by_hand(layers, p, chunks, work)):
+        if len(set(counts)) > 1:
+            flags = (written(counts, depths), *kind.flags)
+            yield kind._replace(name=f"{kind.name}, by hand", layers=counts, flags=flags)
+    for counted, counts in _counted(layers, p * chunks):
+        virtual = (f"--num-virtual-stages-per-pipeline-rank {chunks}",) if chunks > 1 else ()
+        flags = tuple(f"--account-for-{end}-in-pipeline-split" for end in counted)
+        words = f", {' and '.join(counted)} counted" if counted else ""
+        yield kind._replace(name=kind.name + words, layers=counts, flags=(*flags, *virtual, *kind.flags))
 
 
 def _counted(layers: int, stages: int) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
@@ -122,11 +151,12 @@ def stages_of(placed: Layout, p: int, costs: PassCosts) -> Stages:
     for at, extra in ((0, costs.first_rank_extra), (-1, costs.last_rank_extra), (-1, costs.last_stage_extra)):
         forward[at] += extra.get("F_ms", 0.0)
         backward[at] += extra.get("B_ms", 0.0) + extra.get("W_ms", 0.0)
-    return Stages(placed.layers, tuple(forward), tuple(backward))
+    hidden = _mean(costs.hidden_ms) * p / total if placed.overlaps else 0.0
+    return Stages(placed.layers, tuple(forward), tuple(backward), hidden)
 
 
-def order(rank: int, p: int, chunks: int, m: int) -> Iterator[Step]:
-    """The passes of a rank as Megatron runs them."""
+def order(rank: int, p: int, chunks: int, m: int, overlaps: bool = False) -> Iterator[tuple[Step, ...]]:
+    """The passes of a rank as Megatron runs them; an F and a B that run together are one entry."""
     turns = [
         (chunk, microbatch)
         for start in range(0, m, p)
@@ -134,42 +164,53 @@ def order(rank: int, p: int, chunks: int, m: int) -> Iterator[Step]:
         for microbatch in range(start, min(start + p, m))
     ]
     ahead = p - rank - 1 if chunks == 1 else 2 * (p - rank - 1) + (chunks - 1) * p
-    warm_up = min(ahead, len(turns))
+    warm_up = min(ahead + overlaps, len(turns))
     forward = [Step(True, chunk * p + rank, microbatch) for chunk, microbatch in turns]
     backward = [Step(False, (chunks - 1 - chunk) * p + rank, microbatch) for chunk, microbatch in turns]
-    yield from forward[:warm_up]
+    for step in forward[:warm_up]:
+        yield (step,)
     for step, back in zip(forward[warm_up:], backward, strict=False):
-        yield step
-        yield back
-    yield from backward[len(forward) - warm_up :]
+        yield from ((step, back),) if overlaps else ((step,), (back,))
+    for step in backward[len(forward) - warm_up :]:
+        yield (step,)
 
 
 def play(stages: Stages, p: int, m: int, transfer_ms: float) -> Played:
     """Every rank runs its passes in order; a transfer between stages takes ``transfer_ms`` beside them."""
-    chunks = len(stages.layers) // p
-    lists = [list(order(rank, p, chunks, m)) for rank in range(p)]
+    number = len(stages.layers)
+    lists = [list(order(rank, p, number // p, m, stages.hidden > 0.0)) for rank in range(p)]
     ends: dict[Step, float] = {}
-    at, clock, held, most = [0] * p, [0.0] * p, [0.0] * p, [0.0] * p
+    at, clock, work, held, most = ([0] * p, *([0.0] * p for _ in range(4)))
     moved = True
     while moved:
         moved = False
         for rank in range(p):
             while at[rank] < len(lists[rank]):
-                step = lists[rank][at[rank]]
-                ready = _ready(step, ends, len(stages.layers), transfer_ms)
-                if ready is None:
+                steps = lists[rank][at[rank]]
+                ready = [_ready(step, ends, number, transfer_ms) for step in steps]
+                known = [ms for ms in ready if ms is not None]
+                if len(known) < len(steps):
                     break
-                step_ms = (stages.forward if step.forward else stages.backward)[step.stage]
-                clock[rank] = ends[step] = max(clock[rank], ready) + step_ms
-                held[rank] += stages.layers[step.stage] * (1 if step.forward else -1)
-                most[rank] = max(most[rank], held[rank])
+                taken_ms = stages.taken_ms(steps)
+                clock[rank] = max(clock[rank], *known) + taken_ms
+                work[rank] += taken_ms
+                for step in steps:  # F first: a pair holds the activations of both
+                    ends[step] = clock[rank]
+                    held[rank] += stages.layers[step.stage] * (1 if step.forward else -1)
+                    most[rank] = max(most[rank], held[rank])
                 at[rank] += 1
                 moved = True
     assert all(done == len(passes) for done, passes in zip(at, lists, strict=True)), (
         "the order waits for itself"
     )
-    each = [m * (ahead + back) for ahead, back in zip(stages.forward, stages.backward, strict=True)]
-    return Played(max(clock), tuple(sum(each[rank::p]) for rank in range(p)), tuple(most))
+    further = [_further_ms(stages, range(rank, number, p)) for rank in range(p)]
+    return Played(max(clock), tuple(work), tuple(further), tuple(most))
+
+
+def _further_ms(stages: Stages, of_rank: Sequence[int]) -> float:
+    """A rank's work for one more microbatch; each F runs together with a B, if any does."""
+    pairs = zip(of_rank, reversed(of_rank), strict=True)
+    return sum(stages.taken_ms((Step(True, f, 0), Step(False, b, 0))) for f, b in pairs)
 
 
 def _ready(step: Step, ends: dict[Step, float], stages: int, transfer_ms: float) -> float | None:

@@ -19,7 +19,11 @@ from megatron_vocabpar.plan.advice import launch_line, reasons, redistribution, 
 from megatron_vocabpar.plan.job import Job, refused
 from megatron_vocabpar.plan.memory import GIB
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.options import Option, Request, all_options, best_of, stock_options
+from megatron_vocabpar.plan.option import STOCK, Option, Request
+from megatron_vocabpar.plan.options import all_options, best_of, costs_of
+from megatron_vocabpar.plan.stock_options import stock_options
+from megatron_vocabpar.schedule.make.families import family_named
+from megatron_vocabpar.schedule.times.costs import PassCosts
 
 PARTS = {
     "weights": "weights",
@@ -193,6 +197,7 @@ def advice_json(advice: Advice) -> str:
             "limit_gib": request.limit_gib,
             "options": [_option_json(option, request) for option in advice.options],
             "recommended": advice.best and {"method": advice.best.method, "family": advice.best.family},
+            "costs": advice.best and passes_of(request, advice.best).to_dict(),
             "why": advice.reasons,
             "launch": advice.launch,
             "would_fit": advice.remedies,
@@ -200,6 +205,13 @@ def advice_json(advice: Advice) -> str:
         },
         indent=1,
     )
+
+
+def passes_of(request: Request, option: Option) -> PassCosts:
+    """The times of the option's passes, as ``vocabpar schedule --costs`` reads them."""
+    if option.method == STOCK:
+        return request.costs("baseline")
+    return costs_of(request, option.method, family_named(option.family), option.layers)
 
 
 def _option_json(option: Option, request: Request) -> dict[str, Any]:

@@ -4,7 +4,8 @@ Nothing is measured on the GPUs in question. ``data/rates.json`` holds the share
 that training reaches, each with the published run that it is from; on other GPUs they are assumptions.
 Measured costs replace all estimates.
 
-The part of the experts' exchange that other passes hide (``Job.hidden_exchange``) does not count in a pass.
+A pass takes its time alone, with its exchange between experts; ``hidden_ms`` is what F and B hide of each
+other when they run as a pair.
 
 Source: the published passes (``paper/data/measured_passes.csv``); Table 3 for smaller shards.
 Next: ``memory.py``.
@@ -18,7 +19,7 @@ from itertools import pairwise
 from math import log2
 
 from megatron_vocabpar.plan.hardware import Hardware
-from megatron_vocabpar.plan.job import Job
+from megatron_vocabpar.plan.job import Job, can_pair
 from megatron_vocabpar.plan.links import context_ms, exchange_ms, gradients_ms, tensor_ms, transfer_ms
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.schedule.times.costs import PassCosts
@@ -40,6 +41,7 @@ _BESIDE = {"naive": 1.066, "vocab-1": 1.066, "vocab-2": 1.066, "interlaced": 1.0
 _NAIVE_S2 = 0.1  # of S: exponentials and their sum
 # Bytes that the input layer moves for an element of the embedded tokens (first) and of the weight (second).
 _IF_BYTES, _IB_BYTES = 146.0, (97.0, 10.2)
+_HIDDEN = 0.93  # of the exchange, in a pair: arXiv 2603.07685 on overlapping, DeepSeek-V3 on H100, W apart
 _STEP_BYTES = 50  # of a parameter, Adam with float32 gradients: 62 of the published runs without copies
 
 
@@ -81,6 +83,12 @@ class Layer:
         """The weight gradient."""
         return self.products + self.experts
 
+    @property
+    def hidden(self) -> float:
+        """What F and B hide of each other in a pair: the exchange of each, as far as the other computes."""
+        computing = (self.forward - self.exchange, self.backward - self.exchange)
+        return _HIDDEN * sum(min(self.exchange, ms) for ms in computing)
+
 
 def layer_ms(model: Model, job: Job, hardware: Hardware, method: str = "baseline") -> Layer:
     """The mean layer's times, while a method's collectives run beside its passes."""
@@ -97,7 +105,7 @@ def layer_ms(model: Model, job: Job, hardware: Hardware, method: str = "baseline
     experts += rates.moved * _HALF * model.exchanged_width * each * 1e3 / hardware.memory_gb_s
     experts = max(experts, model.sparse * rates.launch_ms - products - attention)
     tensor = tensor_ms(model, job, hardware)
-    exchange = 2 * exchange_ms(model, job, hardware) * (1.0 - job.hidden_exchange)  # there and back
+    exchange = 2 * exchange_ms(model, job, hardware)  # there and back
     context = max(0.0, context_ms(model, job, hardware) - attention)
     forward = products + experts + attention + tensor + context + exchange
     repeated = {"none": 0.0, "selective": model.repeated_flops * each / rate, "full": forward}[job.recompute]
@@ -133,6 +141,7 @@ def estimated_costs(model: Model, job: Job, hardware: Hardware, method: str) -> 
         last_stage_extra={name: model.mtp_depths * ms for name, ms in head.items()} if heads > 1 else {},
         mtp_depths=model.mtp_depths,
         layers=model.layers,
+        hidden_ms=share * layer.hidden if can_pair(model, job) else 0.0,
     )
 
 

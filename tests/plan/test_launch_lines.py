@@ -11,17 +11,24 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_vocabpar.megatron_lm.flags import config_from_argv
+from megatron_vocabpar.megatron_lm.refusals import check
 from megatron_vocabpar.plan.advice import launch_line, placing_flags
+from megatron_vocabpar.plan.given import read_words
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.options import Option, Request, option_of, stock_options
+from megatron_vocabpar.plan.option import Option, Request
+from megatron_vocabpar.plan.options import option_of
 from megatron_vocabpar.plan.read_config import model_preset, model_presets
+from megatron_vocabpar.plan.stock_options import stock_options
 from megatron_vocabpar.plan.write_arguments import model_arguments
+from tests.megatron_lm.test_doors import PLAIN
 from tests.megatron_lm.test_option_rows import recorded
 from tests.megatron_lm.training import LOCAL, ROOT, checkout
 
@@ -94,6 +101,42 @@ def test_reductions_overlap_where_w_is_not_split_off(family: str, overlaps: bool
     assert ("--overlap-grad-reduce" in launch_line(request, option)) is overlaps
     apart = option_of(replace(request, job=replace(request.job, overlap=False)), "vocab-2", family)
     assert (option.after_ms < apart.after_ms) is overlaps
+
+
+def _value(text: str) -> bool | int | str:
+    return int(text) if text.isdigit() else text or True
+
+
+@pytest.mark.parametrize(
+    ("method", "family", "delays"),
+    [("vocab-2", "dualpipev", False), ("vocab-1", "1f1b-overlap", True), ("baseline", "1f1b-overlap", True)],
+)
+def test_flags_of_pairs_are_taken_at_the_door(method: str, family: str, delays: bool) -> None:
+    """Transformer Engine's layers, which Megatron takes by default, let Megatron delay W within a pair."""
+    model = replace(model_preset("qwen3-30b-a3b"), layers=16)
+    request = Request(model, Job(p=4, d=8, e=8, m=8), H100, 80.0)
+    line = launch_line(request, option_of(request, method, family)).replace("\\\n", " ")
+    words = shlex.split(line.split("pretrain_gpt.py")[1])
+    assert "--overlap-moe-expert-parallel-comm" in words
+    assert ("--delay-wgrad-compute" in words) is delays
+    given = {name.replace("-", "_"): _value(text) for name, text in read_words(words).items()}
+    args = SimpleNamespace(**PLAIN | {"transformer_impl": "transformer_engine"} | given)
+    check(args, config_from_argv(words))
+    args.overlap_moe_expert_parallel_comm = args.delay_wgrad_compute = False
+    with pytest.raises(ValueError, match="give --overlap-moe-expert-parallel-comm"):
+        check(args, config_from_argv(words))
+
+
+@pytest.mark.parametrize("p", [1, 4])
+def test_stock_with_overlap_has_its_flags(p: int) -> None:
+    request = Request(replace(model_preset("qwen3-30b-a3b"), layers=16), Job(p=p, d=8, e=8, m=8), H100, 1e6)
+    together = [one for one in stock_options(request) if "with overlap" in one.family]
+    assert together
+    for option in together:
+        line = launch_line(request, option)
+        assert "--overlap-moe-expert-parallel-comm" in line
+        assert "--delay-wgrad-compute" in line
+        assert "vocab-parallel" not in line
 
 
 def test_what_no_flag_says_is_said() -> None:

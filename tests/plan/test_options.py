@@ -13,13 +13,15 @@ from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.memory import GIB, StageMemory
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.options import Option, Request, all_options, best_of, option_of
+from megatron_vocabpar.plan.option import Option, Request
+from megatron_vocabpar.plan.options import all_options, best_of, costs_of, layers_of, option_of
 from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.plan.times import estimated_costs
 from megatron_vocabpar.schedule.make.families import families
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.redistribution import layout
+from megatron_vocabpar.schedule.words.methods import method_named
 
 H200 = hardware_named("h200")
 ON_A100S_RATES = replace(hardware_named("h100"), rates=hardware_named("a100").rates)
@@ -154,6 +156,59 @@ def test_a_larger_shard_of_experts_and_replicas_saves_memory() -> None:
     assert stage.weights < plain.weights / 4
     # Experts have one replica, all other weights have eight.
     assert stage.weights * 6 / 8 < stage.optimizer < stage.weights * 6
+
+
+EXPERTS = Request(
+    replace(model_preset("qwen3-30b-a3b"), layers=16), Job(p=4, d=8, e=8, m=16), hardware_named("h100"), 79.0
+)
+
+
+def test_pairs_are_compared_where_an_exchange_can_be_hidden() -> None:
+    def tried(e: int) -> set[str]:
+        asked = replace(EXPERTS, job=replace(EXPERTS.job, e=e))
+        return {one.family for one in all_options(asked, ("baseline",))}
+
+    paired = {"dualpipev", "1f1b-overlap"}
+    assert paired < tried(8)
+    assert not paired & tried(1)
+
+
+def test_measured_pairs_count_where_megatron_can_run_them() -> None:
+    measured = replace(EXPERTS.costs("vocab-2"), hidden_ms=1.0)
+    asked = replace(EXPERTS, measured=measured)
+    assert asked.costs("vocab-2") == measured
+    assert not replace(asked, job=replace(asked.job, e=1)).costs("vocab-2").hides
+
+
+def test_the_estimate_of_pairs_is_about_what_the_whole_schedule_takes() -> None:
+    asked = replace(EXPERTS, job=replace(EXPERTS.job, m=64))
+    for family in ("dualpipev", "1f1b-overlap"):
+        few, whole = (option_of(asked, "vocab-2", family, m) for m in (16, 64))
+        assert few.iteration_ms == pytest.approx(whole.iteration_ms, rel=0.03)
+        assert few.idle == pytest.approx(whole.idle, abs=0.03)
+
+
+def test_pairs_hide_what_v_zb_waits_for() -> None:
+    alone, together = (option_of(EXPERTS, "vocab-2", family) for family in ("v-zb", "dualpipev"))
+    assert together.iteration_ms < 0.95 * alone.iteration_ms
+    assert together.peak_gib > alone.peak_gib
+
+
+def test_uneven_layers_hide_in_proportion() -> None:
+    uneven = replace(EXPERTS, model=replace(EXPERTS.model, layers=18))
+    costs, family = uneven.costs("vocab-2"), families()["dualpipev"]
+    layers = layers_of(uneven, method_named("vocab-2"), family)
+    shared = costs_of(uneven, "vocab-2", family, layers)
+    assert layers == (2, 2, 3, 3, 2, 2, 2, 2)
+    assert shared.hidden_ms == pytest.approx([costs.hidden_ms * n * 4 / 18 for n in (4, 4, 5, 5)])  # type: ignore[operator]
+
+
+def test_heads_of_whole_layers_are_not_offered_in_a_v() -> None:
+    """The doors refuse them (``megatron_lm/refusals.py``)."""
+    asked = replace(EXPERTS, model=replace(EXPERTS.model, mtp_depths=1))
+    assert "partitioned vocabulary" in option_of(asked, "baseline", "dualpipev").problem
+    assert not option_of(asked, "vocab-1", "dualpipev").problem
+    assert not option_of(asked, "baseline", "1f1b-overlap").problem
 
 
 def test_several_workers_give_the_same() -> None:

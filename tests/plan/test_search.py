@@ -16,10 +16,12 @@ from megatron_vocabpar.plan import search as searching
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import RECOMPUTE, Job
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.options import Request, option_of, stock_options
+from megatron_vocabpar.plan.option import Request
+from megatron_vocabpar.plan.options import option_of
 from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.plan.search import Question, bound_ms, candidates, rungs, search, tried, usual_batch
 from megatron_vocabpar.plan.search_tables import binds, shares, shown, sources, stock_best
+from megatron_vocabpar.plan.stock_options import stock_options
 
 H100 = hardware_named("h100")
 
@@ -54,6 +56,19 @@ def test_the_best_of_all_ways_is_found() -> None:
     assert found[0].option.iteration_ms <= 1.03 * min(times)
     assert found[0].option.fits(found[0].request)
     assert found[0].option.exact
+
+
+def test_pairs_are_found_where_they_hide_an_exchange() -> None:
+    """Without a search: dualpipev with vocab-1 is faster than all else on these sizes."""
+    asked = replace(question(small("qwen3-30b-a3b", 16), gpus=16, p=4, t=1, c=1, e=4), batch=64)
+    first, *_ = search(asked)
+    assert first.option.family == "dualpipev"
+    alone = replace(first, option=replace(first.option, family="v-zb"))
+    rest, whole = (shares(one)["the exchange of experts"] for one in (first, alone))
+    assert rest == pytest.approx(0.07 * whole)
+    options = stock_options(first.request)
+    options += [option_of(first.request, *each, first.request.job.m) for each in searching.OURS]
+    assert min(options, key=lambda one: one.iteration_ms).family == "dualpipev"
 
 
 def test_bounds_are_below_what_is_played() -> None:

@@ -7,13 +7,29 @@ from dataclasses import replace
 import pytest
 
 from megatron_vocabpar.plan.hardware import hardware_named
-from megatron_vocabpar.plan.job import Job
-from megatron_vocabpar.plan.options import Request, option_of, stock_options
+from megatron_vocabpar.plan.job import OVERLAP, Job
+from megatron_vocabpar.plan.option import Request
+from megatron_vocabpar.plan.options import option_of
 from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.plan.stock import Layout, Stages, Step, layouts, order, play, stages_of
+from megatron_vocabpar.plan.stock_options import stock_options
 from megatron_vocabpar.plan.times import estimated_costs
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import method_named
+from megatron_vocabpar.schedule.words.passes import Pair, Pass, PassType
+from megatron_vocabpar.schedule.words.placement import Placement
+from megatron_vocabpar.schedule.words.schedule import Schedule
+from tests.schedule.simulated import simulated
 
 H100 = hardware_named("h100")
+
+
+def named(steps: tuple[Step, ...]) -> str:
+    return "+".join(f"{'F' if one.forward else 'B'}{one.stage}.{one.microbatch}" for one in steps)
+
+
+def pass_of(step: Step) -> Pass:
+    return Pass(PassType.F if step.forward else PassType.B, step.stage, step.microbatch)
 
 
 def even(stages: int, forward: float = 1.0, backward: float = 2.0) -> Stages:
@@ -22,12 +38,62 @@ def even(stages: int, forward: float = 1.0, backward: float = 2.0) -> Stages:
 
 def test_the_order_is_megatrons() -> None:
     """Megatron's tables for p 2, two chunks and four microbatches: rank 0 has stages 0 and 2."""
-    passes = [f"{'F' if one.forward else 'B'}{one.stage}.{one.microbatch}" for one in order(0, 2, 2, 4)]
+    passes = [named(steps) for steps in order(0, 2, 2, 4)]
     warm_up, rest = passes[:4], passes[4:]
     assert warm_up == ["F0.0", "F0.1", "F2.0", "F2.1"]
     assert rest[:4] == ["F0.2", "B2.0", "F0.3", "B2.1"]
     assert rest[-4:] == ["B2.2", "B2.3", "B0.2", "B0.3"]
-    assert list(order(3, 4, 1, 3))[:2] == [Step(True, 3, 0), Step(False, 3, 0)]
+    assert list(order(3, 4, 1, 3))[:2] == [(Step(True, 3, 0),), (Step(False, 3, 0),)]
+
+
+def test_with_overlap_the_warm_up_is_one_longer_and_f_runs_with_b() -> None:
+    passes = [named(steps) for steps in order(0, 2, 2, 4, overlaps=True)]
+    assert passes[:7] == ["F0.0", "F0.1", "F2.0", "F2.1", "F0.2", "F0.3+B2.0", "F2.2+B2.1"]
+    assert [named(steps) for steps in order(0, 1, 1, 3, overlaps=True)] == [
+        "F0.0", "F0.1+B0.0", "F0.2+B0.1", "B0.2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("p", "chunks", "m"), [(1, 1, 5), (2, 2, 4), (4, 2, 8), (4, 3, 12), (3, 2, 2)])
+def test_pairs_take_as_long_as_the_simulator_says(p: int, chunks: int, m: int) -> None:
+    """Megatron's order, written as a schedule of ours and simulated."""
+    ms = {"F_ms": 10.0 * chunks, "B_ms": 11.0 * chunks, "W_ms": 9.0 * chunks}
+    costs = PassCosts(**ms, hidden_ms=6.0 * chunks, layers=p * chunks)
+    rows = [list(order(rank, p, chunks, m, overlaps=True)) for rank in range(p)]
+    pairs = [Pair(*map(pass_of, steps)) for row in rows for steps in row if len(steps) > 1]
+    schedule = Schedule(
+        method_named("baseline"),
+        Placement(p, chunks, "standard"),
+        m,
+        ranks=tuple(tuple(pass_of(step) for steps in row for step in steps) for row in rows),
+        pairs=frozenset(pairs),
+    )
+    warm_up = [2 * (p - rank - 1) + (chunks - 1) * p + 1 for rank in range(p)]
+    assert len(pairs) == sum(max(0, m * chunks - ahead) for ahead in warm_up)
+    placed = Layout("", chunks, (1,) * (p * chunks), (), overlaps=True)
+    played = play(stages_of(placed, p, costs), p, m, costs.p2p_ms)
+    expected = simulated(schedule, costs)
+    assert played.length_ms == pytest.approx(expected.iteration_ms)
+    assert played.work_ms == pytest.approx(expected.busy_ms)
+    assert [held / chunks for held in played.held_layers] == pytest.approx(expected.peak_activations)
+    if pairs:
+        assert played.further_ms == pytest.approx([chunks * (30.0 - 6.0)] * p)
+
+
+def test_overlap_has_layouts_where_megatron_has_it() -> None:
+    model = replace(model_preset("qwen3-30b-a3b"), layers=12)
+
+    def overlapping(job: Job, **changes: int) -> list[Layout]:
+        costs = estimated_costs(replace(model, **changes), job, H100, "baseline")  # type: ignore[arg-type]
+        return [one for one in layouts(12, job.p, costs) if one.overlaps]
+
+    several = overlapping(Job(p=4, d=8, e=8))
+    assert {one.chunks for one in several} == {2, 3}
+    assert all(set(OVERLAP) < set(one.flags) and " with overlap" in one.name for one in several)
+    assert all(sum(one.layers) == 12 for one in several)
+    assert {one.chunks for one in overlapping(Job(p=1, d=8, e=8))} == {1}
+    assert overlapping(Job(p=1, d=8, e=8), mtp_depths=1) == []
+    assert overlapping(Job(p=4, d=8)) == []
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 16), (2, 7)])

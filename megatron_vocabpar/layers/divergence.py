@@ -1,0 +1,120 @@
+"""Divergences of two distributions p and q, id by id: what a shard adds to each sum, and the gradients.
+
+    KL(p || q)                  = sum_j p_j (log p_j - log q_j) = sum_j p_j (expm1(-d_j) + d_j)
+    b KL(p || m) + (1-b) KL(q || m),  m = b p + (1-b) q          Jensen-Shannon, 0 < b < 1
+
+with d_j = log p_j - log q_j. The two sums of the first line are equal as p and q both add up to 1. Every term
+of the second is at least 0 and of second order in d, so nearly equal distributions (a policy and its
+reference) keep their digits. With D the divergence, and K the KL of one side from m, the gradients are
+
+    dKL/dY^p_j = p_j (d_j - D)        dKL/dY^q_j = q_j - p_j
+    dJS/dY^p_j = b p_j (log(p_j / m_j) - K_p), and that of q likewise with 1 - b
+
+A distillation's forward KL is that of the teacher p from the student q, its reverse KL that of the student p
+from the teacher q. Source of the mixture: On-Policy Distillation of Language Models (arXiv 2306.13649).
+Next: ``bins.py``, of a distribution that is stored as its top k; ``distillation.py``, for the pipeline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Kullback-Leibler, or with a mixture Jensen-Shannon.
+
+    Attributes:
+        mixture: the part b of p in m, more than 0 and less than 1; None for KL(p || q).
+
+    Raises:
+        ValueError: for another mixture.
+    """
+
+    mixture: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.mixture is not None and not 0 < self.mixture < 1:
+            raise ValueError(f"mixture {self.mixture}: give more than 0 and less than 1, or None for the KL")
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Of the sums that a divergence consists of: one, or one for each side."""
+        return (1.0,) if self.mixture is None else (self.mixture, 1 - self.mixture)
+
+    def value(self, sums: Tensor) -> Tensor:
+        """The divergence [n] of the sums [k, n] over all ids."""
+        if self.mixture is None:
+            return sums[0]
+        return self.weights[0] * sums[0] + self.weights[1] * sums[1]
+
+    def terms(self, log_p: Tensor, log_q: Tensor) -> list[Tensor]:
+        """[..., P] each: what every id adds to each sum, at least 0. Overwrites both arguments."""
+        if self.mixture is None:
+            return [_terms(log_p, log_q)]
+        mixed = self.log_mixture(log_p, log_q)
+        return [_terms(log_p, mixed.clone()), _terms(log_q, mixed)]
+
+    def slopes(
+        self, log_p: Tensor, log_q: Tensor, sums: Tensor, of: tuple[bool, bool]
+    ) -> list[Tensor | None]:
+        """Gradients [c, P] of the divergence by the logits of p and of q, those asked for. Overwrites both.
+
+        Args:
+            log_p, log_q: [c, P] of this shard's ids.
+            sums: [k, c] over all ids.
+            of: whether those of p, of q are asked for.
+        """
+        sums = sums.unsqueeze(2)
+        if self.mixture is None:
+            p = log_p.exp()
+            by_p = weighted_logs(p, log_p.sub_(log_q).sub_(sums[0])) if of[0] else None
+            return [by_p, log_q.exp_().sub_(p) if of[1] else None]
+        mixed = self.log_mixture(log_p, log_q)
+        sides = zip(self.weights, (log_p, log_q), sums, of, strict=True)
+        return [
+            weighted_logs(logs.exp(), logs.sub_(mixed).sub_(total)).mul_(weight) if asked else None
+            for weight, logs, total, asked in sides
+        ]
+
+    def bounds(self, sums: Tensor) -> list[Tensor]:
+        """[n] each: at least sum_j |dY_j| of p and of q; NaN where the divergence is not finite.
+
+        For d >= 0, p d is at most its term plus p; else p |d| is at most q - p. So sum_j p |d| is at most
+        D + 2. The factors leave room for rounding.
+        """
+        if self.mixture is None:
+            return [2.5 * sums[0] + 3, 3 + 0 * sums[0]]
+        return [weight * (2.5 * total + 3) for weight, total in zip(self.weights, sums, strict=True)]
+
+    def log_mixture(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        """log m."""
+        assert self.mixture is not None
+        return torch.logaddexp(log_p + log(self.mixture), log_q + log(1 - self.mixture))
+
+    def of_bins(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        """[...] of few ids [..., k] whose probabilities may add up to less or more than 1; plain autograd."""
+        if self.mixture is None:
+            return (log_p.exp() * (log_p - log_q)).sum(-1)
+        mixed = self.log_mixture(log_p, log_q)
+        sides = [(logs.exp() * (logs - mixed)).sum(-1) for logs in (log_p, log_q)]
+        return self.weights[0] * sides[0] + self.weights[1] * sides[1]
+
+
+def _terms(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """p (expm1(-d) + d); overwrites both arguments."""
+    p = log_p.exp()
+    d = log_p.sub_(log_q)
+    far = d < -1  # exp(-d) may overflow, and q - p has no cancellation
+    d.masked_fill_(p == 0, 0)
+    near = d.neg().expm1_().add_(d).mul_(p)
+    return torch.where(far, d.mul_(p).sub_(p).add_(log_q.exp_()), near)
+
+
+def weighted_logs(weights: Tensor, logs: Tensor) -> Tensor:
+    """``weights * logs``, 0 for a weight of 0, whose logarithm may be -inf."""
+    return torch.where(weights == 0, 0, weights * logs)

@@ -1,0 +1,113 @@
+"""A request to the planner, and an option: one schedule that could answer it, with its time and memory.
+
+Next: ``stock.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_vocabpar.plan.hardware import Hardware
+from megatron_vocabpar.plan.job import OVERLAP, Job, can_pair
+from megatron_vocabpar.plan.memory import GIB, Parameters, StageMemory
+from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.times import after_ms, estimated_costs
+from megatron_vocabpar.schedule.make.families import family_named
+from megatron_vocabpar.schedule.times.costs import PassCosts
+
+STOCK = "stock"  # the method of an option that is Megatron's own
+_LEAST = 16  # microbatches, if two a rank are not more
+
+
+@dataclass(frozen=True)
+class Request:
+    """The question to the planner: a model, a job and GPUs.
+
+    Attributes:
+        limit_gib: the most GiB that a GPU may hold.
+        measured: measured times, which replace the estimates.
+    """
+
+    model: Model
+    job: Job
+    hardware: Hardware
+    limit_gib: float
+    measured: PassCosts | None = None
+
+    def costs(self, method: str) -> PassCosts:
+        """The times of all passes with a method, for layers that are spread evenly."""
+        if self.measured is None:
+            return estimated_costs(self.model, self.job, self.hardware, method)
+        return self.measured if can_pair(self.model, self.job) else replace(self.measured, hidden_ms=0.0)
+
+    @property
+    def few(self) -> int:
+        """The microbatches that every option is played for at first."""
+        return min(self.job.m, max(_LEAST, 2 * self.job.p))
+
+
+@dataclass(frozen=True)
+class Option:
+    """One method in one family.
+
+    Attributes:
+        layers: transformer layers of each stage.
+        iteration_ms: the iteration's time, with the optimizer's step.
+        idle: the share of the schedule in which the mean rank waits.
+        stages: the memory of each rank at its peak.
+        problem: the reason why it cannot run; the other fields are then empty.
+        exact: it was simulated for all microbatches.
+        flags: for stock Megatron, the flags that place its layers.
+        after_ms: the part of the iteration after the schedule: gradients, weights and the optimizer's step.
+    """
+
+    method: str
+    family: str
+    layers: tuple[int, ...] = ()
+    iteration_ms: float = 0.0
+    idle: float = 0.0
+    stages: tuple[StageMemory, ...] = ()
+    problem: str = ""
+    exact: bool = False
+    flags: tuple[str, ...] = ()
+    after_ms: float = 0.0
+
+    @property
+    def stock(self) -> bool:
+        """Whether Megatron runs it without this package."""
+        return self.method == STOCK or (self.method, self.family) == ("baseline", "1f1b")
+
+    @property
+    def pairs(self) -> bool:
+        """Whether F and B run together, which hides the exchange between experts."""
+        return OVERLAP[0] in self.flags if self.method == STOCK else family_named(self.family).pairs
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} in {self.family}"
+
+    @property
+    def peak_gib(self) -> float:
+        return max((stage.total for stage in self.stages), default=0.0) / GIB
+
+    def fits(self, request: Request) -> bool:
+        return not self.problem and self.peak_gib <= request.limit_gib
+
+    def tokens_per_s(self, request: Request) -> float:
+        """Tokens a second of all GPUs together."""
+        job = request.job
+        tokens = job.m * job.d * job.micro_batch * request.model.seq_length
+        return tokens / self.iteration_ms * 1e3
+
+    def mfu(self, request: Request) -> float:
+        """The model's operations over the peak of all GPUs."""
+        rate = self.tokens_per_s(request) * request.model.step_flops
+        return rate / (request.job.gpus * request.hardware.tflops * 1e12)
+
+
+def longest_after_ms(
+    job: Job, hardware: Hardware, parameters: Sequence[Parameters], costs: PassCosts
+) -> float:
+    """The ms after the schedule, on the rank that takes longest."""
+    return max(after_ms(*held, held.updated(job), job, hardware, costs) for held in parameters)
