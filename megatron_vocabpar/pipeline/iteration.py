@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 
+from megatron_vocabpar.layers.distillation import Teacher
 from megatron_vocabpar.layers.recipes import Fp8Recipe
 from megatron_vocabpar.layers.terms import LossTerms
+from megatron_vocabpar.pipeline import heads
 from megatron_vocabpar.pipeline.gradients import GradientSync
 from megatron_vocabpar.pipeline.microbatches import Microbatches, no_microbatches
 from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions
@@ -36,7 +38,7 @@ def OutputOptions(
     invariant: bool = False,
     terms: LossTerms | None = None,
     fp8: Fp8Recipe | None = None,
-    **more: bool,
+    **more: Any,
 ) -> VocabOptions:
     """``VocabOptions`` by their former name and arguments, for one release."""
     warnings.warn("OutputOptions is now pipeline.options.VocabOptions", DeprecationWarning, stacklevel=2)
@@ -86,7 +88,8 @@ class Rank:
 class Call:
     """The arguments of one forward-backward call that handlers need.
 
-    ``fixed_shape`` is ``[s, b, H]`` between stages on this rank, if all microbatches have one length.
+    ``fixed_shape`` is ``[s, b, H]`` between stages on this rank, if all microbatches have one length;
+    ``teacher`` gives what a teacher says of a microbatch, in a distillation.
     """
 
     forward_step_func: ForwardStep
@@ -99,6 +102,7 @@ class Call:
     forward_only: bool
     collect_non_loss_data: bool
     first_microbatch_flag: bool
+    teacher: Callable[[int], Teacher] | None = None
 
 
 @dataclass
@@ -154,12 +158,20 @@ class Iteration:
         """Parts into which sequence parallelism cuts the hidden states between layers."""
         return self.rank.groups.tensor if self.call.config.sequence_parallel else 1
 
-    def hidden_shape(self, i: int) -> tuple[int, int, int]:
-        """Shape ``[s, b, H]`` of microbatch ``i`` between stages, on this rank."""
-        if not self.microbatches.shapes:
-            return self.call.fixed_shape
-        _, b, s = self.microbatches.shapes[i]
-        return (s // self.sequence_shards, b, self.call.config.hidden_size)
+    def hidden_shape(self, i: int, stage: int) -> tuple[int, int, int]:
+        """Shape of the output of ``stage`` for microbatch ``i`` on this rank.
+
+        It is ``[s, b, H]``, and ``[(1 + D) s, b, H]`` from the stage of D further heads on.
+        """
+        s, b, hidden = self.call.fixed_shape
+        if self.microbatches.shapes:
+            _, b, s = self.microbatches.shapes[i]
+            s //= self.sequence_shards
+        return ((1 + self._heads_in(stage)) * s, b, hidden)
+
+    def _heads_in(self, stage: int) -> int:
+        """How many further heads the output of ``stage`` has."""
+        return heads.depths(self.call.config) if stage >= self.rank.placement.mtp_stage else 0
 
 
 class LayerHandlers:
