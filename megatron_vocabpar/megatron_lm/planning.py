@@ -89,7 +89,7 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
     costs, name, kept = _from_rank_0(config, args, chunks[0], device)
     if depths := heads.depths(get_model_config(chunks[0])):
         costs = replace(costs or PassCosts.default(groups.pipeline, depths), mtp_depths=depths)
-    if config.has_pairs:
+    if config.has_pairs(len(chunks)):
         costs = with_exchange(costs or PassCosts.default(groups.pipeline), groups.pipeline)
     request, why = plan_request(config, groups.pipeline, m, len(chunks), costs)
     if why:
