@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +13,7 @@ import pytest
 from megatron_vocabpar.megatron_lm.expert_exchange import OVERLAP
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
 from megatron_vocabpar.megatron_lm.planning import check_costs, plan_request, planned, with_exchange
-from megatron_vocabpar.schedule.make.generate import make_plan, plan_for
+from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from tests.megatron_lm.training import Log, checkout, pretrain, scalars
@@ -173,7 +172,6 @@ def test_auto_and_search_take_pairs_where_the_exchange_is_to_be_hidden() -> None
     assert searching.has_pairs(2)
     assert not searching.has_pairs(1)
     assert not searching.splits_w(3)
-    assert plan_for(replace(request, family="search", m=4)).schedule.pairs
 
 
 def test_a_cost_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
