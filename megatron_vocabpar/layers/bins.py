@@ -104,13 +104,13 @@ class BinSlopes(NamedTuple):
         """[n] at least sum_j |dY_j|."""
         return self.top.abs().sum(1) + 2 * self.together.abs() + self.others.abs()
 
-    def apply_(self, p: Tensor, rows: slice, ids: Tensor, shard: VocabRange) -> Tensor:
-        """dY [c, P'] in the place of a shard's probabilities ``p`` of the tokens ``rows``."""
+    def apply_(self, p: Tensor, ids: Tensor, shard: VocabRange) -> Tensor:
+        """dY [c, P'] in the place of a shard's probabilities ``p``, for the ids [c, k]."""
         if p.shape[1] == 0:
             return p
-        columns, own = _own_columns(ids[rows], shard)
-        at_top = self.top[rows] - p.gather(1, columns) * self.together[rows].unsqueeze(1)
-        _cleared_(p, columns, own).mul_(self.others[rows].unsqueeze(1))
+        columns, own = _own_columns(ids, shard)
+        at_top = self.top - p.gather(1, columns) * self.together.unsqueeze(1)
+        _cleared_(p, columns, own).mul_(self.others.unsqueeze(1))
         return p.scatter_add_(1, columns, torch.where(own, at_top, 0))
 
 

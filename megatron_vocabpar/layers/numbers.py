@@ -1,4 +1,4 @@
-"""Four numbers of a token's softmax, and the one gradient that every loss made of them has.
+"""The numbers of a token's softmax, and the one gradient that every loss made of them has.
 
     logprob  Y_target - lse          lse      logsumexp_j Y_j
     entropy  lse - sum_j p_j Y_j     mean     (1/V) sum_j Y_j      (j over the V true ids)
@@ -7,6 +7,8 @@ Cross-entropy, z-loss, label smoothing, PPO and an entropy bonus are arithmetic 
 a loss by each number, its gradient by a logit is
 
     dY_j = p_j (g_lse - g_logprob - g_entropy (ln p_j + entropy)) + g_logprob [j = target] + g_mean / V
+
+A fifth number, the divergence from a teacher, adds a term of its own (``distillation.py``).
 
 A shard has stored ``E_j = exp(Y_j) / 2^k``, with the target's entry zero. So ``p_j = c E_j`` with
 ``c = 2^(k - K) / S``, and its part of the gradient is ``E_j (row + logs ln E_j) + uniform``; the target gets
@@ -40,6 +42,7 @@ class Summary(NamedTuple):
     lse: Tensor
     entropy: Tensor | None = None
     mean: Tensor | None = None
+    divergence: Tensor | None = None
 
 
 class Slopes(NamedTuple):
@@ -49,6 +52,7 @@ class Slopes(NamedTuple):
     lse: Tensor | None = None
     entropy: Tensor | None = None
     mean: Tensor | None = None
+    divergence: Tensor | None = None
 
     def scaled(self, factor: float) -> Slopes:
         """The slopes by the logits y of a softmax of ``factor * y``."""
@@ -69,6 +73,7 @@ class Softmax:
         valid: boolean; whether some shard owns the target.
         weight_peak: the largest |weight| of all shards, one double; with statistics of whole numbers alone.
         mean, entropy, rivals: of the column of that name (``columns.py``), if there is one.
+        divergence: [w, n] the divergence from a teacher, and what its gradient needs (``distillation.py``).
     """
 
     nll: Tensor
@@ -80,10 +85,12 @@ class Softmax:
     mean: Tensor | None = None
     entropy: Tensor | None = None
     rivals: Tensor | None = None
+    divergence: Tensor | None = None
 
     @property
     def summary(self) -> Summary:
-        return Summary(0 - self.nll, self.logsumexp(), self.entropy, self.mean)
+        divergence = None if self.divergence is None else self.divergence[0]
+        return Summary(0 - self.nll, self.logsumexp(), self.entropy, self.mean, divergence)
 
     def logsumexp(self) -> Tensor:
         """[n] of the whole vocabulary's logits."""
@@ -111,12 +118,14 @@ class RowGradient(NamedTuple):
         target: [m] the gradients at the targets asked for.
         logs: [..., n] what E ln E is multiplied by; None without a slope of the entropy.
         uniform: [n] what every true id gets; None without a slope of the mean.
+        divergence: [n] what the gradient of the divergence is multiplied by; None without such a slope.
     """
 
     row: Tensor
     target: Tensor
     logs: Tensor | None = None
     uniform: Tensor | None = None
+    divergence: Tensor | None = None
 
 
 def row_gradient(
@@ -147,7 +156,8 @@ def row_gradient(
     if target_slope is not None:
         target = target * target_slope
     uniform = None if slopes.mean is None else slopes.mean / vocab_size
-    return RowGradient(row, target if tokens is None else target.index_select(0, tokens), logs, uniform)
+    at_target = target if tokens is None else target.index_select(0, tokens)
+    return RowGradient(row, at_target, logs, uniform, slopes.divergence)
 
 
 def row_factor(softmax: Softmax, slopes: Slopes, k: Tensor, rest: Tensor | None = None) -> Tensor:

@@ -34,7 +34,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers import entropy
+from megatron_vocabpar.layers import distillation, entropy
+from megatron_vocabpar.layers.distillation import Comparison, Student
 from megatron_vocabpar.layers.gemm import exact, result_dtype
 from megatron_vocabpar.layers.kernels.dispatch import row_gradient, scale_rows, scatter_add_rows_
 from megatron_vocabpar.layers.kernels.reference import lift
@@ -67,6 +68,7 @@ class OutputState:
         weight_sum: [H] sum of the weight's true rows, if the loss needs the mean logit.
         log_a: [n, H] like A: (E ln E) W, from ``with_log_product``.
         log_sums: [n] sums of E ln E, likewise.
+        teacher: what the student is compared with, in a distillation.
     """
 
     tokens: Tokens
@@ -78,6 +80,12 @@ class OutputState:
     weight_sum: Tensor | None = None
     log_a: Tensor | None = None
     log_sums: Tensor | None = None
+    teacher: Comparison | None = None
+
+    @property
+    def student(self) -> Student:
+        """The shard of a distillation."""
+        return Student(self.exponentials, self.k, self.tokens.target_row, self.tokens.shard)
 
     @property
     def x(self) -> Tensor:
@@ -188,7 +196,7 @@ def input_gradient(
     """
     check_gradient_place(out, state.x, softmax)
     grad = softmax.total.new_empty(state.x.shape) if out is None else out
-    _add_gradients(state, _row_gradient(state, softmax, slopes), weight, grad, None)
+    _add_gradients(state, softmax, slopes, weight, grad, None)
     return grad
 
 
@@ -206,7 +214,7 @@ def weight_gradient(state: OutputState, softmax: Softmax, slopes: Slopes, main_g
         ValueError: if ``main_grad`` has another shape, or a dtype that the operands can't add to.
     """
     check_main_grad(state.x, state.tokens.shard, main_grad)
-    _add_gradients(state, _row_gradient(state, softmax, slopes), None, None, main_grad)
+    _add_gradients(state, softmax, slopes, None, None, main_grad)
 
 
 @exact()
@@ -222,7 +230,7 @@ def output_backward(
     """
     check_main_grad(state.x, state.tokens.shard, main_grad)
     grad = softmax.total.new_empty(state.x.shape)
-    _add_gradients(state, _row_gradient(state, softmax, slopes), weight, grad, main_grad)
+    _add_gradients(state, softmax, slopes, weight, grad, main_grad)
     return grad
 
 
@@ -234,7 +242,8 @@ def _row_gradient(state: OutputState, softmax: Softmax, slopes: Slopes) -> RowGr
 
 def _add_gradients(
     state: OutputState,
-    gradient: RowGradient,
+    softmax: Softmax,
+    slopes: Slopes,
     weight: Tensor | None,
     grad: Tensor | None,
     main_grad: Tensor | None,
@@ -246,8 +255,9 @@ def _add_gradients(
     """
     x, owned, valid = state.x, state.tokens.owned, state.tokens.shard.valid_rows
     assert owned is not None
+    gradient = _row_gradient(state, softmax, slopes)
     early = state.a is not None and (gradient.logs is None or state.log_a is not None)
-    scale, pieces = _scaled_exponentials(state, gradient)
+    scale, pieces = _scaled_exponentials(state, softmax, gradient)
     if grad is not None and early and state.a is not None:
         scale_rows(state.a, gradient.row, grad)
         if gradient.logs is not None and state.log_a is not None:
@@ -276,9 +286,13 @@ def _add_gradients(
 
 
 def _scaled_exponentials(
-    state: OutputState, gradient: RowGradient
+    state: OutputState, softmax: Softmax, gradient: RowGradient
 ) -> tuple[Tensor, Iterable[tuple[slice, Tensor]]]:
     """dY without the targets: a scale [n], and the chunks [c, P] of tokens that it scales."""
+    if gradient.divergence is not None:
+        assert state.teacher is not None
+        factors = gradient.row, gradient.divergence
+        return distillation.mixed(state.teacher, state.student, softmax, *factors)
     if gradient.logs is None:
         return gradient.row, _exponentials(state)
     return entropy.mixed(state.exponentials, gradient.row, gradient.logs)

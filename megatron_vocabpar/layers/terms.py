@@ -14,12 +14,46 @@ if TYPE_CHECKING:  # flags of a launch line are read without torch
     from torch import Tensor
 
 
+KINDS = ("forward", "reverse", "js")
+
+
+@dataclass(frozen=True, slots=True)
+class Distillation:
+    """A divergence D of the student from a teacher, as a part of each token's loss (``divergence.py``).
+
+    Attributes:
+        kind: ``forward`` KL(teacher || student), ``reverse`` KL(student || teacher), or ``js``.
+        weight: 0 to 1; the loss is ``(1 - weight) * (the other terms) + weight * D``.
+        temperature: divides the logits of both; stored log-probabilities are taken as they are.
+        mixture: of ``js``, the teacher's part in the mixture.
+
+    Raises:
+        ValueError: for values outside these ranges.
+    """
+
+    kind: str = "forward"
+    weight: float = 1.0
+    temperature: float = 1.0
+    mixture: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"distillation {self.kind!r}: choose one of {', '.join(KINDS)}")
+        if not 0 <= self.weight <= 1:
+            raise ValueError(f"distillation's weight {self.weight}: give 0 to 1")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"distillation's temperature {self.temperature}: give a positive number")
+        if not 0 < self.mixture < 1:
+            raise ValueError(f"distillation's mixture {self.mixture}: give more than 0 and less than 1")
+
+
 @dataclass(frozen=True, slots=True)
 class LossTerms:
     """The loss of one token, with y' the transformed logits, V the true ids and t the target:
 
         y'   = softcap * tanh(logit_scale * y / softcap)       (logit_scale * y without a softcap)
         loss = lse - (1 - label_smoothing) y'_t - label_smoothing / V * sum_j y'_j + z_loss * lse^2
+        loss = (1 - weight) * loss + weight * D                       with a distillation
         lse  = logsumexp_j y'_j
 
     With the defaults it is the cross-entropy. Label smoothing is PyTorch's: the target keeps its part of
@@ -30,6 +64,7 @@ class LossTerms:
         z_loss: weight of the squared logsumexp, 0 or more.
         logit_scale: positive factor of the logits.
         softcap: positive bound of the logits' size, or None.
+        distillation: a divergence from a teacher, or None.
 
     Raises:
         ValueError: for values outside these ranges; for label smoothing of softcapped logits, whose
@@ -40,6 +75,7 @@ class LossTerms:
     z_loss: float = 0.0
     logit_scale: float = 1.0
     softcap: float | None = None
+    distillation: Distillation | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing < 1:
@@ -65,7 +101,7 @@ class LossTerms:
     @property
     def is_cross_entropy(self) -> bool:
         """Whether the loss is the cross-entropy of the transformed logits alone."""
-        return not (self.label_smoothing or self.z_loss)
+        return not (self.label_smoothing or self.z_loss or self.distillation)
 
     @property
     def needs_mean(self) -> bool:

@@ -25,6 +25,10 @@ def token_loss(numbers: Summary, terms: LossTerms) -> Tensor:
         loss = (1 - terms.label_smoothing) * loss + smoothed
     if terms.z_loss:
         loss = loss + terms.z_loss * numbers.lse.square()
+    if terms.distillation is not None:
+        assert numbers.divergence is not None
+        weight = terms.distillation.weight
+        loss = (1 - weight) * loss + weight * numbers.divergence
     return loss
 
 
@@ -47,9 +51,12 @@ def loss_slopes(
         grad_entropy: [n] gradient of each token's entropy; None if the loss does not depend on it.
     """
     grad, scale, smoothing = grad_loss.to(softmax.nll.dtype), terms.logit_scale, terms.label_smoothing
-    lse = mean = entropy = None
+    lse = mean = entropy = divergence = None
     if not terms.is_cross_entropy:
         grad = grad * softmax.valid
+    if terms.distillation is not None:
+        divergence = grad * (terms.distillation.weight * scale)
+        grad = grad * (1 - terms.distillation.weight)
     if terms.needs_mean:
         mean, lse = grad * (-smoothing * scale), grad * (smoothing * scale)
     if terms.z_loss:
@@ -58,4 +65,4 @@ def loss_slopes(
         lse = squared.mul_(grad) if lse is None else lse.addcmul_(squared, grad)
     if grad_entropy is not None:
         entropy = torch.where(softmax.valid, grad_entropy.to(grad.dtype) * scale, 0)
-    return Slopes(grad * ((smoothing - 1) * scale), lse, entropy, mean)
+    return Slopes(grad * ((smoothing - 1) * scale), lse, entropy, mean, divergence)

@@ -109,6 +109,6 @@ class _Bins(torch.autograd.Function):
                 y, cap = call.transformed(source, shard, rows, scratch)
                 subtract_power_log_(y, offset[rows].unsqueeze(1))
                 p = y.sub_(total[rows].log().unsqueeze(1)).exp_()
-                grad = slopes.apply_(p, rows, ids, held)
+                grad = BinSlopes(*(each[rows] for each in slopes)).apply_(p, ids[rows], held)
                 sink.add(shard, rows, grad if cap is None else grad.mul_(cap), bound[rows])
         return (None, None, *sink.finish())

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron_vocabpar.layers.distillation import Teacher
 from megatron_vocabpar.layers.fp8 import check_device
 from megatron_vocabpar.pipeline import compat, heads
 from megatron_vocabpar.pipeline.graphs.graph_options import asks_for_graphs
@@ -30,7 +31,7 @@ from megatron_vocabpar.pipeline.iteration import Call, Iteration, Rank
 from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions
 from megatron_vocabpar.pipeline.preparation import chunk_with_shards, prepare
 from megatron_vocabpar.pipeline.rules import check
-from megatron_vocabpar.pipeline.settings import check_settings
+from megatron_vocabpar.pipeline.settings import check_distillation, check_settings
 from megatron_vocabpar.pipeline.split_w.weight_gradients import split_weight_gradients
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_groups, warm_up
 from megatron_vocabpar.runtime.executor import Observer, execute
@@ -195,8 +196,11 @@ class ForwardBackward:
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
         options: VocabOptions | None = None,
+        teacher: Callable[[int], Teacher] | None = None,
     ) -> list[Any]:
         """Run one iteration; the arguments are megatron-core's, and ``options`` for this call alone.
+
+        ``teacher`` gives, on every rank, what a teacher says of a microbatch (``VocabOptions.distillation``).
 
         Returns:
             What the loss function reported for each microbatch, on the last rank; else an empty list.
@@ -224,11 +228,14 @@ class ForwardBackward:
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
             first_microbatch_flag=first_val_step if forward_only and first_val_step is not None else True,
+            teacher=teacher,
         )
+        options = self.options if options is None else self._checked(options)
+        check_distillation(options, call)
         if asks_for_graphs(config):
             self._graphs.check(self.plan(num_microbatches), chunks, forward_only)
         with _timed(config):
-            iteration = self._run(call, self.options if options is None else self._checked(options))
+            iteration = self._run(call, options)
             if config.finalize_model_grads_func is not None and not forward_only:
                 tokens = _divisor(iteration)
                 compat.finalize_gradients(config, chunks, tokens, pg_collection, force_all_reduce)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron_vocabpar.layers.distillation import Teacher
 from megatron_vocabpar.layers.recipes import Fp8Recipe
 from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.pipeline.gradients import GradientSync
@@ -36,7 +37,7 @@ def OutputOptions(
     invariant: bool = False,
     terms: LossTerms | None = None,
     fp8: Fp8Recipe | None = None,
-    **more: bool,
+    **more: Any,
 ) -> VocabOptions:
     """``VocabOptions`` by their former name and arguments, for one release."""
     warnings.warn("OutputOptions is now pipeline.options.VocabOptions", DeprecationWarning, stacklevel=2)
@@ -86,7 +87,8 @@ class Rank:
 class Call:
     """The arguments of one forward-backward call that handlers need.
 
-    ``fixed_shape`` is ``[s, b, H]`` between stages on this rank, if all microbatches have one length.
+    ``fixed_shape`` is ``[s, b, H]`` between stages on this rank, if all microbatches have one length;
+    ``teacher`` gives what a teacher says of a microbatch, in a distillation.
     """
 
     forward_step_func: ForwardStep
@@ -99,6 +101,7 @@ class Call:
     forward_only: bool
     collect_non_loss_data: bool
     first_microbatch_flag: bool
+    teacher: Callable[[int], Teacher] | None = None
 
 
 @dataclass

@@ -28,14 +28,22 @@ from megatron_vocabpar.runtime.comm import broadcast
 from megatron_vocabpar.runtime.streams import HostCopy, start_to_host
 from megatron_vocabpar.schedule.words.passes import Pass, PassType
 
-_METRICS = {"entropy": "entropy", "correct": "accuracy", "rank": "target rank"}
+_METRICS = {
+    "entropy": "entropy",
+    "correct": "accuracy",
+    "rank": "target rank",
+    "divergence": "divergence",
+    "cross_entropy": "cross-entropy",
+}
 """Parameters that a loss function may have beside the losses, and what the mean of each is called."""
 
 
 def further_arguments(options: VocabOptions, forward_only: bool) -> list[str]:
     """The names of the further arguments that the options ask for."""
     rank = options.target_rank and forward_only
+    distils = options.distillation is not None and not forward_only
     asked = {"entropy": options.entropy, "correct": options.accuracy, "rank": rank}
+    asked |= {"divergence": distils, "cross_entropy": distils}
     return [name for name in _METRICS if asked[name]]
 
 
@@ -77,6 +85,7 @@ class LossReports:
         entropy: torch.Tensor | None = None,
         wins: torch.Tensor | None = None,
         rank: torch.Tensor | None = None,
+        **of_teacher: torch.Tensor,
     ) -> torch.Tensor | None:
         """Call the loss function for microbatch ``i``.
 
@@ -86,6 +95,7 @@ class LossReports:
             wins: 1 if the target is the most likely id. Those of further heads are for Megatron's log, those
                 of the first head for the loss function, if they were asked for.
             rank: how many ids are likelier; for the loss function, of the first head.
+            of_teacher: in a distillation the two parts of the loss, ``divergence`` and ``cross_entropy``.
 
         Returns:
             The gradient ``[k, 1 + D, b, s]`` of the losses, and if k is 2, of the entropies, on which the
@@ -94,7 +104,7 @@ class LossReports:
         iteration, call = self.iteration, self.iteration.call
         if self._looks:
             self._finite_losses[i] = token_losses.isfinite().all()
-        numbers = {"entropy": entropy, "correct": wins, "rank": rank}
+        numbers = {"entropy": entropy, "correct": wins, "rank": rank, **of_teacher}
         asked = further_arguments(iteration.rank.output_options, call.forward_only)
         values = {name: value[0] for name, value in numbers.items() if name in asked and value is not None}
         model, recorded = call.chunks[-1], iteration.recorded[iteration.rank.placement.loss_stage][i]

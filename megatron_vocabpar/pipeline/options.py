@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatron_vocabpar.layers.recipes import RECIPES, ROW
+from megatron_vocabpar.layers.terms import Distillation
 
 if TYPE_CHECKING:
     from megatron_vocabpar.layers.recipes import Fp8Recipe
@@ -108,6 +109,11 @@ class VocabOptions:
         0.0, "Part of the label that is spread over all ids.", page="As PyTorch's."
     )
     logit_scale: float = option(1.0, "Factor of the logits, before a softcap.")
+    distillation: Distillation | None = option(
+        None,
+        "In training, a divergence from the teacher that the call is given, as a part of every token's loss.",
+        flag=None,
+    )
     fp32_head: bool = option(
         False,
         "Keep the output layer's weight in float32 in a 16-bit model, and compute with it so.",
@@ -191,7 +197,7 @@ class VocabOptions:
 
 DEFAULTS = VocabOptions()
 
-TERMS = ("z_loss", "softcap", "label_smoothing", "logit_scale")
+TERMS = ("z_loss", "softcap", "label_smoothing", "logit_scale", "distillation")
 """The fields that are terms of the loss."""
 OF_EXPONENTIALS = ("entropy", "accuracy", "target_rank")
 """The fields that ask for numbers made of kept exponentials."""

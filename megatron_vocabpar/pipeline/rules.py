@@ -75,6 +75,10 @@ def _keeps_logits(method: Method, _: Placement | None) -> bool:
     return PassType.S2 in method.passes
 
 
+def _is_no_chain(method: Method, _: Placement | None) -> bool:
+    return bool(method.in_step) or _keeps_logits(method, None)
+
+
 def _is_far_from_loss(method: Method, placement: Placement | None) -> bool:
     apart = placement is not None and placement.loss_stage != placement.last_stage
     return apart and not method.vocabulary_parallel
@@ -118,6 +122,18 @@ RULES = (
         "which leave no plain exponentials to make it of",
         "leave out the one or the other",
         others=WITHOUT_EXPONENTIALS,
+    ),
+    Rule(
+        ("distillation",),
+        "whose output layer is no chain of S, C1 and T",
+        "use vocab-1 or vocab-2",
+        where=_is_no_chain,
+    ),
+    Rule(
+        ("distillation",),
+        "which leave no plain exponentials to compare with a teacher's, or have a gradient of their own",
+        "leave out the one or the other",
+        others=(*WITHOUT_EXPONENTIALS, "entropy_gradient"),
     ),
     Rule(("entropy_gradient",), "of which it is the gradient", "ask for both", needs="entropy"),
     Rule(("entropy_gradient",), "as its gradient comes late", "give that, too", needs="late_gradient"),

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from megatron_vocabpar.pipeline import heads
+
+if TYPE_CHECKING:
+    from megatron_vocabpar.pipeline.iteration import Call
+    from megatron_vocabpar.pipeline.options import VocabOptions
 
 
 def check_settings(config: Any, adjust_tensor_shapes_fn: Any, vocabulary_parallel: bool) -> None:
@@ -30,3 +36,17 @@ def check_settings(config: Any, adjust_tensor_shapes_fn: Any, vocabulary_paralle
     for is_set, name, remedy in refused:
         if is_set:
             raise ValueError(f"{name} is not supported by this forward-backward function; {remedy}")
+
+
+def check_distillation(options: VocabOptions, call: Call) -> None:
+    """Raise a ValueError for a distillation without a teacher, a teacher without one, or further heads."""
+    if call.forward_only:
+        return
+    if (options.distillation is None) != (call.teacher is None):
+        raise ValueError(
+            "a distillation needs both VocabOptions(distillation=...) and the call's teacher: give the other"
+        )
+    if options.distillation is not None and heads.depths(call.config):
+        raise ValueError(
+            "distillation with multi-token prediction: a teacher says nothing of further heads; leave out one"
+        )

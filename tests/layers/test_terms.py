@@ -12,7 +12,7 @@ from megatron_vocabpar.layers.numbers import Softmax, Summary
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import input_gradient, output_backward, output_forward, weight_gradient
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.layers.terms import PLAIN, LossTerms
+from megatron_vocabpar.layers.terms import PLAIN, Distillation, LossTerms
 from megatron_vocabpar.layers.token_loss import loss_of, loss_slopes, token_loss
 from tests.cases import covering
 
@@ -174,10 +174,13 @@ def test_statistics_without_their_columns_are_named() -> None:
         join(torch.zeros(2, 3, 4), [mean_column(V)])
 
 
-@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS.keys())
+DISTILLED = LossTerms(z_loss=0.1, logit_scale=1.3, distillation=Distillation("js", weight=0.4))
+
+
+@pytest.mark.parametrize("terms", [*TERMS.values(), DISTILLED], ids=[*TERMS, "distillation, z-loss, scale"])
 def test_slopes_are_those_of_the_loss(terms: LossTerms) -> None:
     random = torch.Generator().manual_seed(0)
-    numbers = Summary(*torch.randn(4, 9, generator=random, dtype=torch.float64).requires_grad_())
+    numbers = Summary(*torch.randn(5, 9, generator=random, dtype=torch.float64).requires_grad_())
     grad = torch.randn(9, generator=random, dtype=torch.float64)
     expected = torch.autograd.grad(token_loss(numbers, terms), numbers, grad, allow_unused=True)
     offset, total = torch.zeros_like(grad), numbers.lse.exp().detach()

@@ -49,6 +49,7 @@ from tests.pipeline.cpu_graphs import cuda_graphs_on_cpu
 from tests.pipeline.delayed import delayed_spec
 from tests.pipeline.experts import Experts, block_spec, experts_on_cpu
 from tests.pipeline.losses import LOSSES
+from tests.pipeline.teachers import teacher_of
 from tests.spawn import run_ranks
 
 BENT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -64,6 +65,7 @@ BENT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 class Case:
     """One training run.
 
+    ``teacher`` is how a distillation's teacher is given (``teachers.py``).
     ``lengths`` are those of each microbatch's sequences in turn; several are packed into one row.
     """
 
@@ -100,6 +102,7 @@ class Case:
     mtp: int = 0
     late_gradient: bool = False
     loss_scale: float = 1.0
+    teacher: str = ""
     graphs: bool = False
     experts: Experts | None = None
 
@@ -409,7 +412,10 @@ def train(
                 data = given or [batch(case, step, replica, i) for i in range(case.m)]
                 iterators = [iter(data) if has else None for has in has_batch]
                 with torch.set_grad_enabled(not forward_only):  # as Megatron's evaluate() calls it
-                    reported = iterate(run, case, model, iterators, forward_only=forward_only)
+                    beside = {}
+                    if case.teacher and case.method != "stock" and not forward_only:
+                        beside = {"teacher": teacher_of(case, step, replica, modules[0].shard.range)}
+                    reported = iterate(run, case, model, iterators, forward_only=forward_only, **beside)
                 record.append(_summary(reported))
                 if not forward_only:  # stock logs in evaluation, too, where nobody calls eval()
                     head_losses.append(MTPLossLoggingHelper.tracker.get("values", torch.empty(0)).tolist())
@@ -430,6 +436,7 @@ def iterate(
     model: list[Any],
     iterators: Sequence[Iterator[Any] | None],
     forward_only: bool = False,
+    **beside: Any,
 ) -> list[Any]:
     """One call of a forward-backward function, as Megatron's training loop makes it."""
     return run(
@@ -442,6 +449,7 @@ def iterate(
         seq_length=case.seq_length,
         micro_batch_size=case.micro_batch_size,
         forward_only=forward_only,
+        **beside,
     )
 
 

@@ -33,6 +33,7 @@ def iteration(told: list[str] | None = None, loss_func: Any = lambda losses, ent
     """What ``LossReports`` looks at, on the rank of the loss; announced is a gradient of 1."""
     place, method = SimpleNamespace(loss_stage=3), SimpleNamespace(late_gradient=False)
     options = SimpleNamespace(entropy=True, entropy_gradient=False, accuracy=False, target_rank=False)
+    options.distillation = None
     tell = None if told is None else told.append
     call = SimpleNamespace(
         chunks=[None], config=None, num_microbatches=4, cp_group_size=1, collect_non_loss_data=False,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_vocabpar.layers.recipes import MXFP8
-from megatron_vocabpar.layers.terms import LossTerms
+from megatron_vocabpar.layers.terms import Distillation, LossTerms
 from megatron_vocabpar.megatron_lm.flags import spell
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, _with_former
 from megatron_vocabpar.pipeline.iteration import OutputOptions
@@ -64,9 +64,11 @@ def test_what_cannot_be_combined_is_one_sentence(method: str, options: dict[str,
 @pytest.mark.parametrize("method", ["vocab-1", "vocab-2", "interlaced"])
 def test_every_option_goes_alone_with_methods_that_partition(method: str) -> None:
     values: dict[str, Any] = {"rows_per_chunk": 4, "fp8_head": "row", "softcap": 30.0, **SMOOTH}
+    values["distillation"] = Distillation()
+    refused = {"entropy_gradient"} | ({"distillation"} if method == "interlaced" else set())
     for name in options_of(VocabOptions):
         options = VocabOptions(**{name: values.get(name, True)})
-        assert name == "entropy_gradient" or conflicts(options, METHODS[method], V_SHAPE) == []
+        assert name in refused or conflicts(options, METHODS[method], V_SHAPE) == []
 
 
 def test_rules_name_options() -> None:

@@ -12,6 +12,7 @@ before the loss function has run, its rows unscaled; CG (``loss.py``) brings the
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,30 +45,40 @@ class Barriers(LayerHandlers):
 
     def gather_statistics(self, instruction: Comm) -> None:
         """C1 of vocab-1, C2 of naive: everyone's statistics, joined in rank order."""
-        source = self.chain.softmax_pass(instruction.microbatch)
-        self.chain.hand_on(instruction, self.joined(self.buffers.take(source, "statistics")))
+        chain = self.chain
+        source = chain.softmax_pass(instruction.microbatch)
+        state = None if chain.terms.distillation is None else self.buffers.take(source, "state")
+        chain.hand_on(instruction, self.joined(self.buffers.take(source, "statistics"), state))
 
-    def joined(self, statistics: torch.Tensor) -> Event[Softmax]:
+    def joined(self, statistics: torch.Tensor, state: Any = None) -> Event[Softmax]:
         """The softmax of all shards, in memory that the main stream has allocated."""
-        groups, head = self.groups, self.chain.head
-        out = head.place(statistics)
-        return self.rank.output_stream.submit(
-            lambda: head.join(all_gather(groups, groups.output, statistics), out)
+        out = self.chain.place(statistics, state)
+        return self.rank.output_stream.submit(partial(self._join, statistics, state, out))
+
+    def _join(self, statistics: torch.Tensor, state: Any, out: Softmax) -> Softmax:
+        """The softmax of all shards; in a distillation, with the divergence from the teacher."""
+        gather = partial(all_gather, self.groups, self.groups.output)
+        softmax = self.chain.head.join(gather(statistics), out)
+        if out.divergence is None:
+            return softmax
+        compared: Softmax = state.teacher.compare(
+            state.student, softmax, gather, self._all_reduce, out.divergence
         )
+        return compared
 
     def gather_statistics_and_input_gradient(self, instruction: Comm) -> None:
         """C1 of vocab-2: the statistics, then the input gradient from what S left."""
-        chain, groups, i = self.chain, self.groups, instruction.microbatch
+        chain, i = self.chain, instruction.microbatch
         source = chain.softmax_pass(i)
         statistics, state = self.buffers.take(source, "statistics"), self.buffers.take(source, "state")
-        out = chain.head.place(statistics)
+        out = chain.place(statistics, state)
         hidden_grad = None
         if self.rank.is_last:
             parts = (2,) if chain.entropy_gradient else ()
             hidden_grad = state.x.new_empty((*parts, *state.x.shape), dtype=out.total.dtype)
 
         def run() -> tuple[Softmax, torch.Tensor | None]:
-            softmax = chain.head.join(all_gather(groups, groups.output, statistics), out)
+            softmax = self._join(statistics, state, out)
             slopes = chain.row_slopes(i, softmax)
             total(chain.input_gradient(state, softmax, slopes, hidden_grad), self._all_reduce)
             return softmax, hidden_grad

@@ -5,12 +5,14 @@ Next: ``hidden.py``, ``softmax.py``, ``barriers.py``, ``loss.py``: each owns one
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 
 from megatron_vocabpar.layers.columns import ENTROPY, Column, mean_column, rival_column
+from megatron_vocabpar.layers.distillation import check_teacher, comparison
 from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.head import FixedPointHead, Head, NaiveHead, spare_exponentials
 from megatron_vocabpar.layers.numbers import Slopes, Softmax
@@ -43,7 +45,8 @@ class OutputChain:
         self.early = self.training and computes_t and method.waits_for[PassType.B][0] is self.statistics
         self.ranks_targets = computes_t and not self.training
         self.entropy_gradient = options.entropy_gradient
-        self.terms: LossTerms = compat.with_mup_scale(options.terms, iteration.call.config)
+        terms = options.terms if self.training else replace(options.terms, distillation=None)
+        self.terms: LossTerms = compat.with_mup_scale(terms, iteration.call.config)
         self.head = head_of(self)
         self.spare = SpareExponentials()
 
@@ -51,6 +54,28 @@ class OutputChain:
     def weight(self) -> torch.Tensor:
         """This shard's rows, [P, H]."""
         return self.model.output_weight.detach()
+
+    def beside_teacher(self, i: int, state: Any) -> Any:
+        """The state that S has left of a microbatch, with its teacher in a distillation.
+
+        Raises:
+            ValueError: if the teacher's tensors have another shape.
+        """
+        how, teacher = self.terms.distillation, self.iteration.call.teacher
+        if how is None:
+            return state
+        assert teacher is not None
+        given, microbatch = teacher(i), self.iteration.microbatches[i]
+        _, b, s = microbatch.shape
+        check_teacher(given, (s, b), self.model.shard.range)
+        return replace(state, teacher=comparison(how, given, microbatch.counted))
+
+    def place(self, statistics: torch.Tensor, state: Any) -> Softmax:
+        """Memory of this stream for what ``join`` of another stream returns."""
+        place = self.head.place(statistics)
+        if self.terms.distillation is None:
+            return place
+        return replace(place, divergence=place.total.new_empty((state.teacher.width, len(statistics))))
 
     @property
     def statistics(self) -> CommType:
@@ -67,13 +92,14 @@ class OutputChain:
     def uses(self, producer: Pass) -> int:
         """How many passes and collectives take the state that a pass left.
 
-        vocab-1: T. vocab-2: C1, for the input gradient, and T. With a TW of its own: T and TW. In an
-        evaluation nobody does, unless T counts.
+        vocab-1: T. vocab-2: C1, for the input gradient, and T. With a TW of its own: T and TW. In a
+        distillation C1 always. In an evaluation nobody does, unless T counts.
         """
         if producer != self.softmax_pass(producer.microbatch):
             return 1  # naive's S, for S2
         passes = self.method.passes
-        return (PassType.T in passes) + (self.early or PassType.TW in passes)
+        compares = self.terms.distillation is not None and not self.early
+        return (PassType.T in passes) + (self.early or PassType.TW in passes) + compares
 
     def waiting(self, type_: CommType) -> int:
         """How many of this rank's passes take what a collective carries."""
@@ -144,7 +170,8 @@ def head_of(chain: OutputChain) -> Head:
         columns.append(rival_column(model.output_weight.dtype))
     early = chain.early or bool(method.in_step)
     how = ShardOptions(
-        with_input_gradient=early,
+        # A distillation's needs the softmax, so the product comes after the statistics.
+        with_input_gradient=early and terms.distillation is None,
         keep_state=training or any(column.of_shard is not None for column in columns),
         recompute=options.recompute,
         rows_per_chunk=options.rows_per_chunk,

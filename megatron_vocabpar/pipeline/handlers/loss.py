@@ -49,12 +49,14 @@ class Losses(LayerHandlers):
     def report(self, i: int, softmax: Softmax, ranks: torch.Tensor | None = None) -> torch.Tensor | None:
         """Call the loss function; in training, return the gradient [k, n] that it gives the tokens."""
         microbatches, microbatch = self.microbatches, self.microbatches[i]
-        entropy = softmax.entropy
+        entropy, divergence = softmax.entropy, softmax.summary.divergence
         values = {
             "token_losses": loss_of(softmax, self.chain.terms),
             "entropy": None if entropy is None else torch.where(softmax.valid, entropy, 0),
             "wins": softmax.target_wins,
             "rank": ranks,
+            "divergence": None if divergence is None else torch.where(softmax.valid, divergence, 0),
+            "cross_entropy": None if divergence is None else softmax.nll,
         }
         spread = {
             name: microbatches.from_rows(i, microbatch.spread(value.float()))

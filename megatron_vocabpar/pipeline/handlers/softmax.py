@@ -42,7 +42,8 @@ class SoftmaxPasses(LayerHandlers):
         self.losses.look_at(i, x)
         spare = self.chain.spare.take(microbatch.tokens)
         run = partial(head.forward, targets=microbatch.labels, owned=microbatch.owned_targets, e=spare)
-        return model.vocab_output(x, model.output_weight, shard_pass=run)
+        state, statistics = model.vocab_output(x, model.output_weight, shard_pass=run)
+        return self.chain.beside_teacher(i, state), statistics
 
     def _put(self, producer: Pass, state: Any, statistics: torch.Tensor) -> None:
         if uses := self.chain.uses(producer):
