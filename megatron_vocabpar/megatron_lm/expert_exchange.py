@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
-from megatron_vocabpar.megatron_lm.layouts import model_chunks
+from megatron_vocabpar.megatron_lm.layouts import has_separate_heads, model_chunks
 from megatron_vocabpar.schedule.make.families import families
 
 OVERLAP = "--overlap-moe-expert-parallel-comm"
@@ -103,6 +103,11 @@ _CONDITIONS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         lambda args: _is_set(args, "mtp_num_layers") and _dense_last_layer(args),
         "Megatron cuts a layer of multi-token prediction only if it has experts, as the last layer of "
         "--moe-layer-freq says",
+    ),
+    (
+        has_separate_heads,
+        "layers of multi-token prediction before the last stage have not been run in pairs; put m before L "
+        "in --pipeline-model-parallel-layout",
     ),
     (
         lambda args: _is_set(args, "hybrid_layer_pattern") or _is_set(args, "hybrid_override_pattern"),

@@ -44,6 +44,11 @@ def written_out(args: Any) -> str:
     return repeated.sub(lambda match: (match[1] or match[2]) * int(match[3]), layout)
 
 
+def has_separate_heads(args: Any) -> bool:
+    """Whether layers of multi-token prediction stand before the last stage, as in ``Et|tt|m|L``."""
+    return "m" in written_out(args).rpartition("|")[0]
+
+
 def chunk_problems(args: Any, config: FlagConfig) -> list[str]:
     p, chunks = args.pipeline_model_parallel_size, model_chunks(args)
     flag = f"--vocab-parallel-family {config.schedule}"
@@ -64,7 +69,13 @@ def chunk_problems(args: Any, config: FlagConfig) -> list[str]:
         ]
     if config.is_placed and getattr(args, "experimental_attention_variant", None):
         return [f"--experimental-attention-variant: {flag} does not place its layers; use interleaved"]
-    if config.families(chunks.numerator)[0].shape == "vshape" and _resets_mask(args):
+    in_v = config.families(chunks.numerator)[0].shape == "vshape"
+    if in_v and has_separate_heads(args):
+        return [
+            f"m before the last stage of --pipeline-model-parallel-layout: {flag} has Megatron's stages in "
+            "another order than it gives out batches; use 1f1b, zb-h1 or interleaved, or put m before L"
+        ]
+    if in_v and _resets_mask(args):
         return [
             f"--reset-attention-mask: Megatron gives masks to its first and last chunk alone, and {flag} has "
             "the last stage in another; use 1f1b or interleaved"

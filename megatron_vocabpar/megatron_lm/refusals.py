@@ -20,7 +20,7 @@ from megatron_vocabpar.megatron_lm.combinations import (
 )
 from megatron_vocabpar.megatron_lm.expert_exchange import exchange_problems
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
-from megatron_vocabpar.megatron_lm.layouts import chunk_problems, redistribution_problems, written_out
+from megatron_vocabpar.megatron_lm.layouts import chunk_problems, redistribution_problems
 from megatron_vocabpar.pipeline.graphs.graph_options import SCOPES, asks_for_graphs
 
 
@@ -67,18 +67,6 @@ def _stage_local_checkpoint(args: Any) -> bool:
 
 
 REFUSALS = (
-    Refusal(
-        "--mtp-detach-heads",
-        _set("mtp_detach_heads"),
-        "pass T adds all heads' rows to one weight gradient; leave it out",
-        {"mtp_detach_heads": True},
-    ),
-    Refusal(
-        "m before the last stage of --pipeline-model-parallel-layout",
-        lambda args: "m" in written_out(args).rpartition("|")[0],
-        "embedded tokens of multi-token prediction go to the last stage; put m before L",
-        {"pipeline_model_parallel_layout": "Et|t|tm|tL"},
-    ),
     Refusal(
         "--use-legacy-models",
         _set("use_legacy_models"),
