@@ -160,7 +160,7 @@ def model_class(
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             compare_once()
             options = signature.bind_partial(*args, **kwargs).arguments
-            if flags.splits_w:
+            if flags.splits_w(_model_chunks()):
                 options["config"].delay_wgrad_compute = True  # layers of Transformer Engine ask for it
             if flags.partitions_vocabulary:
                 options |= _partition(flags.options, options, true_size or true_vocabulary)
@@ -214,10 +214,14 @@ def _partition(
     }
 
 
+def _model_chunks() -> int:
+    """The model chunks on each rank."""
+    return parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+
+
 def _position(flags: FlagConfig, vp_stage: int | None, groups: Any = None) -> ChunkPosition:
     """The position of the chunk that the training script is about to build."""
-    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-    placement = flags.placement(parallel_state.get_pipeline_model_parallel_world_size(), chunks)
+    placement = flags.placement(parallel_state.get_pipeline_model_parallel_world_size(), _model_chunks())
     rank = parallel_state.get_pipeline_model_parallel_rank()
     return chunk_position(placement, rank, vp_stage or 0, groups or compat.model_groups())
 
