@@ -45,3 +45,10 @@ def test_issue_forms_have_what_the_host_asks_for() -> None:
         form = read(path)
         assert {"name", "description", "body"} <= form.keys()
         assert all({"type", "attributes"} <= field.keys() for field in form["body"])
+
+
+def test_every_example_is_run_by_a_test() -> None:
+    tests = [path for path in (ROOT / "tests").rglob("test_*.py") if "example" in path.name]
+    run = "".join(path.read_text(encoding="utf-8") for path in tests)
+    examples = [path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb")]
+    assert [name for name in examples if name not in run] == []

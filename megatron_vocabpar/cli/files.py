@@ -16,7 +16,7 @@ FORMAT = click.option(
 
 
 def completing(names: Iterable[str]) -> Callable[..., list[str]]:
-    """For ``shell_complete``: what is typed, with each of ``names`` that its last part begins.
+    """For ``shell_complete``: what is typed, with each of ``names`` that its last part begins, in any case.
 
     Parts end at "," and ":", as in ``baseline,vocab-2`` and ``v-half:vocab-2``.
     """
@@ -24,7 +24,7 @@ def completing(names: Iterable[str]) -> Callable[..., list[str]]:
     def complete(_: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
         begun = re.split("[,:]", typed)[-1]
         before = typed.removesuffix(begun)
-        return [before + name for name in names if name.startswith(begun)]
+        return [before + name for name in names if name.lower().startswith(begun.lower())]
 
     return complete
 

@@ -114,7 +114,15 @@ def _raised_by_us(error: ValueError) -> bool:
     return str(innermost.f_globals.get("__name__", "")).startswith("megatron_vocabpar")
 
 
-@click.group(cls=VerbGroup, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+_COMPLETION = """To complete verbs, flags and names in your shell, add a line to ~/.bashrc:
+eval "$(_VOCABPAR_COMPLETE=bash_source vocabpar)"; zsh_source in ~/.zshrc, fish_source for fish."""
+
+
+@click.group(
+    cls=VerbGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+    epilog=_COMPLETION,
+)
 @click.version_option(__version__, prog_name="vocabpar")
 def main() -> None:
     """Vocabulary parallelism for pipeline-parallel training with Megatron-LM."""

@@ -14,7 +14,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from megatron_vocabpar.cli.files import FORMAT, write_output
+from megatron_vocabpar.cli.files import FORMAT, completing, write_output
 from megatron_vocabpar.plan.given import Given, read_script, read_words
 from megatron_vocabpar.plan.hardware import Hardware, hardware_named, hardware_presets
 from megatron_vocabpar.plan.job import RECOMPUTE
@@ -31,10 +31,19 @@ _FILE_COLUMNS = 100  # of the tables where they are not shown on a terminal
 
 
 @click.command("plan")
-@click.option("--preset", help=f"A model: {', '.join(model_presets())}.")
+@click.option(
+    "--preset",
+    help=f"A model: {', '.join(model_presets())}.",
+    shell_complete=completing(model_presets()),
+)
 @click.option("--config", "config_file", metavar="FILE", help="A Hugging Face config.json.")
 @click.option("--script", metavar="FILE", help="A launch script: Megatron's arguments in its text.")
-@click.option("--hardware", default="H100", help=f"One of {', '.join(hardware_presets())}.")
+@click.option(
+    "--hardware",
+    default="H100",
+    help=f"One of {', '.join(hardware_presets())}.",
+    shell_complete=completing(hardware_presets()),
+)
 @click.option("--link-gb-s", type=float, help="GB/s of a GPU's link within a node, one direction.")
 @click.option("--network-gb-s", type=float, help="GB/s of a GPU's share of the network, one direction.")
 @click.option("--gpus-per-node", type=int, help="GPUs that the link connects.")
@@ -85,8 +94,8 @@ def plan_command(ctx: click.Context, output_format: str, html_file: str | None, 
     if options["gpus"] is not None:
         from megatron_vocabpar.cli.search import search_plan
 
-        asked = options | {"html_file": html_file}
-        ctx.exit(0 if search_plan(model, given, gpu, limit, asked, output_format) else NOTHING_FITS)
+        found = search_plan(model, given, gpu, limit, options, output_format, html_file)
+        ctx.exit(0 if found else NOTHING_FITS)
     notes: list[str] = []
     job = job_from_arguments(given, options, notes)
     costs = PassCosts.load(options["costs_file"]) if options["costs_file"] is not None else None

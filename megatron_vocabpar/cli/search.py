@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
+from megatron_vocabpar.cli.files import write_output
 from megatron_vocabpar.plan.given import Given
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import Job
@@ -46,15 +47,20 @@ def search_plan(
     limit_gib: float,
     options: Mapping[str, Any],
     output_format: str,
+    html_file: str | None,
 ) -> bool:
     """Search and print; whether anything fits."""
-    unusable = [name for name in ("dp", "microbatches", "costs_file", "html_file") if options.get(name)]
+    unusable = [name for name in ("dp", "microbatches", "costs_file") if options.get(name)]
     if unusable:
         named = ", ".join(f"--{name.replace('_file', '').replace('_', '-')}" for name in unusable)
         raise click.UsageError(f"{named} cannot be combined with --gpus; leave it out, or leave --gpus out")
     question, notes = question_of(model, given, gpu, limit_gib, options)
     with _bar() as progress:
         found = search(question, workers=min(_WORKERS, os.cpu_count() or 1), progress=progress)
+    if html_file is not None:
+        from megatron_vocabpar.plan.page import draw_search
+
+        write_output(html_file, draw_search(question, found, notes), "--html")
     if output_format == "json":
         click.echo(search_json(question, found, notes))
     else:

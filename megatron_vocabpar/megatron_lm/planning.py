@@ -87,9 +87,11 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
     device = next(chunks[0].parameters()).device
     groups = vocab_groups(_patience(args))
     costs, name, kept = _from_rank_0(config, args, chunks[0], device)
-    if depths := heads.depths(get_model_config(chunks[0])):
-        costs = replace(costs or PassCosts.default(groups.pipeline, depths), mtp_depths=depths)
-    if config.has_pairs:
+    model_config = get_model_config(chunks[0])
+    if depths := heads.depths(model_config):
+        costs = costs or PassCosts.default(groups.pipeline, depths)
+        costs = replace(costs, mtp_depths=depths, mtp_stage=heads.stage_of(model_config))
+    if config.has_pairs(len(chunks)):
         costs = with_exchange(costs or PassCosts.default(groups.pipeline), groups.pipeline)
     request, why = plan_request(config, groups.pipeline, m, len(chunks), costs)
     if why:

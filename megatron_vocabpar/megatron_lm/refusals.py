@@ -21,7 +21,7 @@ from megatron_vocabpar.megatron_lm.combinations import (
 )
 from megatron_vocabpar.megatron_lm.expert_exchange import exchange_problems
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
-from megatron_vocabpar.megatron_lm.layouts import chunk_problems, redistribution_problems, written_out
+from megatron_vocabpar.megatron_lm.layouts import chunk_problems, redistribution_problems
 from megatron_vocabpar.pipeline.graphs.graph_options import SCOPES, asks_for_graphs
 
 
@@ -68,18 +68,6 @@ def _stage_local_checkpoint(args: Any) -> bool:
 
 
 REFUSALS = (
-    Refusal(
-        "--mtp-detach-heads",
-        _set("mtp_detach_heads"),
-        "pass T adds all heads' rows to one weight gradient; leave it out",
-        {"mtp_detach_heads": True},
-    ),
-    Refusal(
-        "m before the last stage of --pipeline-model-parallel-layout",
-        lambda args: "m" in written_out(args).rpartition("|")[0],
-        "embedded tokens of multi-token prediction go to the last stage; put m before L",
-        {"pipeline_model_parallel_layout": "Et|t|tm|tL"},
-    ),
     Refusal(
         "--use-legacy-models",
         _set("use_legacy_models"),
@@ -220,15 +208,13 @@ REFUSALS = (
         {"inprocess_restart": True},
     ),
     Refusal(
-        "--overlap-param-gather-with-optimizer-step",
-        _set("overlap_param_gather_with_optimizer_step"),
-        "Megatron's own schedule asks for the parameters of later chunks; use --overlap-param-gather alone",
-        {"overlap_param_gather_with_optimizer_step": True},
-    ),
-    Refusal(
-        "--reuse-grad-buf-for-mxfp8-param-ag with --overlap-param-gather",
-        lambda args: _set("reuse_grad_buf_for_mxfp8_param_ag")(args) and _set("overlap_param_gather")(args),
-        "S, T and IB write gradients where gathered parameters may still lie; leave out the one or the other",
+        "--reuse-grad-buf-for-mxfp8-param-ag with --overlap-param-gather, with Megatron before 0.19",
+        lambda args: (
+            _set("reuse_grad_buf_for_mxfp8_param_ag")(args)
+            and _set("overlap_param_gather")(args)
+            and not hasattr(args, "mtp_detach_heads")
+        ),
+        "gradients share a buffer with gathered parameters; not run; leave out the one or the other",
         {"reuse_grad_buf_for_mxfp8_param_ag": True, "overlap_param_gather": True},
     ),
     Refusal(
@@ -291,15 +277,12 @@ REFUSALS = (
 )
 
 
-def check(args: Any, config: FlagConfig) -> None:
-    """Check everything that depends on several flags, before process groups start.
+def problems_of(args: Any, config: FlagConfig) -> list[str]:
+    """What is refused of several flags together, a line each.
 
     Args:
         args: Megatron's arguments, parsed and not yet validated.
         config: the values of our flags.
-
-    Raises:
-        ValueError: naming every refused flag with its remedy.
     """
     problems = redistribution_problems(args, config)
     if config.runs_our_schedule:
@@ -310,7 +293,14 @@ def check(args: Any, config: FlagConfig) -> None:
         problems += graph_problems(args, config)
         problems += exchange_problems(args, config)
     problems += checkpoint_problems(args) if config.partitions_vocabulary else []
-    problems += head_problems(args, config)
-    problems += teacher_problems(args, config)
-    if problems:
+    return problems + head_problems(args, config) + teacher_problems(args, config)
+
+
+def check(args: Any, config: FlagConfig) -> None:
+    """Check everything that depends on several flags, before process groups start.
+
+    Raises:
+        ValueError: naming every refused flag with its remedy.
+    """
+    if problems := problems_of(args, config):
         raise ValueError("--enable-vocab-parallel refuses these flags:\n  " + "\n  ".join(problems))

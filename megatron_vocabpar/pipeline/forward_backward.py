@@ -262,6 +262,11 @@ class ForwardBackward:
                 f"the plan is for {schedule.mtp_depths} depths of multi-token prediction, the model has "
                 f"{depths}; give mtp_depths, or a plan made with PassCosts.default(p, mtp_depths)"
             )
+        if depths and schedule.placement.mtp != (stage := heads.stage_of(call.config)):
+            raise ValueError(
+                f"the plan has the layers of multi-token prediction on stage {schedule.placement.mtp_stage}, "
+                f"the model on {'the last' if stage is None else stage}; give mtp_stage in the plan's costs"
+            )
         model_with_shards = chunk_with_shards(self.method, chunks)
         with split_weight_gradients(chunks if schedule.splits_w else ()) as weight_gradients:
             rank = self._rank(schedule, options)

@@ -1,7 +1,8 @@
 """The heads of multi-token prediction.
 
 With ``mtp_num_layers`` D the last stage's F returns the hidden states of 1 + D heads, and the output layer
-has 1 + D times the rows. Labels, masks, scaling and logging of the further heads stay Megatron's own code. It
+has 1 + D times the rows. In a layout such as ``Et|tt|m|L`` an earlier stage adds them, and those between pass
+them on. Labels, masks, scaling and logging of the further heads stay Megatron's own code. It
 runs when the losses are known, on a stand-in for the model, whose output layer returns its input and whose
 cross-entropy returns the known losses. So autograd finds every token's gradient through its loss scaler.
 """
@@ -17,6 +18,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import multi_token_prediction
+from megatron.core.transformer.enums import LayerType
 from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.pipeline.recording import ModelCall
@@ -30,6 +32,14 @@ _ROTARY = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
 def depths(config: Any) -> int:
     """D: how many further tokens are predicted."""
     return getattr(config, "mtp_num_layers", None) or 0
+
+
+def stage_of(config: Any) -> int | None:
+    """The stage of the further heads' layers where a layout has it, as in ``Et|tt|m|L``; None: the last."""
+    layout = getattr(getattr(config, "pipeline_model_parallel_layout", None), "layout", None)
+    by_stage = [chunk for chunks in zip(*layout, strict=True) for chunk in chunks] if layout else []
+    found = [stage for stage, layers in enumerate(by_stage[:-1]) if LayerType.mtp in layers]
+    return found[0] if found else None
 
 
 def embedded_tokens(model: torch.nn.Module, call: ModelCall) -> torch.Tensor:
@@ -146,7 +156,7 @@ class _Heads:
             return GPTModel._postprocess(self, **dict.fromkeys(_ROTARY), **arguments)
         arguments |= {
             "output_layer": self.output_layer,
-            "output_weight": None,
+            "output_weight": self._losses.new_zeros(()),  # from 0.19 on it may be detached
             "runtime_gather_output": True,
             "is_training": self.training,
             "compute_language_model_loss": self.compute_language_model_loss,

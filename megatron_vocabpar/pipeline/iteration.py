@@ -20,6 +20,7 @@ import torch
 from megatron_vocabpar.layers.distillation import Teacher
 from megatron_vocabpar.layers.recipes import Fp8Recipe
 from megatron_vocabpar.layers.terms import LossTerms
+from megatron_vocabpar.pipeline import heads
 from megatron_vocabpar.pipeline.gradients import GradientSync
 from megatron_vocabpar.pipeline.microbatches import Microbatches, no_microbatches
 from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions
@@ -157,12 +158,20 @@ class Iteration:
         """Parts into which sequence parallelism cuts the hidden states between layers."""
         return self.rank.groups.tensor if self.call.config.sequence_parallel else 1
 
-    def hidden_shape(self, i: int) -> tuple[int, int, int]:
-        """Shape ``[s, b, H]`` of microbatch ``i`` between stages, on this rank."""
-        if not self.microbatches.shapes:
-            return self.call.fixed_shape
-        _, b, s = self.microbatches.shapes[i]
-        return (s // self.sequence_shards, b, self.call.config.hidden_size)
+    def hidden_shape(self, i: int, stage: int) -> tuple[int, int, int]:
+        """Shape of the output of ``stage`` for microbatch ``i`` on this rank.
+
+        It is ``[s, b, H]``, and ``[(1 + D) s, b, H]`` from the stage of D further heads on.
+        """
+        s, b, hidden = self.call.fixed_shape
+        if self.microbatches.shapes:
+            _, b, s = self.microbatches.shapes[i]
+            s //= self.sequence_shards
+        return ((1 + self._heads_in(stage)) * s, b, hidden)
+
+    def _heads_in(self, stage: int) -> int:
+        """How many further heads the output of ``stage`` has."""
+        return heads.depths(self.call.config) if stage >= self.rank.placement.mtp_stage else 0
 
 
 class LayerHandlers:

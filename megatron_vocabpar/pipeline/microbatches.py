@@ -118,7 +118,7 @@ class Microbatches(dict[int, Microbatch]):
         ranges: rows of every member of the vocabulary group; empty if the vocabulary is not partitioned.
         member: this rank's number among them.
         embedding_ranks: the pipeline ranks of the first stage, which embeds the first set of tokens, and of
-            the last, which embeds the others.
+            the layers of multi-token prediction, which embed the others.
         parts: the number of parts into which sequence parallelism cuts the hidden states.
     """
 
@@ -165,6 +165,13 @@ class Microbatches(dict[int, Microbatch]):
         by_position = values.view(k, b, s).transpose(1, 2).reshape(k, self._parts, -1, b)
         return by_position.transpose(0, 1).reshape(-1)
 
+    def of_main_head(self, i: int) -> torch.Tensor:
+        """``[n]`` float32: 1 in the rows of a microbatch that are the main head's, 0 in further heads'."""
+        k, b, s = self.shapes[i]
+        first = self._labels[i].new_zeros(k, b * s, dtype=torch.float32)
+        first[0] = 1.0
+        return self[i].take(self.rows(i, first))
+
     def from_rows(self, i: int, rows: torch.Tensor) -> torch.Tensor:
         """The reverse of ``rows``: ``[1 + D, b, s]``."""
         k, b, s = self.shapes[i]
@@ -210,12 +217,12 @@ class Microbatches(dict[int, Microbatch]):
     def _sets(self, i: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """By pipeline rank, the first of its sets of tokens, and their ids ``[k, b, s]`` on the host."""
         ids = self._tokens[i].view(self.shapes[i])
-        first, last = self._embedding_ranks
-        if first == last or len(ids) == 1:
+        first, heads = self._embedding_ranks
+        if first == heads or len(ids) == 1:
             yield first, 0, ids
         else:
             yield first, 0, ids[:1]
-            yield last, 1, ids[1:]
+            yield heads, 1, ids[1:]
 
     def _embedded(self, rank: int, first: int, ids: torch.Tensor) -> EmbeddedTokens:
         k, b, s = ids.shape
@@ -301,6 +308,6 @@ def share_microbatches(
         grad_losses=grads,
         ranges=ranges,
         member=groups.member,
-        embedding_ranks=(placement.first_rank, placement.last_rank),
+        embedding_ranks=(placement.first_rank, placement.rank_of(placement.mtp_stage)),
         parts=parts,
     )

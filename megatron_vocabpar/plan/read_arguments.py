@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from megatron_vocabpar.plan.given import Given
 from megatron_vocabpar.plan.job import Job
@@ -125,7 +126,7 @@ def _dense_layers(pattern: str) -> int:
     return sum(int(count) for count in re.findall(r"\[0\]\*(\d+)", pattern))
 
 
-def job_from_arguments(given: Given, sizes: Mapping[str, int | bool | str | None], notes: list[str]) -> Job:
+def job_from_arguments(given: Given, sizes: Mapping[str, Any], notes: list[str]) -> Job:
     """A job from the planner's options, then from Megatron's arguments, then from defaults.
 
     Args:
@@ -209,9 +210,7 @@ def _replicas(given: Given, model_parallel: int, dp: int | bool | None, notes: l
     return gpus // model_parallel or 1
 
 
-def _microbatches(
-    given: Given, micro_batch: int, d: int, sizes: Mapping[str, int | bool | None], notes: list[str]
-) -> int:
+def _microbatches(given: Given, micro_batch: int, d: int, sizes: Mapping[str, Any], notes: list[str]) -> int:
     if sizes.get("microbatches"):
         if "global-batch-size" in given:
             notes.append(f"--microbatches {sizes['microbatches']} instead of --global-batch-size")

@@ -70,37 +70,46 @@ def sources(hardware: Hardware) -> Iterator[str]:
 
 def print_search(question: Question, found: Sequence[Found], notes: Sequence[str], console: Console) -> None:
     """The table, the launch line of the best, and of Megatron's best."""
-    model, gpu = question.model, question.hardware
-    console.print(
-        Text(
-            f"{model.name}: {model.parameters / 1e9:.1f} B parameters on {question.gpus} {gpu.name}, "
-            f"{question.limit_gib:.1f} GiB each; {question.batch} sequences of {model.seq_length:,} tokens"
-        )
-    )
+    console.print(Text(headline(question)))
     if not found:
         console.print(Text(nothing_fits(question)))
         return
     console.print(_table(shown(found)))
     best, stock = found[0], stock_best(found)
     console.print(Text(f"Recommended: {best.option.name} with {sizes_of(best.request.job)}"))
-    if stock is not None and stock is not best:
-        gain = stock.option.iteration_ms / best.option.iteration_ms
-        console.print(
-            Text(
-                f"- {gain:.2f} times as fast as the best that Megatron does by itself: {stock.option.name} "
-                f"with {sizes_of(stock.request.job)}"
-            )
-        )
+    if gain(found):
+        console.print(Text(f"- {gain(found)}"))
     console.print(
         Text(f"- Times are estimates; --sources says where each number is from; {MOST} ways at most")
     )
-    for line in (*notes, *model_notes(model)):
+    for line in (*notes, *model_notes(question.model)):
         console.print(Text(f"- {line}"))
     console.print()
     print(launch_line(best.request, best.option))  # as it is, for copying
     if stock is not None and stock is not best:
         console.print(Text("\nMegatron by itself:"))
         print(launch_line(stock.request, stock.option))
+
+
+def headline(question: Question) -> str:
+    """The question in a line."""
+    model, gpu = question.model, question.hardware
+    return (
+        f"{model.name}: {model.parameters / 1e9:.1f} B parameters on {question.gpus} {gpu.name}, "
+        f"{question.limit_gib:.1f} GiB each; {question.batch} sequences of {model.seq_length:,} tokens"
+    )
+
+
+def gain(found: Sequence[Found]) -> str:
+    """How much faster the best is than the best of Megatron by itself; empty if it is that, or none fits."""
+    stock = stock_best(found)
+    if stock is None or stock is found[0]:
+        return ""
+    times = stock.option.iteration_ms / found[0].option.iteration_ms
+    return (
+        f"{times:.2f} times as fast as the best that Megatron does by itself: {stock.option.name} "
+        f"with {sizes_of(stock.request.job)}"
+    )
 
 
 def nothing_fits(question: Question) -> str:
@@ -128,20 +137,24 @@ def _table(found: Sequence[Found]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("what binds it")
     for one in found:
-        job, option = one.request.job, one.option
-        saved = [job.recompute] if job.recompute != "none" else []
-        saved += ["host step"] if job.offload else []
-        sizes = (job.t, job.p, job.d, job.c, job.e, job.micro_batch, job.m)
-        table.add_row(
-            *map(str, sizes),
-            option.name,
-            ", ".join(saved) or "-",
-            f"{option.iteration_ms:,.0f}",
-            f"{100 * option.mfu(one.request):.1f}",
-            f"{option.peak_gib:.0f}",
-            binds(one),
-        )
+        table.add_row(*cells(one))
     return table
+
+
+def cells(one: Found) -> list[str]:
+    """A row of the table: seven sizes, the schedule, what saves memory, ms, MFU, GiB, what binds it."""
+    job, option = one.request.job, one.option
+    saved = [job.recompute] if job.recompute != "none" else []
+    saved += ["host step"] if job.offload else []
+    return [
+        *map(str, (job.t, job.p, job.d, job.c, job.e, job.micro_batch, job.m)),
+        option.name,
+        ", ".join(saved) or "-",
+        f"{option.iteration_ms:,.0f}",
+        f"{100 * option.mfu(one.request):.1f}",
+        f"{option.peak_gib:.0f}",
+        binds(one),
+    ]
 
 
 def search_json(question: Question, found: Sequence[Found], notes: Sequence[str]) -> str:

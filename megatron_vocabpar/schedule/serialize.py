@@ -75,6 +75,7 @@ def _json(schedule: Schedule, more: Mapping[str, Any], name: str, rows: Sequence
         "placement": schedule.placement.shape,
         "input": _input(schedule.method),
         **({"mtp_depths": schedule.mtp_depths} if schedule.mtp_depths else {}),
+        **({} if schedule.placement.mtp is None else {"mtp_stage": schedule.placement.mtp}),
         **({"late_gradient": True} if schedule.method.late_gradient else {}),
         **more,
     }
@@ -128,7 +129,8 @@ def _object(text: str) -> dict[str, Any]:
 def _read(data: Mapping[str, Any], methods: Methods) -> tuple[Schedule, Program | None]:
     """The schedule, and the program if the file holds a plan."""
     p, m, chunks = (data[key] for key in ("p", "m", "chunks"))
-    placement = Placement(p, chunks, cast(Any, _word(data, "placement", ("standard", "vshape"))))
+    shape = cast(Any, _word(data, "placement", ("standard", "vshape")))
+    placement = Placement(p, chunks, shape, data.get("mtp_stage"))
     algorithm = _word(data, "algorithm", tuple(dict.fromkeys(map(_algorithm, methods.values()))))
     fitting = {name: method for name, method in methods.items() if _algorithm(method) == algorithm}
     method = (

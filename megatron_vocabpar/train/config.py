@@ -129,6 +129,10 @@ class TrainConfig:
     wandb: bool = _option(
         False, "Send the metrics to Weights & Biases too, a run a method (needs its package)."
     )
+    mlflow: bool = _option(
+        False,
+        "Log the metrics with MLflow too: at MLFLOW_TRACKING_URI, or in mlflow.db in the folder.",
+    )
     save_interval: int = _option(0, "Steps between checkpoints (0: only at the end).")
     save: bool = _option(True, "Write a checkpoint at the end.")
     keep_checkpoints: int = _option(0, "Checkpoints to keep, the newest ones (0: all).")

@@ -3,7 +3,7 @@
 A line holds ``step`` (counted from 1), ``loss``, ``grad_norm``, ``lr``, ``tokens_per_s``, ``iteration_ms``,
 ``peak_memory_mib`` (a list, by stage: above what the process held before its model was built), and
 ``eval_loss`` where an evaluation followed the step. A terminal shows one line that changes; a file or a pipe
-gets a plain line every few seconds. Next: ``report.py``, which reads the file.
+gets a plain line every few seconds. Next: ``trackers.py``; then ``report.py``, which reads the file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,9 +23,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.trackers import TRACKERS, Log
 
 PLAIN_INTERVAL_S = 5.0
-TENSORBOARD_FOLDER = "tensorboard"
 _STEPS_AVERAGED = 20
 _NUMBERS = ("loss", "tokens_per_s", "iteration_ms")
 
@@ -57,16 +56,16 @@ class Metrics(ExitStack):
         self._ends = deque([(first_step, clock())], maxlen=_STEPS_AVERAGED + 1)
         self._last_plain_s = float("-inf")
         self._file: IO[str] | None = None
-        self._loggers: list[Callable[[dict[str, float], int], object]] = []  # of the numbers of a step
+        self._logs: list[Log] = []  # of the numbers of a step
         self._live: Live | None = None
         if active:
             earlier = [record for record in read_metrics(path) if record["step"] <= first_step]
             path.write_text("".join(map(_line, earlier)))
             self._file = self.enter_context(open(path, "a"))  # noqa: SIM115 (the stack closes it)
-            if config.tensorboard:
-                self._loggers.append(self._tensorboard(path.with_name(TENSORBOARD_FOLDER), first_step + 1))
-            if config.wandb:
-                self._loggers.append(self._wandb(path.parent))
+            asked = [tracker for name, tracker in TRACKERS.items() if getattr(config, name)]
+            self._logs = [
+                self.enter_context(tracker(config, path.parent, first_step + 1)) for tracker in asked
+            ]
             if self._console.is_terminal:
                 self._live = self.enter_context(Live(console=self._console, auto_refresh=False))
 
@@ -75,24 +74,9 @@ class Metrics(ExitStack):
         if self._file is not None:
             self._file.write(_line({k: v for k, v in record.items() if v is not None}))
             self._file.flush()
-            for log in self._loggers:
+            for log in self._logs:
                 log(scalars(record), record["step"])
             self._show(record)
-
-    def _tensorboard(self, folder: Path, step: int) -> Callable[[dict[str, float], int], object]:
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = self.enter_context(SummaryWriter(str(folder), purge_step=step))
-        return lambda values, step: [writer.add_scalar(name, one, step) for name, one in values.items()]
-
-    def _wandb(self, folder: Path) -> Callable[[dict[str, float], int], object]:
-        import wandb
-
-        group, settings = Path(self._config.output).name, asdict(self._config)
-        run = self.enter_context(
-            wandb.init(dir=str(folder), name=self._config.method, group=group, config=settings)
-        )
-        return lambda values, step: run.log(values, step=step)
 
     def _show(self, record: Mapping[str, Any]) -> None:
         step, steps, now = int(record["step"]), self._config.steps, self._clock()
@@ -113,7 +97,7 @@ class Metrics(ExitStack):
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a step, as TensorBoard and W&B draw them: of a list, one number a stage."""
+    """The numbers of a step, as trackers draw them: of a list, one number a stage."""
     numbers: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, (list, tuple)):

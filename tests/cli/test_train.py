@@ -60,6 +60,8 @@ def test_help_of_every_verb_needs_no_torch() -> None:
         (["train", "--method"], "base", ["baseline"]),
         (["train", "--compare"], "baseline,vocab-1,int", ["baseline,vocab-1,interlaced"]),
         (["emulate"], "v-half:na", ["v-half:naive"]),
+        (["plan", "--preset"], "deepseek", ["deepseek-v3"]),
+        (["plan", "--hardware"], "gb", ["GB200", "GB300"]),
         ([], "pat", ["patches"]),
     ],
 )

@@ -25,8 +25,10 @@ SETTINGS = {
     "two further heads": (*GPT, *words("--mtp-num-layers 2 --calculate-per-token-loss")),
     "tied": words("--position-embedding-type rope --num-layers 4 --mtp-num-layers 2"),
     "repeated layer": (*GPT, *words("--mtp-num-layers 2 --mtp-use-repeated-layer")),
+    "detached": (*GPT, *words("--mtp-num-layers 2 --mtp-detach-heads")),
     "experts": (*GPT, *EXPERTS, *words("--mtp-num-layers 1 --moe-token-dispatcher-type alltoall")),
 }
+SINCE = {"repeated layer": "0.17", "detached": "0.19"}
 BY_PATTERN = words(
     "--spec tests.megatron_lm.local_layers spec --position-embedding-type none --num-layers 8 "
     "--untie-embeddings-and-output-weights"
@@ -53,7 +55,25 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
     "pp2 tp2": (OURS, {"pp": 2, "tp": 2}),
     "pp2 dp2": ((*OURS, "--overlap-grad-reduce"), {"pp": 2, "dp": 2}),
     "v-half pp2": (V_HALF, {"pp": 2}),
+    "ttm|L": ((*OURS, *words("--pipeline-model-parallel-layout Ett|ttm|L")), {"pp": 3}),
+    "zb-h1 tt|m|L": (
+        (*OURS, *words("--vocab-parallel-family zb-h1 --pipeline-model-parallel-layout Ett|tt|m|L")),
+        {"pp": 4},
+    ),
+    "mm||L": (
+        (*OURS, *words("--pipeline-model-parallel-layout Etttt|mm||L --vocab-parallel-method vocab-1")),
+        {"pp": 4},
+    ),
+    "interleaved m|L tp2": (
+        (
+            *OURS,
+            *words("--vocab-parallel-family interleaved --pipeline-model-parallel-layout Et|t|t||t|m||L"),
+            *words("--num-virtual-stages-per-pipeline-rank 2"),
+        ),
+        {"pp": 4, "tp": 2},
+    ),
 }
+"""Ours, and stock's; in the last four the further heads' layers have stages before the last."""
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +89,8 @@ def train(setting: str, layout: str, until: int, *options: str) -> Log:
     flags, sizes = LAYOUTS[layout]
     options = ("--exit-interval", str(until), "--eval-interval", str(LAST), *options)
     stages = sizes.get("pp", 1) * (2 if "v-half" in layout else 1)
-    if setting == "repeated layer" and find_version(source_signatures(checkout())) < "0.17":
-        pytest.skip("this version of Megatron has no --mtp-use-repeated-layer")
+    if find_version(source_signatures(checkout())) < SINCE.get(setting, ""):
+        pytest.skip("this version of Megatron has no such heads")
     if setting in SETTINGS:
         return pretrain(*SETTINGS[setting], *flags, *options, **sizes)
     layers, heads, others = PATTERNS[setting]
@@ -122,7 +142,7 @@ def check(folder: Path, setting: str, layout: str) -> None:
 @pytest.mark.parametrize(
     ("setting", "layout"),
     [
-        *(("one further head", layout) for layout in LAYOUTS if "stock" not in layout),
+        *(("one further head", layout) for layout in LAYOUTS if "stock" not in layout and "L" not in layout),
         ("two further heads", "pp4"),
         ("two further heads", "v-half pp2"),
         ("tied", "pp2 tp2"),
@@ -130,6 +150,14 @@ def check(folder: Path, setting: str, layout: str) -> None:
         ("experts", "pp2"),
         ("repeated layer", "pp2"),
         ("repeated layer", "pp4"),
+        ("detached", "pp2 vocab-1"),
+        ("detached", "v-half pp2"),
+        ("detached", "mm||L"),
+        ("one further head", "ttm|L"),
+        ("one further head", "zb-h1 tt|m|L"),
+        ("one further head", "interleaved m|L tp2"),
+        ("two further heads", "mm||L"),
+        ("tied", "mm||L"),
         *((setting, layout) for setting in PATTERNS for layout in ("pp2", "pp4", "v-half pp2")),
     ],
 )

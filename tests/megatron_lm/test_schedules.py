@@ -154,6 +154,8 @@ def test_saves_and_resumes_with_overlapped_reduction(schedule: str, tmp_path: Pa
 TWO = {"num_virtual_stages_per_pipeline_rank": 2, "transformer_impl": "local"}
 TE = {"transformer_impl": "transformer_engine"}
 TWO_RANKS = TWO | {"pipeline_model_parallel_size": 2}
+SEPARATE_HEADS = {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|t|tm|L"}
+SEPARATE_IN_CHUNKS = SEPARATE_HEADS | {"pipeline_model_parallel_layout": "Et|t|t|t|t|t|tm|L"}
 MASKS = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": True}
 
 
@@ -185,6 +187,7 @@ MASKS = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": Tr
             "--no-overlap-p2p-communication: Megatron refuses it",
         ),
         ("v-half", TWO | {"experimental_attention_variant": "dsa"}, "does not place its layers"),
+        ("v-half", TWO | SEPARATE_IN_CHUNKS, "m before the last stage of .* v-half has .* use 1f1b, zb-h1"),
         ("v-half", TWO | MASKS, "--reset-attention-mask: .* v-half has the last stage in another; use 1f1b"),
         ("search", TWO | MASKS, "--reset-attention-mask: .* search has the last stage in another"),
         ("interleaved", TWO_RANKS | {"iterations_to_skip": [3, 4]}, "--iterations-to-skip 3 4: .* on 2 st"),
@@ -225,6 +228,8 @@ def test_heads_of_whole_layers_in_a_v(asked: dict[str, object]) -> None:
         ("1f1b", {"hybrid_layer_pattern": "*-*-*-*-", "num_layers": 8}),
         ("v-half", {"hybrid_layer_pattern": "*|-|*|-|*|-|*|-/*-", "transformer_impl": "local"}),
         ("v-half", TWO | {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|t|t|t|t|t|t|tmL"}),
+        ("1f1b", SEPARATE_HEADS),
+        ("interleaved", TWO | SEPARATE_IN_CHUNKS),
         ("zb-h1", {"transformer_impl": "local"}),
         ("zb-h1", TE),
         ("v-half", TWO | {"num_layers": 16}),

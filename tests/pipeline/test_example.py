@@ -44,6 +44,34 @@ def test_grpo_raises_its_reward_and_equals_an_unsharded_model() -> None:
     assert len(re.findall("equal the unsharded model's", done.stdout)) == 3
 
 
+@pytest.mark.slow
+def test_the_first_steps_of_grpo_equal_an_unsharded_model() -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "examples" / "grpo.py"), "3"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall("equal the unsharded model's", done.stdout)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_notebook_runs_and_shows_what_it_says(tmp_path: Path) -> None:
+    nbformat, client = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.read(ROOT / "examples" / "tour.ipynb", as_version=4)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # where vocabpar is
+    run = client.NotebookClient(notebook, timeout=800, resources={"metadata": {"path": tmp_path}})
+    run.execute(env=os.environ | {"PATH": path})
+    outputs = [each for cell in notebook.cells if cell.cell_type == "code" for each in cell.outputs]
+    shown = "".join(each.get("text", "") for each in outputs)
+    times = dict(re.findall(r"^(\S+) (\d+) ms an iteration$", shown, re.MULTILINE))
+    assert int(times["vocab-2"]) < int(times["baseline"])
+    assert "Recommended: " in shown
+    (difference,) = re.findall(r"^largest difference of the losses of 8 steps: (\S+)$", shown, re.MULTILINE)
+    assert float(difference) < 1e-5
+    kinds = [kind for each in outputs for kind in each.get("data", {}) if kind != "text/plain"]
+    assert kinds == ["image/svg+xml", "image/svg+xml", "text/html", "image/png"]
+
+
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SNIPPETS = [
     pytest.param(code, id=path.name)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -139,7 +141,6 @@ def test_every_number_has_a_source() -> None:
     ("flags", "says"),
     [
         ("--dp 2", "--dp cannot be combined with --gpus"),
-        ("--html x.html", "--html cannot be combined"),
         ("--gpus 0", "--gpus 0: give at least 1"),
     ],
 )
@@ -149,15 +150,20 @@ def test_what_a_search_does_not_take_is_refused(flags: str, says: str) -> None:
     assert says in result.output
 
 
-def test_the_verb_searches_and_prints_both_launch_lines() -> None:
+def test_the_verb_searches_and_prints_both_launch_lines(tmp_path: Path) -> None:
     words = ["plan", "--preset", "llama-3.2-3b", "--gpus", "2", "--global-batch-size", "16", "--sources"]
-    result = CliRunner().invoke(main, [*words, "--", "--weight-decay", "0.1"])
+    page = tmp_path / "search.html"
+    result = CliRunner().invoke(main, [*words, "--html", str(page), "--", "--weight-decay", "0.1"])
     assert result.exit_code == 0, result.output
     assert "Recommended: " in result.output
     assert "pretrain_gpt.py" in result.output
     assert "--weight-decay 0.1" in result.output.split("Not used")[1]
     assert "NVIDIA H100 SXM data sheet" in result.output
     assert max(map(len, result.output.splitlines())) <= 160
+    text = page.read_text()
+    assert text.count("<tr") == 1 + len(re.findall(r"^ \d", result.output, re.MULTILINE))
+    assert "--weight-decay 0.1" in text
+    assert not re.search(r"""(src|href)=|url\(|@import""", text)
     data = json.loads(CliRunner().invoke(main, [*words[:-1], "--format", "json"]).output)
     times = [one["iteration_ms"] for one in data["found"]]
     assert times[0] == min(times)

@@ -14,6 +14,7 @@ from megatron_vocabpar.schedule.play.peaks import peak_activations
 from megatron_vocabpar.schedule.serialize import plan_from_json, plan_to_json
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.words.dependencies import prerequisites
 from megatron_vocabpar.schedule.words.passes import PassType, parse
 from megatron_vocabpar.schedule.words.schedule import ScheduleError
 
@@ -75,6 +76,30 @@ def test_memory_of_the_last_rank() -> None:
     assert heads is not None
     assert heads.mib["softmax_shards"] == 3 * plain.mib["softmax_shards"]
     assert heads.mib["mtp_layers"] == pytest.approx(DEPTHS * plain.mib["activations"])
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb-h1", "interleaved"])
+def test_layers_of_further_heads_before_the_last_stage(family: str) -> None:
+    """Stage 2 takes longer, gets embedded rows from CI and gives CIB their gradient; no rule forgets it."""
+    costs = replace(COSTS, mtp_stage=2)
+    assert PassCosts.from_dict(costs.to_dict()) == costs
+    planned = make_plan("vocab-2", P, M, family=family, costs=costs)
+    assert planned.schedule.placement.mtp_stage == 2
+    assert plan_from_json(plan_to_json(planned)) == planned
+    plain, heads = (
+        PassTimes.of(c, planned.schedule).passes[PassType.F] for c in (PassCosts.default(P), costs)
+    )
+    assert heads == (*plain[:2], plain[2] + DEPTHS * 2.5, *plain[3:])
+    assert parse("2CI0") in prerequisites(parse("2F0"), planned.schedule)
+    assert parse("2B0") in prerequisites(parse("2CIB0"), planned.schedule)
+    assert parse("3CI0") not in prerequisites(parse("3F0"), planned.schedule)
+    embedded = [len(simulate(planned).alive[rank]["embedded_inputs"]) for rank in range(P)]
+    assert embedded == [M, M, (1 + DEPTHS) * M, M]
+
+
+def test_a_stage_that_is_not_there_is_named() -> None:
+    with pytest.raises(ValueError, match="multi-token prediction on stage 4: choose one of 0 to 3"):
+        make_plan("vocab-2", P, M, costs=replace(COSTS, mtp_stage=4))
 
 
 def test_a_cost_file_says_how_many_there_are() -> None:

@@ -33,6 +33,7 @@ class OutputChain:
         training: whether the chain leads to B; that of an evaluation ends in L.
         late: whether L gives the gradient of the loss; until then the rows of dX are not scaled by it.
         early: whether S computes A = E W, as in vocab-2, so that dX travels with the statistics.
+        detached: whether the loss of further heads leaves out the output weight (``--mtp-detach-heads``).
         ranks_targets: whether T of an evaluation counts the ids that are likelier than the target.
     """
 
@@ -44,6 +45,7 @@ class OutputChain:
         computes_t = PassType.T in method.passes
         self.early = self.training and computes_t and method.waits_for[PassType.B][0] is self.statistics
         self.ranks_targets = computes_t and not self.training
+        self.detached = bool(getattr(iteration.call.config, "mtp_detach_heads", False))
         self.entropy_gradient = options.entropy_gradient
         terms = options.terms if self.training else replace(options.terms, distillation=None)
         self.terms: LossTerms = compat.with_mup_scale(terms, iteration.call.config)

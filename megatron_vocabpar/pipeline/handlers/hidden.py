@@ -74,7 +74,7 @@ class HiddenStates(LayerHandlers):
         if grad.dim() == 3:
             grad = grad.sum(0)
         part = self.microbatches[i].spread(grad).chunk(parts)[self.groups.tensor_rank % parts]
-        _, b, hidden = self.iteration.hidden_shape(i)
+        _, b, hidden = self.iteration.hidden_shape(i, self.rank.placement.last_stage)
         return part.view(-1, b, hidden)
 
     def _scales(self, i: int) -> torch.Tensor:

@@ -30,5 +30,5 @@ class InStep(LayerHandlers):
         hidden_grad = self.wait(self.barriers.sum(part))
         if rank.is_last:
             self.buffers.put(instruction, "hidden_grad", hidden_grad)
-        passes.add_weight_gradient(state, softmax, grads)
+        passes.add_weight_gradient(i, state, softmax, grads)
         self.gradients.wrote(PassType.S)

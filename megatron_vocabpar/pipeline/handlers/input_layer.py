@@ -72,10 +72,10 @@ class InputLayer(LayerHandlers):
 
     @property
     def _embedding_stages(self) -> list[int]:
-        """This rank's stages that embed tokens: the first, and with multi-token prediction the last."""
+        """This rank's stages that embed tokens: the first, and that of multi-token prediction."""
         placement, rank = self.rank.placement, self.rank.pipeline_rank
-        ends = [0] + [placement.last_stage] * bool(heads.depths(self.call.config))
-        return [stage for stage in dict.fromkeys(ends) if placement.rank_of(stage) == rank]
+        embed = [0] + [placement.mtp_stage] * bool(heads.depths(self.call.config))
+        return [stage for stage in dict.fromkeys(embed) if placement.rank_of(stage) == rank]
 
     def embedded_rows(self, stage: int, i: int) -> torch.Tensor | None:
         """The rows ``[k, b, s, H]`` of the tokens that ``stage`` embeds; None where it embeds none."""

@@ -63,8 +63,12 @@ class SoftmaxPasses(LayerHandlers):
         i = instruction.microbatch
         softmax, state = self.chain.softmax_and_state(i)
         (slopes,) = self.chain.row_slopes(i, softmax)
-        weight_grad = main_grad(self.chain.model.output_weight)
-        part = self.chain.head.backward(state, softmax, slopes, self.chain.weight, weight_grad)
+        if self.chain.detached:
+            part = self.chain.head.input_gradient(state, softmax, slopes, self.chain.weight)
+            self.add_weight_gradient(i, state, softmax, self.microbatches[i].gradient[None])
+        else:
+            weight_grad = main_grad(self.chain.model.output_weight)
+            part = self.chain.head.backward(state, softmax, slopes, self.chain.weight, weight_grad)
         self.buffers.put(instruction, "hidden_grad", part)
         self._wrote(instruction, softmax, state)
 
@@ -83,11 +87,16 @@ class SoftmaxPasses(LayerHandlers):
             grads = self.wait(self.buffers.take(Comm(CommType.CG, instruction.stage, i), "event"))
         else:
             grads = self.microbatches[i].gradient[None]
-        self.add_weight_gradient(state, softmax, grads)
+        self.add_weight_gradient(i, state, softmax, grads)
         self._wrote(instruction, softmax, state)
 
-    def add_weight_gradient(self, state: Any, softmax: Softmax, grads: torch.Tensor) -> None:
-        """Add what gradients [k, n] give: of the losses, and if k is 2, of the entropies."""
+    def add_weight_gradient(self, i: int, state: Any, softmax: Softmax, grads: torch.Tensor) -> None:
+        """Add what gradients [k, n] give: of the losses, and if k is 2, of the entropies.
+
+        Rows of detached heads add nothing: their loss trains their own layers alone.
+        """
+        if self.chain.detached:
+            grads = grads * self.microbatches.of_main_head(i)
         slopes = self.chain.slopes(softmax, grads)
         weight_grad = main_grad(self.chain.model.output_weight)
         self.chain.head.add_weight_gradient(state, softmax, slopes, weight_grad)

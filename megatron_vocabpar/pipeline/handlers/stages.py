@@ -119,7 +119,9 @@ class Stages(LayerHandlers):
         if stage > 0:
             self.buffers.put(instruction, "input_grad", input_grad)
         if rows is not None:
-            self.buffers.put(instruction, "rows_grad", rows.grad)
+            # Tokens that detached heads embed get no gradient.
+            grad = torch.zeros_like(rows) if rows.grad is None else rows.grad
+            self.buffers.put(instruction, "rows_grad", grad)
 
     def _backward_step(
         self,

@@ -14,7 +14,7 @@ class Transfers(LayerHandlers):
     def send_forward(self, instruction: Comm) -> None:
         """SEND_F: a stage's output to the rank of the next stage."""
         output = self.buffers.take(Pass(PassType.F, instruction.stage, instruction.microbatch), "output")
-        expected = self.iteration.hidden_shape(instruction.microbatch)
+        expected = self.iteration.hidden_shape(instruction.microbatch, instruction.stage)
         if tuple(output.shape) != expected:
             raise ValueError(
                 f"the stage's output has shape {tuple(output.shape)}, the next stage expects {expected}; "
@@ -33,15 +33,17 @@ class Transfers(LayerHandlers):
 
     def receive_forward(self, instruction: Comm) -> None:
         """RECV_F: post the receive of a stage's input."""
-        self._receive(instruction, instruction.stage - 1)
+        before = instruction.stage - 1
+        self._receive(instruction, before, of=before)
 
     def receive_backward(self, instruction: Comm) -> None:
         """RECV_B: post the receive of the gradient of a stage's output."""
-        self._receive(instruction, instruction.stage + 1)
+        self._receive(instruction, instruction.stage + 1, of=instruction.stage)
 
-    def _receive(self, instruction: Comm, from_stage: int) -> None:
+    def _receive(self, instruction: Comm, from_stage: int, of: int) -> None:
+        """Post the receive of the output of stage ``of``, or of its gradient."""
         posted = self.rank.point_to_point.receive(
-            self.iteration.hidden_shape(instruction.microbatch),
+            self.iteration.hidden_shape(instruction.microbatch, of),
             self._transfer_dtype(),
             self.rank.device,
             self.rank.placement.rank_of(from_stage),

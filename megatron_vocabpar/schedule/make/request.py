@@ -68,5 +68,6 @@ class PlanRequest:
                 f"{family.name} has {least}{family.chunks} model chunk{plural} on each rank, not {chunks}; "
                 "leave chunks out"
             )
-        depths = 0 if self.costs is None else self.costs.mtp_depths
-        return Schedule(method, Placement(self.p, chunks, family.shape), self.m, mtp_depths=depths)
+        depths, stage = (0, None) if self.costs is None else (self.costs.mtp_depths, self.costs.mtp_stage)
+        placement = Placement(self.p, chunks, family.shape, stage)
+        return Schedule(method, placement, self.m, mtp_depths=depths)

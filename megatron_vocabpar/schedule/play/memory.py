@@ -113,7 +113,7 @@ def lifetimes(events: Events, rank: int) -> dict[str, list[Interval]]:
         alive[WEIGHT_INPUTS] += between(backward, times(ends, PassType.W, stage))
         if not schedule.method.vocabulary_parallel and stage == placement.last_stage:
             alive[LOGITS] += held
-        if schedule.mtp_depths and stage == placement.last_stage:
+        if schedule.mtp_depths and stage == placement.mtp_stage:
             alive[MTP_LAYERS] += held
     freed = times(ends, schedule.method.weight_pass, rank)
     alive[SOFTMAX_SHARDS] = between(times(starts, PassType.S, rank), freed)
@@ -122,11 +122,11 @@ def lifetimes(events: Events, rank: int) -> dict[str, list[Interval]]:
     received = times(ends, PassType.B, 0) if first else times(ends, CommType.CIB, rank)
     alive[EMBEDDED_INPUTS] = between(times(starts, PassType.IF, rank), sent)
     alive[INPUT_GRADIENTS] = between(received, times(ends, PassType.IB, rank))
-    if schedule.method.vocabulary_parallel and rank == placement.last_rank:
-        last, depths = placement.last_stage, schedule.mtp_depths
+    if schedule.method.vocabulary_parallel and rank == placement.rank_of(placement.mtp_stage):
+        stage, depths = placement.mtp_stage, schedule.mtp_depths
         received, sent = times(ends, CommType.CI, rank), times(ends, CommType.CIB, rank)
-        alive[EMBEDDED_INPUTS] += depths * between(received, times(ends, PassType.F, last))
-        alive[INPUT_GRADIENTS] += depths * between(times(ends, PassType.B, last), sent)
+        alive[EMBEDDED_INPUTS] += depths * between(received, times(ends, PassType.F, stage))
+        alive[INPUT_GRADIENTS] += depths * between(times(ends, PassType.B, stage), sent)
     return alive
 
 

@@ -66,9 +66,10 @@ class PassCosts:
         all_reduce_ms: the other collectives.
         last_rank_extra: ``F_ms``, ``B_ms``, ``W_ms`` that an undivided output layer adds to the last stage.
         first_rank_extra: the times that an undivided input layer adds to the first stage.
-        last_stage_extra: ``F_ms``, ``B_ms``, ``W_ms`` that the layers of multi-token prediction add to the
-            last stage, in any method. S, T, IF and IB take the times above for the rows of all heads.
+        last_stage_extra: ``F_ms``, ``B_ms``, ``W_ms`` that the layers of multi-token prediction add to their
+            stage, in any method. S, T, IF and IB take the times above for the rows of all heads.
         mtp_depths: D, how many further tokens are predicted.
+        mtp_stage: the stage of these layers; by default the last.
         layers: transformer layers of the whole model, if known.
         layers_per_stage: transformer layers of each stage if they are uneven, for instance by Megatron's
             layout. Any method may have them, with one chunk a rank. See ``redistribution.py``.
@@ -90,6 +91,7 @@ class PassCosts:
     first_rank_extra: Mapping[str, float] = field(default_factory=dict)
     last_stage_extra: Mapping[str, float] = field(default_factory=dict)
     mtp_depths: int = 0
+    mtp_stage: int | None = None
     layers: int | None = None
     layers_per_stage: tuple[int, ...] | None = None
     hidden_ms: PerRank = 0.0
@@ -217,7 +219,7 @@ class PassTimes:
             per_rank = spread(getattr(costs, name), p, name)
             ranks = [placement.rank_of(stage) for stage in range(placement.num_stages)]
             times = [per_rank[rank] * share[rank] / schedule.chunks for rank in ranks]
-            times[-1] += costs.last_stage_extra.get(name, 0.0)
+            times[placement.mtp_stage] += costs.last_stage_extra.get(name, 0.0)
             if not schedule.method.vocabulary_parallel:
                 times[-1] += costs.last_rank_extra.get(name, 0.0)
                 times[0] += costs.first_rank_extra.get(name, 0.0)

@@ -3,14 +3,14 @@
 For one microbatch::
 
     input     IF(all ranks) -> CI -> F(stage 0)              B(stage 0) -> CIB -> IB(all ranks)
-    heads     with multi-token prediction also CI -> F(last) and B(last) -> CIB
+    heads     with multi-token prediction also CI -> F(its stage) and B(its stage) -> CIB
     middle    F(s) -> F(s+1)      F(s), B(s+1) -> B(s)       B(s) -> W(s)
     output    F(last) -> the method's chain -> B(last)       its late part, any time later (``methods.py``)
 
 Between microbatches there is one rule, a throttle: IF(i) waits until the embedded tokens of microbatch i-2
 have left, so a rank holds those of at most two: 0IF2 waits for CI of microbatch 0. With multi-token
-prediction the last rank keeps embedded tokens until its F. IF does not wait for these, as that would empty
-the pipeline.
+prediction the rank of its layers, mostly the last, keeps embedded tokens until their F. IF does not wait for
+these, as that would empty the pipeline.
 
 Source: sections 4.3, 4.4 and 5.1, appendix C.
 Next: ``make/building_block.py``, the idea of the generator.
@@ -82,8 +82,8 @@ def _before_pass(pass_: Pass, schedule: Schedule) -> tuple[Atom, ...]:
             )
         case PassType.F:
             arrival = _arrival(PassType.F, stage, stage - 1, mb, schedule)
-            if stage == placement.last_stage and _embeds_last(schedule):
-                return arrival, Comm(CommType.CI, placement.last_rank, mb)
+            if stage == placement.mtp_stage and _heads_embed(schedule):
+                return arrival, Comm(CommType.CI, placement.rank_of(stage), mb)
             return (arrival,)
         case PassType.B if stage < placement.last_stage:
             return Pass(PassType.F, stage, mb), _arrival(PassType.B, stage, stage + 1, mb, schedule)
@@ -99,8 +99,8 @@ def _before_pass(pass_: Pass, schedule: Schedule) -> tuple[Atom, ...]:
             return _in_chain(pass_.type, stage, mb, schedule)
 
 
-def _embeds_last(schedule: Schedule) -> bool:
-    """The layers of multi-token prediction, on the last stage, get embedded tokens from CI, too."""
+def _heads_embed(schedule: Schedule) -> bool:
+    """The layers of multi-token prediction get embedded tokens from CI, too."""
     return schedule.mtp_depths > 0 and schedule.method.vocabulary_parallel
 
 
@@ -145,8 +145,8 @@ def _before_collective(comm: Comm, schedule: Schedule) -> tuple[Atom, ...]:
         case CommType.CI:
             return (Pass(PassType.IF, rank, mb),)
         case CommType.CIB:
-            ends = dict.fromkeys([0] + [placement.last_stage] * _embeds_last(schedule))
-            return tuple(Pass(PassType.B, end, mb) for end in ends if placement.rank_of(end) == rank)
+            embed = dict.fromkeys([0] + [placement.mtp_stage] * _heads_embed(schedule))
+            return tuple(Pass(PassType.B, stage, mb) for stage in embed if placement.rank_of(stage) == rank)
         case _:
             producer = schedule.method.producers[comm.type]
             return (Pass(producer, rank, mb),) if rank in ranks_of(producer, schedule) else ()

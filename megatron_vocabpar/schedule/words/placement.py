@@ -23,13 +23,16 @@ MOST_CHUNKS = 64  # on a rank
 class Placement:
     """The map between stages and ranks: pipeline size, model chunks on each rank, and shape.
 
+    ``mtp`` is the stage of the layers of multi-token prediction, if it is another than the last.
+
     Raises:
-        ValueError: if a size is out of range or the shape is unknown.
+        ValueError: if a size or ``mtp`` is out of range, or the shape is unknown.
     """
 
     p: int
     chunks: int = 1
     shape: Shape = "standard"
+    mtp: int | None = None
 
     def __post_init__(self) -> None:
         if self.p < 1:
@@ -40,6 +43,10 @@ class Placement:
             raise ValueError(f"{self.chunks} chunks per rank is above {MOST_CHUNKS}; use fewer")
         if self.shape not in ("standard", "vshape"):
             raise ValueError(f"unknown placement {self.shape!r}; choose standard or vshape")
+        if self.mtp is not None and not 0 <= self.mtp < self.num_stages:
+            raise ValueError(
+                f"multi-token prediction on stage {self.mtp}: choose one of 0 to {self.last_stage}"
+            )
 
     @property
     def num_stages(self) -> int:
@@ -56,6 +63,11 @@ class Placement:
     @property
     def last_rank(self) -> int:
         return self.rank_of(self.last_stage)
+
+    @property
+    def mtp_stage(self) -> int:
+        """The stage of the layers of multi-token prediction; those after it pass on the rows of all heads."""
+        return self.last_stage if self.mtp is None else self.mtp
 
     @property
     def loss_stage(self) -> int:
