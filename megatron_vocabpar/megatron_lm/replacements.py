@@ -18,7 +18,7 @@ from megatron_vocabpar.megatron_lm.checkpoints import starting_checkpoint
 from megatron_vocabpar.megatron_lm.expert_exchange import leave_to_w
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import chain
-from megatron_vocabpar.megatron_lm.layouts import place_layers
+from megatron_vocabpar.megatron_lm.layouts import layout_notice, place_layers
 from megatron_vocabpar.megatron_lm.parsed import Declared, check_read, declared, not_run
 from megatron_vocabpar.megatron_lm.planning import build, check_costs, check_same_everywhere
 from megatron_vocabpar.megatron_lm.refusals import check
@@ -98,6 +98,8 @@ def _announcement(args: Any, config: FlagConfig) -> str:
             "\n> initial weights: with several model chunks per rank they are not those that the same seed "
             "gives without --enable-vocab-parallel"
         )
+    if config.partitions_vocabulary and (notice := layout_notice(args)):
+        text += f"\n{notice}"
     if config.partitions_vocabulary and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         text += (
             "\n> CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams of a GPU into one queue, so that collectives "
