@@ -106,8 +106,6 @@ def stand_in_for_cuda() -> None:
         torch.accelerator.current_accelerator = _answer()
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, _answer())
-    # torch's optimizers would ask the stream of a GPU, which torch's build for CUDA believes to be there.
-    torch.accelerator.current_accelerator = _answer()
     torch.nn.Module.cuda = lambda self, *_: self  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
     torch.Tensor.record_stream = _answer()  # type: ignore[method-assign]
