@@ -14,7 +14,7 @@
 #   make cuda-emulated  install torch's CUDA build by itself, and run training on emulated GPUs: faults that are found,
 #                    methods and families against the CPU (tests/cuda_emulated/README.md); gigabytes, and an hour
 # Variables: PYTHON (3.11 to 3.13), VENV, TORCH, GPU_PYTHON, ARGS (of vocabpar train), EMULATE (of vocabpar emulate), PYTEST_ARGS,
-# MATRIX (versions of megatron-core), ROWS (words of test-machines), TRITONS (of the oldest and the newest supported torch).
+# MATRIX (versions of megatron-core), ROWS (words of test-machines), TRITONS (of torch 2.8, 2.11 and 2.13).
 
 PYTHON ?= python3
 VENV ?= $(or $(VIRTUAL_ENV),.venv)
@@ -23,7 +23,7 @@ ARGS ?= --compare baseline --overwrite
 EMULATE ?= --microbatches 16 --scale 6 --report vocabpar-out
 PYTEST_ARGS ?=
 MATRIX ?= 0.14.0 0.15.3 0.16.1
-TRITONS ?= 3.4.0 3.7.1
+TRITONS ?= 3.4.0 3.6.0 3.7.1
 
 # Two processes; a file in one of them, so that they share no ranks.
 TWO := -n 2 --dist loadfile

@@ -52,7 +52,9 @@ def checks(
     add("a copy beside products", "overlap:copy_beside_products", 180)
     warm = "communicators"
     add(warm, "communicators:communicators", 240, processes=processes)
-    add("an all-reduce beside products", "overlap:all_reduce_beside_products", 240, warm, processes=processes)
+    for what in ("all-reduce", "all-to-all"):
+        target = f"overlap:{what.replace('-', '_')}_beside_products"
+        add(f"an {what} beside products", target, 240, warm, processes=processes)
     for dtype, methods in (("fp32", METHODS), ("bf16", ("baseline", "vocab-2"))):
         for method in methods:
             name, stock = (f"training {which}, {dtype}" for which in (method, "baseline"))

@@ -127,7 +127,7 @@ def exponentials(
 
 
 def _exponentials_error(got: Exponentials, expected: Exponentials, storage: torch.dtype) -> float:
-    """The largest error of E, sums and target logits; offsets may differ where rounding ties."""
+    """The largest error of E, sums and target logits; offsets may be provisional (``LEEWAY``)."""
     assert got.e is not None
     assert expected.e is not None
     shift = torch.exp2(got.k.cpu().double() - expected.k.double())

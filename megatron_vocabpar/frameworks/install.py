@@ -10,6 +10,7 @@ from functools import partial, wraps
 from typing import Any
 
 from megatron_vocabpar.frameworks.bindings import FUNCTIONS, LABELS, MEGATRON, REFUSED, answering, refusing
+from megatron_vocabpar.frameworks.bridge import UPDATE, checking
 from megatron_vocabpar.frameworks.runner import StepRunner
 from megatron_vocabpar.frameworks.weights import WALKS
 from megatron_vocabpar.megatron_lm.bindings import Binding, find_version
@@ -46,6 +47,8 @@ def install(config: FlagConfig) -> Patch:
     patch = Patch(config, find_version(live_signature, config.allow_unknown, package="megatron.core"))
     for binding in (*MEGATRON, *_of_frameworks()):
         patch.replace(binding, _replacement(binding, original_of(binding), config))
+    if UPDATE.module in sys.modules:
+        patch.replace(UPDATE, checking(original_of(UPDATE), config))
     for walk in WALKS:
         if walk.is_here():
             patch.replace(walk.binding, walk.on_whole_layers(original_of(walk.binding)))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core.utils import unwrap_model
 
+from megatron_vocabpar.frameworks.bridge import check_door
 from megatron_vocabpar.frameworks.steps import Step, as_megatron, begin_step
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.planning import plan_request
@@ -60,6 +61,7 @@ class StepRunner:
         return self._run(**compat.call_arguments(arguments), options=options)
 
     def _build(self, model: PartitionedModel, m: int, chunks: int) -> ForwardBackward:
+        check_door()
         config, groups = self._config, vocab_groups()
         request, _ = plan_request(config, groups.pipeline, m, chunks, None)
         return ForwardBackward(

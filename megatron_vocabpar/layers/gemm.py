@@ -17,8 +17,12 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from megatron_vocabpar.layers import waves
+
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-_TRANSIENT_BYTES = 32 * 2**20  # fits into an L2 of 40 MB or more; 256 tiles of 128 x 256 of a product
+_TRANSIENT_BYTES = 32 * 2**20  # fits into an L2 of 40 MB or more
+_PART_BYTES = 96 * 2**20  # of a weight gradient that is added by parts on a GPU
+_TILE = 128
 _TRANSIENT_BYTES_CPU = 8 * 2**20  # fits into the cache between product and row kernel
 
 
@@ -72,6 +76,21 @@ def row_chunks(
     return [slice(start, min(start + rows_per_chunk, rows)) for start in range(0, rows, rows_per_chunk)]
 
 
+def product_chunks(
+    device: torch.device, rows: int, columns: int, inner: int, rows_per_chunk: int | None = None
+) -> list[slice]:
+    """Cut the rows of a product [rows, inner] x [inner, columns], whose parts a row kernel reads.
+
+    With None a GPU's chunks are chosen by waves (``waves.py``), and the CPU's fill 8 MiB of fp32.
+
+    Raises:
+        ValueError: if ``rows_per_chunk`` is below 1.
+    """
+    if rows_per_chunk is None and device.type != "cpu":
+        rows_per_chunk = waves.rows_per_chunk(rows, columns, inner, waves.machine_of(device))
+    return row_chunks(rows, columns, rows_per_chunk, transient_bytes=transient_bytes(device))
+
+
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """``a @ b`` of [i, j] and [j, k] in one dtype; ``out`` [i, k] is in ``result_dtype`` of it, or None."""
     dtype = result_dtype(a.dtype)
@@ -85,7 +104,7 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 def add_product_(out: Tensor, a: Tensor, b: Tensor, factor: Tensor | None = None) -> None:
     """``out += factor * (a @ b)`` in place: by one accumulating product if the library has one.
 
-    Else by parts of 32 MiB, which are added from the cache: 2,730 rows at a time of 3,072 columns.
+    Else by parts of whole tiles: of at most 96 MiB, as each takes two launches; on the CPU of 32 MiB.
 
     Args:
         out: [i, k], in the operands' dtype or in ``result_dtype`` of it.
@@ -104,7 +123,9 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor, factor: Tensor | None = None
         if addmm_takes_fp32(torch.__version__):
             torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
             return
-    for rows in row_chunks(a.shape[0], max(a.shape[1], b.shape[1])):
+    widest = b.shape[1] if a.is_cuda else max(a.shape[1], b.shape[1])  # the CPU converts a, too
+    most = max(_TILE, _PART_BYTES // (4 * max(1, widest)) // _TILE * _TILE) if a.is_cuda else None
+    for rows in row_chunks(a.shape[0], widest, most):
         part = product(a[rows], b)
         if factor is None:
             out[rows].add_(part)  # not +=, which would copy the rows onto themselves

@@ -186,10 +186,9 @@ def weight_gradient(state: BlockState, softmax: Softmax, slopes: Slopes, main_gr
     check_main_grad(state.x, state.shard, main_grad)
     for block, rows in enumerate(blocks_of(state.shard.valid_rows)):
         scale = row_factor(softmax, slopes, state.k[block])
-        lifted = lift(state.x, scale)
-        scaled = scale_rows(state.x, scale if lifted is None else scale * lifted)
-        part = block_product(state.e[block].t(), scaled)[: rows.stop - rows.start]
-        main_grad[rows].add_(part if lifted is None else part / lifted)
+        factors, undo = lift(state.x, scale)
+        part = block_product(state.e[block].t(), scale_rows(state.x, factors))[: rows.stop - rows.start]
+        main_grad[rows].add_(part if undo is None else part * undo)
     target, owned = _target_factors(state, softmax, slopes), state.owned
     scatter_add_rows_(main_grad, owned.rows, state.x, target, source=owned.tokens, order=owned.by_row)
 

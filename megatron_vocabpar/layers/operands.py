@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.fp8 import E4M3, Fp8Weight
-from megatron_vocabpar.layers.gemm import add_product_, product, result_dtype, row_chunks, transient_bytes
+from megatron_vocabpar.layers.gemm import add_product_, product, product_chunks, result_dtype
 from megatron_vocabpar.layers.kernels.dispatch import exponentials
 from megatron_vocabpar.layers.kernels.reference import Exponentials
 from megatron_vocabpar.layers.numbers import Softmax
@@ -30,7 +30,7 @@ class ShardOptions:
         keep_state: False for evaluation: S makes the statistics alone and stores nothing of [n, P].
         recompute: S keeps no [n, P] tensor; T computes the logits again, a fourth product in place of 2 n P
             bytes. Use ``output_backward`` in vocab-1: two separate halves of T would recompute twice.
-        rows_per_chunk: tokens whose fp32 logits exist at one time; None bounds them to 32 MiB (CPU: 8 MiB).
+        rows_per_chunk: tokens whose fp32 logits exist at one time; None chooses by ``gemm.product_chunks``.
         terms: how logits are transformed, and whether the loss needs their mean.
         fp8: the weight in 8 bits; all products are then of 8-bit numbers (``fp8.py``).
     """
@@ -111,9 +111,8 @@ class Tokens:
         Exponentials are stored in ``e``. Without it those of one chunk exist at a time if ``transient``; they
         overwrite their logits if both have one dtype.
         """
-        x, rows_per_chunk = self.x, self.options.rows_per_chunk
-        transient_size = transient_bytes(x.device)
-        for rows in row_chunks(len(x), self.shard.rows, rows_per_chunk, transient_bytes=transient_size):
+        n, hidden = self.x.shape
+        for rows in product_chunks(self.x.device, n, self.shard.rows, hidden, self.options.rows_per_chunk):
             logits = logits_of(rows)
             out = None if e is None else e[rows]
             if out is None and transient:

@@ -37,8 +37,7 @@ from torch import Tensor
 from megatron_vocabpar.layers import distillation, entropy
 from megatron_vocabpar.layers.distillation import Comparison, Student
 from megatron_vocabpar.layers.gemm import exact, result_dtype
-from megatron_vocabpar.layers.kernels.dispatch import row_gradient, scale_rows, scatter_add_rows_
-from megatron_vocabpar.layers.kernels.reference import lift
+from megatron_vocabpar.layers.kernels.dispatch import lift, row_gradient, scale_rows, scatter_add_rows_
 from megatron_vocabpar.layers.numbers import STATS_WIDTH, RowGradient, Slopes, Softmax
 from megatron_vocabpar.layers.operands import (
     DEFAULT,
@@ -262,16 +261,15 @@ def _add_gradients(
         scale_rows(state.a, gradient.row, grad)
         if gradient.logs is not None and state.log_a is not None:
             grad.addcmul_(state.log_a, gradient.logs.unsqueeze(1))
-    lifted = scaled = None
+    undo = scaled = None
     if main_grad is not None:
-        lifted = lift(x, scale)
-        scaled = scale_rows(x, scale if lifted is None else scale * lifted)
+        factors, undo = lift(x, scale)
+        scaled = scale_rows(x, factors)
     for rows, e in pieces if scaled is not None or not early else ():
         if grad is not None and weight is not None and not early:
             state.tokens.input_gradient(e, weight, grad[rows])
             grad[rows].mul_(scale[rows].unsqueeze(1))
         if main_grad is not None and scaled is not None:
-            undo = None if lifted is None else 1 / lifted
             state.tokens.add_weight_gradient_(main_grad, e, scaled[rows], undo)
     # The exponentials lack the targets' terms, and what every true id gets alike.
     target, uniform = gradient.target, gradient.uniform

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_vocabpar.megatron_lm.checkpoints import is_legacy, is_of_modelopt, starting_checkpoint
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
+from megatron_vocabpar.megatron_lm.layouts import model_chunks
 from megatron_vocabpar.pipeline.graphs.graph_options import asks_for_graphs, beside_graphs
 
 
@@ -56,7 +57,7 @@ def checkpoint_problems(args: Any) -> list[str]:
 def weight_gradient_problems(args: Any, config: FlagConfig) -> list[str]:
     flag = f"--vocab-parallel-family {config.schedule}"
     implementation = getattr(args, "transformer_impl", None)
-    if not config.splits_w or implementation == "local":
+    if not config.splits_w(model_chunks(args).numerator) or implementation == "local":
         return []
     if implementation != "transformer_engine":
         return [

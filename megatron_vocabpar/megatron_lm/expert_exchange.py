@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
-from megatron_vocabpar.megatron_lm.layouts import has_separate_heads
+from megatron_vocabpar.megatron_lm.layouts import has_separate_heads, model_chunks
 from megatron_vocabpar.schedule.make.families import families
 
 OVERLAP = "--overlap-moe-expert-parallel-comm"
@@ -22,15 +22,15 @@ _INSTEAD = {"standard": "interleaved", "vshape": "v-zb"}
 def exchange_problems(args: Any, config: FlagConfig) -> list[str]:
     """The problems of flags that ask for a schedule with pairs, or to hide the exchange."""
     asked, delays = _is_set(args, "overlap_moe_expert_parallel_comm"), _is_set(args, "delay_wgrad_compute")
-    schedule = f"--vocab-parallel-family {config.schedule}"
-    if config.has_pairs and not asked:
+    schedule, has_pairs = f"--vocab-parallel-family {config.schedule}", config.has_pairs(_chunks(args))
+    if has_pairs and not asked:
         instead = _INSTEAD[config.families(2)[0].shape]
         return [
             f"{schedule}: its pairs hide the exchange between experts; give {OVERLAP}, or use {instead}, "
             "which is the same without pairs"
         ]
     flags = [flag for flag, is_given in ((OVERLAP, asked), (DELAY, delays)) if is_given]
-    if flags and not config.has_pairs:
+    if flags and not has_pairs:
         named = " or ".join(name for name, family in families().items() if family.pairs)
         return [
             f"{', '.join(flags)}: {schedule} runs F and B one after the other; use {named}, or leave it out"
@@ -41,6 +41,10 @@ def exchange_problems(args: Any, config: FlagConfig) -> list[str]:
     if delays:
         problems += [f"{DELAY}: {remedy}" for is_wrong, remedy in _DELAY_CONDITIONS if is_wrong(args)]
     return problems
+
+
+def _chunks(args: Any) -> int:
+    return model_chunks(args).numerator
 
 
 def _is_set(args: Any, name: str) -> bool:
@@ -139,5 +143,6 @@ def leave_to_w(args: Any, config: FlagConfig) -> None:
     Otherwise Megatron's plan would. Call this after Megatron's own checks; the layers themselves are told to
     delay when they are built.
     """
-    if config.has_pairs and config.splits_w:
+    chunks = _chunks(args)
+    if config.has_pairs(chunks) and config.splits_w(chunks):
         args.delay_wgrad_compute = False

@@ -30,6 +30,8 @@ class FlagConfig:
         schedule: one of ``SCHEDULES``; ``baseline`` and ``redis`` on 1f1b run Megatron's own schedule.
         options: how the vocabulary layers are computed.
         methods: the methods that ``auto`` chooses from.
+        hides_exchange: Megatron is asked to hide the exchange between experts, so ``search`` and ``auto`` may
+            choose schedules with pairs.
         redistribute: transformer layers move away from the last stage.
         final_stage_layers: the number of layers that stay there; None: it follows from operation counts.
     """
@@ -85,6 +87,7 @@ class FlagConfig:
     )
     options: VocabOptions = DEFAULTS
     methods: tuple[str, ...] = ()
+    hides_exchange: bool = False
     redistribute: bool = False
     final_stage_layers: int | None = None
 
@@ -103,27 +106,24 @@ class FlagConfig:
         """Whether the placement of model chunks may differ from Megatron's."""
         return any(family.shape != "standard" for family in self.families(2))
 
-    @property
-    def has_pairs(self) -> bool:
+    def has_pairs(self, chunks: int) -> bool:
         """Whether the schedule may have pairs, which hide the exchange between experts."""
-        return any(family.pairs for family in self.families(2))
+        return any(family.pairs for family in self.families(chunks))
 
-    @property
-    def splits_w(self) -> bool:
+    def splits_w(self, chunks: int) -> bool:
         """Whether weight gradients may be separate passes."""
-        return any(family.splits_w for family in self.families(2))
+        return any(family.splits_w for family in self.families(chunks))
 
     def families(self, chunks: int) -> tuple[Family, ...]:
         """The families that the schedule may come from, on ranks with this many model chunks.
 
         The model is built before a search, so a search keeps to one placement: the V shape for two chunks.
-        Families with pairs run only if the flag names them.
         """
         if self.schedule not in (SEARCH, AUTO):
             return (family_named(self.schedule),)
         shape = "vshape" if chunks == 2 else "standard"
         fitting = (f for f in families().values() if f.shape == shape and f.allows(chunks))
-        return tuple(family for family in fitting if not family.pairs)
+        return tuple(family for family in fitting if self.hides_exchange or not family.pairs)
 
     def placement(self, p: int, chunks: int) -> Placement:
         """The map from the chunks of ``p`` ranks to stages."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_vocabpar.megatron_lm.expert_exchange import OVERLAP
 from megatron_vocabpar.megatron_lm.flag_config import AUTO, SCHEDULES, FlagConfig
 from megatron_vocabpar.pipeline.options import (
     FLAGS_OF_WORDS,
@@ -154,7 +155,7 @@ def config_from_argv(argv: Sequence[str]) -> FlagConfig:
         warnings.warn(
             f"{old} is now {OLD_FLAGS[old]}; the next release drops it", FutureWarning, stacklevel=2
         )
-    return config_from(args)
+    return replace(config_from(args), hides_exchange=OVERLAP in argv)
 
 
 def config_from(args: Any) -> FlagConfig:

@@ -38,10 +38,48 @@ def _layers_to_divide(args: Any) -> int:
 
 
 def written_out(args: Any) -> str:
-    """The layout of the pipeline, such as ``Et*3|(tt|)*2L``, its repetitions written out; empty if none."""
-    layout = getattr(args, "pipeline_model_parallel_layout", None) or ""
-    repeated = re.compile(r"(?:\(([^()]*)\)|(.))\*(\d+)")
-    return repeated.sub(lambda match: (match[1] or match[2]) * int(match[3]), layout)
+    """The layout of the pipeline, such as ``Et*3|(t*2|)*2L``, its repetitions written out; empty if none."""
+    layout = (getattr(args, "pipeline_model_parallel_layout", None) or "").replace(",", "")
+    repeated = re.compile(r"(?:\(([^()*]*)\)|(\w|\|))\*(\d+)")
+    while "*" in layout:  # innermost first: (t*2|)*2 is (tt|)*2 is tt|tt|
+        longer = repeated.sub(lambda match: (match[1] or match[2]) * int(match[3]), layout)
+        if longer == layout:
+            break
+        layout = longer
+    return layout.replace("(", "").replace(")", "")
+
+
+def evened_out(args: Any) -> str | None:
+    """The layout with as many layers on every stage as can be, for one that leaves room for the vocabulary.
+
+    ``Ett|tttt|tttt|ttL`` has 12 layers on 4 stages and becomes ``Ettt|ttt|ttt|tttL``. A layer of multi-token
+    prediction counts as a layer. Where layers do not divide, earlier stages have more.
+
+    Returns:
+        None if there is no layout, or none that is more even.
+    """
+    stages = [stage.strip("EL") for stage in written_out(args).split("|")]
+    counts = [len(stage) for stage in stages]
+    if len(counts) < 2 or max(counts) - min(counts) <= 1 or "m" in "".join(stages[:-1]):
+        return None
+    share, longer = divmod(sum(counts), len(counts))
+    even = tuple(share + (stage < longer) for stage in range(len(counts)))
+    heads = stages[-1].count("m")
+    if heads > even[-1]:
+        return None
+    first, _, last = layout(even).rpartition("|")
+    return f"{first}|{last[heads:-1]}{'m' * heads}L"
+
+
+def layout_notice(args: Any) -> str:
+    """A sentence on a layout that leaves room for the vocabulary layers; empty if there is none to say."""
+    even = evened_out(args)
+    if even is None:
+        return ""
+    return (
+        f"> --pipeline-model-parallel-layout {args.pipeline_model_parallel_layout} leaves room for the "
+        f"vocabulary layers, which are spread over all stages here; as even as can be: {even}"
+    )
 
 
 def has_separate_heads(args: Any) -> bool:

@@ -91,7 +91,7 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
     if depths := heads.depths(model_config):
         costs = costs or PassCosts.default(groups.pipeline, depths)
         costs = replace(costs, mtp_depths=depths, mtp_stage=heads.stage_of(model_config))
-    if config.has_pairs:
+    if config.has_pairs(len(chunks)):
         costs = with_exchange(costs or PassCosts.default(groups.pipeline), groups.pipeline)
     request, why = plan_request(config, groups.pipeline, m, len(chunks), costs)
     if why:

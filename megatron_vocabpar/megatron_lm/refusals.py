@@ -207,15 +207,13 @@ REFUSALS = (
         {"inprocess_restart": True},
     ),
     Refusal(
-        "--overlap-param-gather-with-optimizer-step",
-        _set("overlap_param_gather_with_optimizer_step"),
-        "Megatron's own schedule asks for the parameters of later chunks; use --overlap-param-gather alone",
-        {"overlap_param_gather_with_optimizer_step": True},
-    ),
-    Refusal(
-        "--reuse-grad-buf-for-mxfp8-param-ag with --overlap-param-gather",
-        lambda args: _set("reuse_grad_buf_for_mxfp8_param_ag")(args) and _set("overlap_param_gather")(args),
-        "S, T and IB write gradients where gathered parameters may still lie; leave out the one or the other",
+        "--reuse-grad-buf-for-mxfp8-param-ag with --overlap-param-gather, with Megatron before 0.19",
+        lambda args: (
+            _set("reuse_grad_buf_for_mxfp8_param_ag")(args)
+            and _set("overlap_param_gather")(args)
+            and not hasattr(args, "mtp_detach_heads")
+        ),
+        "gradients share a buffer with gathered parameters; not run; leave out the one or the other",
         {"reuse_grad_buf_for_mxfp8_param_ag": True, "overlap_param_gather": True},
     ),
     Refusal(
@@ -278,15 +276,12 @@ REFUSALS = (
 )
 
 
-def check(args: Any, config: FlagConfig) -> None:
-    """Check everything that depends on several flags, before process groups start.
+def problems_of(args: Any, config: FlagConfig) -> list[str]:
+    """What is refused of several flags together, a line each.
 
     Args:
         args: Megatron's arguments, parsed and not yet validated.
         config: the values of our flags.
-
-    Raises:
-        ValueError: naming every refused flag with its remedy.
     """
     problems = redistribution_problems(args, config)
     if config.runs_our_schedule:
@@ -297,6 +292,14 @@ def check(args: Any, config: FlagConfig) -> None:
         problems += graph_problems(args, config)
         problems += exchange_problems(args, config)
     problems += checkpoint_problems(args) if config.partitions_vocabulary else []
-    problems += head_problems(args, config)
-    if problems:
+    return problems + head_problems(args, config)
+
+
+def check(args: Any, config: FlagConfig) -> None:
+    """Check everything that depends on several flags, before process groups start.
+
+    Raises:
+        ValueError: naming every refused flag with its remedy.
+    """
+    if problems := problems_of(args, config):
         raise ValueError("--enable-vocab-parallel refuses these flags:\n  " + "\n  ".join(problems))

@@ -18,7 +18,7 @@ from megatron_vocabpar.megatron_lm.checkpoints import starting_checkpoint
 from megatron_vocabpar.megatron_lm.expert_exchange import leave_to_w
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import chain
-from megatron_vocabpar.megatron_lm.layouts import place_layers
+from megatron_vocabpar.megatron_lm.layouts import layout_notice, place_layers
 from megatron_vocabpar.megatron_lm.parsed import Declared, check_read, declared, not_run
 from megatron_vocabpar.megatron_lm.planning import build, check_costs, check_same_everywhere
 from megatron_vocabpar.megatron_lm.refusals import check
@@ -98,6 +98,8 @@ def _announcement(args: Any, config: FlagConfig) -> str:
             "\n> initial weights: with several model chunks per rank they are not those that the same seed "
             "gives without --enable-vocab-parallel"
         )
+    if config.partitions_vocabulary and (notice := layout_notice(args)):
+        text += f"\n{notice}"
     if config.partitions_vocabulary and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         text += (
             "\n> CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams of a GPU into one queue, so that collectives "
@@ -158,7 +160,7 @@ def model_class(
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             compare_once()
             options = signature.bind_partial(*args, **kwargs).arguments
-            if flags.splits_w:
+            if flags.splits_w(_model_chunks()):
                 options["config"].delay_wgrad_compute = True  # layers of Transformer Engine ask for it
             if flags.partitions_vocabulary:
                 options |= _partition(flags.options, options, true_size or true_vocabulary)
@@ -212,10 +214,14 @@ def _partition(
     }
 
 
+def _model_chunks() -> int:
+    """The model chunks on each rank."""
+    return parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+
+
 def _position(flags: FlagConfig, vp_stage: int | None, groups: Any = None) -> ChunkPosition:
     """The position of the chunk that the training script is about to build."""
-    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-    placement = flags.placement(parallel_state.get_pipeline_model_parallel_world_size(), chunks)
+    placement = flags.placement(parallel_state.get_pipeline_model_parallel_world_size(), _model_chunks())
     rank = parallel_state.get_pipeline_model_parallel_rank()
     return chunk_position(placement, rank, vp_stage or 0, groups or compat.model_groups())
 

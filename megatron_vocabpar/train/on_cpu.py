@@ -102,8 +102,12 @@ def stand_in_for_cuda() -> None:
     """Replace the names for the rest of this process."""
     for name, value in _cuda_names().items():
         setattr(torch.cuda, name, value)
+    if hasattr(torch, "accelerator"):  # torch's CUDA build asks it what a graph captures
+        torch.accelerator.current_accelerator = _answer()
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, _answer())
+    # torch's optimizers would ask the stream of a GPU, which torch's build for CUDA believes to be there.
+    torch.accelerator.current_accelerator = _answer()
     torch.nn.Module.cuda = lambda self, *_: self  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
     torch.Tensor.record_stream = _answer()  # type: ignore[method-assign]
@@ -178,9 +182,10 @@ class _ScalarWriter:
 
 def stand_in_for_tensorboard() -> None:
     """Let ``--tensorboard-dir`` write what tests compare."""
-    module = types.ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = _ScalarWriter  # type: ignore[attr-defined]
-    sys.modules[module.__name__] = module
+    for name in ("torch.utils.tensorboard", "torch.utils.tensorboard.writer"):
+        module = types.ModuleType(name)
+        module.SummaryWriter = _ScalarWriter  # type: ignore[attr-defined]
+        sys.modules[name] = module
 
 
 def stand_in() -> None:

@@ -31,3 +31,10 @@ def all_reduce_beside_products(rank: Rank, mib: int, size: int) -> Finding:
     """As the doctor's."""
     _plant()
     return overlap.all_reduce_beside_products.__wrapped__(rank, mib, size)
+
+
+@on_processes
+def all_to_all_beside_products(rank: Rank, mib: int, size: int) -> Finding:
+    """As the doctor's."""
+    _plant()
+    return overlap.all_to_all_beside_products.__wrapped__(rank, mib, size)

@@ -32,6 +32,7 @@ def test_every_row_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 OVERLAPS = {
     "copy_beside_products": {"device": "cuda"},
     "all_reduce_beside_products": {"device": "cuda", "processes": 2},
+    "all_to_all_beside_products": {"device": "cuda", "processes": 2},
 }
 
 

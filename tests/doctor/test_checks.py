@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,9 +180,13 @@ def test_communicators() -> None:
 
 
 @pytest.mark.long
-def test_a_collective_beside_products_is_timed() -> None:
-    figure = overlap.all_reduce_beside_products("cpu", 2, mib=1, size=64).figure
-    assert "all-reduce" in figure
+@pytest.mark.parametrize("what", ["all-reduce", "all-to-all"])
+def test_a_collective_beside_products_is_timed(what: str) -> None:
+    check = getattr(overlap, f"{what.replace('-', '_')}_beside_products")
+    figure = check("cpu", 2, mib=1, size=64).figure
+    assert re.search(rf"products [\d.]+ ms, {what} [\d.]+ ms, together [\d.]+ ms: -?\d+ % hidden", figure)
+    alone = check("cuda", 1)
+    assert (alone.outcome, alone.reason) == ("not run", "it needs two GPUs, and there is one")
 
 
 def _wrong(rank: int) -> tuple[list[str], list[str]]:
@@ -277,6 +282,7 @@ TINY = {
     "layers:output_layer": LAYER,
     "overlap:copy_beside_products": {"mib": 1, "size": 64},
     "overlap:all_reduce_beside_products": {"mib": 1, "size": 64},
+    "overlap:all_to_all_beside_products": {"mib": 1, "size": 64},
     "communicators:communicators": {"large_mib": 1},
     "training:train": {"vocab_size": 300},
 } | {f"kernels:{kernel}": sizes for kernel, sizes in SMALL.items()}
@@ -290,7 +296,7 @@ def test_the_whole_list_in_processes_of_its_own(tmp_path: Path, monkeypatch: pyt
     trained = ("training baseline", "training vocab-2")
     chosen = [c for c in every if not c.name.startswith("training") or c.name.startswith(trained)]
     found = {result.check: result for result in run_all(chosen, print)}
-    measured = {"a copy beside products", "an all-reduce beside products"}  # a CPU hides little
+    measured = {name for name in found if name.endswith(" beside products")}  # a CPU hides little
     of_gpus = {"GPUs", "row kernels in use"}
     assert {name for name, result in found.items() if result.outcome == "not run"} == of_gpus
     for name, result in found.items():

@@ -151,14 +151,13 @@ def test_scale_rows_rounds_once_and_leaves_x() -> None:
 def test_lift_brings_scaled_rows_into_the_range_of_fp16() -> None:
     x = torch.tensor([[1.0, -3.0], [100.0, 2.0]]).half()
     scale = torch.tensor([1e-9, 2e-9])
-    factor = lift(x, scale)
-    assert factor is not None
-    assert math.frexp(factor.item())[0] == 0.5  # a power of two
-    assert 2**14 <= scale_rows(x, scale * factor).abs().max() < 2**15
-    assert lift(x.bfloat16(), scale) is None
-    zero = lift(x, torch.zeros(2))
-    assert zero is not None
-    assert zero.isfinite().all()
+    factors, undo = lift(x, scale)
+    assert undo is not None
+    assert math.frexp(undo.item())[0] == 0.5  # a power of two
+    assert torch.equal(factors * undo, scale)
+    assert 2**14 <= scale_rows(x, factors).abs().max() < 2**15
+    assert lift(x.bfloat16(), scale) == (scale, None)
+    assert torch.equal(lift(x, torch.zeros(2))[0], torch.zeros(2))
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

@@ -21,7 +21,7 @@ if find_spec("triton") is None:  # as the package looks for it
 from megatron_vocabpar.layers.exponents import NOTHING
 from megatron_vocabpar.layers.kernels import dispatch, reference, reference_stats
 from megatron_vocabpar.layers.kernels.dispatch import use_kernels
-from megatron_vocabpar.layers.kernels.reference import Exponentials
+from megatron_vocabpar.layers.kernels.reference import LEEWAY, Exponentials
 from megatron_vocabpar.layers.numbers import Slopes
 from megatron_vocabpar.layers.softmax_stats import softmax_place
 from megatron_vocabpar.layers.terms import LossTerms
@@ -72,15 +72,21 @@ def both(
     return results[0], results[1]
 
 
-def check(expected: Exponentials, got: Exponentials, storage: torch.dtype = torch.float32) -> None:
+def check(
+    expected: Exponentials, got: Exponentials, storage: torch.dtype = torch.float32, leeway: int = 0
+) -> None:
+    """Equal but for rounding, and for offsets that are up to ``leeway`` below the specification's."""
     assert got.e is not None
     assert expected.e is not None
-    assert torch.equal(got.k, expected.k)
-    torch.testing.assert_close(got.s_rest, expected.s_rest, rtol=2e-6, atol=0)
+    below = expected.k - got.k
+    assert ((below >= 0) & (below <= leeway)).all(), below
+    factor = torch.exp2(-below)
+    torch.testing.assert_close(got.s_rest * factor, expected.s_rest, rtol=2e-6, atol=0)
     torch.testing.assert_close(got.target_logit, expected.target_logit, rtol=2e-6, atol=1e-6)
     tiny = 2.0**-24 if storage == torch.float16 else 2.0**-126
-    torch.testing.assert_close(got.e.float(), expected.e.float(), rtol=ROUNDING[storage], atol=tiny)
-    assert torch.equal(got.e == 0, expected.e == 0) or storage == torch.float16
+    e = got.e.float() * factor.unsqueeze(1)
+    torch.testing.assert_close(e, expected.e.float(), rtol=ROUNDING[storage], atol=tiny)
+    assert torch.equal(e == 0, expected.e == 0) or storage == torch.float16
 
 
 SHAPES = [
@@ -103,7 +109,7 @@ SHAPES = [
 def test_exponentials(n: int, columns: int, valid: int, storage: torch.dtype) -> None:
     logits, target = rows(n, columns, 4.0)
     logits[:, valid:] = torch.nan
-    check(*both(logits, target, valid, dtype=storage, storage=storage), storage)
+    check(*both(logits, target, valid, dtype=storage, storage=storage), storage, LEEWAY)
 
 
 @pytest.mark.parametrize("spread", [1.0, 30.0, 3000.0])
@@ -114,6 +120,55 @@ def test_large_logits_and_gaps(spread: float, dtype: torch.dtype) -> None:
     logits[0], logits[1, ::2], logits[2, :5] = -torch.inf, -torch.inf, 1e4
     logits[3, :] -= 1e4
     check(*both(logits, target, 770, dtype=dtype))
+
+
+PEAKS = {
+    "in the first block": (7, 3.0),
+    "in the last block": (9000, 3.0),
+    "far above, in the last block": (9000, 60.0),
+    "beyond fp32, in the last block": (9000, 700.0),
+    "infinite, in the last block": (9000, torch.inf),
+    "the target": (4242, 60.0),
+}
+
+
+@pytest.mark.parametrize("peak", PEAKS)
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_provisional_offset(peak: str, kept: bool) -> None:
+    """bf16 takes it from the first 4096 ids of a row; one that is far too small makes it read the row again.
+
+    It can't be too large, as it is that of an id of the row. Rows without a finite logit, in the first block
+    or at all, have none.
+    """
+    logits, target = rows(5, 9001, 1.0)
+    column, height = PEAKS[peak]
+    logits[:, column] = height
+    logits[1, :4096], logits[2, :] = -torch.inf, -torch.inf
+    logits[3, :4096] -= 200.0
+    target[:] = 4242
+    if kept:
+        expected, got = both(logits, target, 9001, dtype=torch.bfloat16, storage=torch.bfloat16)
+    else:
+        expected = reference.exponentials(logits.clone(), target, 9001)
+        got = dispatch.triton_kernels().exponentials(logits.to(DEVICE), target.to(DEVICE), 9001)
+        got = Exponentials(None, got.stats.cpu())
+    if height == torch.inf:
+        assert torch.equal(got.s_rest, expected.s_rest)  # and an E for which no result is defined
+        return
+    below = expected.k - got.k
+    assert below[2] == 0
+    assert (below[[1, 3]] == 0).all()  # they were read again, with the offset of the whole row
+    if not kept:
+        expected, got = (part._replace(e=torch.zeros(5, 1)) for part in (expected, got))
+    check(expected, got, torch.bfloat16, LEEWAY)
+
+
+def test_a_provisional_offset_may_be_too_small_by_the_leeway() -> None:
+    logits = torch.zeros(2, 5000)
+    logits[0, 4999], logits[1, 4999] = LEEWAY * 0.69, (LEEWAY + 1) * 0.7
+    expected, got = both(logits, torch.full((2,), -1), 5000, dtype=torch.bfloat16, storage=torch.bfloat16)
+    assert (expected.k - got.k).tolist() == [LEEWAY, 0]
+    check(expected, got, torch.bfloat16, LEEWAY)
 
 
 @pytest.mark.parametrize("gap", [0.0, 20.0, 75.0, 150.0])
@@ -307,6 +362,21 @@ def test_scale_rows(n: int, hidden: int, dtype: torch.dtype) -> None:
     got = dispatch.triton_kernels().scale_rows(x.to(DEVICE), scale.to(DEVICE))
     assert got.dtype == dtype
     torch.testing.assert_close(got.cpu(), reference.scale_rows(x, scale), rtol=ROUNDING[dtype], atol=0)
+
+
+@pytest.mark.parametrize(("n", "hidden"), [(1, 1), (5, 1025), (2050, 3)])
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-9, 0.3, 1.0, 1e20, 1e36])
+def test_lift(n: int, hidden: int, size: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, hidden, generator=generator).half()
+    scale = size * (torch.rand(n, generator=generator) - 0.7)
+    expected = reference.lift(x, scale)
+    got = dispatch.triton_kernels().lift(x.to(DEVICE), scale.to(DEVICE))
+    for one, other in zip(got, expected, strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one.cpu(), other)
+    assert dispatch.triton_kernels().lift(x.bfloat16(), scale) == (scale, None)
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_vocabpar.megatron_lm.expert_exchange import leave_to_w
+from megatron_vocabpar.megatron_lm.expert_exchange import OVERLAP, leave_to_w
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
+from megatron_vocabpar.megatron_lm.flags import ENABLE, config_from_argv
 from megatron_vocabpar.megatron_lm.planning import with_exchange
 from megatron_vocabpar.megatron_lm.refusals import check
 from megatron_vocabpar.schedule.times.costs import PassCosts
@@ -27,7 +28,6 @@ from tests.megatron_lm.test_training import FROM_WEIGHTS
 from tests.megatron_lm.training import Log, pretrain, words
 
 IN_FLOAT32 = Path(__file__).with_name("with_fp32_plans.py")
-OVERLAP = "--overlap-moe-expert-parallel-comm"
 MODEL = words(
     "--num-layers 8 --untie-embeddings-and-output-weights --num-experts 4 --moe-router-topk 2 "
     "--moe-aux-loss-coeff 1e-2 --disable-bias-linear --moe-token-dispatcher-type alltoall "
@@ -144,6 +144,28 @@ def test_refused(family: str, changes: dict[str, Any], message: str) -> None:
         check(SimpleNamespace(**ASKED | changes), FlagConfig(True, "vocab-2", family))
 
 
+@pytest.mark.parametrize("family", ["search", "auto"])
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_a_search_hides_the_exchange_if_ranks_have_chunks(family: str, chunks: int) -> None:
+    config = config_from_argv([ENABLE, "--vocab-parallel-family", family, OVERLAP])
+    args = SimpleNamespace(**ASKED | {"num_virtual_stages_per_pipeline_rank": chunks})
+    check(args, config)
+    args.num_virtual_stages_per_pipeline_rank = None
+    with pytest.raises(ValueError, match=rf"{family} runs F and B .* use dualpipev or 1f1b-overlap"):
+        check(args, config)
+
+
+def test_a_search_leaves_weight_gradients_to_megatron_where_no_family_splits_them_off() -> None:
+    config = config_from_argv([ENABLE, "--vocab-parallel-family", "search", OVERLAP])
+    for chunks, delays in ((2, False), (4, True)):
+        args = SimpleNamespace(
+            **ASKED | TE | {"num_virtual_stages_per_pipeline_rank": chunks, "delay_wgrad_compute": True}
+        )
+        check(args, config)
+        leave_to_w(args, config)
+        assert args.delay_wgrad_compute is delays
+
+
 @pytest.mark.parametrize("family", ["v-zb", "interleaved", "search", "auto"])
 @pytest.mark.parametrize(
     "changes", [{}, {"delay_wgrad_compute": True}, {"overlap_moe_expert_parallel_comm": False} | TE]
@@ -159,7 +181,7 @@ def test_other_families_say_which_to_choose(family: str, changes: dict[str, Any]
 
 @pytest.mark.parametrize(("family", "delays"), [("dualpipev", False), ("1f1b-overlap", True), ("v-zb", True)])
 def test_weight_gradients_are_left_to_w_where_it_is_a_pass(family: str, delays: bool) -> None:
-    args = SimpleNamespace(delay_wgrad_compute=True)
+    args = SimpleNamespace(**ASKED | {"delay_wgrad_compute": True})
     leave_to_w(args, FlagConfig(True, "vocab-2", family))
     assert args.delay_wgrad_compute is delays
 

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from megatron_vocabpar.megatron_lm.expert_exchange import OVERLAP
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
-from megatron_vocabpar.megatron_lm.planning import check_costs, plan_request, planned
+from megatron_vocabpar.megatron_lm.planning import check_costs, plan_request, planned, with_exchange
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts
@@ -154,6 +155,23 @@ def test_auto_takes_the_fastest_within_the_memory_and_says_why() -> None:
 def test_a_search_keeps_to_the_families_of_the_placement() -> None:
     config = config_from_argv(f"{ENABLE} --vocab-parallel-family search".split())
     assert plan_request(config, 2, 4, 2, None)[0].among == ["v-half", "v-min", "v-zb"]
+
+
+def test_auto_and_search_take_pairs_where_the_exchange_is_to_be_hidden() -> None:
+    hides = (OVERLAP, "--vocab-parallel-method", "vocab-2")
+    costs = with_exchange(PassCosts.default(4), 4)
+    request, why = plan_request(config_from_argv((*AUTO.split(), *hides)), 4, 12, 2, costs)
+    assert request.family_name == "dualpipev"
+    assert request.among == ["v-half", "v-min", "v-zb", "dualpipev"]
+    assert "auto takes vocab-2 in dualpipev, the fastest within 5 microbatches" in why
+    # Nothing to hide, as measured: the same chunks run without pairs.
+    nothing, _ = plan_request(config_from_argv((*AUTO.split(), *hides)), 4, 12, 2, PassCosts.default(4))
+    assert nothing.family_name in ("v-half", "v-min", "v-zb")
+    searching = config_from_argv((*AUTO.replace("auto", "search").split(), *hides))
+    assert plan_request(searching, 4, 12, 3, costs)[0].among == ["interleaved", "1f1b-overlap"]
+    assert searching.has_pairs(2)
+    assert not searching.has_pairs(1)
+    assert not searching.splits_w(3)
 
 
 def test_a_cost_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:

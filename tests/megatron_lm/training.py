@@ -245,13 +245,14 @@ class Ranks:
             job = {"processes": processes, "arguments": command, "port": store.port, "output": output.name}
             self._process.stdin.write(json.dumps(job) + "\n")
             self._process.stdin.flush()
-            codes = ""
+            codes, failed = "", f"no end after {_SECONDS} s"
             if select.select([self._process.stdout], [], [], _SECONDS)[0]:
                 codes = self._process.stdout.readline()
+                failed = f"{self._command} has ended; its standard error says why"
             text = output.read()
         if not codes:
             self.end()
-            return False, f"{text}\nno end after {_SECONDS} s"
+            return False, f"{text}\n{failed}"
         return not any(json.loads(codes)), f"{text}\nexit statuses: {codes}"
 
     def end(self) -> None:

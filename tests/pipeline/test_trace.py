@@ -29,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_vocabpar.layers import operands
+from megatron_vocabpar.layers.gemm import row_chunks
 from megatron_vocabpar.layers.kernels.dispatch import REFERENCE, use_kernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials
 from megatron_vocabpar.layers.targets import OwnedTargets
@@ -124,6 +125,11 @@ def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) 
     out = a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32) if out is None else out
     assert (*out.shape, out.dtype) == (a.shape[0], b.shape[1], torch.float32)
     return out
+
+
+def _chunks(device: torch.device, rows: int, columns: int, *_: int | None) -> list[slice]:
+    """``gemm.product_chunks``, by size alone."""
+    return row_chunks(rows, columns, transient_bytes=TRANSIENT_MIB * MIB)
 
 
 def _add_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: Any = None) -> None:
@@ -298,7 +304,7 @@ def _environment() -> Iterator[None]:
         for owner, name, replacement, _ in _REPLACED:
             stack.enter_context(patch.object(owner, name, replacement))
         stack.enter_context(patch.multiple(operands, product=_product, add_product_=_add_product_))
-        stack.enter_context(patch.object(operands, "transient_bytes", lambda _: TRANSIENT_MIB * MIB))
+        stack.enter_context(patch.object(operands, "product_chunks", _chunks))
         stack.enter_context(patch.object(forward_backward, "side_stream", lambda *_: _Stream()))
         stack.enter_context(patch.object(PointToPoint, "reap", lambda link: link._in_flight.clear()))
         stack.enter_context(patch.object(preparation, "share_microbatches", _share))

@@ -36,6 +36,7 @@ class RowKernels:
     name: str
     exponentials: Callable[..., Exponentials]
     scale_rows: Callable[..., Tensor]
+    lift: Callable[..., tuple[Tensor, Tensor | None]]
     scatter_add_rows_: Callable[..., None]
     merge: Callable[..., Softmax]
     row_gradient: Callable[..., RowGradient]
@@ -47,6 +48,7 @@ REFERENCE = RowKernels(
     "reference",
     reference.exponentials,
     reference.scale_rows,
+    reference.lift,
     reference.scatter_add_rows_,
     reference_stats.merge,
     reference_stats.row_gradient,
@@ -69,6 +71,7 @@ def triton_kernels() -> RowKernels:
         "triton",
         triton_exponentials.exponentials,
         triton_rows.scale_rows,
+        triton_rows.lift,
         triton_rows.scatter_add_rows_,
         triton_stats.merge,
         triton_stats.row_gradient,
@@ -136,6 +139,7 @@ def _served(specification: Callable[P, T], *decisive: int) -> Callable[P, T]:
 
 exponentials = _served(reference.exponentials, 0)
 scale_rows = _served(reference.scale_rows, 1)
+lift = _served(reference.lift, 1)
 scatter_add_rows_ = _served(reference.scatter_add_rows_, 0, 2)
 merge = _served(reference_stats.merge, 0)
 row_gradient = _served(reference_stats.row_gradient, 2)

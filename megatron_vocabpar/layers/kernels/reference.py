@@ -26,6 +26,13 @@ fp16 ends at 2^-24: with rows lifted by 2^14, ids down to 2^-39 of the most like
 to 448: lifted by 2^8, values are at most 362, and ids down to 2^-18 of the most likely one are kept.
 """
 
+LEEWAY = 8
+"""By how many exponents a device kernel's k may be below the row's own, for storage without headroom.
+
+It is 0 here. A kernel that reads a row once takes k from the row's first ids, and reads the row again if a
+later exponent exceeds it by more. Stored values are then up to 2^8, which costs no digit.
+"""
+
 
 class Exponentials(NamedTuple):
     """One shard's exponentials of the logits, without the target.
@@ -182,21 +189,22 @@ def scale_rows(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
     return scaled if out is None else out.copy_(scaled)
 
 
-def lift(x: Tensor, scale: Tensor) -> Tensor | None:
-    """The power of two that lifts scaled rows into the range of fp16, whose small numbers end at 2^-24.
+def lift(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Factors that lift scaled rows into the range of fp16, whose small numbers end at 2^-24.
 
     Args:
         x: [n, H].
         scale: [n] factors, fp32.
 
     Returns:
-        One element: scaled rows times it stay below 2^15. None unless x is fp16.
+        [n] factors, a power of two above ``scale``: rows times them stay below 2^15. And what undoes it, one
+        element. Without fp16 ``scale`` itself and None.
     """
     if x.dtype != torch.float16 or x.numel() == 0:
-        return None
+        return scale, None
     largest = (x.abs().amax(dim=1).to(scale.dtype) * scale.abs()).amax()
-    exponent = torch.frexp(largest).exponent.to(scale.dtype)
-    return power_of_two(15 - exponent).reshape(1)
+    lifted = power_of_two(15 - torch.frexp(largest).exponent.to(scale.dtype)).reshape(1)
+    return scale * lifted, 1 / lifted
 
 
 def scatter_add_rows_(

@@ -1,10 +1,14 @@
 """The S pass between its matrix products as one Triton kernel: 4 bytes read and 2 written per element.
 
-One program handles one row and reads it twice in blocks, the second time from the cache. Signature, steps and
-results are those of ``reference.exponentials``, but for the order of summation and the last bit of exp2.
+One program handles one row, in blocks. Signature, steps and results are those of ``reference.exponentials``,
+but for the order of summation, the last bit of exp2, and provisional offsets.
 
-Loads are masked by the row's end alone; the target and the padding are masked after the load. Any other mask
-of a load would keep the compiler from loading 16 bytes at a time.
+Where the storage has fp32's exponents, the offset is that of the row's first block, which is read twice. For
+example, with a first block up to 2^3 and a last one up to 2^9, E is stored relative to 2^3, up to 2^6. Only a
+row with an id above 2^(3 + LEEWAY) is read again, with the offset of the whole row.
+
+Loads are masked by the row's end alone; the target and the padding are masked after the load, and only in
+their blocks. Any other mask of a load would keep the compiler from loading 16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_vocabpar.layers import exponents
-from megatron_vocabpar.layers.kernels.reference import HEADROOM, Exponentials
+from megatron_vocabpar.layers.kernels.reference import HEADROOM, LEEWAY, Exponentials
 from megatron_vocabpar.layers.numbers import STATS_WIDTH
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
@@ -23,6 +27,8 @@ _LIMIT = tl.constexpr(exponents.EXPONENT_LIMIT)
 _LOG2_E = tl.constexpr(exponents.LOG2_E)
 _LN2_HIGH = tl.constexpr(exponents.LN2_HIGH)
 _LN2_LOW = tl.constexpr(exponents.LN2_LOW)
+_MASKED = tl.constexpr(torch.finfo(torch.float32).min)  # unlike -inf, no logit that has overflowed
+_LEEWAY = tl.constexpr(LEEWAY)
 _ROUND = tl.constexpr(1.5 * 2**23)
 """Adding and subtracting it rounds fp32 within +-2^22 to whole numbers, halves to even ones."""
 
@@ -34,13 +40,13 @@ FP_FUSION = False
 
 
 @triton.jit
-def _transform(y, logit_scale, softcap, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scaled and capped logits. NaN stays NaN."""
-    y = y * logit_scale
+def _transform(raw, logit_scale, softcap, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scaled and capped logits. NaN stays NaN; what is masked becomes -inf, or as good as that."""
+    y = raw * logit_scale
     if SOFTCAP:
         decay = tl.exp2(tl.abs(y) / softcap * (-2.0 * _LOG2_E))
         size = (1.0 - decay) / (1.0 + decay) * softcap
-        y = tl.where(y < 0.0, -size, size)
+        y = tl.where(raw == _MASKED, -float("inf"), tl.where(y < 0.0, -size, size))
     return y
 
 
@@ -72,9 +78,60 @@ def power_of_two(q):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _exponential(y, q, k):  # type: ignore[no-untyped-def]
-    """exp(y) / 2^k."""
-    return tl.exp2(remainder(y, q) * _LOG2_E) * power_of_two(q - k)
+def _keep(y, column, start, valid_rows, target, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``y``, masked at the target and in the padding. Only their blocks take instructions for it."""
+    if (start + BLOCK > valid_rows) | ((target >= start) & (target < start + BLOCK)):
+        y = tl.where((column < valid_rows) & (column != target), y, _MASKED)
+    return y
+
+
+@triton.jit
+def exponential(y, k, CLAMP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """exp(y) / 2^k; 0 if that is below 2^-126. Without CLAMP it has to be below 2^127.
+
+    The sum of y log2(e) - k and 1.5 * 2^23 has q - k in its lowest bits, rounded. For example, y = 10 and
+    k = 12 give 12582912 + 2; these bits, moved to where fp32 has its exponent, are 2^2.
+    """
+    zero = _ROUND - k
+    moved = tl.maximum(tl.fma(y, _LOG2_E, zero), _ROUND - 127.0)
+    if CLAMP:
+        moved = tl.minimum(moved, _ROUND + 127.0)
+    power = ((moved.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(tl.float32, bitcast=True)
+    return tl.exp2(remainder(y, moved - zero) * _LOG2_E) * power
+
+
+@triton.jit
+def _row_of_exponentials(  # type: ignore[no-untyped-def]
+    row_logits,
+    row_e,
+    columns,
+    valid_rows,
+    target,
+    k,
+    logit_scale,
+    softcap,
+    STORE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    CLAMP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One pass: the exponentials are stored, rounded; returns their unrounded sum, and the largest logit."""
+    block = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    highest = tl.full([BLOCK], -float("inf"), tl.float32)
+    for start in range(0, columns, BLOCK):
+        column = start + block
+        y = tl.load(row_logits + column, mask=column < columns, other=0.0)
+        y = _keep(y, column, start, valid_rows, target, BLOCK=BLOCK)
+        capped = _transform(y, logit_scale, softcap, SOFTCAP=SOFTCAP)
+        value = exponential(capped, k, CLAMP=CLAMP)
+        total += value
+        highest = tl.maximum(highest, capped)
+        if STORE:
+            if SOFTCAP:
+                value = value * _slope(y, logit_scale, softcap)
+            tl.store(row_e + column, value.to(row_e.dtype.element_ty), mask=column < columns)
+    return tl.sum(total, axis=0), tl.max(highest, axis=0)
 
 
 @triton.jit
@@ -95,14 +152,15 @@ def _exponentials_kernel(  # type: ignore[no-untyped-def]
     softcap,
     HEADROOM: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
+    PROVISIONAL: tl.constexpr,
     STORE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * logits_stride
+    row_e = e + row * e_stride
     row_stats = stats + row * stats_stride
-    block = tl.arange(0, BLOCK)
 
     # 1. the target leaves the row
     target = tl.load(target_row + row)
@@ -115,35 +173,34 @@ def _exponentials_kernel(  # type: ignore[no-untyped-def]
     if SOFTCAP:
         tl.store(target_slope + row, tl.where(owned, _slope(target_logit, logit_scale, softcap), 0.0))
 
-    # 2. and 3. the row's offset
+    # 2. and 3. the row's offset; a provisional one is that of the first block
     if HAS_OFFSET:
         k = tl.load(offset + row * offset_stride)
     else:
-        highest = tl.full([BLOCK], -_LIMIT, tl.float32)
-        for start in range(0, columns, BLOCK):
+        block = tl.arange(0, BLOCK)
+        highest = tl.full([BLOCK], -float("inf"), tl.float32)
+        for start in range(0, BLOCK if PROVISIONAL else columns, BLOCK):
             column = start + block
-            keep = (column < valid_rows) & (column != target)
             y = tl.load(row_logits + column, mask=column < columns, other=0.0)
-            y = _transform(y, logit_scale, softcap, SOFTCAP=SOFTCAP)
-            highest = tl.maximum(highest, exponent(tl.where(keep, y, -float("inf"))))
-        k = tl.max(highest, axis=0)
+            highest = tl.maximum(highest, _keep(y, column, start, valid_rows, target, BLOCK=BLOCK))
+        k = exponent(_transform(tl.max(highest, axis=0), logit_scale, softcap, SOFTCAP=SOFTCAP))
         k = tl.where(k == -_LIMIT, k, k - HEADROOM)
     tl.store(row_stats, k)
 
-    # 4. and 5. exponentials: unrounded into the sum, rounded into the storage
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, columns, BLOCK):
-        column = start + block
-        keep = (column < valid_rows) & (column != target)
-        raw = tl.load(row_logits + column, mask=column < columns, other=0.0)
-        y = tl.where(keep, _transform(raw, logit_scale, softcap, SOFTCAP=SOFTCAP), -float("inf"))
-        value = _exponential(y, exponent(y), k)
-        total += value
-        if STORE:
-            if SOFTCAP:
-                value = tl.where(keep, value * _slope(raw, logit_scale, softcap), 0.0)
-            tl.store(e + row * e_stride + column, value.to(e.dtype.element_ty), mask=column < columns)
-    tl.store(row_stats + 1, tl.sum(total, axis=0))
+    # 4. and 5. exponentials
+    total, highest = _row_of_exponentials(
+        row_logits, row_e, columns, valid_rows, target, k, logit_scale, softcap,
+        STORE=STORE, SOFTCAP=SOFTCAP, CLAMP=not PROVISIONAL, BLOCK=BLOCK,
+    )  # fmt: skip
+    if PROVISIONAL:  # noqa: SIM102, one condition is the compiler's
+        if highest * _LOG2_E - k > _LEEWAY:  # also for +inf
+            k = exponent(highest)
+            tl.store(row_stats, k)
+            total, _ = _row_of_exponentials(
+                row_logits, row_e, columns, valid_rows, target, k, logit_scale, softcap,
+                STORE=STORE, SOFTCAP=SOFTCAP, CLAMP=True, BLOCK=BLOCK,
+            )  # fmt: skip
+    tl.store(row_stats + 1, total)
 
 
 def exponentials(
@@ -163,7 +220,7 @@ def exponentials(
     assert out is None or out.stride(1) == 1 or out.shape[1] <= 1
     n, columns = logits.shape
     stats = logits.new_empty((n, STATS_WIDTH)) if stats is None else stats
-    softcap = terms.softcap
+    softcap, headroom = terms.softcap, HEADROOM.get(logits.dtype if dtype is None else dtype, 0)
     slope = None if softcap is None else logits.new_empty(n)
     if n:
         # With 4096 elements registers spill: with a cap on sm_80; with P 8194, whose rows are read element by
@@ -185,8 +242,10 @@ def exponentials(
             valid_rows,
             float(terms.logit_scale),
             1.0 if softcap is None else float(softcap),
-            HEADROOM=HEADROOM.get(logits.dtype if dtype is None else dtype, 0),
+            HEADROOM=headroom,
             HAS_OFFSET=offset is not None,
+            # Storage without headroom has fp32's exponents. E in the logits' place leaves no second pass.
+            PROVISIONAL=offset is None and not headroom and (out is None or out.dtype != logits.dtype),
             STORE=out is not None,
             SOFTCAP=softcap is not None,
             BLOCK=block,

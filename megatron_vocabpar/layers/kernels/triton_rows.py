@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_vocabpar.layers.kernels.triton_exponentials import FP_FUSION
+from megatron_vocabpar.layers.kernels.triton_exponentials import FP_FUSION, power_of_two
 
 _BLOCK = 1024
 _REPEATS = 16
@@ -32,6 +32,50 @@ def _scale_rows_kernel(  # type: ignore[no-untyped-def]
     inside = column < columns
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32) * factor
     tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _peaks_kernel(  # type: ignore[no-untyped-def]
+    x,  # [n, H]
+    x_stride,
+    scale,  # [n] fp32
+    peaks,  # [n] fp32
+    columns,  # H
+    BLOCK: tl.constexpr,
+):
+    """The largest absolute value of each scaled row."""
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(x + row * x_stride + column, mask=column < columns, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value))
+    tl.store(peaks + row, tl.max(largest, axis=0) * tl.abs(tl.load(scale + row)))
+
+
+@triton.jit
+def _lift_kernel(  # type: ignore[no-untyped-def]
+    peaks,  # [n] fp32
+    scale,  # [n] fp32
+    factors,  # [n] fp32
+    undo,  # [1] fp32
+    n,
+    BLOCK: tl.constexpr,
+):
+    """One program; 2^(e - 1) <= the largest peak < 2^e are its bits 23 to 30, from which 126 is taken."""
+    block = tl.arange(0, BLOCK)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, n, BLOCK):
+        inside = start + block < n
+        largest = tl.maximum(largest, tl.load(peaks + start + block, mask=inside, other=0.0))
+    peak = tl.max(largest, axis=0)
+    exponent = ((peak.to(tl.int32, bitcast=True) >> 23) & 255).to(tl.float32) - 126.0
+    power = power_of_two(15.0 - tl.where(peak == 0.0, 0.0, exponent))
+    for start in range(0, n, BLOCK):
+        inside = start + block < n
+        value = tl.load(scale + start + block, mask=inside, other=0.0) * power
+        tl.store(factors + start + block, value, mask=inside)
+    tl.store(undo, 1.0 / power)
 
 
 @triton.jit
@@ -101,6 +145,19 @@ def scale_rows(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
             enable_fp_fusion=FP_FUSION,
         )
     return out
+
+
+def lift(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
+    """As ``reference.lift``, for fp32 factors."""
+    if x.dtype != torch.float16 or x.numel() == 0:
+        return scale, None
+    n, columns = x.shape
+    x, scale = x if x.stride(1) == 1 else x.contiguous(), scale.contiguous()
+    peaks, factors, undo = scale.new_empty(n), scale.new_empty(n), scale.new_empty(1)
+    options = {"BLOCK": _BLOCK, "enable_fp_fusion": FP_FUSION}
+    _peaks_kernel[(n,)](x, x.stride(0), scale, peaks, columns, **options)
+    _lift_kernel[(1,)](peaks, scale, factors, undo, n, **options)
+    return factors, undo
 
 
 def scatter_add_rows_(

@@ -1,0 +1,190 @@
+"""Megatron Bridge's configuration, read as Megatron's arguments, and what of it is refused.
+
+Bridge has no command line: its ``ConfigContainer`` holds sections, whose fields have the names of Megatron's
+arguments but for a few. So the same rules decide, on the container of a run (``checking``) and on those of
+its recipes (``docs/recipes.md``). Read at Megatron Bridge v0.6.0. Standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_vocabpar.megatron_lm.bindings import Binding
+from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
+from megatron_vocabpar.megatron_lm.layouts import layout_notice
+from megatron_vocabpar.megatron_lm.options import ROW_OF
+from megatron_vocabpar.megatron_lm.refusals import Refusal, problems_of
+
+UPDATE = Binding(
+    "megatron.bridge.training.config",
+    "runtime_config_update",
+    ("megatron.bridge.training.pretrain",),
+    "refuses what cannot be run, before process groups start",
+)
+_SECTIONS = (
+    *("rng", "logger", "validation", "scheduler", "train", "rerun_state_machine", "dist", "checkpoint"),
+    *("optimizer", "ddp", "model"),
+)
+"""Where two sections have a field of one name, the later one's value counts if it is set."""
+
+_NAMES = {
+    "num_moe_experts": "num_experts",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "average_in_collective": "ddp_average_in_collective",
+    "bucket_size": "ddp_bucket_size",
+    "fp8_param": "fp8_param_gather",
+    "fp4_param": "fp4_param_gather",
+    "enable_megatron_core_experimental": "enable_experimental",
+}
+"""Fields of Bridge whose arguments have another name."""
+
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+
+_FIELDS = """
+    activation_func gated_linear_unit bias_activation_fusion init_method output_layer_init_method
+    embedding_init_method transformer_layer_spec scatter_embedding_sequence_parallel parallel_output
+    should_pad_vocab vocab_size seq_length persist_layer_norm num_moe_experts rotary_percent hf_model_id
+    hf_model_revision mtp_enabled use_te_rng_tracker generation_config beta_fast beta_slow
+    original_max_position_embeddings yarn_rotary_scaling_factor params_dtype
+    share_embeddings_and_output_weights pipeline_dtype autocast_dtype fp8_dot_product_attention
+    disable_parameter_transpose_cache hetereogenous_dist_checkpoint moe_a2a_overlap
+    deallocate_pipeline_outputs batch_p2p_comm batch_p2p_sync cuda_graph_modules cuda_graph_scope
+    rope_scaling yarn_mscale yarn_mscale_all_dim timers finalize_model_grads_func grad_scale_func
+    no_sync_func grad_sync_func param_sync_func external_gpu_device_map perform_initialization
+"""
+_READ = frozenset(_FIELDS.split())
+"""Fields of the model, the optimizer and its buffers that no argument of Megatron has, and that were read."""
+
+
+BRIDGE_REFUSALS = (
+    Refusal(
+        "model: a provider with a model of its own",
+        lambda args: args.own_model is not None,
+        "only the GPTModel that GPTModelProvider.provide builds is partitioned; a vision model and "
+        "HybridModel have not been run through Bridge; train without vocabulary parallelism",
+        {"own_model": "Qwen3VLMoEModelProvider"},
+    ),
+    Refusal(
+        "peft",
+        lambda args: args.peft is not None,
+        "adapters beside frozen vocabulary shards have not been run; train without vocabulary parallelism",
+        {"peft": "LoRA"},
+    ),
+)
+"""What Bridge has and Megatron's arguments have not."""
+
+
+def as_arguments(container: Any) -> SimpleNamespace:
+    """The values of a ``ConfigContainer`` by the names of Megatron's parsed arguments.
+
+    Args:
+        container: after Bridge's own ``runtime_config_update``.
+
+    Returns:
+        Also ``peft``, the name of an adapter's class, and ``own_model``, that of a model provider which does
+        not build a plain ``GPTModel``; both may be None.
+    """
+    values: dict[str, Any] = {}
+    for section in _SECTIONS:
+        for name, value in vars(getattr(container, section, None) or SimpleNamespace()).items():
+            name = _NAMES.get(name, name)
+            if not name.startswith("_") and (value or name not in values):
+                values[name] = _plain(value)
+    model = container.model
+    values["pipeline_model_parallel_layout"] = _layout(getattr(model, "pipeline_model_parallel_layout", None))
+    tied = getattr(model, "share_embeddings_and_output_weights", True)
+    values["untie_embeddings_and_output_weights"] = not tied
+    values["peft"] = None if container.peft is None else type(container.peft).__name__
+    values["own_model"] = None if _builds_gpt(type(model)) else type(model).__name__
+    return SimpleNamespace(**values)
+
+
+def unread(container: Any) -> Iterator[str]:
+    """Fields of the model, its buffers and the optimizer that a user changed and that nobody has read."""
+    own = () if _builds_gpt(type(container.model)) else ("model",)
+    for section in {"optimizer", "ddp", "model"}.difference(own):
+        config = getattr(container, section)
+        for field in dataclasses.fields(config):
+            name = _NAMES.get(field.name, field.name)
+            if not (name.startswith("_") or name in ROW_OF or field.name in _READ or name in _READ):
+                value = getattr(config, field.name)
+                if value and value != _default(field):
+                    yield f"{section}.{field.name} {str(value)[:40]}"
+
+
+def problems(args: Any, config: FlagConfig) -> list[str]:
+    """Why a run of Bridge with these arguments is refused: a line each; an empty list if it is not."""
+    own = [f"{row.flag}: {row.remedy}" for row in BRIDGE_REFUSALS if row.is_asked(args)]
+    return own + problems_of(args, config)
+
+
+def checking(original: Callable[..., None], config: FlagConfig) -> Callable[..., None]:
+    """Bridge's ``runtime_config_update``, which then refuses what we cannot run.
+
+    It runs on every rank before any process group exists.
+    """
+
+    @wraps(original)
+    def update(cfg: Any, *args: Any, **kwargs: Any) -> None:
+        original(cfg, *args, **kwargs)
+        arguments = as_arguments(cfg)
+        found = problems(arguments, config)
+        found += [
+            f"{field}: nobody has read what it does to partitioned vocabulary layers" for field in unread(cfg)
+        ]
+        if found:
+            raise ValueError("VOCAB_PARALLEL_FLAGS: this configuration is refused:\n  " + "\n  ".join(found))
+        if os.environ.get("RANK", "0") == "0" and (notice := layout_notice(arguments)):
+            print(notice, flush=True)
+
+    return update
+
+
+def check_door() -> None:
+    """Refuse a door that was opened before Bridge was imported, so that nobody has checked its settings.
+
+    Raises:
+        ValueError: naming the order that works.
+    """
+    module = sys.modules.get("megatron.bridge.training.pretrain")
+    if module is not None and not hasattr(module.runtime_config_update, "__wrapped__"):
+        raise ValueError(
+            "megatron.bridge was imported after megatron_vocabpar.frameworks.door, which then does not check "
+            "its configuration; import megatron.bridge.training.pretrain first"
+        )
+
+
+def _builds_gpt(provider: type) -> bool:
+    """Whether a provider's ``provide`` is that of ``GPTModelProvider``."""
+    owner = next((base for base in provider.__mro__ if "provide" in vars(base)), None)
+    return owner is not None and owner.__name__ == "GPTModelProvider"
+
+
+def _plain(value: Any) -> Any:
+    """Names for members of enumerations, which Megatron's parsed arguments have too."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+def _layout(value: Any) -> str | None:
+    """``Et|tL`` of a text, of rows such as ``[["embedding", "decoder"], …]``, or of Megatron's object."""
+    value = getattr(value, "input_data", value)
+    if not isinstance(value, list):
+        return value
+    return "|".join("".join(_LETTERS[_plain(layer)] for layer in row) for row in value)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default

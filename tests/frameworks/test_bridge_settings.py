@@ -1,0 +1,117 @@
+"""Megatron Bridge's configuration is judged by the rules for Megatron's arguments; Bridge is not needed."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_vocabpar.frameworks.bridge import as_arguments, check_door, checking, unread
+from megatron_vocabpar.frameworks.install import config_from
+
+CONFIG = config_from({})
+
+
+class Backend(enum.Enum):
+    """As ``AttnBackend``."""
+
+    FLASH = 1
+
+
+@dataclass
+class GPTModelProvider:
+    """As Bridge's, with a few of its fields."""
+
+    num_layers: int = 4
+    pipeline_model_parallel_size: int = 2
+    virtual_pipeline_model_parallel_size: int | None = None
+    pipeline_model_parallel_layout: Any = None
+    share_embeddings_and_output_weights: bool = False
+    attention_backend: Backend = Backend.FLASH
+    num_moe_experts: int | None = None
+    transformer_impl: str = "local"
+    of_tomorrow: list[int] = field(default_factory=list)
+
+    def provide(self) -> None:
+        """The model."""
+
+
+class AdaptedProvider(GPTModelProvider):
+    """Builds the same model."""
+
+
+class VisionProvider(GPTModelProvider):
+    """Builds a model of its own."""
+
+    def provide(self) -> None:
+        """Another model."""
+
+
+@dataclass
+class Buffers:
+    """As ``DistributedDataParallelConfig``."""
+
+    overlap_param_gather: bool = True
+    average_in_collective: bool = True
+
+
+@dataclass
+class Optimizer:
+    """As ``OptimizerConfig``."""
+
+    overlap_param_gather: bool = False
+    lr: float = 1e-3
+
+
+def container(model: Any = None, **sections: Any) -> SimpleNamespace:
+    parts = {"model": model or GPTModelProvider(), "ddp": Buffers(), "optimizer": Optimizer(), "peft": None}
+    return SimpleNamespace(**parts | sections)
+
+
+def test_fields_have_the_names_of_megatrons_arguments() -> None:
+    rows = [["embedding", "decoder"], ["decoder", "mtp", "loss"]]
+    model = AdaptedProvider(pipeline_model_parallel_layout=rows, num_moe_experts=8)
+    args = as_arguments(container(model))
+    assert args.num_experts == 8
+    assert args.pipeline_model_parallel_layout == "Et|tmL"
+    assert args.overlap_param_gather  # of the buffers, though the optimizer's is not set
+    assert args.ddp_average_in_collective
+    assert args.untie_embeddings_and_output_weights
+    assert args.attention_backend == "FLASH"
+    assert args.own_model is None
+
+
+def test_what_is_refused_is_named_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    updated: list[Any] = []
+    update = checking(updated.append, CONFIG)
+    update(container(GPTModelProvider(pipeline_model_parallel_layout="Ettt|tL")))
+    assert "as even as can be: Ett|ttL" in capsys.readouterr().out
+    assert len(updated) == 1
+    model = VisionProvider(virtual_pipeline_model_parallel_size=2, of_tomorrow=[1])
+    checkpoint = SimpleNamespace(inprocess_restart=True)
+    with pytest.raises(ValueError, match="VOCAB_PARALLEL_FLAGS") as error:
+        update(container(model, peft=SimpleNamespace(), checkpoint=checkpoint))
+    for reason in ("a provider with a model of its own", "peft: ", "--inprocess-restart", "--vocab-parallel"):
+        assert reason in str(error.value)
+
+
+def test_a_changed_field_that_nobody_has_read_is_refused() -> None:
+    assert list(unread(container())) == []
+    changed = container(GPTModelProvider(of_tomorrow=[1]))
+    assert list(unread(changed)) == ["model.of_tomorrow [1]"]
+    with pytest.raises(ValueError, match=r"model.of_tomorrow \[1\]: nobody has read"):
+        checking(lambda _: None, CONFIG)(changed)
+
+
+def test_a_door_before_bridge_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_door()
+    late = SimpleNamespace(runtime_config_update=lambda _: None)
+    monkeypatch.setitem(sys.modules, "megatron.bridge.training.pretrain", late)
+    with pytest.raises(ValueError, match=r"import megatron\.bridge\.training\.pretrain first"):
+        check_door()
+    late.runtime_config_update = checking(late.runtime_config_update, CONFIG)
+    check_door()

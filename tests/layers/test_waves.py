@@ -1,0 +1,114 @@
+"""Chunks by waves, and the table of ``docs/kernels.md`` for the vocabularies of real models.
+
+``python -m tests.layers.test_waves`` prints the table.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_vocabpar.layers.gemm import product_chunks
+from megatron_vocabpar.layers.partition import padded_vocab_size
+from megatron_vocabpar.layers.waves import (
+    H200,
+    Machine,
+    chunk_seconds,
+    machine_of,
+    product_seconds,
+    rows_per_chunk,
+)
+from megatron_vocabpar.plan.read_config import model_presets
+
+SIZES = (4, 8, 16, 32)
+LIMITS = {4: 1.15, 8: 1.12, 16: 1.15, 32: 1.22}
+SMALL = ("mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b")
+"""Shards of 1,000 to 4,096 ids, or H 2048: what does not shrink with the products weighs more."""
+
+LAUNCHES = 10  # of a microbatch, beside two per chunk
+BYTES = 12  # of each element of [n, H]: rows of X and dX, read and written once
+MEMORY = 4.0e12
+BEFORE = (2**25, 40)
+"""Bytes of a chunk whatever its tiles, and instructions of the two passes for an element."""
+
+
+def bare(n: int, ids: int, hidden: int) -> tuple[float, float]:
+    """Seconds of the three products: the logits, and the two of T."""
+    return product_seconds(n, ids, hidden), product_seconds(n, hidden, ids) + product_seconds(ids, hidden, n)
+
+
+def ratio(n: int, ids: int, hidden: int, rows: int, **options: int) -> float:
+    """Modelled S + T over the three bare products, with chunks of ``rows`` tokens."""
+    logits, others = bare(n, ids, hidden)
+    chunks = sum(chunk_seconds(min(rows, n - start), ids, hidden, **options) for start in range(0, n, rows))
+    rest = BYTES * n * hidden / MEMORY + LAUNCHES * 2e-6
+    return (chunks + others + rest) / (logits + others)
+
+
+def model_ratios(name: str, p: int) -> tuple[float, float]:
+    """Of a preset with its own n and H: before, and now."""
+    preset = model_presets()[name]
+    n, config = preset["seq_length"], preset["config"]
+    hidden = config["hidden_size"]
+    ids = padded_vocab_size(config["vocab_size"], p) // p
+    before = ratio(n, ids, hidden, BEFORE[0] // (4 * ids), instructions=BEFORE[1])
+    return before, ratio(n, ids, hidden, rows_per_chunk(n, ids, hidden))
+
+
+def table() -> str:
+    """The rows of the documents' table: of each vocabulary the models that have the worst ratios."""
+    lines = [
+        "| V | models | " + " | ".join(f"p {p}" for p in SIZES) + " |",
+        "|---:|---|" + "---|" * len(SIZES),
+    ]
+    vocabularies: dict[tuple[int, bool], list[str]] = {}
+    for name, preset in model_presets().items():
+        vocabularies.setdefault((preset["config"]["vocab_size"], name in SMALL), []).append(name)
+    for (size, _), names in sorted(vocabularies.items()):
+        found = [max((model_ratios(name, p) for name in names), key=lambda pair: pair[1]) for p in SIZES]
+        cells = " | ".join(f"{before:.2f} → {now:.2f}" for before, now in found)
+        lines.append(f"| {size:,} | {', '.join(names)} | {cells} |")
+    return "\n".join(lines)
+
+
+def test_the_document_has_the_table() -> None:
+    page = Path(__file__).parents[2] / "docs" / "kernels.md"
+    assert table() in page.read_text(encoding="utf-8"), table()
+
+
+@pytest.mark.parametrize("p", SIZES)
+def test_no_vocabulary_is_far_from_the_products(p: int) -> None:
+    ratios = {name: model_ratios(name, p) for name in model_presets()}
+    assert {name: now for name, (_, now) in ratios.items() if now > LIMITS[p]}.keys() <= set(SMALL)
+    assert all(now <= before for before, now in ratios.values())
+    assert sum(now < before - 0.03 for before, now in ratios.values()) > len(ratios) / 2
+
+
+def test_whole_waves_are_chosen() -> None:
+    """32 MiB hold 262 tokens' logits of 32,000 ids: 375 tiles, 3 waves of 132. 256 tokens need 2."""
+    assert rows_per_chunk(2048, 32000, 4096) == 256
+    assert product_seconds(262, 32000, 4096) == pytest.approx(1.5 * product_seconds(256, 32000, 4096))
+
+
+def test_a_device_with_other_multiprocessors_has_other_chunks() -> None:
+    assert rows_per_chunk(4096, 19072, 4096, Machine(108, 40 * 2**20)) != rows_per_chunk(4096, 19072, 4096)
+    assert machine_of(torch.device("meta")) == H200
+
+
+@pytest.mark.parametrize(("n", "ids"), [(2048, 32768), (2048, 50304), (300, 16), (1, 100_000), (77, 10**7)])
+def test_chunks_cover_the_tokens_within_their_memory(n: int, ids: int) -> None:
+    chunks = product_chunks(torch.device("meta"), n, ids, 1024)
+    assert [token for rows in chunks for token in range(rows.start, rows.stop)] == list(range(n))
+    size = chunks[0].stop
+    assert size == n or size % 128 == 0
+    assert size <= 128 or 4 * size * ids <= 64 * 2**20
+
+
+def test_no_tokens_have_no_chunks() -> None:
+    assert product_chunks(torch.device("meta"), 0, 100, 64) == []
+
+
+if __name__ == "__main__":
+    print(table())
