@@ -85,6 +85,11 @@ def model_problems(args: Any, config: FlagConfig) -> list[str]:
             f"--mtp-num-layers: method {config.method} in {config.schedule} has labels and the last stage on "
             "different ranks; use vocab-1 or vocab-2, or 1f1b or interleaved"
         ]
+    if getattr(args, "defer_embedding_wgrad_compute", None) and not config.partitions_vocabulary:
+        return [
+            "--defer-embedding-wgrad-compute: Megatron's own schedule computes what a whole output layer "
+            "defers; use vocab-1 or vocab-2, whose pass T is delayed anyway, or leave it out"
+        ]
     return []
 
 

@@ -122,12 +122,6 @@ REFUSALS = (
         {"optimizer_cuda_graph": True},
     ),
     Refusal(
-        "--defer-embedding-wgrad-compute",
-        _set("defer_embedding_wgrad_compute"),
-        "pass T delays the weight gradient already; leave it out",
-        {"defer_embedding_wgrad_compute": True},
-    ),
-    Refusal(
         "--overlap-dispatch-backward-with-experts-wgrad",
         _set("overlap_dispatch_backward_with_experts_wgrad"),
         "the experts' weight gradients in their exchange have not been run beside W and pairs; leave it out",

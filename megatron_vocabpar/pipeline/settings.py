@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 def check_settings(config: Any, adjust_tensor_shapes_fn: Any, vocabulary_parallel: bool) -> None:
     """Raise a ValueError for such a setting, with its name and the remedy."""
     refused = [
-        (config.defer_embedding_wgrad_compute, "defer_embedding_wgrad_compute", "turn it off"),
+        (
+            config.defer_embedding_wgrad_compute and not vocabulary_parallel,
+            "defer_embedding_wgrad_compute",
+            "turn it off, or use a method that partitions the vocabulary",
+        ),
         (
             config.num_microbatches_with_partial_activation_checkpoints is not None,
             "num_microbatches_with_partial_activation_checkpoints",

@@ -41,7 +41,10 @@ def install() -> None:
 
 
 class _Names(importlib.abc.Loader):
-    """A module that has every name: a class if it begins with a capital, else a decorator with arguments."""
+    """A module that has every name: a class if it begins with a capital, else a function that says None.
+
+    Functions of energon decorate with arguments.
+    """
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
         return None
@@ -52,7 +55,9 @@ class _Names(importlib.abc.Loader):
                 raise AttributeError(name)
             if name[0].isupper():
                 return type(name, (), {"__init__": lambda self, *_, **__: None})
-            return lambda *_, **__: lambda function: function
+            if module.__name__.startswith("megatron.energon"):
+                return lambda *_, **__: lambda function: function
+            return lambda *_, **__: None
 
         module.__path__ = []
         vars(module)["__getattr__"] = named

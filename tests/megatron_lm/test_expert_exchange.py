@@ -7,6 +7,7 @@ NaN over gloo.
 from __future__ import annotations
 
 import atexit
+import json
 import shutil
 import tempfile
 from functools import cache
@@ -22,10 +23,13 @@ from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import ENABLE, config_from_argv
 from megatron_vocabpar.megatron_lm.planning import with_exchange
 from megatron_vocabpar.megatron_lm.refusals import check
+from megatron_vocabpar.pipeline.tuning.kept_plan import PLAN_FILE
+from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from tests.megatron_lm.test_doors import PLAIN
 from tests.megatron_lm.test_training import FROM_WEIGHTS
 from tests.megatron_lm.training import Log, pretrain, words
+from tests.megatron_lm.with_slow_exchange import ALONE_S, TOGETHER_S
 
 IN_FLOAT32 = Path(__file__).with_name("with_fp32_plans.py")
 MODEL = words(
@@ -78,6 +82,24 @@ def test_trains_as_stock(family: str, method: str, pp: int, given: str, options:
     assert len(ours.losses) == len(ours.norms) == 6
     for name in ("losses", "norms", "evaluations"):
         np.testing.assert_allclose(getattr(ours, name), getattr(expected, name), rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["dualpipev", "search"])
+def test_what_pairs_hide_is_measured_while_training_goes_on(family: str, tmp_path: Path) -> None:
+    """The first plan is made with wrong times; the measured one has what the pairs of the first hid."""
+    wrong = {"F_ms": 10, "B_ms": 10, "W_ms": 10, "methods": {"vocab-2": {"S_ms": 60, "T_ms": 60}}}
+    costs, plans = tmp_path / "costs.json", tmp_path / "plans"
+    costs.write_text(json.dumps(wrong | {"hidden_ms": 5}))
+    flags = (*MODEL, *OURS[:-2], "--vocab-parallel-family", family, OVERLAP, "--eval-iters", "0")
+    measured = ("--vocab-parallel-costs", str(costs), "--vocab-parallel-profile-iterations", "2")
+    script = Path(__file__).with_name("with_slow_exchange.py")
+    log = pretrain(*flags, *measured, "--save", str(plans), pp=2, dp=2, iterations=12, script=script)
+    assert "; switched" in log.text
+    plan = plan_from_json(json.dumps(json.loads((plans / PLAN_FILE).read_text())["plan"]))
+    assert plan.schedule.pairs
+    expected = 2 * 1e3 * (2 * ALONE_S - TOGETHER_S)  # of both chunks
+    assert plan.costs.hidden_ms == pytest.approx([expected] * 2, rel=0.5)  # processes share processors
 
 
 TWO_CHUNKS = {

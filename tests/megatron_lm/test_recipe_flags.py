@@ -12,14 +12,15 @@ from tests.megatron_lm.test_transformer_engine import GATHERED as EIGHT_BITS
 from tests.megatron_lm.test_transformer_engine import REUSED
 from tests.megatron_lm.training import Log, checkout, pretrain, words
 
+DEFERRED = "--defer-embedding-wgrad-compute"
 GATHERED = "--overlap-param-gather-with-optimizer-step"
 
 
-def train(family: str, *options: str, transformer_engine: bool = False) -> Log:
+def train(family: str, *options: str, dp: int = 2, transformer_engine: bool = False) -> Log:
     chunks = () if family == "1f1b" else CHUNKS
     ours = ("--enable-vocab-parallel", "--vocab-parallel-family", family, *chunks)
     model = (*EIGHT_LAYERS, *UNTIED, *ours)
-    log = pretrain(*model, *options, pp=2, dp=2, iterations=5, transformer_engine=transformer_engine)
+    log = pretrain(*model, *options, pp=2, dp=dp, iterations=5, transformer_engine=transformer_engine)
     assert len(log.losses) == 5
     return log
 
@@ -51,3 +52,14 @@ def test_gathered_parameters_where_gradients_will_be(family: str) -> None:
         family, *options, "--overlap-grad-reduce", "--overlap-param-gather", transformer_engine=True
     )
     check_bits(overlapped, plain)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["interleaved", "1f1b"])
+def test_a_deferred_weight_gradient_is_pass_t(family: str) -> None:
+    plain, deferred, limited = (
+        train(family, *words(flags), dp=1, transformer_engine=True)
+        for flags in ("", DEFERRED, f"{DEFERRED} --wgrad-deferral-limit 2")
+    )
+    check_bits(deferred, plain)
+    check_bits(limited, plain)

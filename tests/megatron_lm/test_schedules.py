@@ -217,6 +217,13 @@ def test_heads_of_whole_layers_in_a_v(asked: dict[str, object]) -> None:
         check(SimpleNamespace(**(PLAIN | TWO | asked)), config)
 
 
+def test_a_whole_output_layer_defers_nothing() -> None:
+    args = SimpleNamespace(**(PLAIN | TWO_RANKS | {"defer_embedding_wgrad_compute": True}))
+    check(args, FlagConfig(enabled=True, method="vocab-2", schedule="interleaved"))
+    with pytest.raises(ValueError, match="--defer-embedding-wgrad-compute: Megatron's own schedule"):
+        check(args, FlagConfig(enabled=True, method="baseline", schedule="interleaved"))
+
+
 @pytest.mark.parametrize(
     ("schedule", "changes"),
     [

@@ -92,6 +92,13 @@ def test_on_four_ranks(family: str, method: str) -> None:
     check(case(family, method, p=4, experts=DENSE_LAST))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("feature", ["tied", "overlapped reduction", "tensor parallel"])
+@pytest.mark.parametrize("family", ["dualpipev", "1f1b-overlap"])
+def test_on_four_ranks_with_each_feature(family: str, feature: str) -> None:
+    check(case(family, "vocab-2", p=4, **FEATURES[feature]))
+
+
 @pytest.mark.parametrize("family", [pytest.param("dualpipev", marks=pytest.mark.slow), "1f1b-overlap"])
 def test_one_after_the_other_where_nothing_is_to_be_hidden(family: str) -> None:
     check(case(family, "vocab-1", dp=1, experts=None, steps=1))
