@@ -102,8 +102,6 @@ def stand_in_for_cuda() -> None:
     """Replace the names for the rest of this process."""
     for name, value in _cuda_names().items():
         setattr(torch.cuda, name, value)
-    if hasattr(torch, "accelerator"):  # torch's CUDA build asks it what a graph captures
-        torch.accelerator.current_accelerator = _answer()
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, _answer())
     torch.nn.Module.cuda = lambda self, *_: self  # type: ignore[method-assign]
