@@ -22,8 +22,9 @@ class Rates:
         layers, output: products and attention in layers, and the output layer, in bfloat16.
         fp8: layers' products in 8 bits.
         experts, fp8_experts: experts' products, in bfloat16 and in 8 bits.
-        moved: how often sorting and gathering move an expert's tokens, [tokens, H] in 16 bits, at the
-            memory's bandwidth, in a forward pass; as often again for each of the two backward passes.
+        moved, moved_flex: how often sorting and gathering move an expert's tokens, [tokens, H] in 16 bits, at
+            the memory's bandwidth, in a forward pass; as often again for each of the two backward passes. The
+            dispatcher ``flex`` sorts within its exchange, ``alltoall`` before and after it.
         launch_ms: the least ms of a layer with experts, forward, as the host starts its kernels.
         sources: the source of each share.
     """
@@ -34,6 +35,7 @@ class Rates:
     experts: float
     fp8_experts: float
     moved: float
+    moved_flex: float
     launch_ms: float
     sources: dict[str, str] = field(default_factory=dict, compare=False)
 

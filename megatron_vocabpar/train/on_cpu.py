@@ -102,12 +102,8 @@ def stand_in_for_cuda() -> None:
     """Replace the names for the rest of this process."""
     for name, value in _cuda_names().items():
         setattr(torch.cuda, name, value)
-    if hasattr(torch, "accelerator"):  # torch's CUDA build asks it what a graph captures
-        torch.accelerator.current_accelerator = _answer()
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, _answer())
-    # torch's optimizers would ask the stream of a GPU, which torch's build for CUDA believes to be there.
-    torch.accelerator.current_accelerator = _answer()
     torch.nn.Module.cuda = lambda self, *_: self  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
     torch.Tensor.record_stream = _answer()  # type: ignore[method-assign]

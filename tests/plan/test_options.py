@@ -184,8 +184,8 @@ def test_the_estimate_of_pairs_is_about_what_the_whole_schedule_takes() -> None:
     asked = replace(EXPERTS, job=replace(EXPERTS.job, m=64))
     for family in ("dualpipev", "1f1b-overlap"):
         few, whole = (option_of(asked, "vocab-2", family, m) for m in (16, 64))
-        assert few.iteration_ms == pytest.approx(whole.iteration_ms, rel=0.03)
-        assert few.idle == pytest.approx(whole.idle, abs=0.03)
+        assert few.iteration_ms == pytest.approx(whole.iteration_ms, rel=0.04)
+        assert few.idle == pytest.approx(whole.idle, abs=0.04)
 
 
 def test_pairs_hide_what_v_zb_waits_for() -> None:

@@ -108,11 +108,12 @@ def test_experts_are_exchanged_within_a_node_if_they_can_be() -> None:
     found = search(Question(model, H100, 16, 64, 79.0, {"p": 2, "t": 1, "c": 1}))
     assert found[0].request.job.e <= 8
     across = search(Question(model, H100, 16, 64, 79.0, {"p": 1, "t": 1, "c": 1, "e": 16}))
-    assert shares(across[0])["the exchange of experts"] > 0.1
     assert "exchange of experts" in binds(across[0])
     faster = search(
         Question(model, H100.connected(per_node=16), 16, 64, 79.0, {"p": 1, "t": 1, "c": 1, "e": 16})
     )
+    slow, fast = (shares(found[0])["the exchange of experts"] for found in (across, faster))
+    assert slow > 2.5 * fast
     assert faster[0].option.iteration_ms < across[0].option.iteration_ms
 
 
