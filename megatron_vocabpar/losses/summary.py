@@ -107,7 +107,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class SoftmaxSummary(torch.autograd.Function):
-    """``apply(call, targets, *tensors)``: the four tensors of ``Summary``, zeros if not asked for."""
+    """``apply(call, targets, *tensors)``: the first four tensors of ``Summary``, zeros if not asked for."""
 
     @staticmethod
     @exact()
@@ -116,7 +116,7 @@ class SoftmaxSummary(torch.autograd.Function):
         sink = DenseGradients(source) if isinstance(source, DenseSource) and call.keep_exponentials else None
         softmax, offsets, rests = _forward(call, source, targets, sink)
         zeros = torch.zeros_like(softmax.nll)
-        summary = [zeros.clone() if number is None else number for number in softmax.summary]
+        summary = [zeros.clone() if number is None else number for number in softmax.summary[:4]]
         if call.keep:
             ctx.call = call
             # Kept exponentials are saved in place of the logits, which autograd may then free.

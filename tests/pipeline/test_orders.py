@@ -79,7 +79,7 @@ def _work_is_not_held(_: type) -> AbstractContextManager[Any]:
 
 
 def _result_of_the_side_stream(_: type) -> AbstractContextManager[Any]:
-    def joined(self: Barriers, statistics: torch.Tensor) -> Any:
+    def joined(self: Barriers, statistics: torch.Tensor, _: Any = None) -> Any:
         groups = self.groups
         return self.rank.output_stream.submit(
             lambda: merge_stats(all_gather(groups, groups.output, statistics))
