@@ -117,6 +117,11 @@ class _Asked(SimpleNamespace):
         return super().__getattribute__(name)
 
 
+def _anywhere(value: Any) -> Any:
+    """A path below this folder without the folder."""
+    return value.removeprefix(f"{Path.cwd()}/") if isinstance(value, str) else value
+
+
 def main(tag: str, path: str) -> None:
     """Write the settings of the recipes at ``tag``: those that most recipes share once, then the others."""
     bridge_imports.install()
@@ -136,7 +141,7 @@ def main(tag: str, path: str) -> None:
         print(f"{recipe.name}: {recipe.problems}")
     asked = sorted(name for name in _Asked.asked if not name.startswith("__"))
     recipes = {
-        name: {each: vars(recipe.arguments).get(each) for each in asked}
+        name: {each: _anywhere(vars(recipe.arguments).get(each)) for each in asked}
         | {"unread": recipe.unread, "bridge_says": recipe.bridge_says}
         for name, recipe in read.items()
     }
