@@ -224,8 +224,10 @@ def plan_request(
 
 def planned(family: str, plan: Plan) -> str:
     """A line about a plan and stock Megatron's 1F1B with the same times."""
-    schedule = plan.schedule
-    stock = make_plan("baseline", schedule.p, schedule.m, costs=plan.costs)
+    schedule, costs = plan.schedule, plan.costs
+    if costs is not None and schedule.chunks > 1:
+        costs = replace(costs, mtp_stage=None)  # 1F1B has fewer stages
+    stock = make_plan("baseline", schedule.p, schedule.m, costs=costs)
     return (
         f"{schedule.method.name} in {family}, {schedule.m} microbatches: planned {_idle_and_peak(plan)}; "
         f"stock's 1F1B with the same times: {_idle_and_peak(stock)}"

@@ -68,7 +68,6 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
         (
             *OURS,
             *words("--vocab-parallel-family interleaved --pipeline-model-parallel-layout Et|t|t||t|m||L"),
-            *words("--num-virtual-stages-per-pipeline-rank 2"),
         ),
         {"pp": 4, "tp": 2},
     ),

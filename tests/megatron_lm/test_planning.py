@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -199,3 +200,9 @@ def test_the_line_at_the_start_has_the_plan_beside_stock() -> None:
         f"vocab-2 in 1f1b, 4 microbatches: planned idle time {idle:.1%}, activations of 3 microbatches; "
         f"stock's 1F1B with the same times: idle time {idle_of_stock:.1%}, activations of 2 microbatches"
     )
+
+
+def test_stock_is_shown_beside_heads_on_a_stage_that_it_lacks() -> None:
+    costs = replace(PassCosts.default(4, 1), mtp_stage=5)
+    plan = make_plan("vocab-2", 4, 4, family="interleaved", costs=costs)
+    assert "stock's 1F1B with the same times: idle time" in planned("interleaved", plan)
