@@ -67,6 +67,11 @@ def _stage_local_checkpoint(args: Any) -> bool:
     return legacy and bool(getattr(args, "save", None) or getattr(args, "load", None))
 
 
+def _is_since_0_19(args: Any) -> bool:
+    """Whether Megatron is 0.19 or later, by an option that came with it."""
+    return hasattr(args, "mtp_detach_heads")
+
+
 REFUSALS = (
     Refusal(
         "--use-legacy-models",
@@ -112,7 +117,7 @@ REFUSALS = (
     ),
     Refusal(
         "--cuda-graph-impl local, --enable-cuda-graph with Megatron 0.19 or later",
-        lambda args: asks_for_graphs(args) and hasattr(args, "mtp_detach_heads"),
+        lambda args: asks_for_graphs(args) and _is_since_0_19(args),
         "emulated, Megatron's graphs free what B reads, and later ones skip weight gradients; leave it out",
         {"cuda_graph_impl": "local", "mtp_detach_heads": False},
     ),
@@ -206,7 +211,7 @@ REFUSALS = (
         lambda args: (
             _set("reuse_grad_buf_for_mxfp8_param_ag")(args)
             and _set("overlap_param_gather")(args)
-            and not hasattr(args, "mtp_detach_heads")
+            and not _is_since_0_19(args)
         ),
         "gradients share a buffer with gathered parameters; not run; leave out the one or the other",
         {"reuse_grad_buf_for_mxfp8_param_ag": True, "overlap_param_gather": True},
