@@ -49,6 +49,11 @@ def written_out(args: Any) -> str:
     return layout.replace("(", "").replace(")", "")
 
 
+def has_separate_heads(args: Any) -> bool:
+    """Whether layers of multi-token prediction stand before the last stage, as in ``Et|tt|m|L``."""
+    return "m" in written_out(args).rpartition("|")[0]
+
+
 def evened_out(args: Any) -> str | None:
     """The layout with as many layers on every stage as can be, for one that leaves room for the vocabulary.
 
@@ -60,7 +65,7 @@ def evened_out(args: Any) -> str | None:
     """
     stages = [stage.strip("EL") for stage in written_out(args).split("|")]
     counts = [len(stage) for stage in stages]
-    if len(counts) < 2 or max(counts) - min(counts) <= 1 or "m" in "".join(stages[:-1]):
+    if len(counts) < 2 or max(counts) - min(counts) <= 1 or has_separate_heads(args):
         return None
     share, longer = divmod(sum(counts), len(counts))
     even = tuple(share + (stage < longer) for stage in range(len(counts)))
@@ -80,11 +85,6 @@ def layout_notice(args: Any) -> str:
         f"> --pipeline-model-parallel-layout {args.pipeline_model_parallel_layout} leaves room for the "
         f"vocabulary layers, which are spread over all stages here; as even as can be: {even}"
     )
-
-
-def has_separate_heads(args: Any) -> bool:
-    """Whether layers of multi-token prediction stand before the last stage, as in ``Et|tt|m|L``."""
-    return "m" in written_out(args).rpartition("|")[0]
 
 
 def chunk_problems(args: Any, config: FlagConfig) -> list[str]:
