@@ -124,9 +124,7 @@ class IterationTimes:
         return IterationTimes(length, 1.0 - average / length, most / average - 1.0)
 
 
-def pass_costs(
-    stages: Sequence[Sequence[RankTimes]], method: Method, splits_w: bool, mtp_depths: int = 0
-) -> PassCosts:
+def pass_costs(stages: Sequence[Sequence[RankTimes]], method: Method, splits_w: bool) -> PassCosts:
     """One cost table from the measurements of all ranks with one method; ``stages`` is by pipeline rank.
 
     A pass of a pipeline rank takes the median over its ranks (tensor and data parallel). A collective takes
@@ -169,7 +167,6 @@ def pass_costs(
         all_reduce_ms=shortest(set(CommType) - broadcasts),
         last_rank_extra={"F_ms": third, "B_ms": third, "W_ms": third},
         first_rank_extra={"B_ms": sum(per_rank(PassType.IB))},
-        mtp_depths=mtp_depths,
         hidden_ms=tuple(map(min, hidden, per_rank(PassType.F), backward)) if any(hidden) else 0.0,
     )
 
