@@ -11,6 +11,7 @@ before the loss function has run, its rows unscaled; CG (``loss.py``) brings the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,8 +53,15 @@ class Barriers(LayerHandlers):
 
     def joined(self, statistics: torch.Tensor, state: Any = None) -> Event[Softmax]:
         """The softmax of all shards, in memory that the main stream has allocated."""
-        out = self.chain.place(statistics, state)
+        out = self._place(statistics, state)
         return self.rank.output_stream.submit(partial(self._join, statistics, state, out))
+
+    def _place(self, statistics: torch.Tensor, state: Any) -> Softmax:
+        """Memory of this stream for what ``_join`` returns on another."""
+        place = self.chain.head.place(statistics)
+        if self.chain.terms.distillation is None:
+            return place
+        return replace(place, divergence=place.total.new_empty((state.teacher.width, len(statistics))))
 
     def _join(self, statistics: torch.Tensor, state: Any, out: Softmax) -> Softmax:
         """The softmax of all shards; in a distillation, with the divergence from the teacher."""
@@ -71,7 +79,7 @@ class Barriers(LayerHandlers):
         chain, i = self.chain, instruction.microbatch
         source = chain.softmax_pass(i)
         statistics, state = self.buffers.take(source, "statistics"), self.buffers.take(source, "state")
-        out = chain.place(statistics, state)
+        out = self._place(statistics, state)
         hidden_grad = None
         if self.rank.is_last:
             parts = (2,) if chain.entropy_gradient else ()

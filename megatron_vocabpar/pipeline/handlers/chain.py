@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from megatron_vocabpar.layers.columns import ENTROPY, Column, mean_column, rival_column
-from megatron_vocabpar.layers.distillation import check_teacher, comparison
 from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.head import FixedPointHead, Head, NaiveHead, spare_exponentials
 from megatron_vocabpar.layers.numbers import Slopes, Softmax
@@ -56,29 +55,6 @@ class OutputChain:
     def weight(self) -> torch.Tensor:
         """This shard's rows, [P, H]."""
         return self.model.output_weight.detach()
-
-    def beside_teacher(self, i: int, state: Any) -> Any:
-        """The state that S has left of a microbatch, with its teacher in a distillation.
-
-        Raises:
-            ValueError: if the teacher's tensors have another shape.
-        """
-        how, teacher = self.terms.distillation, self.iteration.call.teacher
-        if how is None:
-            return state
-        assert teacher is not None
-        given, microbatch = teacher(i), self.iteration.microbatches[i]
-        _, b, s = microbatch.shape
-        shard = self.model.shard.range
-        check_teacher(given, (s, b), shard)
-        return replace(state, teacher=comparison(how, given, microbatch.counted, shard.vocab_size))
-
-    def place(self, statistics: torch.Tensor, state: Any) -> Softmax:
-        """Memory of this stream for what ``join`` of another stream returns."""
-        place = self.head.place(statistics)
-        if self.terms.distillation is None:
-            return place
-        return replace(place, divergence=place.total.new_empty((state.teacher.width, len(statistics))))
 
     @property
     def statistics(self) -> CommType:

@@ -9,11 +9,13 @@ The T of an evaluation counts ids (``loss.py``). The mathematics is in ``layers/
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from megatron_vocabpar.layers.distillation import check_teacher, comparison
 from megatron_vocabpar.layers.head import NaiveHead
 from megatron_vocabpar.layers.numbers import Softmax
 from megatron_vocabpar.pipeline.gradients import main_grad
@@ -43,7 +45,23 @@ class SoftmaxPasses(LayerHandlers):
         spare = self.chain.spare.take(microbatch.tokens)
         run = partial(head.forward, targets=microbatch.labels, owned=microbatch.owned_targets, e=spare)
         state, statistics = model.vocab_output(x, model.output_weight, shard_pass=run)
-        return self.chain.beside_teacher(i, state), statistics
+        return self._beside_teacher(i, state), statistics
+
+    def _beside_teacher(self, i: int, state: Any) -> Any:
+        """The state that S has left of a microbatch, with its teacher in a distillation.
+
+        Raises:
+            ValueError: if the teacher's tensors have another shape.
+        """
+        how, teacher = self.chain.terms.distillation, self.call.teacher
+        if how is None:
+            return state
+        assert teacher is not None
+        given, microbatch = teacher(i), self.microbatches[i]
+        _, b, s = microbatch.shape
+        shard = self.chain.model.shard.range
+        check_teacher(given, (s, b), shard)
+        return replace(state, teacher=comparison(how, given, microbatch.counted, shard.vocab_size))
 
     def _put(self, producer: Pass, state: Any, statistics: torch.Tensor) -> None:
         if uses := self.chain.uses(producer):
