@@ -20,7 +20,12 @@ from megatron_vocabpar.plan.hardware import Hardware, hardware_named, hardware_p
 from megatron_vocabpar.plan.job import RECOMPUTE
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.option import Request
-from megatron_vocabpar.plan.read_arguments import job_from_arguments, model_from_arguments
+from megatron_vocabpar.plan.read_arguments import (
+    job_from_arguments,
+    model_from_arguments,
+    other_gpus,
+    overruled,
+)
 from megatron_vocabpar.plan.read_config import load_config, model_preset, model_presets
 from megatron_vocabpar.plan.tables import advice_json, advise, print_advice
 from megatron_vocabpar.schedule.times.costs import PassCosts
@@ -76,7 +81,7 @@ _FILE_COLUMNS = 100  # of the tables where they are not shown on a terminal
 @click.option("--html", "html_file", metavar="FILE", help="Also write a page with memory and schedules.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- MEGATRON ARGUMENTS]")
 @click.pass_context
-def plan_command(ctx: click.Context, output_format: str, html_file: str | None, **options: Any) -> None:
+def plan_command(ctx: click.Context, **options: Any) -> None:
     """Which method in which family: time, MFU, memory of each stage, launch line, and why.
 
     The model is a preset, a config.json, a launch script, or Megatron's arguments after --. What of them the
@@ -84,28 +89,28 @@ def plan_command(ctx: click.Context, output_format: str, html_file: str | None, 
     """
     _check(options)
     given = _given(options["script"], options["arguments"])
+    notes = overruled(given, options)
     model = _model(options, given)
     gpu = _hardware(options)
     limit = gpu.memory_gib if options["memory_gib"] is None else options["memory_gib"]
     if options["sources"]:
         from megatron_vocabpar.plan.search_tables import sources
 
-        click.echo("\n".join(sources(gpu)), err=output_format == "json")
+        click.echo("\n".join(sources(gpu)), err=options["output_format"] == "json")
     if options["gpus"] is not None:
         from megatron_vocabpar.cli.search import search_plan
 
-        found = search_plan(model, given, gpu, limit, options, output_format, html_file)
+        found = search_plan(model, given, gpu, limit, options, notes)
         ctx.exit(0 if found else NOTHING_FITS)
-    notes: list[str] = []
-    job = job_from_arguments(given, options, notes)
+    job = job_from_arguments(given, options)
     costs = PassCosts.load(options["costs_file"]) if options["costs_file"] is not None else None
-    notes += unused(given, options)
+    notes += [*other_gpus(given, job.gpus), *unused(given, options)]
     advice = advise(Request(model, job, gpu, limit, costs), notes, workers=min(_WORKERS, os.cpu_count() or 1))
-    if html_file is not None:
+    if options["html_file"] is not None:
         from megatron_vocabpar.plan.page import draw_page
 
-        write_output(html_file, draw_page(advice), "--html")
-    if output_format == "json":
+        write_output(options["html_file"], draw_page(advice), "--html")
+    if options["output_format"] == "json":
         click.echo(advice_json(advice))
     else:
         terminal = sys.stdout.isatty()

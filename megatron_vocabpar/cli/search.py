@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,9 +15,8 @@ from rich.progress import Progress
 from megatron_vocabpar.cli.files import write_output
 from megatron_vocabpar.plan.given import Given
 from megatron_vocabpar.plan.hardware import Hardware
-from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.read_arguments import job_from_arguments
+from megatron_vocabpar.plan.read_arguments import job_from_arguments, other_gpus
 from megatron_vocabpar.plan.search import Question, search, usual_batch
 from megatron_vocabpar.plan.search_tables import print_search, search_json
 
@@ -46,22 +45,22 @@ def search_plan(
     gpu: Hardware,
     limit_gib: float,
     options: Mapping[str, Any],
-    output_format: str,
-    html_file: str | None,
+    notes: Sequence[str],
 ) -> bool:
-    """Search and print; whether anything fits."""
+    """Search and print, with ``notes`` on what was given; whether anything fits."""
     unusable = [name for name in ("dp", "microbatches", "costs_file") if options.get(name)]
     if unusable:
         named = ", ".join(f"--{name.replace('_file', '').replace('_', '-')}" for name in unusable)
         raise click.UsageError(f"{named} cannot be combined with --gpus; leave it out, or leave --gpus out")
-    question, notes = question_of(model, given, gpu, limit_gib, options)
+    question = question_of(model, given, gpu, limit_gib, options)
+    notes = [*notes, *other_gpus(given, question.gpus), *given.unread()]
     with _bar() as progress:
         found = search(question, workers=min(_WORKERS, os.cpu_count() or 1), progress=progress)
-    if html_file is not None:
+    if options["html_file"] is not None:
         from megatron_vocabpar.plan.page import draw_search
 
-        write_output(html_file, draw_search(question, found, notes), "--html")
-    if output_format == "json":
+        write_output(options["html_file"], draw_search(question, found, notes), "--html")
+    if options["output_format"] == "json":
         click.echo(search_json(question, found, notes))
     else:
         width = None if sys.stdout.isatty() else _FILE_COLUMNS
@@ -71,13 +70,11 @@ def search_plan(
 
 def question_of(
     model: Model, given: Given, gpu: Hardware, limit_gib: float, options: Mapping[str, Any]
-) -> tuple[Question, list[str]]:
-    """What is asked for, and notes on what of it is not used."""
+) -> Question:
+    """The question to the search: the sizes and settings that are given stay."""
     gpus = int(options["gpus"])
-    usual = {name: value for name, value in options.items() if name != "dp"}
-    whole = given.values.get("global-batch-size")
-    batch = options["global_batch_size"] or (whole and given.number("global-batch-size"))
-    said: Job = job_from_arguments(given, {**usual, "microbatches": 1, "dp": 1, "ep": 1}, [])
+    said = job_from_arguments(given, {**options, "dp": 1, "ep": 1, "microbatches": 1})
+    batch = options["global_batch_size"] or given.number("global-batch-size", usual_batch(model, gpus))
     fixed: dict[str, Any] = {
         name: options[option] or given.number(flag)
         for name, option, flag in _SIZES
@@ -86,8 +83,7 @@ def question_of(
     for name, flags in _SWITCHES:
         if options.get(name) or any(flag in given for flag in flags):
             fixed[name] = getattr(said, name)
-    question = Question(model, gpu, gpus, int(batch or usual_batch(model, gpus)), limit_gib, fixed)
-    return question, given.unread()
+    return Question(model, gpu, gpus, int(batch), limit_gib, fixed)
 
 
 @contextmanager

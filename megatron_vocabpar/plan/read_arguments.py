@@ -8,7 +8,7 @@ Next: ``links.py``.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_vocabpar.plan.given import Given
@@ -126,30 +126,59 @@ def _dense_layers(pattern: str) -> int:
     return sum(int(count) for count in re.findall(r"\[0\]\*(\d+)", pattern))
 
 
-def job_from_arguments(given: Given, sizes: Mapping[str, Any], notes: list[str]) -> Job:
+# The planner's options that replace a flag of Megatron's.
+_OPTIONS = {
+    "pp": "pipeline-model-parallel-size",
+    "tp": "tensor-model-parallel-size",
+    "cp": "context-parallel-size",
+    "ep": "expert-model-parallel-size",
+    "micro_batch_size": "micro-batch-size",
+    "global_batch_size": "global-batch-size",
+    "seq_length": "seq-length",
+    "mtp_depths": "mtp-num-layers",
+}
+
+
+def overruled(given: Given, options: Mapping[str, Any]) -> list[str]:
+    """A line for each argument that an option of the planner replaces."""
+    lines = []
+    for option, flag in _OPTIONS.items():
+        value = options.get(option)
+        if value is not None and flag in given and given.text(flag) != str(value):
+            lines.append(f"--{option.replace('_', '-')} {value} instead of --{flag} {given.text(flag)}")
+    if options.get("microbatches") and (batch := _batch(given, options)):
+        lines.append(f"--microbatches {options['microbatches']} instead of --global-batch-size {batch}")
+    asked, granularity = options.get("recompute"), given.text("recompute-granularity")
+    if asked and granularity and asked != _recompute(given):
+        lines.append(f"--recompute {asked} instead of --recompute-granularity {granularity}")
+    return lines
+
+
+def other_gpus(given: Given, gpus: int) -> list[str]:
+    """A line if the script runs on another number of GPUs than the plan is for."""
+    nodes, each = _nodes(given)
+    return (
+        [f"{gpus} GPUs instead of the {nodes * each} that are given"] if nodes * each not in (0, gpus) else []
+    )
+
+
+def job_from_arguments(given: Given, sizes: Mapping[str, Any]) -> Job:
     """A job from the planner's options, then from Megatron's arguments, then from defaults.
 
     Args:
         given: Megatron's arguments.
         sizes: the planner's options: pp, tp, dp, cp, ep, micro_batch_size, global_batch_size, microbatches,
             distributed_optimizer, recompute, offload and fp8.
-        notes: gets a line for each argument that an option replaces.
 
     Raises:
         ValueError: if GPUs or sequences cannot be divided; the message says what to give instead.
     """
 
-    def size(option: str, flag: str, default: int) -> int:
-        flag_size, value = given.number(flag, default), sizes.get(option)
-        if value is None or value is False:
-            return flag_size
-        if flag in given and flag_size != value:
-            notes.append(f"--{option.replace('_', '-')} {value} instead of --{flag} {flag_size}")
-        return int(value)
+    def size(option: str, default: int) -> int:
+        return int(sizes.get(option) or given.number(_OPTIONS[option], default))
 
-    p, t = size("pp", "pipeline-model-parallel-size", 8), size("tp", "tensor-model-parallel-size", 1)
-    c, b = size("cp", "context-parallel-size", 1), size("micro_batch_size", "micro-batch-size", 1)
-    d = _replicas(given, p * t * c, sizes.get("dp"), notes)
+    p, t, c, b = size("pp", 8), size("tp", 1), size("cp", 1), size("micro_batch_size", 1)
+    d = int(sizes.get("dp") or _replicas(given, p * t * c))
     for name in _SAID_ANYWAY:
         given.text(name)
     return Job(
@@ -157,13 +186,13 @@ def job_from_arguments(given: Given, sizes: Mapping[str, Any], notes: list[str])
         t=t,
         d=d,
         c=c,
-        e=size("ep", "expert-model-parallel-size", 1),
-        m=_microbatches(given, b, d, sizes, notes),
+        e=size("ep", 1),
+        m=_microbatches(given, b, d, sizes),
         micro_batch=b,
         distributed_optimizer="use-distributed-optimizer" in given
         or bool(sizes.get("distributed_optimizer")),
         overlap=_overlap(given),
-        recompute=_recompute(given, sizes.get("recompute"), notes),
+        recompute=str(sizes.get("recompute") or _recompute(given)),
         offload="optimizer-cpu-offload" in given or bool(sizes.get("offload")),
         fp8="fp8-format" in given or "fp8" in given or bool(sizes.get("fp8")),
         flex_dispatcher=given.text("moe-token-dispatcher-type") == "flex",
@@ -176,53 +205,57 @@ def _overlap(given: Given) -> bool:
     return any(flags) or "use-distributed-optimizer" not in given
 
 
-def _recompute(given: Given, option: int | bool | str | None, notes: list[str]) -> str:
-    modules, granularity = given.text("recompute-modules"), given.text("recompute-granularity")
-    asked = granularity or "none"
+def _recompute(given: Given) -> str:
+    modules, asked = given.text("recompute-modules"), given.text("recompute-granularity", "none")
     # Selective by itself recomputes attention's scores. Kernels keep none, so nothing is left to recompute.
-    if granularity == "selective" or "recompute-activations" in given:
+    if asked == "selective" or "recompute-activations" in given:
         asked = "none"
-    if modules and modules != "core_attn":
-        asked = "selective"
-    if option and option != asked and granularity:
-        notes.append(f"--recompute {option} instead of --recompute-granularity {granularity}")
-    return str(option or asked)
+    return "selective" if modules and modules != "core_attn" else asked
 
 
-def _replicas(given: Given, model_parallel: int, dp: int | bool | None, notes: list[str]) -> int:
-    """The data parallel size: the option's, or the script's GPUs over ``model_parallel``."""
-    nodes = next((given.number(name) for name in ("nnodes", "nodes") if name in given), 1)
-    each = [
-        given.number(name) for name in ("nproc-per-node", "gpus-per-node", "ntasks-per-node") if name in given
-    ]
+def _nodes(given: Given) -> tuple[int, int]:
+    """The nodes that the script runs on, 1 if it does not say, and the GPUs of each, 0 if it does not say."""
+    nodes, each = (
+        _said(given, names)
+        for names in (("nnodes", "nodes"), ("nproc-per-node", "gpus-per-node", "ntasks-per-node"))
+    )
     gres = re.search(r"gpu(?::\w+)?:(\d+)", given.text("gres"))
-    each += [int(gres[1])] if gres else []
-    gpus = nodes * each[0] if each else 0
-    if dp:
-        if gpus and gpus != int(dp) * model_parallel:
-            notes.append(f"--dp {dp}: {int(dp) * model_parallel} GPUs instead of the {gpus} that are given")
-        return int(dp)
-    if gpus % model_parallel:
+    return nodes or 1, each or (int(gres[1]) if gres else 0)
+
+
+def _said(given: Given, names: Sequence[str]) -> int:
+    """The first of these flags that is given, 0 if none is; those that say the same are read with it."""
+    said = [name for name in names if name in given.values]
+    for name in said:
+        if given.values[name] == given.values[said[0]]:
+            given.text(name)
+    return given.number(said[0]) if said else 0
+
+
+def _replicas(given: Given, model_parallel: int) -> int:
+    """The data parallel size: the script's GPUs over ``model_parallel``."""
+    nodes, each = _nodes(given)
+    if nodes * each % model_parallel:
         raise ValueError(
-            f"{given.source}: {nodes} nodes of {each[0]} GPUs do not divide by p x t x c = {model_parallel}; "
+            f"{given.source}: {nodes} nodes of {each} GPUs do not divide by p x t x c = {model_parallel}; "
             "give other sizes (--pp, --tp, --cp), or --dp"
         )
-    return gpus // model_parallel or 1
+    return nodes * each // model_parallel or 1
 
 
-def _microbatches(given: Given, micro_batch: int, d: int, sizes: Mapping[str, Any], notes: list[str]) -> int:
+def _batch(given: Given, sizes: Mapping[str, Any]) -> int:
+    """Sequences of an iteration; 0 if nothing says it."""
+    flag = "global-batch-size"
+    return int(sizes.get("global_batch_size") or (flag in given and given.number(flag)))
+
+
+def _microbatches(given: Given, micro_batch: int, d: int, sizes: Mapping[str, Any]) -> int:
     if sizes.get("microbatches"):
-        if "global-batch-size" in given:
-            notes.append(f"--microbatches {sizes['microbatches']} instead of --global-batch-size")
-        return int(sizes["microbatches"] or 1)
-    batch = sizes.get("global_batch_size") or (
-        "global-batch-size" in given and given.number("global-batch-size")
-    )
-    if not batch:
-        return 128
-    if int(batch) % (micro_batch * d):
+        return int(sizes["microbatches"])
+    batch = _batch(given, sizes)
+    if batch % (micro_batch * d):
         raise ValueError(
             f"a batch of {batch} sequences does not divide by the microbatch's {micro_batch} x d = "
             f"{micro_batch} x {d}; give another --global-batch-size, --micro-batch-size or --dp"
         )
-    return int(batch) // (micro_batch * d)
+    return batch // (micro_batch * d) or 128

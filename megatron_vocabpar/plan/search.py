@@ -2,8 +2,9 @@
 
 Each way (t, p, c, e and the microbatch's size) has a bound: the work of the mean rank without any waiting.
 Ways are played in the order of their bounds, until no other can be among the ten best, or ``MOST`` have been
-played. For each way, our schedules and Megatron's are played. A schedule takes the first rung of ``LADDER``
-with which it fits: recomputation and an optimizer on the host cost time, so a later rung cannot be faster.
+played. For each way, our schedules with vocab-1 and Megatron's are played, and for the ten best our other
+methods. A schedule takes the first rung of ``LADDER`` with which it fits: recomputation and an optimizer on
+the host cost time, so a later rung cannot be faster.
 
 The same question always has the same answer: nothing depends on the clock.
 Next: ``search_tables.py``.
@@ -14,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice, product
+from itertools import chain, islice, product
 
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import Job, can_pair, refused
 from megatron_vocabpar.plan.memory import GIB, Held, stage_memory
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.option import Option, Request
-from megatron_vocabpar.plan.options import in_full, option_of
+from megatron_vocabpar.plan.options import ONLY_1F1B, in_full, option_of
 from megatron_vocabpar.plan.stock_options import stock_options
 from megatron_vocabpar.plan.times import estimated_costs, layer_ms, step_ms
 from megatron_vocabpar.plan.workers import mapping
@@ -32,6 +33,7 @@ from megatron_vocabpar.schedule.words.placement import Placement
 MOST = 32  # ways to divide a model that are played
 BEST = 10
 OURS = tuple(("vocab-1", family) for family in ("1f1b", "v-min", "v-half", "v-zb", "dualpipev"))
+OTHERS = ("vocab-2", "interlaced")  # methods that only the best ways are played with
 LADDER = tuple(product((False, True), ("none", "selective", "full")))
 """(The optimizer is on the host, what is recomputed): each rung is slower and smaller than the one before."""
 _BATCH_TOKENS = 2**22  # of an iteration by default: 4 M, as for the models of the presets
@@ -217,7 +219,21 @@ def search(
             progress(done, most)
             if len(best) >= 2 * BEST and batch[-1][0] > _times(best)[BEST - 1]:
                 break
-    return _exact(sorted(best.values(), key=_ms))
+        fastest = sorted(best.values(), key=_ms)
+        fastest[:BEST] = each(_by_any_method, [question] * BEST, fastest[:BEST])
+    return _exact(sorted(fastest, key=_ms))
+
+
+def _by_any_method(question: Question, found: Found) -> Found:
+    """The same sizes and family with the fastest method; Megatron's own as it is."""
+    if found.option.stock:
+        return found
+    family = found.option.family
+    methods = OTHERS if family == "1f1b" else set(OTHERS).difference(ONLY_1F1B)
+    others = (
+        _cheapest(question, found.request.job, family, partial(_only, method, family)) for method in methods
+    )
+    return min([found, *chain(*others)], key=_ms)
 
 
 def _times(best: Mapping[tuple[object, ...], Found]) -> list[float]:

@@ -91,7 +91,15 @@ class Layer:
 
 
 def layer_ms(model: Model, job: Job, hardware: Hardware, method: str = "baseline") -> Layer:
-    """The mean layer's times, while a method's collectives run beside its passes."""
+    """The mean layer's times, while a method's collectives run beside its passes.
+
+    Raises:
+        ValueError: if products are in 8 bits and the GPU has none; the message has a remedy.
+    """
+    if job.fp8 and not hardware.fp8_tflops:
+        raise ValueError(
+            f"{hardware.name} has no products in 8 bits; leave out --fp8, or choose another --hardware"
+        )
     rates, tokens = hardware.rates, model.seq_length * job.micro_batch / job.c
     each = tokens / job.t * _BESIDE.get(method, 1.0) / 1e9  # times operations of a token, over 10^12 a second
     half = each / (hardware.tflops * rates.layers)

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from megatron_vocabpar.cli.main import main
 from megatron_vocabpar.plan.given import Given, read_script, read_words
 from megatron_vocabpar.plan.job import RECOMPUTE
-from megatron_vocabpar.plan.read_arguments import job_from_arguments
+from megatron_vocabpar.plan.read_arguments import job_from_arguments, other_gpus, overruled
 
 MODEL = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --vocab-size 32000 "
@@ -32,9 +32,9 @@ def plan(*arguments: str) -> Result:
 
 
 def job_of(words: str, **sizes: int | bool | str) -> tuple[dict[str, object], list[str]]:
-    notes: list[str] = []
     given = Given(read_words(words.split()), "here")
-    return vars(job_from_arguments(given, sizes, notes)), [*notes, *given.unread()]
+    job = job_from_arguments(given, sizes)
+    return vars(job), [*overruled(given, sizes), *other_gpus(given, job.gpus), *given.unread()]
 
 
 @pytest.mark.parametrize("asked", RECOMPUTE)
@@ -50,7 +50,7 @@ def test_a_script_of_eight_nodes_has_eight_replicas(tmp_path: Path) -> None:
     path = tmp_path / "train.sh"
     path.write_text(SCRIPT)
     given = Given(read_script(str(path)), "train.sh")
-    job = job_from_arguments(given, {}, [])
+    job = job_from_arguments(given, {})
     assert (job.p, job.d, job.m, job.gpus) == (8, 8, 64, 64)
     data = json.loads(plan("--script", str(path)).output)
     assert (data["job"]["d"], data["job"]["m"]) == (8, 64)
@@ -73,7 +73,7 @@ def test_slurm_says_how_many_gpus(tmp_path: Path, lines: str, gpus: int) -> None
     path.write_text(
         f"#!/bin/bash\n{lines}srun python pretrain_gpt.py {MODEL} --pipeline-model-parallel-size 8\n"
     )
-    assert job_from_arguments(Given(read_script(str(path)), "x"), {}, []).gpus == gpus
+    assert job_from_arguments(Given(read_script(str(path)), "x"), {}).gpus == gpus
 
 
 def test_recomputation_and_context_parallelism_are_read() -> None:
@@ -92,6 +92,34 @@ def test_an_option_comes_before_an_argument_and_says_so() -> None:
     job, said = job_of("--tensor-model-parallel-size 4 --global-batch-size 64", tp=2, dp=8)
     assert (job["t"], job["m"]) == (2, 8)
     assert said == ["--tp 2 instead of --tensor-model-parallel-size 4"]
+
+
+def test_a_search_says_what_its_options_replace() -> None:
+    words = ("--gpus", "2", "--tp", "1", "--global-batch-size", "4", "--seq-length", "1024", "--recompute")
+    given = ("--tensor-model-parallel-size", "2", "--global-batch-size", "8", "--nnodes", "8")
+    more = ("--nproc-per-node", "8", "--recompute-granularity", "selective")
+    data = json.loads(plan(*words, "--", *MODEL.split(), *given, *more).output)
+    assert (data["gpus"], data["global_batch_size"], data["model"]["seq_length"]) == (2, 4, 1024)
+    assert data["notes"] == [
+        "--tp 1 instead of --tensor-model-parallel-size 2",
+        "--global-batch-size 4 instead of --global-batch-size 8",
+        "--seq-length 1024 instead of --seq-length 512",
+        "--recompute full instead of --recompute-granularity selective",
+        "2 GPUs instead of the 64 that are given",
+    ]
+
+
+def test_of_two_options_for_the_batch_one_is_said_to_replace_the_other() -> None:
+    job, said = job_of("--bf16", microbatches=64, global_batch_size=512)
+    assert (job["m"], said) == (64, ["--microbatches 64 instead of --global-batch-size 512"])
+
+
+def test_nodes_that_are_given_twice_are_listed_where_they_differ() -> None:
+    """torchrun's ``--nnodes`` counts; Slurm's ``--nodes`` may say the same."""
+    words = "--nnodes 2 --nproc-per-node 8 --gpus-per-node 8 --nodes "
+    for nodes, unread in (("2", []), ("4", ["Not used by the plan, nor in its launch line: --nodes 4."])):
+        job, said = job_of(words + nodes)
+        assert (job["d"], said) == (2, unread)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +146,8 @@ def test_what_does_not_divide_says_what_would(words: str, sizes: dict[str, int],
         ("--preset qwen3-30b-a3b --ep 3 --dp 3", "does not divide the 128 experts"),
         ("--preset llama-3.1-8b --cp 3 --seq-length 8192", "do not divide into 6 parts"),
         ("--preset llama-3.1-8b --cpp 2", "No such option"),
+        ("--preset llama-3.1-8b --hardware A100 --fp8", "A100 has no products in 8 bits; leave out --fp8"),
+        ("--preset llama-3.1-8b --hardware A100 --gpus 8 --fp8", "A100 has no products in 8 bits"),
         ("llama-3.1-8b", "unexpected 'llama-3.1-8b'.*--preset"),
         ("--preset llama-3.1-8b --hardware H10", "did you mean 'H100'"),
     ],

@@ -38,6 +38,7 @@ def test_the_best_of_all_ways_is_found() -> None:
     """The search agrees with trying every way, method and rung in turn, without bounds."""
     asked = question(small(), limit_gib=20.0)
     found = search(asked)
+    every = [*searching.OURS, *(("vocab-2", family) for _, family in searching.OURS), ("interlaced", "1f1b")]
     times = []
     for t, p, c, offload, recompute in product((1, 2, 4), (1, 2, 4), (1, 2, 4), (False, True), RECOMPUTE):
         if 4 % (t * p * c) or asked.model.seq_length < 2048 * c:
@@ -50,12 +51,22 @@ def test_the_best_of_all_ways_is_found() -> None:
             continue
         request = Request(asked.model, job, H100, 20.0)
         options = stock_options(request)
-        options += [option_of(request, *pair, job.m) for pair in searching.OURS] if p > 1 else []
+        options += [option_of(request, *pair, job.m) for pair in every] if p > 1 else []
         times += [one.iteration_ms for one in options if one.fits(request)]
     assert found
     assert found[0].option.iteration_ms <= 1.03 * min(times)
     assert found[0].option.fits(found[0].request)
     assert found[0].option.exact
+
+
+def test_the_best_sizes_are_played_with_every_method() -> None:
+    """Each of the found is no slower than the other methods in its family, with the same sizes."""
+    asked = question(small(), p=4, t=1, c=1)
+    for one in search(asked):
+        if not one.option.stock:
+            methods = ("vocab-1", "vocab-2", "interlaced")[: 3 if one.option.family == "1f1b" else 2]
+            times = [option_of(one.request, method, one.option.family).iteration_ms for method in methods]
+            assert one.option.iteration_ms <= 1.001 * min(times)
 
 
 def test_pairs_are_found_where_they_hide_an_exchange() -> None:
