@@ -60,7 +60,8 @@ def beyond_flags(data: Mapping[str, Any], windowed: float) -> tuple[str, ...]:
 
 
 def _name(data: Mapping[str, Any]) -> str:
-    return str(data.get("hidden_activation") or data.get("hidden_act") or "silu")
+    usual = "gelu_pytorch_tanh" if str(data.get("model_type")).startswith("gemma") else "silu"
+    return str(data.get("hidden_activation") or data.get("hidden_act") or usual)
 
 
 def _activation(data: Mapping[str, Any]) -> list[str]:

@@ -28,7 +28,8 @@ _OPTIONAL = (
 _LEFT_OUT: Mapping[str, Mapping[str, int]] = {
     "gemma3_text": {
         "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-        "sliding_window": 4096, "sliding_window_pattern": 6,
+        "sliding_window": 4096, "sliding_window_pattern": 6, "rope_theta": 1_000_000,
+        "rope_local_base_freq": 10_000,
     },
 }  # fmt: skip
 

@@ -148,3 +148,5 @@ def test_a_multimodal_config_may_leave_out_what_its_class_has(tmp_path: Path) ->
         256,
         5 / 6,
     )
+    assert {"--quick-geglu", "--rotary-base 1000000", "--qk-layernorm"} <= set(model.flags)
+    assert "--swiglu" not in model.flags
