@@ -1,5 +1,7 @@
 """Compares the planner with published trainings; ``python -m megatron_vocabpar.plan.published``.
 
+``table`` does it for trainings, ``schedules`` for schedules of one training over its 1F1B.
+
 ``data/published.json`` holds each run's sizes, its tokens a second and GPU, its source, and whether the
 shares in ``data/rates.json`` were fitted to it. Unpublished settings are assumed to be those of the planner's
 launch lines: layers placed by hand, a distributed optimizer, communication of gradients beside the passes.
@@ -17,7 +19,8 @@ from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.memory import parameters_of
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.option import longest_after_ms
+from megatron_vocabpar.plan.option import Request, longest_after_ms
+from megatron_vocabpar.plan.options import in_full, option_of
 from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.plan.stock import layouts, play, stages_of
 from megatron_vocabpar.plan.times import estimated_costs
@@ -107,5 +110,34 @@ def table() -> Iterator[str]:
         yield f"Mean error of the {len(sizes)} {words}: {100 * mean(sizes):.1f} %."
 
 
+PRIMUS = {"interleaved": 1.09, "zb-h1": 1.13, "v-zb": 1.13, "v-half": 1.08, "v-min": 0.88}
+"""Tokens a second over 1F1B's, MI300X: AMD-AGI/Primus, docs/tech_blogs/primus_pipeline, llama2-7B-perf."""
+
+
+def schedules() -> Iterator[tuple[str, float, float]]:
+    """Families with their published and planned speed over 1F1B's, for Llama-2 7B over 8 MI300X of a node.
+
+    The article does not say how many layers and microbatches: its TFLOP/s over its tokens/s are 16 layers'
+    operations, and its simulator's example has 32 microbatches.
+    """
+    sizes = {"vocab": 32000, "hidden": 4096, "layers": 16, "seq_length": 4096, "ffn": 11008}
+    model = Model("llama-2-7b", "Primus", heads=32, groups=32, head_dim=128, **sizes)
+    request = Request(model, Job(p=8, m=32), hardware_named("MI300X"), limit_gib=192.0)
+    times = {
+        family: in_full(request, option_of(request, "baseline", family)).iteration_ms
+        for family in ("1f1b", *PRIMUS)
+    }
+    for family, published in PRIMUS.items():
+        yield family, published, times["1f1b"] / times[family]
+
+
+def schedules_table() -> Iterator[str]:
+    """The table of ``schedules``."""
+    yield "| schedule on MI300X | published | planned | error |"
+    yield "| --- | ---: | ---: | ---: |"
+    for family, published, planned in schedules():
+        yield f"| `{family}` | {published:.2f} | {planned:.2f} | {100 * (planned / published - 1):+.0f} % |"
+
+
 if __name__ == "__main__":
-    print("\n".join(table()))
+    print("\n".join([*table(), "", *schedules_table()]))

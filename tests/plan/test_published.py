@@ -10,7 +10,7 @@ from statistics import mean
 import pytest
 
 from megatron_vocabpar.plan.hardware import hardware_named
-from megatron_vocabpar.plan.published import errors, published_runs
+from megatron_vocabpar.plan.published import errors, published_runs, schedules, schedules_table
 from megatron_vocabpar.plan.times import layer_ms
 
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
@@ -22,6 +22,14 @@ def test_runs_that_were_not_fitted_are_met_as_the_page_says() -> None:
     (said,) = re.findall(r"the \d+ not fitted: ([\d.]+) %", PAGE.read_text(encoding="utf-8"))
     assert 100 * mean(missed) == pytest.approx(float(said), abs=0.06)
     assert mean(missed) <= 0.15
+
+
+@pytest.mark.slow
+def test_schedules_on_mi300x_are_met_as_the_page_says() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert all(row in page for row in schedules_table())
+    missed = [abs(planned / published - 1) for _, published, planned in schedules()]
+    assert mean(missed) <= 0.05
 
 
 def test_sorting_within_the_exchange_takes_less_time_than_beside_it() -> None:
