@@ -92,4 +92,5 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert 'href="megatron.html"' in first
     assert 'class="md-search__input"' in first
     assert not re.search(r"""(?:src|href)="https?://[^"]+\.(?:js|css|woff2?)\b""", first)
+    assert '[data-md-color-scheme="slate"] .md-typeset img' in (tmp_path / "site" / "site.css").read_text()
     assert (tmp_path / "site" / "search" / "search_index.json").stat().st_size > 100_000

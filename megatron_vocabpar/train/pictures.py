@@ -8,9 +8,10 @@ from typing import Any
 
 from megatron_vocabpar.train.compare import Curve
 
-# Colours that colour-blind readers can tell apart (Okabe and Ito), by method; dashes let a curve below show.
+# Colours that colour-blind readers can tell apart (Okabe and Ito; grey for black, which a dark page would
+# turn into white), by method; dashes let a curve below show.
 COLOURS = {
-    "baseline": "#000000",
+    "baseline": "#7F7F7F",
     "redis": "#E69F00",
     "naive": "#009E73",
     "vocab-1": "#0072B2",
@@ -40,7 +41,7 @@ def plot_losses(
         colour = COLOURS.get(name, OTHER_COLOUR)
         style: dict[str, Any] = {"linewidth": _WIDTH, "linestyle": _DASHES.get(name, "-") if number else "-"}
         if compared and not number:
-            style = {"linewidth": _REFERENCE_WIDTH, "alpha": 0.5}
+            style = {"linewidth": _REFERENCE_WIDTH}
         panels[0].plot(*_points(curves[name]), color=colour, label=name, **style)
         if eval_curves[name]:
             circles = {"markerfacecolor": "none", "markersize": 9 - 2 * min(number, 2)}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageColor
 
 from megatron_vocabpar.schedule.draw import draw_trace
 from megatron_vocabpar.schedule.draw.pictures import write_pictures
@@ -19,6 +19,7 @@ from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.train.compare import Difference, differences, loss_curve, reference_method
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.output import method_config, open_method, open_output
+from megatron_vocabpar.train.pictures import COLOURS, plot_losses, plot_memory
 from megatron_vocabpar.train.report import write_report
 from megatron_vocabpar.train.tables import as_text, difference_table, headline, summarize, summary_table
 from tests.train.fake_results import records, write_results
@@ -35,6 +36,15 @@ def test_differences_by_hand() -> None:
     assert (vocab_2.absolute, vocab_2.absolute_step) == (0.5, 1)
     assert (vocab_2.relative, vocab_2.relative_step) == (0.125, 3)
     assert (naive.steps, naive.absolute, naive.relative) == (1, 0.5, 0.125)
+
+
+def test_a_method_has_one_colour_in_the_pictures_of_loss_and_memory(tmp_path: Path) -> None:
+    curves = {name: {1: 8.0, 2: loss} for name, loss in (("baseline", 4.0), ("vocab-2", 6.0))}
+    plot_losses(tmp_path / "loss.png", curves, {name: {} for name in curves}, "baseline")
+    plot_memory(tmp_path / "memory.png", dict.fromkeys(curves, (3.0, 4.0)))
+    for name in ("loss.png", "memory.png"):
+        colours = Image.open(tmp_path / name).convert("RGB").getcolors(1 << 20)
+        assert {ImageColor.getrgb(COLOURS[method]) for method in curves} <= {rgb for _, rgb in colours}
 
 
 def test_a_reference_of_zero_and_no_common_step() -> None:
