@@ -75,9 +75,9 @@ class Found:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """How the model is divided, and whether Megatron runs it by itself; one of each kind is kept."""
+        """How weights are divided, and whether Megatron runs it by itself; one of each kind is kept."""
         job = self.request.job
-        return job.t, job.p, job.c, job.e, self.option.stock
+        return job.t, job.p, job.e, self.option.stock
 
 
 def usual_batch(model: Model, gpus: int) -> int:

@@ -173,6 +173,7 @@ def test_the_verb_searches_and_prints_both_launch_lines(tmp_path: Path) -> None:
     assert "NVIDIA H100 SXM data sheet" in result.output
     assert max(map(len, result.output.splitlines())) <= 160
     text = page.read_text()
+    assert text.count('<td class="left words">') == 2 * (text.count("<tr") - 1)  # no word is cut
     assert text.count("<tr") == 1 + len(re.findall(r"^ \d", result.output, re.MULTILINE))
     assert "--weight-decay 0.1" in text
     assert not re.search(r"""(src|href)=|url\(|@import""", text)
