@@ -120,8 +120,10 @@ def schedules() -> Iterator[tuple[str, float, float]]:
     The article does not say how many layers and microbatches: its TFLOP/s over its tokens/s are 16 layers'
     operations, and its simulator's example has 32 microbatches.
     """
-    sizes = {"vocab": 32000, "hidden": 4096, "layers": 16, "seq_length": 4096, "ffn": 11008}
-    model = Model("llama-2-7b", "Primus", heads=32, groups=32, head_dim=128, **sizes)
+    model = Model(
+        "llama-2-7b", "Primus", vocab=32000, hidden=4096, layers=16, seq_length=4096, heads=32, groups=32,
+        head_dim=128, ffn=11008,
+    )  # fmt: skip
     request = Request(model, Job(p=8, m=32), hardware_named("MI300X"), limit_gib=192.0)
     times = {
         family: in_full(request, option_of(request, "baseline", family)).iteration_ms
