@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 from megatron_vocabpar.frameworks.bindings import FUNCTIONS, LABELS, MEGATRON, REFUSED, answering, refusing
@@ -84,12 +84,6 @@ def _replacement(binding: Binding, original: Any, config: FlagConfig) -> Any:
         return LABELS[binding](original)
     if binding in REFUSED:
         return refusing(binding, original)
-    if binding.name != "get_forward_backward_func":
-        return answering(binding, original)
-    runner = StepRunner(config, original)
-
-    @wraps(original)
-    def get_forward_backward_func(*_: Any, **__: Any) -> StepRunner:
-        return runner
-
-    return get_forward_backward_func
+    if binding.name == "get_forward_backward_func":
+        return partial(partial, StepRunner(config))
+    return answering(binding, original)

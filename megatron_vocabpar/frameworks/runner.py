@@ -31,20 +31,19 @@ class StepRunner:
 
     Args:
         config: of ``VOCAB_PARALLEL_FLAGS``.
-        stock: returns Megatron's own function, for models whose vocabulary is not partitioned.
     """
 
-    def __init__(self, config: FlagConfig, stock: Callable[..., Any]) -> None:
-        self._config, self._stock = config, stock
+    def __init__(self, config: FlagConfig) -> None:
+        self._config = config
         self._run: ForwardBackward | None = None
 
-    def __call__(self, **arguments: Any) -> list[Any]:
-        """megatron-core's arguments and results."""
+    def __call__(self, stock: Callable[..., list[Any]], /, **arguments: Any) -> list[Any]:
+        """megatron-core's arguments and results; ``stock`` is its function, for models that are not ours."""
         model = arguments["model"]
         chunks = model if isinstance(model, list) else [model]
         shards = unwrap_model(chunks[0])
         if not isinstance(shards, PartitionedModel):
-            return self._stock()(**arguments)
+            return stock(**arguments)
         shards.check_output_layer()
         if self._run is None:
             self._run = self._build(shards, arguments["num_microbatches"], len(chunks))

@@ -75,7 +75,7 @@ BINDINGS = (
             "megatron.rl.rl_utils",
             "megatron.post_training.generate",
         ),
-        "runs our schedules; megatron-core has no hook for another schedule",
+        "runs our schedules; megatron-core has no hook for another schedule (`patches/upstream` has one)",
     ),
     Binding(
         _GPT_MODEL,

@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
+from functools import wraps
 from operator import attrgetter
 from typing import Any
 
@@ -19,6 +21,7 @@ from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.teardown import ending_soon
 
 _MARK = "__vocabpar_patch__"
+_SCHEDULE = "get_forward_backward_func"
 
 
 class Patch:
@@ -33,12 +36,22 @@ class Patch:
         self.config = config
         self.version = version
         self._replaced: list[tuple[Binding, Any, Any]] = []
+        self._unregister: list[Callable[[], None]] = []
         self._report = sys.excepthook
         sys.excepthook = self._hook = ending_soon(self._report)
 
     def replace(self, binding: Binding, replacement: Any) -> None:
-        """Put ``replacement`` into every loaded module that has the name of ``binding``."""
+        """Put ``replacement`` into every loaded module that has the name of ``binding``.
+
+        That of ``get_forward_backward_func`` maps the function that it would return to the one that it is to
+        return. A Megatron that has a registry for it (``patches/upstream``) is given it there.
+        """
         original = original_of(binding)
+        if binding.name == _SCHEDULE:
+            if (register := _registry()) is not None:
+                self._unregister.append(register(replacement))
+                return
+            replacement = _instead(original, replacement)
         setattr(replacement, _MARK, self)
         _swap(binding, original, replacement)
         self._replaced.append((binding, original, replacement))
@@ -48,8 +61,27 @@ class Patch:
         while self._replaced:
             binding, original, replacement = self._replaced.pop()
             _swap(binding, replacement, original)
+        while self._unregister:
+            self._unregister.pop()()
         if sys.excepthook is self._hook:
             sys.excepthook = self._report
+
+
+def _registry() -> Callable[..., Callable[[], None]] | None:
+    """Megatron's own place for schedules, where it has one."""
+    try:
+        module = importlib.import_module("megatron.core.pipeline_parallel.schedule_registry")
+    except ModuleNotFoundError:
+        return None
+    return module.register_forward_backward_func
+
+
+def _instead(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original(*args, **kwargs))
+
+    return get_forward_backward_func
 
 
 def original_of(binding: Binding) -> Any:

@@ -136,14 +136,9 @@ class ScheduleRunner:
         return self._run(**compat.call_arguments(arguments))
 
 
-def _provide_schedule(original: Callable[..., Any], config: FlagConfig) -> Callable[..., Any]:
+def _provide_schedule(_: Any, config: FlagConfig) -> Callable[..., ScheduleRunner]:
     runner = ScheduleRunner(config)
-
-    @wraps(original)
-    def get_forward_backward_func(*_: Any, **__: Any) -> ScheduleRunner:
-        return runner
-
-    return get_forward_backward_func
+    return lambda _: runner
 
 
 def model_class(

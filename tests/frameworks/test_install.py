@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.gpt import gpt_model as gpt
+from megatron.core.pipeline_parallel import schedules
 
 from megatron_vocabpar.frameworks.bindings import FUNCTIONS, LABELS, MEGATRON, REFUSED, refusing
 from megatron_vocabpar.frameworks.install import config_from, install
@@ -70,9 +72,36 @@ def test_flags_without_a_use_are_refused(flags: str) -> None:
         config_from({"VOCAB_PARALLEL_FLAGS": flags})
 
 
+def test_a_registry_of_megatrons_takes_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of ``patches/upstream``: Megatron's own function stays where it is."""
+    registered: list[Any] = []
+    registry = types.ModuleType("megatron.core.pipeline_parallel.schedule_registry")
+
+    def register(wrapper: Any) -> Any:
+        registered.append(wrapper)
+        return lambda: registered.remove(wrapper)
+
+    registry.register_forward_backward_func = register  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    original = schedules.get_forward_backward_func
+    model = gpt.GPTModel
+    patch = install(config_from({}))
+    try:
+        assert schedules.get_forward_backward_func is original
+        assert gpt.GPTModel is not model
+        (wrapper,) = registered
+        arguments = {"model": [torch.nn.Linear(1, 1)], "num_microbatches": 3}
+        assert wrapper(lambda **given: [given["num_microbatches"]])(**arguments) == [3]
+    finally:
+        patch.undo()
+    assert registered == []
+    assert gpt.GPTModel is model
+
+
 def test_other_models_run_stocks_function() -> None:
-    run = StepRunner(config_from({}), lambda: lambda **arguments: ["stock's", arguments["num_microbatches"]])
-    assert run(model=[torch.nn.Linear(1, 1)], num_microbatches=3) == ["stock's", 3]
+    run = StepRunner(config_from({}))
+    stock = lambda **arguments: ["stock's", arguments["num_microbatches"]]  # noqa: E731
+    assert run(stock, model=[torch.nn.Linear(1, 1)], num_microbatches=3) == ["stock's", 3]
 
 
 def test_a_release_that_nobody_has_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -105,7 +106,8 @@ def step(_: int, case: Case, name: str, reference: Any = None) -> Any:
         options = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         model = DistributedDataParallel(module.config, options, module)
         stock = case.method == "stock"
-        run = get_forward_backward_func() if stock else StepRunner(config_from({}), get_forward_backward_func)
+        theirs = get_forward_backward_func()
+        run = theirs if stock else partial(StepRunner(config_from({})), theirs)
         reports = []
         for forward_only in (False, True):
             batches = [batch(case, 0, 0, i) for i in range(case.m)]
