@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
 import sys
+import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import megatron_vocabpar
 
@@ -24,12 +28,20 @@ def _run(*command: object, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.long
-@pytest.mark.skipif(importlib.util.find_spec("build") is None, reason="pip install '.[package]'")
-def test_the_wheel_brings_its_data_and_verbs(tmp_path: Path) -> None:
-    _run(sys.executable, "-m", "build", "--outdir", tmp_path, ROOT, cwd=ROOT)
-    (wheel,), (source,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the source distribution, as a release is."""
+    if importlib.util.find_spec("build") is None:
+        pytest.skip("pip install '.[package]'")
+    folder = tmp_path_factory.mktemp("dist")
+    _run(sys.executable, "-m", "build", "--outdir", folder, ROOT, cwd=ROOT)
+    (wheel,), (source,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     assert source.name.startswith("megatron_vocabpar-")
+    return wheel
+
+
+@pytest.mark.long
+def test_the_wheel_brings_its_data_and_verbs(tmp_path: Path, wheel: Path) -> None:
     _run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
     _run(python, "-m", "pip", "install", "--quiet", wheel, cwd=tmp_path)
@@ -43,6 +55,28 @@ def test_the_wheel_brings_its_data_and_verbs(tmp_path: Path) -> None:
     assert "License-Expression: Apache-2.0" in _run(
         python, "-c", "import importlib.metadata as m; print(m.metadata('megatron-vocabpar'))", cwd=tmp_path
     )
+
+
+@pytest.mark.long
+def test_the_wheel_leaves_torch_and_megatron_core_as_they_are(wheel: Path) -> None:
+    """Beside a framework's pins: what it requires by itself, and that its doors are found."""
+    (found,) = importlib.metadata.distributions(path=[str(wheel)])
+    requirements = [Requirement(line) for line in found.requires or ()]
+    by_itself = {r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})}
+    assert by_itself == {"click", "fastjsonschema", "rich"}
+    trained_with = {r.name: r.specifier for r in requirements if 'extra == "train"' in str(r.marker)}
+    for name in ("torch", "megatron-core"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            assert trained_with[name].contains(importlib.metadata.version(name), prereleases=True), name
+    doors = {(entry.group, entry.name): entry.value for entry in found.entry_points}
+    assert doors == {
+        ("console_scripts", "vocabpar"): "megatron_vocabpar.__main__:main",
+        ("verl.plugins", "megatron_vocabpar"): "megatron_vocabpar.frameworks.verl_plugin",
+    }
+    with zipfile.ZipFile(wheel) as files:
+        assert {"megatron_vocabpar/__main__.py", "megatron_vocabpar/frameworks/verl_plugin.py"} <= set(
+            files.namelist()
+        )
 
 
 def test_public_names_are_imported_when_asked_for() -> None:
