@@ -59,6 +59,8 @@ BENT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "clamped from below": lambda losses: losses.clamp(min=4.5),
 }
 """Their gradient is 0 for tokens that are not masked, on one side of about the mean loss, ln 96."""
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Names of parameters, of stock and of ours."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Case:
 
     ``teacher`` is how a distillation's teacher is given (``teachers.py``).
     ``lengths`` are those of each microbatch's sequences in turn; several are packed into one row.
+    ``frozen`` vocabulary layers get no gradient, as beside adapters.
     """
 
     method: str = "vocab-2"
@@ -104,6 +107,7 @@ class Case:
     loss_scale: float = 1.0
     teacher: str = ""
     graphs: bool = False
+    frozen: bool = False
     experts: Experts | None = None
 
     def unsharded(self) -> Case:
@@ -241,6 +245,9 @@ def build_model(case: Case, position: dict[str, Any] | None = None, holds_shard:
     if hasattr(model, "output_layer") and not case.tied:
         with torch.no_grad():
             model.output_layer.weight.mul_(case.output_scale)
+    if case.frozen:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = name not in VOCABULARY
     return model
 
 
@@ -395,7 +402,7 @@ def train(
                 mtp_depths=case.mtp,
             )
         )
-        optimizer = MainGradAdam([p for module in modules for p in module.parameters()])
+        optimizer = MainGradAdam([p for module in modules for p in module.parameters() if p.requires_grad])
         replica = parallel_state.get_data_parallel_rank()
         rank = parallel_state.get_pipeline_model_parallel_rank()
         ends = (0, case.placement.loss_stage)
@@ -468,10 +475,13 @@ def _differences(
 
 
 def _arrays(modules: list[GPTModel], gradients: bool) -> dict[str, np.ndarray]:
+    parameters = [(name, p) for module in modules for name, p in global_parameters(module)]
+    for name, p in parameters:
+        assert p.requires_grad or (p.grad is None and not hasattr(p, "main_grad")), f"{name} is frozen"
     return {
         name: (p.main_grad if gradients else p).detach().float().numpy().copy()  # type: ignore[attr-defined]
-        for module in modules
-        for name, p in global_parameters(module)
+        for name, p in parameters
+        if p.requires_grad or not gradients
     }
 
 

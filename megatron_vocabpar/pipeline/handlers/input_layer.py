@@ -113,11 +113,13 @@ class InputLayer(LayerHandlers):
         self.buffers.put(instruction, "event", self._exchange(rows, send, receive))
 
     def input_backward(self, instruction: Pass) -> None:
-        """IB: add the received gradients into this rank's rows of the embedding gradient."""
+        """IB: add the received gradients into this rank's rows of the embedding gradient, unless frozen."""
         i = instruction.microbatch
         rows = self.wait(self.buffers.take(Comm(CommType.CIB, instruction.stage, i), "event"))
-        weight_grad = main_grad(self.model.word_embeddings.weight)
-        embedding_backward(rows, self.microbatches[i].owned_tokens, self.model.shard.range, weight_grad)
+        weight = self.model.word_embeddings.weight
+        if weight.requires_grad:
+            owned = self.microbatches[i].owned_tokens
+            embedding_backward(rows, owned, self.model.shard.range, main_grad(weight))
         self.gradients.wrote(PassType.IB)
 
 

@@ -81,12 +81,12 @@ class SoftmaxPasses(LayerHandlers):
         i = instruction.microbatch
         softmax, state = self.chain.softmax_and_state(i)
         (slopes,) = self.chain.row_slopes(i, softmax)
-        if self.chain.detached:
+        weight = self.chain.model.output_weight
+        if self.chain.detached or not weight.requires_grad:
             part = self.chain.head.input_gradient(state, softmax, slopes, self.chain.weight)
             self.add_weight_gradient(i, state, softmax, self.microbatches[i].gradient[None])
         else:
-            weight_grad = main_grad(self.chain.model.output_weight)
-            part = self.chain.head.backward(state, softmax, slopes, self.chain.weight, weight_grad)
+            part = self.chain.head.backward(state, softmax, slopes, self.chain.weight, main_grad(weight))
         self.buffers.put(instruction, "hidden_grad", part)
         self._wrote(instruction, softmax, state)
 
@@ -111,13 +111,16 @@ class SoftmaxPasses(LayerHandlers):
     def add_weight_gradient(self, i: int, state: Any, softmax: Softmax, grads: torch.Tensor) -> None:
         """Add what gradients [k, n] give: of the losses, and if k is 2, of the entropies.
 
-        Rows of detached heads add nothing: their loss trains their own layers alone.
+        Rows of detached heads add nothing: their loss trains their own layers alone. Nor does a frozen weight
+        get anything.
         """
+        weight = self.chain.model.output_weight
+        if not weight.requires_grad:
+            return
         if self.chain.detached:
             grads = grads * self.microbatches.of_main_head(i)
         slopes = self.chain.slopes(softmax, grads)
-        weight_grad = main_grad(self.chain.model.output_weight)
-        self.chain.head.add_weight_gradient(state, softmax, slopes, weight_grad)
+        self.chain.head.add_weight_gradient(state, softmax, slopes, main_grad(weight))
 
     def _wrote(self, instruction: Pass, softmax: Softmax, state: Any) -> None:
         """The weight gradient is written: report the loss, which nothing waits for, and reuse the memory."""
