@@ -24,7 +24,8 @@ from megatron.core.utils import get_model_config
 from megatron_vocabpar.layers.distillation import Teacher
 from megatron_vocabpar.layers.fp8 import check_device
 from megatron_vocabpar.pipeline import compat, heads
-from megatron_vocabpar.pipeline.graphs.graph_options import asks_for_graphs
+from megatron_vocabpar.pipeline.graphs.engine_graphs import EngineGraphs
+from megatron_vocabpar.pipeline.graphs.graph_options import asks_for_engine_graphs, asks_for_graphs
 from megatron_vocabpar.pipeline.graphs.layer_graphs import LayerGraphs
 from megatron_vocabpar.pipeline.handlers import handlers_of
 from megatron_vocabpar.pipeline.iteration import Call, Iteration, Rank
@@ -136,6 +137,7 @@ class ForwardBackward:
         warm_up(groups, device)
         self._plans: dict[int, Plan] = {}
         self._graphs = LayerGraphs()
+        self._engine_graphs = EngineGraphs()
 
     def plan(self, num_microbatches: int) -> Plan:
         """The plan of a training iteration with this number of microbatches; it is made once.
@@ -157,6 +159,14 @@ class ForwardBackward:
         """
         self._check_plan(plan.schedule, plan.schedule.m)
         self._plans[plan.schedule.m] = plan
+
+    def capture_order(self, num_microbatches: int) -> list[int]:
+        """The order in which Transformer Engine is to capture this rank's layers; the plan must stay then.
+
+        Raises:
+            ValueError: where the plan splits weight gradients.
+        """
+        return self._engine_graphs.order(self.plan(num_microbatches), self.groups.stage)
 
     def _checked(self, options: VocabOptions) -> VocabOptions:
         """The options, checked; whether the gradient is late, the method decides."""
@@ -234,6 +244,8 @@ class ForwardBackward:
         check_distillation(options, call)
         if asks_for_graphs(config):
             self._graphs.check(self.plan(num_microbatches), chunks, forward_only)
+        elif asks_for_engine_graphs(config) and not forward_only:
+            self._engine_graphs.check(self.plan(num_microbatches))
         with _timed(config):
             iteration = self._run(call, options)
             if config.finalize_model_grads_func is not None and not forward_only:

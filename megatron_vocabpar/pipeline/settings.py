@@ -26,9 +26,10 @@ def check_settings(config: Any, adjust_tensor_shapes_fn: Any, vocabulary_paralle
         ),
         (
             getattr(config, "external_cuda_graph", False)
-            or getattr(config, "cuda_graph_impl", "none") not in ("none", "local"),
-            "cuda_graph_impl other than none and local",
-            "use local, which captures single layers",
+            if not hasattr(config, "cuda_graph_impl")  # before 0.16
+            else config.cuda_graph_impl not in ("none", "local", "transformer_engine"),
+            "cuda_graph_impl other than none, local and transformer_engine",
+            "use one of these, which capture single layers",
         ),
         (adjust_tensor_shapes_fn is not None, "adjust_tensor_shapes_fn", "do not pass it"),
         (

@@ -17,8 +17,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.distributed import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from megatron_vocabpar.runtime.buffers import Buffers
 
 POOL_BYTES = 1 << 22
 _ALIGN = 64
@@ -30,6 +33,20 @@ _POOLS: weakref.WeakSet[Pool] = weakref.WeakSet()
 def in_a_pool(tensor: torch.Tensor) -> bool:
     """Whether a tensor lies in the memory of graphs."""
     return any(pool.owns(tensor) for pool in _POOLS)
+
+
+@contextlib.contextmanager
+def handed_on_apart() -> Iterator[None]:
+    """Within it nothing that a pass hands on may lie where the next graph can write."""
+    put = Buffers.put
+
+    def checked(buffers: Buffers, instruction: Any, name: str, value: Any, **options: Any) -> None:
+        if torch.is_tensor(value):
+            assert not in_a_pool(value), f"{instruction} hands on its {name} in the memory of graphs"
+        put(buffers, instruction, name, value, **options)
+
+    with mock.patch.object(Buffers, "put", checked):
+        yield
 
 
 class Pool:
@@ -98,13 +115,21 @@ class Graph:
     def register_generator_state(self, _: Any) -> None:
         """There is one generator."""
 
+    def reset(self) -> None:
+        """Forget what was captured."""
+        self.operations = []
+
     def replay(self) -> None:
         assert self.pool is not None
         Graph.replays += 1
         self.pool.poison(self.free)
         with torch.no_grad():
             for function, args, kwargs, static in self.operations:
-                fresh = filter(torch.is_tensor, tree_flatten(function(*args, **kwargs))[0])
+                results = tree_flatten(function(*args, **kwargs))[0]
+                for work in results:  # of a collective
+                    if isinstance(work, torch.ScriptObject):
+                        Work.unbox(work).wait()
+                fresh = filter(torch.is_tensor, results)
                 for kept, value in zip(static, fresh, strict=True):
                     if kept is not None:
                         kept.copy_(value)
@@ -177,17 +202,11 @@ class _Anything:
         return lambda *_, **__: None
 
 
-@contextlib.contextmanager
-def cuda_graphs_on_cpu() -> Iterator[None]:
-    """Within it Megatron's local graphs are captured and replayed by this module; one must be.
-
-    What Megatron keeps in its classes is new, and put back afterwards.
-    """
-    from megatron.core.transformer import cuda_graphs
-
-    stream, replays = _Anything(), Graph.replays
+def _of_torch() -> dict[str, Any]:
+    """Names of ``torch.cuda`` that a capture needs."""
+    stream = _Anything()
     statistics = {"allocated_bytes.all.current": 0, "reserved_bytes.all.current": 0}
-    stand_ins: dict[str, Any] = {
+    return {
         "CUDAGraph": Graph,
         "graph": lambda cuda_graph, pool, **_: Capture(cuda_graph, pool),
         "graph_pool_handle": Pool,
@@ -203,6 +222,39 @@ def cuda_graphs_on_cpu() -> Iterator[None]:
         "current_device": lambda: "cpu",
         "get_device_capability": lambda *_: (10, 0),
     }
+
+
+@contextlib.contextmanager
+def _stood_in(state: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """With other values of owners' names; a graph must be replayed."""
+    replays = Graph.replays
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in state:
+            stack.enter_context(mock.patch.object(owner, name, value, create=True))
+        yield
+    assert Graph.replays > replays, "no graph was replayed"
+
+
+def engine_graphs_on_cpu() -> contextlib.AbstractContextManager[None]:
+    """Within it Transformer Engine's graphs are captured and replayed by this module; one must be."""
+    from transformer_engine.pytorch import distributed, graph
+
+    names = ("CUDAGraph", "graph", "graph_pool_handle", "current_stream")  # the rest is a script's on_cpu.py
+    state: list[tuple[Any, str, Any]] = [(torch.cuda, name, _of_torch()[name]) for name in names]
+    state += [(graph, "make_weak_ref", lambda tree: tree_map_only(torch.Tensor, weak_reference, tree))]
+    state += [(graph, "_graph_pool_handle", Pool)]
+    state += [(module, "graph_safe_rng_available", lambda: False) for module in (distributed, graph)]
+    return _stood_in(state)
+
+
+@contextlib.contextmanager
+def cuda_graphs_on_cpu() -> Iterator[None]:
+    """Within it Megatron's local graphs are captured and replayed by this module; one must be.
+
+    What Megatron keeps in its classes is new, and put back afterwards.
+    """
+    from megatron.core.transformer import cuda_graphs
+
     allocations: list[Allocation] = []
 
     def begin(_: Any, pool: Pool) -> None:
@@ -227,11 +279,8 @@ def cuda_graphs_on_cpu() -> Iterator[None]:
     state += [(manager, name, None) for name in ("global_mempool", "fwd_mempools", "bwd_mempool")]
     if reuse is not None:
         state += [(reuse, "pool", []), (reuse, "tensor_strong_refs", [])]
-    state += [(torch.cuda, name, value) for name, value in stand_ins.items()]
+    state += [(torch.cuda, name, value) for name, value in _of_torch().items()]
     state += [(torch._C, name, value) for name, value in threads.items()]
     state += [(cuda_graphs, name, value) for name, value in engine.items()]
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in state:
-            stack.enter_context(mock.patch.object(owner, name, value, create=True))
+    with _stood_in(state):
         yield
-    assert Graph.replays > replays, "no graph was replayed"

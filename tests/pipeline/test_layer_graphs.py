@@ -11,14 +11,12 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 from megatron.core.transformer import cuda_graphs
 
 from megatron_vocabpar.pipeline.graphs import layer_graphs
 from megatron_vocabpar.pipeline.graphs.layer_graphs import LayerGraphs
-from megatron_vocabpar.runtime.buffers import Buffers
 from megatron_vocabpar.schedule.make.generate import generate, make_plan
-from tests.pipeline.cpu_graphs import in_a_pool
+from tests.pipeline.cpu_graphs import handed_on_apart
 from tests.pipeline.gpt import Case, Result, case_of, run, train
 from tests.pipeline.test_equality import reference
 
@@ -37,15 +35,7 @@ def repaired() -> Iterator[None]:
 
 
 def train_apart(rank: int, case: Case, expected: Result) -> Result:
-    """``train``; nothing that a pass hands on may lie where the next graph can write."""
-    put = Buffers.put
-
-    def checked(buffers: Buffers, instruction: Any, name: str, value: Any, **options: Any) -> None:
-        if torch.is_tensor(value):
-            assert not in_a_pool(value), f"{instruction} hands on its {name} in the memory of graphs"
-        put(buffers, instruction, name, value, **options)
-
-    with repaired(), mock.patch.object(Buffers, "put", checked):
+    with repaired(), handed_on_apart():
         return train(rank, case, expected)
 
 

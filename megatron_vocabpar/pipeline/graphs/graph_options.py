@@ -28,6 +28,12 @@ _ALONE: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...] = (
 )
 """A flag, its attributes in Megatron's arguments or a TransformerConfig, and its values that were tested."""
 
+_ALONE_IN_ENGINE: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...] = (
+    ("--hybrid-layer-pattern", ("hybrid_layer_pattern", "hybrid_override_pattern"), ()),
+    ("--cpu-offloading", ("cpu_offloading",), ()),
+)
+"""The same for graphs that Transformer Engine captures."""
+
 
 def asks_for_graphs(options: Any) -> bool:
     """Whether single layers are captured: by ``--cuda-graph-impl local`` or ``--enable-cuda-graph``.
@@ -39,11 +45,22 @@ def asks_for_graphs(options: Any) -> bool:
     return implementation == "local" or bool(getattr(options, "enable_cuda_graph", False))
 
 
+def asks_for_engine_graphs(options: Any) -> bool:
+    """Whether Transformer Engine captures layers: ``--cuda-graph-impl transformer_engine``, or its old name.
+
+    Args:
+        options: Megatron's arguments, or a TransformerConfig.
+    """
+    engine = getattr(options, "cuda_graph_impl", None) == "transformer_engine"
+    return engine or bool(getattr(options, "external_cuda_graph", False))
+
+
 def beside_graphs(options: Any) -> list[str]:
     """The flags among ``options`` with which graphs have not been shown to train as layers without them."""
+    rows = _ALONE_IN_ENGINE if asks_for_engine_graphs(options) else _ALONE
     return [
         flag
-        for flag, attributes, plain in _ALONE
+        for flag, attributes, plain in rows
         if any(
             value and value not in plain for value in (getattr(options, name, None) for name in attributes)
         )

@@ -18,7 +18,11 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import cuda_graphs
 from megatron.core.utils import get_model_config
 
-from megatron_vocabpar.pipeline.graphs.graph_options import asks_for_graphs, beside_graphs
+from megatron_vocabpar.pipeline.graphs.graph_options import (
+    asks_for_engine_graphs,
+    asks_for_graphs,
+    beside_graphs,
+)
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
@@ -31,11 +35,16 @@ OF_THIS_VERSION_ARE_WRONG = "alloc_tensor_from_graph_mempool" in _NAMES or (
 
 
 def kept(output: torch.Tensor, config: Any) -> torch.Tensor:
-    """A stage's output, or a copy if the next replayed graph may overwrite it.
+    """A stage's output, or a copy if the next replayed graph may overwrite it."""
+    return output.clone() if asks_for_graphs(config) or asks_for_engine_graphs(config) else output
 
-    Gradients of a stage's input need no copy: autograd has made one.
+
+def kept_gradient(gradient: torch.Tensor, config: Any) -> torch.Tensor:
+    """A gradient of what a stage takes in, or a copy, likewise.
+
+    With Megatron's own graphs autograd has made one. Of Transformer Engine's it takes the tensor itself.
     """
-    return output.clone() if asks_for_graphs(config) else output
+    return gradient.clone() if asks_for_engine_graphs(config) else gradient
 
 
 class LayerGraphs:

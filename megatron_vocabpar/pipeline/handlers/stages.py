@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.pipeline import compat
-from megatron_vocabpar.pipeline.graphs.layer_graphs import kept
+from megatron_vocabpar.pipeline.graphs.layer_graphs import kept, kept_gradient
 from megatron_vocabpar.pipeline.iteration import Iteration, LayerHandlers
 from megatron_vocabpar.pipeline.loss_reports import DistantLoss
 from megatron_vocabpar.pipeline.recording import ModelCall
@@ -116,12 +116,12 @@ class Stages(LayerHandlers):
         with self.weight_gradients[chunk].left_by(i) if self.weight_gradients else nullcontext():
             input_grad = self._backward_step(instruction, stage_input, output, output_grad)
         self.gradients.after_backward(chunk)
-        if stage > 0:
-            self.buffers.put(instruction, "input_grad", input_grad)
+        if input_grad is not None:
+            self.buffers.put(instruction, "input_grad", kept_gradient(input_grad, self.call.config))
         if rows is not None:
             # Tokens that detached heads embed get no gradient.
             grad = torch.zeros_like(rows) if rows.grad is None else rows.grad
-            self.buffers.put(instruction, "rows_grad", grad)
+            self.buffers.put(instruction, "rows_grad", kept_gradient(grad, self.call.config))
 
     def _backward_step(
         self,
