@@ -35,6 +35,7 @@ _COPIES = {
         "megatron.bridge.models.gpt_provider:MCoreGPTModel",
         "megatron.bridge.training.mlm_compat.model",
     ),
+    "convert_schedule_table_to_order": (),
 }
 
 MEGATRON = tuple(

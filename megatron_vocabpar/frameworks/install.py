@@ -14,6 +14,7 @@ from megatron_vocabpar.frameworks.bridge import UPDATE, checking
 from megatron_vocabpar.frameworks.runner import StepRunner
 from megatron_vocabpar.frameworks.weights import WALKS
 from megatron_vocabpar.megatron_lm.bindings import Binding, find_version
+from megatron_vocabpar.megatron_lm.capture import order_of_the_schedule
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import config_from_argv, spell
 from megatron_vocabpar.megatron_lm.patch import Patch, has_name, live_signature, original_of
@@ -45,7 +46,8 @@ def config_from(environment: Mapping[str, str]) -> FlagConfig:
 def install(config: FlagConfig) -> Patch:
     """Replace Megatron's names and those of every framework that is being imported or has been."""
     patch = Patch(config, find_version(live_signature, config.allow_unknown, package="megatron.core"))
-    for binding in (*MEGATRON, *_of_frameworks()):
+    of_megatron = [binding for binding in MEGATRON if binding.is_in(patch.version)]
+    for binding in (*of_megatron, *_of_frameworks()):
         patch.replace(binding, _replacement(binding, original_of(binding), config))
     if UPDATE.module in sys.modules:
         patch.replace(UPDATE, checking(original_of(UPDATE), config))
@@ -80,6 +82,8 @@ def _replacement(binding: Binding, original: Any, config: FlagConfig) -> Any:
         facts = {"VOCAB_PARALLEL_FLAGS": config} | versions()
         compare = partial(agree, "flags and versions", facts, timedelta(minutes=5))
         return model_class(original, config, lambda vocab_size: (vocab_size, 1), compare)
+    if binding.name == "convert_schedule_table_to_order":
+        return order_of_the_schedule(original, config)
     if binding in LABELS:
         return LABELS[binding](original)
     if binding in REFUSED:

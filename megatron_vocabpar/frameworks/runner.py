@@ -15,6 +15,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.frameworks.bridge import check_door
 from megatron_vocabpar.frameworks.steps import Step, as_megatron, begin_step
+from megatron_vocabpar.megatron_lm.capture import capture_order_of
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.planning import plan_request
 from megatron_vocabpar.pipeline import compat
@@ -58,6 +59,14 @@ class StepRunner:
 
         arguments |= {"forward_step_func": megatron_step}
         return self._run(**compat.call_arguments(arguments), options=options)
+
+    def capture_order(self, num_microbatches: int) -> list[int]:
+        """As that of ``ForwardBackward``.
+
+        Raises:
+            ValueError: before the first iteration, or as there.
+        """
+        return capture_order_of(self._run, num_microbatches)
 
     def _build(self, model: PartitionedModel, m: int, chunks: int) -> ForwardBackward:
         check_door()

@@ -58,6 +58,7 @@ class Binding:
 
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_CUDA_GRAPHS = "megatron.core.transformer.cuda_graphs"
 _GPT_MODEL = "megatron.core.models.gpt.gpt_model"
 _HYBRID = "megatron.core.models.hybrid"
 _LAYER_SPECS = "megatron.core.models.gpt.gpt_layer_specs"
@@ -76,6 +77,13 @@ BINDINGS = (
             "megatron.post_training.generate",
         ),
         "runs our schedules; megatron-core has no hook for another schedule (`patches/upstream` has one)",
+    ),
+    Binding(
+        _CUDA_GRAPHS,
+        "convert_schedule_table_to_order",
+        (),
+        "gives Transformer Engine, which captures layers, the order of Megatron's schedule; here ours",
+        versions=("0.16", "0.17", "0.18", "0.19", "main"),
     ),
     Binding(
         _GPT_MODEL,

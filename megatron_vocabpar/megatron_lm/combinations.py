@@ -12,7 +12,11 @@ from megatron_vocabpar.layers.terms import Distillation
 from megatron_vocabpar.megatron_lm.checkpoints import is_legacy, is_of_modelopt, starting_checkpoint
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.layouts import model_chunks
-from megatron_vocabpar.pipeline.graphs.graph_options import asks_for_graphs, beside_graphs
+from megatron_vocabpar.pipeline.graphs.graph_options import (
+    asks_for_engine_graphs,
+    asks_for_graphs,
+    beside_graphs,
+)
 from megatron_vocabpar.pipeline.rules import conflicts
 from megatron_vocabpar.schedule.words.methods import method_named
 
@@ -124,9 +128,12 @@ def model_problems(args: Any, config: FlagConfig) -> list[str]:
 
 
 def graph_problems(args: Any, config: FlagConfig) -> list[str]:
-    if not asks_for_graphs(args):
+    if not (asks_for_graphs(args) or asks_for_engine_graphs(args)):
         return []
-    flag, problems = "--cuda-graph-impl local, --enable-cuda-graph", []
+    flag = "--cuda-graph-impl transformer_engine"
+    if asks_for_graphs(args):
+        flag = "--cuda-graph-impl local, --enable-cuda-graph"
+    problems = []
     if config.schedule not in ("1f1b", "interleaved"):
         problems.append(
             f"{flag}: graphs of B hold the weight gradients, which --vocab-parallel-family "
@@ -137,9 +144,9 @@ def graph_problems(args: Any, config: FlagConfig) -> list[str]:
             f"{flag}: graphs are replayed in the order in which they were captured; give "
             "--vocab-parallel-profile-iterations 0"
         )
-    beside = beside_graphs(args) + (
-        ["--pipeline-model-parallel-size 1"] if args.pipeline_model_parallel_size == 1 else []
-    )
+    beside = beside_graphs(args)
+    if args.pipeline_model_parallel_size == 1:
+        beside = [*beside, "--pipeline-model-parallel-size 1"]
     if beside:
         problems.append(
             f"{flag}: not shown to train alike with {', '.join(beside)}; leave out the one or the other"

@@ -97,13 +97,10 @@ REFUSALS = (
         {"cuda_graph_impl": "full_iteration"},
     ),
     Refusal(
-        "--external-cuda-graph, --cuda-graph-impl transformer_engine",
-        lambda args: (
-            _set("external_cuda_graph")(args)
-            or getattr(args, "cuda_graph_impl", None) == "transformer_engine"
-        ),
-        "its graphs are captured in the order of Megatron's own schedule; use --cuda-graph-impl local",
-        {"cuda_graph_impl": "transformer_engine"},
+        "--external-cuda-graph with Megatron before 0.16",
+        lambda args: _set("external_cuda_graph")(args) and not hasattr(args, "cuda_graph_impl"),
+        "its training script captures in the order of Megatron's own schedule; use --enable-cuda-graph",
+        {"external_cuda_graph": True},
     ),
     Refusal(
         "--cuda-graph-impl local, --enable-cuda-graph with Megatron 0.16 or 0.17",

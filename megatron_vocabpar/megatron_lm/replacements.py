@@ -14,6 +14,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_vocabpar.megatron_lm.bindings import Binding
+from megatron_vocabpar.megatron_lm.capture import capture_order_of, order_of_the_schedule
 from megatron_vocabpar.megatron_lm.checkpoints import starting_checkpoint
 from megatron_vocabpar.megatron_lm.expert_exchange import leave_to_w
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
@@ -43,6 +44,7 @@ def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
     """The replacement of ``original``."""
     makers: dict[str, Callable[[Any, FlagConfig], Any]] = {
         "get_forward_backward_func": _provide_schedule,
+        "convert_schedule_table_to_order": order_of_the_schedule,
         "GPTModel": model_class,
         "HybridModel": model_class,
         "MambaModel": model_class,
@@ -134,6 +136,14 @@ class ScheduleRunner:
         if self._teacher is not None and not arguments.get("forward_only"):
             arguments = self._teacher.arguments(arguments)
         return self._run(**compat.call_arguments(arguments))
+
+    def capture_order(self, num_microbatches: int) -> list[int]:
+        """As that of ``ForwardBackward``.
+
+        Raises:
+            ValueError: before the first iteration, or as there.
+        """
+        return capture_order_of(self._run.run if self._run else None, num_microbatches)
 
 
 def _provide_schedule(_: Any, config: FlagConfig) -> Callable[..., ScheduleRunner]:

@@ -256,6 +256,23 @@ def test_graphs_of_layers_go_with_what_was_shown() -> None:
             check(SimpleNamespace(**plain | arguments), replace(config, **flags))
 
 
+def test_graphs_of_transformer_engine_go_with_our_order() -> None:
+    scopes = ["attn", "moe_router", "moe_preprocess"]
+    plain = PLAIN | {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": scopes, "num_experts": 8}
+    config = FlagConfig(enabled=True, method="vocab-2", profile_iterations=0)
+    check(SimpleNamespace(**plain), config)
+    old = {"cuda_graph_impl": "none", "external_cuda_graph": True}
+    check(SimpleNamespace(**plain | old), config)
+    for arguments, flags, message in (
+        ({}, {"schedule": "v-half"}, "transformer_engine: graphs of B hold the weight gradients"),
+        ({}, {"profile_iterations": 3}, "give --vocab-parallel-profile-iterations 0"),
+        ({"pipeline_model_parallel_size": 1}, {}, "with --pipeline-model-parallel-size 1;"),
+        ({"hybrid_layer_pattern": "M*"}, {}, "with --hybrid-layer-pattern;"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check(SimpleNamespace(**plain | arguments), replace(config, **flags))
+
+
 FP32 = VocabOptions(fp32_head=True)
 
 
