@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_vocabpar.megatron_lm.bindings import Binding
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
-from megatron_vocabpar.megatron_lm.layouts import layout_notice
+from megatron_vocabpar.megatron_lm.layouts import layout_notice, model_chunks
 from megatron_vocabpar.megatron_lm.options import ROW_OF
 from megatron_vocabpar.megatron_lm.refusals import Refusal, problems_of
 
@@ -74,10 +74,10 @@ BRIDGE_REFUSALS = (
         {"own_model": "Qwen3VLMoEModelProvider"},
     ),
     Refusal(
-        "peft",
-        lambda args: args.peft is not None,
-        "adapters beside frozen vocabulary shards have not been run; train without vocabulary parallelism",
-        {"peft": "LoRA"},
+        "peft other than LoRA",
+        lambda args: args.peft not in (None, "LoRA"),
+        "other adapters have not been read; use LoRA, or train without vocabulary parallelism",
+        {"peft": "DoRA"},
     ),
 )
 """What Bridge has and Megatron's arguments have not."""
@@ -124,6 +124,11 @@ def unread(container: Any) -> Iterator[str]:
 def problems(args: Any, config: FlagConfig) -> list[str]:
     """Why a run of Bridge with these arguments is refused: a line each; an empty list if it is not."""
     own = [f"{row.flag}: {row.remedy}" for row in BRIDGE_REFUSALS if row.is_asked(args)]
+    if args.peft is not None and config.splits_w(model_chunks(args).numerator):
+        own.append(
+            f"peft: --vocab-parallel-family {config.schedule} splits off weight gradients, which frozen "
+            "layers do not have; use 1f1b or interleaved"
+        )
     return own + problems_of(args, config)
 
 

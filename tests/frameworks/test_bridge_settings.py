@@ -95,8 +95,27 @@ def test_what_is_refused_is_named_with_its_reason(capsys: pytest.CaptureFixture[
     checkpoint = SimpleNamespace(inprocess_restart=True)
     with pytest.raises(ValueError, match="VOCAB_PARALLEL_FLAGS") as error:
         update(container(model, peft=SimpleNamespace(), checkpoint=checkpoint))
-    for reason in ("a provider with a model of its own", "peft: ", "--inprocess-restart", "--vocab-parallel"):
+    for reason in (
+        "a provider with a model of its own",
+        "peft other than LoRA: ",
+        "--inprocess-restart",
+        "--vocab-parallel",
+    ):
         assert reason in str(error.value)
+
+
+class LoRA:
+    """Adapters, as Bridge's."""
+
+
+def test_adapters_go_with_weight_gradients_in_b() -> None:
+    sections = {"peft": LoRA(), "model": GPTModelProvider()}
+    checking(lambda _: None, CONFIG)(container(**sections))
+    split = config_from({"VOCAB_PARALLEL_FLAGS": "--vocab-parallel-family zb-h1"})
+    with pytest.raises(ValueError, match="peft: --vocab-parallel-family zb-h1 splits off weight gradients"):
+        checking(lambda _: None, split)(container(**sections))
+    with pytest.raises(ValueError, match="peft other than LoRA: "):
+        checking(lambda _: None, CONFIG)(container(peft=SimpleNamespace()))
 
 
 def test_a_changed_field_that_nobody_has_read_is_refused() -> None:
