@@ -85,6 +85,8 @@ def measured(kind: str | None, given: str) -> tuple[float, int]:
 def test_memory_as_of_the_plain_loss(kind: str, given: str, numbers: int) -> None:
     plain, _ = measured(None, given)
     peak, kept = measured(kind, given)
-    assert plain >= TOKENS * VOCAB * 4 / 2**20  # the measurement sees the exponentials
+    assert (
+        plain >= TOKENS * VOCAB * 4 / 2**20 - 1
+    )  # the measurement sees the exponentials, but for some pages
     assert peak < plain + CHUNKS_MIB
     assert kept == numbers

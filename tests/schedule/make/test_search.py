@@ -93,7 +93,8 @@ def gap(name: str, method: str, p: int, m: int, case: str, passes: int = 400_000
     """The generated schedule's time over that of the best one that a search of the family finds."""
     costs, family = ADVERSE[case](p), families()[name]
     cap = claimed_peak(method_named(method), p, family, family.chunks)
-    found = search(method, p, m, among=[family], costs=costs, max_activations=cap, passes=passes)
+    request = PlanRequest(method=method, p=p, m=m, among=[family], costs=costs, max_activations=cap)
+    found = search(request, passes=passes)
     generated = generate(method, p, m, family=name, costs=costs)
     validate(generated, cap)
     return milliseconds(generated, costs) / milliseconds(found, costs)
