@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.megatron_lm.bindings import Binding
 from megatron_vocabpar.megatron_lm.patch import has_name
@@ -44,27 +47,36 @@ class Walk:
         """``original`` on a model that shows stock's layers."""
         signature = inspect.signature(original)
 
-        def chunks(args: Any, kwargs: Any) -> list[Any]:
-            arguments = signature.bind(*args, **kwargs).arguments
-            if arguments.get("conversion_tasks") is not None:
-                raise ValueError(
-                    "conversion_tasks: they were prepared before the model showed whole vocabulary layers; "
-                    "leave them out"
-                )
-            models = arguments[self.chunks]
-            return list(models) if isinstance(models, (list, tuple)) else [models]
+        def bind(args: Any, kwargs: Any) -> tuple[inspect.BoundArguments, list[Any]]:
+            bound = signature.bind(*args, **kwargs)
+            models = bound.arguments[self.chunks]
+            return bound, list(models) if isinstance(models, (list, tuple)) else [models]
 
         @wraps(original)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with whole_layers(chunks(args, kwargs), self.writes):
-                return original(*args, **kwargs)
+            bound, chunks = bind(args, kwargs)
+            with whole_layers(chunks, self.writes):
+                return original(*bound.args, **bound.kwargs)
 
         @wraps(original)
         def iterate(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            with whole_layers(chunks(args, kwargs), self.writes):
-                yield from original(*args, **kwargs)
+            bound, chunks = bind(args, kwargs)
+            with whole_layers(chunks, self.writes):
+                if tasks := bound.arguments.get("conversion_tasks"):
+                    shown = [unwrap_model(chunk) for chunk in chunks]
+                    bound.arguments["conversion_tasks"] = [_with_shown_layer(task, shown) for task in tasks]
+                yield from original(*bound.args, **bound.kwargs)
 
         return iterate if self.iterates else run
+
+
+def _with_shown_layer(task: Any, shown: Sequence[torch.nn.Module]) -> Any:
+    """A task of Bridge's, prepared while a model showed other copies of whole vocabulary layers."""
+    layer, _, name = task.param_name.rpartition(".")
+    if task.megatron_module is None or layer not in ("embedding.word_embeddings", "output_layer"):
+        return task
+    module = shown[task.vp_stage].get_submodule(layer)
+    return replace(task, megatron_module=module, param_weight=getattr(module, name))
 
 
 _SLIME = "slime.backends.megatron_utils"
@@ -77,6 +89,7 @@ _MBRIDGE = "mbridge.core.bridge"
 _BRIDGE, _OWNER = "megatron.bridge.models.conversion.model_bridge", "MegatronModelBridge"
 _LOADS = {"iterates": False, "writes": True}
 _EXPORTS = {"iterates": True, "writes": False}
+_PREPARES = {"iterates": False, "writes": False}
 
 
 def _walk(framework: str, chunks: str, module: str, name: str, *copies: str, **does: bool) -> Walk:
@@ -104,9 +117,14 @@ WALKS = (
     ),
     _walk("verl", "models", _MBRIDGE, "Bridge.load_weights", **_LOADS),
     _walk("verl", "models", _MBRIDGE, "Bridge.export_weights", **_EXPORTS),
-    _walk("megatron.bridge", "megatron_model", _BRIDGE, f"{_OWNER}.load_weights_hf_to_megatron", **_LOADS),
-    _walk(
-        "megatron.bridge", "megatron_model", _BRIDGE, f"{_OWNER}.stream_weights_megatron_to_hf", **_EXPORTS
+    *(
+        _walk("megatron.bridge", "megatron_model", _BRIDGE, f"{_OWNER}.{name}", **does)
+        for name, does in (
+            ("load_weights_hf_to_megatron", _LOADS),
+            ("stream_weights_megatron_to_hf", _EXPORTS),
+            ("build_conversion_tasks", _PREPARES),
+            ("build_export_fp8_tasks", _PREPARES),
+        )
     ),
 )
 """The functions that are replaced, by framework."""

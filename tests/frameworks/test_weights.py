@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_vocabpar.frameworks import weights
 from megatron_vocabpar.frameworks.weights import Walk
@@ -47,10 +49,33 @@ def test_a_function_runs_on_whole_layers(monkeypatch: pytest.MonkeyPatch) -> Non
     assert events[1:] == ["end"]
 
 
-def test_tasks_prepared_on_another_view_are_refused() -> None:
-    def export(model: Any, conversion_tasks: Any = None) -> Iterator[str]:
-        raise AssertionError("it would export shards")
+@dataclass(frozen=True)
+class Task:
+    """As Bridge's ``WeightConversionTask``, with a few of its fields."""
+
+    param_name: str
+    vp_stage: int | None
+    megatron_module: torch.nn.Module | None
+    param_weight: torch.Tensor | None
+
+
+def test_tasks_take_the_layers_that_are_shown_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was gathered when they were prepared has been freed from the model and may be old."""
+    monkeypatch.setattr(weights, "whole_layers", lambda *_: nullcontext())
+    model = torch.nn.Module()
+    model.output_layer, model.decoder = torch.nn.Linear(2, 3), torch.nn.Linear(2, 2)
+    old = torch.nn.Linear(2, 3)
+    other = Task("decoder.weight", 0, model.decoder, model.decoder.weight.detach())
+    elsewhere = Task("embedding.word_embeddings.weight", None, None, None)
+    tasks = [elsewhere, other, Task("output_layer.weight", 0, old, old.weight)]
+
+    def export(model: Any, conversion_tasks: Any = None) -> Iterator[Any]:
+        yield from conversion_tasks or ["prepared here"]
 
     walk = Walk(NAME, "", "model", iterates=True, writes=False).on_whole_layers(export)
-    with pytest.raises(ValueError, match="conversion_tasks: they were prepared before"):
-        next(walk("m", conversion_tasks=["task"]))
+    assert list(walk(model)) == ["prepared here"]
+    first, second, third = walk([model], conversion_tasks=tasks)
+    assert first is elsewhere
+    assert second is other
+    assert third.megatron_module is model.output_layer
+    assert third.param_weight is model.output_layer.weight

@@ -114,6 +114,8 @@ class PartitionedModel(LanguageModule):
     pre_process: bool
     post_process: bool
     share_embeddings_and_output_weights: bool
+    shows_whole_layers = False
+    """Whether ``whole_layers`` has put stock's vocabulary layers into the place of the shards."""
 
     def __init__(
         self,

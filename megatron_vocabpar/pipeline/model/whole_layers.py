@@ -33,7 +33,7 @@ def whole_layers(chunks: Sequence[torch.nn.Module], keep: bool) -> Iterator[None
 
     A rank of the first or the last stage then holds its tensor-parallel part of a whole layer; a tied weight
     is on both stages. All ranks of the vocabulary group enter, and with ``keep`` all leave together. Models
-    that are not partitioned stay as they are.
+    that are not partitioned stay as they are, and so do those that show whole layers already.
 
     Args:
         chunks: of this rank, with or without Megatron's wrappers.
@@ -44,7 +44,7 @@ def whole_layers(chunks: Sequence[torch.nn.Module], keep: bool) -> Iterator[None
     """
     models: list[Any] = [unwrap_model(chunk) for chunk in chunks]
     first, last = models[0], models[-1]
-    if not isinstance(first, PartitionedModel):
+    if not isinstance(first, PartitionedModel) or first.shows_whole_layers:
         yield
         return
     first.check_output_layer()
@@ -65,11 +65,13 @@ def whole_layers(chunks: Sequence[torch.nn.Module], keep: bool) -> Iterator[None
     try:
         for model, modules in zip(models, shown, strict=True):
             vars(model)["_modules"] = modules
+        first.shows_whole_layers = True
         yield
         if keep:
             for weight, whole, of in list(zip(weights, wholes, rows, strict=True))[: 1 if first.tied else 2]:
                 scatter_rows(whole, weight, of)
     finally:
+        first.shows_whole_layers = False
         for model, modules in zip(models, kept, strict=True):
             vars(model)["_modules"] = modules
 
