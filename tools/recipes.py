@@ -19,6 +19,7 @@ from typing import Any
 from megatron_vocabpar.frameworks.bridge import problems
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
 from megatron_vocabpar.megatron_lm.layouts import model_chunks
+from tools.combinations import table
 
 _PATH = Path(__file__).with_name("recipes.json")
 
@@ -95,6 +96,14 @@ def page() -> Iterator[str]:
     yield "| --- | --- |"
     for reason, count in reasons.most_common():
         yield f"| {_shown(reason)} | {count} |"
+    yield ""
+    yield "With what five or more accepted recipes set together, `tests/megatron_lm/test_recipe_cases.py`"
+    yield "trains a small model beside stock: fewer layers, units and ids, on CPU processes, with Transformer"
+    yield "Engine's layers; a row without a precision in 32 bits. A CPU has neither NCCL nor userbuffers."
+    yield "Experts in several processes are in `test_transformer_engine.py`, `1f1b-overlap` in"
+    yield "`test_expert_exchange.py`."
+    yield ""
+    yield from table(read)
     yield ""
     yield "| recipe | verdict | `VOCAB_PARALLEL_FLAGS` |"
     yield "| --- | --- | --- |"

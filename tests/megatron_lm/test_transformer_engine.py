@@ -158,6 +158,7 @@ def weights(model: str) -> Path:
 
 
 def train(model: str, *options: str, iterations: int = ITERATIONS, **sizes: int) -> Log:
+    """``model`` is a key of ``MODELS`` or the options of an architecture."""
     version = find_version(source_signatures(checkout()))
     if version not in SINCE.get(model, (version,)):
         pytest.skip(f"Megatron {version} has no such model")
@@ -165,7 +166,7 @@ def train(model: str, *options: str, iterations: int = ITERATIONS, **sizes: int)
     return pretrain(
         *EIGHT_LAYERS,
         *tied,
-        *words(MODELS[model]),
+        *words(MODELS.get(model, model)),
         *options,
         iterations=iterations,
         transformer_engine=True,

@@ -1,0 +1,84 @@
+"""Megatron Bridge's recipes, shrunk: what five or more of them set together trains as in stock.
+
+With the layers of Transformer Engine, 8 of them or fewer, of 32 units, on stages of CPU processes.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_vocabpar.megatron_lm.bindings import find_version
+from megatron_vocabpar.megatron_lm.checkout import source_signatures
+from tests.megatron_lm.test_training import FROM_WEIGHTS
+from tests.megatron_lm.test_transformer_engine import (
+    DISTRIBUTED,
+    LATENT,
+    LLAMA,
+    REUSED,
+    Record,
+    compare,
+    train,
+    weights,
+)
+from tests.megatron_lm.training import checkout, words
+from tools.combinations import Combination, frequent, not_on_a_cpu
+from tools.recipes import recipes
+
+FOUND = [found for found, _ in frequent(recipes()[1]) if not not_on_a_cpu(found)]
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm"
+"""With ``alltoall`` for ``flex`` too, whose dispatchers are kernels."""
+LAYOUTS = {"1f1b": "Etttt|ttt{m}L", "interleaved": "Ett|tt|tt|t{m}L", "1f1b-overlap": "Ett|tt|tt|t{m}L"}
+"""By hand, with fewer layers beside the vocabulary."""
+GATHERED = f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"
+
+
+def model(found: Combination) -> str:
+    """The options of the architecture."""
+    layers = {"even": 8, "counted": 6 if found.family != "1f1b" else 8, "by hand": 7}[found.layout]
+    options = [LATENT if "mla" in found.recomputed else LLAMA, f"--num-layers {layers}"]
+    if found.feed_forward != "dense":
+        first = "0" if found.heads or "mlp" in found.recomputed.split() else "1"
+        options += [EXPERTS, f"--moe-layer-freq [{first}{',1' * (layers - 1)}]"]
+    options += [f"--mtp-num-layers {found.heads}"] if found.heads else []
+    return " ".join(options)
+
+
+def on_stages(found: Combination) -> list[str]:
+    """What stock on one process is without, and what changes no number."""
+    options: list[str] = []
+    if found.layout == "by hand":
+        layout = LAYOUTS[found.family].format(m="m" * found.heads)
+        options += ["--pipeline-model-parallel-layout", layout]
+    elif found.family != "1f1b":
+        options += words("--num-virtual-stages-per-pipeline-rank 2")
+    if found.layout == "counted":
+        options += words("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split")
+    if found.recomputed:
+        options += words(f"--recompute-granularity selective --recompute-modules {found.recomputed}")
+    return [*options, *(words(GATHERED) if found.gathered else ())]
+
+
+def rounded(found: Combination) -> tuple[str, ...]:
+    """Options of the precision, of stock too; with MXFP8 recipes gather weights in 8 bits."""
+    if found.precision in ("", "bf16"):
+        return ("--bf16",) if found.precision else ()
+    gathered = f"--fp8-param-gather {REUSED} {DISTRIBUTED}" if found.precision == "mxfp8" else ""
+    return words(f"--bf16 --fp8-format hybrid --fp8-recipe {found.precision} {gathered}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("found", FOUND, ids=str)
+def test_recipes_train_as_stock(found: Combination, record_property: Record) -> None:
+    """Without a precision to 1e-5 in 32 bits; else logits are rounded in stock alone, and operands differ."""
+    if find_version(source_signatures(checkout())) not in ("0.19", "main"):
+        pytest.skip("Bridge's recipes are for 0.19 and later")
+    shape, sizes = model(found), {"pp": 2, "dp": 2 if found.gathered else 1}
+    load = ("--load", str(weights(shape)), *FROM_WEIGHTS, *rounded(found))
+    theirs = train(shape, *load, **(sizes if "--fp8-recipe" in load else {}))
+    ours = ("--enable-vocab-parallel", "--vocab-parallel-family", found.family, *on_stages(found))
+    log = train(shape, *load, *ours, **sizes)
+    assert f"schedule {found.family}" in log.text
+    assert len(log.evaluations) > 0
+    exact = {"losses": 1e-5, "norms": 1e-5, "evaluations": 1e-5}
+    near = {"losses": 1e-4, "norms": 1e-2, "evaluations": 1e-4}
+    compare(log, theirs, record_property, **(near if found.precision else exact))
