@@ -11,48 +11,82 @@ from typing import Any
 import torch
 
 VOCABULARY = 125
-HIDDEN, LAYERS, HEADS, FFN = 32, 4, 4, 64
+HIDDEN, LAYERS, HEADS, FFN, EXPERTS = 32, 4, 4, 64, 4
+
+_CONFIG = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "intermediate_size": FFN,
+    "hidden_act": "silu",
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "attention_dropout": 0.0,
+    "torch_dtype": "float32",
+}
+_LAYER: dict[str, tuple[int, ...]] = {
+    **{f"self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"},
+    "input_layernorm.weight": (HIDDEN,),
+    "post_attention_layernorm.weight": (HIDDEN,),
+}
+_PRODUCTS = {"gate_proj": (FFN, HIDDEN), "up_proj": (FFN, HIDDEN), "down_proj": (HIDDEN, FFN)}
+_DENSE = {f"mlp.{name}.weight": shape for name, shape in _PRODUCTS.items()}
+_KINDS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
+    "qwen2": (
+        {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+        _DENSE | {f"self_attn.{name}_proj.bias": (HIDDEN,) for name in "qkv"},
+    ),
+    "llama": ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, _DENSE),
+    "qwen3_moe": (
+        {
+            "model_type": "qwen3_moe",
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "head_dim": HIDDEN // HEADS,
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": FFN,
+            "norm_topk_prob": True,
+        },
+        {
+            "self_attn.q_norm.weight": (HIDDEN // HEADS,),
+            "self_attn.k_norm.weight": (HIDDEN // HEADS,),
+            "mlp.gate.weight": (EXPERTS, HIDDEN),
+            **{
+                f"mlp.experts.{i}.{name}.weight": shape
+                for i in range(EXPERTS)
+                for name, shape in _PRODUCTS.items()
+            },
+        },
+    ),
+}
+"""By name, what is its own of the configuration and of a layer's weights."""
 
 
-def write_checkpoint(folder: Path, tied: bool = False) -> None:
-    """A Qwen2 of random weights, biases and norms among them."""
-    config = {
-        "model_type": "qwen2",
-        "architectures": ["Qwen2ForCausalLM"],
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "intermediate_size": FFN,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": tied,
-        "torch_dtype": "float32",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    layer = {
-        **{f"self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"},
-        **{f"self_attn.{name}_proj.bias": (HIDDEN,) for name in "qkv"},
-        "mlp.gate_proj.weight": (FFN, HIDDEN),
-        "mlp.up_proj.weight": (FFN, HIDDEN),
-        "mlp.down_proj.weight": (HIDDEN, FFN),
-        "input_layernorm.weight": (HIDDEN,),
-        "post_attention_layernorm.weight": (HIDDEN,),
-    }
+def write_checkpoint(folder: Path, tied: bool = False, kind: str = "qwen2") -> None:
+    """A model of random weights, norms among them.
+
+    Args:
+        tied: whether the two vocabulary layers have one weight.
+        kind: ``qwen2``, ``llama`` or ``qwen3_moe``.
+    """
+    config, own = _KINDS[kind]
+    layer = _LAYER | own
     shapes = {
         "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
         "model.norm.weight": (HIDDEN,),
         **{f"model.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in layer.items()},
         **({} if tied else {"lm_head.weight": (VOCABULARY, HIDDEN)}),
     }
+    (folder / "config.json").write_text(json.dumps(_CONFIG | config | {"tie_word_embeddings": tied}))
     random = torch.Generator().manual_seed(3)
     weights = {name: torch.randn(shape, generator=random) / 10 for name, shape in shapes.items()}
     importlib.import_module("safetensors.torch").save_file(
         {name: 1 + value if "norm" in name else value for name, value in weights.items()},
         folder / "model.safetensors",
+        {"format": "pt"},
     )
 
 
