@@ -39,6 +39,7 @@ _NAMES = {
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
     "average_in_collective": "ddp_average_in_collective",
     "bucket_size": "ddp_bucket_size",
     "fp8_param": "fp8_param_gather",

@@ -57,6 +57,7 @@ class Buffers:
 
     overlap_param_gather: bool = True
     average_in_collective: bool = True
+    grad_reduce_in_fp32: bool = False
 
 
 @dataclass
@@ -120,6 +121,7 @@ def test_adapters_go_with_weight_gradients_in_b() -> None:
 
 def test_a_changed_field_that_nobody_has_read_is_refused() -> None:
     assert list(unread(container())) == []
+    assert list(unread(container(ddp=Buffers(grad_reduce_in_fp32=True)))) == []
     changed = container(GPTModelProvider(of_tomorrow=[1]))
     assert list(unread(changed)) == ["model.of_tomorrow [1]"]
     with pytest.raises(ValueError, match=r"model.of_tomorrow \[1\]: nobody has read"):
