@@ -29,7 +29,8 @@ def _check_same(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
         assert [getattr(mine, a, None) for a in _LAYOUT] == [
             getattr(expected[name], a, None) for a in _LAYOUT
         ], name
-        owner = name.rpartition(".")[0]
+        owner, _, attribute = name.rpartition(".")
+        assert getattr(ours.get_submodule(owner), attribute) is mine, name
         assert type(ours.get_submodule(owner)) is type(theirs.get_submodule(owner)), name
 
 

@@ -86,4 +86,7 @@ def _like(module: torch.nn.Module, kind: type[_Module], **changed: Any) -> _Modu
     """A module of class ``kind`` that shares all attributes with ``module`` except ``changed``."""
     like = kind.__new__(kind)
     vars(like).update(vars(module), **changed)
+    for name, parameter in changed.get("_parameters", {}).items():
+        if parameter is not None:
+            vars(like).pop(name, None)  # a tied layer has None there, which hides the parameter
     return like
