@@ -1,6 +1,6 @@
 """Which names of the frameworks are replaced: copies of Megatron's, and functions that take logits.
 
-Read at verl v0.7.0 to v0.9.0, slime v0.3.1, ms-swift v4.5.2 and Megatron Bridge v0.6.0. Next: ``install.py``.
+Read at verl v0.7.0 to v0.9.0, slime v0.3.1 and Megatron Bridge v0.6.0. Next: ``install.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ _COPIES = {
         "verl.workers.engine.megatron.transformer_impl",
         "verl.workers.actor.megatron_actor",
         "slime.backends.megatron_utils.model",
-        "swift.megatron.trainers.base",
         "megatron.bridge.training.train",
         "megatron.bridge.training.eval",
     ),

@@ -44,7 +44,16 @@ def config_from(environment: Mapping[str, str]) -> FlagConfig:
 
 
 def install(config: FlagConfig) -> Patch:
-    """Replace Megatron's names and those of every framework that is being imported or has been."""
+    """Replace Megatron's names and those of every framework that is being imported or has been.
+
+    Raises:
+        ValueError: for a framework or a release of one whose models or losses we do not know.
+    """
+    if "mcore_bridge" in sys.modules:
+        raise ValueError(
+            "ms-swift: mcore_bridge builds its models, with a constructor and a forward of their own; they "
+            "would not be partitioned; leave megatron_vocabpar out of --external_plugins"
+        )
     patch = Patch(config, find_version(live_signature, config.allow_unknown, package="megatron.core"))
     of_megatron = [binding for binding in MEGATRON if binding.is_in(patch.version)]
     for binding in (*of_megatron, *_of_frameworks()):

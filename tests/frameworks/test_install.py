@@ -53,13 +53,20 @@ def test_every_copy_is_reached_and_put_back(monkeypatch: pytest.MonkeyPatch) -> 
     assert {
         "verl.workers.engine.megatron.transformer_impl.get_forward_backward_func",
         "slime.backends.megatron_utils.model.get_forward_backward_func",
-        "swift.megatron.trainers.base.get_forward_backward_func",
         "megatron.bridge.training.train.get_forward_backward_func",
         "megatron.bridge.training.eval.get_forward_backward_func",
         "megatron.bridge.models.gpt_provider.MCoreGPTModel",
         "slime.backends.megatron_utils.actor.named_params_and_buffers",
         "Bridge.export_weights",
     } <= names
+
+
+def test_ms_swift_is_told_that_its_models_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcore_bridge", types.ModuleType("mcore_bridge"))
+    before = gpt.GPTModel, schedules.get_forward_backward_func
+    with pytest.raises(ValueError, match="ms-swift: mcore_bridge builds its models"):
+        install(config_from({}))
+    assert before == (gpt.GPTModel, schedules.get_forward_backward_func)
 
 
 @pytest.mark.parametrize(
