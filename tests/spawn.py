@@ -22,11 +22,16 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 
 MOST_PROCESSES = 12
 """That wait for another case."""
+
+MOST_THREADS = 32
+"""Of a process that waits. More belong to communicators that earlier cases left; gloo's wake up a hundred
+times a second."""
 
 
 def run_ranks(
@@ -41,11 +46,10 @@ def run_ranks(
         AssertionError: with the traceback of every rank that failed, or the ranks that did not finish.
     """
     pool = _Pool(world_size) if fresh else _pool(world_size)
-    outcomes: dict[int, tuple[bool, Any]] = {}
     try:
         outcomes = pool.run(function, args, timeout)
     finally:
-        if fresh or len(outcomes) < world_size or not all(ok for ok, _ in outcomes.values()):
+        if fresh or pool.spent:
             _POOLS.pop(world_size, None) if not fresh else None
             pool.end()
     failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in sorted(outcomes.items()) if not ok]
@@ -56,9 +60,13 @@ def run_ranks(
 
 
 class _Pool:
-    """Ranks of one process group, each with a pipe to this process."""
+    """Ranks of one process group, each with a pipe to this process.
+
+    It is ``spent`` after a case that failed on a rank, did not end, or left too many threads there.
+    """
 
     def __init__(self, world_size: int) -> None:
+        self.spent = False
         context = multiprocessing.get_context("fork")
         self._folder, self._stores = tempfile.TemporaryDirectory(), count()
         pipes = [context.Pipe() for _ in range(world_size)]
@@ -79,22 +87,27 @@ class _Pool:
 
         After a failure the other ranks have half a second.
         """
+        self.spent = True  # if this is interrupted
         store = f"file://{self._folder.name}/{next(self._stores)}"
         case = pickle.dumps((store, dict(os.environ), os.getcwd(), function, args))
         for connection in self._connections:
             connection.send_bytes(case)
         deadline = time.monotonic() + timeout
-        outcomes: dict[int, tuple[bool, Any]] = {}
+        outcomes, most_threads = dict[int, tuple[bool, Any]](), 1
         while len(outcomes) < len(self._processes) and time.monotonic() < deadline:
             for rank, connection in enumerate(self._connections):
                 if rank in outcomes:
                     continue
                 if connection.poll(0.01):
-                    outcomes[rank] = pickle.loads(connection.recv_bytes())
+                    ok, threads, outcome = pickle.loads(connection.recv_bytes())
+                    outcomes[rank] = (ok, pickle.loads(outcome))
+                    most_threads = max(most_threads, threads)
                 elif not self._processes[rank].is_alive():
                     outcomes[rank] = (False, f"ended with exit code {self._processes[rank].exitcode}")
                 if rank in outcomes and not outcomes[rank][0]:
                     deadline = min(deadline, time.monotonic() + 0.5)
+        succeeded = len(outcomes) == len(self._processes) and all(ok for ok, _ in outcomes.values())
+        self.spent = not succeeded or most_threads > MOST_THREADS
         return outcomes
 
     def end(self) -> None:
@@ -134,7 +147,7 @@ def _rank_main(rank: int, world_size: int, connection: Connection) -> None:
     ok = True
     while ok and (case := _next_case(connection, parent)):
         ok, outcome = _outcome(rank, world_size, case)
-        connection.send_bytes(outcome)
+        connection.send_bytes(pickle.dumps((ok, psutil.Process().num_threads(), outcome)))
     for child in multiprocessing.active_children():  # a distributed checkpoint leaves its manager behind
         child.kill()
         child.join()
@@ -150,7 +163,7 @@ def _next_case(connection: Connection, parent: int) -> bytes:
 
 
 def _outcome(rank: int, world_size: int, case: bytes) -> tuple[bool, bytes]:
-    """Whether the case succeeded here, and that with its result or traceback, pickled."""
+    """Whether the case succeeded here, and its result or traceback, pickled."""
     try:
         store, environment, folder, function, args = pickle.loads(case)
         os.environ.clear()
@@ -160,11 +173,11 @@ def _outcome(rank: int, world_size: int, case: bytes) -> tuple[bool, bytes]:
         np.random.seed(0)
         torch.manual_seed(0)
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
-        result = pickle.dumps((True, function(rank, *args)))
+        result = pickle.dumps(function(rank, *args))
         dist.barrier()  # a rank that leaves early closes connections that others may still be making
         _clean()
     except BaseException:
-        return False, pickle.dumps((False, traceback.format_exc()))
+        return False, pickle.dumps(traceback.format_exc())
     return True, result
 
 
