@@ -4,12 +4,12 @@ A schedule is data: for each rank its passes, in order. This one is vocab-2's, f
 ``1F0`` is the forward of stage 1 for microbatch 0, ``0S2`` the output layer on rank 0's shard of the
 vocabulary for microbatch 2. Its two rows, then each rank's passes in time (``i`` is IF, ``o`` is IB):
 
-    0IF0 0IF1 0F0 0F1 0IF2 0F2 0S0 0S1 0T0 0T1 0S2 0B0 0T2 0IB0 0B1 0B2 0IB1 0IB2
-    1IF0 1IF1 1IF2 1F0 1F1 1S0 1F2 1S1 1B0 1S2 1B1 1B2 1T0 1IB0 1T1 1IB1 1T2 1IB2
+    0IF0 0IF1 0F0 0F1 0IF2 0S0 0F2 0S1 0T0 0T1 0S2 0B0 0T2 0IB0 0B1 0B2 0IB1 0IB2
+    1IF0 1IF1 1IF2 1F0 1F1 1S0 1S1 1F2 1B0 1S2 1B1 1B2 1IB0 1T0 1T1 1IB1 1T2 1IB2
 
        |0                  |50                 |100
-    0| iiF0F1··iF2··S0S1T   TS2     B0······ToB1······B2······oo
-    1| iii  F0··F1··S0F2··S1B0······S2B1······B2······ToToT   o
+    0| iiF0F1··iS0F2··S1TT  S2      B0······ToB1······B2······oo
+    1| iii  F0··F1··S0S1F2··B0······S2B1······B2······oTToT   o
 
 What each sub-room does to it, in the order in which to read them:
 

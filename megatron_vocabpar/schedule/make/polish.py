@@ -26,8 +26,8 @@ from megatron_vocabpar.schedule.words.passes import PassType
 Order = list[list[int]]
 
 _SEED = 1
-_VISITS = 150_000  # items played in all: a fraction of a second
-_FEWEST_PLAYS = 100  # with fewer moves, a large schedule does not improve
+_VISITS = 130_000  # items played in all: a fraction of a second
+_FEWEST_PLAYS = 86  # with fewer moves, a large schedule does not improve
 _ANYWHERE = 0.2  # share of moves that are not on the critical path
 _THRESHOLD = 0.04  # at first, as a share of the length, if there are at least _PATIENCE plays a pass
 _PATIENCE = 10  # plays a pass; with fewer, the threshold is lower in proportion
@@ -79,11 +79,27 @@ class _Net:
         release = set(graph.of_type(PassType.W) or graph.of_type(PassType.B))
         weight_pass = graph.numbering.schedule.method.weight_pass
         shards = (graph.of_type(PassType.S), graph.of_type(weight_pass))
-        self.hold = [(node in graph.of_type(PassType.F)) - (node in release) for node in nodes]
-        self.shards = [(node in shards[0]) - (node in shards[1]) if shards[1] else 0 for node in nodes]
+        hold = [(node in graph.of_type(PassType.F)) - (node in release) for node in nodes]
+        waiting = [(node in shards[0]) - (node in shards[1]) if shards[1] else 0 for node in nodes]
+        self.hold, self.shards = ([change for change in each for _ in range(m)] for each in (hold, waiting))
         self.waiting = [
             (self.index[n], self.index[graph.needs[n][0].node]) for n in graph.of_type(PassType.IB)
         ]
+        self.later = self._needing()
+
+    def _needing(self) -> list[int]:
+        """For each item those that need it, directly or not: a set of bits, ``1 << item`` for each."""
+        waits, needing = self.waits[:], [0] * len(self.follow)
+        ready = [item for item, count in enumerate(waits) if not count]
+        for item in ready:
+            for after, _ in self.follow[item]:
+                waits[after] -= 1
+                if not waits[after]:
+                    ready.append(after)
+        for item in reversed(ready):
+            for after, _ in self.follow[item]:
+                needing[item] |= needing[after] | 1 << after
+        return needing
 
     def _link(self, before: int, after: int, back: int, latency: float) -> None:
         first, then = self.index[before] * self.m, self.index[after] * self.m
@@ -143,17 +159,21 @@ class _Net:
         blocks.append(block)
         return [block for block in blocks if len(block) > 1]
 
-    def keeps(self, row: Sequence[int], moved: Sequence[int]) -> bool:
-        """Whether a rank's new row keeps each node's microbatches in order, and the rank's caps."""
-        m, last = self.m, dict[int, int]()
+    def keeps(self, before: Sequence[int], moved: Sequence[int]) -> bool:
+        """Whether ``moved`` after ``before`` on a rank keeps microbatches in order, all needs, and its caps.
+
+        What comes later in its row holds as much as in the old order.
+        """
+        m, last, passed = self.m, dict[int, int](), 0
+        held = sum(map(self.hold.__getitem__, before))
+        shards = sum(map(self.shards.__getitem__, before))
         for item in moved:
-            if last.get(item // m, -1) > item:
+            if last.get(item // m, -1) > item or self.later[item] & passed:
                 return False
             last[item // m] = item
-        held = shards = 0
-        for item in row:
-            held += self.hold[item // m]
-            shards += self.shards[item // m]
+            passed |= 1 << item
+            held += self.hold[item]
+            shards += self.shards[item]
             if held > self.caps.chunks or shards > self.caps.shards:
                 return False
         return True
@@ -174,17 +194,18 @@ def is_small(graph: PassGraph, m: int) -> bool:
 
 
 def polish(
-    graph: PassGraph, m: int, caps: Caps, orders: Sequence[Sequence[Sequence[int]]], bound: float
+    starts: Sequence[tuple[PassGraph, Sequence[Sequence[int]]]], m: int, caps: Caps, bound: float
 ) -> list[Order]:
     """For each of a few orders (of ``Timeline``) under the caps, the fastest order that the search reaches.
 
-    The caps hold for the results, too. A search ends when it reaches the bound, in ms.
+    Each comes with the graph whose times the search goes by; all have the same passes. The caps hold for the
+    results, too. A search ends when it reaches the bound, in ms.
     """
-    net = _Net(graph, m, caps)
-    plays, polished = _VISITS // len(net.follow) // len(orders), []
-    for order in orders:
+    polished = []
+    for graph, order in starts:
+        net = _Net(graph, m, caps)
         rows = [[net.index[i // m] * m + i % m for i in row if i // m in graph.passes] for row in order]
-        best = _search(net, rows, plays, bound)
+        best = _search(net, rows, _VISITS // len(net.follow) // len(starts), bound)
         polished.append([[net.nodes[i // m] * m + i % m for i in row] for row in best])
     return polished
 
@@ -202,11 +223,10 @@ def _search(net: _Net, order: Order, plays: int, bound: float) -> Order:
             break
         rank, at, block = _choose(net, order, blocks, random)
         old, moved = order[rank], _move(block, random)
-        row = [*old[:at], *moved, *old[at + len(block) :]]
-        if not net.keeps(row, moved):
+        if not net.keeps(old[:at], moved):
             continue
         done += 1
-        order[rank] = row
+        order[rank] = [*old[:at], *moved, *old[at + len(block) :]]
         limit = now + first * (1.0 - done / plays) * random.random() ** 3 + _ROUNDING
         trial = net.play(order)
         if trial is None or trial.length > limit or not net.timely(trial):

@@ -4,11 +4,18 @@
 first and last ranks) at which list scheduling alone was worst among 200 drawn at random. They were proven
 with a constraint solver (CP-SAT of OR-Tools 9.15): intervals that do not overlap on a rank, precedences with
 latencies from ``prerequisites``, activations as a cumulative resource, microbatches of a node in order.
+
+116 more, ``drawn``, are all that were proven in 5 or 12 s each of 220 drawn at random: 2 to 4 ranks, 2 to 6
+microbatches, every family and method, at a third of them the smallest cap; costs at random, with a tiny S,
+with links of 2 to 8 ms, or different on each rank. For 11 of them, the worst with slow links among these, the
+solver's transfers and collectives wait for each other in queues, as in ``play/events.py``; elsewhere none
+waits, so the excess is at most what the test says.
 """
 
 import json
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -65,6 +72,14 @@ def test_the_worst_case_of_each_kind_is_near_the_optimum(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_proven_optima_are_nearly_reached(kind: str) -> None:
     assert max(map(over_the_optimum, (case for case in OPTIMA if case["group"] == kind))) <= WORST[kind]
+
+
+@pytest.mark.long
+def test_costs_that_nobody_tuned_to() -> None:
+    excess = [over_the_optimum(case) - 1 for case in OPTIMA if case["group"] == "drawn"]
+    assert len(excess) == 116
+    assert fmean(excess) <= 0.003
+    assert max(excess) <= 0.03
 
 
 def test_the_bankers_rule_lets_two_chunks_share_little_memory() -> None:
