@@ -134,7 +134,8 @@ def graph_problems(args: Any, config: FlagConfig) -> list[str]:
     if asks_for_graphs(args):
         flag = "--cuda-graph-impl local, --enable-cuda-graph"
     problems = []
-    if config.schedule not in ("1f1b", "interleaved"):
+    pairs = config.has_pairs(model_chunks(args).numerator)  # refused by expert_exchange.py
+    if config.schedule not in ("1f1b", "interleaved") and not pairs:
         problems.append(
             f"{flag}: graphs of B hold the weight gradients, which --vocab-parallel-family "
             f"{config.schedule} may split off; use 1f1b or interleaved"
@@ -143,6 +144,11 @@ def graph_problems(args: Any, config: FlagConfig) -> list[str]:
         problems.append(
             f"{flag}: graphs are replayed in the order in which they were captured; give "
             "--vocab-parallel-profile-iterations 0"
+        )
+    if asks_for_engine_graphs(args) and getattr(args, "cuda_graph_warmup_steps", None) == 0:
+        problems.append(
+            "--cuda-graph-warmup-steps 0: layers are captured in the order of an iteration that has run; "
+            "give 1 or more"
         )
     beside = beside_graphs(args)
     if args.pipeline_model_parallel_size == 1:

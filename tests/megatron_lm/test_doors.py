@@ -268,9 +268,23 @@ def test_graphs_of_transformer_engine_go_with_our_order() -> None:
         ({}, {"profile_iterations": 3}, "give --vocab-parallel-profile-iterations 0"),
         ({"pipeline_model_parallel_size": 1}, {}, "with --pipeline-model-parallel-size 1;"),
         ({"hybrid_layer_pattern": "M*"}, {}, "with --hybrid-layer-pattern;"),
+        ({"cuda_graph_warmup_steps": 0}, {}, "--cuda-graph-warmup-steps 0: .* give 1 or more"),
+        ({"rampup_batch_size": ["4", "4", "64"]}, {}, "with --rampup-batch-size;"),
+        ({"step_batch_size_schedule": "0:4 9:8"}, {}, "with --step-batch-size-schedule;"),
     ):
         with pytest.raises(ValueError, match=message):
             check(SimpleNamespace(**plain | arguments), replace(config, **flags))
+    check(SimpleNamespace(**plain, cuda_graph_warmup_steps=1), config)
+
+
+def test_graphs_and_pairs_are_refused_once() -> None:
+    plain = PLAIN | {"cuda_graph_impl": "transformer_engine", "num_virtual_stages_per_pipeline_rank": 2}
+    pairs = {"overlap_moe_expert_parallel_comm": True, "moe_token_dispatcher_type": "alltoall", "bf16": True}
+    args = SimpleNamespace(**plain, **pairs, num_layers=8, num_experts=8, expert_model_parallel_size=2)
+    config = FlagConfig(enabled=True, method="vocab-2", schedule="1f1b-overlap", profile_iterations=0)
+    with pytest.raises(ValueError, match="CUDA graphs of layers have not been run in pairs") as error:
+        check(args, config)
+    assert "may split off" not in str(error.value)
 
 
 FP32 = VocabOptions(fp32_head=True)

@@ -98,6 +98,7 @@ SITUATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("1f1b", {"reuse_grad_buf_for_mxfp8_param_ag": True, "num_layers": 8}),
     ("zb-h1", {"transformer_impl": "transformer_engine", "tp_comm_overlap": True}),
     ("1f1b", {"logits_load_dir": "teacher", "logits_load_kd_loss_alpha": 1.0}),
+    ("1f1b", {"cuda_graph_impl": "transformer_engine"}),
 )
 
 

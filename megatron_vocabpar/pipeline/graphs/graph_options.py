@@ -10,7 +10,14 @@ from typing import Any
 SCOPES = ("cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules")
 """The attributes that name the captured parts of a layer; 0.18 has another name for them."""
 
-_ALONE: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...] = (
+_Row = tuple[str, tuple[str, ...], tuple[Any, ...]]
+_OTHER_NUMBERS: tuple[_Row, ...] = (
+    ("--rampup-batch-size", ("rampup_batch_size",), ()),
+    ("--step-batch-size-schedule", ("step_batch_size_schedule",), ()),
+)
+"""An iteration of another number of microbatches has another plan than that which was captured."""
+
+_ALONE: tuple[_Row, ...] = (
     ("--tensor-model-parallel-size", ("tensor_model_parallel_size",), (1,)),
     ("--context-parallel-size", ("context_parallel_size",), (1,)),
     ("--num-experts", ("num_experts", "num_moe_experts"), ()),
@@ -24,13 +31,14 @@ _ALONE: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...] = (
     ("--cuda-graph-scope", SCOPES, ("full", ["full"])),
     ("--cpu-offloading", ("cpu_offloading",), ()),
     ("--overlap-param-gather", ("overlap_param_gather",), ()),
-    ("--rampup-batch-size", ("rampup_batch_size",), ()),
+    *_OTHER_NUMBERS,
 )
 """A flag, its attributes in Megatron's arguments or a TransformerConfig, and its values that were tested."""
 
-_ALONE_IN_ENGINE: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...] = (
+_ALONE_IN_ENGINE: tuple[_Row, ...] = (
     ("--hybrid-layer-pattern", ("hybrid_layer_pattern", "hybrid_override_pattern"), ()),
     ("--cpu-offloading", ("cpu_offloading",), ()),
+    *_OTHER_NUMBERS,
 )
 """The same for graphs that Transformer Engine captures."""
 
