@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ import torch
 
 from megatron_vocabpar.train import on_cpu
 from tests.frameworks import bridge_imports
-from tests.frameworks.hugging_face import LAYERS, VOCABULARY
+from tests.frameworks.hugging_face import VOCABULARY, layers_of
 
 ITERATIONS = 3
+LLAMA = "llama.h100.llama3:llama3_70b_pretrain_64gpu_h100_bf16_config"
+"""A recipe with documents that are made up."""
 
 
 def step(rank: int, recipe: str, flags: str | None, folder: Path) -> dict[str, Any]:
@@ -50,20 +53,29 @@ def step(rank: int, recipe: str, flags: str | None, folder: Path) -> dict[str, A
         return dict(record.found)
 
 
-def _shrunk(recipe: str, folder: Path) -> Any:
-    """The recipe with the small model of ``folder``, two stages and a few short sequences."""
+def _made(recipe: str, folder: Path) -> Any:
+    """The configuration of a recipe, of the model in ``folder``."""
     bridges = importlib.import_module("megatron.bridge").AutoBridge
     from_hf_pretrained = bridges.from_hf_pretrained
     bridges.from_hf_pretrained = lambda *_, **__: from_hf_pretrained(folder)
     module, _, name = recipe.partition(":")
     config = getattr(importlib.import_module(f"megatron.bridge.perf_recipes.{module}"), name)()
     bridges.from_hf_pretrained = from_hf_pretrained
+    return config
+
+
+def _shrunk(recipe: str, folder: Path) -> Any:
+    """The recipe with the small model of ``folder``, two stages and a few short sequences."""
+    config = _made(recipe, folder)
+    if config.peft is not None:  # instead of a data set of Hugging Face's, which is somewhere else
+        config.dataset = _made(LLAMA, folder).dataset
     chunks = 2 if config.model.virtual_pipeline_model_parallel_size else None
     mixed_precision = importlib.import_module("megatron.bridge.training.mixed_precision").MixedPrecisionConfig
     config.mixed_precision = mixed_precision(
         fp32=True, params_dtype=torch.float32, pipeline_dtype=torch.float32
     )
-    _set(config.model, _MODEL | {"virtual_pipeline_model_parallel_size": chunks})
+    figures = {"num_layers": layers_of(folder), "virtual_pipeline_model_parallel_size": chunks}
+    _set(config.model, _MODEL | figures)
     _set(config.tokenizer, {"tokenizer_type": "NullTokenizer", "vocab_size": VOCABULARY - 1})
     _set(config.dataset, {"seq_length": 32, "num_workers": 0, "split": "90,10,0"})
     _set(config.train, {"train_iters": ITERATIONS, "global_batch_size": 4, "micro_batch_size": 1})
@@ -79,7 +91,6 @@ def _shrunk(recipe: str, folder: Path) -> Any:
 
 
 _MODEL = {
-    "num_layers": LAYERS,
     "seq_length": 32,
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 2,
@@ -88,14 +99,26 @@ _MODEL = {
     "sequence_parallel": False,
     "pipeline_dtype": torch.float32,
     "cross_entropy_loss_fusion": False,
+    "moe_router_fusion": False,
+    "moe_permute_fusion": False,
+    "moe_router_force_load_balancing": False,
 }
-"""Of which the last is a kernel in Triton."""
+"""Fusions are kernels of a GPU; forced balance draws experts at random, in the order of a schedule."""
 
 
 def _set(part: Any, values: dict[str, Any]) -> None:
     for name, value in values.items():
         assert hasattr(part, name), name
         setattr(part, name, value)
+
+
+def _draw_adapters(chunks: list[Any]) -> None:
+    """By their names: Bridge draws them by a state that stages' own weights have left behind."""
+    for chunk in chunks:
+        for name, weight in chunk.named_parameters():
+            if ".adapter." in name:
+                random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                weight.data.copy_(torch.randn(weight.shape, generator=random) / 10)
 
 
 def _record(folder: Path) -> Any:
@@ -114,6 +137,7 @@ def _record(folder: Path) -> Any:
         def on_train_start(self, context: Any) -> None:
             self.found["weights"].append(exported(context))
             self.tasks = bridge.get_conversion_tasks(context.model)
+            _draw_adapters(context.model)
 
         def on_train_step_end(self, context: Any) -> None:
             self.found["losses"] += [float(value) for value in context.loss_dict.values()]

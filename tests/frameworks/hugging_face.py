@@ -12,11 +12,11 @@ import torch
 
 VOCABULARY = 125
 HIDDEN, LAYERS, HEADS, FFN, EXPERTS = 32, 4, 4, 64, 4
+"""LAYERS unless a test wants another number."""
 
 _CONFIG = {
     "vocab_size": VOCABULARY,
     "hidden_size": HIDDEN,
-    "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS,
     "num_key_value_heads": HEADS,
     "intermediate_size": FFN,
@@ -65,22 +65,24 @@ _KINDS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
 """By name, what is its own of the configuration and of a layer's weights."""
 
 
-def write_checkpoint(folder: Path, tied: bool = False, kind: str = "qwen2") -> None:
+def write_checkpoint(folder: Path, tied: bool = False, kind: str = "qwen2", layers: int = LAYERS) -> None:
     """A model of random weights, norms among them.
 
     Args:
         tied: whether the two vocabulary layers have one weight.
         kind: ``qwen2``, ``llama`` or ``qwen3_moe``.
+        layers: how many.
     """
     config, own = _KINDS[kind]
     layer = _LAYER | own
     shapes = {
         "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
         "model.norm.weight": (HIDDEN,),
-        **{f"model.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in layer.items()},
+        **{f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()},
         **({} if tied else {"lm_head.weight": (VOCABULARY, HIDDEN)}),
     }
-    (folder / "config.json").write_text(json.dumps(_CONFIG | config | {"tie_word_embeddings": tied}))
+    own_size = {"tie_word_embeddings": tied, "num_hidden_layers": layers}
+    (folder / "config.json").write_text(json.dumps(_CONFIG | config | own_size))
     random = torch.Generator().manual_seed(3)
     weights = {name: torch.randn(shape, generator=random) / 10 for name, shape in shapes.items()}
     importlib.import_module("safetensors.torch").save_file(
@@ -95,14 +97,21 @@ def is_tied(folder: Path) -> bool:
     return bool(json.loads((folder / "config.json").read_text())["tie_word_embeddings"])
 
 
+def layers_of(folder: Path) -> int:
+    """How many the model in a folder has."""
+    return int(json.loads((folder / "config.json").read_text())["num_hidden_layers"])
+
+
 def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     """All weights in a folder."""
     load_file: Any = importlib.import_module("safetensors.torch").load_file
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-def check_weights(ours: Sequence[Any], stock: Sequence[Any], loaded: Path) -> None:
+def check_weights(ours: Sequence[Any], stock: Sequence[Any], loaded: Path, frozen: bool = False) -> None:
     """By rank, what it gave before a step, the weights that were loaded, and after it, stock's to 1e-5.
+
+    With ``frozen`` vocabulary layers they stay as they are, and attention's weights get adapters.
 
     Adam has an epsilon of 1 here: without one its step is as large for gradients that are rounding errors.
     """
@@ -111,8 +120,10 @@ def check_weights(ours: Sequence[Any], stock: Sequence[Any], loaded: Path) -> No
         for state, other in zip(mine, theirs, strict=True):
             for name in other:
                 torch.testing.assert_close(state[name], other[name], rtol=1e-5, atol=1e-5)
-        for name in ("model.embed_tokens.weight", "lm_head.weight"):
-            assert name not in mine[0] or (mine[0][name] - mine[1][name]).norm() > 0.01, name
+        moved = {name: (value - mine[1][name]).norm() for name, value in mine[0].items()}
+        vocabulary = {"model.embed_tokens.weight", "lm_head.weight"} & moved.keys()
+        assert all(moved[name] == 0 if frozen else moved[name] > 0.01 for name in vocabulary)
+        assert max(moved.values()) > 0.01
     for ranks in (ours, stock):
         check_loaded({name: value for states in ranks for name, value in states[0].items()}, loaded)
 
