@@ -31,7 +31,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.entropy import log_exponentials
+from megatron_vocabpar.layers.entropy import log_exponentials, log_sums
 from megatron_vocabpar.layers.exponents import log_of_power, power_of_two, subtract_power_log_
 from megatron_vocabpar.layers.gemm import exact, row_chunks, transient_bytes
 from megatron_vocabpar.layers.numbers import STATS_WIDTH, Softmax
@@ -46,13 +46,13 @@ class Column:
     Attributes:
         name: of its field in ``Softmax``.
         join: makes that field of the packed statistics [R, n, 4], all shards' numbers [R, n] and the softmax.
-        of_shard: makes a shard's [n] of what S has kept; None if S itself sends it.
+        of_shard: makes a shard's [n] of what S has kept and of its statistics; None if S itself sends it.
         rows: numbers per token in the field.
     """
 
     name: str
     join: Callable[[Tensor, Tensor, Softmax], Tensor]
-    of_shard: Callable[[OutputState], Tensor] | None = None
+    of_shard: Callable[[OutputState, Tensor], Tensor] | None = None
     rows: int = 1
 
 
@@ -65,14 +65,14 @@ def _mean(vocab_size: int, _: Tensor, parts: Tensor, softmax: Softmax) -> Tensor
     return parts.sum(0).div_(vocab_size)
 
 
-def _log_sums(state: OutputState) -> Tensor:
+def _log_sums(state: OutputState, statistics: Tensor) -> Tensor:
     """[n] sums of E ln E, from the state if ``with_log_product`` has made them."""
-    if state.log_sums is not None:
-        return state.log_sums
-    sums = state.k.new_empty(len(state.x))
-    for rows, logs in log_exponentials(state.exponentials):
-        torch.sum(logs, 1, out=sums[rows])
-    return sums
+    sums = state.log_sums
+    if sums is None:
+        sums = state.k.new_empty((2, len(state.x)))
+        for rows, _, of_chunk in log_exponentials(state.exponentials):
+            sums[:, rows] = of_chunk
+    return log_sums(sums, statistics[:, 1])
 
 
 def _entropy(statistics: Tensor, parts: Tensor, softmax: Softmax) -> Tensor:
@@ -95,7 +95,7 @@ def rival_column(dtype: torch.dtype) -> Column:
     return Column("rivals", partial(_rivals, dtype), _largest, rows=2)
 
 
-def _largest(state: OutputState) -> Tensor:
+def _largest(state: OutputState, _: Tensor) -> Tensor:
     e = state.exponentials
     return e.amax(1) if e.shape[1] else e.new_zeros(len(e))
 
@@ -148,7 +148,7 @@ def with_columns(state: OutputState | None, statistics: Tensor, columns: Sequenc
     if not makers:
         return statistics
     assert state is not None
-    made = [of_shard(state).to(statistics.dtype).unsqueeze(1) for of_shard in makers]
+    made = [of_shard(state, statistics).to(statistics.dtype).unsqueeze(1) for of_shard in makers]
     return torch.cat([statistics, *made], 1)
 
 

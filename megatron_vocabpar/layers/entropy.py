@@ -19,10 +19,29 @@ LARGEST_LOG = 16.0
 """A power of two above ln E of every E in fp16: E ln E divided by it fits into fp16."""
 
 
-def log_exponentials(e: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """``E ln E`` [c, P] of ``e`` [n, P] by chunks of tokens, fp32 (fp64 for fp64)."""
+def log_exponentials(e: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """``E ln E`` [c, P] of ``e`` [n, P] by chunks of tokens, with the sums of it and of E: [2, c].
+
+    In fp32 (fp64 for fp64).
+    """
     for rows, wide in _wide(e):
-        yield rows, torch.special.xlogy(wide, wide)
+        logs = torch.special.xlogy(wide, wide)
+        yield rows, logs, torch.stack((logs.sum(1), wide.sum(1)))
+
+
+def log_sums(sums: Tensor, s_rest: Tensor) -> Tensor:
+    """[n] sums of E ln E, nearly as they were before E was rounded, whatever 2^k it is relative to.
+
+    Rounding E by d moves ``sum E ln E`` by ``sum d (1 + ln E)``, which is ``(1 + ln s) sum d`` and
+    ``sum d ln (E / s)``. The first is known, as s is the unrounded sum, and is taken back. For example, an E
+    that is nearly all of s is then off by nearly nothing.
+
+    Args:
+        sums: [2, n] of stored exponentials: of E ln E, and of E.
+        s_rest: [n] sums of the unrounded ones.
+    """
+    logs, stored = sums
+    return logs + torch.where(s_rest > 0, (1 + s_rest.log()) * (s_rest - stored), 0)
 
 
 def mixed(e: Tensor, row: Tensor, logs: Tensor) -> tuple[Tensor, Iterator[tuple[slice, Tensor]]]:

@@ -31,7 +31,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers import distillation, entropy
@@ -66,7 +65,7 @@ class OutputState:
         target_slope: [n] slope of the softcap at the target's logit, with a softcap.
         weight_sum: [H] sum of the weight's true rows, if the loss needs the mean logit.
         log_a: [n, H] like A: (E ln E) W, from ``with_log_product``.
-        log_sums: [n] sums of E ln E, likewise.
+        log_sums: [2, n] sums of E ln E and of E, likewise.
         teacher: what the student is compared with, in a distillation.
     """
 
@@ -159,9 +158,9 @@ def output_forward(
 @exact()
 def with_log_product(state: OutputState, weight: Tensor) -> OutputState:
     """Add ``(E ln E) W`` to the state: then the entropy's dX needs no product after vocab-2's barrier."""
-    log_a, log_sums = state.k.new_empty(state.x.shape), state.k.new_empty(len(state.x))
-    for rows, logs in entropy.log_exponentials(state.exponentials):
-        torch.sum(logs, 1, out=log_sums[rows])
+    log_a, log_sums = state.k.new_empty(state.x.shape), state.k.new_empty((2, len(state.x)))
+    for rows, logs, sums in entropy.log_exponentials(state.exponentials):
+        log_sums[:, rows] = sums
         state.tokens.input_gradient(
             logs.div_(entropy.LARGEST_LOG).to(state.exponentials.dtype), weight, log_a[rows]
         )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron_vocabpar.layers.columns import ENTROPY, join, mean_column, with_columns
+from megatron_vocabpar.layers.kernels.dispatch import REFERENCE, use_kernels
+from megatron_vocabpar.layers.kernels.reference import LEEWAY, Exponentials
 from megatron_vocabpar.layers.numbers import Softmax
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import (
@@ -89,3 +93,38 @@ def softmax(
         states.append(with_log_product(state, rows) if early else state)
         packed.append(with_columns(states[-1], stats, columns))
     return states, join(torch.stack(packed), columns)
+
+
+@pytest.mark.parametrize("below", [0, LEEWAY])
+def test_digits_of_an_entropy_from_bf16(below: int) -> None:
+    """Its error is at most 2^-8 sum p |ln (E / s)|, whatever k a device has taken: E is rounded by 2^-8.
+
+    Of a token of which one other id has nearly all the probability it is nearly 0.
+    """
+    random = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(rows, H, generator=random).bfloat16() for rows in (300, 64))
+    x *= torch.linspace(0.1, 6.0, 300).unsqueeze(1)
+    targets = torch.randint(V, (300,), generator=random)
+
+    def lower(*args: torch.Tensor, **options) -> Exponentials:
+        part = REFERENCE.exponentials(*args, **options)
+        part.stats[:, 0] -= below
+        part.stats[:, 1] *= 2.0**below
+        assert part.e is not None
+        part.e.mul_(2.0**below)
+        return part
+
+    with use_kernels(replace(REFERENCE, exponentials=lower)):
+        _, merged = softmax(x, w, targets, even_ranges(64, 1, V), LossTerms(), early=False)
+    logits = x.double() @ w[:V].double().T
+    p = logits.softmax(1)
+    others = torch.arange(V) != targets.unsqueeze(1)
+    assert merged.entropy is not None
+    error = (merged.entropy - torch.distributions.Categorical(probs=p).entropy()).abs()
+    rest = (p * others).sum(1, keepdim=True)
+    bound = 2**-8 * (p * (p / rest).log().abs() * others).sum(1)
+    assert (error <= bound + 2**-15).all()
+    certain = (p * others).amax(1) > 0.99
+    assert certain.sum() > 20
+    assert error[certain].max() < 2e-4
+    assert 1e-3 < error.max() < 4e-3
