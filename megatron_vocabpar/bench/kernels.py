@@ -20,7 +20,14 @@ from typing import Any
 
 import torch
 
-from megatron_vocabpar.bench.kernels_layer import METHODS, OutputLayer, errors, kept_mib, refusal
+from megatron_vocabpar.bench.kernels_layer import (
+    METHODS,
+    OutputLayer,
+    errors,
+    kept_mib,
+    methods_of,
+    refusal,
+)
 from megatron_vocabpar.bench.memory import peak_mib
 from megatron_vocabpar.bench.timing import ROTATED, Contender, now_ms, ratio, time_rounds
 from megatron_vocabpar.layers.embedding import embedding_backward, embedding_forward, plan_input
@@ -133,8 +140,8 @@ def measure_output(
         with_scaling: also time the whole vocabulary on this device, for the scaling against 1/p.
     """
     layer = _layer(shape, shape.rows_of_weight, device, dtype)
-    exact = layer.exact(0)
-    results = {method: layer.both(0, method) for method in METHODS}
+    exact, methods = layer.exact(0), methods_of(device, dtype)
+    results = {method: layer.both(0, method) for method in methods}
     wrong = {method: errors(softmax.nll, dx, exact) for method, (softmax, dx) in results.items()}
     mean_loss = float(results["vocab-1"][0].nll.mean())
     del results
@@ -142,10 +149,10 @@ def measure_output(
     clone = benchmarks()
     others, reasons = ({}, {}) if clone is None else clone.output_contenders(layer, mean_loss)
     contenders: dict[str, Contender] = {"gemms": _three_products(layer), **others}
-    contenders |= {method: partial(layer.both, method=method) for method in METHODS}
+    contenders |= {method: partial(layer.both, method=method) for method in methods}
     times = time_rounds(contenders, rounds, device)
-    halves = {method: _halves(layer, method, rounds, device) for method in METHODS}
-    kept_by_s = {method: kept_mib(layer.s(0, method)[0]) for method in METHODS}
+    halves = {method: _halves(layer, method, rounds, device) for method in methods}
+    kept_by_s = {method: kept_mib(layer.s(0, method)[0]) for method in methods}
     peaks: dict[str, float] = {}
     if device.type == "cuda":  # on the CPU, measuring memory would slow down what comes after
         measured = {name: peak_mib(partial(run, 0), device) for name, run in contenders.items()}
@@ -153,7 +160,7 @@ def measure_output(
     del layer, contenders, others  # room for the whole vocabulary
     whole = _whole_ms(shape, device, dtype, max(2, rounds // 3)) if with_scaling else {}
     rows = []
-    for method in METHODS:
+    for method in methods:
         rms, dx_errors = wrong[method]
         reason = refusal(rms, dx_errors)
         ours_ms = statistics.median(times[method])

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_vocabpar.bench.timing import ROTATED
 from megatron_vocabpar.layers import invariant
 from megatron_vocabpar.layers.invariant import BlockState
+from megatron_vocabpar.layers.kernels.dispatch import why_not_fused
 from megatron_vocabpar.layers.numbers import Slopes, Softmax
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import (
@@ -37,10 +38,13 @@ _CHECKED_TOKENS = 64
 
 @dataclass(frozen=True)
 class Mode:
-    """How S and T run: whether S computes A, T recomputes the logits, results are the same for every p."""
+    """How S and T run: whether S computes A, T recomputes the logits, S is one kernel, results are the same
+    for every p.
+    """
 
     with_a: bool = False
     recompute: bool = False
+    fused: bool = False
     invariant: bool = False
 
 
@@ -48,6 +52,7 @@ METHODS = {
     "vocab-1": Mode(),
     "vocab-2": Mode(with_a=True),
     "vocab-1-recompute": Mode(recompute=True),
+    "vocab-1-fused": Mode(fused=True),
     "vocab-1-invariant": Mode(invariant=True),
 }
 
@@ -63,6 +68,12 @@ class Exact(NamedTuple):
     tokens: Tensor  # [c]
     loss: Tensor  # [c]
     dx: Tensor  # [c, H]
+
+
+def methods_of(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """The METHODS that a device can compute with operands of a dtype."""
+    has_fused = dtype == torch.bfloat16 and why_not_fused(device) is None
+    return [name for name, mode in METHODS.items() if has_fused or not mode.fused]
 
 
 def confident_inputs(
@@ -110,7 +121,7 @@ class OutputLayer:
                 self.weight,
                 inputs.targets,
                 self.shard,
-                ShardOptions(with_input_gradient=mode.with_a, recompute=mode.recompute),
+                ShardOptions(with_input_gradient=mode.with_a, recompute=mode.recompute, fused=mode.fused),
                 e=None if mode.recompute else self.exponentials,
             )
         assert state is not None

@@ -132,15 +132,8 @@ def output_forward(
     e = exponentials_place(e, x, shard, tokens.storage) if keep and not options.recompute else None
     a = x.new_empty(x.shape, dtype=dtype) if keep and options.with_input_gradient else None
     stats = x.new_empty((len(x), STATS_WIDTH + needs_mean), dtype=dtype)
-    # fp32 and fp64 exponentials overwrite their logits; 16-bit ones are made of a transient.
-    wide = e if tokens.storage == dtype else None
     slopes = []
-    for rows, part in tokens.exponentials(
-        lambda rows: tokens.logits(weight, rows, None if wide is None else wide[rows]),
-        e=e,
-        transient=a is not None,
-        stats=stats,
-    ):
+    for rows, part in tokens.exponentials_with(weight, e=e, transient=a is not None, stats=stats):
         slopes.append(part.target_slope)
         if a is not None and e is None and part.e is not None:
             tokens.input_gradient(part.e, weight, a[rows])
@@ -302,9 +295,6 @@ def _exponentials(state: OutputState) -> Iterator[tuple[slice, Tensor]]:
         yield slice(0, len(x)), state.e
         return
     assert weight is not None
-    parts = state.tokens.exponentials(
-        lambda rows: state.tokens.logits(weight, rows), transient=True, offset=state.k
-    )
-    for rows, part in parts:
+    for rows, part in state.tokens.exponentials_with(weight, transient=True, offset=state.k):
         assert part.e is not None
         yield rows, part.e

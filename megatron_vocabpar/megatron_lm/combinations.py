@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megatron_vocabpar.layers.recipes import FUSED_MULTIPLE
 from megatron_vocabpar.layers.terms import Distillation
 from megatron_vocabpar.megatron_lm.checkpoints import is_legacy, is_of_modelopt, starting_checkpoint
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
@@ -36,6 +37,14 @@ def head_problems(args: Any, config: FlagConfig) -> list[str]:
             "--vocab-parallel-fp32-head: Megatron's optimizers keep no state of float32 weights among 16-bit "
             "ones in a checkpoint; give --no-save-optim and --no-load-optim"
         )
+    if config.options.kernels == "fused":
+        flag, multiple = "--vocab-parallel-kernels fused", FUSED_MULTIPLE
+        if not getattr(args, "bf16", False):
+            problems.append(f"{flag}: its kernel multiplies bfloat16; give --bf16, or leave it out")
+        if getattr(args, "hidden_size", 0) % multiple:
+            problems.append(
+                f"{flag}: hidden size {args.hidden_size} is no multiple of {multiple}; leave it out"
+            )
     recipe = config.options.fp8
     if recipe is not None and getattr(args, "hidden_size", 0) % recipe.multiple:
         problems.append(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron_vocabpar.megatron_lm.flags import OPTIONS, PUBLISHED, Flag
@@ -47,11 +47,13 @@ def _against(flag: Flag, rule: Rule) -> Iterator[str]:
         words = [options_of(VocabOptions)[name].words[0] for name in ruled]
         yield from (f"`{word}` without `{_flag_of(rule.needs)}`" for word in words)
     if ruled:
-        yield from (f"`{_flag_of(name)}`" for name in rule.others)
+        yield from _flags_of(rule.others)
     if set(flag.fields) & set(rule.others):
-        yield from (
-            f"`{_flag_of(name)}`" for name in rule.options if options_of(VocabOptions)[name].flag is not None
-        )
+        yield from _flags_of(rule.options)
+
+
+def _flags_of(names: Iterable[str]) -> Iterator[str]:
+    return (f"`{_flag_of(name)}`" for name in names if options_of(VocabOptions)[name].flag is not None)
 
 
 def _flag_of(name: str) -> str:

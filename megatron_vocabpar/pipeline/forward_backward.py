@@ -23,6 +23,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_vocabpar.layers.distillation import Teacher
 from megatron_vocabpar.layers.fp8 import check_device
+from megatron_vocabpar.layers.kernels.dispatch import fused_product
 from megatron_vocabpar.pipeline import compat, heads
 from megatron_vocabpar.pipeline.graphs.engine_graphs import EngineGraphs
 from megatron_vocabpar.pipeline.graphs.graph_options import asks_for_engine_graphs, asks_for_graphs
@@ -100,7 +101,8 @@ class ForwardBackward:
             ``Listeners``; accepted for one release.
 
     Raises:
-        ValueError: for options that cannot be combined with each other or with the method (``rules.py``).
+        ValueError: for options that cannot be combined with each other or with the method (``rules.py``),
+            or that the device cannot serve.
     """
 
     def __init__(
@@ -120,6 +122,8 @@ class ForwardBackward:
         self.options = self._checked(options)
         if options.fp8 is not None:
             check_device(options.fp8, device)
+        if options.kernels == "fused":
+            fused_product(device)  # raises where there is none
         self._not_finite = listeners.not_finite
         self.groups = groups
         self.device = device

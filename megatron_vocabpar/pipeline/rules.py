@@ -94,7 +94,7 @@ PARTITIONED = Rule(
 RULES = (
     PARTITIONED,
     Rule(
-        ("recompute", "invariant", "label_smoothing", "fp8_head", *OF_EXPONENTIALS),
+        ("recompute", "kernels", "invariant", "label_smoothing", "fp8_head", *OF_EXPONENTIALS),
         "which keeps its logits between two barriers",
         "use vocab-1 or vocab-2, or leave it out",
         where=_keeps_logits,
@@ -110,6 +110,12 @@ RULES = (
         "which is computed in blocks of its own",
         "keep one of them",
         others=("invariant",),
+    ),
+    Rule(
+        ("kernels",),
+        "which the fused kernel does not have: it has bfloat16 products, plain logits, and no logarithms",
+        "leave out the one or the other",
+        others=("invariant", "fp32_head", "fp8_head", "softcap", "entropy_gradient", "distillation"),
     ),
     Rule(
         ("fp8_head",),

@@ -94,6 +94,47 @@ def test_exponentials(
     assert len(passes) == (1 if offset is not None else 2), passes
 
 
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("options", [{}, {"given": True}, {"kept": False}], ids=str)
+def test_the_product_with_its_epilogue(
+    capability: int, options: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensor cores and bulk copies, nothing spilled, at most 18 instructions for a logit.
+
+    With a given offset it is one more. The second launch, for rows that need it, can skip its tiles.
+    """
+    from megatron_vocabpar.layers.kernels import triton_product
+
+    monkeypatch.setattr(triton_product, "tile_options", lambda _: triton_product.TILES[capability // 10])
+    monkeypatch.setattr(triton_product, "exponentials", lambda *_, **more: None)  # of the first ids
+    x, weight = (torch.empty(size, H, dtype=torch.bfloat16) for size in (256, 1024))
+    targets, stats = torch.zeros(256, dtype=torch.int64), torch.empty(256, 4)
+    out = torch.empty(256, 1024, dtype=torch.bfloat16) if options.get("kept", True) else None
+    offset = stats[:, 0] if "given" in options else None
+    kernels = compile_launches(
+        capability,
+        lambda: triton_product.product_exponentials(x, weight, targets, 1021, offset, out=out, stats=stats),
+    )
+    names = ["_product_kernel", "_sums_kernel"]
+    assert [kernel.name for kernel in kernels] == names * (1 if "given" in options else 2)
+    for kernel in kernels:
+        assert kernel.count("LDL") == kernel.count("STL") == 0, kernel.resources
+        assert kernel.resource("STACK") == kernel.resource("LOCAL") == 0, kernel.resources
+        assert kernel.short_products() == []
+        assert not kernel.fuses
+    tile = triton_product.TILES[capability // 10]
+    logits = tile["ROWS"] * tile["IDS"] / (32 * tile["num_warps"])  # of a thread
+    for kernel in kernels[::2]:
+        assert kernel.count({90: "HGMMA", 100: "UTCHMMA"}[capability]) > 0
+        assert kernel.count("UTMALDG.2D") > 0
+        assert (kernel.count("UTMASTG.2D") == 0) == (out is None)
+    turns = kernels[0].loops()
+    a_tile = next(turn for turn in turns if turn > 600)
+    assert a_tile / logits <= (19 if "given" in options else 18), turns
+    if len(kernels) == 4:
+        assert next(turn for turn in kernels[2].loops() if turn > 50) < 150
+
+
 @pytest.mark.parametrize("columns", [8194, P - 2])
 def test_a_shard_that_is_no_multiple_of_16_rows_is_read_one_by_one(columns: int) -> None:
     """Why the vocabulary is padded as it is, and that the counts above can be other ones."""

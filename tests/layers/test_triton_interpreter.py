@@ -1,4 +1,4 @@
-"""Runs ``test_triton_kernels.py`` in Triton's interpreter, which must be chosen before Triton is imported."""
+"""Runs the kernels' own tests in Triton's interpreter, which must be chosen before Triton is imported."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ REFUSED = TorchVersion(triton.__version__) < "3.7" and TorchVersion(np.__version
 @pytest.mark.skipif(
     REFUSED, reason="the interpreter of Triton 3.6 makes numbers of arrays in a way that numpy 2.4 refuses"
 )
+@pytest.mark.parametrize("name", ["test_triton_kernels.py", "test_triton_product.py"])
 @pytest.mark.timeout(900)
-def test_triton_kernels_in_the_interpreter() -> None:
-    tests = Path(__file__).with_name("test_triton_kernels.py")
+def test_triton_kernels_in_the_interpreter(name: str) -> None:
+    tests = Path(__file__).with_name(name)
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(tests)],
         env={**os.environ, "TRITON_INTERPRET": "1"},

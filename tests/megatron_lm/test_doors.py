@@ -287,7 +287,7 @@ def test_graphs_and_pairs_are_refused_once() -> None:
     assert "may split off" not in str(error.value)
 
 
-FP32 = VocabOptions(fp32_head=True)
+FP32, FUSED = VocabOptions(fp32_head=True), VocabOptions(kernels="fused")
 
 
 @pytest.mark.parametrize(
@@ -309,6 +309,8 @@ FP32 = VocabOptions(fp32_head=True)
             {"hidden_size": 48},
             r"mxfp8: hidden size 48 .* 32;",
         ),
+        (FUSED, {"hidden_size": 48}, {"bf16": False}, r"kernels fused: its kernel multiplies .* --bf16"),
+        (FUSED, {"hidden_size": 48}, {"hidden_size": 68}, r"kernels fused: hidden size 68 is no mul.* 8;"),
     ],
 )
 def test_a_head_of_another_precision_fits_the_model(
@@ -397,6 +399,7 @@ def test_a_checkpoint_of_modelopt_is_refused(tmp_path: Path) -> None:
         (f"{ENABLE} --vocab-parallel-fp8-head --vocab-parallel-invariant", "not with --vocab-parallel-inv"),
         (f"{ENABLE} --vocab-parallel-fp8-head --vocab-parallel-method naive", "not with method naive"),
         ("--vocab-parallel-fp32-head", "head: needs --enable-vocab-parallel"),
+        (f"{ENABLE} --vocab-parallel-kernels fused --vocab-parallel-method naive", "not with method naive"),
         ("--vocab-parallel-independent-init", "init: needs --enable-vocab-parallel"),
         ("--vocab-parallel-late-gradient", "gradient: needs --enable-vocab-parallel"),
         ("--vocab-parallel-drop-masked", "masked: needs --enable-vocab-parallel"),

@@ -22,6 +22,7 @@ from megatron_vocabpar.schedule.words.placement import Placement
 V_SHAPE = Placement(2, 2, "vshape")
 NUMBERS = ("entropy", "accuracy", "target_rank")
 SMOOTH: dict[str, Any] = {"label_smoothing": 0.1}
+FUSED: dict[str, Any] = {"kernels": "fused"}
 LATE: dict[str, Any] = {"late_gradient": True}
 GRADIENT: dict[str, Any] = {"entropy_gradient": True}
 
@@ -41,6 +42,19 @@ GRADIENT: dict[str, Any] = {"entropy_gradient": True}
         ("vocab-2", {"invariant": True, "rows_per_chunk": 4}, "rows_per_chunk=4: not with invariant=True"),
         ("vocab-2", {"invariant": True, "fp8_head": "row"}, "fp8_head='row': not with invariant=True"),
         ("vocab-2", {"invariant": True, **SMOOTH}, "label_smoothing=0.1: not with invariant=True"),
+        ("naive", FUSED, "kernels='fused': not with method naive, which keeps its logits"),
+        (
+            "vocab-2",
+            {"invariant": True, **FUSED},
+            "kernels='fused': not with invariant=True, which",
+        ),
+        ("vocab-2", {"fp8_head": "row", **FUSED}, "kernels='fused': not with fp8_head='row'"),
+        (
+            "vocab-2",
+            {"entropy": True, **GRADIENT, **LATE, **FUSED},
+            "kernels='fused': not with entropy_gradient=True",
+        ),
+        ("vocab-2", {"kernels": "quack"}, "kernels='quack': choose one of auto, fused"),
         ("vocab-2", {"fp8_head": "row", "fp32_head": True}, "fp8_head='row': not with fp32_head=True"),
         ("vocab-2", {"entropy": True, "invariant": True}, "entropy=True: not with invariant=True, which"),
         ("vocab-2", {"accuracy": True, "recompute": True}, "accuracy=True: not with recompute=True"),
@@ -63,7 +77,7 @@ def test_what_cannot_be_combined_is_one_sentence(method: str, options: dict[str,
 
 @pytest.mark.parametrize("method", ["vocab-1", "vocab-2", "interlaced"])
 def test_every_option_goes_alone_with_methods_that_partition(method: str) -> None:
-    values: dict[str, Any] = {"rows_per_chunk": 4, "fp8_head": "row", "softcap": 30.0, **SMOOTH}
+    values: dict[str, Any] = {"rows_per_chunk": 4, "fp8_head": "row", "softcap": 30.0, **SMOOTH, **FUSED}
     values["distillation"] = Distillation()
     refused = {"entropy_gradient"} | ({"distillation"} if method == "interlaced" else set())
     for name in options_of(VocabOptions):
@@ -90,6 +104,11 @@ def test_the_methods_gradient_counts() -> None:
     late = METHODS["vocab-2"].with_late_gradient()
     with pytest.raises(ValueError, match="drop_masked=True: not with late_gradient=True"):
         ForwardBackward(late, Mock(), torch.device("cpu"), options=VocabOptions(drop_masked=True))  # type: ignore[arg-type]
+
+
+def test_a_device_without_the_fused_kernel_is_named() -> None:
+    with pytest.raises(ValueError, match=r"kernels=.fused.: tensors are on cpu, and .*; leave it out"):
+        ForwardBackward("vocab-2", Mock(), torch.device("cpu"), options=VocabOptions(**FUSED))
 
 
 def test_former_names_are_accepted_with_a_warning() -> None:

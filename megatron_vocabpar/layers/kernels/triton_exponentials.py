@@ -27,7 +27,7 @@ _LIMIT = tl.constexpr(exponents.EXPONENT_LIMIT)
 _LOG2_E = tl.constexpr(exponents.LOG2_E)
 _LN2_HIGH = tl.constexpr(exponents.LN2_HIGH)
 _LN2_LOW = tl.constexpr(exponents.LN2_LOW)
-_MASKED = tl.constexpr(torch.finfo(torch.float32).min)  # unlike -inf, no logit that has overflowed
+MASKED = tl.constexpr(torch.finfo(torch.float32).min)  # unlike -inf, no logit that has overflowed
 _LEEWAY = tl.constexpr(LEEWAY)
 _ROUND = tl.constexpr(1.5 * 2**23)
 """Adding and subtracting it rounds fp32 within +-2^22 to whole numbers, halves to even ones."""
@@ -46,7 +46,7 @@ def _transform(raw, logit_scale, softcap, SOFTCAP: tl.constexpr):  # type: ignor
     if SOFTCAP:
         decay = tl.exp2(tl.abs(y) / softcap * (-2.0 * _LOG2_E))
         size = (1.0 - decay) / (1.0 + decay) * softcap
-        y = tl.where(raw == _MASKED, -float("inf"), tl.where(y < 0.0, -size, size))
+        y = tl.where(raw == MASKED, -float("inf"), tl.where(y < 0.0, -size, size))
     return y
 
 
@@ -81,7 +81,7 @@ def power_of_two(q):  # type: ignore[no-untyped-def]
 def _keep(y, column, start, valid_rows, target, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """``y``, masked at the target and in the padding. Only their blocks take instructions for it."""
     if (start + BLOCK > valid_rows) | ((target >= start) & (target < start + BLOCK)):
-        y = tl.where((column < valid_rows) & (column != target), y, _MASKED)
+        y = tl.where((column < valid_rows) & (column != target), y, MASKED)
     return y
 
 

@@ -155,6 +155,7 @@ def head_of(chain: OutputChain) -> Head:
         recompute=options.recompute,
         rows_per_chunk=options.rows_per_chunk,
         terms=terms,
+        fused=options.kernels == "fused",
     )
     if options.invariant:
         return FixedPointHead(shard=shard, options=how)
