@@ -5,6 +5,8 @@ With the layers of Transformer Engine, 8 of them or fewer, of 32 units, on stage
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron_vocabpar.megatron_lm.bindings import find_version
@@ -29,6 +31,9 @@ EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type allto
 """With ``alltoall`` for ``flex`` too, whose dispatchers are kernels."""
 LAYOUTS = {"1f1b": "Etttt|ttt{m}L", "interleaved": "Ett|tt|tt|t{m}L", "1f1b-overlap": "Ett|tt|tt|t{m}L"}
 """By hand, with fewer layers beside the vocabulary."""
+GRAPHS = (
+    "--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 1 --vocab-parallel-profile-iterations 0"
+)
 GATHERED = f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"
 
 
@@ -55,6 +60,8 @@ def on_stages(found: Combination) -> list[str]:
         options += words("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split")
     if found.recomputed:
         options += words(f"--recompute-granularity selective --recompute-modules {found.recomputed}")
+    if found.graphs:
+        options += words(f"{GRAPHS} --cuda-graph-scope {found.graphs}")
     return [*options, *(words(GATHERED) if found.gathered else ())]
 
 
@@ -69,14 +76,18 @@ def rounded(found: Combination) -> tuple[str, ...]:
 @pytest.mark.long
 @pytest.mark.parametrize("found", FOUND, ids=str)
 def test_recipes_train_as_stock(found: Combination, record_property: Record) -> None:
-    """Without a precision to 1e-5 in 32 bits; else logits are rounded in stock alone, and operands differ."""
+    """Without a precision to 1e-5 in 32 bits; else logits are rounded in stock alone, and operands differ.
+
+    Stock runs on one process, and without graphs.
+    """
     if find_version(source_signatures(checkout())) not in ("0.19", "main"):
         pytest.skip("Bridge's recipes are for 0.19 and later")
     shape, sizes = model(found), {"pp": 2, "dp": 2 if found.gathered else 1}
     load = ("--load", str(weights(shape)), *FROM_WEIGHTS, *rounded(found))
     theirs = train(shape, *load, **(sizes if "--fp8-recipe" in load else {}))
     ours = ("--enable-vocab-parallel", "--vocab-parallel-family", found.family, *on_stages(found))
-    log = train(shape, *load, *ours, **sizes)
+    script = Path(__file__).with_name("with_layer_graphs.py") if found.graphs else None
+    log = train(shape, *load, *ours, script=script, **sizes)
     assert f"schedule {found.family}" in log.text
     assert len(log.evaluations) > 0
     exact = {"losses": 1e-5, "norms": 1e-5, "evaluations": 1e-5}

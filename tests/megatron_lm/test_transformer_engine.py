@@ -157,7 +157,9 @@ def weights(model: str) -> Path:
     return folder
 
 
-def train(model: str, *options: str, iterations: int = ITERATIONS, **sizes: int) -> Log:
+def train(
+    model: str, *options: str, iterations: int = ITERATIONS, script: Path | None = None, **sizes: int
+) -> Log:
     """``model`` is a key of ``MODELS`` or the options of an architecture."""
     version = find_version(source_signatures(checkout()))
     if version not in SINCE.get(model, (version,)):
@@ -169,6 +171,7 @@ def train(model: str, *options: str, iterations: int = ITERATIONS, **sizes: int)
         *words(MODELS.get(model, model)),
         *options,
         iterations=iterations,
+        script=script,
         transformer_engine=True,
         **sizes,
     )
