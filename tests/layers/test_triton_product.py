@@ -1,7 +1,8 @@
 """The product with its epilogue equals the specification: a product, and the row kernel's exponentials.
 
 Runs where ``test_triton_kernels.py`` runs. The interpreter multiplies the bits of bf16 as whole numbers, so
-there bf16 is made fp32 before a product. Tiles are small, so that a few ids are several of them.
+there bf16 is made fp32 before a product. Tiles are small, so that a few ids are several of them. H and P are
+multiples of 16, as the interpreter of Triton 3.4 counts the 16 bytes of a row in elements.
 """
 
 from __future__ import annotations
@@ -115,14 +116,14 @@ def check(expected: Exponentials, got: Exponentials, leeway: int = FUSED_LEEWAY)
 
 
 SHAPES = [
-    (1, 8, 8, 1),
-    (3, 8, 8, 5),
+    (1, 16, 16, 1),
+    (3, 16, 16, 5),
     (16, 32, 64, 64),
-    (17, 40, 72, 64),
-    (37, 40, 200, 187),
-    (4, 8, 304, 3),
-    (5, 8, 72, 0),
-    (0, 8, 24, 24),
+    (17, 48, 80, 64),
+    (37, 48, 208, 187),
+    (4, 16, 304, 3),
+    (5, 16, 80, 0),
+    (0, 16, 32, 32),
 ]
 
 
@@ -169,7 +170,7 @@ CHANGES = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_provisional_offset(change: str, dtype: torch.dtype) -> None:
     """Rows far above their first ids get their own offset; it changes nothing in the rows beside them."""
-    x, weight, target = operands(35, 24, 200, dtype)
+    x, weight, target = operands(35, 32, 208, dtype)
     edit, again = CHANGES[change]
     edit(x, weight)
     target[1] = -1
@@ -183,7 +184,7 @@ def test_a_provisional_offset(change: str, dtype: torch.dtype) -> None:
 
 def test_rows_without_a_finite_logit() -> None:
     """-inf in all ids, or in the first 128: then the offset is far too small, and the row gets its own."""
-    x, weight, target = operands(20, 24, 200, torch.bfloat16)
+    x, weight, target = operands(20, 32, 208, torch.bfloat16)
     infinite(x, weight)
     target[:] = -1
     expected, got = both(x, weight, target, 200)
@@ -198,7 +199,7 @@ def test_rows_without_a_finite_logit() -> None:
 @pytest.mark.parametrize("gap", [0.0, 20.0, 75.0, 150.0])
 def test_a_given_offset(gap: float) -> None:
     """Those of a recomputation, or far too large ones: then E and the sums are 0, as the specification's."""
-    x, weight, target = operands(20, 24, 200, torch.bfloat16)
+    x, weight, target = operands(20, 32, 208, torch.bfloat16)
     offset = reference.product_exponentials(x, weight, target, 200).k + round(gap * 1.4427)
     expected, got = both(x, weight, target, 200, offset)
     assert torch.equal(got.k, offset)
@@ -206,13 +207,13 @@ def test_a_given_offset(gap: float) -> None:
 
 
 def test_scaled_logits() -> None:
-    x, weight, target = operands(20, 24, 200, torch.bfloat16)
+    x, weight, target = operands(20, 32, 208, torch.bfloat16)
     check(*both(x, weight, target, 190, terms=LossTerms(logit_scale=0.25)))
 
 
 @pytest.mark.parametrize("special", [torch.nan, torch.inf])
 def test_undefined_logits_are_not_hidden(special: float) -> None:
-    x, weight, target = operands(3, 8, 152, torch.bfloat16)
+    x, weight, target = operands(3, 16, 160, torch.bfloat16)
     weight[:, 0], target[:] = weight[:, 0].abs() + 1, -1
     x[2, 0] = special
     _, got = both(x, weight, target, 150)
@@ -228,7 +229,7 @@ def test_the_layer_with_the_fused_kernel(method: str, recompute: bool) -> None:
     x, weight, targets, g = batch(dtype)
     some = torch.arange(3, 60, 6)
     x, targets, g = (each[some].to(DEVICE) for each in (x, targets, g))
-    ranges = ranges_from_sizes([8, 0, 24, 8], V)
+    ranges = ranges_from_sizes([16, 0, 16, 16], V)
     weights = [part.to(DEVICE) for part in split(weight, ranges)]
     options = ShardOptions(with_input_gradient=method == "vocab-2", recompute=recompute, fused=True)
     calls = []
