@@ -85,8 +85,17 @@ def best_of(request: Request, options: Sequence[Option]) -> Option | None:
     return min(exact or fitting, key=lambda option: option.iteration_ms, default=None)
 
 
-def option_of(request: Request, method_name: str, name: str, microbatches: int | None = None) -> Option:
-    """One method in one family, played for ``microbatches``, by default a few."""
+def option_of(
+    request: Request,
+    method_name: str,
+    name: str,
+    microbatches: int | None = None,
+    below_ms: float = inf,
+) -> Option:
+    """One method in one family, played for ``microbatches``, by default a few.
+
+    It is not played, and has a problem, if no order of its passes takes less than ``below_ms``.
+    """
     method, family, job = method_named(method_name), family_named(name), request.job
     m = min(job.m, microbatches or request.few)
     try:
@@ -95,6 +104,9 @@ def option_of(request: Request, method_name: str, name: str, microbatches: int |
         problem = Problem.of(PlanRequest(method=method, p=job.p, m=m, family=family, costs=costs))
     except ValueError as error:
         return Option(method.name, family.name, problem=str(error))
+    least_ms = problem.bound_ms() + (job.m - m) * max(_further_ms(problem, problem.pairs))
+    if least_ms >= below_ms:
+        return Option(method.name, family.name, problem=f"takes at least {least_ms:.0f} ms")
     played, *_ = problem.played(_PASSES)
     schedule = problem.schedule(played)
     length_ms, idle = _extended(problem, schedule, played.end, job.m - m)
@@ -107,15 +119,20 @@ def _extended(problem: Problem, schedule: Schedule, end_ms: float, further: int)
     If any F runs together with a B, those of further microbatches all do.
     """
     p, hidden = schedule.p, problem.times.hidden
-    work = [0.0] * p
-    for node, duration in problem.graph.duration.items():
-        work[problem.graph.rank[node]] += duration
-    pairs = schedule.chunks if schedule.pairs else 0
-    each = [ms - pairs * saved for ms, saved in zip(work, hidden, strict=True)]
+    each = _further_ms(problem, bool(schedule.pairs))
     length_ms = end_ms + further * max(each)
     saved = sum(hidden[schedule.placement.rank_of(pair.forward.stage)] for pair in schedule.pairs)
-    done = schedule.m * sum(work) - saved + further * sum(each)
+    done = schedule.m * sum(problem.graph.duration.values()) - saved + further * sum(each)
     return length_ms, 1.0 - done / p / length_ms
+
+
+def _further_ms(problem: Problem, pairs: bool) -> list[float]:
+    """Each rank's work for one more microbatch, whose F all run together with a B if ``pairs``."""
+    work = [0.0] * problem.shape.p
+    for node, duration in problem.graph.duration.items():
+        work[problem.graph.rank[node]] += duration
+    chunks = problem.shape.chunks if pairs else 0
+    return [ms - chunks * saved for ms, saved in zip(work, problem.times.hidden, strict=True)]
 
 
 def in_full(request: Request, option: Option) -> Option:

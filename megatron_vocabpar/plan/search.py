@@ -3,8 +3,10 @@
 Each way (t, p, c, e and the microbatch's size) has a bound: the work of the mean rank without any waiting.
 Ways are played in the order of their bounds, until no other can be among the ten best, or ``MOST`` have been
 played. For each way, our schedules with vocab-1 and Megatron's are played, and for the ten best our other
-methods. A schedule takes the first rung of ``LADDER`` with which it fits: recomputation and an optimizer on
-the host cost time, so a later rung cannot be faster.
+methods. What cannot be faster than the known best of its kind, by a bound of its own, is not played.
+
+A schedule takes the first rung of ``LADDER`` with which it fits: recomputation and an optimizer on the host
+cost time, so a later rung cannot be faster.
 
 The same question always has the same answer: nothing depends on the clock.
 Next: ``search_tables.py``.
@@ -15,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice, product
+from itertools import islice, product
+from math import inf
 
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import Job, can_pair, refused
@@ -75,9 +78,8 @@ class Found:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """How weights are divided, and whether Megatron runs it by itself; one of each kind is kept."""
-        job = self.request.job
-        return job.t, job.p, job.e, self.option.stock
+        """Of each kind, one is kept."""
+        return _kind(self.request.job, self.option.stock)
 
 
 def usual_batch(model: Model, gpus: int) -> int:
@@ -163,26 +165,40 @@ def rungs(question: Question, job: Job) -> Iterator[Job]:
             yield replace(job, offload=offload, recompute=recompute)
 
 
-def tried(question: Question, job: Job) -> list[Found]:
-    """The best of our schedules and of Megatron's that fit, for this way to divide the model."""
+def tried(question: Question, job: Job, ours_ms: float = inf, stock_ms: float = inf) -> list[Found]:
+    """The best of our schedules and of Megatron's that fit, for this way to divide the model.
+
+    Ours are left out if they take ``ours_ms`` or longer, and Megatron's if they take ``stock_ms``.
+    """
     ours: list[Found] = []
     for method, family in OURS if job.p > 1 else ():
         if can_pair(question.model, job) or not family_named(family).pairs:
-            ours += _cheapest(question, job, family, partial(_only, method, family))
-    stock = _cheapest(question, job, "stock", lambda one: stock_options(one, shorter=True))
-    return [one for some in (ours, stock) for one in sorted(some, key=_ms)[:1]]
+            ours = _faster(ours, question, job, method, family, ours_ms)
+    stock = _cheapest(question, job, "stock", lambda one: stock_options(one, shorter=True), stock_ms)
+    return [*ours, *(one for one in sorted(stock, key=_ms)[:1] if _ms(one) < stock_ms)]
 
 
-def _only(method: str, family: str, request: Request) -> list[Option]:
-    return [option_of(request, method, family)]
+def _faster(
+    best: list[Found], question: Question, job: Job, method: str, family: str, below_ms: float = inf
+) -> list[Found]:
+    """One method in one family in place of the best, if it is faster."""
+    limit = min([below_ms, *map(_ms, best)])
+    found = _cheapest(question, job, family, partial(_only, method, family, limit), limit)
+    return [one for one in found if _ms(one) < limit] or best
+
+
+def _only(method: str, family: str, below_ms: float, request: Request) -> list[Option]:
+    return [option_of(request, method, family, below_ms=below_ms)]
 
 
 def _cheapest(
-    question: Question, job: Job, family: str, played: Callable[[Request], list[Option]]
+    question: Question, job: Job, family: str, played: Callable[[Request], list[Option]], below_ms: float
 ) -> list[Found]:
-    """The options that fit on the first rung on which any fits."""
+    """The options that fit on the first rung on which any fits; none if all take ``below_ms`` or longer."""
     before = 0.0
     for rung in rungs(question, job):
+        if bound_ms(question, rung) >= below_ms:
+            return []
         if not _fits_with(question, rung, _LEAST_HELD[family] * job.p):
             before = before or question.limit_gib
             continue
@@ -211,7 +227,8 @@ def search(
     waiting, done, most = iter(ways[:MOST]), 0, min(MOST, len(ways))
     with mapping(workers) as each:
         while batch := list(islice(waiting, 2 * workers)):
-            for found in each(tried, [question] * len(batch), [job for _, job in batch]):
+            limits = ([_known_ms(best, job, stock) for _, job in batch] for stock in (False, True))
+            for found in each(tried, [question] * len(batch), [job for _, job in batch], *limits):
                 for one in found:
                     if one.kind not in best or _ms(one) < _ms(best[one.kind]):
                         best[one.kind] = one
@@ -228,12 +245,22 @@ def _by_any_method(question: Question, found: Found) -> Found:
     """The same sizes and family with the fastest method; Megatron's own as it is."""
     if found.option.stock:
         return found
-    family = found.option.family
-    methods = OTHERS if family == "1f1b" else set(OTHERS).difference(ONLY_1F1B)
-    others = (
-        _cheapest(question, found.request.job, family, partial(_only, method, family)) for method in methods
-    )
-    return min([found, *chain(*others)], key=_ms)
+    family, best = found.option.family, [found]
+    for method in OTHERS:
+        if family == "1f1b" or method not in ONLY_1F1B:
+            best = _faster(best, question, found.request.job, method, family)
+    return best[0]
+
+
+def _known_ms(best: Mapping[tuple[object, ...], Found], job: Job, stock: bool) -> float:
+    """The least ms known of a way's kind."""
+    known = best.get(_kind(job, stock))
+    return _ms(known) if known else inf
+
+
+def _kind(job: Job, stock: bool) -> tuple[object, ...]:
+    """How weights are divided, and whether Megatron runs it by itself."""
+    return job.t, job.p, job.e, stock
 
 
 def _times(best: Mapping[tuple[object, ...], Found]) -> list[float]:

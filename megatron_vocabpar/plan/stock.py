@@ -15,6 +15,8 @@ Next: ``stock_options.py``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 from megatron_vocabpar.plan.job import OVERLAP
@@ -50,13 +52,11 @@ class Step(NamedTuple):
 
 
 class Played(NamedTuple):
-    """A played schedule: its length, each rank's work for all microbatches and for one more, and the most
-    layers whose activations it holds."""
+    """A played schedule: its length, and each rank's work for all microbatches and for one more."""
 
     length_ms: float
     work_ms: tuple[float, ...]
     further_ms: tuple[float, ...]
-    held_layers: tuple[float, ...]
 
 
 class Layout(NamedTuple):
@@ -180,7 +180,7 @@ def play(stages: Stages, p: int, m: int, transfer_ms: float) -> Played:
     number = len(stages.layers)
     lists = [list(order(rank, p, number // p, m, stages.hidden > 0.0)) for rank in range(p)]
     ends: dict[Step, float] = {}
-    at, clock, work, held, most = ([0] * p, *([0.0] * p for _ in range(4)))
+    at, clock, work = [0] * p, [0.0] * p, [0.0] * p
     moved = True
     while moved:
         moved = False
@@ -194,17 +194,27 @@ def play(stages: Stages, p: int, m: int, transfer_ms: float) -> Played:
                 taken_ms = stages.taken_ms(steps)
                 clock[rank] = max(clock[rank], *known) + taken_ms
                 work[rank] += taken_ms
-                for step in steps:  # F first: a pair holds the activations of both
+                for step in steps:
                     ends[step] = clock[rank]
-                    held[rank] += stages.layers[step.stage] * (1 if step.forward else -1)
-                    most[rank] = max(most[rank], held[rank])
                 at[rank] += 1
                 moved = True
     assert all(done == len(passes) for done, passes in zip(at, lists, strict=True)), (
         "the order waits for itself"
     )
     further = [_further_ms(stages, range(rank, number, p)) for rank in range(p)]
-    return Played(max(clock), tuple(work), tuple(further), tuple(most))
+    return Played(max(clock), tuple(work), tuple(further))
+
+
+@cache
+def held_layers(layers: tuple[int, ...], p: int, m: int, overlaps: bool) -> tuple[int, ...]:
+    """The most layers whose activations each rank holds; its order alone says so, whatever passes take."""
+    most = [0] * p
+    for rank in range(p):
+        held = 0
+        for step in chain.from_iterable(order(rank, p, len(layers) // p, m, overlaps)):
+            held += layers[step.stage] * (1 if step.forward else -1)  # F first: a pair holds those of both
+            most[rank] = max(most[rank], held)
+    return tuple(most)
 
 
 def _further_ms(stages: Stages, of_rank: Sequence[int]) -> float:

@@ -6,10 +6,12 @@ Next: ``options.py``.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from math import inf
 
 from megatron_vocabpar.plan.memory import Bytes, Held, parameters_of, stage_memory
 from megatron_vocabpar.plan.option import STOCK, Option, Request, longest_after_ms
-from megatron_vocabpar.plan.stock import Layout, layouts, play, stages_of
+from megatron_vocabpar.plan.stock import Layout, held_layers, layouts, play, stages_of
 from megatron_vocabpar.schedule.words.methods import method_named
 from megatron_vocabpar.schedule.words.placement import Placement
 
@@ -18,7 +20,7 @@ def stock_options(request: Request, *, shorter: bool = False) -> list[Option]:
     """Megatron's own schedules: for each way to place layers the fastest that fits, or the smallest.
 
     Megatron refuses several chunks a rank where the microbatches do not divide by the pipeline size.
-    ``shorter`` plays each for a few microbatches, as ``option_of`` does.
+    ``shorter`` plays those that fit for a few microbatches, as ``option_of`` does; others take ``inf``.
     """
     tried: dict[str, list[Option]] = {}
     for placed in layouts(request.model.layers, request.job.p, request.costs("baseline")):
@@ -40,23 +42,24 @@ def stock_option(request: Request, placed: Layout, shorter: bool) -> Option:
     costs = request.costs("baseline")
     few = -(-request.few // job.p) * job.p  # whole rounds of the interleaved schedule
     m = min(job.m, few) if shorter else job.m
-    played = play(stages_of(placed, job.p, costs), job.p, m, costs.p2p_ms)
-    length_ms = played.length_ms + (job.m - m) * max(played.further_ms)
+    times = stages_of(placed, job.p, costs)
     placement = Placement(job.p, placed.chunks, "standard")
     of_ranks = [sum(placed.layers[rank :: job.p]) for rank in range(job.p)]
-    held = [Held(most / max(1, count)) for most, count in zip(played.held_layers, of_ranks, strict=True)]
+    most = held_layers(placed.layers, job.p, m, times.hidden > 0.0)
+    held = [Held(of_all / max(1, count)) for of_all, count in zip(most, of_ranks, strict=True)]
     stages = stage_memory(model, job, baseline, placement, placed.layers, held, Bytes())
+    option = Option(STOCK, placed.name, placed.layers, inf, stages=tuple(stages), flags=placed.flags)
+    if shorter and not option.fits(request):
+        return option
+    played = play(times, job.p, m, costs.p2p_ms)
+    length_ms = played.length_ms + (job.m - m) * max(played.further_ms)
+    work_ms = sum(played.work_ms) + (job.m - m) * sum(played.further_ms)
     parameters = parameters_of(model, job, baseline, placement, placed.layers)
     after = longest_after_ms(job, request.hardware, parameters, costs)
-    work_ms = sum(played.work_ms) + (job.m - m) * sum(played.further_ms)
-    return Option(
-        STOCK,
-        placed.name,
-        placed.layers,
-        length_ms + after,
-        1.0 - work_ms / job.p / length_ms,
-        tuple(stages),
+    return replace(
+        option,
+        iteration_ms=length_ms + after,
+        idle=1.0 - work_ms / job.p / length_ms,
         exact=not shorter,
-        flags=placed.flags,
         after_ms=after,
     )
