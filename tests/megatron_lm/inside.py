@@ -16,6 +16,7 @@ import traceback
 import typing
 from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
+from importlib.util import find_spec
 from typing import Any
 
 import typing_extensions
@@ -30,10 +31,16 @@ if not hasattr(typing, "override"):
 
 
 def _held() -> Iterator[tuple[str, str, Any]]:
-    """Every place of the table that this version has: module, name and what it holds."""
+    """Every place of the table that this version has: module, name and what it holds.
+
+    A Megatron that has a registry for its schedule (``patches/upstream``) keeps all places of that.
+    """
     patch = installed()
     version = find_version(live_signature) if patch is None else patch.version
+    registry = find_spec("megatron.core.pipeline_parallel.schedule_registry")
     for binding in (each for each in BINDINGS if each.is_in(version)):
+        if registry is not None and binding.name == "get_forward_backward_func":
+            continue
         for place, name in binding.places:
             with suppress(ImportError):
                 module = importlib.import_module(place)
