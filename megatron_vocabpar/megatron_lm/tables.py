@@ -53,7 +53,11 @@ def _against(flag: Flag, rule: Rule) -> Iterator[str]:
 
 
 def _flags_of(names: Iterable[str]) -> Iterator[str]:
-    return (f"`{_flag_of(name)}`" for name in names if options_of(VocabOptions)[name].flag is not None)
+    """The flags of options, as code, with the first word that asks for one."""
+    for name in names:
+        option = options_of(VocabOptions)[name]
+        if option.flag is not None:
+            yield f"`{' '.join([_flag_of(name), *option.words[:1]])}`"
 
 
 def _flag_of(name: str) -> str:
