@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_vocabpar.bench.kernels_layer import METHODS, OutputLayer, errors, refusal
+from megatron_vocabpar.bench.kernels_layer import OutputLayer, errors, methods_of, refusal
 from megatron_vocabpar.doctor.result import Finding
 from megatron_vocabpar.layers.partition import VocabRange
 
@@ -25,7 +25,7 @@ def output_layer(
     layer = OutputLayer(n, hidden, shard, torch.device(device), kind)
     exact, exact_dw = layer.exact(0), _exact_dw(layer)
     worst = {"log-probability": 0.0, "dX": 0.0, "dW": 0.0}
-    for method in METHODS:
+    for method in methods_of(layer.weight.device, kind):
         layer.main_grad.zero_()
         softmax, dx = layer.both(0, method)
         rms, by_p_target = errors(softmax.nll, dx, exact)
