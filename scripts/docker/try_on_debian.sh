@@ -68,7 +68,7 @@ run scripts/artifact/quick_exp.sh run vocab-2 --smoke
 # A training that is stopped, without --init: it saves a checkpoint and ends by itself.
 echo "+ podman stop"
 name=$(podman_run --detach "$image" vocabpar train --pp 2 --steps 100000)
-until grep -q 'step 2/' <(podman logs "$name" 2>&1); do sleep 1; done
+until grep -q 'step [0-9]' <(podman logs "$name" 2>&1); do sleep 1; done
 time podman stop --time 300 "$name"
 podman logs "$name" 2>&1 | tail -n 3
 podman inspect --format 'exit code {{.State.ExitCode}}' "$name"
