@@ -16,10 +16,10 @@ hand: autograd records nothing, whatever the weights' ``requires_grad``.
     vocab-2  output_forward with A | stats | input_gradient | dX |      weight_gradient any time later
 
 Pass S stores ``E_ij = exp(Y_ij) / 2^k_i`` with the target's entry zero, in the operands' dtype, and sends
-four numbers per token (``softmax_stats.py``). The softmax is never formed: its normaliser and g scale whole
-rows, so they scale X or A instead, and T makes no elementwise pass over [n, P]. The target's term
-``p_target - 1`` comes exactly from the sums. Subtracting 1 from a stored 16-bit probability would lose it:
-for p_target = 0.999 the bf16 number is 1, and the token's whole gradient 0.
+four numbers per token (``softmax_stats.py``). The softmax's normaliser and g scale whole rows: of X and dX,
+so that T makes no elementwise pass over [n, P], or of E where a shard has so few rows that this moves fewer
+bytes. The target's term ``p_target - 1`` comes exactly from the sums. Subtracting 1 from a stored 16-bit
+probability would lose it: for p_target = 0.999 the bf16 number is 1, and the token's whole gradient 0.
 
 Letters: n tokens of a microbatch, H hidden, P rows of this shard.
 Source: Algorithms 1 and 2 (sections 4.3 and 4.4) and section 4.1 (naive) of the paper.
@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers import distillation, entropy
@@ -242,7 +243,8 @@ def _add_gradients(
     """Write dX [n, H] to ``grad`` unless that is None; add dW to ``main_grad`` unless that is.
 
     Rows of dX are scaled after the product, ``dX = row (E W)``, so that S of vocab-2 can compute ``A = E W``
-    before ``row`` is known. For dW x is scaled before the product, ``dW = E^T (row x)``.
+    before ``row`` is known. For dW x is scaled before the product, ``dW = E^T (row x)``. Where it moves fewer
+    bytes, E is scaled once for both instead: ``dX = (row E) W`` and ``dW = (row E)^T x``.
     """
     x, owned, valid = state.x, state.tokens.owned, state.tokens.shard.valid_rows
     assert owned is not None
@@ -253,15 +255,16 @@ def _add_gradients(
         scale_rows(state.a, gradient.row, grad)
         if gradient.logs is not None and state.log_a is not None:
             grad.addcmul_(state.log_a, gradient.logs.unsqueeze(1))
-    undo = scaled = None
-    if main_grad is not None:
+    scaled, undo = x, None
+    if main_grad is not None and scale is not None:
         factors, undo = lift(x, scale)
         scaled = scale_rows(x, factors)
-    for rows, e in pieces if scaled is not None or not early else ():
+    for rows, e in pieces if main_grad is not None or not early else ():
         if grad is not None and weight is not None and not early:
             state.tokens.input_gradient(e, weight, grad[rows])
-            grad[rows].mul_(scale[rows].unsqueeze(1))
-        if main_grad is not None and scaled is not None:
+            if scale is not None:
+                grad[rows].mul_(scale[rows].unsqueeze(1))
+        if main_grad is not None:
             state.tokens.add_weight_gradient_(main_grad, e, scaled[rows], undo)
     # The exponentials lack the targets' terms, and what every true id gets alike.
     target, uniform = gradient.target, gradient.uniform
@@ -275,17 +278,36 @@ def _add_gradients(
             main_grad[:valid].add_(uniform @ x.to(uniform.dtype))
 
 
+def _scales_exponentials(state: OutputState) -> bool:
+    """Whether ``row E`` [n, P] takes fewer bytes than rows of x and, without A, of dX in fp32, each [n, H].
+
+    For example, with bf16 operands: if P < 3 H in vocab-1, and P < H in vocab-2. In fp16 ``row E`` could be
+    too small, and numbers of 8 bits have too few digits to be rounded twice.
+    """
+    x, size = state.x, state.x.element_size()
+    if x.dtype == torch.float16 or state.tokens.fp8 is not None:
+        return False
+    rows = size + (state.k.element_size() if state.a is None else 0)
+    return state.tokens.shard.rows * size < x.shape[1] * rows
+
+
 def _scaled_exponentials(
     state: OutputState, softmax: Softmax, gradient: RowGradient
-) -> tuple[Tensor, Iterable[tuple[slice, Tensor]]]:
-    """dY without the targets: a scale [n], and the chunks [c, P] of tokens that it scales."""
+) -> tuple[Tensor | None, Iterable[tuple[slice, Tensor]]]:
+    """dY without the targets: a scale [n], and the chunks [c, P] of tokens that it scales.
+
+    The scale is None if the chunks are dY itself.
+    """
     if gradient.divergence is not None:
         assert state.teacher is not None
         factors = gradient.row, gradient.divergence
         return distillation.mixed(state.teacher, state.student, softmax, *factors)
-    if gradient.logs is None:
-        return gradient.row, _exponentials(state)
-    return entropy.mixed(state.exponentials, gradient.row, gradient.logs)
+    if gradient.logs is not None:
+        return entropy.mixed(state.exponentials, gradient.row, gradient.logs)
+    pieces, row, kept = _exponentials(state), gradient.row, state.e is not None
+    if not _scales_exponentials(state):
+        return row, pieces
+    return None, ((rows, scale_rows(e, row[rows], None if kept else e)) for rows, e in pieces)
 
 
 def _exponentials(state: OutputState) -> Iterator[tuple[slice, Tensor]]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_vocabpar.layers.kernels.dispatch import REFERENCE, use_kernels
 from megatron_vocabpar.layers.numbers import Slopes, Softmax
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import (
@@ -83,6 +84,25 @@ def test_equals_the_unsharded_layer(method: str, ranges: tuple[VocabRange, ...],
         reference.output_layer(x, weight, targets, g),
         TOLERANCE[dtype],
     )
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("hidden", [4, 16])
+def test_what_has_fewer_bytes_is_scaled(method: str, dtype: torch.dtype, hidden: int) -> None:
+    """Two shards of 20 rows: more than 3 H of 4, and fewer than 2 H of 16, but more than H."""
+    x, weight, targets, g = batch(dtype)
+    x, weight, widths = x[:, :hidden], weight[:, :hidden].contiguous(), set()
+
+    def scale_rows(rows: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
+        widths.add(rows.shape[1])
+        return REFERENCE.scale_rows(rows, scale, out)
+
+    with use_kernels(replace(REFERENCE, scale_rows=scale_rows)):
+        result = run(method, x, weight, targets, g, even(2))
+    check(result, reference.output_layer(x, weight, targets, g), TOLERANCE[dtype])
+    exponentials = hidden == 16 and method != "vocab-2" and dtype != torch.float16
+    assert widths == {20 if exponentials else hidden}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -195,7 +215,7 @@ def confident() -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("world_size", [1, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 4, 8, 32])
 def test_bf16_error_in_every_bucket_of_confidence(method: str, world_size: int, confident) -> None:
     (x, weight, targets, g), (loss, dx, dw) = confident
     result = run(method, x, weight, targets, g, even(world_size, 4000))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_vocabpar.layers import gemm
 from megatron_vocabpar.layers.gemm import product_chunks
 from megatron_vocabpar.layers.partition import padded_vocab_size
 from megatron_vocabpar.layers.waves import (
@@ -22,14 +23,15 @@ from megatron_vocabpar.layers.waves import (
 )
 from megatron_vocabpar.plan.read_config import model_presets
 
+from .cuda_device import Case, run
+
 SIZES = (4, 8, 16, 32)
 LIMITS = {4: 1.15, 8: 1.12, 16: 1.15, 32: 1.22}
 FUSED_GOALS = {8: 1.05, 16: 1.08, 32: 1.14}
-SMALL = ("mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b")
-"""Shards of 1,000 to 4,096 ids, or H 2048: what does not shrink with the products weighs more."""
+NARROW = "qwen3-30b-a3b"
+"""H 2048: the row kernel weighs more beside its product. It is within the limits with the fused kernel."""
 
-LAUNCHES = 10  # of a microbatch, beside two per chunk
-BYTES = 12  # of each element of [n, H]: rows of X and dX, read and written once
+LAUNCHES = 10  # of a microbatch in vocab-1, beside two per chunk
 MEMORY = 4.0e12
 FLOPS = 750e12 / 132
 EPILOGUE = 18  # instructions for an element, of which none is hidden; test_triton_compiled.py counts them
@@ -42,12 +44,20 @@ def bare(n: int, ids: int, hidden: int) -> tuple[float, float]:
     return product_seconds(n, ids, hidden), product_seconds(n, hidden, ids) + product_seconds(ids, hidden, n)
 
 
-def ratio(n: int, ids: int, hidden: int, rows: int, **options: int) -> float:
-    """Modelled S + T over the three bare products, with chunks of ``rows`` tokens."""
+def rest(n: int, ids: int, hidden: int) -> float:
+    """Seconds of T beside its products: rows of X in 16 bits and of dX in 32 are read and written once.
+
+    A shard of few ids has its exponentials read and written instead, in one launch where those are two.
+    """
+    fewer = ids < 3 * hidden
+    return n * (4 * ids if fewer else 12 * hidden) / MEMORY + (LAUNCHES - fewer) * 2e-6
+
+
+def ratio(n: int, ids: int, hidden: int, rows: int, beside: float, **options: int) -> float:
+    """Modelled S + T over the three bare products, with chunks of ``rows`` tokens and T's ``rest``."""
     logits, others = bare(n, ids, hidden)
     chunks = sum(chunk_seconds(min(rows, n - start), ids, hidden, **options) for start in range(0, n, rows))
-    rest = BYTES * n * hidden / MEMORY + LAUNCHES * 2e-6
-    return (chunks + others + rest) / (logits + others)
+    return (chunks + others + beside) / (logits + others)
 
 
 def fused_ratio(n: int, ids: int, hidden: int, share: float = 1.0) -> float:
@@ -65,8 +75,7 @@ def fused_ratio(n: int, ids: int, hidden: int, share: float = 1.0) -> float:
     sums = 2 * 2 * 8 * n * across / MEMORY + 4 * 2e-6
     first = max(2 * n * 64 * hidden / (FLOPS * 132 / 2), 2 * n * hidden / MEMORY) + 2 * 2e-6
     fused = first + waves * tile + sums
-    rest = BYTES * n * hidden / MEMORY + LAUNCHES * 2e-6
-    return (fused + others + rest) / (logits + others)
+    return (fused + others + rest(n, ids, hidden)) / (logits + others)
 
 
 def model_ratios(name: str, p: int) -> tuple[float, float, float]:
@@ -75,8 +84,10 @@ def model_ratios(name: str, p: int) -> tuple[float, float, float]:
     n, config = preset["seq_length"], preset["config"]
     hidden = config["hidden_size"]
     ids = padded_vocab_size(config["vocab_size"], p) // p
-    before = ratio(n, ids, hidden, BEFORE[0] // (4 * ids), instructions=BEFORE[1])
-    return before, ratio(n, ids, hidden, rows_per_chunk(n, ids, hidden)), fused_ratio(n, ids, hidden)
+    rows = 12 * n * hidden / MEMORY + LAUNCHES * 2e-6  # of X and dX, whatever the shard
+    before = ratio(n, ids, hidden, BEFORE[0] // (4 * ids), rows, instructions=BEFORE[1])
+    now = ratio(n, ids, hidden, rows_per_chunk(n, ids, hidden), rest(n, ids, hidden))
+    return before, now, fused_ratio(n, ids, hidden)
 
 
 def table() -> str:
@@ -87,7 +98,7 @@ def table() -> str:
     ]
     vocabularies: dict[tuple[int, bool], list[str]] = {}
     for name, preset in model_presets().items():
-        vocabularies.setdefault((preset["config"]["vocab_size"], name in SMALL), []).append(name)
+        vocabularies.setdefault((preset["config"]["vocab_size"], name == NARROW), []).append(name)
     for (size, _), names in sorted(vocabularies.items()):
         found = [max((model_ratios(name, p) for name in names), key=lambda values: values[1]) for p in SIZES]
         cells = " | ".join(" → ".join(f"{value:.2f}" for value in values) for values in found)
@@ -103,14 +114,15 @@ def test_the_document_has_the_table() -> None:
 @pytest.mark.parametrize("p", SIZES)
 def test_no_vocabulary_is_far_from_the_products(p: int) -> None:
     ratios = {name: model_ratios(name, p) for name in model_presets()}
-    assert {name: now for name, (_, now, _) in ratios.items() if now > LIMITS[p]}.keys() <= set(SMALL)
+    assert {name for name, (_, now, _) in ratios.items() if round(now, 2) > LIMITS[p]} <= {NARROW}
+    assert ratios[NARROW][2] < LIMITS[p]
     assert all(now <= before for before, now, _ in ratios.values())
     assert sum(now < before - 0.03 for before, now, _ in ratios.values()) > len(ratios) / 2
 
 
 @pytest.mark.parametrize(("share", "faster"), [(1.0, 54), (0.95, 30), (0.9, 14), (0.85, 1)])
 def test_a_fused_product_gains_if_it_reaches_the_rate_of_the_library(share: float, faster: int) -> None:
-    """Of 72 cases. With that rate a third misses the fused kernel's own goals, and Mixtral all limits."""
+    """Of 72 cases. With that rate 15 miss the fused kernel's own goals, and Mixtral the limits."""
     gains, missed, far = 0, 0, set()
     for name, preset in model_presets().items():
         n, config = preset["seq_length"], preset["config"]
@@ -122,8 +134,15 @@ def test_a_fused_product_gains_if_it_reaches_the_rate_of_the_library(share: floa
             far |= {name} if fused > LIMITS[p] else set()
     assert gains == faster
     if share == 1:
-        assert missed == 24
+        assert missed == 15
         assert far == {"mixtral-8x7b", "mixtral-8x22b"}
+
+
+@pytest.mark.parametrize("ids", [32768, 4096])
+def test_the_model_has_the_launches_that_are_made(monkeypatch: pytest.MonkeyPatch, ids: int) -> None:
+    monkeypatch.setattr(gemm, "addmm_takes_fp32", lambda version: True)
+    launches, _ = run(Case("vocab-1", torch.bfloat16, n=2048, hidden=4096, rows=ids))
+    assert len(launches) == 2 * launches.count("exponentials") + LAUNCHES - (ids < 3 * 4096)
 
 
 def test_whole_waves_are_chosen() -> None:
