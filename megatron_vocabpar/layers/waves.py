@@ -30,7 +30,7 @@ _CLOCK = 1.7e9
 _INSTRUCTIONS = 16  # of the row kernel for an element
 _LAUNCH = 2e-6  # seconds from the end of a kernel to the work of the next
 _USABLE = 0.75  # of the cache: operands need the rest
-_MOST_BYTES = 64 * 2**20
+_MOST_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def chunk_seconds(
 def rows_per_chunk(rows: int, columns: int, k: int, machine: Machine = H200) -> int:
     """The rows of a product [rows, k] x [k, columns] whose fp32 result exists at one time.
 
-    All chunks but the last have as many: a multiple of 128, of at most 64 MiB if that is more than 128 rows.
+    All chunks but the last have as many: a multiple of 128, of at most 128 MiB if that is more than 128 rows.
     """
     most = max(1, _MOST_BYTES // (4 * 128 * max(1, columns)))
     choices = [min(128 * tiles, rows) for tiles in range(1, min(most, -(-rows // 128)) + 1)]

@@ -88,7 +88,7 @@ class VocabOptions:
     )
     rows_per_chunk: int | None = option(
         None,
-        "Tokens whose float32 logits exist at one time; by default what suits the GPU, at most 64 MiB.",
+        "Tokens whose float32 logits exist at one time; by default what suits the GPU, at most 128 MiB.",
         flag="tokens-per-chunk",
         least=1,
     )

@@ -112,12 +112,12 @@ def test_8_bit_products_are_ones_that_pytorch_takes(recipe: Fp8Recipe, method: s
 @pytest.mark.parametrize("method", ["vocab-1", "vocab-2"])
 @pytest.mark.parametrize("terms", TERMS, ids=["plain", "softcap", "smoothing, z-loss, scale"])
 @pytest.mark.parametrize(
-    ("dtype", "limit"), [(torch.bfloat16, 30), (torch.float32, 30), (torch.float16, 40)], ids=str
+    ("dtype", "limit"), [(torch.bfloat16, 18), (torch.float32, 18), (torch.float16, 28)], ids=str
 )
 def test_a_microbatch_has_few_launches(
     monkeypatch: pytest.MonkeyPatch, method: str, terms: LossTerms, dtype: torch.dtype, limit: int
 ) -> None:
-    """The paper's largest vocabulary, 262144, on eight ranks: eight chunks of logits, so 16 launches in them.
+    """The paper's largest vocabulary, 262144, on eight ranks: two chunks of logits, so 4 launches in them.
 
     fp16's weight gradient comes in 4 parts, which are scaled as they are added. The slopes of further terms
     of the loss are a dozen small launches of [n], twice in vocab-2.
@@ -126,6 +126,6 @@ def test_a_microbatch_has_few_launches(
     monkeypatch.setattr(gemm, "addmm_takes_fp32", lambda version: True)
     case = Case(method, dtype, n=2048, hidden=3072, rows=32768, padding=3, terms=terms)
     launches, _ = run(case)
-    assert launches.count("exponentials") == 8
+    assert launches.count("exponentials") == 2
     assert "copy_" not in launches or terms.label_smoothing  # nothing is copied onto itself
     assert len(launches) <= limit, launches

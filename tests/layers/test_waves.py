@@ -114,13 +114,15 @@ def test_the_document_has_the_table() -> None:
 @pytest.mark.parametrize("p", SIZES)
 def test_no_vocabulary_is_far_from_the_products(p: int) -> None:
     ratios = {name: model_ratios(name, p) for name in model_presets()}
-    assert {name for name, (_, now, _) in ratios.items() if round(now, 2) > LIMITS[p]} <= {NARROW}
+    assert {name for name, (_, now, _) in ratios.items() if round(now, 2) > LIMITS[p]} == (
+        {NARROW} if p == 8 else set()
+    )
     assert ratios[NARROW][2] < LIMITS[p]
     assert all(now <= before for before, now, _ in ratios.values())
     assert sum(now < before - 0.03 for before, now, _ in ratios.values()) > len(ratios) / 2
 
 
-@pytest.mark.parametrize(("share", "faster"), [(1.0, 54), (0.95, 30), (0.9, 14), (0.85, 1)])
+@pytest.mark.parametrize(("share", "faster"), [(1.0, 49), (0.95, 22), (0.9, 5), (0.85, 0)])
 def test_a_fused_product_gains_if_it_reaches_the_rate_of_the_library(share: float, faster: int) -> None:
     """Of 72 cases. With that rate 15 miss the fused kernel's own goals, and Mixtral the limits."""
     gains, missed, far = 0, 0, set()
@@ -146,8 +148,12 @@ def test_the_model_has_the_launches_that_are_made(monkeypatch: pytest.MonkeyPatc
 
 
 def test_whole_waves_are_chosen() -> None:
-    """32 MiB hold 262 tokens' logits of 32,000 ids: 375 tiles, 3 waves of 132. 256 tokens need 2."""
-    assert rows_per_chunk(2048, 32000, 4096) == 256
+    """32 MiB hold 262 tokens' logits of 32,000 ids: 375 tiles, 3 waves of 132, where 256 tokens need 2.
+
+    1024 tokens need 8, as many for each token, and fewer launches.
+    """
+    assert rows_per_chunk(2048, 32000, 4096) == 1024
+    assert product_seconds(1024, 32000, 4096) == pytest.approx(4 * product_seconds(256, 32000, 4096))
     assert product_seconds(262, 32000, 4096) == pytest.approx(1.5 * product_seconds(256, 32000, 4096))
 
 
@@ -162,7 +168,7 @@ def test_chunks_cover_the_tokens_within_their_memory(n: int, ids: int) -> None:
     assert [token for rows in chunks for token in range(rows.start, rows.stop)] == list(range(n))
     size = chunks[0].stop
     assert size == n or size % 128 == 0
-    assert size <= 128 or 4 * size * ids <= 64 * 2**20
+    assert size <= 128 or 4 * size * ids <= 128 * 2**20
 
 
 def test_no_tokens_have_no_chunks() -> None:
