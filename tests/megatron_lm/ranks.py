@@ -21,8 +21,13 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch import Tensor
 
 from megatron_vocabpar.train import on_cpu
 from tests.transformer_engine import hook
@@ -60,8 +65,21 @@ def gather_separately() -> None:
     module = vars(importlib.import_module("megatron.core.distributed.param_and_grad_buffer"))
     coalescing = module["_coalescing_manager"]
 
-    def manager(group: Any, async_ops: bool = False, **options: Any) -> Any:
-        return coalescing(group, async_ops=True, **options) if async_ops else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def manager(group: Any, async_ops: bool = False, **options: Any) -> Iterator[Any]:
+        if not async_ops:
+            yield None
+            return
+
+        def gather(whole: Tensor, part: Tensor, group: Any, async_op: bool) -> None:
+            parts = list(whole.chunk(group.size()))
+            works.append(dist.all_gather(parts, part, group, async_op=async_op))  # never coalesced
+
+        with (
+            coalescing(group, async_ops=True, **options) as works,
+            mock.patch.dict(module, dist_all_gather_func=gather),
+        ):
+            yield works
 
     module["_coalescing_manager"] = manager
 
