@@ -17,6 +17,7 @@ from tests.transformer_engine import (
     activations,
     empty,
     norms,
+    nvfp4_shards,
     optimizers,
     products,
     quantized,
@@ -76,6 +77,7 @@ def names() -> dict[str, Any]:
         **rotation.FUNCTIONS,
         **optimizers.FUNCTIONS,
         **shards.FUNCTIONS,
+        **nvfp4_shards.FUNCTIONS,
     }
     types = {
         "DType": DType,

@@ -1,4 +1,4 @@
-"""Matrix products, single and grouped: ``D = op(B) op(A)`` of row-major matrices."""
+"""Matrix products, single and grouped: ``D = op(B) op(A)`` of row-major matrices; and rows of groups."""
 
 from __future__ import annotations
 
@@ -94,4 +94,22 @@ def te_general_grouped_gemm(
     return list(bias)
 
 
-FUNCTIONS = {"generic_gemm": generic_gemm, "te_general_grouped_gemm": te_general_grouped_gemm}
+def fused_multi_row_padding(x: Tensor, out: Tensor, sizes: Sequence[int], padded: Sequence[int]) -> None:
+    """Groups of rows, each filled up with zeros."""
+    for group, target in zip(x.split(list(sizes)), out.split(list(padded)), strict=True):
+        target[: len(group)] = group
+        target[len(group) :] = 0
+
+
+def fused_multi_row_unpadding(x: Tensor, out: Tensor, padded: Sequence[int], sizes: Sequence[int]) -> None:
+    """Groups of rows without the last ones of each."""
+    for group, target in zip(x.split(list(padded)), out.split(list(sizes)), strict=True):
+        target.copy_(group[: len(target)])
+
+
+FUNCTIONS = {
+    "generic_gemm": generic_gemm,
+    "te_general_grouped_gemm": te_general_grouped_gemm,
+    "fused_multi_row_padding": fused_multi_row_padding,
+    "fused_multi_row_unpadding": fused_multi_row_unpadding,
+}

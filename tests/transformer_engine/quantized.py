@@ -12,41 +12,46 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
+from tests.transformer_engine import nvfp4
+from tests.transformer_engine.blocks import corner, largest, spread
 from tests.transformer_engine.dtypes import torch_dtype, wide
 
 _SMALLEST = 2.0**-127  # the least scale of MXFP8
 
 
 def quantize(x: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
-    """``x`` in 8 bits, in ``output`` or a new tensor; with ``noop`` set, the output stays as it is."""
+    """``x`` in 8 or 4 bits, in ``output`` or a new tensor; with ``noop`` set, the output stays as it is."""
     if noop is not None and bool(noop):
         return output
     if output is None:
         output = quantizer.make_empty(x.shape, dtype=x.dtype)
-    x = wide(x.detach()).flatten(0, -2) if x.dim() > 1 else wide(x.detach())[None]
+    x = x.detach().flatten(0, -2) if x.dim() > 1 else x.detach()[None]
     kind = type(quantizer).__name__
     if kind in ("Float8Quantizer", "Float8CurrentScalingQuantizer"):
-        _whole(x, quantizer, output, current=kind != "Float8Quantizer")
+        _whole(wide(x), quantizer, output, current=kind != "Float8Quantizer")
     elif kind == "MXFP8Quantizer":
-        _by_32(x, quantizer, output)
+        _by_32(wide(x), quantizer, output)
     elif kind == "Float8BlockQuantizer":
-        _by_128(x, quantizer, output)
+        _by_128(wide(x), quantizer, output)
+    elif kind == "NVFP4Quantizer":
+        nvfp4.quantize(x, quantizer, output)
     else:
         raise NotImplementedError(f"{kind} has no stand-in on the CPU")
     return output
 
 
 def plain(x: Any, rowwise: bool) -> Tensor:
-    """What an 8-bit tensor stands for in float32, by its numbers for rows or for columns; others as is."""
+    """What a tensor of few bits stands for in float32, by its numbers for rows or columns; others as is."""
     if hasattr(x, "_scale_inv"):
         if x._data is None:
             return _numbers(x._transpose, x).flatten(1).t().mul(x._scale_inv)
         return _numbers(x._data, x) * x._scale_inv
     if not hasattr(x, "_rowwise_data"):
         return wide(x)
+    if hasattr(x, "_amax_rowwise"):
+        return nvfp4.plain(x, rowwise)
     data = x._rowwise_data if rowwise else x._columnwise_data
     inverse = x._rowwise_scale_inv if rowwise else x._columnwise_scale_inv
     if not hasattr(x, "_is_2D_scaled"):
@@ -152,28 +157,9 @@ def _numbers(data: Tensor, x: Any) -> Tensor:
     return data.contiguous().view(torch_dtype(x._fp8_dtype)).float()
 
 
-def largest(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """The largest size in each block of ``[m, k]``, the last ones filled up with zeros."""
-    rows, columns = block
-    padded = F.pad(x.abs(), (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
-    shape = (padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
-    return padded.view(shape).amax((1, 3))
-
-
-def spread(scales: Tensor, block: tuple[int, int], like: Tensor) -> Tensor:
-    """Each block's for all of its elements, ``[m, k]``."""
-    every = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    return every[: like.shape[0], : like.shape[1]]
-
-
 def _unscaled(numbers: Tensor, inverse: Tensor, block: tuple[int, int]) -> Tensor:
     flat = numbers.flatten(0, -2)
     return (flat * spread(inverse, block, flat)).view(numbers.shape)
-
-
-def corner(scales: Tensor, of: Tensor) -> Tensor:
-    """Scales are padded."""
-    return scales[: of.shape[0], : of.shape[1]]
 
 
 FUNCTIONS = {

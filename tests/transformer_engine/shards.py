@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tests.transformer_engine.blocks import corner, largest, spread
 from tests.transformer_engine.dtypes import torch_dtype, wide
-from tests.transformer_engine.quantized import corner, largest, rounded, scale_of, spread
+from tests.transformer_engine.quantized import rounded, scale_of
 
 
 def compute_amax(x: Tensor, amax: Tensor) -> None:
@@ -34,7 +35,7 @@ def fp8_block_scaling_compute_partial_amax(
     shard: Tensor, amax: Tensor, rows: int, columns: int, start: int, block: int
 ) -> None:
     """The largest size in each block of the weight, where the shard has some of it."""
-    sizes = largest(_whole(shard, rows, columns, start), (block, block))
+    sizes = largest(placed(shard, rows, columns, start), (block, block))
     corner(amax, sizes).copy_(sizes)
 
 
@@ -42,12 +43,12 @@ def fp8_block_scaling_partial_cast(
     shard: Tensor, out: Tensor, scale: Tensor, rows: int, columns: int, start: int, block: int, dtype: int
 ) -> None:
     """The shard's elements in 8 bits."""
-    whole = _whole(shard, rows, columns, start)
+    whole = placed(shard, rows, columns, start)
     numbers = rounded(whole * spread(scale, (block, block), whole), torch_dtype(dtype))
     out.copy_(numbers.flatten()[start : start + shard.numel()])
 
 
-def _whole(shard: Tensor, rows: int, columns: int, start: int) -> Tensor:
+def placed(shard: Tensor, rows: int, columns: int, start: int) -> Tensor:
     """The weight, with zeros where the shard has none of it."""
     whole = torch.zeros(rows * columns)
     whole[start : start + shard.numel()] = wide(shard)
