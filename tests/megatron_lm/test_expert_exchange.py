@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_vocabpar.megatron_lm.bindings import find_version
+from megatron_vocabpar.megatron_lm.checkout import source_signatures
 from megatron_vocabpar.megatron_lm.expert_exchange import OVERLAP, leave_to_w
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import ENABLE, config_from_argv
@@ -28,7 +30,7 @@ from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from tests.megatron_lm.test_doors import PLAIN
 from tests.megatron_lm.test_training import FROM_WEIGHTS
-from tests.megatron_lm.training import Log, pretrain, words
+from tests.megatron_lm.training import Log, checkout, pretrain, words
 from tests.megatron_lm.with_slow_exchange import ALONE_S, TOGETHER_S
 
 IN_FLOAT32 = Path(__file__).with_name("with_fp32_plans.py")
@@ -45,11 +47,12 @@ REDUCED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
 
 
 @cache
-def weights(*options: str) -> Path:
+def weights(*options: str, transformer_engine: bool = False) -> Path:
     """A stock checkpoint after three iterations."""
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    pretrain("--save", str(folder), *MODEL, *options, iterations=3, dp=2)
+    saved = ("--save", str(folder), *MODEL, *options)
+    pretrain(*saved, iterations=3, dp=2, transformer_engine=transformer_engine)
     return folder
 
 
@@ -82,6 +85,26 @@ def test_trains_as_stock(family: str, method: str, pp: int, given: str, options:
     assert len(ours.losses) == len(ours.norms) == 6
     for name in ("losses", "norms", "evaluations"):
         np.testing.assert_allclose(getattr(ours, name), getattr(expected, name), rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trains_in_4_bits_as_stock_that_hides_nothing(family: str) -> None:
+    """Megatron's own plans leave 4 bits out; whole vocabulary layers have stock's operands."""
+    if find_version(source_signatures(checkout())) in ("0.14", "0.15"):
+        pytest.skip("Megatron 0.16 is the first with NVFP4")
+    grouped = "--moe-grouped-gemm"
+    load = (*MODEL, grouped, "--load", str(weights(grouped, transformer_engine=True)), *FROM_WEIGHTS)
+    four = words("--fp4-format e2m1 --fp4-recipe nvfp4")
+    flags = (OVERLAP, *OURS, "--vocab-parallel-family", family, "--vocab-parallel-method", "baseline")
+    expected, in_16_bits, ours = (
+        pretrain(*load, *options, pp=pp, dp=2, iterations=3, transformer_engine=True)
+        for options, pp in ((four, 1), ((), 1), ((*four, *flags), 2))
+    )
+    for name in ("losses", "norms", "evaluations"):
+        found, wanted = getattr(ours, name), getattr(expected, name)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, err_msg=name)
+        assert not np.allclose(getattr(in_16_bits, name), wanted, rtol=1e-5)
 
 
 @pytest.mark.long

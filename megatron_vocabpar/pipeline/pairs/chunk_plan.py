@@ -9,16 +9,19 @@ another's B:
 
 The place of the final norm is corrected. Megatron 0.14 and 0.15 have it before the output layer, which our
 plans leave out. Later versions have it after the last layer's combine, and nowhere if that layer has no
-experts. Here it always belongs to the decoder's last layer.
+experts. Here it always belongs to the decoder's last layer. Megatron's plans leave out the contexts of
+``--fp4-format``, so that they would train in 16 bits; here each layer of the decoder has its own.
 
 Source: Megatron-LM, ``models/common/model_chunk_schedule_plan.py``. Used by ``planned_stages.py``.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,6 +67,8 @@ class ChunkPlan:
         shown = shown_as_rank(model.shown_rank) if hasattr(model, "shown_rank") else nullcontext()
         with shown:
             self._plan = model.build_schedule_plan(*args, **kwargs)
+        if getattr(model.config, "fp4", None):
+            self._multiply_in_4_bits()
         if leaves_weight_gradients:
             self._leave_weight_gradients()
         self.output: Any = None
@@ -102,6 +107,12 @@ class ChunkPlan:
             yield
         finally:
             decoder.final_layernorm = norm
+
+    def _multiply_in_4_bits(self) -> None:
+        context = importlib.import_module("megatron.core.fp4_utils").get_fp4_context  # from 0.16 on
+        for number in range(len(self._model.decoder.layers)):  # as without plans, no layer of further heads
+            layer = self._plan.get_layer(number)
+            layer.get_fp8_context = partial(context, self._model.config, layer.layer.layer_number - 1)
 
     def _leave_weight_gradients(self) -> None:
         for number in range(self._plan.num_layers()):
