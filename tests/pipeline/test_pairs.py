@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+from contextlib import nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -140,3 +144,33 @@ def test_the_final_norm_is_never_lost(pattern: tuple[int, ...]) -> None:
         assert abs(stock - expected) > 0.1
     else:
         assert stock == pytest.approx(expected, rel=1e-6)
+
+
+def layers_in_4_bits(_: int, case: Case) -> list[int]:
+    """The layers, from 0, for which our plan asks for a context of 4 bits, each time."""
+    asked: list[int] = []
+
+    def context(_: Any, layer: int) -> nullcontext[None]:
+        asked.append(layer)
+        return nullcontext()
+
+    module = importlib.import_module("megatron.core.fp4_utils")
+    with experts_on_cpu(), megatron_on_cpu(), parallel_groups(case), torch.no_grad():
+        (model,) = build_chunks(case)
+        fields = batch(case, 0, 0, 0)
+        arguments = fields["tokens"], fields["position_ids"], fields["attention_mask"]
+        model.config.fp4 = "e2m1"
+        with mock.patch.object(module, "get_fp4_context", context):
+            plan = ChunkPlan(model, arguments, {"labels": fields["labels"]}, leaves_weight_gradients=False)
+            plan.forward()
+    return asked
+
+
+@pytest.mark.skipif(
+    find_spec("megatron.core.fp4_utils") is None, reason="Megatron 0.16 is the first with 4 bits"
+)
+def test_each_layer_multiplies_in_4_bits() -> None:
+    """Megatron's own plans ask for no such context."""
+    one = Case("stock", dp=2, layers=2, experts=Experts(pattern=(1, 0)), position="rope")
+    for asked in run(one, body=layers_in_4_bits):
+        assert set(asked) == {0, 1}
