@@ -6,6 +6,7 @@ undoes it where both operands have it. Tensors in blocks of 16 x 16 have the sam
 
 Stochastic rounding goes up where a threshold says so. A GPU draws thresholds for one tensor
 after another; here those of a shape are the same each time, so that no result depends on microbatches' order.
+``NVTE_USE_FAST_MATH`` changes nothing here.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ def quantize(x: Tensor, quantizer: Any, output: Any) -> None:
 
     Raises:
         ValueError: if a Hadamard transform is not of bfloat16, as Transformer Engine.
+        NotImplementedError: for a largest size of each row, and for blocks scaled to 4 or to 6.
     """
+    for option in ("row_scaled_nvfp4", "nvfp4_use_4over6"):  # from 2.17 on
+        if getattr(quantizer, option, False):
+            raise NotImplementedError(f"{option} has no stand-in on the CPU")
     if quantizer.with_rht and x.dtype != torch.bfloat16:
         raise ValueError(f"Hadamard transforms are of bfloat16, not of {x.dtype}")
     block = (LONG if quantizer.with_2d_quantization else 1, LONG)

@@ -122,6 +122,12 @@ def test_transforms_are_of_16_bits() -> None:
         quantized(example(16, 16), with_rht=True)
 
 
+@pytest.mark.parametrize("option", ["row_scaled_nvfp4", "nvfp4_use_4over6"])
+def test_other_kinds_have_no_stand_in(option: str) -> None:
+    with pytest.raises(NotImplementedError, match=option):
+        quantized(example(16, 16), **{option: True})
+
+
 def test_rounding_up_is_as_probable_as_near() -> None:
     x = torch.full((256, 512), 2.2)
     x[:, ::16] = x[::16] = 6  # the largest number, with the largest scale
