@@ -100,6 +100,8 @@ def page() -> Iterator[str]:
     yield "With what five or more accepted recipes set together, `tests/megatron_lm/test_recipe_cases.py`"
     yield "trains a small model beside stock: fewer layers, units and ids, on CPU processes, with Transformer"
     yield "Engine's layers; a row without a precision in 32 bits. A CPU has neither NCCL nor userbuffers."
+    yield "`nvfp4` has its Hadamard transforms, and its stochastic rounding with the same thresholds for all"
+    yield "tensors of a shape: a GPU draws others for each."
     yield "Experts in several processes are in `test_transformer_engine.py`, `1f1b-overlap` in"
     yield "`test_expert_exchange.py`."
     yield ""
