@@ -85,23 +85,14 @@ def frequent(recipes: Sequence[Recipe]) -> list[tuple[Combination, int]]:
     return [(found, count) for found, count in sorted(counts.items()) if count >= FREQUENT]
 
 
-def not_on_a_cpu(found: Combination) -> str:
-    """Why no test trains with it; empty if one does."""
-    if found.graphs and found.precision not in ("", "bf16", "nvfp4"):
-        return "over the stand-in for CUDA graphs stock itself stops in 8 bits"
-    if "attn" in found.graphs.split() and "mla_up_proj" in found.recomputed.split():
-        return "recomputing frees an activation of a captured layer, which the stand-in for graphs cannot"
-    return ""
-
-
 def table(recipes: Sequence[Recipe]) -> Iterator[str]:
     """Its lines."""
     yield "| set together by five recipes or more | recipes | a case of the test |"
     yield "| --- | --- | --- |"
     for found, count in frequent(recipes):
-        shown = not_on_a_cpu(found) or "yes"
-        if found.feed_forward == "flex" and shown == "yes":
-            shown = "yes, with `alltoall`: DeepEP and HybridEP are kernels"
-        if found.graphs and shown.startswith("yes"):
+        shown = "yes"
+        if found.feed_forward == "flex":
+            shown += ", with `alltoall`: DeepEP and HybridEP are kernels"
+        if found.graphs:
             shown += "; graphs over a stand-in"
         yield f"| {found} | {count} | {shown} |"

@@ -23,10 +23,10 @@ from tests.megatron_lm.test_transformer_engine import (
     weights,
 )
 from tests.megatron_lm.training import checkout, words
-from tools.combinations import Combination, frequent, not_on_a_cpu
+from tools.combinations import Combination, frequent
 from tools.recipes import recipes
 
-FOUND = [found for found, _ in frequent(recipes()[1]) if not not_on_a_cpu(found)]
+FOUND = [found for found, _ in frequent(recipes()[1])]
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm"
 """With ``alltoall`` for ``flex`` too, whose dispatchers are kernels."""
 LAYOUTS = {"1f1b": "Etttt|ttt{m}L", "interleaved": "Ett|tt|tt|t{m}L", "1f1b-overlap": "Ett|tt|tt|t{m}L"}

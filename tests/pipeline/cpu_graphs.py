@@ -4,7 +4,14 @@ A captured graph is a list of operations on memory of a pool. Its tensors lie at
 last owner went is taken by graphs that are captured later, as by a GPU's allocator, and a weak reference owns
 nothing. **A replay first fills with NaN whatever was free when its graph was captured**, since on a GPU the
 graph may write there: who still reads a static tensor that a later graph has taken gets NaN, not luck.
-What is not shown: kernels, streams, and random numbers, which come from the CPU's one generator.
+
+While it captures, Megatron frees the storage of what it will compute again, by ``resize_(0)``. On a GPU that
+is no operation of the graph: its pool has the memory back, and what is captured next may take it. So it is
+here, and the graph fills the piece with NaN at that point. The graph of B computes it anew elsewhere in the
+pool, and Megatron's own C++ puts that under the old storage.
+
+What is not shown: kernels, streams, random numbers, which come from the CPU's one generator, and how much
+memory the allocator of a GPU would need.
 """
 
 from __future__ import annotations
@@ -32,7 +39,7 @@ _POOLS: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 def in_a_pool(tensor: torch.Tensor) -> bool:
     """Whether a tensor lies in the memory of graphs."""
-    return any(pool.owns(tensor) for pool in _POOLS)
+    return any(pool.owns(tensor.untyped_storage()) for pool in _POOLS)
 
 
 @contextlib.contextmanager
@@ -57,10 +64,11 @@ class Pool:
         self.start = self._memory.data_ptr()
         self.free = [(0, POOL_BYTES)]
         self.used = 0
+        self._releases: dict[int, weakref.finalize[Any, Any]] = {}  # by address
         _POOLS.add(self)
 
-    def owns(self, tensor: torch.Tensor) -> bool:
-        return self.start <= tensor.untyped_storage().data_ptr() < self.start + POOL_BYTES
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        return self.start <= storage.data_ptr() < self.start + POOL_BYTES
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the pool with the size, strides and values of ``tensor``; freed with its storage."""
@@ -71,8 +79,16 @@ class Pool:
             self.free.insert(index, (offset + size, length - size))
         self.used = max(self.used, offset + size)
         owned = at(self.start + offset, tensor).copy_(tensor)
-        weakref.finalize(owned.untyped_storage(), self._release, offset, size).atexit = False
+        release = weakref.finalize(owned.untyped_storage(), self._release, offset, size)
+        release.atexit = False
+        self._releases[self.start + offset] = release
         return owned
+
+    def discard(self, storage: torch.UntypedStorage) -> None:
+        """Free the memory of a storage that lives on, after it has been filled with NaN."""
+        offset = storage.data_ptr() - self.start
+        self._memory[offset : offset + storage.nbytes()].fill_(0xFF)
+        self._releases.pop(storage.data_ptr())()
 
     def _release(self, offset: int, size: int) -> None:
         joined: list[tuple[int, int]] = []
@@ -142,13 +158,16 @@ class Capture(TorchDispatchMode):
         super().__init__()
         self.graph, self.pool = cuda_graph, pool
         self._outside: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._resize = mock.patch.object(torch.UntypedStorage, "resize_", self._resized())
 
     def __enter__(self) -> Capture:
         self.graph.pool, self.graph.free = self.pool, list(self.pool.free)
+        self._resize.start()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._resize.stop()
         for tensor, before in reversed(self._outside):
             tensor.copy_(before)
 
@@ -177,6 +196,19 @@ class Capture(TorchDispatchMode):
         kept = [keep(leaf) if torch.is_tensor(leaf) else leaf for leaf in leaves]
         self.graph.operations.append((func, *weak, static))
         return tree_unflatten(kept, structure)
+
+    def _resized(self) -> Any:
+        """``UntypedStorage.resize_`` while this captures, which sees the filling as an operation too."""
+        original = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            if not self.pool.owns(storage):
+                return original(storage, size)
+            assert size == 0, "only freeing is modelled"
+            self.pool.discard(storage)
+            return storage
+
+        return resize_
 
     def _reference(self, tensor: torch.Tensor) -> torch.Tensor:
         return weak_reference(tensor) if in_a_pool(tensor) else tensor.detach()

@@ -22,8 +22,16 @@ _SMALLEST = 2.0**-127  # the least scale of MXFP8
 
 
 def quantize(x: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
-    """``x`` in 8 or 4 bits, in ``output`` or a new tensor; with ``noop`` set, the output stays as it is."""
-    if noop is not None and bool(noop):
+    """``x`` in 8 or 4 bits, in ``output`` or a new tensor; with ``noop`` set, the output stays as it is.
+
+    As a kernel's, the flag is read where the tensors are: a graph that was captured without it heeds it.
+    """
+    if noop is not None:
+        states = [*vars(output).values(), getattr(quantizer, "amax", None)]
+        held = [(state, state.clone()) for state in states if isinstance(state, Tensor)]
+        quantize(x, quantizer, output)
+        for state, before in held:
+            state.copy_(torch.where(noop.bool(), before, state))
         return output
     if output is None:
         output = quantizer.make_empty(x.shape, dtype=x.dtype)
