@@ -267,6 +267,8 @@ def test_trains_as_stock_in_few_bits(recipe: str, schedule: str, dp: int, record
         pytest.skip(
             "0.16 is the first with NVFP4; 0.18 the first seen whose distributed optimizer casts to it"
         )
+    if four and RECOMPUTED in recipe and version == "0.16":
+        pytest.skip("stock stops: Transformer Engine 2.11 has no columns of a recomputed layer's weights")
     bits = "--fp4-format e2m1 --fp4-recipe" if four else "--fp8-format hybrid --fp8-recipe"
     case = Case(schedule, "baseline", both=f"{bits} {recipe}")
     load = ("--load", str(weights(case.model)), *FROM_WEIGHTS, *words(case.both))
