@@ -156,9 +156,9 @@ def exchange_tokens_by_sizes() -> None:
 
 
 def fork_instead_of_spawn() -> None:
-    """Let the helper process of a checkpoint start without importing the script and Megatron again."""
+    """Let the helper processes of a checkpoint start without importing the script and Megatron again."""
     contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
-    contexts["spawn"] = contexts["fork"]
+    contexts["spawn"] = contexts["forkserver"] = contexts["fork"]
 
 
 class _ScalarWriter:
