@@ -74,6 +74,7 @@ class Softmax:
         weight_peak: the largest |weight| of all shards, one double; with statistics of whole numbers alone.
         mean, entropy, rivals: of the column of that name (``columns.py``), if there is one.
         divergence: [w, n] the divergence from a teacher, and what its gradient needs (``distillation.py``).
+        top: [2, n, k] fp64 the k largest log-probabilities, and their ids (``top.py``).
     """
 
     nll: Tensor
@@ -86,6 +87,7 @@ class Softmax:
     entropy: Tensor | None = None
     rivals: Tensor | None = None
     divergence: Tensor | None = None
+    top: Tensor | None = None
 
     @property
     def summary(self) -> Summary:

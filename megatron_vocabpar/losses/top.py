@@ -12,6 +12,7 @@ from megatron_vocabpar.layers.bins import BinSlopes, TopLogprobs, shard_bins
 from megatron_vocabpar.layers.exponents import subtract_power_log_
 from megatron_vocabpar.layers.gemm import exact
 from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.layers.top import joined_top, shard_top
 from megatron_vocabpar.losses.call import Layout, leading_shape, prepare
 from megatron_vocabpar.losses.sources import Logits, Scratch
 from megatron_vocabpar.losses.summary import Call, first_derivative, normaliser_of, of_chunks
@@ -37,19 +38,13 @@ def vocab_top(logits: Logits, k: int, **layout: Unpack[Layout]) -> TopLogprobs:
     softmax = normaliser_of(call, source)
 
     def largest(y: Tensor, shard: VocabRange, rows: slice) -> Tensor:
-        values, columns = y.topk(min(k, y.shape[1]), dim=1)
-        # Ids as fp64: exact up to 2^53.
-        found = torch.stack([values.double(), (columns + shard.start).double()], 1)
-        padding = found.new_tensor([-torch.inf, -1]).view(1, 2, 1)
-        return torch.cat([found, padding.expand(len(y), 2, k - found.shape[2])], 2)
+        return shard_top(y, k, shard)
 
-    gathered = call.exchange.gather(of_chunks(call, source, largest))  # [R, n, 2, k]
-    values, ids = gathered.permute(2, 1, 0, 3).flatten(2)
-    top, places = values.topk(k, dim=1)
+    top, ids = joined_top(call.exchange.gather(of_chunks(call, source, largest)))
     logs = subtract_power_log_(top.to(softmax.total.dtype), softmax.offset.unsqueeze(1))
     logs = logs.sub_(softmax.total.log().unsqueeze(1))
     shape = (*leading_shape(logits), k)
-    return TopLogprobs(logs.view(shape), ids.gather(1, places).long().view(shape))
+    return TopLogprobs(logs.view(shape), ids.long().view(shape))
 
 
 def top_and_rest(logits: Logits, stored: TopLogprobs, layout: Layout) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron_vocabpar.layers.bins import TopLogprobs
 from megatron_vocabpar.layers.distillation import Teacher
 from megatron_vocabpar.layers.fp8 import check_device
 from megatron_vocabpar.layers.kernels.dispatch import fused_product
@@ -211,10 +212,13 @@ class ForwardBackward:
         force_all_reduce: bool | None = False,
         options: VocabOptions | None = None,
         teacher: Callable[[int], Teacher] | None = None,
+        keep_top: Callable[[int, TopLogprobs], None] | None = None,
     ) -> list[Any]:
         """Run one iteration; the arguments are megatron-core's, and ``options`` for this call alone.
 
         ``teacher`` gives, on every rank, what a teacher says of a microbatch (``VocabOptions.distillation``).
+        ``keep_top`` gets, on the ranks of the loss function, a microbatch's number and its most likely ids
+        ``[s, b, k]`` with their float32 log-probabilities (``VocabOptions.top_logprobs``).
 
         Returns:
             What the loss function reported for each microbatch, on the last rank; else an empty list.
@@ -243,6 +247,7 @@ class ForwardBackward:
             collect_non_loss_data=collect_non_loss_data,
             first_microbatch_flag=first_val_step if forward_only and first_val_step is not None else True,
             teacher=teacher,
+            keep_top=keep_top,
         )
         options = self.options if options is None else self._checked(options)
         check_distillation(options, call)
@@ -253,8 +258,7 @@ class ForwardBackward:
         with _timed(config):
             iteration = self._run(call, options)
             if config.finalize_model_grads_func is not None and not forward_only:
-                tokens = _divisor(iteration)
-                compat.finalize_gradients(config, chunks, tokens, pg_collection, force_all_reduce)
+                compat.finalize_gradients(config, chunks, iteration.divisor, pg_collection, force_all_reduce)
             for look in iteration.checks:
                 look()
         if asks_for_graphs(config):
@@ -326,13 +330,6 @@ def _with_former(
     options = former.pop("output_options", None) or options
     late_gradient = former.pop("late_gradient", options.late_gradient)
     return replace(options, late_gradient=late_gradient), replace(listeners, **former)
-
-
-def _divisor(iteration: Iteration) -> torch.Tensor | None:
-    """The number of the loss's tokens, if Megatron divides the gradients by it."""
-    if not iteration.call.config.calculate_per_token_loss:
-        return None
-    return torch.as_tensor(iteration.num_tokens, dtype=torch.int, device=iteration.rank.device)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron_vocabpar.layers.bins import TopLogprobs
 from megatron_vocabpar.layers.distillation import Teacher
 from megatron_vocabpar.layers.recipes import Fp8Recipe
 from megatron_vocabpar.layers.terms import LossTerms
@@ -89,7 +90,8 @@ class Call:
     """The arguments of one forward-backward call that handlers need.
 
     ``fixed_shape`` is ``[s, b, H]`` between stages on this rank, if all microbatches have one length;
-    ``teacher`` gives what a teacher says of a microbatch, in a distillation.
+    ``teacher`` gives what a teacher says of a microbatch, in a distillation; ``keep_top`` gets a microbatch's
+    number and its ``top_logprobs``.
     """
 
     forward_step_func: ForwardStep
@@ -103,6 +105,7 @@ class Call:
     collect_non_loss_data: bool
     first_microbatch_flag: bool
     teacher: Callable[[int], Teacher] | None = None
+    keep_top: Callable[[int, TopLogprobs], None] | None = None
 
 
 @dataclass
@@ -152,6 +155,13 @@ class Iteration:
         while self._unclaimed:
             self._unclaimed.popleft().wait()
         self.buffers.check_empty()
+
+    @property
+    def divisor(self) -> torch.Tensor | None:
+        """The number of the loss's tokens, if Megatron divides the gradients by it."""
+        if not self.call.config.calculate_per_token_loss:
+            return None
+        return torch.as_tensor(self.num_tokens, dtype=torch.int, device=self.rank.device)
 
     @property
     def sequence_shards(self) -> int:

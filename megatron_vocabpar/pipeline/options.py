@@ -172,6 +172,12 @@ class VocabOptions:
         "target. It is called at the end then, and exponentials are kept as long as in training.",
         flag=None,
     )
+    top_logprobs: int = option(
+        0,
+        "In training, give the call's keep_top every token's k most likely ids and their log-probabilities.",
+        flag=None,
+        least=0,
+    )
     independent_init: bool = option(
         False,
         "Draw the initial vocabulary weights on each rank, not as whole layers on the first and last stage; "

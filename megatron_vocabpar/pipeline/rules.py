@@ -130,7 +130,7 @@ RULES = (
         others=WITHOUT_EXPONENTIALS,
     ),
     Rule(
-        ("distillation",),
+        ("distillation", "top_logprobs"),
         "whose output layer is no chain of S, C1 and T",
         "use vocab-1 or vocab-2",
         where=_is_no_chain,
@@ -140,6 +140,12 @@ RULES = (
         "which leave no plain exponentials to compare with a teacher's, or have a gradient of their own",
         "leave out the one or the other",
         others=(*WITHOUT_EXPONENTIALS, "entropy_gradient"),
+    ),
+    Rule(
+        ("top_logprobs",),
+        "which leave no plain exponentials to take them from, or with which it has not been run",
+        "leave out the one or the other",
+        others=(*WITHOUT_EXPONENTIALS, "entropy_gradient", "kernels", "drop_masked", "distillation"),
     ),
     Rule(("entropy_gradient",), "of which it is the gradient", "ask for both", needs="entropy"),
     Rule(("entropy_gradient",), "as its gradient comes late", "give that, too", needs="late_gradient"),

@@ -44,7 +44,10 @@ def check_settings(config: Any, adjust_tensor_shapes_fn: Any, vocabulary_paralle
 
 
 def check_distillation(options: VocabOptions, call: Call) -> None:
-    """Raise a ValueError for a distillation without a teacher, a teacher without one, or further heads."""
+    """Raise a ValueError for a distillation without a teacher, a teacher without one, or further heads.
+
+    Likewise for ``top_logprobs`` and ``keep_top``.
+    """
     if call.forward_only:
         return
     if (options.distillation is None) != (call.teacher is None):
@@ -55,3 +58,7 @@ def check_distillation(options: VocabOptions, call: Call) -> None:
         raise ValueError(
             "distillation with multi-token prediction: a teacher says nothing of further heads; leave out one"
         )
+    if (options.top_logprobs > 0) != (call.keep_top is not None):
+        raise ValueError("VocabOptions(top_logprobs=...) and the call's keep_top need each other: give both")
+    if options.top_logprobs and heads.depths(call.config):
+        raise ValueError("top_logprobs with multi-token prediction: which head's is not said; leave out one")

@@ -29,6 +29,7 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from megatron_vocabpar.layers.bins import TopLogprobs
 from megatron_vocabpar.pipeline import compat
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, vocab_groups
 from megatron_vocabpar.pipeline.model.chunks import chunk_positions
@@ -151,6 +152,7 @@ class Result:
     reports_loss: bool
     metrics: list[dict[str, float]] = field(default_factory=list)
     head_losses: list[list[float]] = field(default_factory=list)
+    top: list[TopLogprobs] = field(default_factory=list)
 
 
 def transformer_config(case: Case) -> TransformerConfig:
@@ -411,6 +413,7 @@ def train(
         evaluation: list[float] = []
         head_losses: list[list[float]] = []
         metrics: list[dict[str, float]] = []
+        top: list[TopLogprobs] = []
         for step in range(case.steps):
             MTPLossLoggingHelper.tracker.clear()
             for ddp in model:
@@ -419,11 +422,15 @@ def train(
                 data = given or [batch(case, step, replica, i) for i in range(case.m)]
                 iterators = [iter(data) if has else None for has in has_batch]
                 with torch.set_grad_enabled(not forward_only):  # as Megatron's evaluate() calls it
-                    beside = {}
+                    beside: dict[str, Any] = {}
+                    found: dict[int, TopLogprobs] = {}
+                    if case.output_options.top_logprobs and not forward_only:
+                        beside = {"keep_top": found.__setitem__}
                     if case.teacher and case.method != "stock" and not forward_only:
                         beside = {"teacher": teacher_of(case, step, replica, modules[0].shard.range)}
                     reported = iterate(run, case, model, iterators, forward_only=forward_only, **beside)
                 record.append(_summary(reported))
+                top += [found[i] for i in sorted(found)]
                 if not forward_only:  # stock logs in evaluation, too, where nobody calls eval()
                     head_losses.append(MTPLossLoggingHelper.tracker.get("values", torch.empty(0)).tolist())
                 metrics += [{key: float(value.sum()) for key, value in row.items()} for row in reported]
@@ -434,7 +441,7 @@ def train(
         if reference is not None:
             first = _differences(modules, first, reference.first_gradients)
             weights = _differences(modules, weights, reference.weights)
-        return Result(losses, evaluation, first, weights, rank == case.pp - 1, metrics, head_losses)
+        return Result(losses, evaluation, first, weights, rank == case.pp - 1, metrics, head_losses, top)
 
 
 def iterate(

@@ -136,7 +136,7 @@ def test_values_that_no_distillation_has(values: dict[str, Any], says: str) -> N
 
 def test_a_teacher_and_a_distillation_need_each_other() -> None:
     config = SimpleNamespace(mtp_num_layers=None)
-    call: Any = SimpleNamespace(forward_only=False, teacher=None, config=config)
+    call: Any = SimpleNamespace(forward_only=False, teacher=None, keep_top=None, config=config)
     with pytest.raises(ValueError, match="needs both"):
         check_distillation(options_of("js"), call)
     check_distillation(VocabOptions(), call)

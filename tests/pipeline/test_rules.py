@@ -62,6 +62,10 @@ GRADIENT: dict[str, Any] = {"entropy_gradient": True}
         ("vocab-2", {"entropy": True, "fp8_head": "mxfp8"}, "entropy=True: not with fp8_head='mxfp8'"),
         ("vocab-2", {"entropy": True, **GRADIENT}, "entropy_gradient=True: needs late_gradient=True"),
         ("vocab-2", {**GRADIENT, **LATE}, "entropy_gradient=True: needs entropy=True, .*; ask for both"),
+        ("naive", {"top_logprobs": 4}, "top_logprobs=4: not with method naive, whose output layer"),
+        ("vocab-2", {"top_logprobs": 4, "recompute": True}, "top_logprobs=4: not with recompute=True"),
+        ("vocab-1", {"top_logprobs": 4, "drop_masked": True}, "top_logprobs=4: not with drop_masked=True"),
+        ("vocab-2", {"top_logprobs": -1}, "top_logprobs=-1: give 0 or more"),
         ("vocab-2", {"drop_masked": True, **LATE}, "drop_masked=True: not with late_gradient=.* of -100"),
         ("vocab-2", {"rows_per_chunk": 0}, "rows_per_chunk=0: give 1 or more"),
         ("vocab-2", {"fp8_head": "e5m2"}, "fp8_head='e5m2': choose one of row, mxfp8"),
@@ -79,7 +83,7 @@ def test_what_cannot_be_combined_is_one_sentence(method: str, options: dict[str,
 def test_every_option_goes_alone_with_methods_that_partition(method: str) -> None:
     values: dict[str, Any] = {"rows_per_chunk": 4, "fp8_head": "row", "softcap": 30.0, **SMOOTH, **FUSED}
     values["distillation"] = Distillation()
-    refused = {"entropy_gradient"} | ({"distillation"} if method == "interlaced" else set())
+    refused = {"entropy_gradient"} | ({"distillation", "top_logprobs"} if method == "interlaced" else set())
     for name in options_of(VocabOptions):
         options = VocabOptions(**{name: values.get(name, True)})
         assert name in refused or conflicts(options, METHODS[method], V_SHAPE) == []

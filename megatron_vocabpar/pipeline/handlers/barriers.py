@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megatron_vocabpar.layers.head import Part, total, with_place
 from megatron_vocabpar.layers.numbers import Softmax
+from megatron_vocabpar.layers.top import top_place, with_top
 from megatron_vocabpar.pipeline.handlers.chain import OutputChain
 from megatron_vocabpar.pipeline.iteration import LayerHandlers
 from megatron_vocabpar.runtime.comm import all_gather, all_reduce
@@ -48,7 +49,7 @@ class Barriers(LayerHandlers):
         """C1 of vocab-1, C2 of naive: everyone's statistics, joined in rank order."""
         chain = self.chain
         source = chain.softmax_pass(instruction.microbatch)
-        state = None if chain.terms.distillation is None else self.buffers.take(source, "state")
+        state = self.buffers.take(source, "state") if chain.looks_back else None
         chain.hand_on(instruction, self.joined(self.buffers.take(source, "statistics"), state))
 
     def joined(self, statistics: torch.Tensor, state: Any = None) -> Event[Softmax]:
@@ -58,15 +59,19 @@ class Barriers(LayerHandlers):
 
     def _place(self, statistics: torch.Tensor, state: Any) -> Softmax:
         """Memory of this stream for what ``_join`` returns on another."""
-        place = self.chain.head.place(statistics)
+        place, top = self.chain.head.place(statistics), self.chain.top
+        if top:
+            place = replace(place, top=top_place(place, top))
         if self.chain.terms.distillation is None:
             return place
         return replace(place, divergence=place.total.new_empty((state.teacher.width, len(statistics))))
 
     def _join(self, statistics: torch.Tensor, state: Any, out: Softmax) -> Softmax:
-        """The softmax of all shards; in a distillation, with the divergence from the teacher."""
+        """The softmax of all shards; with the divergence from a teacher, or a top k, if that is asked for."""
         gather = partial(all_gather, self.groups, self.groups.output)
         softmax = self.chain.head.join(gather(statistics), out)
+        if out.top is not None:
+            softmax = with_top(state.student, softmax, gather, out.top)
         if out.divergence is None:
             return softmax
         compared: Softmax = state.teacher.compare(

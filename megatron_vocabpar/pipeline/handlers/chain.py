@@ -33,6 +33,7 @@ class OutputChain:
         late: whether L gives the gradient of the loss; until then the rows of dX are not scaled by it.
         early: whether S computes A = E W, as in vocab-2, so that dX travels with the statistics.
         detached: whether the loss of further heads leaves out the output weight (``--mtp-detach-heads``).
+        top: how many of the most likely ids of every token are wanted.
         ranks_targets: whether T of an evaluation counts the ids that are likelier than the target.
     """
 
@@ -46,10 +47,16 @@ class OutputChain:
         self.ranks_targets = computes_t and not self.training
         self.detached = bool(getattr(iteration.call.config, "mtp_detach_heads", False))
         self.entropy_gradient = options.entropy_gradient
+        self.top = options.top_logprobs if self.training else 0
         terms = options.terms if self.training else replace(options.terms, distillation=None)
         self.terms: LossTerms = compat.with_mup_scale(terms, iteration.call.config)
         self.head = head_of(self)
         self.spare = SpareExponentials()
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the exponentials are read when the statistics have met."""
+        return self.terms.distillation is not None or self.top > 0
 
     @property
     def weight(self) -> torch.Tensor:
@@ -72,13 +79,13 @@ class OutputChain:
         """How many passes and collectives take the state that a pass left.
 
         vocab-1: T. vocab-2: C1, for the input gradient, and T. With a TW of its own: T and TW. In a
-        distillation C1 always. In an evaluation nobody does, unless T counts.
+        distillation, or for a top k, C1 always. In an evaluation nobody does, unless T counts.
         """
         if producer != self.softmax_pass(producer.microbatch):
             return 1  # naive's S, for S2
         passes = self.method.passes
-        compares = self.terms.distillation is not None and not self.early
-        return (PassType.T in passes) + (self.early or PassType.TW in passes) + compares
+        in_c1 = self.looks_back and not self.early
+        return (PassType.T in passes) + (self.early or PassType.TW in passes) + in_c1
 
     def waiting(self, type_: CommType) -> int:
         """How many of this rank's passes take what a collective carries."""

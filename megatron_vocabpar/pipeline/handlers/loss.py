@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_vocabpar.layers.bins import TopLogprobs
 from megatron_vocabpar.layers.columns import likelier_ids
 from megatron_vocabpar.layers.numbers import Softmax
 from megatron_vocabpar.layers.token_loss import loss_of
@@ -63,10 +64,29 @@ class Losses(LayerHandlers):
             for name, value in values.items()
             if value is not None
         }
+        if softmax.top is not None:
+            self._hand_over(i, *softmax.top)
         grads = self._reports.report(i, **spread)
         if grads is None:
             return None
         return torch.stack([microbatch.take(microbatches.rows(i, grad)) for grad in grads])
+
+    def _hand_over(self, i: int, logprobs: torch.Tensor, ids: torch.Tensor) -> None:
+        """Give the call a microbatch's most likely ids: [n, k] in the order of its tokens [s, b].
+
+        Raises:
+            ValueError: if tokens have no target, and so are not in the output layer.
+        """
+        microbatch, keep_top = self.microbatches[i], self.call.keep_top
+        assert keep_top is not None
+        if microbatch.counted is not None:
+            raise ValueError(
+                f"microbatch {i}: top_logprobs are those of all tokens, but tokens whose label is no id are "
+                "left out of the output layer; give them any id, and mask their losses"
+            )
+        _, b, s = microbatch.shape
+        found = TopLogprobs(logprobs.float().view(s, b, -1), ids.long().view(s, b, -1))
+        keep_top(i, found)
 
     def broadcast_gradient(self, instruction: Comm) -> None:
         """CG: the gradient of every token's loss, from the loss function's rank to every rank."""
