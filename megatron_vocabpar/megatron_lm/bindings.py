@@ -151,6 +151,13 @@ BINDINGS = (
         versions=("0.19", "main"),
     ),
     Binding(
+        "megatron.training.distillation.logits_saver",
+        "LogitsSaverHooks.attach_hooks",
+        (),
+        "hooks the output layer for logits, which no rank holds; the pipeline hands the most likely ids over",
+        versions=("0.19", "main"),
+    ),
+    Binding(
         _CACHED_LOGITS,
         "CachedLogitsKDLoss.__call__",
         (),

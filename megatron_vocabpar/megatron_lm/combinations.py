@@ -80,6 +80,37 @@ def teacher_problems(args: Any, config: FlagConfig) -> list[str]:
     return problems + [problem for problem in broken if problem.startswith(flag)]
 
 
+def saver_problems(args: Any, config: FlagConfig) -> list[str]:
+    """What cannot be beside ``--logits-save-dir`` while our schedules run."""
+    if not (config.runs_our_schedule and getattr(args, "logits_save_dir", None)):
+        return []
+    flag = "--logits-save-dir"
+    # Known by an option that only main has.
+    forward_alone = getattr(args, "freeze_all_layers", False) and hasattr(args, "logit_dtype")
+    against = {
+        "--logits-load-dir": (getattr(args, "logits_load_dir", None), "a student's loss is not 0"),
+        "--mtp-num-layers": (getattr(args, "mtp_num_layers", None), "further heads are not told apart"),
+        "--freeze-all-layers": (
+            forward_alone,
+            "Megatron's main then runs no step of training, which finds ids",
+        ),
+        "--use-mup": (getattr(args, "use_mup", False), "stock stores logits without its factor"),
+        "--sft": (getattr(args, "sft", False), "tokens without a label are not in the output layer"),
+        "--vocab-parallel-metrics": (config.options.needs_exponentials, "the loss function has none to give"),
+        "--vocab-parallel-logit-scale": (config.options.logit_scale != 1, "stock stores logits without it"),
+    }
+    problems = [
+        f"{flag} with {other}: {why}; leave out one" for other, (asked, why) in against.items() if asked
+    ]
+
+    def spelled(name: str, value: Any) -> str:
+        return flag if name == "top_logprobs" else f"--vocab-parallel-{name.replace('_', '-')}"
+
+    options = replace(config.options, top_logprobs=1)
+    broken = conflicts(options, method_named(config.method), spell=spelled)
+    return problems + [problem for problem in broken if problem.startswith(flag)]
+
+
 def checkpoint_problems(args: Any) -> list[str]:
     checkpoint = starting_checkpoint(args)
     if checkpoint is not None and is_of_modelopt(checkpoint):

@@ -16,6 +16,7 @@ from megatron_vocabpar.megatron_lm.combinations import (
     graph_problems,
     head_problems,
     model_problems,
+    saver_problems,
     teacher_problems,
     weight_gradient_problems,
 )
@@ -241,12 +242,6 @@ REFUSALS = (
         {"enable_mhc_connections": True},
     ),
     Refusal(
-        "--logits-save-dir",
-        _set("logits_save_dir"),
-        "it hooks the output layer for logits, which no rank holds; leave it out",
-        {"logits_save_dir": "logits"},
-    ),
-    Refusal(
         "--config-logger-dir",
         _set("config_logger_dir"),
         "it writes the logits of every forward, which no rank holds; leave it out",
@@ -289,7 +284,9 @@ def problems_of(args: Any, config: FlagConfig) -> list[str]:
         problems += graph_problems(args, config)
         problems += exchange_problems(args, config)
     problems += checkpoint_problems(args) if config.partitions_vocabulary else []
-    return problems + head_problems(args, config) + teacher_problems(args, config)
+    return (
+        problems + head_problems(args, config) + teacher_problems(args, config) + saver_problems(args, config)
+    )
 
 
 def check(args: Any, config: FlagConfig) -> None:

@@ -23,6 +23,7 @@ from megatron_vocabpar.megatron_lm.layouts import layout_notice, place_layers
 from megatron_vocabpar.megatron_lm.parsed import Declared, check_read, declared, not_run
 from megatron_vocabpar.megatron_lm.planning import build, check_costs, check_same_everywhere
 from megatron_vocabpar.megatron_lm.refusals import check
+from megatron_vocabpar.megatron_lm.saved_logits import SavedLogits, save_without_hooks
 from megatron_vocabpar.megatron_lm.scripts import check_script
 from megatron_vocabpar.megatron_lm.stored_teacher import (
     StoredTeacher,
@@ -52,6 +53,7 @@ def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
         "get_gpt_mtp_block_spec": _layers_of_the_stage,
         "select_pipeline_segment": _segment_of_the_stage,
         "StudentLogitsCapture.attach_hooks": capture_without_hooks,
+        "LogitsSaverHooks.attach_hooks": save_without_hooks,
         "CachedLogitsKDLoss.__call__": divergence_of_the_pipeline,
         "parse_args": _parse_with_our_options,
         "validate_args": _check_first,
@@ -124,6 +126,7 @@ class ScheduleRunner:
         self._config = config
         self._run: Watched | None = None
         self._teacher: StoredTeacher | None = None
+        self._saved: SavedLogits | None = None
 
     def __call__(self, **arguments: Any) -> list[Any]:
         if self._run is None:
@@ -133,9 +136,16 @@ class ScheduleRunner:
             self._run = build(self._config, args, arguments)
             if getattr(args, "logits_load_dir", None):
                 self._teacher = StoredTeacher(args, self._config, self._run.run.device)
+            if getattr(args, "logits_save_dir", None):
+                self._saved = SavedLogits(args, self._config)
         if self._teacher is not None and not arguments.get("forward_only"):
             arguments = self._teacher.arguments(arguments)
-        return self._run(**compat.call_arguments(arguments))
+        if self._saved is not None:
+            arguments = self._saved.arguments(arguments)
+        reported = self._run(**compat.call_arguments(arguments))
+        if self._saved is not None:
+            self._saved.write()
+        return reported
 
     def capture_order(self, num_microbatches: int) -> list[int]:
         """As that of ``ForwardBackward``.

@@ -222,6 +222,13 @@ STORED = {"logits_load_dir": "teacher", "logits_load_kd_loss_alpha": 0.5}
         ({"logits_load_dir": "teacher", "logits_load_kd_loss_alpha": 2.0}, "--logits-load-kd-loss-alpha"),
         ({**STORED, "logits_load_ignore_errors": True}, "--logits-load-ignore-errors"),
         ({**STORED, "mtp_num_layers": 1}, "--logits-load-dir"),
+        ({"logits_save_dir": "teacher", "mtp_num_layers": 1}, "--logits-save-dir with --mtp-num-layers"),
+        (
+            {"logits_save_dir": "teacher", "freeze_all_layers": True, "logit_dtype": None},
+            "--logits-save-dir with --freeze-all-layers",
+        ),
+        ({"logits_save_dir": "teacher", "sft": True}, "--logits-save-dir with --sft"),
+        ({"logits_save_dir": "teacher", **STORED}, "--logits-save-dir with --logits-load-dir"),
         ({"modelopt_enabled": True}, "--modelopt-enabled"),
         ({"expert_tensor_parallel_num_weight_shards": 2}, "--expert-tensor-parallel-num-weight-shards"),
         ({"enable_hyper_connections": True}, "--enable-hyper-connections"),
