@@ -22,6 +22,20 @@ from megatron_vocabpar.megatron_lm.replacements import model_class
 from megatron_vocabpar.pipeline.options import asked_for
 from megatron_vocabpar.runtime.agreement import agree, versions
 
+_OF_LOGITS = (
+    "its losses take logits of Bridge's models (from_parallel_logits_to_logprobs), which no rank holds; "
+    "don't import megatron_vocabpar.frameworks.door there"
+)
+_WITHOUT_A_DOOR = {
+    "mcore_bridge": (
+        "ms-swift: mcore_bridge builds its models, with a constructor and a forward of their own; they "
+        "would not be partitioned; leave megatron_vocabpar out of --external_plugins"
+    ),
+    "nemo_rl": f"NeMo-RL: {_OF_LOGITS}",
+    "skyrl": f"SkyRL: {_OF_LOGITS}",
+}
+"""By a framework's package, why it is refused."""
+
 # Losses of reinforcement learning are not linear in the tokens' losses.
 _ALWAYS = ("--enable-vocab-parallel", "--vocab-parallel-late-gradient")
 
@@ -49,11 +63,7 @@ def install(config: FlagConfig) -> Patch:
     Raises:
         ValueError: for a framework or a release of one whose models or losses we do not know.
     """
-    if "mcore_bridge" in sys.modules:
-        raise ValueError(
-            "ms-swift: mcore_bridge builds its models, with a constructor and a forward of their own; they "
-            "would not be partitioned; leave megatron_vocabpar out of --external_plugins"
-        )
+    _refuse_without_a_door()
     patch = Patch(config, find_version(live_signature, config.allow_unknown, package="megatron.core"))
     of_megatron = [binding for binding in MEGATRON if binding.is_in(patch.version)]
     for binding in (*of_megatron, *_of_frameworks()):
@@ -64,6 +74,11 @@ def install(config: FlagConfig) -> Patch:
         if walk.is_here():
             patch.replace(walk.binding, walk.on_whole_layers(original_of(walk.binding)))
     return patch
+
+
+def _refuse_without_a_door() -> None:
+    for package in _WITHOUT_A_DOOR.keys() & sys.modules.keys():
+        raise ValueError(_WITHOUT_A_DOOR[package])
 
 
 def _of_frameworks() -> list[Binding]:
@@ -89,7 +104,11 @@ def _of_frameworks() -> list[Binding]:
 def _replacement(binding: Binding, original: Any, config: FlagConfig) -> Any:
     if binding.name == "GPTModel":
         facts = {"VOCAB_PARALLEL_FLAGS": config} | versions()
-        compare = partial(agree, "flags and versions", facts, timedelta(minutes=5))
+
+        def compare() -> None:  # before the first model is made
+            _refuse_without_a_door()
+            agree("flags and versions", facts, timedelta(minutes=5))
+
         return model_class(original, config, lambda vocab_size: (vocab_size, 1), compare)
     if binding.name == "convert_schedule_table_to_order":
         return order_of_the_schedule(original, config)

@@ -61,12 +61,33 @@ def test_every_copy_is_reached_and_put_back(monkeypatch: pytest.MonkeyPatch) -> 
     } <= names
 
 
-def test_ms_swift_is_told_that_its_models_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mcore_bridge", types.ModuleType("mcore_bridge"))
+WITHOUT_A_DOOR = [
+    ("mcore_bridge", "ms-swift: mcore_bridge builds its models"),
+    ("nemo_rl", "NeMo-RL: its losses take logits"),
+    ("skyrl", "SkyRL: its losses take logits"),
+]
+
+
+@pytest.mark.parametrize(("package", "says"), WITHOUT_A_DOOR)
+def test_what_has_no_door_is_told_why(package: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
     before = gpt.GPTModel, schedules.get_forward_backward_func
-    with pytest.raises(ValueError, match="ms-swift: mcore_bridge builds its models"):
+    with pytest.raises(ValueError, match=says):
         install(config_from({}))
     assert before == (gpt.GPTModel, schedules.get_forward_backward_func)
+
+
+@pytest.mark.parametrize(("package", "says"), WITHOUT_A_DOOR)
+def test_it_is_told_so_if_it_is_imported_later(
+    package: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch = install(config_from({}))
+    try:
+        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+        with pytest.raises(ValueError, match=says):
+            gpt.GPTModel()
+    finally:
+        patch.undo()
 
 
 @pytest.mark.parametrize(
