@@ -35,6 +35,7 @@ _COPIES = {
         "megatron.bridge.training.mlm_compat.model",
     ),
     "convert_schedule_table_to_order": (),
+    "get_overlap_moe_expert_parallel_comm_order": (),
 }
 
 MEGATRON = tuple(

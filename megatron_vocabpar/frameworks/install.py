@@ -14,7 +14,7 @@ from megatron_vocabpar.frameworks.bridge import UPDATE, checking
 from megatron_vocabpar.frameworks.runner import StepRunner
 from megatron_vocabpar.frameworks.weights import WALKS
 from megatron_vocabpar.megatron_lm.bindings import Binding, find_version
-from megatron_vocabpar.megatron_lm.capture import order_of_the_schedule
+from megatron_vocabpar.megatron_lm.capture import order_of_the_layers, order_of_the_schedule
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import config_from_argv, spell
 from megatron_vocabpar.megatron_lm.patch import Patch, has_name, live_signature, original_of
@@ -112,6 +112,8 @@ def _replacement(binding: Binding, original: Any, config: FlagConfig) -> Any:
         return model_class(original, config, lambda vocab_size: (vocab_size, 1), compare)
     if binding.name == "convert_schedule_table_to_order":
         return order_of_the_schedule(original, config)
+    if binding.name == "get_overlap_moe_expert_parallel_comm_order":
+        return order_of_the_layers(original, config)
     if binding in LABELS:
         return LABELS[binding](original)
     if binding in REFUSED:

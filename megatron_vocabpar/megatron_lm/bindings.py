@@ -86,6 +86,13 @@ BINDINGS = (
         versions=("0.16", "0.17", "0.18", "0.19", "main"),
     ),
     Binding(
+        _CUDA_GRAPHS,
+        "get_overlap_moe_expert_parallel_comm_order",
+        (),
+        "makes of it the order of layers where F and B run together; expects them in turns",
+        versions=("0.16", "0.17", "0.18", "0.19", "main"),
+    ),
+    Binding(
         _GPT_MODEL,
         "GPTModel",
         (

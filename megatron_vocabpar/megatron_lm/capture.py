@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel import schedules
 
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward
+from megatron_vocabpar.pipeline.graphs.engine_graphs import layer_order
 
 
 def capture_order_of(run: ForwardBackward | None, num_microbatches: int) -> list[int]:
@@ -43,3 +44,15 @@ def order_of_the_schedule(original: Callable[..., list[int]], _: FlagConfig) -> 
         return runner.capture_order(len(schedule_table) // num_model_chunks)
 
     return convert_schedule_table_to_order
+
+
+def order_of_the_layers(original: Callable[..., Any], _: FlagConfig) -> Callable[..., Any]:
+    """Instead of ``original``, which expects F and B in turns; ``order`` is what the function above gave."""
+
+    @wraps(original)
+    def get_overlap_moe_expert_parallel_comm_order(
+        order: Any, num_layers_per_chunk: Sequence[int], capture_wgrad_graph: bool
+    ) -> Any:
+        return layer_order(order, num_layers_per_chunk, capture_wgrad_graph)
+
+    return get_overlap_moe_expert_parallel_comm_order

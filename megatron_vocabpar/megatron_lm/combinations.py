@@ -174,11 +174,10 @@ def graph_problems(args: Any, config: FlagConfig) -> list[str]:
     if asks_for_graphs(args):
         flag = "--cuda-graph-impl local, --enable-cuda-graph"
     problems = []
-    pairs = config.has_pairs(model_chunks(args).numerator)  # refused by expert_exchange.py
-    if config.schedule not in ("1f1b", "interleaved") and not pairs:
+    if config.schedule not in ("1f1b", "interleaved", "1f1b-overlap"):
         problems.append(
             f"{flag}: graphs of B hold the weight gradients, which --vocab-parallel-family "
-            f"{config.schedule} may split off; use 1f1b or interleaved"
+            f"{config.schedule} may split off; use 1f1b, interleaved or 1f1b-overlap"
         )
     if config.profile_iterations:
         problems.append(

@@ -115,9 +115,11 @@ _CONDITIONS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     ),
     (
         lambda args: (
-            _is_set(args, "enable_cuda_graph") or getattr(args, "cuda_graph_impl", None) not in (None, "none")
+            _is_set(args, "enable_cuda_graph")
+            or getattr(args, "cuda_graph_impl", None) not in (None, "none", "transformer_engine")
         ),
-        "CUDA graphs of layers have not been run in pairs; leave out the one or the other",
+        "of CUDA graphs those of --cuda-graph-impl transformer_engine alone have been run in pairs; use that "
+        "or leave out the one or the other",
     ),
     (
         lambda args: _is_set(args, "cpu_offloading") or _is_set(args, "cpu_offloading_num_layers"),

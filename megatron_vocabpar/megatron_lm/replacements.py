@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_vocabpar.megatron_lm.bindings import Binding
-from megatron_vocabpar.megatron_lm.capture import capture_order_of, order_of_the_schedule
+from megatron_vocabpar.megatron_lm.capture import capture_order_of, order_of_the_layers, order_of_the_schedule
 from megatron_vocabpar.megatron_lm.checkpoints import starting_checkpoint
 from megatron_vocabpar.megatron_lm.expert_exchange import leave_to_w
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
@@ -46,6 +46,7 @@ def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
     makers: dict[str, Callable[[Any, FlagConfig], Any]] = {
         "get_forward_backward_func": _provide_schedule,
         "convert_schedule_table_to_order": order_of_the_schedule,
+        "get_overlap_moe_expert_parallel_comm_order": order_of_the_layers,
         "GPTModel": model_class,
         "HybridModel": model_class,
         "MambaModel": model_class,

@@ -284,16 +284,6 @@ def test_graphs_of_transformer_engine_go_with_our_order() -> None:
     check(SimpleNamespace(**plain, cuda_graph_warmup_steps=1), config)
 
 
-def test_graphs_and_pairs_are_refused_once() -> None:
-    plain = PLAIN | {"cuda_graph_impl": "transformer_engine", "num_virtual_stages_per_pipeline_rank": 2}
-    pairs = {"overlap_moe_expert_parallel_comm": True, "moe_token_dispatcher_type": "alltoall", "bf16": True}
-    args = SimpleNamespace(**plain, **pairs, num_layers=8, num_experts=8, expert_model_parallel_size=2)
-    config = FlagConfig(enabled=True, method="vocab-2", schedule="1f1b-overlap", profile_iterations=0)
-    with pytest.raises(ValueError, match="CUDA graphs of layers have not been run in pairs") as error:
-        check(args, config)
-    assert "may split off" not in str(error.value)
-
-
 FP32, FUSED = VocabOptions(fp32_head=True), VocabOptions(kernels="fused")
 
 

@@ -39,10 +39,15 @@ def in_float32(validate: Callable[..., Any]) -> Callable[..., Any]:
     return validate_args
 
 
-if __name__ == "__main__":
+def plans_in_float32() -> None:
+    """From now on Megatron's plans may train in 32 bits."""
     TransformerConfig.__post_init__ = make  # type: ignore[method-assign]
     for name in ("arguments", "initialize"):
         module = vars(importlib.import_module(f"megatron.training.{name}"))
         if "validate_args" in module:
             module["validate_args"] = in_float32(module["validate_args"])
+
+
+if __name__ == "__main__":
+    plans_in_float32()
     runpy.run_module("pretrain_gpt", run_name="__main__")

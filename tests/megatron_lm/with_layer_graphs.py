@@ -2,7 +2,8 @@
 
 Megatron and Transformer Engine capture and replay them by their own code, over the stand-in of
 ``tests/pipeline/cpu_graphs.py``.
-Megatron makes its static inputs in 16 bits; here they have the precision of the model.
+Megatron makes its static inputs in 16 bits; here they have the precision of the model,
+which is 32 bits with ``--overlap-moe-expert-parallel-comm`` too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.module import GraphableMegatronModule
 
+from megatron_vocabpar.megatron_lm.expert_exchange import OVERLAP
+from tests.megatron_lm.with_fp32_plans import plans_in_float32
 from tests.pipeline.cpu_graphs import engine_graphs_on_cpu, handed_on_apart
 
 STOCKS_ORDER = "--captured-in-stocks-order"
@@ -34,5 +37,7 @@ if __name__ == "__main__":
         sys.argv.remove(STOCKS_ORDER)
         replaced: Any = cuda_graphs.convert_schedule_table_to_order
         cuda_graphs.convert_schedule_table_to_order = replaced.__wrapped__
+    if OVERLAP in sys.argv:
+        plans_in_float32()
     with engine_graphs_on_cpu(), handed_on_apart():
         runpy.run_module("pretrain_gpt", run_name="__main__")

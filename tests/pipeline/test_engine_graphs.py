@@ -7,12 +7,19 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from megatron_vocabpar.pipeline.graphs.engine_graphs import EngineGraphs, capture_order
+from megatron_vocabpar.pipeline.graphs.engine_graphs import (
+    CaptureOrder,
+    EngineGraphs,
+    capture_order,
+    layer_order,
+)
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.times.costs import PassCosts
 
 PLANS = [
     make_plan(method, p, m, family=family)
@@ -108,3 +115,31 @@ def test_the_plan_stays_once_layers_are_captured() -> None:
     graphs.check(plan)
     with pytest.raises(ValueError, match="a plan of 4 microbatches, this call has another of 5"):
         graphs.check(make_plan("vocab-2", 2, 5))
+
+
+@pytest.mark.parametrize("captures_w", [False, True])
+def test_layers_of_pairs_are_in_stocks_order(captures_w: bool) -> None:
+    """Stock's own function, which takes F and B in turns, B first, as pairs."""
+    cuda_graphs = pytest.importorskip("megatron.core.transformer.cuda_graphs")
+    name = "get_overlap_moe_expert_parallel_comm_order"
+    if not hasattr(cuda_graphs, name):
+        pytest.skip("Megatron before 0.16 has no such order")
+    expected = getattr(cuda_graphs, name)([1, 1, 2, -2, 1, -2, 2, -1, 1, -1, -1], [1, 3], captures_w)
+    order = CaptureOrder([1, 1, 2, 1, -2, 2, -2, 1, -1, -1, -1], frozenset({3, 5, 7}))
+    assert layer_order(order, [1, 3], captures_w) == expected
+
+
+def test_a_pass_alone_between_pairs_is_captured_where_it_stands() -> None:
+    order = CaptureOrder([1, 1, -1, -1, 1, 1, -1, -1], frozenset({1, 5}))
+    numbers, places = layer_order(order, [2], captures_w=False)
+    assert numbers == [1, 2, 1, -2, 2, -1, -2, -1] * 2
+    assert places == [[0, 0], [0, 1], [0, 0], None, [0, 1], None, None, None] * 2
+
+
+def test_the_order_knows_the_pairs_of_the_row() -> None:
+    costs = replace(PassCosts.paper(8), hidden_ms=5.0)
+    plan = make_plan("vocab-2", 2, 8, family="1f1b-overlap", chunks=2, costs=costs)
+    orders = [capture_order(plan, rank) for rank in range(2)]
+    assert sum(len(order.pairs) for order in orders) == len(plan.schedule.pairs) > 0
+    for order in orders:
+        assert all(order[position] > 0 > order[position + 1] for position in order.pairs)

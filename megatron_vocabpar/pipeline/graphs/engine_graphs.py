@@ -5,16 +5,34 @@ outputs are used again by that order: a buffer of a microbatch belongs to anothe
 one's B has been captured. So graphs are captured in the order of our row, and every later iteration runs it.
 What leaves a chunk is copied, because its readers may run after graphs that take its memory: S and T after B,
 a message beside the next pass. Evaluation replays nothing.
+
+The F and B of a pair run layer beside layer. There Megatron makes every layer a chunk of its own, numbered
+through the rank's chunks; the F of a layer is captured before the B beside it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
 
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.words.passes import PassType
 
 
-def capture_order(plan: Plan, rank: int) -> list[int]:
-    """F and B of a rank in the order of its row: the number of the chunk from 1 on, negative for B.
+class CaptureOrder(list[int]):
+    """F and B of a rank in order: the number of the chunk from 1 on, negative for B.
+
+    Attributes:
+        pairs: the positions of Fs that run beside the B that follows.
+    """
+
+    def __init__(self, chunks: Sequence[int], pairs: frozenset[int] = frozenset()) -> None:
+        super().__init__(chunks)
+        self.pairs = pairs
+
+
+def capture_order(plan: Plan, rank: int) -> CaptureOrder:
+    """F and B of a rank in the order of its row.
 
     Args:
         plan: of a training iteration; F and B of a chunk run microbatch by microbatch.
@@ -30,11 +48,52 @@ def capture_order(plan: Plan, rank: int) -> list[int]:
             "use 1f1b or interleaved, or leave the graphs out"
         )
     sign = {PassType.F: 1, PassType.B: -1}
-    return [
-        sign[item.type] * (schedule.placement.chunk_of(item.stage) + 1)
-        for item in schedule.ranks[rank]
-        if item.type in sign
-    ]
+    passes = [item for item in schedule.ranks[rank] if item.type in sign]
+    beside = {pair.forward for pair in schedule.pairs}
+    return CaptureOrder(
+        [sign[item.type] * (schedule.placement.chunk_of(item.stage) + 1) for item in passes],
+        frozenset(position for position, item in enumerate(passes) if item in beside),
+    )
+
+
+def layer_order(
+    order: CaptureOrder, layers: Sequence[int], captures_w: bool
+) -> tuple[list[float], list[list[int] | None]]:
+    """The same layer by layer, as Megatron's plans run pairs.
+
+    Args:
+        order: of chunks.
+        layers: of each chunk, how many are captured.
+        captures_w: whether weight gradients have graphs of their own, which follow the layer's B at once, and
+            those of the last layer the whole pair; -2.5 stands for those of -2.
+
+    Returns:
+        Numbers of layers, as of chunks; and for each F ``[chunk, layer of the chunk]`` from 0 on, else None.
+    """
+    numbers: list[float] = []
+    places: list[list[int] | None] = []
+
+    def add(number: float, place: list[int] | None = None) -> None:
+        numbers.append(number)
+        places.append(place)
+
+    position = 0
+    while position < len(order):
+        together = order[position : position + (2 if position in order.pairs else 1)]
+        forwards = [(c - 1, layer) for c in together if c > 0 for layer in range(layers[c - 1])]
+        backwards = [(-c - 1, layer) for c in together if c < 0 for layer in reversed(range(layers[-c - 1]))]
+        for count, (f, b) in enumerate(zip_longest(forwards, backwards), 1):
+            if f is not None:
+                add(sum(layers[: f[0]]) + f[1] + 1, list(f))
+            if b is not None:
+                number = -(sum(layers[: b[0]]) + b[1] + 1)
+                add(number)
+                if captures_w and count < len(backwards):
+                    add(number - 0.5)
+        if captures_w and backwards:
+            add(-(sum(layers[: backwards[-1][0]]) + backwards[-1][1] + 1) - 0.5)
+        position += len(together)
+    return numbers, places
 
 
 class EngineGraphs:
@@ -43,7 +102,7 @@ class EngineGraphs:
     def __init__(self) -> None:
         self._plan: Plan | None = None
 
-    def order(self, plan: Plan, rank: int) -> list[int]:
+    def order(self, plan: Plan, rank: int) -> CaptureOrder:
         """What Transformer Engine is to capture; from now on ``plan`` must be run.
 
         Raises:
