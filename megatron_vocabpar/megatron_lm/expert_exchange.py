@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.layouts import has_separate_heads, model_chunks
+from megatron_vocabpar.pipeline.graphs.graph_options import asks_for_engine_graphs
 from megatron_vocabpar.schedule.make.families import families
 
 OVERLAP = "--overlap-moe-expert-parallel-comm"
@@ -120,6 +121,11 @@ _CONDITIONS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         ),
         "of CUDA graphs those of --cuda-graph-impl transformer_engine alone have been run in pairs; use that "
         "or leave out the one or the other",
+    ),
+    (
+        lambda args: _is_set(args, "fp4") and asks_for_engine_graphs(args),
+        "CUDA graphs of layers in 4 bits have not been run in pairs; leave out --cuda-graph-impl or "
+        "--fp4-format",
     ),
     (
         lambda args: _is_set(args, "cpu_offloading") or _is_set(args, "cpu_offloading_num_layers"),

@@ -198,6 +198,7 @@ def test_accepted(family: str, changes: dict[str, Any]) -> None:
         ({"mtp_num_layers": 1, "moe_layer_freq": 2}, "as the last layer of --moe-layer-freq"),
         ({"hybrid_layer_pattern": "|".join(["*E"] * 8)}, "layers by pattern have not been run in pairs"),
         ({"cuda_graph_impl": "local"}, "transformer_engine alone have been run in pairs; use that"),
+        ({"cuda_graph_impl": "transformer_engine", "fp4": "e2m1"}, "leave out --cuda-graph-impl or --fp4"),
         ({"cpu_offloading_num_layers": 1}, "leave out --cpu-offloading-num-layers"),
         (
             {"delay_wgrad_compute": True},
