@@ -5,8 +5,8 @@ Ways are played in the order of their bounds, until no other can be among the te
 played. For each way, our schedules with vocab-1 and Megatron's are played, and for the ten best our other
 methods. What cannot be faster than the known best of its kind, by a bound of its own, is not played.
 
-A schedule takes the first rung of ``LADDER`` with which it fits: recomputation and an optimizer on the host
-cost time, so a later rung cannot be faster.
+Recomputation and an optimizer on the host save memory and cost time. A schedule takes the first rung of
+``LADDER`` with which it fits, in the order of their bounds.
 
 The same question always has the same answer: nothing depends on the clock.
 Next: ``search_tables.py``.
@@ -38,7 +38,7 @@ BEST = 10
 OURS = tuple(("vocab-1", family) for family in ("1f1b", "v-min", "v-half", "v-zb", "dualpipev"))
 OTHERS = ("vocab-2", "interlaced")  # methods that only the best ways are played with
 LADDER = tuple(product((False, True), ("none", "selective", "full")))
-"""(The optimizer is on the host, what is recomputed): each rung is slower and smaller than the one before."""
+"""(The optimizer is on the host, what is recomputed)."""
 _BATCH_TOKENS = 2**22  # of an iteration by default: 4 M, as for the models of the presets
 _TENSOR, _CONTEXT, _MICRO_BATCH = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4)
 # Larger microbatches help if the start of kernels limits the speed; otherwise they hold more and fill worse.
@@ -157,12 +157,16 @@ def _fits_with(question: Question, job: Job, held: float) -> bool:
     return min(stage.total for stage in stages) <= question.limit_gib * GIB
 
 
-def rungs(question: Question, job: Job) -> Iterator[Job]:
-    """The job as it is, then with less in memory; only a distributed optimizer can move to the host."""
-    for offload, recompute in LADDER:
-        wanted = question.fixed.get("recompute", recompute), question.fixed.get("offload", offload)
-        if wanted == (recompute, offload) and (job.distributed_optimizer or not offload):
-            yield replace(job, offload=offload, recompute=recompute)
+def rungs(question: Question, job: Job) -> list[Job]:
+    """The job on each rung, by their bounds; only a distributed optimizer can move to the host."""
+    fixed = question.fixed
+    wanted = [
+        replace(job, offload=offload, recompute=recompute)
+        for offload, recompute in LADDER
+        if (fixed.get("recompute", recompute), fixed.get("offload", offload)) == (recompute, offload)
+        and (job.distributed_optimizer or not offload)
+    ]
+    return sorted(wanted, key=partial(bound_ms, question))
 
 
 def tried(question: Question, job: Job, ours_ms: float = inf, stock_ms: float = inf) -> list[Found]:

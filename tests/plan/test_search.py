@@ -122,13 +122,24 @@ def test_what_is_left_out_is_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert needed < 0.8 * (len(plays) - needed)
 
 
+def test_a_rung_that_is_too_slow_does_not_hide_a_faster_one() -> None:
+    """Gemma 3 27B, p 2, t 2, c 2: recomputing all takes at least 238 s, the optimizer on the host 187."""
+    model = model_preset("gemma-3-27b")
+    asked = Question(model, H100, 8, usual_batch(model, 8), H100.memory_gib)
+    job = next(job for _, job in candidates(asked) if (job.p, job.t, job.c) == (2, 2, 2))
+    recomputed = bound_ms(asked, replace(job, recompute="full"))
+    (found,) = tried(asked, job, ours_ms=0.0, stock_ms=recomputed)
+    assert (found.request.job.offload, found.request.job.recompute) == (True, "none")
+    assert found.option.iteration_ms < 0.8 * recomputed
+
+
 @pytest.mark.slow
 def test_a_search_plays_few_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """441 orders, on a pipeline of up to 32 ranks: 22 s of one processor."""
+    """513 orders, on a pipeline of up to 32 ranks: 20 s of one processor."""
     model, gpu = model_preset("glm-4.5"), hardware_named("GB300")
     plays = counted(monkeypatch)
     assert search(Question(model, gpu, 64, usual_batch(model, 64), gpu.memory_gib))
-    assert len(plays) <= 450
+    assert len(plays) <= 520
 
 
 def test_the_same_question_has_the_same_answer() -> None:
