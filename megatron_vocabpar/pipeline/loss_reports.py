@@ -12,7 +12,7 @@ an ``accuracy`` beside the ``lm loss``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from inspect import Parameter
 from math import prod
@@ -67,16 +67,12 @@ class LossReports:
     def __init__(self, iteration: Iteration) -> None:
         self.iteration = iteration
         self._looks = iteration.rank.not_finite is not None and iteration.rank.has_loss
-        # One bool a microbatch, on the device; the host reads them when it has queued the whole iteration.
-        self._as_announced: dict[int, torch.Tensor] = {}
-        self._finite_hidden: dict[int, torch.Tensor] = {}
-        self._finite_losses: dict[int, torch.Tensor] = {}
-        self._takes_entropy: list[int] = []
+        self._noted = _Noted(iteration.rank.pipeline_rank, iteration.rank.not_finite)
 
     def hidden(self, i: int, x: torch.Tensor) -> None:
         """Note whether the output layer's hidden states ``[n, H]`` of microbatch ``i`` are finite."""
         if self._looks:
-            self._finite_hidden[i] = x.isfinite().all()
+            self._noted.finite_hidden[i] = x.isfinite().all()
 
     def report(
         self,
@@ -103,7 +99,7 @@ class LossReports:
         """
         iteration, call = self.iteration, self.iteration.call
         if self._looks:
-            self._finite_losses[i] = token_losses.isfinite().all()
+            self._noted.finite_losses[i] = token_losses.isfinite().all()
         numbers = {"entropy": entropy, "correct": wins, "rank": rank, **of_teacher}
         asked = further_arguments(iteration.rank.output_options, call.forward_only)
         values = {name: value[0] for name, value in numbers.items() if name in asked and value is not None}
@@ -127,12 +123,12 @@ class LossReports:
         if grad is not None and not iteration.rank.method.late_gradient:
             announced = iteration.microbatches.gradient(i)
             close = torch.isclose(grad, announced, rtol=1e-4, atol=0.0, equal_nan=True)
-            self._as_announced[i] = close.all()
+            self._noted.as_announced[i] = close.all()
         if grad is None:
             return None
         if not iteration.rank.output_options.entropy_gradient:
             if more is not None:
-                self._takes_entropy.append(i)
+                self._noted.takes_entropy.append(i)
             return grad[None]
         grads = torch.stack([grad, torch.zeros_like(grad)])
         if more is not None:
@@ -140,19 +136,39 @@ class LossReports:
         return grads
 
     def finish(self) -> None:
-        """Have gradients and losses checked when the host has queued everything; one copy brings all."""
-        kinds = (self._as_announced, self._finite_hidden, self._finite_losses)
+        """Have gradients and losses checked when the host has queued everything."""
+        self.iteration.checks.extend(self._noted.checks())
+
+
+class _Noted:
+    """What is noted of the microbatches: one bool each, on the device, until the whole iteration is queued.
+
+    The iteration holds it, so it does not hold the iteration: a cycle would keep every microbatch alive
+    until Python's collector runs.
+    """
+
+    def __init__(self, pipeline_rank: int, not_finite: Callable[[str], None] | None) -> None:
+        self.as_announced: dict[int, torch.Tensor] = {}
+        self.finite_hidden: dict[int, torch.Tensor] = {}
+        self.finite_losses: dict[int, torch.Tensor] = {}
+        self.takes_entropy: list[int] = []
+        self._pipeline_rank = pipeline_rank
+        self._not_finite = not_finite
+
+    def checks(self) -> Iterator[Callable[[], None]]:
+        """The check, if there is something to check; one copy brings all to the host."""
+        kinds = (self.as_announced, self.finite_hidden, self.finite_losses)
         values = [value for kind in kinds for value in kind.values()]
-        if values or self._takes_entropy:
+        if values or self.takes_entropy:
             copy = start_to_host(torch.stack(values)) if values else HostCopy(torch.empty(0))
-            self.iteration.checks.append(partial(self._check, copy))
+            yield partial(self._check, copy)
 
     def _check(self, copy: HostCopy) -> None:
         """Raise, or tell the listener, if something that should hold of a microbatch does not."""
         values = iter(copy.wait().tolist())  # each dictionary takes as many as it has microbatches
         as_announced, finite_hidden, finite_losses = (
             dict(zip(kind, values, strict=False))
-            for kind in (self._as_announced, self._finite_hidden, self._finite_losses)
+            for kind in (self.as_announced, self.finite_hidden, self.finite_losses)
         )
         bent = _first_broken(as_announced)
         rank = f"rank {dist.get_rank()}"
@@ -163,20 +179,19 @@ class LossReports:
                 "(masked) sum or mean, or have it sent when the losses are known: late_gradient=True, in "
                 "Megatron-LM --vocab-parallel-late-gradient"
             )
-        if self._takes_entropy:
+        if self.takes_entropy:
             raise ValueError(
-                f"{rank}, microbatch {self._takes_entropy[0]}: the loss depends on the entropies, whose "
+                f"{rank}, microbatch {self.takes_entropy[0]}: the loss depends on the entropies, whose "
                 "gradient is not computed; detach them, or ask for it: VocabOptions(entropy_gradient=True)"
             )
         bad = _first_broken(finite_losses)
         if bad is not None:
             where = "in the output layer or before"
             if bad in finite_hidden:
-                softmax = Pass(PassType.S, self.iteration.rank.pipeline_rank, bad)
+                softmax = Pass(PassType.S, self._pipeline_rank, bad)
                 where = f"{'in' if finite_hidden[bad] else 'before'} pass {softmax}"
-            tell = self.iteration.rank.not_finite
-            assert tell is not None
-            tell(f"{rank}: the loss of microbatch {bad} is not finite, first {where}")
+            assert self._not_finite is not None
+            self._not_finite(f"{rank}: the loss of microbatch {bad} is not finite, first {where}")
 
 
 def _with_metrics(

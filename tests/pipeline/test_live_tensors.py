@@ -1,0 +1,84 @@
+"""What an iteration has held is free when it ends, without Python's collector of cycles.
+
+A tensor that only a cycle holds stays on the device until that collector runs, with ``--manual-gc`` for long.
+"""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_vocabpar.layers.terms import Distillation
+from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners
+from megatron_vocabpar.pipeline.options import VocabOptions
+from megatron_vocabpar.schedule.make.generate import generate
+from tests.cases import rest_is_slow
+from tests.pipeline import gpt
+from tests.pipeline.gpt import Case, case_of, iterate
+
+LOOKS = Listeners(not_finite=print)
+STEPS = 6
+
+
+def counted(rank: int, case: Case) -> dict[bool, list[int]]:
+    """Tensors that live before each training call (key False) and each evaluation, the collector off."""
+    counts: dict[bool, list[int]] = {False: [], True: []}
+
+    def iterate_and_count(*arguments: Any, forward_only: bool = False, **beside: Any) -> list[Any]:
+        live = sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+        counts[forward_only].append(live)
+        return iterate(*arguments, forward_only=forward_only, **beside)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with (
+            mock.patch.object(gpt, "iterate", iterate_and_count),
+            mock.patch.object(gpt, "ForwardBackward", partial(ForwardBackward, listeners=LOOKS)),
+        ):
+            gpt.train(rank, case)
+    finally:
+        gc.enable()
+    return counts
+
+
+FAMILIES = ("1f1b", "interleaved", "zb-h1", "v-half", "v-zb")
+
+
+@pytest.mark.parametrize(
+    ("method", "family"),
+    rest_is_slow(
+        product(["vocab-1", "vocab-2", "naive", "interlaced", "baseline"], FAMILIES),
+        ("vocab-2", "1f1b"),
+        ("vocab-1", "v-zb"),
+        ("baseline", "v-half"),
+    ),
+)
+def test_no_tensor_outlives_its_iteration(method: str, family: str) -> None:
+    check(case_of(generate(method, 2, 4, family=family), steps=STEPS))
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "late": {"late_gradient": True, "loss": "squared"},
+    "heads": {"mtp": 1, "position": "rope", "output_options": VocabOptions(accuracy=True)},
+    "distillation": {"teacher": "logits", "output_options": VocabOptions(distillation=Distillation())},
+    "8 bits": {"output_options": VocabOptions(fp8_head="row")},
+}
+
+
+@pytest.mark.parametrize("name", rest_is_slow(BESIDE, "distillation"))
+def test_nor_with_what_comes_beside_the_loss(name: str) -> None:
+    check(Case(method="vocab-2", pp=2, m=4, steps=STEPS, **BESIDE[name]))
+
+
+def check(case: Case) -> None:
+    for rank, counts in enumerate(gpt.run(case, body=counted)):
+        for forward_only, live in counts.items():
+            # Before the second step the optimizer and the communicators have what they keep.
+            assert len(set(live[2:])) == 1, f"rank {rank}, forward_only={forward_only}: {live}"
