@@ -140,7 +140,7 @@ def as_megatron(step: Step, model: Any) -> tuple[torch.Tensor, Callable[..., Any
     if call.labels is not None:
         return model(*call.args, **call.kwargs), lambda losses: step.finish(Answer(-losses))
     labels = step.request.labels.reshape(_token_shape(call))
-    call, unknown = call.with_labels(labels), labels < 0
+    call, unknown = call.with_argument("labels", labels), labels < 0
 
     def loss_func(losses: torch.Tensor, entropy: torch.Tensor | None = None) -> Any:
         entropy = None if entropy is None else entropy.masked_fill(unknown, torch.nan)

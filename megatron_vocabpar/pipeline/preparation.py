@@ -16,7 +16,7 @@ from megatron_vocabpar.pipeline.iteration import Call, Iteration, Rank
 from megatron_vocabpar.pipeline.loss_reports import further_arguments, taken_by
 from megatron_vocabpar.pipeline.microbatches import Batches, share_microbatches
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
-from megatron_vocabpar.pipeline.recording import ModelCall, record_call
+from megatron_vocabpar.pipeline.recording import ModelCall, record_calls
 from megatron_vocabpar.pipeline.split_w.weight_gradients import WeightGradients
 from megatron_vocabpar.schedule.words.methods import Method
 from megatron_vocabpar.schedule.words.passes import PassType
@@ -91,7 +91,9 @@ def prepare(
     if model is None:
         # The last stage is not that of the loss: it gets the labels from there.
         for i, recorded_call in enumerate(recorded.get(placement.last_stage, ())):
-            recorded[placement.last_stage][i] = recorded_call.with_labels(microbatches.labels(i)[0])
+            recorded[placement.last_stage][i] = recorded_call.with_argument(
+                "labels", microbatches.labels(i)[0]
+            )
     else:
         if rank.is_last and placement.last_stage not in recorded and heads.depths(call.config):
             # In a V-shaped placement: its heads take tokens and positions, which the first chunk has.
@@ -116,10 +118,9 @@ def _record(rank: Rank, call: Call, besides: list[int]) -> dict[int, list[ModelC
     placement = rank.placement
     ends = [0] * rank.is_first + [placement.loss_stage] * rank.has_loss + besides
     return {
-        stage: [
-            record_call(call.forward_step_func, call.data_iterators[chunk], call.chunks[chunk])
-            for _ in range(call.num_microbatches)
-        ]
+        stage: record_calls(
+            call.forward_step_func, call.data_iterators[chunk], call.chunks[chunk], call.num_microbatches
+        )
         for stage, chunk in ((stage, placement.chunk_of(stage)) for stage in dict.fromkeys(ends))
     }
 

@@ -11,7 +11,7 @@ import torch
 from megatron_vocabpar.layers.partition import ranges_from_sizes
 from megatron_vocabpar.pipeline.microbatches import Microbatches
 from megatron_vocabpar.pipeline.preparation import _labels
-from megatron_vocabpar.pipeline.recording import ModelCall, record_call
+from megatron_vocabpar.pipeline.recording import ModelCall, record_call, record_calls
 
 
 def _recorded(**options: Any) -> ModelCall:
@@ -27,6 +27,28 @@ def _recorded(**options: Any) -> ModelCall:
 def test_an_output_processor_is_refused_not_left_out() -> None:
     with pytest.raises(ValueError, match=r"passed an output_processor .* leave it out"):
         _labels(_recorded(output_processor=print), SimpleNamespace())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("documents", "kept"), [((4, 4, 4, 4), 1), ((4, 4, 2, 4), 3), ((4, 2, 4, 4), 4)])
+@pytest.mark.parametrize("by_name", [True, False])
+def test_masks_that_are_alike_are_kept_once(documents: tuple[int, ...], kept: int, by_name: bool) -> None:
+    """A microbatch's mask keeps each token within the first ``documents`` tokens, or within the others."""
+
+    def mask(first: int) -> torch.Tensor:
+        document = torch.arange(4) >= first
+        return (document[:, None] != document).logical_or(torch.ones(4, 4).triu(1).bool())[None, None]
+
+    def forward_step(drawn: Any, model: Any) -> tuple[torch.Tensor, Any]:
+        given = mask(next(drawn))
+        output = model(None, None, attention_mask=given) if by_name else model(None, None, given)
+        return output, lambda losses: losses.sum()
+
+    calls = record_calls(forward_step, iter(documents), torch.nn.Module(), len(documents))
+    masks = [call.attention_mask for call in calls]
+    assert len({id(each) for each in masks}) == kept
+    for found, first in zip(masks, documents, strict=True):
+        assert found is not None
+        assert torch.equal(found, mask(first))
 
 
 def test_rows_that_count() -> None:
