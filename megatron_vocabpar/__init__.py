@@ -7,8 +7,6 @@ torch.
 from importlib import import_module
 from typing import Any
 
-from megatron_vocabpar import _moved
-
 __version__ = "0.1.0"
 
 _FACE = {
@@ -44,6 +42,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_FACE})
-
-
-_moved.install()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,17 @@ def test_issue_forms_have_what_the_host_asks_for() -> None:
         form = read(path)
         assert {"name", "description", "body"} <= form.keys()
         assert all({"type", "attributes"} <= field.keys() for field in form["body"])
+
+
+def test_pictures_are_the_only_binaries() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a clone")
+    listed = subprocess.run(
+        ["git", "-c", "safe.directory=*", "-C", ROOT, "ls-files", "-z"], capture_output=True, check=True
+    ).stdout
+    files = [ROOT / name for name in listed.decode().split("\0") if name and (ROOT / name).is_file()]
+    binaries = [path for path in files if b"\0" in path.read_bytes()]
+    assert [path.name for path in binaries if path.suffix not in (".png", ".gif", ".ico")] == []
 
 
 def test_every_example_is_run_by_a_test() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from megatron_vocabpar.cli.elsewhere import elsewhere
 from megatron_vocabpar.cli.files import FORMAT
 from megatron_vocabpar.train.config import TrainConfig
 
@@ -101,6 +100,3 @@ def kernels_command(
     click.echo(record) if output_format == "json" else print_kernels(rows, about)
     if any(row.refused for row in rows):
         raise click.ClickException("results were refused: they are wrong, see the column or field 'refused'")
-
-
-bench_command.add_command(elsewhere("losses", "benchmarks.losses"))

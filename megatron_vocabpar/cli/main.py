@@ -23,7 +23,6 @@ VERBS = {
     "emulate": "Run schedules in real time, with sleeps for passes.",
     "train": "Train a GPT on this machine.",
     "report": "Make a job's report again.",
-    "drift": "Moved: python -m tools.drift, in a clone.",
     "bench": "Measure against stock Megatron.",
     "artifact": "Run the paper's experiments.",
     "doctor": "Check GPUs, or look at a checkout.",

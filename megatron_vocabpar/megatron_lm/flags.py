@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import typing
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -108,9 +107,6 @@ PUBLISHED = tuple(
 )
 """The spellings of the published scripts, so that their launch lines run."""
 
-OLD_FLAGS = {"--vocab-parallel-schedule": "--vocab-parallel-family"}
-"""Old spelling -> the flag; they work through one release, with a warning."""
-
 OPTIONS = (
     Flag(ENABLE, _arguments(Option(help="Partition the vocabulary layers over all pipeline stages."), bool)),
     *_flags_of(FlagConfig),
@@ -123,8 +119,7 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our options to Megatron's parser, as its ``extra_args_provider`` would."""
     group = parser.add_argument_group(title="vocabulary parallelism")
     for flag in OPTIONS:
-        old = [name for name, new in OLD_FLAGS.items() if new == flag.flag]
-        group.add_argument(flag.flag, *old, **flag.arguments)
+        group.add_argument(flag.flag, **flag.arguments)
     return parser
 
 
@@ -139,7 +134,7 @@ def chain(provider: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
 
 def is_asked_for(argv: Sequence[str]) -> bool:
     """Whether the command line holds one of our options, or asks for help."""
-    names = {flag.flag for flag in OPTIONS} | {*OLD_FLAGS, *_HELP}
+    names = {flag.flag for flag in OPTIONS} | set(_HELP)
     return any(word.partition("=")[0] in names for word in argv)
 
 
@@ -151,10 +146,6 @@ def config_from_argv(argv: Sequence[str]) -> FlagConfig:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     args, _ = add_options(parser).parse_known_args(list(argv))
-    for old in OLD_FLAGS.keys() & {word.partition("=")[0] for word in argv}:
-        warnings.warn(
-            f"{old} is now {OLD_FLAGS[old]}; the next release drops it", FutureWarning, stacklevel=2
-        )
     return replace(config_from(args), hides_exchange=OVERLAP in argv)
 
 

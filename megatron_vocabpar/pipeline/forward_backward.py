@@ -8,7 +8,6 @@ groups, the side streams and the lowered schedules.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -98,8 +97,6 @@ class ForwardBackward:
             every rank; by default 1F1B with the paper's proportions of pass times.
         mtp_depths: of multi-token prediction, for the default plans.
         listeners: who hears what happens.
-        former: the last release's keywords: ``late_gradient``, ``output_options`` and the fields of
-            ``Listeners``; accepted for one release.
 
     Raises:
         ValueError: for options that cannot be combined with each other or with the method (``rules.py``),
@@ -116,9 +113,7 @@ class ForwardBackward:
         make_plan: Callable[[int], Plan] | None = None,
         mtp_depths: int = 0,
         listeners: Listeners = _NOBODY,
-        **former: Any,
     ) -> None:
-        options, listeners = _with_former(options, listeners, former)
         self.method = method_named(method, late_gradient=options.late_gradient)
         self.options = self._checked(options)
         if options.fp8 is not None:
@@ -318,18 +313,6 @@ class ForwardBackward:
             output_options=options,
             not_finite=self._not_finite,
         )
-
-
-def _with_former(
-    options: VocabOptions, listeners: Listeners, former: dict[str, Any]
-) -> tuple[VocabOptions, Listeners]:
-    """Options and listeners, changed by the keywords of the last release."""
-    if not former:
-        return options, listeners
-    warnings.warn(f"{', '.join(former)}: give options or listeners", DeprecationWarning, stacklevel=3)
-    options = former.pop("output_options", None) or options
-    late_gradient = former.pop("late_gradient", options.late_gradient)
-    return replace(options, late_gradient=late_gradient), replace(listeners, **former)
 
 
 @contextmanager

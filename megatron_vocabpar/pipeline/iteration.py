@@ -8,19 +8,16 @@ Next: ``handlers/``, whose classes' methods are the handlers.
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megatron_vocabpar.layers.bins import TopLogprobs
 from megatron_vocabpar.layers.distillation import Teacher
-from megatron_vocabpar.layers.recipes import Fp8Recipe
-from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.pipeline import heads
 from megatron_vocabpar.pipeline.gradients import GradientSync
 from megatron_vocabpar.pipeline.microbatches import Microbatches, no_microbatches
@@ -31,22 +28,6 @@ from megatron_vocabpar.runtime.comm import PointToPoint, Receive, VocabGroups
 from megatron_vocabpar.runtime.streams import Event, Stream
 from megatron_vocabpar.schedule.words.methods import Method
 from megatron_vocabpar.schedule.words.placement import Placement
-
-
-def OutputOptions(
-    recompute: bool = False,
-    rows_per_chunk: int | None = None,
-    invariant: bool = False,
-    terms: LossTerms | None = None,
-    fp8: Fp8Recipe | None = None,
-    **more: Any,
-) -> VocabOptions:
-    """``VocabOptions`` by their former name and arguments, for one release."""
-    warnings.warn("OutputOptions is now pipeline.options.VocabOptions", DeprecationWarning, stacklevel=2)
-    more |= {"recompute": recompute, "invariant": invariant}
-    values = {} if terms is None else asdict(terms)
-    head = None if fp8 is None else fp8.name
-    return VocabOptions(rows_per_chunk=rows_per_chunk, fp8_head=head, **values, **more)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -591,13 +591,6 @@ def test_every_version_with_a_patch_is_known() -> None:
     assert patched == set(PATCHED)
 
 
-def test_an_old_flag_works_with_a_warning() -> None:
-    assert is_asked_for(["--vocab-parallel-schedule=zb-h1"])
-    new = config_from_argv(f"{ENABLE} --vocab-parallel-family zb-h1".split())
-    with pytest.warns(FutureWarning, match="--vocab-parallel-schedule is now --vocab-parallel-family"):
-        assert config_from_argv(f"{ENABLE} --vocab-parallel-schedule zb-h1".split()) == new
-
-
 def test_doctor_refuses_another_folder(tmp_path: Path) -> None:
     result = CliRunner().invoke(doctor_command, ["--megatron", str(tmp_path)])
     assert isinstance(result.exception, ValueError)

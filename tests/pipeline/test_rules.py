@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from megatron_vocabpar.layers.recipes import MXFP8
-from megatron_vocabpar.layers.terms import Distillation, LossTerms
+from megatron_vocabpar.layers.terms import Distillation
 from megatron_vocabpar.megatron_lm.flags import spell
-from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, _with_former
-from megatron_vocabpar.pipeline.iteration import OutputOptions
-from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions, options_of
+from megatron_vocabpar.pipeline.forward_backward import ForwardBackward
+from megatron_vocabpar.pipeline.options import VocabOptions, options_of
 from megatron_vocabpar.pipeline.rules import RULES, conflicts
 from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.schedule.words.placement import Placement
@@ -113,16 +110,3 @@ def test_the_methods_gradient_counts() -> None:
 def test_a_device_without_the_fused_kernel_is_named() -> None:
     with pytest.raises(ValueError, match=r"kernels=.fused.: tensors are on cpu, and .*; leave it out"):
         ForwardBackward("vocab-2", Mock(), torch.device("cpu"), options=VocabOptions(**FUSED))
-
-
-def test_former_names_are_accepted_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match="VocabOptions"):
-        options = OutputOptions(True, terms=LossTerms(z_loss=0.1), fp8=MXFP8, accuracy=True)
-    assert options == VocabOptions(recompute=True, z_loss=0.1, fp8_head="mxfp8", accuracy=True)
-    assert (options.terms, options.fp8) == (LossTerms(z_loss=0.1), MXFP8)
-    former = {"late_gradient": True, "output_options": options, "observers": (print,)}
-    with pytest.warns(DeprecationWarning, match="late_gradient, output_options, observers: give options"):
-        both = _with_former(DEFAULTS, Listeners(), former)
-    assert both == (replace(options, late_gradient=True), Listeners(observers=(print,)))
-    with pytest.warns(DeprecationWarning, match="no_such"), pytest.raises(TypeError, match="no_such"):
-        ForwardBackward("vocab-2", Mock(), torch.device("cpu"), no_such=1)
