@@ -249,7 +249,8 @@ def _add_gradients(
     x, owned, valid = state.x, state.tokens.owned, state.tokens.shard.valid_rows
     assert owned is not None
     gradient = _row_gradient(state, softmax, slopes)
-    early = state.a is not None and (gradient.logs is None or state.log_a is not None)
+    early = state.a is not None and gradient.divergence is None
+    early = early and (gradient.logs is None or state.log_a is not None)
     scale, pieces = _scaled_exponentials(state, softmax, gradient)
     if grad is not None and early and state.a is not None:
         scale_rows(state.a, gradient.row, grad)

@@ -1,0 +1,84 @@
+"""A distillation's gradients at one shard, beside float64 autograd of the definition."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_vocabpar.layers.columns import join
+from megatron_vocabpar.layers.distillation import comparison
+from megatron_vocabpar.layers.operands import ShardOptions
+from megatron_vocabpar.layers.output import input_gradient, output_forward, weight_gradient
+from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.layers.terms import Distillation, LossTerms
+from megatron_vocabpar.layers.token_loss import loss_slopes
+from tests.cases import covering
+from tests.layers.reference import relative_error
+
+N, H, V = 6, 8, 40
+KINDS = ("forward", "reverse", "js")
+
+
+def batch(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x [N, H], weight [V, H], the targets, of which one is ignored, a teacher's logits [N, V], gradients."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, H, generator=draw).to(dtype) for rows in (N, V))
+    targets = torch.randint(V, (N,), generator=draw)
+    targets[2] = -100
+    teacher = x.float() @ weight.float().t() + torch.randn(N, V, generator=draw)
+    return x, weight, targets, teacher, torch.linspace(-1, 2, N)
+
+
+def layer(
+    x: Tensor, weight: Tensor, targets: Tensor, teacher: Tensor, g: Tensor, how: Distillation, early: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The divergences [n], dX and dW."""
+    shard, terms = VocabRange(0, len(weight), len(weight)), LossTerms(distillation=how)
+    options = ShardOptions(terms=terms, with_input_gradient=early)
+    state, statistics = output_forward(x, weight, targets, shard, options)
+    assert state is not None
+    beside = comparison(how, teacher.unsqueeze(1), None, len(weight))
+    state = replace(state, teacher=beside)
+    numbers = statistics.new_empty(beside.width, len(x))
+    softmax = beside.compare(
+        state.student, join(statistics[None]), lambda part: part[None], lambda part: part, numbers
+    )
+    slopes, main_grad = loss_slopes(softmax, terms, g), statistics.new_zeros(weight.shape)
+    weight_gradient(state, softmax, slopes, main_grad)
+    return numbers[0], input_gradient(state, softmax, slopes, weight), main_grad
+
+
+def by_autograd(
+    x: Tensor, weight: Tensor, targets: Tensor, teacher: Tensor, g: Tensor, how: Distillation
+) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight = (each.double().requires_grad_() for each in (x, weight))
+    logits = x @ weight.t()
+    p, q = ((each.double() / how.temperature).log_softmax(1) for each in (teacher, logits))
+    if how.kind == "reverse":
+        p, q = q, p
+    m = q if how.kind != "js" else (how.mixture * p.exp() + (1 - how.mixture) * q.exp()).log()
+    divergence = (p.exp() * (p - m)).sum(1)
+    if how.kind == "js":
+        divergence = how.mixture * divergence + (1 - how.mixture) * (q.exp() * (q - m)).sum(1)
+    nll = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    counted = (targets >= 0) & (g != 0)
+    loss = ((1 - how.weight) * nll + how.weight * divergence)[counted] * g[counted]
+    dx, dw = torch.autograd.grad(loss.sum(), (x, weight))
+    return divergence.detach(), dx, dw
+
+
+@covering(
+    ("kind", KINDS),
+    ("early", [False, True]),
+    ("dtype", [torch.float64, torch.float32, torch.bfloat16]),
+    pairs=True,
+)
+def test_gradients_equal_autograd(kind: str, early: bool, dtype: torch.dtype) -> None:
+    """Also of a state that has A = E W, which lacks the divergence's part."""
+    inputs = batch(dtype)
+    how = Distillation(kind, weight=0.7, temperature=1.5, mixture=0.3)
+    found, expected = layer(*inputs, how, early), by_autograd(*inputs, how)
+    for each, wanted in zip(found, expected, strict=True):
+        assert relative_error(each, wanted) < {torch.bfloat16: 4e-3, torch.float32: 1e-6}.get(dtype, 1e-14)
