@@ -8,7 +8,8 @@ every shard without another product, and a second, small exchange gives the dive
 
 Both are made of chunks of tokens, and again for the gradient: no [n, P] tensor is kept. Logits are relative
 to the softmax's offset K: with E = exp(Y - k ln 2), ``Y_j - K ln 2 = ln E_j + (k - K) ln 2``.
-An E that is stored as 0 counts as the smallest number of its dtype.
+An E that is stored as 0 counts as the smallest normal number, 2^-126 of the likeliest id in bf16 and fp32.
+In fp16 it would be 2^-38, which 131,072 ids and a temperature make visible: ``check_storage`` refuses that.
 
 Next: ``output.py``, which adds the gradient to the rows of E.
 """
@@ -70,8 +71,7 @@ class Student:
 
     def logits(self, softmax: Softmax, rows: slice, temperature: float) -> Tensor:
         """[c, P'] ``(Y - K ln 2) / T`` of a chunk, a copy."""
-        info, valid = torch.finfo(self.e.dtype), self.shard.valid_rows
-        least = info.tiny * info.eps if self.e.dtype == torch.float16 else info.tiny  # fp16: 2^-24
+        least, valid = torch.finfo(self.e.dtype).tiny, self.shard.valid_rows
         y = self.e[rows, :valid].to(softmax.total.dtype, copy=True).clamp_(min=least).log_()
         y.add_(log_of_power(self.k[rows] - softmax.offset[rows]).unsqueeze(1))
         if valid:
@@ -263,6 +263,15 @@ def mixed(
 
 def _mixture(how: Distillation) -> float | None:
     return how.mixture if how.kind == "js" else None
+
+
+def check_storage(dtype: torch.dtype) -> None:
+    """Raise a ValueError unless exponentials in this dtype can be compared with a teacher's."""
+    if torch.finfo(dtype).tiny > torch.finfo(torch.float32).tiny:
+        raise ValueError(
+            f"distillation with exponentials in {dtype}, which has no small numbers for unlikely ids: use "
+            "bfloat16, or keep the output layer in float32 (fp32_head)"
+        )
 
 
 def check_teacher(given: Teacher, tokens: tuple[int, int], shard: VocabRange) -> None:

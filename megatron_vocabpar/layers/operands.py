@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_vocabpar.layers.distillation import check_storage
 from megatron_vocabpar.layers.fp8 import E4M3, Fp8Weight
 from megatron_vocabpar.layers.gemm import add_product_, product, product_chunks, result_dtype
 from megatron_vocabpar.layers.kernels.dispatch import exponentials, fused_product
@@ -183,7 +184,10 @@ def tokens_of(
         check_fused(x, weight)
     if owned is None and options.keep_state:
         owned = owned_targets(target_rows(targets, shard))
-    return Tokens(x, shard, local_targets(targets, shard), owned, options)
+    tokens = Tokens(x, shard, local_targets(targets, shard), owned, options)
+    if options.terms.distillation is not None:
+        check_storage(tokens.storage)
+    return tokens
 
 
 def check_fused(x: Tensor, weight: Tensor) -> None:

@@ -65,6 +65,11 @@ def teacher_problems(args: Any, config: FlagConfig) -> list[str]:
         problems.append(
             f"{flag}: the teacher says nothing of multi-token prediction; leave out one of the two"
         )
+    if getattr(args, "fp16", False) and not config.options.fp32_head:
+        problems.append(
+            f"{flag} with --fp16: it has no small numbers for unlikely ids; give --bf16, or "
+            "--vocab-parallel-fp32-head"
+        )
     if config.options.needs_exponentials:
         problems.append(f"{flag}: its loss function takes no metrics; leave out --vocab-parallel-metrics")
     try:

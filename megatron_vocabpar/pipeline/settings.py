@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from megatron_vocabpar.layers.distillation import check_storage
 from megatron_vocabpar.pipeline import heads
 
 if TYPE_CHECKING:
@@ -44,7 +47,7 @@ def check_settings(config: Any, adjust_tensor_shapes_fn: Any, vocabulary_paralle
 
 
 def check_distillation(options: VocabOptions, call: Call) -> None:
-    """Raise a ValueError for a distillation without a teacher, a teacher without one, or further heads.
+    """Raise a ValueError for a distillation in fp16, one without a teacher, the reverse, or further heads.
 
     Likewise for ``top_logprobs`` and ``keep_top``.
     """
@@ -54,6 +57,8 @@ def check_distillation(options: VocabOptions, call: Call) -> None:
         raise ValueError(
             "a distillation needs both VocabOptions(distillation=...) and the call's teacher: give the other"
         )
+    if options.distillation is not None:
+        check_storage(torch.float32 if options.fp32_head else call.config.params_dtype)
     if options.distillation is not None and heads.depths(call.config):
         raise ValueError(
             "distillation with multi-token prediction: a teacher says nothing of further heads; leave out one"

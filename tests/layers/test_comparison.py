@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.columns import join
 from megatron_vocabpar.layers.distillation import comparison
+from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import input_gradient, output_forward, weight_gradient
 from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.layers.recipes import ROW
 from megatron_vocabpar.layers.terms import Distillation, LossTerms
 from megatron_vocabpar.layers.token_loss import loss_slopes
 from tests.cases import covering
@@ -82,3 +85,26 @@ def test_gradients_equal_autograd(kind: str, early: bool, dtype: torch.dtype) ->
     found, expected = layer(*inputs, how, early), by_autograd(*inputs, how)
     for each, wanted in zip(found, expected, strict=True):
         assert relative_error(each, wanted) < {torch.bfloat16: 4e-3, torch.float32: 1e-6}.get(dtype, 1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unlikely_ids_count(dtype: torch.dtype) -> None:
+    """131,072 ids, one 28 nats above all others, which have a tenth at the temperature 2."""
+    ids = 131072
+    weight, x = torch.zeros(ids, 1, dtype=dtype), torch.ones(1, 1, dtype=dtype)
+    weight[0] = 28
+    teacher, how = (x @ weight.t()).float(), Distillation("forward", temperature=2.0)
+    divergence, dx, _ = layer(x, weight, torch.tensor([5]), teacher, torch.ones(1), how, False)
+    rounding = 2.0 * torch.finfo(dtype).eps
+    assert divergence.abs().item() < max(rounding**2, 1e-6)
+    assert dx.abs().item() < 28 * rounding
+
+
+def test_storage_without_small_numbers_is_refused() -> None:
+    terms, shard = LossTerms(distillation=Distillation()), VocabRange(0, 48, 48)
+    x, weight, targets = torch.ones(3, 16), torch.ones(48, 16), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"exponentials in torch\.float16.*: use bfloat16, or"):
+        output_forward(x.half(), weight.half(), targets, shard, ShardOptions(terms=terms))
+    fp8 = ShardOptions(terms=terms, fp8=Fp8Weight.of(weight, shard, ROW))
+    with pytest.raises(ValueError, match=r"exponentials in torch\.float8_e4m3fn"):
+        output_forward(x, weight, targets, shard, fp8)

@@ -222,6 +222,7 @@ STORED = {"logits_load_dir": "teacher", "logits_load_kd_loss_alpha": 0.5}
         ({"logits_load_dir": "teacher", "logits_load_kd_loss_alpha": 2.0}, "--logits-load-kd-loss-alpha"),
         ({**STORED, "logits_load_ignore_errors": True}, "--logits-load-ignore-errors"),
         ({**STORED, "mtp_num_layers": 1}, "--logits-load-dir"),
+        ({**STORED, "fp16": True}, "--logits-load-dir with --fp16"),
         ({"logits_save_dir": "teacher", "mtp_num_layers": 1}, "--logits-save-dir with --mtp-num-layers"),
         (
             {"logits_save_dir": "teacher", "freeze_all_layers": True, "logit_dtype": None},

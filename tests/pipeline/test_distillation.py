@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -135,7 +136,7 @@ def test_values_that_no_distillation_has(values: dict[str, Any], says: str) -> N
 
 
 def test_a_teacher_and_a_distillation_need_each_other() -> None:
-    config = SimpleNamespace(mtp_num_layers=None)
+    config = SimpleNamespace(mtp_num_layers=None, params_dtype=torch.bfloat16)
     call: Any = SimpleNamespace(forward_only=False, teacher=None, keep_top=None, config=config)
     with pytest.raises(ValueError, match="needs both"):
         check_distillation(options_of("js"), call)
@@ -143,6 +144,14 @@ def test_a_teacher_and_a_distillation_need_each_other() -> None:
     call.teacher, config.mtp_num_layers = print, 1
     with pytest.raises(ValueError, match="multi-token prediction"):
         check_distillation(options_of("js"), call)
+
+
+def test_fp16_needs_a_head_in_float32() -> None:
+    config = SimpleNamespace(mtp_num_layers=None, params_dtype=torch.float16)
+    call: Any = SimpleNamespace(forward_only=False, teacher=print, keep_top=None, config=config)
+    with pytest.raises(ValueError, match=r"exponentials in torch\.float16"):
+        check_distillation(options_of("js"), call)
+    check_distillation(replace(options_of("js"), fp32_head=True), call)
 
 
 def test_a_teacher_of_another_shape_is_named() -> None:
