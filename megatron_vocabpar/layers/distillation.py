@@ -104,10 +104,6 @@ class Comparison(ABC):
     def slopes(self, student: Student, softmax: Softmax, rows: slice) -> Tensor:
         """[c, P'] the gradient of a chunk's divergences by the student's logits."""
 
-    @abstractmethod
-    def bound(self, numbers: Tensor) -> Tensor:
-        """[n] at least the sum of the gradients' sizes."""
-
     @exact()
     def compare(
         self, student: Student, softmax: Softmax, gather: Gather, total: Gather, out: Tensor
@@ -187,10 +183,6 @@ class WithAllLogits(Comparison):
         assert slope is not None
         return slope.div_(self.how.temperature)
 
-    def bound(self, numbers: Tensor) -> Tensor:
-        bounds = self.divergence.bounds(numbers[3:])
-        return bounds[self.how.kind != "reverse"] / self.how.temperature
-
 
 class WithTop(Comparison):
     """Beside a stored top k. After the student's log-sum-exp the numbers are log R and log q of the ids."""
@@ -232,9 +224,6 @@ class WithTop(Comparison):
         q = self._log_q(student, softmax, numbers, rows).exp_()
         return self._bin_slopes(numbers, rows).apply_(q, self._ids[rows], student.shard)
 
-    def bound(self, numbers: Tensor) -> Tensor:
-        return self._bin_slopes(numbers, slice(None)).bound()
-
 
 def comparison(how: Distillation, given: Teacher, counted: Tensor | None, vocab_size: int) -> Comparison:
     """A microbatch's comparison with what its teacher gives; ``counted`` are the tokens, None for all."""
@@ -245,20 +234,17 @@ def comparison(how: Distillation, given: Teacher, counted: Tensor | None, vocab_
 
 def mixed(
     beside: Comparison, student: Student, softmax: Softmax, row: Tensor, slope: Tensor
-) -> tuple[Tensor, Iterator[tuple[slice, Tensor]]]:
-    """``row E`` and ``slope`` times the gradient of D, as a scale [n] and chunks [c, P] that it scales."""
-    assert softmax.divergence is not None
-    size = row.abs() + slope.abs() * beside.bound(softmax.divergence)
-    divisor = torch.where(size > 0, size, 1)
+) -> Iterator[tuple[slice, Tensor]]:
+    """``row E`` and ``slope`` times the gradient of D, by chunks [c, P].
 
-    def chunks() -> Iterator[tuple[slice, Tensor]]:
-        for rows in student.chunks():
-            mixture = student.e[rows].to(row.dtype, copy=True).mul_((row / divisor)[rows].unsqueeze(1))
-            part = beside.slopes(student, softmax, rows).mul_((slope / divisor)[rows].unsqueeze(1))
-            mixture[:, : part.shape[1]] += part
-            yield rows, mixture.to(student.e.dtype)
-
-    return divisor, chunks()
+    Where the slope is 0 the gradient is left out, not multiplied: a teacher may have NaN at masked tokens.
+    """
+    for rows in student.chunks():
+        mixture = student.e[rows].to(row.dtype, copy=True).mul_(row[rows].unsqueeze(1))
+        factor = slope[rows].unsqueeze(1)
+        part = beside.slopes(student, softmax, rows).mul_(factor)
+        mixture[:, : part.shape[1]] += part.masked_fill_(factor == 0, 0)
+        yield rows, mixture.to(student.e.dtype)
 
 
 def _mixture(how: Distillation) -> float | None:

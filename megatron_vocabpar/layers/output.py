@@ -302,7 +302,7 @@ def _scaled_exponentials(
     if gradient.divergence is not None:
         assert state.teacher is not None
         factors = gradient.row, gradient.divergence
-        return distillation.mixed(state.teacher, state.student, softmax, *factors)
+        return None, distillation.mixed(state.teacher, state.student, softmax, *factors)
     if gradient.logs is not None:
         return entropy.mixed(state.exponentials, gradient.row, gradient.logs)
     pieces, row, kept = _exponentials(state), gradient.row, state.e is not None

@@ -87,6 +87,18 @@ def test_gradients_equal_autograd(kind: str, early: bool, dtype: torch.dtype) ->
         assert relative_error(each, wanted) < {torch.bfloat16: 4e-3, torch.float32: 1e-6}.get(dtype, 1e-14)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_masked_token_may_have_no_teacher(kind: str) -> None:
+    """By its label, or by the gradient: a teacher's row of NaN there reaches no weight's gradient."""
+    x, weight, targets, teacher, g = batch(torch.float32)
+    g[4], how = 0, Distillation(kind, weight=0.7)
+    expected = by_autograd(x, weight, targets, teacher, g, how)
+    teacher[[2, 4]] = torch.nan
+    _, dx, dw = layer(x, weight, targets, teacher, g, how, False)
+    assert relative_error(dx, expected[1]) < 1e-6
+    assert relative_error(dw, expected[2]) < 1e-6
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_unlikely_ids_count(dtype: torch.dtype) -> None:
     """131,072 ids, one 28 nats above all others, which have a tenth at the temperature 2."""
