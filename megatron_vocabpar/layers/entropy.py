@@ -32,16 +32,17 @@ def log_exponentials(e: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
 def log_sums(sums: Tensor, s_rest: Tensor) -> Tensor:
     """[n] sums of E ln E, nearly as they were before E was rounded, whatever 2^k it is relative to.
 
-    Rounding E by d moves ``sum E ln E`` by ``sum d (1 + ln E)``, which is ``(1 + ln s) sum d`` and
-    ``sum d ln (E / s)``. The first is known, as s is the unrounded sum, and is taken back. For example, an E
-    that is nearly all of s is then off by nearly nothing.
+    The sum s of unrounded ones is known: with c = s over the sum of the rounded ones, that of c E ln (c E)
+    is ``c sum E ln E + s ln c``. This takes back a rounding that all E share, and nearly that of a single E
+    that is nearly all of s. For example, 1,000 equal logits have the entropy ln 1000, however they round.
 
     Args:
         sums: [2, n] of stored exponentials: of E ln E, and of E.
         s_rest: [n] sums of the unrounded ones.
     """
     logs, stored = sums
-    return logs + torch.where(s_rest > 0, (1 + s_rest.log()) * (s_rest - stored), 0)
+    factor = torch.where(stored > 0, s_rest / stored, 1)
+    return factor * logs + s_rest * factor.log()
 
 
 def mixed(e: Tensor, row: Tensor, logs: Tensor) -> tuple[Tensor, Iterator[tuple[slice, Tensor]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ from megatron_vocabpar.layers.output import (
     weight_gradient,
     with_log_product,
 )
-from megatron_vocabpar.layers.partition import even_ranges
+from megatron_vocabpar.layers.partition import VocabRange, even_ranges
 from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.layers.token_loss import loss_slopes
 from tests.layers.reference import relative_error
@@ -97,9 +98,9 @@ def softmax(
 
 @pytest.mark.parametrize("below", [0, LEEWAY, FUSED_LEEWAY])
 def test_digits_of_an_entropy_from_bf16(below: int) -> None:
-    """Its error is at most 2^-8 sum p |ln (E / s)|, whatever k a device has taken: E is rounded by 2^-8.
+    """Its error is at most 2^-8 sum p |ln p + H|, whatever k a device has taken: E is rounded by 2^-8.
 
-    Of a token of which one other id has nearly all the probability it is nearly 0.
+    Here p and H are of the ids but the target. Of a token of which one has nearly all it is nearly 0.
     """
     random = torch.Generator().manual_seed(0)
     x, w = (torch.randn(rows, H, generator=random).bfloat16() for rows in (300, 64))
@@ -121,10 +122,20 @@ def test_digits_of_an_entropy_from_bf16(below: int) -> None:
     others = torch.arange(V) != targets.unsqueeze(1)
     assert merged.entropy is not None
     error = (merged.entropy - torch.distributions.Categorical(probs=p).entropy()).abs()
-    rest = (p * others).sum(1, keepdim=True)
-    bound = 2**-8 * (p * (p / rest).log().abs() * others).sum(1)
+    of_others = torch.distributions.Categorical(probs=p * others)
+    bound = 2**-8 * (p * others * (of_others.logits + of_others.entropy().unsqueeze(1)).abs()).sum(1)
     assert (error <= bound + 2**-15).all()
     certain = (p * others).amax(1) > 0.99
     assert certain.sum() > 20
     assert error[certain].max() < 2e-4
     assert 1e-3 < error.max() < 4e-3
+
+
+def test_equal_logits_share_their_rounding() -> None:
+    """The entropy of 1,000 equal ones is ln 1000, in whatever direction bf16 rounds them all."""
+    x, w = torch.linspace(0, 1, 16).unsqueeze(1).bfloat16(), torch.ones(1024, 1).bfloat16()
+    shard = VocabRange(0, 1024, 1000)
+    state, stats = output_forward(x, w, torch.full((16,), -100), shard)
+    entropy = join(with_columns(state, stats, [ENTROPY]).unsqueeze(0), [ENTROPY]).entropy
+    assert entropy is not None
+    torch.testing.assert_close(entropy, torch.full((16,), math.log(1000)), rtol=0, atol=2e-6)
