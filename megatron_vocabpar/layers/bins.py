@@ -64,9 +64,9 @@ class TopLogprobs:
 
     def bins(self, dtype: torch.dtype) -> Tensor:
         """[..., k + 1] log-probabilities of the stored ids, 0 where one doesn't count, and of all others."""
-        logs, counted = self.logprobs.to(dtype), self.counted
-        rest = 1 - torch.where(counted, logs.exp(), 0).sum(-1, keepdim=True)
-        return torch.cat([torch.where(counted, logs, 0), rest.clamp(min=REST).log()], -1)
+        logs, counted = self.logprobs.double(), self.counted
+        rest = 1 - torch.where(counted, logs.exp(), 0).sum(-1, keepdim=True)  # in fp32 a multiple of 6e-8
+        return torch.cat([torch.where(counted, logs, 0), rest.clamp(min=REST).log()], -1).to(dtype)
 
     def bins_of(self, top: Tensor, rest: Tensor) -> Tensor:
         """[..., k + 1] likewise, of another distribution's logs ``top`` [..., k] and ``rest`` [...]."""

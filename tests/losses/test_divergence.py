@@ -165,6 +165,17 @@ def test_nothing_beyond_the_stored_ids() -> None:
     torch.testing.assert_close(grad.double(), log_q.exp() - log_p.exp(), atol=1e-6, rtol=0)
 
 
+def test_a_certain_teacher_keeps_what_it_gives_the_other_ids() -> None:
+    """From 2e-8 on, which is less than a digit of 1 in float32."""
+    rest = torch.logspace(-7.7, -5, 40, dtype=torch.float64)
+    logs = torch.stack([torch.log1p(-rest), *[(rest / 8).log()] * 8], 1)
+    stored = TopLogprobs(logs[:, :3].float(), torch.arange(3).expand(40, 3))
+    student = torch.randn(40, 9, generator=torch.Generator().manual_seed(8))
+    log_p, log_q = (binned(each.double().log_softmax(1), stored.ids) for each in (student, logs))
+    expected = (log_p.exp() * (log_p - log_q)).sum(1)
+    torch.testing.assert_close(vocab_kl(student, stored).double(), expected, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
