@@ -21,10 +21,12 @@ NOTHING = -EXPONENT_LIMIT
 """The offset k of a row without any finite logit, such as every row of an all-padding shard."""
 
 LOG2_E = 1.4426950408889634
-# ln 2 in two parts. The first has 9 significant bits, so q * LN2_HIGH is exact for |q| < 2^15
-# (|y| < 22000), and the remainder y - q ln 2 keeps the full precision of y however large y is.
+# ln 2 in two parts, the first with 9 significant bits: y - q * LN2_HIGH is exact where it is one operation.
 LN2_HIGH = 355 / 512
 LN2_LOW = -2.1219444005469057e-4
+# In PyTorch q * LN2_HIGH is rounded from |q| = 2^15 on. Its products with two parts of 4 and 2 bits are exact
+# for |q| < 2^20 (|y| < 726,000), so the remainder y - q ln 2 keeps the full precision of y.
+_LN2_TOP, _LN2_MIDDLE = 11 / 16, 3 / 512
 
 
 def whole_exponent(y: Tensor) -> Tensor:
@@ -45,8 +47,7 @@ def split_exponent(y: Tensor) -> tuple[Tensor, Tensor]:
     """
     q = whole_exponent(y)
     # Not fused into one operation, which would round differently in other layouts.
-    r = (y - q * LN2_HIGH).sub_(q * LN2_LOW)
-    return q, r
+    return q, subtract_power_log_(y.clone(), q)
 
 
 def fraction_power(r: Tensor) -> Tensor:
@@ -82,4 +83,4 @@ def log_of_power(exponent: Tensor) -> Tensor:
 
 def subtract_power_log_(y: Tensor, exponent: Tensor) -> Tensor:
     """``y -= exponent * ln 2`` in place for whole numbers, to the full precision of the difference."""
-    return y.sub_(exponent * LN2_HIGH).sub_(exponent * LN2_LOW)
+    return y.sub_(exponent * _LN2_TOP).sub_(exponent * _LN2_MIDDLE).sub_(exponent * LN2_LOW)
