@@ -4,9 +4,9 @@ Floating-point sums depend on the order of their terms, and so on the sharding. 
 
 - **Digits.** A term is written in base 2^40, on places that are the same everywhere: place w counts multiples
   of 2^(40 w). For example, 3 * 2^-20 is 3 * 2^20 on place -1. A shard adds the digits of its terms exactly
-  and sends the sums of its two highest places, and the first place. The merge adds the two highest of all
-  shards; what lies below is less than 2^-40 of the largest term. That is one collective, and no shard needs
-  to know another's numbers first.
+  and sends the sums of its three highest places, and the first place. The merge adds the three highest of all
+  shards; what lies below is less than 2^-80 of the largest term, and does not show when sums of large terms
+  cancel. That is one collective, and no shard needs to know another's numbers first.
 - **A grid.** If a bound of the sum is known (dX, after the statistics have met), terms are rounded to
   multiples of one power of two and added as int64.
 - **Blocks.** A matrix product is made of products of one shape, of ``BLOCK`` tokens and ``BLOCK`` ids, filled
@@ -36,7 +36,7 @@ BLOCK = 256
 _BASE = 40
 """Bits of a digit: 2^20 digits, and the square root of 2, fit into 63 bits."""
 
-_PLACES = 2
+_PLACES = 3
 _CACHED_BYTES = 2**19  # of fp32 terms: their digits stay in the cache
 _DIGITS = 1 + _PLACES
 _NOT_FINITE = 2**40
@@ -59,7 +59,7 @@ def exponentials(logits: Tensor, *args: Any, **options: Any) -> Exponentials:
 
 
 def digits(values: Tensor, k: Tensor) -> Tensor:
-    """[n, 3] int64: the first place, and the sums of the terms' digits on it and on the next.
+    """[n, 4] int64: the first place, and the sums of the terms' digits on it and on the next two.
 
     Args:
         values: [n, T] terms relative to 2^k, fp32 or fp64; all shards have up to 2^20 of them.
@@ -84,7 +84,9 @@ def _digits(values: Tensor, k: Tensor) -> Tensor:
         sums.append(whole.sum(dim=1))
         rest = rest.sub_(whole).mul_(2.0**_BASE)
     first = torch.where(finite, place, _NOT_FINITE).to(torch.int64)
-    return torch.stack((first, torch.where(finite, sums[0], up), torch.where(finite, sums[1], down)), dim=1)
+    marks = up, down, torch.zeros_like(up)
+    sums = [torch.where(finite, digit, mark) for digit, mark in zip(sums, marks, strict=True)]
+    return torch.stack((first, *sums), dim=1)
 
 
 def total(gathered: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,7 +95,7 @@ def total(gathered: Tensor) -> tuple[Tensor, Tensor]:
     |value| is 1/2 to 1, or 0 with the exponent ``NOTHING``; a sum that is not finite has the exponent 0.
 
     Args:
-        gathered: [R, n, 3] int64 ``digits`` of the shards.
+        gathered: [R, n, 4] int64 ``digits`` of the shards.
     """
     first = gathered[..., 0]
     highest = first.amax(dim=0)
@@ -104,7 +106,7 @@ def total(gathered: Tensor) -> tuple[Tensor, Tensor]:
         index = place - (highest - first)
         digit = gathered.gather(2, 1 + index.clamp(min=0).unsqueeze(2)).squeeze(2)
         sums.append(torch.where(index >= 0, digit, 0).sum(dim=0).double())
-    value = sums[1] * 2.0**-_BASE + sums[0]
+    value = (sums[2] * 2.0**-_BASE + sums[1]) * 2.0**-_BASE + sums[0]
     mantissa, exponent = torch.frexp(value)
     exponent = torch.where(mantissa == 0, NOTHING, exponent + _BASE * highest.double())
     kind = torch.where(sums[0] > 0, torch.inf, 0) - torch.where(sums[1] > 0, torch.inf, 0)
@@ -120,10 +122,10 @@ def block_sums(s: Tensor, k: Tensor) -> Tensor:
 
 
 def pack_whole(sums: Sequence[Tensor], target_logit: Tensor, owner: Tensor, weight_peak: Tensor) -> Tensor:
-    """One shard's statistics for the collective: [n, 6 or more] int64.
+    """One shard's statistics for the collective: [n, 7 or more] int64.
 
     Args:
-        sums: [n, 3] digits each: of the exponentials without the target's, and of further sums.
+        sums: [n, 4] digits each: of the exponentials without the target's, and of further sums.
         target_logit: [n], whose bits are sent where ``owner`` [n] is true.
         weight_peak: the largest |weight| of the shard's true rows, one element; 0 without rows.
     """
@@ -136,7 +138,7 @@ def join_whole(gathered: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, li
     """The statistics of all shards as those of a single one.
 
     Args:
-        gathered: [R, n, 6 or more] int64.
+        gathered: [R, n, 7 or more] int64.
         dtype: of the result, fp32 or fp64.
 
     Returns:

@@ -108,7 +108,7 @@ def output_forward(
     """Pass S of vocab-1 and vocab-2; the arguments are those of ``output.output_forward``.
 
     Returns:
-        ``(state, stats)``: stats is [n, 6] int64 for the collective and then ``merge_stats``.
+        ``(state, stats)``: stats is [n, 7] int64 for the collective and then ``merge_stats``.
 
     Raises:
         ValueError: if shapes or dtypes do not fit; if the shard cuts a block; for label smoothing.

@@ -50,7 +50,7 @@ def merge_stats(gathered: Tensor, *, out: Softmax | None = None) -> Softmax:
 
     Args:
         gathered: [R, n, 4] packed statistics of R shards, fp32 or fp64; or those of ``invariant.py``,
-            [R, n, 6] int64 ([R, n, 7] for fp64). Empty and all-padding shards may be among them.
+            [R, n, 7] int64 ([R, n, 8] for fp64). Empty and all-padding shards may be among them.
         out: from ``softmax_place``, for the result; None allocates.
 
     Returns:

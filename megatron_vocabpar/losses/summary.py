@@ -217,7 +217,7 @@ def _forward(
 def _chunk_stats(call: Call, y: Tensor, row: Tensor, place: Scratch) -> Tensor:
     """[rows, 4 to 6] one shard's numbers: packed statistics, sum of e log e, sum of logits.
 
-    In the invariant mode [rows, 6 to 12] whole numbers, with e y, which has no offset, in place of e log e.
+    In the invariant mode [rows, 7 to 15] whole numbers, with e y, which has no offset, in place of e log e.
     """
     valid = y.shape[1]
     total = y.sum(dim=1, keepdim=True) if call.mean and not call.invariant else None

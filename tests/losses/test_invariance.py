@@ -12,6 +12,7 @@ from megatron_vocabpar.layers.partition import ranges_from_sizes
 from megatron_vocabpar.losses import (
     LazyLogits,
     vocab_cross_entropy,
+    vocab_entropy,
     vocab_kl,
     vocab_logprobs_and_entropy,
 )
@@ -136,6 +137,20 @@ def test_the_invariant_divergence_is_right() -> None:
     assert bool(vocab_kl(example.logits[0], nowhere, invariant=True).isinf().all())
     with pytest.raises(ValueError, match="both as LazyLogits"):
         vocab_kl(example.logits[0], LazyLogits(example.hidden[0], example.weight[0]), invariant=True)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.float64, 1e-9)])
+@pytest.mark.parametrize("above", [1e3, 1e5])
+def test_entropies_of_large_logits(above: float, dtype: torch.dtype, tolerance: float) -> None:
+    """All far from 0, where a sum of p y is the difference of two large numbers; one of them is likelier."""
+    logits = torch.randn(4, 50000, generator=torch.Generator().manual_seed(2)).to(dtype) + above
+    logits[:, 7] += torch.tensor([0, 4, 12, 20])
+    log_p = reference.log_softmax(logits.double())
+    targets = torch.full((4,), 7)
+    logprob, entropy = vocab_logprobs_and_entropy(logits, targets, invariant=True)
+    assert error(logprob, log_p[:, 7]) < tolerance
+    assert error(entropy, -(log_p.exp() * log_p).sum(1)) < tolerance
+    assert error(vocab_entropy(logits, invariant=True), -(log_p.exp() * log_p).sum(1)) < tolerance
 
 
 def test_the_ordinary_mode_is_not_invariant_here() -> None:
