@@ -207,6 +207,23 @@ def test_errors_are_those_of_8_bit_operands(
     assert not dx[3].any()
 
 
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_weight_gradient_in_parts(recipe: Fp8Recipe) -> None:
+    """Parts of 1024 ids, the last of 64 with 44 true ones; by a factor, to what was there."""
+    tokens, rows, valid = 8192, 1088, 1068
+    draw = torch.Generator().manual_seed(4)
+    e = torch.rand(tokens, rows, generator=draw).to(E4M3 if recipe.keeps_exponentials else torch.bfloat16)
+    x = torch.randn(tokens, 32, generator=draw).bfloat16()
+    weight = Fp8Weight.of(torch.zeros(rows, 32).bfloat16(), VocabRange(0, rows, valid), recipe)
+    before = torch.full((rows, 32), 3.0)
+    main_grad = before.clone()
+    weight.add_weight_gradient_(main_grad, e, x, valid, torch.tensor([0.5]))
+    added, expected = (main_grad - before)[:valid], 0.5 * e.double().t()[:valid] @ x.double()
+    for part in (slice(0, 1024), slice(1024, valid)):
+        assert relative_error(added[part], expected[part]) < 0.05
+    assert main_grad[valid:].equal(before[valid:])
+
+
 def test_unlikely_ids_have_a_gradient_with_blocks() -> None:
     """Where all tokens make them 2^-29 times as likely as others of their shard."""
     x, weight = torch.ones(40, 32).bfloat16(), torch.zeros(64, 32).bfloat16()

@@ -128,6 +128,13 @@ def test_the_target_wins_of_equals(dtype: torch.dtype) -> None:
         assert bool((ranks_and_wins(x, w, target, 4, 61)[1] == wins).all())
 
 
+def test_tokens_without_a_target_have_no_likelier_ids() -> None:
+    x, w = torch.ones(4, 2), torch.arange(16.0).view(8, 2)
+    rank, wins = ranks_and_wins(x, w, torch.tensor([-100, 7, 0, 6]), 2, 7)  # 7 is padding
+    assert rank.tolist() == [0, 0, 6, 0]
+    assert wins.tolist() == [False, False, False, True]
+
+
 def test_undefined_logits_are_no_win() -> None:
     x, w = torch.ones(2, 2), torch.zeros(8, 2)
     w[3] = torch.nan

@@ -107,6 +107,19 @@ def test_collectives() -> None:
         assert result["rows"] == ([0.0, 1.0, 1.0, 2.0, 2.0, 2.0] if rank == 0 else [])
 
 
+def _communicator_of_rows(rank: int) -> str:
+    groups = create_groups((0, rank, 0), pipeline=2, tensor=1)
+    with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+        exchange_rows(groups, torch.empty(2, 1), torch.ones(2, 1), [1, 1], [1, 1])
+    name: str = exchange.call_args.kwargs["group"].group_desc
+    return name
+
+
+def test_input_rows_have_the_input_layers_communicator() -> None:
+    """In the output layer's, whose order is another, they would meet its collectives."""
+    assert run_ranks(2, _communicator_of_rows) == ["VOCAB_INPUT_COLLECTIVES"] * 2
+
+
 def _ring(rank: int) -> list[float]:
     groups = create_groups((0, rank, 0), pipeline=2, tensor=1)
     link, other = PointToPoint(groups), 1 - rank
