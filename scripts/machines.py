@@ -40,6 +40,11 @@ PROMISES = (
     f"{PYTEST} tests/layers tests/losses tests/pipeline/test_invariance.py"
     " tests/pipeline/test_equality.py tests/pipeline/test_bf16.py tests/train/test_trainer.py"
 )
+# What starts processes, writes files or measures time: load or an earlier job can change nothing else.
+PROCESSES = (
+    f"{PYTEST} tests/runtime tests/train tests/faults tests/bench tests/doctor tests/cli"
+    " tests/pipeline/test_equality.py tests/pipeline/test_measured_plan.py"
+)
 ROOMS = f"{PYTEST} tests/layers tests/losses tests/runtime tests/pipeline tests/train tests/bench"
 # A job that was started, and stopped by Ctrl-C once it trains.
 INTERRUPTED = (
@@ -105,7 +110,7 @@ def rows() -> list[Row]:
     home = {"HOME": "/nonexistent"}
     words = {"LANG": "C", "LC_ALL": "C", "TZ": "Asia/Kathmandu", "TMPDIR": "{elsewhere}"}
     small = ("unshare", "-m", "-n", "sh", "-c", SMALL, "sh")
-    both = f"{TRAIN} && {PYTEST}"
+    both = f"{TRAIN} && {PROCESSES}"
     return [
         readme("the system's Python"),
         readme(
@@ -126,10 +131,10 @@ def rows() -> list[Row]:
         tests("LANG=C, TZ=Asia/Kathmandu, TMPDIR elsewhere", environment=words),
         tests("one core", inside=("taskset", "-c", "0")),
         tests("64 MiB of /dev/shm, no network, no IPv6", both, inside=small),
-        *(tests(f"a busy machine, run {i} of 5", f"{BUSY} {PYTEST}") for i in range(1, 6)),
+        *(tests(f"a busy machine, run {i} of 5", f"{BUSY} {PROCESSES}") for i in range(1, 6)),
         tests("after an interrupted make train", f"{INTERRUPTED}; {both}"),
         tests("both commands, twice in a row", f"{both} && {both}"),
-        tests("after a job of an older version", f"{AN_OLDER_JOB} && {PYTEST} && {TRAIN}"),
+        tests("after a job of an older version", f"{AN_OLDER_JOB} && {both}"),
     ]
 
 
