@@ -117,7 +117,7 @@ def _costs(file: str | None, p: int) -> tuple[PassCosts, str]:
     if file is not None:
         return PassCosts.load(file), f"costs of {Path(file).name}"
     if p in PassCosts.PAPER_SIZES:
-        return PassCosts.paper(p), "the paper's times at 256k tokens"
+        return PassCosts.paper(p), "the paper's times at 256k ids"
     return PassCosts.default(p), "round numbers in the paper's proportions"
 
 

@@ -66,7 +66,7 @@ def over_the_ideal(plan: Plan, share: float) -> float:
     ],
 )
 def test_what_pairs_reach(family: str, p: int, above: int | None, share: float, most: float) -> None:
-    """256k tokens, 4p microbatches, vocab-2; ``above``: the cap less p. Simulated, with queues."""
+    """256k ids, 4p microbatches, vocab-2; ``above``: the cap less p. Simulated, with queues."""
     cap = None if above is None else p + above
     plan = make_plan("vocab-2", p, 4 * p, family=family, costs=exchanging(p, share), max_activations=cap)
     held = reference.peak_activations(json.loads(to_json(plan.schedule)))
