@@ -20,7 +20,8 @@ where B waits for T, it is a pass of its own (TW). Such methods add these chains
     vocab-2     C1 L CG B             CG T
 
 An evaluation is a chain, too, which ends in the loss: ``C0 S C1 L``, for naive ``C0 S C1 S2 C2 L``. Where it
-ranks the targets, T counts the ids of a shard that are likelier, and C2 sums the counts: ``C0 S C1 T C2 L``.
+ranks the targets, T counts the ids of a shard that are likelier, and the next collective sums the counts:
+``C0 S C1 T C2 L``, for naive ``C0 S C1 S2 C2 T C3 L``.
 
 A method of your own is a ``Method`` with its chain and, in a cost file (``times/costs.py``), the times of its
 passes. To train with it, write handlers for what is new in it (``pipeline/handlers/``).
@@ -161,8 +162,9 @@ def without_gradients(method: Method, *, ranks_targets: bool = False) -> Method:
         return method
     forward = takewhile(lambda word: _unmarked(word) not in ("T", "B"), method.chain.split())
     words = [*map(_unmarked, forward), *(["C1"] if method.in_step else [])]
-    chain = " ".join([*words, *(["T", "C2"] if ranks_targets else []), "L"])
-    return replace(method, chain=chain, late="")
+    if ranks_targets:
+        words += ["T", next(word for word in ("C1", "C2", "C3") if word not in words)]
+    return replace(method, chain=" ".join([*words, "L"]), late="")
 
 
 _WORDS: dict[str, Word] = {

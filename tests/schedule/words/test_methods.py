@@ -55,13 +55,20 @@ def test_what_waits_for_what() -> None:
         ("vocab-1", "C0 S C1 L", "C0 S C1 T C2 L"),
         ("vocab-2", "C0 S C1 L", "C0 S C1 T C2 L"),
         ("interlaced", "C0 S C1 L", "C0 S C1 T C2 L"),
+        ("naive", "C0 S C1 S2 C2 L", "C0 S C1 S2 C2 T C3 L"),
     ],
 )
 def test_the_chain_of_an_evaluation(name: str, evaluation: str, ranking: str) -> None:
     for method in (METHODS[name], METHODS[name].with_late_gradient()):
         assert (without_gradients(method).chain, without_gradients(method).late) == (evaluation, "")
         assert without_gradients(method, ranks_targets=True).chain == ranking
-    assert without_gradients(METHODS["naive"]).chain == "C0 S C1 S2 C2 L"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_has_an_evaluation_that_ranks_targets(method: str) -> None:
+    plan = make_plan(method, 2, 3).ranking_targets
+    assert set(plan.schedule.method.waits_for) >= {PassType.T, PassType.L} or not METHODS[method].chain
+    assert not any(find_hangs(plan.schedule, plan.program).values())
 
 
 @pytest.mark.parametrize(
