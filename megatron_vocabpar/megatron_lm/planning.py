@@ -45,6 +45,10 @@ _EXCHANGE = 0.4
 """What a pair is taken to hide before anything is measured: this part of the shorter of F and B."""
 
 
+_PLACED_BY = ("pipeline_model_parallel_layout", "hybrid_layer_pattern", "hybrid_override_pattern")
+"""Megatron's arguments that give stages their layers, and are no plain values of its configuration."""
+
+
 def say(line: str) -> None:
     """Print a line of ours, on rank 0."""
     if dist.get_rank() == 0:
@@ -136,19 +140,32 @@ def _from_rank_0(
     shared: list[Any] = [None]
     if dist.get_rank() == 0:
         costs = None if config.costs is None else PassCosts.load(config.costs)
-        name = digest(
-            get_model_config(model),
-            flags=replace(config, costs=None, profile_iterations=0, timeline=None),
-            costs=costs,
-            sizes=(dist.get_world_size(), args.seq_length, args.micro_batch_size, args.padded_vocab_size),
-            versions=(__version__, torch.__version__, megatron_version),
-            machine=machine(device),
-        )
+        name = training_name(config, args, get_model_config(model), costs, device)
         folders = [Path(folder) for folder in (args.save, args.load) if folder]
         plans = (kept_plan(folder, name) for folder in folders if config.profile_iterations)
         shared = [(costs, name, next(filter(None, plans), None))]
     dist.broadcast_object_list(shared, device=device)
     return shared[0]
+
+
+def training_name(
+    config: FlagConfig, args: Any, model_config: Any, costs: PassCosts | None, device: torch.device
+) -> str:
+    """A digest of all that the passes' times depend on: a plan is kept for trainings of this name.
+
+    Args:
+        args: Megatron's arguments.
+        model_config: megatron-core's configuration of the model.
+    """
+    return digest(
+        model_config,
+        flags=replace(config, costs=None, profile_iterations=0, timeline=None),
+        costs=costs,
+        sizes=(args.world_size, args.seq_length, args.micro_batch_size, args.padded_vocab_size),
+        layers=[getattr(args, name, None) for name in _PLACED_BY],
+        versions=(__version__, torch.__version__, megatron_version),
+        machine=machine(device),
+    )
 
 
 def _stage_output(model: Any, call: dict[str, Any], device: torch.device) -> torch.Tensor:

@@ -7,13 +7,23 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_vocabpar.megatron_lm.expert_exchange import OVERLAP
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
-from megatron_vocabpar.megatron_lm.planning import check_costs, plan_request, planned, with_exchange
+from megatron_vocabpar.megatron_lm.planning import (
+    check_costs,
+    plan_request,
+    planned,
+    training_name,
+    with_exchange,
+)
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts
@@ -137,6 +147,32 @@ def test_a_measured_plan_is_faster_where_a_rank_is_slower(tmp_path: Path) -> Non
     print(f"{seen}; median difference {statistics.median(pairs):.1%}")
     assert len(pairs) >= 10
     assert statistics.median(pairs) < 0.0
+
+
+def test_a_plan_is_kept_for_the_same_layers_alone() -> None:
+    sizes = {"world_size": 2, "seq_length": 32, "micro_batch_size": 1, "padded_vocab_size": 128}
+    selective = {"recompute_granularity": "selective"}
+
+    def name(given: dict[str, Any], of_model: dict[str, Any], iterations: int = 4) -> str:
+        config = config_from_argv([*AUTO.split(), "--vocab-parallel-profile-iterations", str(iterations)])
+        model = TransformerConfig(num_layers=4, hidden_size=16, num_attention_heads=2, **of_model)
+        return training_name(config, SimpleNamespace(**sizes | given), model, None, torch.device("cpu"))
+
+    trainings: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {}),
+        ({"hybrid_layer_pattern": "*-*-|*-*-"}, {}),
+        ({"hybrid_layer_pattern": "*-*-*-|*-"}, {}),
+        ({"hybrid_override_pattern": "*-*-*-*-"}, {}),
+        ({"pipeline_model_parallel_layout": "Ettt|tL"}, {}),
+        ({"pipeline_model_parallel_layout": "Ett|ttL"}, {}),
+        ({"seq_length": 64}, {}),
+        ({}, selective | {"recompute_modules": ["core_attn"]}),
+        ({}, selective | {"recompute_modules": ["mlp"]}),
+        ({}, {"attention_backend": AttnBackend.unfused}),
+    ]
+    names = [name(*training) for training in trainings]
+    assert len(set(names)) == len(names)
+    assert names == [name(*training, iterations=8) for training in trainings]
 
 
 def test_auto_takes_the_fastest_within_the_memory_and_says_why() -> None:

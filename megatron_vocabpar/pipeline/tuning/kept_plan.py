@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import fields
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,20 @@ def digest(config: Any, **facts: object) -> str:
     """A name for a training whose passes take the same time.
 
     Args:
-        config: megatron-core's; its numbers, strings and dtypes count.
+        config: megatron-core's; its numbers, strings, dtypes and choices count, and lists of them.
         facts: sizes, versions and machine; their text counts.
     """
-    plain = (bool, int, float, str, torch.dtype, type(None))
     known = {field.name: getattr(config, field.name) for field in fields(config)}
-    model = {name: str(value) for name, value in known.items() if isinstance(value, plain)}
+    model = {name: str(value) for name, value in known.items() if _is_plain(value)}
     text = json.dumps([model, {name: str(value) for name, value in facts.items()}], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _is_plain(value: object) -> bool:
+    """Whether the text of a value is the same in every run."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | Enum | torch.dtype)
 
 
 def keep_plan(folder: Path, name: str, plan: Plan, **times_ms: float) -> None:
