@@ -96,8 +96,9 @@ class Iteration:
     Attributes:
         microbatches: what every rank knows of each microbatch, by number. Empty for baseline and redis with
             the loss in the last stage: there Megatron's own code knows enough.
-        recorded: by stage and microbatch, the calls that ``forward_step`` makes on this rank: on the first
-            stage and on the loss stage (``Placement.loss_stage``).
+        recorded: by stage and microbatch, the calls of ``forward_step`` that stages of this rank replay; for
+            other stages F calls it.
+        with_loss: by microbatch, the calls with labels and loss function, where this rank has them.
         buffers: tensors and events between instructions.
         reported: what the loss function reported, in order (Megatron's forward_data_store).
         num_tokens: tokens of the loss, on the rank that computes it.
@@ -109,6 +110,7 @@ class Iteration:
     gradients: GradientSync
     microbatches: Microbatches = field(default_factory=no_microbatches)
     recorded: Mapping[int, Sequence[ModelCall]] = field(default_factory=dict)
+    with_loss: Sequence[ModelCall] = ()
     buffers: Buffers = field(default_factory=Buffers)
     reported: list[Any] = field(default_factory=list)
     num_tokens: torch.Tensor | int = 0

@@ -103,7 +103,7 @@ class LossReports:
         numbers = {"entropy": entropy, "correct": wins, "rank": rank, **of_teacher}
         asked = further_arguments(iteration.rank.output_options, call.forward_only)
         values = {name: value[0] for name, value in numbers.items() if name in asked and value is not None}
-        model, recorded = call.chunks[-1], iteration.recorded[iteration.rank.placement.loss_stage][i]
+        model, recorded = call.chunks[-1], iteration.with_loss[i]
         main_loss = partial(heads.main_loss, model, recorded, training=not call.forward_only, wins=wins)
         reported, num_tokens, grad, more = compat.loss_and_gradient(
             call,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,7 +64,7 @@ def prepare(
     placement = rank.placement
     if model is None and placement.loss_stage == placement.last_stage:
         return Iteration(rank, call, _gradient_sync(rank, call, schedule, written))
-    recorded = _record(rank, call, [placement.last_stage] * (model is None and rank.is_last))
+    recorded = _record(rank, call)
     first, last = recorded.get(0), recorded.get(placement.loss_stage)
     announced = not (call.forward_only or rank.method.late_gradient)
     labels = None if last is None else [_labels(recorded, call) for recorded in last]
@@ -88,16 +88,13 @@ def prepare(
         announced=announced,
         parts=rank.groups.tensor if call.config.sequence_parallel else 1,
     )
+    replayed = _replayed(rank, recorded)
     if model is None:
         # The last stage is not that of the loss: it gets the labels from there.
-        for i, recorded_call in enumerate(recorded.get(placement.last_stage, ())):
-            recorded[placement.last_stage][i] = recorded_call.with_argument(
-                "labels", microbatches.labels(i)[0]
-            )
+        for i, recorded_call in enumerate(replayed.get(placement.last_stage, ())):
+            true_labels = microbatches.labels(i)[0]
+            replayed[placement.last_stage][i] = recorded_call.with_argument("labels", true_labels)
     else:
-        if rank.is_last and placement.last_stage not in recorded and heads.depths(call.config):
-            # In a V-shaped placement: its heads take tokens and positions, which the first chunk has.
-            recorded[placement.last_stage] = recorded[0]
         output_pass = rank.method.passes[-1]  # the one that writes the weight's gradient
         written |= {PassType.IB: [model.word_embeddings.weight], output_pass: [model.output_weight]}
     return Iteration(
@@ -105,24 +102,43 @@ def prepare(
         call,
         _gradient_sync(rank, call, schedule, written),
         microbatches=microbatches,
-        recorded=recorded,
+        recorded=replayed,
+        with_loss=last or (),
     )
 
 
-def _record(rank: Rank, call: Call, besides: list[int]) -> dict[int, list[ModelCall]]:
-    """The calls that ``forward_step`` makes for this rank's end stages: the first and the loss stage.
+def _record(rank: Rank, call: Call) -> dict[int, list[ModelCall]]:
+    """The calls that ``forward_step`` makes for the first stage, the loss stage and that before it in a V.
 
-    Other stages get no batch and are recorded only if ``besides`` names them. Each chunk has its own data
-    iterator, as in Megatron.
+    Each chunk has its own data iterator, as in Megatron.
     """
     placement = rank.placement
-    ends = [0] * rank.is_first + [placement.loss_stage] * rank.has_loss + besides
+    ends = [0] * rank.is_first + [placement.loss_stage] * rank.has_loss
+    if rank.has_loss and placement.loss_stage != placement.last_stage:
+        ends.append(placement.loss_stage - 1)
     return {
         stage: record_calls(
             call.forward_step_func, call.data_iterators[chunk], call.chunks[chunk], call.num_microbatches
         )
         for stage, chunk in ((stage, placement.chunk_of(stage)) for stage in dict.fromkeys(ends))
     }
+
+
+def _replayed(rank: Rank, recorded: Mapping[int, list[ModelCall]]) -> dict[int, list[ModelCall]]:
+    """By stage, the calls that its layers get: a batch on the model's first and last stages alone.
+
+    ``forward_step`` takes the last rank's last chunk for the last stage and gives it the batch: tokens,
+    positions, masks and ends of packed sequences. In a V-shaped placement that is a stage in the middle. So
+    there the last stage gets the call of the first, which is on its rank, and the stage of the loss that of
+    the stage before, which is on its rank too and in the middle for Megatron as well.
+    """
+    placement, calls = rank.placement, dict(recorded)
+    if placement.loss_stage != placement.last_stage:
+        if rank.is_last:
+            calls[placement.last_stage] = list(recorded[0])
+        if rank.has_loss:
+            calls[placement.loss_stage] = recorded[placement.loss_stage - 1]
+    return calls
 
 
 def _tokens(recorded: ModelCall, call: Call) -> torch.Tensor:

@@ -179,7 +179,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         calculate_per_token_loss=case.calculate_per_token_loss,
         deallocate_pipeline_outputs=True,
         batch_p2p_sync=False,
-        variable_seq_lengths=bool(case.lengths),
+        variable_seq_lengths=len(set(map(sum, case.lengths))) > 1,
         moe_token_dispatcher_type="alltoall",  # asked for with variable lengths, experts or not
         mtp_num_layers=case.mtp or None,
         mtp_loss_scaling_factor=0.1,

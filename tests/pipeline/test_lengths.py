@@ -19,7 +19,9 @@ from megatron_vocabpar.pipeline.settings import check_settings
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.words.passes import Pass
 from tests.cases import rest_is_slow
-from tests.pipeline.gpt import BENT, Case, case_of, run, train, transformer_config
+from tests.gathered_attention import GatheredAttention
+from tests.pipeline import gpt
+from tests.pipeline.gpt import BENT, Case, Result, case_of, run, train, transformer_config
 from tests.pipeline.test_equality import check
 
 TOKENS: dict[str, Any] = {"loss": "tokens", "calculate_per_token_loss": True}
@@ -48,6 +50,31 @@ def test_variable_lengths_in_every_family(family: str) -> None:
 def test_packed_sequences(method: str, sizes: dict[str, int]) -> None:
     options = {"micro_batch_size": 1, "position": "rope", **TOKENS}
     check(Case(method, pp=2, m=3, lengths=PACKED, **options, **sizes))
+
+
+@pytest.mark.parametrize("method", ["vocab-2", "baseline"])
+def test_packed_sequences_in_a_v(method: str) -> None:
+    """The model's first and last stages know where sequences end, as in stock on as many stages."""
+    plan = generate(method, 2, 3, family="v-half")
+    case = case_of(plan, lengths=((4, 12), (6, 10), (8, 8)), seq_length=16, micro_batch_size=1, **TOKENS)
+    (expected,) = run(case.unsharded(), body=_with_ends_on_the_outer_layers)
+    check(case, expected=expected)
+
+
+class _OuterLayers(GatheredAttention):
+    """Only the first layer and the last know where packed sequences end."""
+
+    def __init__(self, config: Any, layer_number: int, *args: Any, **options: Any) -> None:
+        super().__init__(config, layer_number, *args, **options)
+        self.knows = layer_number in (1, config.num_layers)
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **options: Any) -> torch.Tensor:
+        return super().forward(*args, packed_seq_params=packed_seq_params if self.knows else None, **options)
+
+
+def _with_ends_on_the_outer_layers(rank: int, case: Case) -> Result:
+    with patch.object(gpt, "GatheredAttention", _OuterLayers):
+        return train(rank, case)
 
 
 @pytest.mark.parametrize(

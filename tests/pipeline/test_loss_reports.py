@@ -31,7 +31,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def iteration(told: list[str] | None = None, loss_func: Any = lambda losses, entropy: None) -> Any:
     """What ``LossReports`` looks at, on the rank of the loss; announced is a gradient of 1."""
-    place, method = SimpleNamespace(loss_stage=3), SimpleNamespace(late_gradient=False)
+    method = SimpleNamespace(late_gradient=False)
     options = SimpleNamespace(entropy=True, entropy_gradient=False, accuracy=False, target_rank=False)
     options.distillation = None
     tell = None if told is None else told.append
@@ -44,12 +44,11 @@ def iteration(told: list[str] | None = None, loss_func: Any = lambda losses, ent
             not_finite=tell,
             has_loss=True,
             pipeline_rank=3,
-            placement=place,
             method=method,
             output_options=options,
         ),
         call=call,
-        recorded={3: [SimpleNamespace(loss_func=loss_func)] * 4},
+        with_loss=[SimpleNamespace(loss_func=loss_func)] * 4,
         microbatches=SimpleNamespace(gradient=lambda _: torch.ones(1, 2)),
         reported=[],
         num_tokens=0,
