@@ -76,13 +76,13 @@ _UNPACKED = (
     Recipe(1.0, 1.0, 0.5, None),
     Recipe(None, 1.0, 0.9, None, packed=True),
     Recipe(0.5, 1.01, 0.1, 1),
+    Recipe(1.0, 1.0, 0.5, 0),  # the best if communication is as long as F
     Recipe(0.0, 1.01, 0.1, 2),
     Recipe(1.25, 1.06, 0.9, 0),
     Recipe(1.0, 1.0, 0.9, 1),
     Recipe(1.0, 1.0, 0.9, None),
     Recipe(1.0, 1.0, 0.5, 2),
     Recipe(1.0, 1.0, 0.2, None),
-    Recipe(1.0, 1.0, 0.5, 0),
 )
 # All ranks stop for S, so there is little to gain from other orders.
 _INTERLACED = (

@@ -106,6 +106,12 @@ def test_generated_is_within_five_percent_of_a_search(case: str) -> None:
     assert gap("1f1b", "vocab-2", 3, 8, case) <= 1.05
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["vocab-1", "vocab-2"])
+def test_slow_links_in_a_v(method: str) -> None:
+    assert gap("v-zb", method, 4, 12, "communication as long as F") <= 1.05
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("case", ADVERSE)
 @pytest.mark.parametrize("method", ["vocab-1", "vocab-2"])
