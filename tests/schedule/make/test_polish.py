@@ -3,7 +3,8 @@
 ``optima.json`` holds 24 cases with their least time: the eight of each kind (default cap, smallest cap, heavy
 first and last ranks) at which list scheduling alone was worst among 200 drawn at random. They were proven
 with a constraint solver (CP-SAT of OR-Tools 9.15): intervals that do not overlap on a rank, precedences with
-latencies from ``prerequisites``, activations as a cumulative resource, microbatches of a node in order.
+latencies from ``prerequisites``, activations as a cumulative resource, microbatches of a node in order. Any
+number of T and IB may wait in them, so with our caps on these the least time can be longer.
 
 116 more, ``drawn``, are all that were proven in 5 or 12 s each of 220 drawn at random: 2 to 4 ranks, 2 to 6
 microbatches, every family and method, at a third of them the smallest cap; costs at random, with a tiny S,
@@ -17,11 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from megatron_vocabpar.schedule.check.validate import validate
-from megatron_vocabpar.schedule.make.bounds import least_ms
+from megatron_vocabpar.schedule.make.bounds import WAITING, least_ms
 from megatron_vocabpar.schedule.make.families import claimed_peak, families
 from megatron_vocabpar.schedule.make.generate import generate, schedule_for
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
@@ -58,8 +60,9 @@ def over_the_optimum(case: dict[str, Any]) -> float:
     assert max(result.peak(SOFTMAX_SHARDS)) <= 4
     assert max(result.peak(INPUT_GRADIENTS)) <= 4
     assert least_ms(plan) <= result.iteration_ms + 1e-6
-    problem = Problem.of(request)
-    assert problem.bound_ms() <= case["optimum"] + 0.02  # the solver's times are whole microseconds
+    with patch.dict(WAITING, dict.fromkeys(WAITING, case["m"])):
+        bound_ms = Problem.of(request).bound_ms()
+    assert bound_ms <= case["optimum"] + 0.02  # the solver's times are whole microseconds
     return result.iteration_ms / case["optimum"]
 
 

@@ -133,7 +133,8 @@ def test_drawn_searches_are_not_slower_than_a_family_nor_with_more_memory(seed: 
     costs = times(f, b, random.uniform(0, 20), s, t, random.uniform(0, 5))
     before = float("inf")
     for cap in sorted({random.choice((1.5, 2.5)), *(float(random.randint(1, p + 2)) for _ in range(2))}):
-        found = milliseconds(search(method, p, m, costs=costs, max_activations=cap, passes=30_000), costs)
+        request = PlanRequest(method=method, p=p, m=m, costs=costs, max_activations=cap)
+        found = milliseconds(search(request, passes=30_000), costs)
         for name in families():
             alone = generate(method, p, m, family=name, costs=costs, max_activations=cap)
             assert found <= milliseconds(alone, costs) + 1e-6, name
