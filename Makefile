@@ -62,7 +62,7 @@ test-ci: $(INSTALLED)-test
 	$(BIN)/python -m pytest $(TWO) -m "not long" $(PYTEST_ARGS)
 
 test-long: $(INSTALLED)-test
-	$(BIN)/python -m pytest --hypothesis-profile long $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(TWO) --hypothesis-profile long $(PYTEST_ARGS)
 
 test-megatron: $(INSTALLED)-test
 	MEGATRON_LM_PATH="$(MEGATRON_LM_PATH)" $(BIN)/python -m pytest $(TWO) tests/megatron_lm $(PYTEST_ARGS)

@@ -50,10 +50,12 @@ def chosen_of(rows: Sequence[tuple[int, ...]], pairs: bool) -> set[tuple[int, ..
     return chosen
 
 
-def covering(*columns: tuple[Names, Iterable[Any]], pairs: bool = False) -> Callable[..., Any]:
+def covering(
+    *columns: tuple[Names, Iterable[Any]], pairs: bool = False, only: bool = False
+) -> Callable[..., Any]:
     """Parametrize with the product of columns ``(names, values)``; the default run takes what covers them.
 
-    A value of a column with several names is a tuple.
+    A value of a column with several names is a tuple. With ``only``, no run takes the rest.
     """
     names = [name for given, _ in columns for name in ([given] if isinstance(given, str) else given)]
     tables = [list(values) for _, values in columns]
@@ -66,7 +68,7 @@ def covering(*columns: tuple[Names, Iterable[Any]], pairs: bool = False) -> Call
             flat += [table[index]] if isinstance(given, str) else table[index]
         return pytest.param(*flat, marks=() if row in chosen else pytest.mark.slow)
 
-    return pytest.mark.parametrize(names, [case(row) for row in rows])
+    return pytest.mark.parametrize(names, [case(row) for row in rows if row in chosen or not only])
 
 
 def rest_is_slow(values: Iterable[Any], *default: Any) -> list[Any]:

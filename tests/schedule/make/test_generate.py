@@ -95,9 +95,7 @@ def test_keeps_every_rule_by_an_independent_reading(family: str, method: str, p:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", families())
-@pytest.mark.parametrize("p", [4, 8, 12, 16, 24, 32])
+@covering(("method", METHODS), ("family", families()), ("p", [4, 8, 12, 16, 24, 32]), pairs=True, only=True)
 def test_keeps_every_rule_in_long_pipelines(family: str, method: str, p: int) -> None:
     for m in {1, 2, p - 1, p, 2 * p, 4 * p + 1, 128}:
         check(family, method, p, m)

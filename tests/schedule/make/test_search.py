@@ -16,7 +16,7 @@ from megatron_vocabpar.schedule.play.peaks import peak_activations
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import method_named
 from megatron_vocabpar.schedule.words.schedule import Schedule
-from tests.cases import rest_is_slow
+from tests.cases import covering, rest_is_slow
 from tests.schedule.simulated import simulated
 
 DOCS = Path(__file__).parents[3] / "docs" / "schedules.md"
@@ -113,10 +113,14 @@ def test_slow_links_in_a_v(method: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", ADVERSE)
-@pytest.mark.parametrize("method", ["vocab-1", "vocab-2"])
-@pytest.mark.parametrize("name", families())
-@pytest.mark.parametrize(("p", "m"), [(4, 12), (8, 32)])
+@covering(
+    ("name", families()),
+    ("method", ["vocab-1", "vocab-2"]),
+    (("p", "m"), [(4, 12), (8, 32)]),
+    ("case", ADVERSE),
+    pairs=True,
+    only=True,
+)
 def test_generated_is_within_five_percent_of_a_search_in_every_family(
     name: str, method: str, p: int, m: int, case: str
 ) -> None:
