@@ -282,5 +282,8 @@ def test_it_takes_as_long_as_the_simulator_says() -> None:
     costs = PassCosts.paper(8)
     plans = {method: make_plan(method, 8, 32, costs=costs) for method in METHODS}
     plans["v-half"] = make_plan("vocab-2", 8, 32, family="v-half", costs=costs)
-    for found in emulate(plans, scale=6.0, iterations=1):
-        assert abs(found.error) < 0.05, found
+    other_work = OtherWork()
+    off = [found for found in emulate(plans, scale=6.0, iterations=1) if abs(found.error) >= 0.05]
+    if off and (busy := beside.warning(other_work.share())):
+        pytest.skip(busy)  # as beside the other process of ``make test-long``
+    assert not off
