@@ -103,7 +103,9 @@ def _missing_extra(verb: str, error: ModuleNotFoundError) -> Exception:
     """One line for a module that an extra would have installed; a missing module of ours stays an error."""
     if verb in _BARE or (error.name or "").partition(".")[0] == "megatron_vocabpar":
         return error
-    remedy = "run in the clone: pip install '.[train]'"
+    # Beside a Megatron of one's own '.[train]' would install another: it is for who has none.
+    extra = "train" if (error.name or "").partition(".")[0] in ("torch", "megatron") else "tools"
+    remedy = f"run in the clone: pip install '.[{extra}]'"
     return VerbError(verb, f"the module {error.name!r} is not installed; {remedy}")
 
 

@@ -91,16 +91,24 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[s
     assert not (tmp_path / "out").exists()
 
 
-def test_a_module_of_an_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "extra"),
+    [("torch", "train"), ("megatron.core", "train"), ("psutil", "tools"), ("matplotlib.figure", "tools")],
+)
+def test_a_module_of_an_extra_that_is_missing(
+    module: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has a torch and a Megatron of one's own needs the tools alone."""
+
     def load(verb: str) -> click.Command:
-        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+        raise ModuleNotFoundError(f"No module named '{module}'", name=module)
 
     monkeypatch.setattr(command, "load", load)
     result = CliRunner().invoke(command.main, ["train"])
     assert result.exit_code == 2
     assert result.stderr == (
-        "vocabpar train: error: the module 'torch' is not installed; "
-        "run in the clone: pip install '.[train]'\n"
+        f"vocabpar train: error: the module '{module}' is not installed; "
+        f"run in the clone: pip install '.[{extra}]'\n"
     )
 
 
