@@ -63,6 +63,8 @@ def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
 
 
 def _parse_with_our_options(original: Callable[..., Any], config: FlagConfig) -> Callable[..., Any]:
+    told: set[str] = set()  # a start of Megatron parses up to three times
+
     @wraps(original)
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
         megatrons: dict[str, Declared] = {}
@@ -77,7 +79,9 @@ def _parse_with_our_options(original: Callable[..., Any], config: FlagConfig) ->
         if config.runs_our_schedule:
             check_read(megatrons, args)
             for line in not_run(megatrons, args) if args.rank == 0 else ():
-                print(f"> vocabulary parallelism: {line}", flush=True)
+                if line not in told:
+                    print(f"> vocabulary parallelism: {line}", flush=True)
+                told.add(line)
         return args
 
     return parse_args
