@@ -58,6 +58,8 @@ def schedule() -> Iterator[BadInput]:
     for flags, says in {
         "--pp 0": "pipeline size 0 is below 1", "--pp -1": "p", "--pp 1.5": "--pp", "--pp x": "--pp", "--microbatches 0": "0 microbatches is below 1",
         "--microbatches -5": "microbatch", "--microbatches 99999999999": "microbatch|large|more than", "--pp 256 --microbatches 4096": "1,048,576 forward passes, more than 262,144; use fewer",
+        "--pp 100000 --microbatches 1": "100000 ranks x 1 chunks are 100,000 stages, more than 2,048; use fewer",
+        "--family search --pp 10000000 --microbatches 1": "stages, more than 2,048; use fewer",
         "--method vocab2": "unknown method 'vocab2'", "--method ''": "method", "--family x": "unknown family 'x'", "--chunks 0": "chunk", "--chunks -1": "chunk",
         "--chunks 1000": "chunk", "--family interleaved --chunks 1000": "1000 chunks per rank is above 64; use fewer",
         "--max-activations 0.5": "max_activations is 0.5",

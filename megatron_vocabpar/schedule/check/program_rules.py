@@ -37,10 +37,10 @@ def validate_program(schedule: Schedule, program: Program) -> None:
         raise ScheduleError(f"missing rank: {len(program)} programs for {schedule.p} ranks")
     check_passes(schedule, program)
     check_pairs(schedule, program)
-    numbering, expected = Numbering(schedule), expected_communication(schedule)
+    expected = expected_communication(schedule)
     for rank in range(schedule.p):
         check_communication(program, rank, expected[rank])
-        check_program_order(numbering, program, rank)
+    check_program_order(Numbering(schedule), program)
     check_collective_order(program)
     check_point_to_point_order(schedule, program)
     check_hang(schedule, program)
@@ -79,12 +79,14 @@ def check_passes(schedule: Schedule, program: Program) -> None:
 
 def check_pairs(schedule: Schedule, program: Program) -> None:
     """A program has the schedule's pairs, each as one instruction."""
+    expected: list[set[Pair]] = [set() for _ in program]
+    for pair in schedule.pairs:
+        expected[schedule.rank_of(pair)].add(pair)
     for rank, row in enumerate(program):
-        expected = {pair for pair in schedule.pairs if schedule.rank_of(pair) == rank}
         actual = {item for item in row if isinstance(item, Pair)}
-        for pair in sorted(actual - expected, key=str):
+        for pair in sorted(actual - expected[rank], key=str):
             raise violation("pair", program, rank, pair, "the schedule runs its passes one after the other")
-        for pair in sorted(expected - actual, key=str):
+        for pair in sorted(expected[rank] - actual, key=str):
             reason = f"the schedule runs it together with {pair.backward}: {pair} must be one instruction"
             raise violation("pair", program, rank, pair.forward, reason)
 
@@ -103,20 +105,21 @@ def check_communication(program: Program, rank: int, expected: set[Comm]) -> Non
         raise missing("communication", "issues", program, rank, absent)
 
 
-def check_program_order(numbering: Numbering, program: Program, rank: int) -> None:
+def check_program_order(numbering: Numbering, program: Program) -> None:
     """Producers come before launches, launches and receives before consumers (or before their pair)."""
     m, seen = numbering.schedule.m, bytearray(numbering.size)
     needs = [in_numbers(needs, m) for needs in numbering.needs]
-    for item in program[rank]:
-        parts = parts_of(item)
-        for part in parts:
-            for first, back in needs[numbering.number(part) // m]:
-                if part.microbatch >= back and not seen[first + part.microbatch]:
-                    need = numbering.item(first + part.microbatch)
-                    if numbering.schedule.rank_of(need) == rank:
-                        raise violation("order", program, rank, item, f"{need} must come before it")
-        for part in parts:
-            seen[numbering.number(part)] = 1
+    for rank, row in enumerate(program):
+        for item in row:
+            parts = parts_of(item)
+            for part in parts:
+                for first, back in needs[numbering.number(part) // m]:
+                    if part.microbatch >= back and not seen[first + part.microbatch]:
+                        need = numbering.item(first + part.microbatch)
+                        if numbering.schedule.rank_of(need) == rank:
+                            raise violation("order", program, rank, item, f"{need} must come before it")
+            for part in parts:
+                seen[numbering.number(part)] = 1
 
 
 def check_collective_order(program: Program) -> None:

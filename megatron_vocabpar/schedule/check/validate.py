@@ -45,16 +45,18 @@ def validate_rows(schedule: Schedule) -> None:
     if len(schedule.ranks) != schedule.p:
         raise ScheduleError(f"missing rank: {len(schedule.ranks)} rows of passes for {schedule.p} ranks")
     numbering = Numbering(schedule)
+    backward = any(pass_.type is PassType.B for passes in schedule.ranks for pass_ in passes)
+    left_out = BACKWARD if any(schedule.ranks) and not backward else frozenset()
     for rank in range(schedule.p):
-        _check_complete(schedule, numbering, rank)
+        _check_complete(schedule, numbering, rank, left_out)
     _check_pairs(schedule)
     _check_order(schedule, numbering)
 
 
-def _expected_nodes(schedule: Schedule, rank: int) -> dict[PassType, frozenset[int]]:
+def _expected_nodes(
+    schedule: Schedule, rank: int, left_out: frozenset[PassType]
+) -> dict[PassType, frozenset[int]]:
     """The types of passes that ``rank`` must run for every microbatch, each on these stages."""
-    backward = any(pass_.type is PassType.B for passes in schedule.ranks for pass_ in passes)
-    left_out: frozenset[PassType] = frozenset() if backward or not any(schedule.ranks) else BACKWARD
     stages = frozenset(schedule.placement.stage_of(rank, chunk) for chunk in range(schedule.chunks))
     transformer = (PassType.F, PassType.B, *((PassType.W,) if schedule.splits_w else ()))
     vocabulary = (type_ for type_ in vocabulary_passes(schedule) if rank in ranks_of(type_, schedule))
@@ -62,8 +64,10 @@ def _expected_nodes(schedule: Schedule, rank: int) -> dict[PassType, frozenset[i
     return {type_: nodes[type_] for type_ in nodes if type_ not in left_out}
 
 
-def _check_complete(schedule: Schedule, numbering: Numbering, rank: int) -> None:
-    nodes, row = _expected_nodes(schedule, rank), schedule.ranks[rank]
+def _check_complete(
+    schedule: Schedule, numbering: Numbering, rank: int, left_out: frozenset[PassType]
+) -> None:
+    nodes, row = _expected_nodes(schedule, rank, left_out), schedule.ranks[rank]
     for pass_ in row:
         if not 0 <= pass_.microbatch < schedule.m or pass_.stage not in nodes.get(pass_.type, ()):
             raise violation("foreign pass", schedule.ranks, rank, pass_, "it does not belong to this rank")

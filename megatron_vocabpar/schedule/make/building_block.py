@@ -164,23 +164,19 @@ def place(
         for node in nodes
         if type_ not in (PassType.IF, PassType.IB)
     ]
-    rings = [
-        _Ring(interval, [graph.duration[node] for node in placed if graph.rank[node] == rank])
-        for rank in range(frame.p)
-    ]
+    lengths: list[list[float]] = [[] for _ in range(frame.p)]
+    for node in placed:
+        lengths[graph.rank[node]].append(graph.duration[node])
+    rings = [_Ring(interval, row) for row in lengths]
     for node in graph.arrival:
         rings[graph.rank[node]].reserve(graph.duration[node])
 
     hop = hops.of(frame, interval) if hops else {}
-    finish: dict[int, float] = {}
+    finish: dict[int, float] = {}  # of a collective: of its producers in the chain
     offsets: dict[int, float] = {}
     for node in _chain(graph):
         ready = max(
-            (
-                _finished(need.node, graph, finish) + need.latency
-                for need in graph.needs[node]
-                if not need.back
-            ),
+            (finish.get(need.node, 0.0) + need.latency for need in graph.needs[node] if not need.back),
             default=0.0,
         )
         if node in graph.arrival:
@@ -192,6 +188,8 @@ def place(
             start = ready
         offsets[node] = start
         finish[node] = start + graph.duration[node]
+        for group in graph.feeds.get(node, ()):
+            finish[group] = max(finish.get(group, 0.0), finish[node])
     return BuildingBlock(interval, {node: offset for node, offset in offsets.items() if node in graph.passes})
 
 
@@ -202,13 +200,6 @@ def _hopped(graph: PassGraph, node: int, offsets: Mapping[int, float], hop: Mapp
     if (type_, stage) not in hop or neighbour not in graph.of_type(type_):
         return 0.0
     return offsets[neighbour] + hop[type_, stage]
-
-
-def _finished(node: int, graph: PassGraph, finish: Mapping[int, float]) -> float:
-    """The end of a pass, or of a collective's last producer; passes outside the chain do not count."""
-    if node in graph.producers:
-        return max(finish.get(part, 0.0) for part, groups in graph.feeds.items() if node in groups)
-    return finish.get(node, 0.0)
 
 
 def _chain(graph: PassGraph) -> Iterator[int]:

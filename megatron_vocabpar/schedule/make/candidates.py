@@ -175,7 +175,7 @@ def rules(shape: Schedule, graph: PassGraph, block: BuildingBlock, recipe: Recip
             in_flight[node] = partner, int(lifespan) + 1 + recipe.spare
     return Rules(
         eager=(*graph.of_type(PassType.IF), *graph.of_type(PassType.L)),
-        lazy={node: _holder(node, graph) for node in lazy},
+        lazy=_holders(lazy, graph),
         pending={node: limits[graph.type_of(node)] for node in lazy},
         overlap=recipe.overlap,
         ahead=recipe.ahead,
@@ -197,10 +197,19 @@ def _in_chunks(
     return {node: ranks[graph.rank[node]] for node in forward}
 
 
-def _holder(node: int, graph: PassGraph) -> int:
-    """The node whose buffer a lazy pass frees: a pass on its rank (S for T), or a collective."""
-    needed = graph.needs[node][0].node
-    parts = [part for part, groups in graph.feeds.items() if needed in groups]
-    if graph.type_of(node) is PassType.IB:
-        parts = parts[:1]  # B of stage 0; the last stage, if it embeds tokens, has ended its B long before
-    return next((part for part in parts if graph.rank[part] == graph.rank[node]), needed)
+def _holders(lazy: Sequence[int], graph: PassGraph) -> dict[int, int]:
+    """For each lazy node, the node whose buffer it frees: a pass on its rank (S for T), or a collective."""
+    first: dict[int, int] = {}  # of a collective's producers
+    on_rank: dict[tuple[int, int], int] = {}
+    for part, groups in graph.feeds.items():
+        for group in groups:
+            first.setdefault(group, part)
+            on_rank.setdefault((group, graph.rank[part]), part)
+    holders = {}
+    for node in lazy:
+        needed = graph.needs[node][0].node
+        holder = on_rank.get((needed, graph.rank[node]), needed)
+        # B of stage 0; the last stage, if it embeds tokens, has ended its B long before
+        is_late = graph.type_of(node) is PassType.IB and holder != first[needed]
+        holders[node] = needed if is_late else holder
+    return holders

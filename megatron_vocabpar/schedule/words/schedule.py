@@ -27,6 +27,7 @@ Program = tuple[tuple[Instruction, ...], ...]
 FORWARD = frozenset({PassType.IF, PassType.F, PassType.S, PassType.S2})  # what an evaluation keeps
 BACKWARD = frozenset({PassType.B, PassType.W, PassType.IB})  # what an evaluation leaves out
 MOST_FORWARDS = 2**18  # of all ranks: about a minute of planning
+MOST_STAGES = 2**11  # bounds and pictures take time in the square of the stages: half a minute
 
 
 class ScheduleError(ValueError):
@@ -75,6 +76,11 @@ class Schedule:
     pairs: frozenset[Pair] = frozenset()
 
     def __post_init__(self) -> None:
+        if self.placement.num_stages > MOST_STAGES:
+            raise ValueError(
+                f"{self.p} ranks x {self.chunks} chunks are {self.placement.num_stages:,} stages, more than "
+                f"{MOST_STAGES:,}; use fewer ranks or chunks"
+            )
         size = self.placement.num_stages * self.m
         if size > MOST_FORWARDS:
             raise ValueError(

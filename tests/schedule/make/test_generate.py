@@ -2,6 +2,7 @@
 
 import json
 import time
+from cProfile import Profile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from megatron_vocabpar.schedule.check.program_rules import validate_program
 from megatron_vocabpar.schedule.check.validate import validate
 from megatron_vocabpar.schedule.make.candidates import candidates
 from megatron_vocabpar.schedule.make.families import families
-from megatron_vocabpar.schedule.make.generate import generate
+from megatron_vocabpar.schedule.make.generate import generate, make_plan
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
 from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.play.lower import lower
@@ -284,6 +285,16 @@ def test_few_microbatches(family: str, cap: int, position: int) -> None:
     relative = result.iteration_ms / (m * sum(scalars(setting).values()))
     print(family, m, round(relative, 4))
     assert relative <= FEW[family, cap][position] * 1.01
+
+
+def calls_of_plan(p: int) -> int:
+    profile = Profile()
+    profile.runcall(make_plan, "baseline", p, 1)
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def test_twice_the_ranks_take_about_twice_the_work() -> None:
+    assert calls_of_plan(400) < 2.1 * calls_of_plan(200)
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ def shuffled(schedule: Schedule, program: Program, draw: Random) -> Program:
         row.insert(draw.randint(0, len(row)), item)
         tried = tuple(row if r == rank else other for r, other in enumerate(rows))
         try:
-            check_program_order(numbering, tried, rank)
+            check_program_order(numbering, tried)
         except ScheduleError:
             continue
         rows[rank] = row
