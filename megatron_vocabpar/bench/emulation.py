@@ -37,6 +37,8 @@ from megatron_vocabpar.train.failure import ProgressRecord
 
 _PATIENCE_S, _PATIENCE = 120.0, 10.0  # a rank waits for another this long, plus this many predicted times
 
+_LONGEST_S = 86_400.0
+
 
 @dataclass(frozen=True)
 class Emulation:
@@ -71,11 +73,20 @@ def emulate(
         scale: the time that passes for one millisecond of the plans' costs, in milliseconds.
         iterations: of each plan; the median counts.
         say: takes a line about progress, in this process and in that of rank 0.
+
+    Raises:
+        ValueError: if the plans take longer than a day.
+        TrainingFailed: if a process fails.
     """
     predictions = {name: simulate(plan) for name, plan in plans.items()}
     (world_size,) = {plan.schedule.p for plan in plans.values()}
     lengths_s = {name: each.iteration_ms * scale / 1e3 for name, each in predictions.items()}
     total_s = iterations * sum(lengths_s.values())
+    if total_s > _LONGEST_S:
+        raise ValueError(
+            f"scale {scale:g} and {iterations} iterations: the schedules take {total_s:,.0f} s, more than a "
+            "day; give a smaller scale, or fewer iterations"
+        )
     say(f"emulating on {world_size} processes: their schedules take {total_s:.0f} s")
     timeout = timedelta(seconds=_PATIENCE_S + _PATIENCE * max(lengths_s.values()))
     body = partial(_run_rank, plans, scale, iterations, timeout, say)

@@ -24,6 +24,13 @@ from megatron_vocabpar.schedule.words.methods import METHODS
 _DEFAULT = ("baseline", "redis", "interlaced", "vocab-1", "vocab-2", "v-half:vocab-2")
 
 
+def _svg(context: click.Context, option: click.Parameter, path: str | None) -> str | None:
+    """Callback of ``--output``: refuse a bad path, or the name of another kind of file, before the work."""
+    if path is not None and Path(path).suffix not in ("", ".svg"):
+        raise ValueError(f"cannot write {path}: the bars are an SVG; give --output FILE.svg")
+    return will_be_written(context, option, path)
+
+
 @click.command("emulate")
 @click.argument(
     "schedules",
@@ -49,7 +56,7 @@ _DEFAULT = ("baseline", "redis", "interlaced", "vocab-1", "vocab-2", "v-half:voc
     "--iterations", type=click.IntRange(min=1), default=1, help="Of each schedule; the median counts."
 )
 @FORMAT
-@click.option("--output", metavar="FILE.svg", callback=will_be_written, help="Also draw bars.")
+@click.option("--output", metavar="FILE.svg", callback=_svg, help="Also draw bars.")
 @click.option(
     "--report",
     "folder",

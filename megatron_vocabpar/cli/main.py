@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import signal
 import traceback
 
 import click
@@ -84,7 +85,8 @@ class VerbGroup(click.Group):
         except KeyboardInterrupt as stop:
             verb = f" {ctx.invoked_subcommand}" if ctx.invoked_subcommand else ""
             click.echo(f"vocabpar{verb}: interrupted", err=True)
-            raise click.exceptions.Exit(130) from stop
+            number = getattr(stop, "signal_number", signal.SIGINT)  # that of train/workers.py has one
+            raise click.exceptions.Exit(128 + number) from stop
         except OSError as error:
             if error.errno == errno.EPIPE:  # click ends quietly
                 raise

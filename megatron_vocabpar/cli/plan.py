@@ -14,7 +14,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from megatron_vocabpar.cli.files import FORMAT, completing, write_output
+from megatron_vocabpar.cli.files import FORMAT, completing, will_be_written, write_output
 from megatron_vocabpar.plan.given import Given, read_script, read_words
 from megatron_vocabpar.plan.hardware import Hardware, hardware_named, hardware_presets
 from megatron_vocabpar.plan.job import RECOMPUTE
@@ -78,7 +78,13 @@ _FILE_COLUMNS = 100  # of the tables where they are not shown on a terminal
     help="Recomputation of activations; full where nothing follows.",
 )  # fmt: skip
 @FORMAT
-@click.option("--html", "html_file", metavar="FILE", help="Also write a page with memory and schedules.")
+@click.option(
+    "--html",
+    "html_file",
+    metavar="FILE",
+    callback=will_be_written,
+    help="Also write a page with memory and schedules.",
+)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- MEGATRON ARGUMENTS]")
 @click.pass_context
 def plan_command(ctx: click.Context, **options: Any) -> None:

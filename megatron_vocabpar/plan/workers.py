@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import active_children
 from typing import Any
 
 from megatron_vocabpar.parent import follow_parent
@@ -16,12 +17,19 @@ from megatron_vocabpar.parent import follow_parent
 
 @contextmanager
 def mapping(workers: int) -> Iterator[Callable[..., Iterator[Any]]]:
-    """``map``, in this process or over ``workers`` others."""
+    """``map``, in this process or over ``workers`` others, which an exception here ends at once."""
     if workers == 1:
         yield map
-    else:
-        with ProcessPoolExecutor(workers, initializer=_follow) as pool:
+        return
+    others = set(active_children())
+    with ProcessPoolExecutor(workers, initializer=_follow) as pool:
+        try:
             yield pool.map
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in set(active_children()) - others:  # they may still play for long
+                worker.kill()
+            raise
 
 
 def _follow() -> None:

@@ -39,7 +39,7 @@ _QUIET_S = 15.0
 
 
 @dataclass
-class Interrupted(Exception):
+class Interrupted(KeyboardInterrupt):
     """The job was ended from outside, by Ctrl-C (signal 2) or another signal; ``hint`` is how to go on."""
 
     signal_number: int

@@ -22,6 +22,14 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(main, arguments)
 
 
+def test_a_page_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_vocabpar.cli.plan.advise", None)
+    result = run("plan", "--html", str(tmp_path / "none" / "plan.html"), *SMALL)
+    assert (result.exit_code, result.output.count("cannot write")) == (2, 1), result.exception
+
+
 def test_a_plan_is_a_table_a_launch_line_and_reasons(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     result = run("plan", "--html", str(page), *SMALL)

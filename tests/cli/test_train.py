@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from megatron_vocabpar.cli import main as command
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.serialize import from_json
+from megatron_vocabpar.train.workers import Interrupted
 
 SMALL = [
     "--seq-length", "16", "--vocab-size", "300", "--steps", "40", "--pp", "2", "--layers", "2",
@@ -36,6 +37,22 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def python(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=240, **options)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("verb", "works"),
+    [("profile", "bench.profile.profile"), ("bench runtime", "bench.runtime.measure_runtime")],
+)
+def test_a_signal_while_processes_run_is_one_line(
+    verb: str, works: str, sent: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*_: object) -> None:
+        raise Interrupted(sent)
+
+    monkeypatch.setattr(f"megatron_vocabpar.{works}", ended)
+    result = CliRunner().invoke(command.main, verb.split())
+    assert (result.exit_code, result.stderr) == (128 + sent, f"vocabpar {verb.split()[0]}: interrupted\n")
 
 
 def test_help_of_every_verb_needs_no_torch() -> None:

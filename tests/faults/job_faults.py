@@ -565,6 +565,7 @@ def emulate() -> Iterator[Fault]:
     for number, code, said in ((KILL, -KILL, ""), (INT, 130, "^vocabpar plan: interrupted\n$")):
         meanwhile = _once_it_has_workers(number)
         yield Fault(f"plan-{number.name}", code, said, "plan --preset gemma-2-9b --pp 16", real=True, meanwhile=meanwhile)
+    yield Fault("profile-ctrl-c", 130, "^vocabpar profile: interrupted\n$", "profile --pp 2", real=True, meanwhile=_once_it_has_workers(INT))
     long_search = "schedule --family search --chunks 7 --pp 2 --microbatches 2000 --format json --output {}/s.json"
     yield Fault("search-says-what-it-tries", 0, r"2 of \d+: interleaved, at most 2 microbatches", long_search)
     yield Fault("emulate-disk-full", 2, "cannot use|cannot write", small + " --output /dev/full")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import replace
 from itertools import product
 from math import inf
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.plan.search import Question, bound_ms, candidates, rungs, search, tried, usual_batch
 from megatron_vocabpar.plan.search_tables import binds, shares, shown, sources, stock_best
 from megatron_vocabpar.plan.stock_options import stock_options
+from megatron_vocabpar.plan.workers import mapping
 from megatron_vocabpar.schedule.make.problem import Problem
 
 H100 = hardware_named("h100")
@@ -240,3 +243,19 @@ def test_nothing_fits_ends_with_1_and_says_what_to_change() -> None:
     assert result.exit_code == 1
     assert "Nothing fits" in result.output
     assert "--gpus" in result.output
+
+
+@pytest.mark.timeout(60)
+def test_what_ends_the_search_ends_its_workers() -> None:
+    """As Ctrl-C, which the workers leave to this process: each would sleep for ten minutes."""
+    before = set(active_children())
+
+    def interrupted() -> None:
+        with mapping(2) as each:
+            assert next(each(time.sleep, [0.0, 600.0, 600.0, 600.0])) is None
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    for worker in set(active_children()) - before:
+        worker.join()
