@@ -122,6 +122,14 @@ BINDINGS = (
         when="a V placement",
     ),
     Binding(
+        "megatron.core.models.gpt.experimental_attention_variant_module_specs",
+        "get_transformer_block_with_experimental_attention_variant_spec",
+        ("megatron.training.models.gpt", "gpt_builders", "__main__"),
+        "likewise, to know which layers have another attention or experts",
+        when="a V placement",
+        versions=("0.16", "0.17", "0.18", "0.19", "main"),
+    ),
+    Binding(
         f"{_HYBRID}.hybrid_model",
         "HybridModel",
         (

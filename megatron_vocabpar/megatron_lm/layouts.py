@@ -105,8 +105,6 @@ def chunk_problems(args: Any, config: FlagConfig) -> list[str]:
         return [
             "--no-overlap-p2p-communication: Megatron refuses it with model chunks on two ranks; leave it out"
         ]
-    if config.is_placed and getattr(args, "experimental_attention_variant", None):
-        return [f"--experimental-attention-variant: {flag} does not place its layers; use interleaved"]
     in_v = config.families(chunks.numerator)[0].shape == "vshape"
     if in_v and has_separate_heads(args):
         return [

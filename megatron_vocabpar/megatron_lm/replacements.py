@@ -52,6 +52,7 @@ def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
         "MambaModel": model_class,
         "get_gpt_decoder_block_spec": _layers_of_the_stage,
         "get_gpt_mtp_block_spec": _layers_of_the_stage,
+        "get_transformer_block_with_experimental_attention_variant_spec": _layers_of_the_stage,
         "select_pipeline_segment": _segment_of_the_stage,
         "StudentLogitsCapture.attach_hooks": capture_without_hooks,
         "LogitsSaverHooks.attach_hooks": save_without_hooks,

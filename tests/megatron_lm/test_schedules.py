@@ -12,15 +12,22 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from megatron.core import parallel_state
 
+from megatron_vocabpar.megatron_lm.bindings import BINDINGS
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.refusals import check
+from megatron_vocabpar.megatron_lm.replacements import replacement_for
+from megatron_vocabpar.train.cpu import megatron_on_cpu
 from tests.megatron_lm.test_doors import PLAIN
 from tests.megatron_lm.test_training import FROM_WEIGHTS
 from tests.megatron_lm.training import Log, pretrain, words
+from tests.pipeline import gpt
+from tests.spawn import run_ranks
 
 UNTIED = words("--untie-embeddings-and-output-weights")
 EIGHT_LAYERS = words("--num-layers 8")
@@ -186,7 +193,6 @@ MASKS = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": Tr
             TWO | {"pipeline_model_parallel_size": 2, "overlap_p2p_comm": False},
             "--no-overlap-p2p-communication: Megatron refuses it",
         ),
-        ("v-half", TWO | {"experimental_attention_variant": "dsa"}, "does not place its layers"),
         ("v-half", TWO | SEPARATE_IN_CHUNKS, "m before the last stage of .* v-half has .* use 1f1b, zb-h1"),
         ("v-half", TWO | MASKS, "--reset-attention-mask: .* v-half has the last stage in another; use 1f1b"),
         ("search", TWO | MASKS, "--reset-attention-mask: .* search has the last stage in another"),
@@ -217,6 +223,26 @@ def test_heads_of_whole_layers_in_a_v(asked: dict[str, object]) -> None:
         check(SimpleNamespace(**(PLAIN | TWO | asked)), config)
 
 
+def test_functions_that_choose_layers_see_the_stage_of_the_chunk() -> None:
+    """In a V of two ranks chunk 1 of rank 0 is stage 3, which rank 1 has in Megatron's placement."""
+    assert run_ranks(2, _ranks_seen) == [{(0, 1)}, {(1, 0)}]
+
+
+def _ranks_seen(rank: int) -> set[tuple[int, ...]]:
+    """By function, the pipeline rank that it is shown for either chunk of this rank."""
+    config = FlagConfig(enabled=True, method="vocab-2", schedule="v-half")
+    functions = [binding for binding in BINDINGS if binding.name.endswith("_spec")]
+    assert len(functions) == 3
+
+    def original(*_: Any, **__: Any) -> int:
+        return parallel_state.get_pipeline_model_parallel_rank()
+
+    with megatron_on_cpu(), gpt.parallel_groups(gpt.Case(pp=2)):
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(2)
+        seen = [replacement_for(binding, original, config) for binding in functions]
+        return {tuple(function(None, vp_stage=chunk) for chunk in (0, 1)) for function in seen}
+
+
 def test_a_whole_output_layer_defers_nothing() -> None:
     args = SimpleNamespace(**(PLAIN | TWO_RANKS | {"defer_embedding_wgrad_compute": True}))
     check(args, FlagConfig(enabled=True, method="vocab-2", schedule="interleaved"))
@@ -242,6 +268,7 @@ def test_a_whole_output_layer_defers_nothing() -> None:
         ("v-half", TWO | {"num_layers": 16}),
         ("v-half", TWO | MASKS | {"create_attention_mask_in_dataloader": False}),
         ("interleaved", TWO | MASKS),
+        ("v-half", TWO | {"experimental_attention_variant": "dsa"}),
         ("search", MASKS | {"transformer_impl": "local"}),
         ("1f1b", {"heterogeneous_layers_config_path": "a.json"}),
         ("1f1b", {"iterations_to_skip": [3], "pipeline_model_parallel_size": 2}),
