@@ -12,7 +12,7 @@ from megatron_vocabpar.layers.recipes import FUSED_MULTIPLE
 from megatron_vocabpar.layers.terms import Distillation
 from megatron_vocabpar.megatron_lm.checkpoints import is_legacy, is_of_modelopt, starting_checkpoint
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
-from megatron_vocabpar.megatron_lm.layouts import model_chunks
+from megatron_vocabpar.megatron_lm.layouts import hybrid_pattern, model_chunks
 from megatron_vocabpar.pipeline.graphs.graph_options import (
     asks_for_engine_graphs,
     asks_for_graphs,
@@ -158,8 +158,7 @@ def weight_gradient_problems(args: Any, config: FlagConfig) -> list[str]:
 
 def model_problems(args: Any, config: FlagConfig) -> list[str]:
     whole_in_v = config.is_placed and not config.partitions_vocabulary
-    pattern = getattr(args, "hybrid_layer_pattern", None) or ""
-    if whole_in_v and (getattr(args, "mtp_num_layers", None) or "/" in pattern):
+    if whole_in_v and (getattr(args, "mtp_num_layers", None) or "/" in hybrid_pattern(args)):
         return [
             f"--mtp-num-layers: method {config.method} in {config.schedule} has labels and the last stage on "
             "different ranks; use vocab-1 or vocab-2, or 1f1b or interleaved"

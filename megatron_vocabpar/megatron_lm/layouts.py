@@ -23,13 +23,30 @@ def model_chunks(args: Any) -> Fraction:
     """Model chunks on each rank that Megatron's flags ask for; no whole number if layers don't divide."""
     p = args.pipeline_model_parallel_size
     layout = written_out(args)
-    pattern = (getattr(args, "hybrid_layer_pattern", None) or "").partition("/")[0]
+    pattern = hybrid_pattern(args).partition("/")[0]
     if layout or "|" in pattern:
         return Fraction((layout or pattern).count("|") + 1, p)
     layers = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
     if layers:
         return Fraction(_layers_to_divide(args), p * layers)
     return Fraction(getattr(args, "num_virtual_stages_per_pipeline_rank", None) or 1)
+
+
+def hybrid_pattern(args: Any) -> str:
+    """``--hybrid-layer-pattern``, or by its former name; empty in versions whose patterns have no stages."""
+    if not hasattr(args, "hybrid_layer_pattern"):
+        return ""
+    return args.hybrid_layer_pattern or getattr(args, "hybrid_override_pattern", None) or ""
+
+
+def _asking_for(chunks: int, args: Any) -> str:
+    """How to ask for that many model chunks on each rank beside the layers that the flags place."""
+    bars = f"write {args.pipeline_model_parallel_size * chunks - 1} | into"
+    if hybrid_pattern(args):
+        return f"{bars} --hybrid-layer-pattern"
+    if written_out(args):
+        return f"{bars} --pipeline-model-parallel-layout"
+    return f"give --num-virtual-stages-per-pipeline-rank {chunks}"
 
 
 def _layers_to_divide(args: Any) -> int:
@@ -96,8 +113,8 @@ def chunk_problems(args: Any, config: FlagConfig) -> list[str]:
     if config.schedule not in (*fitting, SEARCH, AUTO):
         needed = family_named(config.schedule).chunks
         return [
-            f"{flag}: needs {needed} model chunks per rank, not {chunks}; give "
-            f"--num-virtual-stages-per-pipeline-rank {needed}, or use one of {', '.join(fitting)}"
+            f"{flag}: needs {needed} model chunks per rank, not {chunks}; {_asking_for(needed, args)}, "
+            f"or use one of {', '.join(fitting)}"
         ]
     if chunks > 1 and p == 1:
         return [f"{flag}: needs --pipeline-model-parallel-size of at least 2"]
@@ -158,7 +175,7 @@ def _resets_mask(args: Any) -> bool:
 
 def _layer_problems(args: Any, chunks: int) -> list[str]:
     layers = _layers_to_divide(args)
-    if written_out(args) or getattr(args, "hybrid_layer_pattern", None) or not layers:
+    if written_out(args) or hybrid_pattern(args) or not layers:
         return []
     names = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
     fixed = [count for count in (getattr(args, name, None) for name in names) if count is not None]

@@ -163,6 +163,8 @@ TE = {"transformer_impl": "transformer_engine"}
 TWO_RANKS = TWO | {"pipeline_model_parallel_size": 2}
 SEPARATE_HEADS = {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|t|tm|L"}
 SEPARATE_IN_CHUNKS = SEPARATE_HEADS | {"pipeline_model_parallel_layout": "Et|t|t|t|t|t|tm|L"}
+FORMER = {"hybrid_layer_pattern": None, "transformer_impl": "local", "pipeline_model_parallel_size": 2}
+"""Beside ``--hybrid-override-pattern``, in versions that have both names."""
 MASKS = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": True}
 
 
@@ -192,6 +194,17 @@ MASKS = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": Tr
             "v-min",
             TWO | {"pipeline_model_parallel_size": 2, "overlap_p2p_comm": False},
             "--no-overlap-p2p-communication: Megatron refuses it",
+        ),
+        (
+            "v-half",
+            FORMER | {"hybrid_layer_pattern": "*-*-"},
+            r"needs 2 model chunks per rank, not 1; write 3 \| into --hybrid-layer-pattern, or use one of",
+        ),
+        ("1f1b", FORMER | {"hybrid_override_pattern": "*-|*-|*-|*-"}, r"not 2; write 1 \| into --hybrid-lay"),
+        (
+            "v-zb",
+            {"pipeline_model_parallel_layout": "Et|t|t|tL"},
+            r"not 1; write 7 \| into --pipeline-model-",
         ),
         ("v-half", TWO | SEPARATE_IN_CHUNKS, "m before the last stage of .* v-half has .* use 1f1b, zb-h1"),
         ("v-half", TWO | MASKS, "--reset-attention-mask: .* v-half has the last stage in another; use 1f1b"),
@@ -268,6 +281,7 @@ def test_a_whole_output_layer_defers_nothing() -> None:
         ("v-half", TWO | {"num_layers": 16}),
         ("v-half", TWO | MASKS | {"create_attention_mask_in_dataloader": False}),
         ("interleaved", TWO | MASKS),
+        ("v-half", FORMER | {"hybrid_override_pattern": "*-|*-|*-|*-/*-"}),
         ("v-half", TWO | {"experimental_attention_variant": "dsa"}),
         ("search", MASKS | {"transformer_impl": "local"}),
         ("1f1b", {"heterogeneous_layers_config_path": "a.json"}),
