@@ -128,23 +128,29 @@ def chunk_problems(args: Any, config: FlagConfig) -> list[str]:
             f"m before the last stage of --pipeline-model-parallel-layout: {flag} has Megatron's stages in "
             "another order than it gives out batches; use 1f1b, zb-h1 or interleaved, or put m before L"
         ]
-    if in_v and _resets_mask(args):
-        return [
-            f"--reset-attention-mask: Megatron gives masks to its first and last chunk alone, and {flag} has "
-            "the last stage in another; use 1f1b or interleaved"
-        ]
     problems = [
+        *_document_problems(args, p * chunks.numerator),
         *_skipping_problems(args, p, chunks.numerator),
         *(_heterogeneous_problems(args) if chunks > 1 else []),
     ]
     return problems + ([] if config.redistribute else _layer_problems(args, chunks.numerator))
 
 
+def _document_problems(args: Any, stages: int) -> list[str]:
+    """Megatron asks every stage's data for the ends of documents; stages in between have those of --sft."""
+    if stages <= 2 or not getattr(args, "dataloader_inter_document_masking", False):
+        return []
+    if getattr(args, "sft", False):
+        return []
+    return [
+        f"--dataloader-inter-document-masking: all {stages} stages take the ends of documents from the data, "
+        "which Megatron reads on the first and the last alone; use 2 stages of one model chunk, or --sft"
+    ]
+
+
 def _skipping_problems(args: Any, p: int, chunks: int) -> list[str]:
     """Megatron skips an iteration by reading its data on every rank, from one iterator."""
-    names = ("sft", "dataloader_inter_document_masking")
-    on_every_rank = any(getattr(args, name, False) for name in names)
-    if chunks == 1 and (p <= 2 or on_every_rank):
+    if chunks == 1 and (p <= 2 or getattr(args, "sft", False)):
         return []
     skipped = " ".join(map(str, getattr(args, "iterations_to_skip", None) or ()))
     tracker = getattr(args, "result_rejected_tracker_filename", None)
@@ -165,12 +171,6 @@ def _heterogeneous_problems(args: Any) -> list[str]:
         "--heterogeneous-layers-config-path: Megatron makes its layers for one model chunk a rank alone; use "
         "1f1b or zb-h1"
     ]
-
-
-def _resets_mask(args: Any) -> bool:
-    """Whether the data come with masks that keep attention within a document."""
-    makes_masks = getattr(args, "create_attention_mask_in_dataloader", False)
-    return bool(makes_masks and getattr(args, "reset_attention_mask", False))
 
 
 def _layer_problems(args: Any, chunks: int) -> list[str]:

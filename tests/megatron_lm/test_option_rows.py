@@ -94,7 +94,7 @@ SITUATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("1f1b", {"num_layers": 8}),
     ("v-half", {"num_virtual_stages_per_pipeline_rank": 2, "transformer_impl": "local"}),
     ("interleaved", {"num_virtual_stages_per_pipeline_rank": 2, "pipeline_model_parallel_size": 2}),
-    ("v-half", {"num_virtual_stages_per_pipeline_rank": 2, "reset_attention_mask": True}),
+    ("1f1b", {"dataloader_inter_document_masking": True}),
     ("1f1b", {"reuse_grad_buf_for_mxfp8_param_ag": True, "num_layers": 8}),
     ("zb-h1", {"transformer_impl": "transformer_engine", "tp_comm_overlap": True}),
     ("1f1b", {"logits_load_dir": "teacher", "logits_load_kd_loss_alpha": 1.0}),

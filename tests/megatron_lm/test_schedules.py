@@ -163,9 +163,9 @@ TE = {"transformer_impl": "transformer_engine"}
 TWO_RANKS = TWO | {"pipeline_model_parallel_size": 2}
 SEPARATE_HEADS = {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|t|tm|L"}
 SEPARATE_IN_CHUNKS = SEPARATE_HEADS | {"pipeline_model_parallel_layout": "Et|t|t|t|t|t|tm|L"}
+DOCUMENTS = {"dataloader_inter_document_masking": True}
 FORMER = {"hybrid_layer_pattern": None, "transformer_impl": "local", "pipeline_model_parallel_size": 2}
 """Beside ``--hybrid-override-pattern``, in versions that have both names."""
-MASKS = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": True}
 
 
 @pytest.mark.parametrize(
@@ -207,8 +207,8 @@ MASKS = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": Tr
             r"not 1; write 7 \| into --pipeline-model-",
         ),
         ("v-half", TWO | SEPARATE_IN_CHUNKS, "m before the last stage of .* v-half has .* use 1f1b, zb-h1"),
-        ("v-half", TWO | MASKS, "--reset-attention-mask: .* v-half has the last stage in another; use 1f1b"),
-        ("search", TWO | MASKS, "--reset-attention-mask: .* search has the last stage in another"),
+        ("1f1b", DOCUMENTS, "--dataloader-inter-document-masking: all 4 stages .* use 2 stages of one"),
+        ("v-half", TWO_RANKS | DOCUMENTS, "--dataloader-inter-document-masking: all 4 stages"),
         ("interleaved", TWO_RANKS | {"iterations_to_skip": [3, 4]}, "--iterations-to-skip 3 4: .* on 2 st"),
         ("1f1b", {"iterations_to_skip": [3]}, "--iterations-to-skip 3: .* use 1f1b or zb-h1 on 2 stages at"),
         ("1f1b", {"result_rejected_tracker_filename": "a"}, "-rejected-tracker-filename a: Megatron skips"),
@@ -279,11 +279,11 @@ def test_a_whole_output_layer_defers_nothing() -> None:
         ("zb-h1", {"transformer_impl": "local"}),
         ("zb-h1", TE),
         ("v-half", TWO | {"num_layers": 16}),
-        ("v-half", TWO | MASKS | {"create_attention_mask_in_dataloader": False}),
-        ("interleaved", TWO | MASKS),
         ("v-half", FORMER | {"hybrid_override_pattern": "*-|*-|*-|*-/*-"}),
+        ("v-half", TWO | {"reset_attention_mask": True, "create_attention_mask_in_dataloader": True}),
         ("v-half", TWO | {"experimental_attention_variant": "dsa"}),
-        ("search", MASKS | {"transformer_impl": "local"}),
+        ("1f1b", DOCUMENTS | {"pipeline_model_parallel_size": 2}),
+        ("v-half", TWO | DOCUMENTS | {"sft": True}),
         ("1f1b", {"heterogeneous_layers_config_path": "a.json"}),
         ("1f1b", {"iterations_to_skip": [3], "pipeline_model_parallel_size": 2}),
         ("1f1b", {"iterations_to_skip": [3], "sft": True}),

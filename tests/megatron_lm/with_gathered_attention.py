@@ -1,7 +1,8 @@
 """The checkout's ``pretrain_gpt.py`` with an attention that takes what the local one refuses, and its data.
 
 ``--sft`` trains on packed sequences, as it does with a file of conversations; ``--lengths vary`` on
-microbatches of different lengths, for which no version of Megatron-LM has a flag.
+microbatches of different lengths, for which no version of Megatron-LM has a flag; ``--documents short`` on
+rows of several documents. Masks of the data need no other attention, so that Megatron's own sees them.
 """
 
 from __future__ import annotations
@@ -48,7 +49,13 @@ class VariableDataset(MaskedDataset):
 
 if __name__ == "__main__":
     gpt_dataset.MockGPTDataset = MaskedDataset
-    backends.DotProductAttention = GatheredAttention
+    if "--reset-attention-mask" in sys.argv:
+        sys.argv.remove("--no-create-attention-mask-in-dataloader")  # which tests have
+    else:
+        backends.DotProductAttention = GatheredAttention
+        if "--transformer-impl" not in sys.argv:  # Transformer Engine's are the default
+            provider = importlib.import_module("megatron.core.extensions.transformer_engine_spec_provider")
+            provider.TEDotProductAttention = GatheredAttention  # type: ignore[attr-defined]
     # Counts floating-point operations of packed sequences from 0.18 on, on a device that CUDA is asked for.
     training.update_seqlen_stats_from_cu_seqlens = lambda _: None
     if "--sft" in sys.argv:
@@ -57,4 +64,8 @@ if __name__ == "__main__":
         at = sys.argv.index("--lengths")
         del sys.argv[at : at + 2]
         gpt_dataset.MockGPTDataset = VariableDataset
+    if "--documents" in sys.argv:
+        at = sys.argv.index("--documents")
+        del sys.argv[at : at + 2]
+        gpt_dataset.MockGPTLowLevelDataset.max_sequence_length = 24
     runpy.run_module("pretrain_gpt", run_name="__main__")
