@@ -296,7 +296,7 @@ def others() -> Iterator[BadInput]:
         "doctor --format x": "--format", "report": "FOLDER", "report {}": "config.json", "report {}/none": "config.json", "patches x": "x",
         "bench": "Usage|Commands|command", "bench x": "x", "bench runtime --pp 0": "--pp", "bench runtime --pairs 0": "steps|pairs|--steps", "bench runtime --device tpu": "device",
         "bench runtime --layers 3": "layers", "bench kernels --rounds 0": "rounds", "bench kernels --device tpu": "tpu", "bench kernels --dtype x": "dtype",
-        "bench kernels --device cuda": "cuda", "bench losses --verl {}": "python -m benchmarks.losses --verl ", "drift a.json --out b": "python -m tools.drift a.json --out b",
+        "bench kernels --device cuda": "cuda",
         "emulate x": "no schedule", "emulate v-x:vocab-2": "no schedule", "emulate vocab-2 --pp 0": "p", "emulate vocab-2 --microbatches 0": "microbatch", "emulate vocab-2 --scale 0": "--scale",
         "emulate vocab-2 --scale nan": "--scale|scale", "emulate vocab-2 --iterations 0": "--iterations",
         "emulate vocab-2 --pp 2 --microbatches 2 --scale 1e9": "scale 1e\\+09 and 1 iterations: the schedules take .* s, more than a day",
