@@ -96,8 +96,8 @@ def _work(
 
 def _on_the_way(way: float, step: float) -> float:
     """The most microbatches that can be on a way of so many ms, if one follows each ``step`` ms."""
-    steps = way / step if step > 0.0 else inf
-    return max(ceil(steps), 0) if steps < inf else inf  # of a step of 1e-308 ms
+    count = max(way / step, 0.0) if step > 0.0 else inf
+    return ceil(count) if count < inf else inf
 
 
 def _memory(

@@ -168,10 +168,10 @@ def test_any_times_and_any_memory_give_a_valid_schedule(
     assert reference.starts(json.loads(to_json(schedule)), dict.fromkeys(ALL_OPS, 1.0), 0.5) is not None
 
 
-def test_passes_too_short_to_count_with() -> None:
-    """5 ms over 1e-308 ms is no number."""
-    methods = {"vocab-2": {"S_ms": 4.0, "T_ms": 1.0}}
-    validate(generate("vocab-2", 6, 5, costs=PassCosts(1e-308, 0.0, 0.0, 0.1, 0.1, methods, p2p_ms=5.0)))
+def test_a_backward_of_nearly_no_time() -> None:
+    methods = {"vocab-2": {"S_ms": 4.0, "T_ms": 2.0}}
+    times = PassCosts(F_ms=10.0, B_ms=1e-320, W_ms=0.0, p2p_ms=1.0, methods=methods)
+    validate(generate("vocab-2", 2, 3, costs=times), claimed("1f1b", "vocab-2", 2))
 
 
 ALL_OPS = ("IF", "F", "S", "S2", "T", "B", "W", "IB")
