@@ -1,7 +1,7 @@
 # One-command targets. Each installs what it needs into a virtual environment first: the active one, else .venv.
 #   make train       install, train a GPT with vocab-2, lay its loss over the baseline's, and emulate 8 ranks
 #   make test        install, then run the tests: one case of everything
-#   make test-ci     further cases too: what finishes within 40 minutes on two cores (make test-long: all of them)
+#   make test-ci     further cases too: what finishes within 40 minutes on two cores (make test-long: all of them, within an hour)
 #   make test-megatron-matrix   install every supported megatron-core wheel by itself, and run the integration tests on it
 #   make test-megatron  with MEGATRON_LM_PATH=/path/to/Megatron-LM: its own pretrain_gpt.py on CPU processes, beside stock
 #   make test-kernels   compile the Triton kernels for sm_80, sm_90 and sm_100 and interpret them, on every Triton in TRITONS

@@ -167,4 +167,4 @@ def test_ranks_in_step_that_take_different_times(family: str, p: int, m: int) ->
 @pytest.mark.long
 @pytest.mark.parametrize("family", families())
 def test_our_programs_run_in_every_model_at_all_sizes(family: str) -> None:
-    check_family(family, {p: {1, p, 2 * p + 1} for p in range(1, 9)})
+    check_family(family, {p: {1, p, 2 * p + 1} for p in (1, 2, 3, 5, 8)})

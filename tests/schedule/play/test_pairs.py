@@ -181,4 +181,4 @@ def test_programs_with_pairs_run_in_every_model(family: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("family", PAIRED)
 def test_programs_with_pairs_run_in_every_model_at_all_sizes(family: str) -> None:
-    assert check_family(family, {p: {1, 2, p, 2 * p + 1} for p in range(1, 9)})
+    assert check_family(family, {p: {1, 2, p, 2 * p + 1} for p in (1, 2, 3, 5, 8)})
