@@ -150,12 +150,6 @@ REFUSALS = (
         {"fp8_output_proj": True},
     ),
     Refusal(
-        "--log-num-zeros-in-grad",
-        _set("log_num_zeros_in_grad"),
-        "it would count the padding rows of every vocabulary shard; leave it out",
-        {"log_num_zeros_in_grad": True},
-    ),
-    Refusal(
         "--fine-grained-activation-offloading",
         _set("fine_grained_activation_offloading"),
         "Megatron's own schedule counts its buffers; leave it out",
