@@ -64,6 +64,7 @@ _HYBRID = "megatron.core.models.hybrid"
 _LAYER_SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 _PARALLEL_STATE = "megatron.core.parallel_state"
 _ARGUMENTS = "megatron.training.arguments"
+_TRAINING = "megatron.training.training"
 _CACHED_LOGITS = "megatron.training.distillation.cached_logits_loss"
 
 BINDINGS = (
@@ -178,6 +179,12 @@ BINDINGS = (
         (),
         "compares a teacher with those logits; the pipeline has computed the divergence",
         versions=("0.19", "main"),
+    ),
+    Binding(
+        _TRAINING,
+        "training_log",
+        (),
+        "reports zeros in gradients, among them those of the rows that pad our shards; here without these",
     ),
     Binding(
         _ARGUMENTS,

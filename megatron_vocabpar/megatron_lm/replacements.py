@@ -57,6 +57,7 @@ def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
         "StudentLogitsCapture.attach_hooks": capture_without_hooks,
         "LogitsSaverHooks.attach_hooks": save_without_hooks,
         "CachedLogitsKDLoss.__call__": divergence_of_the_pipeline,
+        "training_log": _log_without_padding,
         "parse_args": _parse_with_our_options,
         "validate_args": _check_first,
     }
@@ -246,6 +247,35 @@ def _partition(
         "terms": options.terms,
         "fp32_head": options.fp32_head,
     }
+
+
+def _log_without_padding(original: Callable[..., Any], flags: FlagConfig) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        if flags.partitions_vocabulary and given.arguments["num_zeros_in_grad"]:
+            given.arguments["num_zeros_in_grad"] -= _zeros_of_padding(flags.options)
+        return original(*given.args, **given.kwargs)
+
+    return training_log
+
+
+def _zeros_of_padding(options: VocabOptions) -> int:
+    """How many zeros more than stock's the gradients have, from rows of padding.
+
+    Stock's padding takes part in the softmax, so its rows of the output weight have gradients; those of an
+    untied input embedding have none, as ours.
+    """
+    from megatron.training import get_args
+
+    args = get_args()
+    true_size, divisible_by = true_vocabulary(args.padded_vocab_size)
+    shard = vocab_shard(true_size, divisible_by, invariant=options.invariant, fp8=options.fp8)
+    rows = shard.ranges[-1].stop
+    of_input = rows - args.padded_vocab_size if args.untie_embeddings_and_output_weights else 0
+    return args.hidden_size * (rows - true_size + of_input)
 
 
 def _model_chunks() -> int:

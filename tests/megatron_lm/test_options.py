@@ -112,6 +112,11 @@ FROM_SEED = {
         "--use-distributed-optimizer --log-params-norm --log-num-zeros-in-grad",
         {"dp": 2},
     ),
+    "zeros beside padding": (  # of 5 rows, which stock does not have
+        "0.14",
+        "--log-num-zeros-in-grad --make-vocab-size-divisible-by 1",
+        {"vocab_size": 4603},
+    ),
     "hashes of weights": ("0.14", "--check-weight-hash-across-dp-replicas-interval 2", {"dp": 2}),
     "initial weights": ("0.14", "--embedding-init-method-std 0.1 --init-method-std 0.01", {}),
     "other data": (
