@@ -18,6 +18,7 @@ from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.schedule import Schedule
 from megatron_vocabpar.train.cpu import megatron_on_cpu
+from tests.cases import covering
 from tests.pipeline.experts import Experts, experts_on_cpu
 from tests.pipeline.gpt import (
     Case,
@@ -93,18 +94,25 @@ def test_with_each_feature(family: str, feature: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("method", ["vocab-1", "baseline"])
-@pytest.mark.parametrize("family", ["dualpipev", "1f1b-overlap"])
+@covering(
+    ("family", ["dualpipev", "1f1b-overlap"]),
+    ("method", ["vocab-1", "baseline"]),
+    ("feature", FEATURES),
+    pairs=True,
+    only=True,
+)
 def test_with_each_feature_and_method(family: str, method: str, feature: str) -> None:
     skip_unless_stock_can(method, family, feature)
     check(case(family, method, **FEATURES[feature]))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("feature", ON_FOUR_RANKS)
-@pytest.mark.parametrize("method", ["vocab-1", "vocab-2", "baseline"])
-@pytest.mark.parametrize("family", ["dualpipev", "1f1b-overlap"])
+@covering(
+    ("family", ["dualpipev", "1f1b-overlap"]),
+    ("method", ["vocab-1", "baseline", "vocab-2"]),
+    ("feature", ON_FOUR_RANKS),
+    only=True,
+)
 def test_on_four_ranks(family: str, method: str, feature: str) -> None:
     skip_unless_stock_can(method, family, feature)
     m = 8 if feature == "shared experts" else 6  # with 6, a token's second and third expert are 2e-6 apart
