@@ -6,6 +6,7 @@ A tensor that only a cycle holds stays on the device until that collector runs, 
 from __future__ import annotations
 
 import gc
+import time
 from functools import partial
 from itertools import product
 from typing import Any
@@ -31,8 +32,7 @@ def counted(rank: int, case: Case) -> dict[bool, list[int]]:
     counts: dict[bool, list[int]] = {False: [], True: []}
 
     def iterate_and_count(*arguments: Any, forward_only: bool = False, **beside: Any) -> list[Any]:
-        live = sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
-        counts[forward_only].append(live)
+        counts[forward_only].append(settled(counts[forward_only][-1:]))
         return iterate(*arguments, forward_only=forward_only, **beside)
 
     gc.collect()
@@ -46,6 +46,16 @@ def counted(rank: int, case: Case) -> dict[bool, list[int]]:
     finally:
         gc.enable()
     return counts
+
+
+def settled(before: list[int]) -> int:
+    """How many tensors live; counted anew if more than before, as a thread may just be returning some."""
+    for _ in range(20):
+        live = sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+        if live <= min(before, default=live):
+            break
+        time.sleep(0.05)
+    return live
 
 
 FAMILIES = ("1f1b", "interleaved", "zb-h1", "v-half", "v-zb")
