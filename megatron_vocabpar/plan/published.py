@@ -138,7 +138,8 @@ def schedules_table() -> Iterator[str]:
     yield "| schedule on MI300X | published | planned | error |"
     yield "| --- | ---: | ---: | ---: |"
     for family, published, planned in schedules():
-        yield f"| `{family}` | {published:.2f} | {planned:.2f} | {100 * (planned / published - 1):+.0f} % |"
+        percent = round(100 * (planned / published - 1))  # a whole number has no -0
+        yield f"| `{family}` | {published:.2f} | {planned:.2f} | {percent:+d} % |"
 
 
 if __name__ == "__main__":
