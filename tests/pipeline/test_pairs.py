@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.schedule import Schedule
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from tests.cases import covering
+from tests.pipeline import test_equality as equality
 from tests.pipeline.experts import Experts, experts_on_cpu
 from tests.pipeline.gpt import (
     Case,
@@ -29,7 +31,10 @@ from tests.pipeline.gpt import (
     run,
     skip_unless_buildable,
 )
-from tests.pipeline.test_equality import check
+
+# Adam divides by a gradient's size: with tensor parallelism a bias of the first norm, which gets next to no
+# gradient, ends 4.1e-5 to 4.7e-5 away with every method, baseline's whole layers among them.
+check = partial(equality.check, drift=6.0)
 
 DENSE_LAST = Experts(pattern=(1, 1, 1, 0))
 
