@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,19 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module", autouse=True)
+def adopted() -> Iterator[None]:
+    with warm.orphans_adopted():
+        yield
+
+
+@pytest.fixture(scope="module")
 def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Results of jobs that went well, to be copied: of one method, and of two."""
     folder = tmp_path_factory.mktemp("templates")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warm.import_all()
-    warm.adopt_orphans()
     text = folder / "text.txt"
     text.write_text("".join(f"line {number} of a text, {number * number}\n" for number in range(800)))
     made = {"text": text, "cache": folder / "cache"}

@@ -13,8 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,9 +34,18 @@ def import_all() -> None:
     import megatron_vocabpar.train.trainer  # noqa: F401
 
 
-def adopt_orphans() -> None:
-    """From now on what has lost its parent is this process's child: ``descendants`` finds it."""
-    ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0)
+@contextmanager
+def orphans_adopted() -> Iterator[None]:
+    """In this context what has lost its parent becomes this process's child: ``descendants`` finds it.
+
+    Only here: this process waits for none of them, so elsewhere an orphan that ended would stay a zombie.
+    """
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_SUBREAPER, 0, 0, 0, 0)
 
 
 def descendants() -> set[int]:
