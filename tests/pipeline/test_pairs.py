@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
@@ -32,11 +31,16 @@ from tests.pipeline.gpt import (
     skip_unless_buildable,
 )
 
-# Adam divides by a gradient's size: with tensor parallelism a bias of the first norm, which gets next to no
-# gradient, ends 4.1e-5 to 4.7e-5 away with every method, baseline's whole layers among them.
-check = partial(equality.check, drift=6.0)
-
 DENSE_LAST = Experts(pattern=(1, 1, 1, 0))
+
+
+def check(given: Case) -> None:
+    """Equality with stock; Adam divides by a gradient's size, and so amplifies rounding.
+
+    With tensor parallelism a bias of the first norm, which gets next to no gradient, ends 4.1e-5 to 4.7e-5
+    away with every method, baseline's whole layers among them.
+    """
+    equality.check(given, drift=equality.DRIFT if given.tp == 1 else 6.0)
 
 
 def paired(family: str, method: str, p: int, m: int, mtp: int = 0) -> Schedule:
