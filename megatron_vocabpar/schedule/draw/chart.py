@@ -95,8 +95,9 @@ class Chart:
         return f"{self.name}: {self.length_ms:.1f} ms, idle {100 * self.idle:.1f} %"
 
     def types(self) -> list[PassType]:
-        """The types of the passes that the chart shows; a pair has both of its types."""
-        shown = {part.type for row in self.rows for bar in row.passes for part in parts_of(bar.item)}
+        """The types of the passes that the chart shows, which take time; a pair has both of its types."""
+        seen = (bar.item for row in self.rows for bar in row.passes if bar.end_ms > bar.start_ms)
+        shown = {part.type for item in seen for part in parts_of(item)}
         return [type_ for type_ in PassType if type_ in shown]
 
     def chunk_of(self, item: Instruction) -> int:

@@ -18,7 +18,7 @@ from megatron_vocabpar.schedule.words.passes import Pass, PassType, parts_of
 
 _ROW, _GAP, _LEFT, _TOP, _RIGHT = 24, 4, 60, 34, 16
 _BETWEEN = 18  # above each further chart
-_AXIS, _LEGEND = 26, 34
+_AXIS, _LEGEND, _LINE = 26, 34, 20
 _FORWARD, _LEAST, _MOST = 26.0, 640.0, 12000.0  # widths: a forward pass; the time axis, at least and at most
 _DIGIT, _LETTER = 6.4, 6.2  # width at size 11
 _EDGE, _EDGED = 0.4, 2.5  # width of a pass's edge; narrower passes than this have none, it would hide them
@@ -75,9 +75,9 @@ def lay_out(charts: Sequence[Chart], widest: float | None = None) -> Scene:
     for chart in charts:
         shapes += _chart(chart, scale, y)
         y += _TOP + len(chart.rows) * (_ROW + _GAP) + _AXIS + _BETWEEN
-    y += _LEGEND - _BETWEEN
-    legend, used = _legend(charts, y - _LEGEND + 8)
-    width = _LEFT + max(length * scale, _LEAST, used) + _RIGHT
+    width = _LEFT + max(length * scale, _LEAST) + _RIGHT
+    legend, end = _legend(charts, y - _BETWEEN + 8, width)
+    y = end + _LEGEND - 8
     return Scene(ceil(width), ceil(y), (Box(0, 0, ceil(width), ceil(y), "#ffffff"), *shapes, *legend))
 
 
@@ -140,8 +140,8 @@ def round_step(least: float) -> float:
     return next(k * power for k in (1, 2, 5, 10) if k * power >= least * (1 - 1e-9))
 
 
-def _legend(charts: Sequence[Chart], y: float) -> tuple[list[Box | Text], float]:
-    """The legend's shapes and its width."""
+def _legend(charts: Sequence[Chart], y: float, width: float) -> tuple[list[Box | Text], float]:
+    """The legend's shapes in lines from ``y`` on, none wider than ``width``, and the last line's ``y``."""
     types = [type_ for type_ in STYLES if any(type_ in chart.types() for chart in charts)]
     chunks = max((chart.placement.chunks for chart in charts), default=1)
     shapes: list[Box | Text] = []
@@ -150,9 +150,12 @@ def _legend(charts: Sequence[Chart], y: float) -> tuple[list[Box | Text], float]
         style = STYLES[type_]
         shades = chunks if type_ in (PassType.F, PassType.B, PassType.W) else 1
         text = f"{type_.value}: {style.meaning}" + (f" (chunks 0–{shades - 1})" if shades > 1 else "")
+        needed = 14 * shades + 5 + len(text) * _LETTER + 14
+        if x > _LEFT and x + needed > width:
+            x, y = float(_LEFT), y + _LINE
         for chunk in range(shades):
             shapes.append(Box(x, y, 14, 14, shade(style.fill, chunk), 1.0))
             x += 14
         shapes.append(Text(x + 5, y + 11, text))
         x += 5 + len(text) * _LETTER + 14
-    return shapes, x - _LEFT
+    return shapes, y
