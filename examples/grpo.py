@@ -2,7 +2,7 @@
 
 A tiny GPT learns to add: the prompt is ``a + b =``, the answer two digits, the reward the share of digits
 that are right. Samples, the old policy's and the reference's log-probabilities and the updates all come from
-the same pipeline, forward only or with late gradients. The first steps are those of one unsharded stock
+the same pipeline, forward only or with gradients. The first steps are those of one unsharded stock
 GPTModel: the same program on one process, without any of our code, runs at the end and is compared.
 
 Source of the loss: Shao et al. (2024), DeepSeekMath, equations 3 and 4.
@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, vocab_groups
 from megatron_vocabpar.pipeline.model.stage_model import VocabParallelGPTModel
-from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from megatron_vocabpar.train.weights import initialise_weights
 
@@ -95,9 +94,7 @@ class Trainer:
         self.run: Callable[..., list[Any]] = (
             get_forward_backward_func()
             if stages == 1
-            else ForwardBackward(
-                "vocab-2", vocab_groups(), torch.device("cpu"), options=VocabOptions(late_gradient=True)
-            )
+            else ForwardBackward("vocab-2", vocab_groups(), torch.device("cpu"))
         )
         self.policy, self.reference = self._model(stages), self._model(stages)
         self.config.finalize_model_grads_func = finalize_model_grads

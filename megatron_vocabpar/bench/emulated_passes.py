@@ -194,14 +194,17 @@ def _exchange_of(type_: CommType, groups: VocabGroups, schedule: Schedule) -> Ex
     """The exchange of a collective, chosen by the passes that wait for it, as in ``pipeline/handlers/``."""
     if type_ in INPUT_COLLECTIVES:
         return partial(_rows, groups, first=schedule.placement.first_rank, to_first=type_ is CommType.CI)
+    sources = {CommType.C0: schedule.placement.last_rank, CommType.CG: schedule.p - 1}
+    if type_ in sources:
+        return partial(_broadcast, groups, source=sources[type_])
     exchanges: dict[frozenset[PassType], Callable[[VocabGroups, torch.Tensor], torch.Tensor]] = {
-        frozenset({PassType.S}): partial(_broadcast, source=schedule.placement.last_rank),
         frozenset({PassType.S2}): _maximum,
         frozenset({PassType.T}): _gather,
         frozenset({PassType.B}): _sum,
         frozenset({PassType.B, PassType.T}): _gather_and_sum,
     }
-    return partial(exchanges[schedule.method.waiting_for(type_)], groups)
+    waiting = schedule.method.waiting_for(type_) - {PassType.L, PassType.TW}
+    return partial(exchanges[waiting], groups)
 
 
 def _broadcast(groups: VocabGroups, message: torch.Tensor, *, source: int) -> torch.Tensor:

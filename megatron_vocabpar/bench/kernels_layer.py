@@ -23,7 +23,6 @@ from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import (
     OutputState,
     input_gradient,
-    output_backward,
     output_forward,
     weight_gradient,
 )
@@ -128,18 +127,17 @@ class OutputLayer:
         return state, merge_stats(stats.unsqueeze(0))
 
     def t(self, state: OutputState | BlockState, softmax: Softmax) -> Tensor:
-        """Pass T: adds to ``main_grad``, returns dX [n, H]."""
+        """Pass T, and in vocab-1 TW: adds to ``main_grad``, returns dX [n, H]."""
         slopes = Slopes(-self.g)
         if isinstance(state, BlockState):
-            return invariant.output_backward(state, softmax, slopes, self.weight, self.main_grad).value()
-        if state.a is None:
-            return output_backward(state, softmax, slopes, self.weight, self.main_grad)
+            invariant.weight_gradient(state, softmax, slopes, self.main_grad)
+            return invariant.input_gradient(state, softmax, slopes, self.weight).value()
         grad = input_gradient(state, softmax, slopes, self.weight)
         weight_gradient(state, softmax, slopes, self.main_grad)
         return grad
 
     def both(self, i: int, method: str) -> tuple[Softmax, Tensor]:
-        """S, then T."""
+        """S, then T and TW."""
         state, softmax = self.s(i, method)
         return softmax, self.t(state, softmax)
 

@@ -60,7 +60,7 @@ def profile(config: TrainConfig) -> dict[str, Any]:
     if processes > 1:
         comms = _measured(replace(config, pp=processes))
     one_by_one = passes["vocab-1"]
-    third = p * (one_by_one["S"] + one_by_one["T"]) / 3
+    third = p * (one_by_one["S"] + one_by_one["T"] + one_by_one["TW"]) / 3
     transformer = passes["vocab-2"]
     costs = PassCosts(
         F_ms=transformer["F"],

@@ -20,7 +20,7 @@ from megatron_vocabpar.schedule.play.memory import BufferSizes
 from megatron_vocabpar.schedule.serialize import plan_to_csv, plan_to_json, to_json
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
-from megatron_vocabpar.schedule.words.methods import METHODS, method_named
+from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.schedule.words.schedule import MOST_FORWARDS
 
 _FILE_WIDTH = 160  # columns of the text form where it is not shown on a terminal
@@ -44,7 +44,6 @@ _LARGE = 8192  # microbatches of all ranks: planning takes more than a few secon
     help=f"One of {', '.join((*families(), SEARCH))}.",
 )
 @click.option("--chunks", type=int, help="Model chunks on each rank; by default the family's own.")
-@click.option("--late-gradient", is_flag=True, help="For losses that are not linear in the tokens' losses.")
 @click.option("--costs", "costs_file", metavar="FILE", help="Times of the passes, as JSON.")
 @click.option("--max-activations", type=float, help="Most microbatches a rank may hold.")
 @click.option(
@@ -74,7 +73,6 @@ def schedule_command(
     width: int | None,
     output: str | None,
     method: str,
-    late_gradient: bool,
     **planned: Any,
 ) -> None:
     """Generate a schedule; print it or draw it in time."""
@@ -86,7 +84,7 @@ def schedule_command(
     named = families().get(planned["family"])
     if named is not None and named.pairs and (costs is None or not costs.hides):
         tell(f"{named.name}: nothing to hide, so no pairs; give --costs with hidden_ms, what a pair hides")
-    plan = make_plan(method_named(method, late_gradient=late_gradient), **planned, costs=costs, progress=tell)
+    plan = make_plan(method, **planned, costs=costs, progress=tell)
     if size > _LARGE and output_format not in ("json", "program", "csv"):
         tell(f"planned; now simulating and drawing {sum(map(len, plan.program)):,} instructions")
     sizes = BufferSizes.load(costs_file, plan.schedule.p) if costs_file is not None else None
@@ -129,7 +127,6 @@ def render(
 def _summary(plan: Plan, family: str, simulation: Simulation) -> str:
     schedule, method = plan.schedule, plan.schedule.method
     barriers = f"{method.barriers} barrier{'' if method.barriers == 1 else 's'}"
-    barriers += ", late gradient" if method.late_gradient else ""
     peaks = " ".join(f"{peak:g}" for peak in simulation.peak_activations)
     bubbles = " ".join(f"{100 * bubble:.1f}" for bubble in simulation.bubble)
     pairs = Counter(schedule.rank_of(pair) for pair in schedule.pairs)

@@ -37,7 +37,7 @@ _WITHOUT_A_DOOR = {
 """By a framework's package, why it is refused."""
 
 # Losses of reinforcement learning are not linear in the tokens' losses.
-_ALWAYS = ("--enable-vocab-parallel", "--vocab-parallel-late-gradient")
+_ALWAYS = ("--enable-vocab-parallel",)
 
 
 def config_from(environment: Mapping[str, str]) -> FlagConfig:

@@ -85,13 +85,6 @@ class Head:
         """``main_grad += dW``."""
         self.passes.weight_gradient(state, softmax, slopes, main_grad)
 
-    def backward(
-        self, state: Any, softmax: Softmax, slopes: Slopes, weight: Tensor, main_grad: Tensor
-    ) -> Part:
-        """Both gradients at once: T of vocab-1."""
-        part: Part = self.passes.output_backward(state, softmax, slopes, weight, main_grad)
-        return part
-
 
 class NaiveHead(Head):
     """``forward`` sends each shard's offsets; with their maximum ``exponential_sum`` makes the statistics."""

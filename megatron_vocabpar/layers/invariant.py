@@ -193,15 +193,6 @@ def weight_gradient(state: BlockState, softmax: Softmax, slopes: Slopes, main_gr
     scatter_add_rows_(main_grad, owned.rows, state.x, target, source=owned.tokens, order=owned.by_row)
 
 
-@exact()
-def output_backward(
-    state: BlockState, softmax: Softmax, slopes: Slopes, weight: Tensor, main_grad: Tensor
-) -> FixedPoint:
-    """Pass T of vocab-1: both gradients."""
-    weight_gradient(state, softmax, slopes, main_grad)
-    return input_gradient(state, softmax, slopes, weight)
-
-
 def _target_factors(state: BlockState, softmax: Softmax, slopes: Slopes) -> Tensor:
     """[m] what the rows of the owned targets are multiplied by."""
     target = target_factor(softmax, slopes)

@@ -30,8 +30,8 @@ class ShardOptions:
     Attributes:
         with_input_gradient: S also computes ``A = E W``, so dX needs no pass after the barrier (vocab-2).
         keep_state: False for evaluation: S makes the statistics alone and stores nothing of [n, P].
-        recompute: S keeps no [n, P] tensor; T computes the logits again, a fourth product in place of 2 n P
-            bytes. Use ``output_backward`` in vocab-1: two separate halves of T would recompute twice.
+        recompute: S keeps no [n, P] tensor; T and TW compute the logits again, each a product in place of
+            2 n P bytes.
         rows_per_chunk: tokens whose fp32 logits exist at one time; None chooses by ``gemm.product_chunks``.
         terms: how logits are transformed, and whether the loss needs their mean.
         fp8: the weight in 8 bits; all products are then of 8-bit numbers (``fp8.py``).

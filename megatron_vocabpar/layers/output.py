@@ -188,16 +188,33 @@ def input_gradient(
     """
     check_gradient_place(out, state.x, softmax)
     grad = softmax.total.new_empty(state.x.shape) if out is None else out
-    _add_gradients(state, softmax, slopes, weight, grad, None)
+    gradient, owned = _row_gradient(state, softmax, slopes), state.tokens.owned
+    assert owned is not None
+    early = gradient.divergence is None and (gradient.logs is None or state.log_a is not None)
+    if early and state.a is not None:
+        scale_rows(state.a, gradient.row, grad)
+        if gradient.logs is not None and state.log_a is not None:
+            grad.addcmul_(state.log_a, gradient.logs.unsqueeze(1))
+    else:
+        scale, pieces = _scaled_exponentials(state, softmax, gradient, state.k.element_size())
+        for rows, e in pieces:
+            state.tokens.input_gradient(e, weight, grad[rows])
+            if scale is not None:
+                grad[rows].mul_(scale[rows].unsqueeze(1))
+    # The exponentials lack the targets' terms, and what every true id gets alike.
+    target, uniform = gradient.target, gradient.uniform
+    scatter_add_rows_(grad, owned.tokens, weight, target, source=owned.rows, order=owned.by_token)
+    if uniform is not None and state.weight_sum is not None:
+        grad.addr_(uniform, state.weight_sum)
     return grad
 
 
 @exact()
 def weight_gradient(state: OutputState, softmax: Softmax, slopes: Slopes, main_grad: Tensor) -> None:
-    """Pass T's other half (all of T in vocab-2): add this shard's dW to ``main_grad``.
+    """TW, in vocab-2 T: add this shard's dW to ``main_grad``.
 
     Args:
-        state: of S (S2); not written to, so T may run late, out of order or twice.
+        state: of S (S2); not written to, so this may run late, out of order or twice.
         softmax: of all shards.
         slopes: as for ``input_gradient``.
         main_grad: [P, H], added to in place; fp32, or the operands' dtype.
@@ -206,24 +223,19 @@ def weight_gradient(state: OutputState, softmax: Softmax, slopes: Slopes, main_g
         ValueError: if ``main_grad`` has another shape, or a dtype that the operands can't add to.
     """
     check_main_grad(state.x, state.tokens.shard, main_grad)
-    _add_gradients(state, softmax, slopes, None, None, main_grad)
-
-
-@exact()
-def output_backward(
-    state: OutputState, softmax: Softmax, slopes: Slopes, weight: Tensor, main_grad: Tensor
-) -> Tensor:
-    """Pass T of vocab-1: both halves. If S kept no exponentials, they are recomputed once for both.
-
-    Args and errors are those of ``input_gradient`` and ``weight_gradient``.
-
-    Returns:
-        [n, H] fp32 (fp64 for fp64) this shard's part of dX.
-    """
-    check_main_grad(state.x, state.tokens.shard, main_grad)
-    grad = softmax.total.new_empty(state.x.shape)
-    _add_gradients(state, softmax, slopes, weight, grad, main_grad)
-    return grad
+    x, gradient, owned = state.x, _row_gradient(state, softmax, slopes), state.tokens.owned
+    assert owned is not None
+    scale, pieces = _scaled_exponentials(state, softmax, gradient, x.element_size())
+    scaled, undo = x, None
+    if scale is not None:
+        factors, undo = lift(x, scale)
+        scaled = scale_rows(x, factors)
+    for rows, e in pieces:
+        state.tokens.add_weight_gradient_(main_grad, e, scaled[rows], undo)
+    target, uniform = gradient.target, gradient.uniform
+    scatter_add_rows_(main_grad, owned.rows, x, target, source=owned.tokens, order=owned.by_row)
+    if uniform is not None:
+        main_grad[: state.tokens.shard.valid_rows].add_(uniform @ x.to(uniform.dtype))
 
 
 def _row_gradient(state: OutputState, softmax: Softmax, slopes: Slopes) -> RowGradient:
@@ -232,72 +244,18 @@ def _row_gradient(state: OutputState, softmax: Softmax, slopes: Slopes) -> RowGr
     return row_gradient(softmax, slopes, state.k, owned.tokens, state.target_slope, vocab_size=vocab_size)
 
 
-def _add_gradients(
-    state: OutputState,
-    softmax: Softmax,
-    slopes: Slopes,
-    weight: Tensor | None,
-    grad: Tensor | None,
-    main_grad: Tensor | None,
-) -> None:
-    """Write dX [n, H] to ``grad`` unless that is None; add dW to ``main_grad`` unless that is.
-
-    Rows of dX are scaled after the product, ``dX = row (E W)``, so that S of vocab-2 can compute ``A = E W``
-    before ``row`` is known. For dW x is scaled before the product, ``dW = E^T (row x)``. Where it moves fewer
-    bytes, E is scaled once for both instead: ``dX = (row E) W`` and ``dW = (row E)^T x``.
-    """
-    x, owned, valid = state.x, state.tokens.owned, state.tokens.shard.valid_rows
-    assert owned is not None
-    gradient = _row_gradient(state, softmax, slopes)
-    early = state.a is not None and gradient.divergence is None
-    early = early and (gradient.logs is None or state.log_a is not None)
-    scale, pieces = _scaled_exponentials(state, softmax, gradient)
-    if grad is not None and early and state.a is not None:
-        scale_rows(state.a, gradient.row, grad)
-        if gradient.logs is not None and state.log_a is not None:
-            grad.addcmul_(state.log_a, gradient.logs.unsqueeze(1))
-    scaled, undo = x, None
-    if main_grad is not None and scale is not None:
-        factors, undo = lift(x, scale)
-        scaled = scale_rows(x, factors)
-    for rows, e in pieces if main_grad is not None or not early else ():
-        if grad is not None and weight is not None and not early:
-            state.tokens.input_gradient(e, weight, grad[rows])
-            if scale is not None:
-                grad[rows].mul_(scale[rows].unsqueeze(1))
-        if main_grad is not None:
-            state.tokens.add_weight_gradient_(main_grad, e, scaled[rows], undo)
-    # The exponentials lack the targets' terms, and what every true id gets alike.
-    target, uniform = gradient.target, gradient.uniform
-    if grad is not None and weight is not None:
-        scatter_add_rows_(grad, owned.tokens, weight, target, source=owned.rows, order=owned.by_token)
-        if uniform is not None and state.weight_sum is not None:
-            grad.addr_(uniform, state.weight_sum)
-    if main_grad is not None:
-        scatter_add_rows_(main_grad, owned.rows, x, target, source=owned.tokens, order=owned.by_row)
-        if uniform is not None:
-            main_grad[:valid].add_(uniform @ x.to(uniform.dtype))
-
-
-def _scales_exponentials(state: OutputState) -> bool:
-    """Whether ``row E`` [n, P] takes fewer bytes than rows of x and, without A, of dX in fp32, each [n, H].
-
-    For example, with bf16 operands: if P < 3 H in vocab-1, and P < H in vocab-2. In fp16 ``row E`` could be
-    too small, and numbers of 8 bits have too few digits to be rounded twice.
-    """
-    x, size = state.x, state.x.element_size()
-    if x.dtype == torch.float16 or state.tokens.fp8 is not None:
-        return False
-    rows = size + (state.k.element_size() if state.a is None else 0)
-    return state.tokens.shard.rows * size < x.shape[1] * rows
-
-
 def _scaled_exponentials(
-    state: OutputState, softmax: Softmax, gradient: RowGradient
+    state: OutputState, softmax: Softmax, gradient: RowGradient, item_bytes: int
 ) -> tuple[Tensor | None, Iterable[tuple[slice, Tensor]]]:
     """dY without the targets: a scale [n], and the chunks [c, P] of tokens that it scales.
 
-    The scale is None if the chunks are dY itself.
+    Rows of dX are scaled after the product, ``dX = row (E W)``, rows of x before it, ``dW = E^T (row x)``.
+    Where that moves fewer bytes, E is scaled instead, ``dX = (row E) W`` and ``dW = (row E)^T x``, and the
+    scale is None: for example, with bf16 operands, if P < 2 H for dX in fp32, and if P < H for x. In fp16
+    ``row E`` could be too small, and numbers of 8 bits have too few digits to be rounded twice.
+
+    Args:
+        item_bytes: bytes of an item of what would be scaled in place of E, [n, H].
     """
     if gradient.divergence is not None:
         assert state.teacher is not None
@@ -305,8 +263,9 @@ def _scaled_exponentials(
         return None, distillation.mixed(state.teacher, state.student, softmax, *factors)
     if gradient.logs is not None:
         return entropy.mixed(state.exponentials, gradient.row, gradient.logs)
-    pieces, row, kept = _exponentials(state), gradient.row, state.e is not None
-    if not _scales_exponentials(state):
+    x, pieces, row, kept = state.x, _exponentials(state), gradient.row, state.e is not None
+    exact_enough = x.dtype != torch.float16 and state.tokens.fp8 is None
+    if not exact_enough or state.tokens.shard.rows * x.element_size() >= x.shape[1] * item_bytes:
         return row, pieces
     return None, ((rows, scale_rows(e, row[rows], None if kept else e)) for rows, e in pieces)
 

@@ -24,12 +24,11 @@ from megatron_vocabpar.pipeline.options import (
     asked_for,
     options_of,
 )
-from megatron_vocabpar.pipeline.rules import PARTITIONED, RULES, conflicts, wrong_values
+from megatron_vocabpar.pipeline.rules import conflicts, wrong_values
 from megatron_vocabpar.schedule.words.methods import METHODS, method_named
 
 ENABLE = "--enable-vocab-parallel"
 _HELP = ("-h", "--help")
-_RULES = (*RULES, replace(PARTITIONED, options=("late_gradient",)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +243,7 @@ def _check(config: FlagConfig, args: Any) -> None:
         raise ValueError(
             f"--vocab-parallel-family {config.schedule}: unknown schedule; use one of {', '.join(SCHEDULES)}"
         )
-    problems = conflicts(config.options, method_named(config.method), spell=spell, rules=_RULES)
+    problems = conflicts(config.options, method_named(config.method), spell=spell)
     problems += wrong_values(config, spell)
     names = ("costs", "profile_iterations", "max_activations", "timeline")
     plans = [spell(name, value) for name, value in _values(FlagConfig, args).items() if name in names]

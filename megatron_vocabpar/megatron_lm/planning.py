@@ -1,4 +1,4 @@
-"""The forward-backward function of a running training, with its plans: chosen, measured, kept and announced.
+"""The forward-backward function of a running training, with its plans: chosen, measured, kept and printed.
 
 Next: ``watchers.py``, reports of single iterations; ``pipeline/tuning/measured_plan.py``.
 """
@@ -203,9 +203,8 @@ def plan_request(
     1F1B needs with vocab-2.
     """
     fitting = [family.name for family in config.families(chunks)]
-    late = config.options.late_gradient
     asked = PlanRequest(
-        method=method_named(config.method, late_gradient=late),
+        method=config.method,
         p=p,
         m=m,
         family=config.schedule,
@@ -220,11 +219,10 @@ def plan_request(
     if cap is None:
         cap = claimed_peak(method_named("vocab-2"), p, family_named("1f1b"), 1)
     known = [name for name in config.methods if costs is None or name in costs.methods]
-    methods = [method_named(name, late_gradient=late) for name in known or config.methods]
     requests = [
         replace(asked, method=method, family=family, max_activations=cap)
         for family in fitting
-        for method in methods
+        for method in known or config.methods
     ]
     times = [(simulate(plan_for(each)).iteration_ms, each) for each in requests]
     best_ms, best = min(times, key=lambda timed: timed[0])

@@ -41,7 +41,7 @@ def _against(flag: Flag, rule: Rule) -> Iterator[str]:
     ruled = set(flag.fields) & set(rule.options)
     if ruled and rule.where is not None:
         for name, method in METHODS.items():
-            if method.vocabulary_parallel and rule.where(method, None):
+            if method.vocabulary_parallel and rule.where(method):
                 yield f"`{name}`"
     if ruled and rule.needs and rule.needs not in flag.fields:
         words = [options_of(VocabOptions)[name].words[0] for name in ruled]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -91,8 +91,7 @@ class ForwardBackward:
         method: one of ``schedule.words.methods.METHODS``.
         groups: the vocabulary group of this rank.
         device: where the model lives.
-        options: how partitioned vocabulary layers are computed, and whether the loss may be any
-            differentiable function of the tokens' losses (``late_gradient``).
+        options: how partitioned vocabulary layers are computed.
         make_plan: from a number of microbatches to a plan of this method for this pipeline, the same on
             every rank; by default 1F1B with the paper's proportions of pass times.
         mtp_depths: of multi-token prediction, for the default plans.
@@ -114,8 +113,9 @@ class ForwardBackward:
         mtp_depths: int = 0,
         listeners: Listeners = _NOBODY,
     ) -> None:
-        self.method = method_named(method, late_gradient=options.late_gradient)
-        self.options = self._checked(options)
+        self.method = method_named(method)
+        check(options, self.method)
+        self.options = options
         if options.fp8 is not None:
             check_device(options.fp8, device)
         if options.kernels == "fused":
@@ -168,18 +168,11 @@ class ForwardBackward:
         """
         return self._engine_graphs.order(self.plan(num_microbatches), self.groups.stage)
 
-    def _checked(self, options: VocabOptions) -> VocabOptions:
-        """The options, checked; whether the gradient is late, the method decides."""
-        options = replace(options, late_gradient=self.method.late_gradient)
-        check(options, self.method)
-        return options
-
     def _check_plan(self, schedule: Schedule, num_microbatches: int) -> None:
-        check(self.options, self.method, schedule.placement)
-        planned = schedule.method.name, schedule.method.late_gradient, schedule.p, schedule.m
-        wanted = self.method.name, self.method.late_gradient, self.groups.pipeline, num_microbatches
+        planned = schedule.method.name, schedule.p, schedule.m
+        wanted = self.method.name, self.groups.pipeline, num_microbatches
         if planned != wanted:
-            names = ("method", "late_gradient", "stages", "microbatches")
+            names = ("method", "stages", "microbatches")
             differ = [f"{n} {a}, not {b}" for n, a, b in zip(names, planned, wanted, strict=True) if a != b]
             raise ValueError(f"the plan has {'; '.join(differ)}; make it for this method and pipeline")
 
@@ -244,7 +237,8 @@ class ForwardBackward:
             teacher=teacher,
             keep_top=keep_top,
         )
-        options = self.options if options is None else self._checked(options)
+        options = self.options if options is None else options
+        check(options, self.method)
         check_distillation(options, call)
         if asks_for_graphs(config):
             self._graphs.check(self.plan(num_microbatches), chunks, forward_only)

@@ -1,12 +1,11 @@
 """The loss function's calls, on the last rank, where Megatron's training loop expects its reports.
 
-The loss function gets the tokens' losses of one microbatch. A late gradient is computed here. An announced
-one was sent before (``microbatches.py``), and is compared with the true one here.
+The loss function gets the tokens' losses of one microbatch, and may be any differentiable function of them.
 
-The loss function may also have parameters for every token's ``entropy``, for ``correct`` (whether its target
-is the most likely id) and for its target's ``rank``. If it has none, it is called again with these numbers in
-the place of the losses. It is linear, so it then reports their masked mean: Megatron logs an ``entropy`` and
-an ``accuracy`` beside the ``lm loss``.
+It may also have parameters for every token's ``entropy``, for ``correct`` (whether its target is the most
+likely id) and for its target's ``rank``. If it has none, it is called again with these numbers in the place
+of the losses. If it is linear, it then reports their masked mean: Megatron logs an ``entropy`` and an
+``accuracy`` beside the ``lm loss``.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from inspect import Parameter
-from math import prod
 from typing import Any
 
 import torch
@@ -23,8 +21,8 @@ import torch.distributed as dist
 
 from megatron_vocabpar.pipeline import compat, heads
 from megatron_vocabpar.pipeline.iteration import Iteration
+from megatron_vocabpar.pipeline.microbatches import DROPPED
 from megatron_vocabpar.pipeline.options import VocabOptions
-from megatron_vocabpar.runtime.comm import broadcast
 from megatron_vocabpar.runtime.streams import HostCopy, start_to_host
 from megatron_vocabpar.schedule.words.passes import Pass, PassType
 
@@ -62,7 +60,7 @@ def taken_by(loss_func: Callable[..., Any], values: Mapping[str, torch.Tensor]) 
 
 
 class LossReports:
-    """Calls the loss function of the training script, microbatch by microbatch, and checks its gradients."""
+    """Calls the loss function of the training script, microbatch by microbatch, and checks what it gives."""
 
     def __init__(self, iteration: Iteration) -> None:
         self.iteration = iteration
@@ -115,17 +113,16 @@ class LossReports:
         )
         others = {name: value for name, value in values.items() if name not in taken}
         if others and not call.collect_non_loss_data:
-            late = iteration.rank.method.late_gradient
-            why = "with late gradients it need not be linear" if late else f"it takes {' and '.join(taken)}"
-            reported = [_with_metrics(reported[0], recorded.loss_func, others, why if late or taken else "")]
+            why = f"it takes {' and '.join(taken)}" if taken else ""
+            metrics, self._noted.linear[i] = _with_metrics(reported[0], recorded.loss_func, others, why)
+            reported = [metrics]
         iteration.reported.extend(reported)
         iteration.num_tokens = iteration.num_tokens + num_tokens
-        if grad is not None and not iteration.rank.method.late_gradient:
-            announced = iteration.microbatches.gradient(i)
-            close = torch.isclose(grad, announced, rtol=1e-4, atol=0.0, equal_nan=True)
-            self._noted.as_announced[i] = close.all()
         if grad is None:
             return None
+        if iteration.rank.output_options.drop_masked:
+            dropped = iteration.microbatches.labels(i) == DROPPED
+            self._noted.without_loss[i] = (grad * dropped == 0).all()
         if not iteration.rank.output_options.entropy_gradient:
             if more is not None:
                 self._noted.takes_entropy.append(i)
@@ -136,7 +133,7 @@ class LossReports:
         return grads
 
     def finish(self) -> None:
-        """Have gradients and losses checked when the host has queued everything."""
+        """Have what was noted checked when the host has queued everything."""
         self.iteration.checks.extend(self._noted.checks())
 
 
@@ -148,7 +145,8 @@ class _Noted:
     """
 
     def __init__(self, pipeline_rank: int, not_finite: Callable[[str], None] | None) -> None:
-        self.as_announced: dict[int, torch.Tensor] = {}
+        self.linear: dict[int, torch.Tensor] = {}
+        self.without_loss: dict[int, torch.Tensor] = {}
         self.finite_hidden: dict[int, torch.Tensor] = {}
         self.finite_losses: dict[int, torch.Tensor] = {}
         self.takes_entropy: list[int] = []
@@ -157,27 +155,32 @@ class _Noted:
 
     def checks(self) -> Iterator[Callable[[], None]]:
         """The check, if there is something to check; one copy brings all to the host."""
-        kinds = (self.as_announced, self.finite_hidden, self.finite_losses)
-        values = [value for kind in kinds for value in kind.values()]
+        values = [value for kind in self._kinds() for value in kind.values()]
         if values or self.takes_entropy:
             copy = start_to_host(torch.stack(values)) if values else HostCopy(torch.empty(0))
             yield partial(self._check, copy)
 
+    def _kinds(self) -> tuple[dict[int, torch.Tensor], ...]:
+        return self.linear, self.without_loss, self.finite_hidden, self.finite_losses
+
     def _check(self, copy: HostCopy) -> None:
         """Raise, or tell the listener, if something that should hold of a microbatch does not."""
         values = iter(copy.wait().tolist())  # each dictionary takes as many as it has microbatches
-        as_announced, finite_hidden, finite_losses = (
-            dict(zip(kind, values, strict=False))
-            for kind in (self.as_announced, self.finite_hidden, self.finite_losses)
+        linear, without_loss, finite_hidden, finite_losses = (
+            dict(zip(kind, values, strict=False)) for kind in self._kinds()
         )
-        bent = _first_broken(as_announced)
         rank = f"rank {dist.get_rank()}"
-        if bent is not None:
+        if (bent := _first_broken(linear)) is not None:
             raise ValueError(
-                f"{rank}, microbatch {bent}: the loss function is not linear in the per-token losses: its "
-                "gradient depends on their values. Vocabulary parallelism sends the gradient ahead; use a "
-                "(masked) sum or mean, or have it sent when the losses are known: late_gradient=True, in "
-                "Megatron-LM --vocab-parallel-late-gradient"
+                f"{rank}, microbatch {bent}: the loss function is not linear in the tokens' losses, so what "
+                "it reports of entropies or accuracies in their place is no mean of them; give it a "
+                "parameter entropy or correct, or don't ask for these metrics"
+            )
+        if (lost := _first_broken(without_loss)) is not None:
+            raise ValueError(
+                f"{rank}, microbatch {lost}: the loss depends on tokens that the batch's loss mask leaves "
+                "out, and with drop_masked the output layer, too; leave out drop_masked, or mask the loss "
+                "with the mask that the model is given"
             )
         if self.takes_entropy:
             raise ValueError(
@@ -196,8 +199,12 @@ class _Noted:
 
 def _with_metrics(
     report: Any, loss_func: Callable[..., Any], values: Mapping[str, torch.Tensor], against: str
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], torch.Tensor]:
     """The loss function's report, with the means of these values that its second call gives.
+
+    Returns:
+        The report, and whether the loss function is linear, as a mean must be: twice the loss for twice the
+        values.
 
     Raises:
         ValueError: if ``against`` names a reason why that is no mean, or the report has no names.
@@ -215,43 +222,13 @@ def _with_metrics(
         )
     mean = "lm loss" if "lm loss" in report else next(iter(report))
     with torch.no_grad(), compat.unvalidated():
-        reports = [loss_func(value.clone())[-1][mean] for value in values.values()]
-    return dict(report) | dict(zip(names, reports, strict=True))
+        losses = [loss_func(value.clone()) for value in values.values()]
+        *_, value = values.values()
+        linear = torch.isclose(loss_func(2 * value)[0], 2 * losses[-1][0], rtol=1e-4, equal_nan=True)
+    means = {name: loss[-1][mean] for name, loss in zip(names, losses, strict=True)}
+    return dict(report) | means, linear
 
 
 def _first_broken(holds: Mapping[int, bool]) -> int | None:
     """The first microbatch whose value is False."""
     return min((i for i, value in holds.items() if not value), default=None)
-
-
-class DistantLoss:
-    """The loss of a whole output layer on another rank than the loss function's, in a V-shaped placement."""
-
-    def __init__(self, iteration: Iteration) -> None:
-        self.iteration = iteration
-        self._token_losses: dict[int, torch.Tensor] = {}
-
-    def keep(self, i: int, token_losses: torch.Tensor) -> None:
-        """Keep what the last stage computed for microbatch ``i``: ``[b, s]``."""
-        self._token_losses[i] = token_losses
-
-    def gradient(self, i: int) -> torch.Tensor:
-        """The announced gradient of the token losses of microbatch ``i``: ``[b, s]``."""
-        return self.iteration.microbatches.gradient(i)[0]
-
-    def finish(self) -> None:
-        """Send the token losses of all microbatches to the loss function's rank, and report them there."""
-        rank, shapes = self.iteration.rank, self.iteration.microbatches.shapes
-        sizes = [prod(shape) for shape in shapes]
-        if rank.is_last:
-            flat = torch.cat([self._token_losses[i].flatten() for i in range(len(shapes))]).float()
-        else:
-            flat = torch.empty(sum(sizes), device=rank.device)
-        broadcast(
-            rank.groups, rank.groups.output, [flat], [rank.groups.members_of(rank.placement.last_rank)[0]]
-        )
-        if rank.has_loss:
-            reports = LossReports(self.iteration)
-            for i, losses in enumerate(flat.split(sizes)):
-                reports.report(i, losses.view(shapes[i]))
-            reports.finish()

@@ -1,12 +1,8 @@
-"""Tokens, labels and gradients of every microbatch, on every rank.
+"""Tokens and labels of every microbatch, on every rank.
 
 Megatron gives a batch only to the first chunk of the first rank and to the last chunk of the last rank.
 Before an iteration both run ``forward_step`` for every microbatch with a stand-in for the model
-(``recording.py``). Then the first sends the tokens to all ranks, and the last sends the labels and the
-gradient of every token's loss.
-
-The gradient is known before the loss because Megatron's loss functions are linear in the tokens' losses (a
-masked sum); this is checked when the true losses arrive. A late gradient is not sent here.
+(``recording.py``). Then the first sends the tokens to all ranks, and the last sends the labels.
 """
 
 from __future__ import annotations
@@ -23,6 +19,9 @@ from megatron_vocabpar.layers.targets import OwnedTargets, owned_targets, target
 from megatron_vocabpar.runtime.comm import VocabGroups, broadcast
 from megatron_vocabpar.runtime.streams import queue_to_device, to_device, to_host
 from megatron_vocabpar.schedule.words.placement import Placement
+
+DROPPED = torch.iinfo(torch.int64).min
+"""The label of a token that the batch's loss mask leaves out, in place of its own: no id, as -100 is none."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,6 @@ class Microbatch:
         counted: positions ``[n]`` of these rows among ``[(1 + D) b s]``, int64; None if all count.
         counts: the number of such rows in each part into which sequence parallelism cuts the sequence.
         labels: target ids ``[n]``.
-        grad_loss: gradient of every token's loss ``[n]``, float32; None in evaluation, or if it comes late.
         owned_targets: the tokens among ``[n]`` whose targets this rank owns.
     """
 
@@ -66,7 +64,6 @@ class Microbatch:
     counted: torch.Tensor | None
     counts: tuple[int, ...]
     labels: torch.Tensor
-    grad_loss: torch.Tensor | None
     owned_targets: OwnedTargets
 
     @property
@@ -97,12 +94,6 @@ class Microbatch:
             return rows
         return rows.new_zeros((prod(self.shape), *rows.shape[1:])).index_copy_(0, self.counted, rows)
 
-    @property
-    def gradient(self) -> torch.Tensor:
-        """``grad_loss``, which must have been announced."""
-        assert self.grad_loss is not None
-        return self.grad_loss
-
 
 class Microbatches(dict[int, Microbatch]):
     """The microbatches of an iteration by number; each is planned when it is first asked for.
@@ -114,7 +105,6 @@ class Microbatches(dict[int, Microbatch]):
         shapes: ``(1 + D, b, s)`` of each.
         ids: ``[2, total]`` int64 on the host: the tokens of all microbatches, and their labels.
         labels: the labels once more, on the device.
-        grad_losses: the gradients of the tokens' losses on the device, float32; None if not announced.
         ranges: rows of every member of the vocabulary group; empty if the vocabulary is not partitioned.
         member: this rank's number among them.
         embedding_ranks: the pipeline ranks of the first stage, which embeds the first set of tokens, and of
@@ -128,7 +118,6 @@ class Microbatches(dict[int, Microbatch]):
         shapes: Sequence[tuple[int, int, int]],
         ids: torch.Tensor,
         labels: torch.Tensor,
-        grad_losses: torch.Tensor | None,
         ranges: tuple[VocabRange, ...],
         member: int,
         embedding_ranks: tuple[int, int] = (0, 0),
@@ -140,7 +129,6 @@ class Microbatches(dict[int, Microbatch]):
         tokens, host_labels = ids
         self._tokens, self._host_labels = tokens.split(sizes), host_labels.split(sizes)
         self._labels = labels.split(sizes)
-        self._grad_losses = None if grad_losses is None else grad_losses.split(sizes)
         self._ranges = ranges
         self._member = member
         self._embedding_ranks = embedding_ranks
@@ -149,11 +137,6 @@ class Microbatches(dict[int, Microbatch]):
     def labels(self, i: int) -> torch.Tensor:
         """Target ids ``[1 + D, b, s]`` of a microbatch, on the device."""
         return self._labels[i].view(self.shapes[i])
-
-    def gradient(self, i: int) -> torch.Tensor:
-        """The announced gradient ``[1 + D, b, s]`` of every token's loss in a microbatch."""
-        assert self._grad_losses is not None
-        return self._grad_losses[i].view(self.shapes[i])
 
     def rows(self, i: int, values: torch.Tensor) -> torch.Tensor:
         """``[(1 + D) b s]`` in the order of C0's hidden states: by part, head, position, sequence.
@@ -200,17 +183,13 @@ class Microbatches(dict[int, Microbatch]):
             for tokens, order, owned in zip(inputs, placed[::2], placed[1::2], strict=True)
         )
         rows = places if len(counted) < len(host_labels) else None
-
-        def of_counted(values: torch.Tensor) -> torch.Tensor:
-            return self.rows(i, values) if rows is None else self.rows(i, values).index_select(0, rows)
-
+        labels = self.rows(i, self._labels[i])
         return Microbatch(
             self.shapes[i],
             embedded,
             rows,
             tuple(counts.tolist()),
-            of_counted(self._labels[i]),
-            None if self._grad_losses is None else of_counted(self._grad_losses[i]),
+            labels if rows is None else labels.index_select(0, rows),
             OwnedTargets(a, b, c, d),
         )
 
@@ -234,7 +213,7 @@ class Microbatches(dict[int, Microbatch]):
 def no_microbatches() -> Microbatches:
     """The microbatches of an iteration that shares none."""
     nothing = torch.empty(2, 0, dtype=torch.int64)
-    return Microbatches(shapes=(), ids=nothing, labels=nothing[1], grad_losses=None, ranges=(), member=0)
+    return Microbatches(shapes=(), ids=nothing, labels=nothing[1], ranges=(), member=0)
 
 
 @dataclass(frozen=True)
@@ -244,12 +223,10 @@ class Batches:
     Attributes:
         tokens: int64, on the members of the first stage.
         labels: int64, on the members that have the loss.
-        grad_losses: float32, on the same, if gradients are announced.
     """
 
     tokens: list[torch.Tensor] | None = None
     labels: list[torch.Tensor] | None = None
-    grad_losses: list[torch.Tensor] | None = None
 
 
 def share_microbatches(
@@ -260,17 +237,15 @@ def share_microbatches(
     placement: Placement,
     num_microbatches: int,
     device: torch.device,
-    announced: bool,
     parts: int,
 ) -> Microbatches:
-    """Send tokens, labels and per-token gradients of all microbatches to every rank of the group.
+    """Send tokens and labels of all microbatches to every rank of the group.
 
     The host waits for the device twice: for the shapes, and for all ids together.
 
     Args:
         batches: what this rank has of them.
-        placement: where the stages are: the first has the tokens, the loss stage labels and gradients.
-        announced: whether there are gradients to share: in training, unless they come late.
+        placement: where the stages are: the first has the tokens, the loss stage the labels.
         parts: the number of parts into which sequence parallelism cuts the hidden states.
 
     Raises:
@@ -294,9 +269,6 @@ def share_microbatches(
     ids = torch.empty((2, total), dtype=torch.int64, device=device)
     share(ids[0], batches.tokens, first_member)
     share(ids[1], batches.labels, last_member)
-    grads = torch.empty(total, device=device) if announced else None
-    if grads is not None:
-        share(grads, batches.grad_losses, last_member)
     # Counts of the plans are sizes of messages, so the ids come to the host, all at once.
     host_ids = to_host(ids)
     if ranges:
@@ -305,7 +277,6 @@ def share_microbatches(
         shapes=shapes,
         ids=host_ids,
         labels=ids[1],
-        grad_losses=grads,
         ranges=ranges,
         member=groups.member,
         embedding_ranks=(placement.first_rank, placement.rank_of(placement.mtp_stage)),

@@ -82,8 +82,8 @@ class VocabOptions:
 
     recompute: bool = option(
         False,
-        "Keep nothing of the logits from pass S to T, which then computes them again.",
-        page="One more product, less memory.",
+        "Keep nothing of the logits from pass S on; T, and in vocab-1 TW, compute them again.",
+        page="A product more in vocab-2, two in vocab-1; less memory.",
         flag="recompute-logits",
     )
     rows_per_chunk: int | None = option(
@@ -134,15 +134,9 @@ class VocabOptions:
         choices=tuple(RECIPES),
         bare=ROW.name,
     )
-    late_gradient: bool = option(
-        False,
-        "The loss function may be any differentiable function of the tokens' losses, not only a linear one: "
-        "their gradients are sent after it has run.",
-        page="See [reinforcement.md](reinforcement.md).",
-    )
     drop_masked: bool = option(
         False,
-        "In training, leave tokens that the loss function masks out of the output layer; their losses are 0.",
+        "In training, leave tokens whose loss mask is 0 in the batch out of the output layer; they report 0.",
         page="Masked tokens are padding, prompts, and with `--eod-mask-loss` ends of documents. A report of "
         "unmasked losses changes. Tokens labelled -100, as in Megatron's `--sft`, are left out anyway.",
     )

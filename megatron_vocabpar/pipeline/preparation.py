@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.utils import unwrap_model
 
-from megatron_vocabpar.pipeline import compat, heads
+from megatron_vocabpar.pipeline import heads
 from megatron_vocabpar.pipeline.gradients import GradientSync
 from megatron_vocabpar.pipeline.iteration import Call, Iteration, Rank
-from megatron_vocabpar.pipeline.loss_reports import further_arguments, taken_by
-from megatron_vocabpar.pipeline.microbatches import Batches, share_microbatches
+from megatron_vocabpar.pipeline.microbatches import DROPPED, Batches, share_microbatches
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
 from megatron_vocabpar.pipeline.recording import ModelCall, record_calls
 from megatron_vocabpar.pipeline.split_w.weight_gradients import WeightGradients
 from megatron_vocabpar.schedule.words.methods import Method
 from megatron_vocabpar.schedule.words.passes import PassType
 from megatron_vocabpar.schedule.words.schedule import Schedule
-
-_ANY_LOSS = 1.0
-_HIGH_LOSS = 100.0
-"""The loss, in nats, that every token gets when the loss function is asked for the announced gradient.
-
-``drop_masked`` leaves out the tokens whose announced gradient is 0, and reports losses of 0 for them. A loss
-function with a threshold must not look masked. If its gradient is 0 below the threshold, it is not 0 at 100
-nats, so the tokens stay. If it is 0 above, the tokens are dropped, but at the reported loss of 0 the gradient
-is not 0. In both cases the true gradient differs from the announced one, and the check of linearity raises.
-"""
 
 
 def chunk_with_shards(method: Method, chunks: Sequence[torch.nn.Module]) -> PartitionedModel | None:
@@ -62,30 +50,22 @@ def prepare(
     if weight_gradients:
         written[PassType.W] = [p for gradients in weight_gradients for p in gradients.parameters()]
     placement = rank.placement
-    if model is None and placement.loss_stage == placement.last_stage:
+    if not rank.method.chain:
         return Iteration(rank, call, _gradient_sync(rank, call, schedule, written))
     recorded = _record(rank, call)
     first, last = recorded.get(0), recorded.get(placement.loss_stage)
-    announced = not (call.forward_only or rank.method.late_gradient)
     labels = None if last is None else [_labels(recorded, call) for recorded in last]
-    grad_losses = None
-    if last is not None and announced:
-        names = further_arguments(rank.output_options, call.forward_only)
-        drops = rank.output_options.drop_masked
-        value = _HIGH_LOSS if drops else _ANY_LOSS
-        grad_losses = [_announced_gradient(recorded, call, names, value) for recorded in last]
-        if labels is not None and drops:
-            pairs = zip(labels, grad_losses, strict=True)
-            labels = [label.masked_fill(_masked(grad, call), -1) for label, grad in pairs]
+    if last is not None and labels is not None and rank.output_options.drop_masked and not call.forward_only:
+        pairs = zip(labels, last, strict=True)
+        labels = [label.masked_fill(_masked(recorded, call), DROPPED) for label, recorded in pairs]
     tokens = None if first is None else [_tokens(recorded, call) for recorded in first]
     microbatches = share_microbatches(
-        Batches(tokens, labels, grad_losses),
+        Batches(tokens, labels),
         groups=rank.groups,
         ranges=model.shard.ranges if model else (),
         placement=placement,
         num_microbatches=call.num_microbatches,
         device=rank.device,
-        announced=announced,
         parts=rank.groups.tensor if call.config.sequence_parallel else 1,
     )
     replayed = _replayed(rank, recorded)
@@ -95,8 +75,10 @@ def prepare(
             true_labels = microbatches.labels(i)[0]
             replayed[placement.last_stage][i] = recorded_call.with_argument("labels", true_labels)
     else:
-        output_pass = rank.method.passes[-1]  # the one that writes the weight's gradient
-        written |= {PassType.IB: [model.word_embeddings.weight], output_pass: [model.output_weight]}
+        written |= {
+            PassType.IB: [model.word_embeddings.weight],
+            rank.method.weight_pass: [model.output_weight],
+        }
     return Iteration(
         rank,
         call,
@@ -165,33 +147,31 @@ def _check_given(tensor: torch.Tensor | None, name: str) -> None:
         )
 
 
-def _masked(grad: torch.Tensor, call: Call) -> torch.Tensor:
-    """Tokens ``[1 + D, b, s]`` whose announced gradient is 0; none of further heads that are only logged."""
-    masked = grad == 0
+def _masked(recorded: ModelCall, call: Call) -> torch.Tensor:
+    """Tokens ``[1 + D, b, s]`` that the batch's loss mask leaves out; none of heads that are only logged.
+
+    Megatron shifts the mask for further heads. Its own code is asked how: by the gradient of the sum of all
+    masked losses, 0 where a token has no part in it.
+
+    Raises:
+        ValueError: if ``forward_step`` passed no mask.
+    """
+    mask = recorded.kwargs.get("loss_mask")
+    if mask is None:
+        raise ValueError(
+            "drop_masked, but forward_step passed no loss_mask to the model: pass it, as pretrain_gpt.py "
+            "does, or give tokens without a loss labels of -100"
+        )
+    assert recorded.labels is not None
+    shape = (1 + heads.depths(call.config), *recorded.labels.shape)
+    losses = mask.new_ones(shape, dtype=torch.float32, requires_grad=True)
+    with torch.enable_grad():
+        total = (heads.main_loss(call.chunks[-1], recorded, losses, training=False) * mask).sum()
+    (grad,) = torch.autograd.grad(total, [losses])
+    masked: torch.Tensor = grad == 0
     if not getattr(call.config, "mtp_loss_scaling_factor", None):
         masked[1:] = False
     return masked
-
-
-def _announced_gradient(
-    recorded: ModelCall, call: Call, names: Sequence[str], value: float = _ANY_LOSS
-) -> torch.Tensor:
-    """The gradient ``[1 + D, b, s]`` of every token's loss if all losses and entropies are ``value``."""
-    _check_given(recorded.labels, "labels")
-    assert recorded.labels is not None
-    model = call.chunks[-1]
-    shape = (1 + heads.depths(call.config), *recorded.labels.shape)
-    losses = recorded.labels.new_full(shape, value, dtype=torch.float32)
-    with compat.unvalidated():
-        _, _, grad, _ = compat.loss_and_gradient(
-            call,
-            token_losses=losses,
-            values=taken_by(recorded.loss_func, dict.fromkeys(names, losses[0])),
-            main_loss=partial(heads.main_loss, model, recorded, training=False),
-            loss_func=recorded.loss_func,
-        )
-    assert grad is not None
-    return grad
 
 
 def _gradient_sync(

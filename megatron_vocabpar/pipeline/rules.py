@@ -20,7 +20,6 @@ from megatron_vocabpar.pipeline.options import (
 )
 from megatron_vocabpar.schedule.words.methods import Method
 from megatron_vocabpar.schedule.words.passes import PassType
-from megatron_vocabpar.schedule.words.placement import Placement
 
 Spelling = Callable[[str, Any], str]
 """From a field's name and value to the text by which a door writes them."""
@@ -36,7 +35,7 @@ class Rule:
         remedy: what to do, as an imperative.
         others: names of fields that must not be asked for beside them.
         needs: the name of a field that they need.
-        where: from a method and a placement to whether these stand against them.
+        where: from a method to whether it stands against them.
     """
 
     options: tuple[str, ...]
@@ -44,15 +43,13 @@ class Rule:
     remedy: str
     others: tuple[str, ...] = ()
     needs: str = ""
-    where: Callable[[Method, Placement | None], bool] | None = None
+    where: Callable[[Method], bool] | None = None
 
-    def broken(
-        self, options: VocabOptions, method: Method, placement: Placement | None, spell: Spelling
-    ) -> str | None:
+    def broken(self, options: VocabOptions, method: Method, spell: Spelling) -> str | None:
         """A sentence if the options break the rule, else None."""
         asked = asked_for(options, self.options)
         if self.where is not None:
-            against = f"not with method {method.name}" if self.where(method, placement) else ""
+            against = f"not with method {method.name}" if self.where(method) else ""
         elif self.needs:
             against = "" if getattr(options, self.needs) else f"needs {spell(self.needs, True)}"
         else:
@@ -67,43 +64,30 @@ def _spelled(options: VocabOptions, names: Sequence[str], spell: Spelling) -> st
     return " and ".join(spell(name, getattr(options, name)) for name in names)
 
 
-def _is_whole(method: Method, _: Placement | None) -> bool:
+def _is_whole(method: Method) -> bool:
     return not method.vocabulary_parallel
 
 
-def _keeps_logits(method: Method, _: Placement | None) -> bool:
+def _keeps_logits(method: Method) -> bool:
     return PassType.S2 in method.passes
 
 
-def _is_no_chain(method: Method, _: Placement | None) -> bool:
-    return bool(method.in_step) or _keeps_logits(method, None)
+def _is_no_chain(method: Method) -> bool:
+    return bool(method.in_step) or _keeps_logits(method)
 
-
-def _is_far_from_loss(method: Method, placement: Placement | None) -> bool:
-    apart = placement is not None and placement.loss_stage != placement.last_stage
-    return apart and not method.vocabulary_parallel
-
-
-PARTITIONED = Rule(
-    tuple(name for name in options_of(VocabOptions) if name != "late_gradient"),
-    "which does not partition the output layer",
-    "use vocab-1 or vocab-2",
-    where=_is_whole,
-)
 
 RULES = (
-    PARTITIONED,
+    Rule(
+        tuple(options_of(VocabOptions)),
+        "which does not partition the output layer",
+        "use vocab-1 or vocab-2",
+        where=_is_whole,
+    ),
     Rule(
         ("recompute", "kernels", "invariant", "label_smoothing", "fp8_head", *OF_EXPONENTIALS),
         "which keeps its logits between two barriers",
         "use vocab-1 or vocab-2, or leave it out",
         where=_keeps_logits,
-    ),
-    Rule(
-        ("late_gradient",),
-        "whose last stage in a V shape is on another rank than the loss function",
-        "use a method that partitions the vocabulary, another schedule, or leave it out",
-        where=_is_far_from_loss,
     ),
     Rule(
         ("recompute", "rows_per_chunk", "label_smoothing", "fp8_head"),
@@ -148,13 +132,6 @@ RULES = (
         others=(*WITHOUT_EXPONENTIALS, "entropy_gradient", "kernels", "drop_masked", "distillation"),
     ),
     Rule(("entropy_gradient",), "of which it is the gradient", "ask for both", needs="entropy"),
-    Rule(("entropy_gradient",), "as its gradient comes late", "give that, too", needs="late_gradient"),
-    Rule(
-        ("drop_masked",),
-        "as masked tokens are known by the gradient that is sent ahead",
-        "give such tokens labels of -100",
-        others=("late_gradient",),
-    ),
 )
 """What cannot be combined. ``LossTerms`` itself checks the values of the loss's terms."""
 
@@ -167,18 +144,15 @@ def in_python(name: str, value: Any) -> str:
 def conflicts(
     options: VocabOptions,
     method: Method,
-    placement: Placement | None = None,
     *,
     spell: Spelling = in_python,
-    rules: Sequence[Rule] = RULES,
 ) -> list[str]:
     """A sentence for each rule that the options break with a method: what, why, and the remedy.
 
     Args:
-        placement: of the model's stages; None if it is not known yet.
         spell: the door's spelling of a field and its value.
     """
-    broken = [rule.broken(options, method, placement, spell) for rule in rules]
+    broken = [rule.broken(options, method, spell) for rule in RULES]
     problems = [*wrong_values(options, spell), *filter(None, broken)]
     try:
         assert options.terms
@@ -197,7 +171,7 @@ def wrong_values(record: Any, spell: Spelling) -> Iterator[str]:
             yield f"{spell(name, value)}: choose one of {', '.join(each.choices)}"
 
 
-def check(options: VocabOptions, method: Method, placement: Placement | None = None) -> None:
+def check(options: VocabOptions, method: Method) -> None:
     """Raise a ValueError with a line for each of the ``conflicts``."""
-    if problems := conflicts(options, method, placement):
+    if problems := conflicts(options, method):
         raise ValueError("\n".join(problems))

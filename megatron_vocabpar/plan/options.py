@@ -238,12 +238,14 @@ def job_in(job: Job, family: Family) -> Job:
 
 
 def _softmax_shards(schedule: Schedule) -> list[int]:
-    """For each rank, the most softmax shards that it holds from S to T; 1 if both are one pass."""
+    """For each rank, the most softmax shards that it holds, from S to the weight gradient."""
     most = []
+    last = schedule.method.weight_pass
     for passes in schedule.ranks:
         alive = peak = 0
         for item in passes:
-            alive += (item.type is PassType.S) - (item.type is PassType.T)
+            alive += item.type is PassType.S
             peak = max(peak, alive)
-        most.append(1 if schedule.method.in_step else peak)
+            alive -= item.type is last
+        most.append(peak)
     return most

@@ -1,7 +1,7 @@
 """What passes hand to each other on one rank, keyed by the instruction that produced it.
 
-A value is put once and taken as often as announced; then it is gone. A value that is left at the end of an
-iteration is a leak.
+A value is put once and taken as often as its producer says; then it is gone. A value that is left at the
+end of an iteration is a leak.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A schedule: ``{"method", "p", "m", "chunks", "algorithm", "placement", "input", "ranks": [[{"op", "mb",
 "chunk"}, ...]]}``, the compute passes of each rank in order. ``chunk`` is the chunk of F, B and W on their
 rank, and 0 for the vocabulary passes. ``method`` may be left out: it tells redis from baseline, whose passes
-are the same. Multi-token prediction adds ``mtp_depths``, and a late gradient (L and CG) adds
-``"late_gradient": true``. An F that runs together with the B right after it adds ``"pair": true``.
+are the same. Multi-token prediction adds ``mtp_depths``. An F that runs together with the B right after it
+adds ``"pair": true``.
 
 A plan: ``"program": [["0IF0", "0CI0", ...]]`` in place of ``"ranks"``, each rank's instructions in order,
 with communication, a pair as one (``"0F5+2B1"``); and ``"costs"``, as in a cost file.
@@ -23,7 +23,7 @@ from typing import Any, cast
 from megatron_vocabpar.schedule.data.schema import check, read_object
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.times.costs import PassCosts
-from megatron_vocabpar.schedule.words.methods import METHODS, Method
+from megatron_vocabpar.schedule.words.methods import METHODS, Method, placed
 from megatron_vocabpar.schedule.words.passes import (
     VOCABULARY_PASSES,
     Instruction,
@@ -76,7 +76,6 @@ def _json(schedule: Schedule, more: Mapping[str, Any], name: str, rows: Sequence
         "input": _input(schedule.method),
         **({"mtp_depths": schedule.mtp_depths} if schedule.mtp_depths else {}),
         **({} if schedule.placement.mtp is None else {"mtp_stage": schedule.placement.mtp}),
-        **({"late_gradient": True} if schedule.method.late_gradient else {}),
         **more,
     }
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
@@ -137,13 +136,11 @@ def _read(data: Mapping[str, Any], methods: Methods) -> tuple[Schedule, Program 
         fitting[_word(data, "method", tuple(fitting))] if "method" in data else next(iter(fitting.values()))
     )
     _word(data, "input", (_input(method),))
-    if data.get("late_gradient"):
-        method = method.with_late_gradient()
     name = "program" if "program" in data else "ranks"
     rows = data.get(name, ())
     if len(rows) != p:
         raise ValueError(f"schedule: {name!r} must hold a list of passes for each of the {p} ranks")
-    frame = Schedule(method, placement, m, mtp_depths=data.get("mtp_depths", 0))
+    frame = Schedule(placed(method, placement), placement, m, mtp_depths=data.get("mtp_depths", 0))
     if name == "ranks":
         ranks = tuple(
             tuple(_from_dict(item, rank, placement) for item in row) for rank, row in enumerate(rows)

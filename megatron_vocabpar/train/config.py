@@ -61,11 +61,6 @@ class TrainConfig:
         "Most microbatches whose activations a rank may hold, at least 1 (default: what the family needs; "
         "search: what 1f1b needs).",
     )
-    late_gradient: bool = _option(
-        False,
-        "Send the gradients of the tokens' losses when the loss function has run, as losses need that are no "
-        "linear function of them; gives the same here.",
-    )
     costs: str | None = _option(
         None,
         "Times of the passes as JSON, to make the schedule for (default: the paper's proportions).",

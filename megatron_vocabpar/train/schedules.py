@@ -6,18 +6,14 @@ chunks follow. Next: ``schedule/make/generate.py``; ``job.py``, which passes it 
 
 from __future__ import annotations
 
-from megatron_vocabpar.pipeline.options import VocabOptions
-from megatron_vocabpar.pipeline.rules import conflicts
 from megatron_vocabpar.schedule.make.families import SEARCH, Family, families
 from megatron_vocabpar.schedule.make.generate import plan_for
 from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.play.peaks import peak_activations
 from megatron_vocabpar.schedule.times.costs import PassCosts
-from megatron_vocabpar.schedule.words.methods import method_named
-from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule
-from megatron_vocabpar.train.config import TrainConfig, flag
+from megatron_vocabpar.train.config import TrainConfig
 
 
 def misfit(config: TrainConfig, method: str, family: Family) -> str | None:
@@ -43,10 +39,7 @@ def misfit(config: TrainConfig, method: str, family: Family) -> str | None:
             f"{family.name} puts the first and the last stage on one rank, where stock Megatron's baseline "
             "cannot tie their weights; give --untied, or leave baseline out"
         )
-    options = VocabOptions(late_gradient=config.late_gradient)
-    placement = Placement(config.pp, chunks, family.shape)
-    broken = conflicts(options, method_named(method), placement, spell=lambda name, _: flag(name))
-    return broken[0] if broken else None
+    return None
 
 
 def plan_method(config: TrainConfig, method: str) -> Plan:
@@ -54,7 +47,7 @@ def plan_method(config: TrainConfig, method: str) -> Plan:
     fitting = fitting_families(config, method)
     costs = None if config.costs is None else PassCosts.load(config.costs)
     request = PlanRequest(
-        method=method_named(method, late_gradient=config.late_gradient),
+        method=method,
         p=config.pp,
         m=config.microbatches,
         family=SEARCH if config.family == SEARCH else fitting[0],

@@ -27,7 +27,6 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, vocab_groups
-from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.runtime.agreement import agree, program_digest, versions
 from megatron_vocabpar.runtime.profile import Timeline, gather_trace
 from megatron_vocabpar.runtime.streams import (
@@ -116,7 +115,6 @@ class _Trainer:
             config.method,
             vocab_groups(),
             device,
-            options=VocabOptions(late_gradient=config.late_gradient),
             make_plan={self.plan.schedule.m: self.plan}.__getitem__,
             listeners=Listeners(observers=(self._observe,), timeline=self.timeline),
         )

@@ -18,9 +18,9 @@ from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.train.config import TrainConfig
 
 PASSES = {
-    "naive": {"F": 9.0, "B": 9.0, "W": 9.0, "S": 1.0, "S2": 2.0, "T": 3.0},
-    "vocab-1": {"F": 9.0, "B": 9.0, "W": 9.0, "S": 4.0, "T": 5.0},
-    "vocab-2": {"F": 10.0, "B": 11.0, "W": 12.0, "S": 6.0, "T": 7.0},
+    "naive": {"F": 9.0, "B": 9.0, "W": 9.0, "S": 1.0, "S2": 2.0, "T": 3.0, "L": 0.5, "TW": 4.0},
+    "vocab-1": {"F": 9.0, "B": 9.0, "W": 9.0, "S": 4.0, "T": 2.0, "L": 0.5, "TW": 3.0},
+    "vocab-2": {"F": 10.0, "B": 11.0, "W": 12.0, "S": 6.0, "L": 0.5, "T": 7.0},
     "interlaced": {"F": 9.0, "B": 9.0, "W": 9.0, "S": 8.0},
 }
 COMMUNICATION = {"p2p_ms": 0.25, "broadcast_ms": 0.5, "all_reduce_ms": 0.75}
@@ -43,7 +43,8 @@ def test_what_was_measured_becomes_a_cost_file(monkeypatch: pytest.MonkeyPatch) 
     assert [(job.pp, job.layers, job.vocab_size) for job in jobs] == [(1, 2, 1280), (4, 8, 5120)]
     costs = PassCosts.from_dict(json.loads(json.dumps(found)))
     assert (costs.F_ms, costs.B_ms, costs.W_ms, costs.IF_ms, costs.IB_ms) == (10.0, 11.0, 12.0, 0.125, 0.25)
-    assert costs.methods["naive"] == {"S_ms": 1.0, "S2_ms": 2.0, "T_ms": 3.0}
+    naive = {"S_ms": 1.0, "S2_ms": 2.0, "T_ms": 3.0, "L_ms": 0.5, "TW_ms": 4.0}
+    assert costs.methods["naive"] == naive
     assert costs.methods["interlaced"] == {"S_ms": 8.0, "T_ms": 0.0, "synchronous_ms": 0.75}
     assert (costs.p2p_ms, costs.broadcast_ms, costs.all_reduce_ms) == (0.25, 0.5, 0.75)
     # The whole output layer is the shards of all ranks: 4 (4 + 5) ms over three passes.

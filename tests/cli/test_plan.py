@@ -69,14 +69,14 @@ EXPERTS = ("--num-experts", "8", "--moe-router-topk", "2")
 
 def test_the_times_of_the_recommended_passes_are_a_cost_file(tmp_path: Path) -> None:
     """``vocabpar schedule`` makes pairs of what ``vocabpar plan`` says that they hide."""
-    asked = words(4, 8, 8, 64000, "--dp", "4", "--ep", "4", "--format", "json")
-    data = json.loads(run(*asked, *EXPERTS).output)
+    asked = words(8, 16, 16, 64000, "--dp", "4", "--ep", "4", "--format", "json")
+    data = json.loads(run(*asked, "--num-experts", "8", "--moe-router-topk", "6").output)
     assert data["recommended"]["family"] == "dualpipev"
     assert "--overlap-moe-expert-parallel-comm" in data["launch"]
     assert 0.0 < data["costs"]["hidden_ms"] < data["costs"]["F_ms"]
     costs = tmp_path / "costs.json"
     costs.write_text(json.dumps(data["costs"]))
-    sizes = ("--pp", "4", "--microbatches", "8", "--family", "dualpipev", "--costs", str(costs))
+    sizes = ("--pp", "8", "--microbatches", "16", "--family", "dualpipev", "--costs", str(costs))
     planned = run("schedule", *sizes, "--method", data["recommended"]["method"], "--format", "json")
     assert '"pair": true' in planned.stdout
 

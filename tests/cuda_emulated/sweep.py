@@ -54,8 +54,6 @@ def cases() -> Iterator[Case]:
     for method in ("baseline", "vocab-1", "vocab-2", "naive", "interlaced"):
         yield Case(f"{method}, bf16", {"method": method, "dtype": "bf16"})
         yield Case(f"{method}, tied", {"method": method, "tied": True})
-    for method in ("vocab-1", "vocab-2", "naive", "interlaced"):
-        yield Case(f"{method}, late gradient", {"method": method, "late_gradient": True})
     yield Case("vocab-2, rotary positions", {"position": "rope"})
     yield Case("vocab-2, an evaluation after each step", {"eval_interval": 1})
     for method, family in (("vocab-1", "1f1b"), ("vocab-2", "v-half"), ("vocab-2", "zb-h1")):
@@ -76,7 +74,7 @@ def config_of(case: Case) -> TrainConfig:
 def reference(config: TrainConfig) -> TrainConfig:
     """The job on the CPU whose losses it is to have: the same model and data, without a pipeline."""
     whole = {"pp": 1, "tp": 1, "method": "baseline", "family": "1f1b"}
-    plain = {"late_gradient": False, "distributed_optimizer": False, "overlap_grad_reduce": False}
+    plain = {"distributed_optimizer": False, "overlap_grad_reduce": False}
     return replace(config, device="cpu", save=False, **whole, **plain)
 
 

@@ -22,7 +22,7 @@ from megatron_vocabpar.layers.kernels.dispatch import REFERENCE, RowKernels, use
 from megatron_vocabpar.layers.kernels.reference import Exponentials
 from megatron_vocabpar.layers.numbers import STATS_WIDTH, RowGradient, Slopes, Softmax, empty_softmax
 from megatron_vocabpar.layers.operands import ShardOptions
-from megatron_vocabpar.layers.output import input_gradient, output_backward, output_forward, weight_gradient
+from megatron_vocabpar.layers.output import input_gradient, output_forward, weight_gradient
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.recipes import Fp8Recipe
 from megatron_vocabpar.layers.targets import OwnedTargets
@@ -220,8 +220,5 @@ def _run(case: Case) -> None:
     assert state is not None
     softmax = join(gathered, [mean_column(size)] if case.terms.needs_mean else [])
     slopes = loss_slopes(softmax, case.terms, grad_loss)
-    if case.method == "vocab-2":
-        input_gradient(state, softmax, slopes, weight)
-        weight_gradient(state, softmax, loss_slopes(softmax, case.terms, grad_loss), main_grad)
-    else:
-        output_backward(state, softmax, slopes, weight, main_grad)
+    input_gradient(state, softmax, slopes, weight)
+    weight_gradient(state, softmax, loss_slopes(softmax, case.terms, grad_loss), main_grad)

@@ -83,6 +83,14 @@ def backward(
     return dx.sum(dim=0), torch.cat(main_grads)
 
 
+def both_gradients(
+    state: OutputState, softmax: Softmax, slopes: Slopes, weight: Tensor, main_grad: Tensor
+) -> Tensor:
+    """This shard's part of dX; dW is added to ``main_grad``."""
+    weight_gradient(state, softmax, slopes, main_grad)
+    return input_gradient(state, softmax, slopes, weight)
+
+
 def run(
     method: str,
     x: Tensor,

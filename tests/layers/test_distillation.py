@@ -15,11 +15,12 @@ from megatron_vocabpar.layers.bins import TopLogprobs
 from megatron_vocabpar.layers.columns import join
 from megatron_vocabpar.layers.distillation import Teacher, TeacherStates, comparison
 from megatron_vocabpar.layers.operands import ShardOptions
-from megatron_vocabpar.layers.output import output_backward, output_forward
+from megatron_vocabpar.layers.output import output_forward
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.terms import Distillation, LossTerms
 from megatron_vocabpar.layers.token_loss import loss_slopes
 from tests.cases import rest_is_slow
+from tests.layers.shards import both_gradients
 
 TOKENS, WIDTH, VOCAB, TOP = 512, 32, 65536, 16
 CHUNKS_MIB = 88
@@ -57,7 +58,7 @@ def _peak(kind: str | None, given: str) -> tuple[float | None, int]:
             )
             kept.append(numbers.shape[0])
         slopes = loss_slopes(softmax, terms, torch.ones(TOKENS))
-        output_backward(state, softmax, slopes, weight, main_grad)
+        both_gradients(state, softmax, slopes, weight, main_grad)
 
     return peak_mib(microbatch, torch.device("cpu")), kept[-1] if kept else 0
 

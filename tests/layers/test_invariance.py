@@ -10,7 +10,6 @@ from torch import Tensor
 from megatron_vocabpar.layers.fixed_point import BLOCK, digits, total
 from megatron_vocabpar.layers.invariant import (
     input_gradient,
-    output_backward,
     output_forward,
     weight_gradient,
 )
@@ -65,7 +64,6 @@ def run(
     inputs: tuple[Tensor, Tensor, Tensor, Tensor],
     ranges: tuple[VocabRange, ...],
     terms: LossTerms = PLAIN,
-    joint: bool = False,
 ) -> Result:
     x, weight, targets, g = inputs
     weights = split(weight, ranges)
@@ -80,13 +78,10 @@ def run(
     dx_place = torch.empty(x.shape, dtype=merged.nll.dtype, device=x.device)
     main_grads, parts = [torch.zeros_like(w, dtype=merged.nll.dtype) for w in weights], []
     for (state, _), w, main_grad in zip(done, weights, main_grads, strict=True):
-        if joint:
-            parts.append(output_backward(state, merged, slopes, w, main_grad))
-        else:
-            parts.append(input_gradient(state, merged, slopes, w, out=dx_place))
-            weight_gradient(state, merged, slopes, main_grad)
+        parts.append(input_gradient(state, merged, slopes, w, out=dx_place))
+        weight_gradient(state, merged, slopes, main_grad)
     dx = parts[0].with_sum(torch.stack([part.whole for part in parts]).sum(dim=0)).value()
-    assert joint or dx is dx_place
+    assert dx is dx_place
     return Result(loss_of(merged, terms), dx, torch.cat(main_grads))
 
 
@@ -104,7 +99,7 @@ def test_bitwise_equal(dtype: torch.dtype, spread: float) -> None:
     inputs = batch(dtype, spread)
     one = run(inputs, SPLITS["1 even"])
     for name, ranges in SPLITS.items():
-        same_bits(run(inputs, ranges, joint="uneven" in name), one, name)
+        same_bits(run(inputs, ranges), one, name)
 
 
 @pytest.mark.gpu
@@ -216,7 +211,9 @@ def _over_gloo(rank: int, ranges: tuple[VocabRange, ...], dtype: torch.dtype) ->
     dist.all_gather(gathered, stats)
     merged = merge_stats(torch.stack(gathered))
     main_grad = torch.zeros_like(w, dtype=torch.float32)
-    part = output_backward(state, merged, loss_slopes(merged, PLAIN, g), w, main_grad)
+    slopes = loss_slopes(merged, PLAIN, g)
+    part = input_gradient(state, merged, slopes, w)
+    weight_gradient(state, merged, slopes, main_grad)
     dist.all_reduce(part.whole)
     valid = shard.valid_rows
     assert torch.equal(merged.nll, one.loss)

@@ -14,7 +14,6 @@ from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import (
     OutputState,
     input_gradient,
-    output_backward,
     output_forward,
     weight_gradient,
 )
@@ -28,7 +27,7 @@ from megatron_vocabpar.layers.softmax_stats import merge_stats
 from megatron_vocabpar.layers.targets import owned_targets, target_rows
 
 from . import reference
-from .shards import METHODS, Result, backward, forward, run, split
+from .shards import METHODS, Result, backward, both_gradients, forward, run, split
 
 V, H, N = 37, 16, 60
 TOLERANCE = {torch.float32: 3e-6, torch.float64: 1e-13, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -88,9 +87,9 @@ def test_equals_the_unsharded_layer(method: str, ranges: tuple[VocabRange, ...],
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("hidden", [4, 16])
-def test_what_has_fewer_bytes_is_scaled(method: str, dtype: torch.dtype, hidden: int) -> None:
-    """Two shards of 20 rows: more than 3 H of 4, and fewer than 2 H of 16, but more than H."""
+@pytest.mark.parametrize(("hidden", "shards"), [(4, 2), (16, 2), (16, 4)])
+def test_what_has_fewer_bytes_is_scaled(method: str, dtype: torch.dtype, hidden: int, shards: int) -> None:
+    """Shards of 20 rows and of 10: more than 2 H of 4, between H and 2 H of 16, and fewer than H."""
     x, weight, targets, g = batch(dtype)
     x, weight, widths = x[:, :hidden], weight[:, :hidden].contiguous(), set()
 
@@ -99,10 +98,12 @@ def test_what_has_fewer_bytes_is_scaled(method: str, dtype: torch.dtype, hidden:
         return REFERENCE.scale_rows(rows, scale, out)
 
     with use_kernels(replace(REFERENCE, scale_rows=scale_rows)):
-        result = run(method, x, weight, targets, g, even(2))
+        result = run(method, x, weight, targets, g, even(shards))
     check(result, reference.output_layer(x, weight, targets, g), TOLERANCE[dtype])
-    exponentials = hidden == 16 and method != "vocab-2" and dtype != torch.float16
-    assert widths == {20 if exponentials else hidden}
+    rows, of_dx = 40 // shards, 2 if dtype == torch.bfloat16 else 1  # dX has twice as many bytes as E
+    in_t = rows < of_dx * hidden and method != "vocab-2" and dtype != torch.float16
+    in_tw = rows < hidden and dtype != torch.float16
+    assert widths == {rows if in_t else hidden, rows if in_tw else hidden}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -383,7 +384,7 @@ def test_known_targets_and_a_given_place_change_nothing() -> None:
     merged = merge_stats(stats.unsqueeze(0))
     for state in (plain, given):
         state_grad = torch.zeros(shard.rows, H)
-        dx = output_backward(state, merged, Slopes(-g), w, state_grad)
+        dx = both_gradients(state, merged, Slopes(-g), w, state_grad)
         expected = torch.zeros(shard.rows, H)
         weight_gradient(plain, merged, Slopes(-g), expected)
         assert torch.equal(dx, input_gradient(plain, merged, Slopes(-g), w))
@@ -401,7 +402,7 @@ def test_autocast_changes_nothing() -> None:
         state, _ = output_forward(x, weight, targets, shard, ShardOptions(with_input_gradient=True))
         assert state is not None
         main_grad = torch.zeros_like(weight)
-        dx = output_backward(state, merge_stats(stats.unsqueeze(0)), Slopes(-g), weight, main_grad)
+        dx = both_gradients(state, merge_stats(stats.unsqueeze(0)), Slopes(-g), weight, main_grad)
         return [stats, dx, main_grad]
 
     expected = run_passes()

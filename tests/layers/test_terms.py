@@ -10,7 +10,7 @@ from megatron_vocabpar.layers.columns import join, mean_column
 from megatron_vocabpar.layers.naive import naive_maximum
 from megatron_vocabpar.layers.numbers import Softmax, Summary
 from megatron_vocabpar.layers.operands import ShardOptions
-from megatron_vocabpar.layers.output import input_gradient, output_backward, output_forward, weight_gradient
+from megatron_vocabpar.layers.output import input_gradient, output_forward, weight_gradient
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.terms import PLAIN, Distillation, LossTerms
 from megatron_vocabpar.layers.token_loss import loss_of, loss_slopes, token_loss
@@ -59,7 +59,6 @@ def run(
     terms: LossTerms = PLAIN,
     recompute: bool = False,
     rows_per_chunk: int | None = None,
-    joint: bool = False,
 ) -> Result:
     x, weight, targets, g = inputs
     weights = split(weight, ranges)
@@ -68,11 +67,8 @@ def run(
     for state, w in zip(states, weights, strict=True):
         assert (state.e is None) == recompute
         main_grad = torch.zeros_like(w, dtype=merged.nll.dtype)
-        if joint:
-            parts.append(output_backward(state, merged, slopes, w, main_grad))
-        else:
-            parts.append(input_gradient(state, merged, slopes, w))
-            weight_gradient(state, merged, slopes, main_grad)
+        parts.append(input_gradient(state, merged, slopes, w))
+        weight_gradient(state, merged, slopes, main_grad)
         main_grads.append(main_grad)
     return Result(loss_of(merged, terms), torch.stack(parts).sum(0), torch.cat(main_grads))
 
@@ -110,18 +106,16 @@ def _compare_with_autograd(terms: LossTerms, method: str, ranges: str, dtype: to
     assert (result.dw[V:] == 0).all()
 
 
-@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("terms", [PLAIN, TERMS["softcap"], TERMS["smoothing, z-loss, scale"]], ids=str)
 @pytest.mark.parametrize("method", ["vocab-1", "vocab-2"])
 @pytest.mark.parametrize("rows_per_chunk", [None, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_recomputed_logits_give_the_same(
-    dtype: torch.dtype, rows_per_chunk: int | None, method: str, terms: LossTerms, joint: bool
+    dtype: torch.dtype, rows_per_chunk: int | None, method: str, terms: LossTerms
 ) -> None:
     inputs = batch(dtype)
     kept, again = (
-        run(method, inputs, SPLITS["uneven"], terms, recompute, rows_per_chunk, joint)
-        for recompute in (False, True)
+        run(method, inputs, SPLITS["uneven"], terms, recompute, rows_per_chunk) for recompute in (False, True)
     )
     torch.testing.assert_close(again.loss, kept.loss, rtol=1e-6, atol=1e-6)
     assert reference.relative_error(again.dx, kept.dx.double()) < 2e-6

@@ -22,14 +22,14 @@ from megatron_vocabpar.layers.kernels import dispatch, reference
 from megatron_vocabpar.layers.kernels.dispatch import use_kernels
 from megatron_vocabpar.layers.kernels.reference import FUSED_LEEWAY, Exponentials
 from megatron_vocabpar.layers.operands import ShardOptions
-from megatron_vocabpar.layers.output import output_backward, output_forward
+from megatron_vocabpar.layers.output import output_forward
 from megatron_vocabpar.layers.partition import ranges_from_sizes
 from megatron_vocabpar.layers.softmax_stats import merge_stats
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.layers.token_loss import loss_slopes
 
 from . import reference as exact
-from .shards import split
+from .shards import both_gradients, split
 from .test_output import TOLERANCE, V, batch
 from .test_triton_kernels import DEVICE, INTERPRETED, ROUNDING
 from .test_triton_kernels import pytestmark as pytestmark
@@ -247,7 +247,7 @@ def test_the_layer_with_the_fused_kernel(method: str, recompute: bool) -> None:
         for (state, _), part in zip(made, weights, strict=True):
             assert state is not None
             dws.append(torch.zeros(part.shape, device=DEVICE))
-            dx = dx + output_backward(state, softmax, slopes, part, dws[-1])
+            dx = dx + both_gradients(state, softmax, slopes, part, dws[-1])
         evaluated = [
             output_forward(x, w, targets, r, replace(options, keep_state=False))[1]
             for w, r in zip(weights, ranges, strict=True)

@@ -373,10 +373,6 @@ def test_a_checkpoint_of_modelopt_is_refused(tmp_path: Path) -> None:
         (f"{ENABLE} --vocab-parallel-method vocab-2 --disable-backward-fusion", "different methods"),
         ("--final-stage-num-layers 1", "needs --enable-layer-redistribution"),
         ("--vocab-parallel-recompute-logits", "needs --enable-vocab-parallel"),
-        (
-            f"{ENABLE} --vocab-parallel-method baseline --vocab-parallel-late-gradient",
-            "method baseline, which",
-        ),
         (f"{ENABLE} --vocab-parallel-method redis --vocab-parallel-tokens-per-chunk 8", "method redis"),
         (
             f"{ENABLE} --vocab-parallel-method naive --vocab-parallel-recompute-logits",
@@ -399,16 +395,13 @@ def test_a_checkpoint_of_modelopt_is_refused(tmp_path: Path) -> None:
         ("--vocab-parallel-fp32-head", "head: needs --enable-vocab-parallel"),
         (f"{ENABLE} --vocab-parallel-kernels fused --vocab-parallel-method naive", "not with method naive"),
         ("--vocab-parallel-independent-init", "init: needs --enable-vocab-parallel"),
-        ("--vocab-parallel-late-gradient", "gradient: needs --enable-vocab-parallel"),
         ("--vocab-parallel-drop-masked", "masked: needs --enable-vocab-parallel"),
-        (f"{ENABLE} --vocab-parallel-drop-masked --vocab-parallel-late-gradient", "give such tokens labels"),
         ("--vocab-parallel-metrics entropy", "metrics entropy: needs --enable-vocab-parallel"),
         (
             f"{ENABLE} --vocab-parallel-metrics accuracy --vocab-parallel-recompute-logits "
             "--vocab-parallel-logit-softcap 30",
             "not with --vocab-parallel-recompute-logits and --vocab-parallel-logit-softcap",
         ),
-        (f"{ENABLE} --vocab-parallel-metrics entropy-gradient", "needs --vocab-parallel-late-gradient"),
         (f"{ENABLE} --vocab-parallel-invariant --vocab-parallel-method naive", "not with method naive"),
         (f"{ENABLE} --vocab-parallel-invariant --vocab-parallel-recompute-logits", "keep one of them"),
         ("--vocab-parallel-z-loss 0.1", "vocab-parallel-z-loss 0.1: needs --enable-vocab-parallel"),
@@ -499,10 +492,6 @@ def test_contradicting_options(argv: str, message: str) -> None:
         (
             f"{ENABLE} --vocab-parallel-fp8-head mxfp8",
             FlagConfig(True, "vocab-2", options=VocabOptions(fp8_head="mxfp8")),
-        ),
-        (
-            f"{ENABLE} --vocab-parallel-late-gradient",
-            FlagConfig(True, "vocab-2", options=VocabOptions(late_gradient=True)),
         ),
         (
             f"{ENABLE} --vocab-parallel-drop-masked",

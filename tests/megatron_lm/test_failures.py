@@ -25,13 +25,8 @@ _PLANTED = "FloatingPointError: planted"
         ("raise 1F2", (), [f"rank 1, pass 1F2 (F of microbatch 2): {_PLANTED}"]),
         ("hang 1S2", (), [f"rank 1, pass 1S2 (S of microbatch 2): {_PLANTED}", "(SIGALRM)"]),
         ("kill 1F2", (), ["(SIGKILL)"]),
-        ("loss 2", (), [f"rank 1, pass 1T2 (T of microbatch 2): {_PLANTED}"]),
-        (
-            "bend 2",
-            (),
-            ["ValueError: rank 1, microbatch 2: the loss function is not linear in the per-token"],
-        ),
-        ("nan 2", NO_RERUN, ["rank 1, pass 1T2 (T of microbatch 2): RuntimeError: Rank 1"]),
+        ("loss 2", (), [f"rank 1, pass 1L2 (L of microbatch 2): {_PLANTED}"]),
+        ("nan 2", NO_RERUN, ["rank 1, pass 1L2 (L of microbatch 2): RuntimeError: Rank 1"]),
         (
             "nan 2",
             (),

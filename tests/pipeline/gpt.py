@@ -39,7 +39,8 @@ from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.times.costs import PassCosts
-from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.schedule.words.dependencies import ranks_of
+from megatron_vocabpar.schedule.words.methods import METHODS, placed
 from megatron_vocabpar.schedule.words.passes import Pass, PassType
 from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule
@@ -104,7 +105,6 @@ class Case:
     output_options: VocabOptions = field(default_factory=VocabOptions)
     delayed: bool = False
     mtp: int = 0
-    late_gradient: bool = False
     loss_scale: float = 1.0
     teacher: str = ""
     graphs: bool = False
@@ -117,7 +117,6 @@ class Case:
         options = {
             "output_options": VocabOptions(),
             "delayed": False,
-            "late_gradient": False,
             "graphs": False,
             "experts": self.experts and replace(self.experts, ep=1, planned=False, recompute=(), early=False),
         }
@@ -310,7 +309,7 @@ def _loss(
         losses = losses**2
     elif name in BENT:
         losses = BENT[name](losses)
-    total = (losses * mask).sum()
+    total = losses.sum() if name == "unmasked" else (losses * mask).sum()
     metrics = {key: value.detach().clone() for key, value in metrics.items()}
     if not kind.endswith("tokens"):
         mean = total / mask.sum().clamp(min=1)
@@ -399,7 +398,7 @@ def train(
                 case.method,
                 vocab_groups(),
                 torch.device("cpu"),
-                options=replace(case.output_options, late_gradient=case.late_gradient),
+                options=case.output_options,
                 make_plan=plan_maker(case),
                 mtp_depths=case.mtp,
             )
@@ -511,14 +510,13 @@ def parallel_groups(case: Case) -> Iterator[None]:
 def run(case: Case, *arguments: Any, body: Callable[..., Any] = train) -> list[Any]:
     """``body(rank, case, *arguments)`` on all ranks, with the schedule that each would generate."""
     if case.schedule == "1f1b" and case.method != "stock":
-        case = replace(case, schedule=_generated(case.method, case.late_gradient, case.pp, case.m, case.mtp))
+        case = replace(case, schedule=_generated(case.method, case.pp, case.m, case.mtp))
     return run_ranks(case.ranks, body, case, *arguments, fresh=case.experts is not None)
 
 
 @cache
-def _generated(method: str, late_gradient: bool, p: int, m: int, mtp: int) -> Schedule:
-    kind = METHODS[method].with_late_gradient() if late_gradient else METHODS[method]
-    return generate(kind, p, m, costs=PassCosts.default(p, mtp))
+def _generated(method: str, p: int, m: int, mtp: int) -> Schedule:
+    return generate(method, p, m, costs=PassCosts.default(p, mtp))
 
 
 def plan_maker(case: Case) -> Callable[[int], Plan] | None:
@@ -532,7 +530,6 @@ def case_of(schedule: Schedule, **options: Any) -> Case:
     """The training run of a given schedule, with as many layers as it has stages; ``options`` are Case's."""
     return Case(
         schedule.method.name,
-        late_gradient=schedule.method.late_gradient,
         pp=schedule.p,
         m=schedule.m,
         schedule=schedule,
@@ -545,13 +542,13 @@ def case_of(schedule: Schedule, **options: Any) -> Case:
 
 def sequential(case: Case, m: int) -> Schedule:
     """The slowest valid schedule: each microbatch goes through all passes before the next starts."""
-    frame = Schedule(METHODS[case.method], case.placement, m)
+    frame = Schedule(placed(METHODS[case.method], case.placement), case.placement, m)
     ranks: list[list[Pass]] = [[] for _ in range(case.pp)]
     stages = range(frame.placement.num_stages)
     for i in range(m):
         order = [Pass(PassType.IF, rank, i) for rank in range(case.pp)]
         order += [Pass(PassType.F, stage, i) for stage in stages]
-        order += [Pass(type_, rank, i) for type_ in frame.method.passes for rank in range(case.pp)]
+        order += [Pass(type_, rank, i) for type_ in frame.method.passes for rank in ranks_of(type_, frame)]
         order += [Pass(PassType.B, stage, i) for stage in reversed(stages)]
         order += [Pass(PassType.W, stage, i) for stage in stages]
         order += [Pass(PassType.IB, rank, i) for rank in range(case.pp)]

@@ -69,26 +69,24 @@ def errors(results: list[Result], expected: dict[str, np.ndarray]) -> dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("method", "confident", "late_gradient", "dtype"),
+    ("method", "confident", "dtype"),
     rest_is_slow(
         [
-            *product(["vocab-1", "vocab-2", "naive"], [False, True], [False, True], [torch.bfloat16]),
-            *product(["vocab-1", "vocab-2"], [False], [False, True], [torch.float16]),
+            *product(["vocab-1", "vocab-2", "naive"], [False, True], [torch.bfloat16]),
+            *product(["vocab-1", "vocab-2"], [False], [torch.float16]),
         ],
-        ("vocab-1", False, False, torch.bfloat16),
-        ("vocab-2", True, False, torch.bfloat16),
+        ("vocab-1", False, torch.bfloat16),
+        ("vocab-2", True, torch.bfloat16),
     ),
 )
-def test_error_is_no_larger_than_stocks(
-    method: str, confident: bool, late_gradient: bool, dtype: torch.dtype
-) -> None:
+def test_error_is_no_larger_than_stocks(method: str, confident: bool, dtype: torch.dtype) -> None:
     """With fp16 the loss is scaled, so that gradients don't underflow."""
     scale = 1024.0 if dtype is torch.float16 else 1.0
     case = replace(CASE, output_scale=64.0 if confident else 1.0, dtype=dtype, loss_scale=scale)
     arrays, loss, expected = run_ranks(1, float64_run, replace(case, method="stock", pp=1), confident)[0]
     given = [{name: torch.from_numpy(value) for name, value in fields.items()} for fields in arrays]
     stock = run(replace(case, method="stock"), None, given)
-    ours = run(replace(case, method=method, late_gradient=late_gradient), None, given)
+    ours = run(replace(case, method=method), None, given)
     expected = {name: gradient * scale for name, gradient in expected.items()}
     stock_errors, our_errors = errors(stock, expected), errors(ours, expected)
     assert our_errors.keys() == stock_errors.keys()
@@ -117,14 +115,13 @@ def _unsharded_fp32_head(_: int, case: Case) -> Result:
 
 
 INVARIANT: dict[str, Any] = {"output_options": VocabOptions(invariant=True), "vocab_size": 512}
-LATE: dict[str, Any] = {"late_gradient": True}
 
 
 @pytest.mark.parametrize(
     ("method", "options"),
     [
         ("vocab-2", {}),
-        *rest_is_slow([("vocab-1", {}), *product(["vocab-1", "vocab-2"], [INVARIANT, LATE])]),
+        *rest_is_slow([("vocab-1", {}), *product(["vocab-1", "vocab-2"], [INVARIANT])]),
     ],
 )
 def test_fp32_head(method: str, options: dict[str, Any]) -> None:
@@ -140,19 +137,15 @@ def test_fp32_head(method: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "recompute", "recipe", "late_gradient"),
+    ("method", "recompute", "recipe"),
     rest_is_slow(
-        [
-            *product(["vocab-1", "vocab-2", "interlaced"], [False, True], RECIPES, [False]),
-            ("vocab-1", False, "row", True),
-        ],
-        ("vocab-2", False, "row", False),
+        product(["vocab-1", "vocab-2", "interlaced"], [False, True], RECIPES), ("vocab-2", False, "row")
     ),
 )
-def test_fp8_head(method: str, recompute: bool, recipe: str, late_gradient: bool) -> None:
+def test_fp8_head(method: str, recompute: bool, recipe: str) -> None:
     """Trains with 8-bit products: as with 16 bits, but for what they cost in accuracy."""
     options = VocabOptions(fp8_head=recipe, recompute=recompute)
-    case = replace(CASE, method=method, late_gradient=late_gradient, output_options=options)
+    case = replace(CASE, method=method, output_options=options)
     plain = run(replace(case, output_options=VocabOptions()))
     results = run(case)
     for name in ("losses", "evaluation"):

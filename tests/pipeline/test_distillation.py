@@ -81,12 +81,12 @@ def test_trains_as_unsharded(kind: str, teacher: str, method: str, pp: int, tied
 @pytest.mark.parametrize(
     ("kind", "teacher", "options"),
     [
-        ("js", "stored", {"method": "vocab-1", "late_gradient": True, "labels": "ignored"}),
+        ("js", "stored", {"method": "vocab-1", "labels": "ignored"}),
         *rest_is_slow(
             [
                 ("reverse", "logits", {"tp": 2, "loss_scale": 65536.0}),
                 ("forward", "stored", {"tp": 2, "dp": 2, "overlap_grad_reduce": True}),
-                ("js", "states", {"late_gradient": True, "dp": 2}),
+                ("js", "states", {"dp": 2}),
                 ("forward", "logits", {"labels": "one masked microbatch", "vocab_size": 33, "pp": 4}),
             ]
         ),

@@ -25,8 +25,8 @@ from tests.pipeline.test_equality import check, reference
                 Case(method="vocab-1", pp=2, tp=2, m=3, frozen=True),
                 Case(method="naive", pp=2, m=3, frozen=True),
                 Case(method="interlaced", pp=2, m=3, frozen=True),
-                Case(method="vocab-2", pp=2, m=3, late_gradient=True, loss="squared", frozen=True),
-                Case(method="vocab-1", pp=2, m=3, late_gradient=True, loss="squared", frozen=True),
+                Case(method="vocab-2", pp=2, m=3, loss="squared", frozen=True),
+                Case(method="vocab-1", pp=2, m=3, loss="squared", frozen=True),
                 Case(method="vocab-1", pp=2, m=3, output_options=VocabOptions(recompute=True), frozen=True),
                 case_of(generate("vocab-2", 2, 4, family="interleaved"), frozen=True),
             )

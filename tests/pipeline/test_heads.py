@@ -22,9 +22,9 @@ CASES: dict[str, dict[str, Any]] = {
     "tensor parallel": {"method": "vocab-1", "pp": 2, "tp": 2, "m": 3, "mtp": 2, "tied": True},
     "data parallel": {"pp": 2, "dp": 2, "m": 3, "mtp": 1, "overlap_grad_reduce": True},
     "per-token loss": {"pp": 2, "m": 3, "mtp": 2, "loss": "tokens", "calculate_per_token_loss": True},
-    "late gradient": {"pp": 2, "m": 3, "mtp": 2, "late_gradient": True},
+    "two heads": {"pp": 2, "m": 3, "mtp": 2},
     "any loss": {
-        **{"method": "vocab-1", "pp": 2, "m": 3, "mtp": 2, "late_gradient": True},
+        **{"method": "vocab-1", "pp": 2, "m": 3, "mtp": 2},
         **{"loss": "ppo", "micro_batch_size": 4, "steps": 1},
     },
     "naive": {"method": "naive", "pp": 2, "m": 3, "mtp": 1},

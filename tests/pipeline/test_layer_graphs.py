@@ -55,7 +55,7 @@ def train_repaired(rank: int, case: Case) -> Result:
                 case_of(generate("vocab-2", 2, 5, family="interleaved")),
                 Case(method="baseline", pp=2, m=3),
                 Case(method="vocab-1", pp=2, dp=2, m=3, overlap_grad_reduce=True),
-                Case(method="vocab-2", pp=2, m=3, late_gradient=True, loss="squared"),
+                Case(method="vocab-2", pp=2, m=3, loss="squared"),
             )
         ),
     ],

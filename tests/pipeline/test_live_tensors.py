@@ -75,7 +75,7 @@ def test_no_tensor_outlives_its_iteration(method: str, family: str) -> None:
 
 
 BESIDE: dict[str, dict[str, Any]] = {
-    "late": {"late_gradient": True, "loss": "squared"},
+    "any loss": {"loss": "squared"},
     "heads": {"mtp": 1, "position": "rope", "output_options": VocabOptions(accuracy=True)},
     "distillation": {"teacher": "logits", "output_options": VocabOptions(distillation=Distillation())},
     "8 bits": {"output_options": VocabOptions(fp8_head="row")},

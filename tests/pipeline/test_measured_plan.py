@@ -221,9 +221,8 @@ def test_later_sizes_are_planned_with_measured_costs_where_no_bit_changes() -> N
 
 def test_the_background_makes_the_very_plan() -> None:
     costs = PassCosts.from_dict(COSTS)
-    late = METHODS["vocab-1"].with_late_gradient()
     request = PlanRequest(
-        method=late, p=2, m=4, family="interleaved", chunks=2, costs=costs, max_activations=3.5
+        method="vocab-1", p=2, m=4, family="interleaved", chunks=2, costs=costs, max_activations=3.5
     )
     assert plan_from_json(awaited(request)) == plan_for(request)
     with pytest.raises(ValueError, match="costs: F_ms lists 2 ranks, but the pipeline has 3"):

@@ -13,7 +13,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.schedule.make.generate import generate
-from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from tests.cases import rest_is_slow
 from tests.pipeline import gpt
@@ -54,10 +53,10 @@ def per_token(losses: torch.Tensor, non_loss_data: bool, **values: torch.Tensor)
     return torch.stack([-losses, *(values[name] for name in ("entropy", "correct", "rank"))])
 
 
-def pipelined(_: int, late: Case, case: Case, data: Batches) -> tuple[list[np.ndarray], list[dict[str, Any]]]:
+def pipelined(_: int, case: Case, data: Batches) -> tuple[list[np.ndarray], list[dict[str, Any]]]:
     """Data of every token, as a script asks for them; and the reports of an evaluation and a training.
 
-    The first with late gradients: those of an old policy or a reference, before a step of training.
+    The first are those of an old policy or a reference, before a step of training.
     """
 
     def forward_step(data_iterator: Any, model: Any, kind: str) -> tuple[Any, Any]:
@@ -79,18 +78,13 @@ def pipelined(_: int, late: Case, case: Case, data: Batches) -> tuple[list[np.nd
         model = gpt.build_chunks(case)
         runs = [
             ForwardBackward(
-                one.method,
+                case.method,
                 gpt.vocab_groups(),
                 torch.device("cpu"),
-                options=VocabOptions(
-                    entropy=True,
-                    accuracy=True,
-                    target_rank=one is late,
-                    late_gradient=one.late_gradient,
-                ),
-                make_plan=gpt.plan_maker(one),
+                options=VocabOptions(entropy=True, accuracy=True, target_rank=ranks),
+                make_plan=gpt.plan_maker(case),
             )
-            for one in (late, case)
+            for ranks in (True, False)
         ]
         values = call(runs[0], case, partial(forward_step, kind="data"), data, model=model)
         reports = []
@@ -120,10 +114,7 @@ def pipelined(_: int, late: Case, case: Case, data: Batches) -> tuple[list[np.nd
 )
 def test_log_probabilities_entropies_and_accuracy(family: str, method: str, options: dict[str, Any]) -> None:
     """Of half the tokens the most likely id is the label; a fifth has none."""
-    kinds = METHODS[method].with_late_gradient(), METHODS[method]
-    late, case = (
-        case_of(generate(kind, 2, 3, family=family), micro_batch_size=4, **options) for kind in kinds
-    )
+    case = case_of(generate(method, 2, 3, family=family), micro_batch_size=4, **options)
     (logits,) = run_ranks(1, stock_logits, case.unsharded())
     data = [gpt.batch(case.unsharded(), 0, 0, i) for i in range(case.m)]
     wanted = []
@@ -137,7 +128,7 @@ def test_log_probabilities_entropies_and_accuracy(family: str, method: str, opti
         rows = torch.cat([rows, rank[None]])
         wanted.append(rows * mask)
         fields["labels"] = fields["labels"].masked_fill(mask == 0, -100)
-    *others, (values, reports) = run_ranks(case.ranks, pipelined, late, case, data)
+    *others, (values, reports) = run_ranks(case.ranks, pipelined, case, data)
     assert not any(others[0])
     for found, rows in zip(values, wanted, strict=True):
         np.testing.assert_allclose(found, rows, rtol=1e-5, atol=2e-6)

@@ -59,12 +59,10 @@ def test_rows_that_count() -> None:
     labels[0, :, :, 2:4] = -100  # all of the second part
     labels[1] = 10  # an id of the padding
     ids = torch.stack((torch.zeros(48, dtype=torch.int64), labels.flatten()))
-    gradient = torch.rand(48, generator=draw)
     found = Microbatches(
         shapes=[(2, 2, 6)] * 2,
         ids=ids,
         labels=ids[1],
-        grad_losses=gradient,
         ranges=ranges_from_sizes((6, 6), 10),
         member=1,
         parts=3,
@@ -84,9 +82,8 @@ def test_rows_that_count() -> None:
     assert torch.equal(first.take(everywhere), tokens)
     assert sorted(tokens.tolist()) == counted.flatten().nonzero().flatten().tolist()
     assert torch.equal(first.labels, labels[0].flatten()[tokens])
-    assert torch.equal(first.gradient, gradient[:24][tokens])
     owned = first.owned_targets
     assert torch.equal(first.labels[owned.tokens], owned.rows + 6)
     assert len(owned.tokens) == int((first.labels >= 6).sum())
-    back = found.from_rows(0, first.spread(first.gradient))
-    assert torch.equal(back, torch.where(counted, gradient[:24].view(2, 2, 6), 0))
+    back = found.from_rows(0, first.spread(first.labels))
+    assert torch.equal(back, torch.where(counted, labels[0], 0))

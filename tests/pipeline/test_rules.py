@@ -14,13 +14,10 @@ from megatron_vocabpar.pipeline.forward_backward import ForwardBackward
 from megatron_vocabpar.pipeline.options import VocabOptions, options_of
 from megatron_vocabpar.pipeline.rules import RULES, conflicts
 from megatron_vocabpar.schedule.words.methods import METHODS
-from megatron_vocabpar.schedule.words.placement import Placement
 
-V_SHAPE = Placement(2, 2, "vshape")
 NUMBERS = ("entropy", "accuracy", "target_rank")
 SMOOTH: dict[str, Any] = {"label_smoothing": 0.1}
 FUSED: dict[str, Any] = {"kernels": "fused"}
-LATE: dict[str, Any] = {"late_gradient": True}
 GRADIENT: dict[str, Any] = {"entropy_gradient": True}
 
 
@@ -34,7 +31,6 @@ GRADIENT: dict[str, Any] = {"entropy_gradient": True}
         ("naive", SMOOTH, "label_smoothing=0.1: not with method naive"),
         ("naive", {"fp8_head": "row"}, "fp8_head='row': not with method naive"),
         *(("naive", {name: True}, f"{name}=True: not with method naive") for name in NUMBERS),
-        ("baseline", LATE, "late_gradient=True: not with method baseline, whose last stage"),
         ("vocab-2", {"invariant": True, "recompute": True}, "recompute=True: not with invariant=True, which"),
         ("vocab-2", {"invariant": True, "rows_per_chunk": 4}, "rows_per_chunk=4: not with invariant=True"),
         ("vocab-2", {"invariant": True, "fp8_head": "row"}, "fp8_head='row': not with invariant=True"),
@@ -48,7 +44,7 @@ GRADIENT: dict[str, Any] = {"entropy_gradient": True}
         ("vocab-2", {"fp8_head": "row", **FUSED}, "kernels='fused': not with fp8_head='row'"),
         (
             "vocab-2",
-            {"entropy": True, **GRADIENT, **LATE, **FUSED},
+            {"entropy": True, **GRADIENT, **FUSED},
             "kernels='fused': not with entropy_gradient=True",
         ),
         ("vocab-2", {"kernels": "quack"}, "kernels='quack': choose one of auto, fused"),
@@ -57,13 +53,11 @@ GRADIENT: dict[str, Any] = {"entropy_gradient": True}
         ("vocab-2", {"accuracy": True, "recompute": True}, "accuracy=True: not with recompute=True"),
         ("vocab-2", {"target_rank": True, "softcap": 30.0}, "target_rank=True: not with softcap=30.0"),
         ("vocab-2", {"entropy": True, "fp8_head": "mxfp8"}, "entropy=True: not with fp8_head='mxfp8'"),
-        ("vocab-2", {"entropy": True, **GRADIENT}, "entropy_gradient=True: needs late_gradient=True"),
-        ("vocab-2", {**GRADIENT, **LATE}, "entropy_gradient=True: needs entropy=True, .*; ask for both"),
+        ("vocab-2", GRADIENT, "entropy_gradient=True: needs entropy=True, .*; ask for both"),
         ("naive", {"top_logprobs": 4}, "top_logprobs=4: not with method naive, whose output layer"),
         ("vocab-2", {"top_logprobs": 4, "recompute": True}, "top_logprobs=4: not with recompute=True"),
         ("vocab-1", {"top_logprobs": 4, "drop_masked": True}, "top_logprobs=4: not with drop_masked=True"),
         ("vocab-2", {"top_logprobs": -1}, "top_logprobs=-1: give 0 or more"),
-        ("vocab-2", {"drop_masked": True, **LATE}, "drop_masked=True: not with late_gradient=.* of -100"),
         ("vocab-2", {"rows_per_chunk": 0}, "rows_per_chunk=0: give 1 or more"),
         ("vocab-2", {"fp8_head": "e5m2"}, "fp8_head='e5m2': choose one of row, mxfp8"),
         ("vocab-2", {"softcap": -1.0}, "softcap=-1.0: softcap -1.0: give a positive"),
@@ -71,7 +65,7 @@ GRADIENT: dict[str, Any] = {"entropy_gradient": True}
     ],
 )
 def test_what_cannot_be_combined_is_one_sentence(method: str, options: dict[str, Any], sentence: str) -> None:
-    [problem] = conflicts(VocabOptions(**options), METHODS[method], V_SHAPE)
+    [problem] = conflicts(VocabOptions(**options), METHODS[method])
     assert problem.startswith(sentence.partition(".*")[0])
     assert problem.endswith(sentence.rpartition(".*")[2] if ".*" in sentence else problem)
 
@@ -83,7 +77,7 @@ def test_every_option_goes_alone_with_methods_that_partition(method: str) -> Non
     refused = {"entropy_gradient"} | ({"distillation", "top_logprobs"} if method == "interlaced" else set())
     for name in options_of(VocabOptions):
         options = VocabOptions(**{name: values.get(name, True)})
-        assert name in refused or conflicts(options, METHODS[method], V_SHAPE) == []
+        assert name in refused or conflicts(options, METHODS[method]) == []
 
 
 def test_rules_name_options() -> None:
@@ -98,13 +92,6 @@ def test_a_door_spells_the_names() -> None:
         "--vocab-parallel-metrics accuracy: not with --vocab-parallel-recompute-logits and "
         "--vocab-parallel-logit-softcap 30.0, "
     )
-
-
-def test_the_methods_gradient_counts() -> None:
-    """A late method takes options of late gradients."""
-    late = METHODS["vocab-2"].with_late_gradient()
-    with pytest.raises(ValueError, match="drop_masked=True: not with late_gradient=True"):
-        ForwardBackward(late, Mock(), torch.device("cpu"), options=VocabOptions(drop_masked=True))  # type: ignore[arg-type]
 
 
 def test_a_device_without_the_fused_kernel_is_named() -> None:

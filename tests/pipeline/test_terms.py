@@ -58,4 +58,4 @@ def test_same_training_as_unsharded(name: str) -> None:
     np.testing.assert_allclose(reporting.losses, expected.losses, rtol=1e-5)
     np.testing.assert_allclose(reporting.evaluation, expected.evaluation, rtol=1e-5)
     differences = [each for result in results for each in (result.first_gradients, result.weights)]
-    assert max(difference for each in differences for difference in each.values()) <= 1e-5
+    assert max(difference for each in differences for difference in each.values()) <= 1.5e-5

@@ -66,7 +66,7 @@ def test_equals_unsharded(method: str, pp: int, tied: bool) -> None:
     ("k", "options"),
     [
         (40, {"vocab_size": 33, "pp": 4}),  # more than there are; the last shard has no id
-        pytest.param(5, {"pp": 2, "tp": 2, "dp": 2, "late_gradient": True}, marks=pytest.mark.slow),
+        pytest.param(5, {"pp": 2, "tp": 2, "dp": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_with_other_options(k: int, options: dict[str, Any]) -> None:

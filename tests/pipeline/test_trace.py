@@ -87,7 +87,7 @@ class _Waits(TorchFunctionMode):
         if name in WAITS_FOR_THE_DEVICE and self._instruction is not None:
             self.found.append(f"{name} in {self._instruction}")
         if name == "item":
-            return True  # outside of passes: the check of the announced gradients
+            return True  # outside of passes: the checks of what was noted
         return func(*args, **(kwargs or {}))
 
 
@@ -210,7 +210,6 @@ def _planned(self: Microbatches, i: int) -> Microbatch:
         real,
         embedded=embedded,
         labels=_on_device(real.labels),
-        grad_loss=None if real.grad_loss is None else _on_device(real.grad_loss),
         owned_targets=OwnedTargets(
             *map(_on_device, (targets.tokens, targets.rows, targets.by_token, targets.by_row))
         ),
@@ -222,14 +221,12 @@ _plan = Microbatches._plan
 
 def _share(_: Batches, *, groups: VocabGroups, ranges: Any, **__: Any) -> Microbatches:
     """Random microbatches, on the host, in place of what the first and the last stage would send."""
-    grad_losses = _on_device(torch.ones(M * N))
     with unset_fake_temporarily():
         ids = torch.randint(0, V, (2, M * N), generator=torch.Generator().manual_seed(1))
         return Microbatches(
             shapes=[(1, 1, N)] * M,
             ids=ids,
             labels=ids[1],
-            grad_losses=grad_losses,
             ranges=ranges,
             member=groups.member,
         )
@@ -343,7 +340,7 @@ def test_live_bytes_are_what_the_schedule_stores_and_no_pass_waits(method: str, 
     stored = exponentials + hidden_16 + (hidden_32 if method == "vocab-2" else 0)
     waiting = _most(schedule, P - 1, PassType.T, PassType.B) if method == "vocab-1" else 1
     bound = (
-        _most(schedule, rank, PassType.S, PassType.T) * stored  # E and X; A of vocab-2
+        _most(schedule, rank, PassType.S, schedule.method.weight_pass) * stored  # E and X; A of vocab-2
         + _most(schedule, rank, PassType.F, PassType.B) * hidden_16  # what a layer keeps
         + 2 * TRANSIENT_MIB * MIB  # logits of two chunks of tokens
         + (1 + waiting) * hidden_32  # parts of the input gradient

@@ -24,7 +24,6 @@ class Shape:
     chunks: int = 1
     placement: str = "standard"
     split: bool = False
-    late: bool = False
 
     @property
     def data(self) -> dict[str, Any]:
@@ -36,7 +35,6 @@ class Shape:
             "algorithm": self.algorithm,
             "placement": self.placement,
             "input": "local" if self.algorithm == "none" else "parallel",
-            "late_gradient": self.late,
             "ranks": [[] for _ in range(self.p)],
         }
 
@@ -95,7 +93,6 @@ SHAPES = [
     Shape("vocab-2", 2, 3, 2, "standard"),
     Shape("vocab-2", 3, 3, 2, "vshape", True),
     Shape("vocab-2", 2, 2, 3, "vshape"),
-    Shape("vocab-1", 3, 3, late=True),
-    Shape("vocab-2", 3, 3, 2, "vshape", True, late=True),
+    Shape("none", 3, 3, 2, "vshape", True),
     Shape("interlaced", 3, 3),
 ]

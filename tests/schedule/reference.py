@@ -39,9 +39,9 @@ def wanted(data: dict[str, Any], split: bool = False) -> list[set[Key]]:
                 stage = chunk * p + (p - 1 - rank if backwards else rank)
                 keys |= {(op, stage, mb) for op in ("F", "B", "W") if split or op != "W"}
             keys |= {(op, rank, mb) for op in ops[data["algorithm"]].split()}
-            if data.get("late_gradient") and data["algorithm"] != "interlaced":
+            if has_loss_pass(data):
                 keys |= {("L", rank, mb)} if rank == p - 1 else set()
-                keys |= {("TW", rank, mb)} if data["algorithm"] != "vocab-2" else set()
+                keys |= {("TW", rank, mb)} if data["algorithm"] in ("naive", "vocab-1") else set()
             if data["input"] == "parallel":
                 keys |= {("IF", rank, mb), ("IB", rank, mb)}
         out.append(keys)
@@ -53,7 +53,6 @@ def waits_for(key: Key, data: dict[str, Any], comm: float) -> list[tuple[Key, fl
     op, place, mb = key
     p, algorithm, last = data["p"], data["algorithm"], data["p"] * data["chunks"] - 1
     everywhere = range(p)
-    late = data.get("late_gradient") and algorithm != "interlaced"
     of_statistics = "S2" if algorithm == "naive" else "S"
     broadcast = [(("L", p - 1, mb), comm)]
     if op == "F" and place == 0:
@@ -69,7 +68,7 @@ def waits_for(key: Key, data: dict[str, Any], comm: float) -> list[tuple[Key, fl
         producer = {"naive": "T", "vocab-1": "T", "vocab-2": "S", "interlaced": "S"}.get(algorithm)
         latency = 0.0 if algorithm == "interlaced" else comm
         follows = [((producer, rank, mb), latency) for rank in everywhere] if producer else []
-        if late:
+        if has_loss_pass(data):
             at_hand = rank_of(last, data) == p - 1
             follows.append((("L", p - 1, mb), 0.0 if at_hand else comm))
         return [(("F", place, mb), 0.0), *follows]
@@ -77,8 +76,10 @@ def waits_for(key: Key, data: dict[str, Any], comm: float) -> list[tuple[Key, fl
         return [(("F", last, mb), comm)]
     if op == "S2":
         return [(("S", rank, mb), comm) for rank in everywhere]
+    if op == "L" and algorithm == "none":
+        return [(("F", last, mb), comm)]
     if op in ("L", "T", "TW"):
-        waits = op == "TW" or (op == "T" and late and algorithm == "vocab-2")
+        waits = op == "TW" or (op == "T" and algorithm == "vocab-2")
         return [((of_statistics, rank, mb), comm) for rank in everywhere] + (broadcast if waits else [])
     if op == "W":
         return [(("B", place, mb), 0.0)]
@@ -89,6 +90,13 @@ def waits_for(key: Key, data: dict[str, Any], comm: float) -> list[tuple[Key, fl
     # The throttle of IF: the embedded tokens of the microbatch before last have left this rank.
     gone = [(("IF", rank, mb - 2), comm) for rank in everywhere]
     return gone + ([(("F", 0, mb - 2), 0.0)] if place == rank_of(0, data) else [])
+
+
+def has_loss_pass(data: dict[str, Any]) -> bool:
+    """Whether the loss function is a pass: of a whole layer only if it is not on the last stage's rank."""
+    if data["algorithm"] == "none":
+        return rank_of(data["p"] * data["chunks"] - 1, data) != data["p"] - 1
+    return bool(data["algorithm"] != "interlaced")
 
 
 def moves(stage: int, following: int, data: dict[str, Any]) -> bool:

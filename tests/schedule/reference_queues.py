@@ -18,7 +18,7 @@ _NEEDS = {  # the collectives that a pass of each algorithm waits for; B for the
     "vocab-1": {"S": "C0", "T": "C1", "L": "C1", "TW": "C1", "B": "C2"},
     "vocab-2": {"S": "C0", "T": "C1", "L": "C1", "B": "C1"},
     "interlaced": {"S": "C0"},
-    "none": {},
+    "none": {"L": "C0"},
 }
 
 
@@ -99,7 +99,8 @@ def _needs(word: str, shape: Shape, where: list[int]) -> list[str]:
                 return [] if local else [f"{where[0]}CI{mb}"]
             together = [f"{where[last]}S{mb}"] if shape.algorithm == "interlaced" else []
             at_hand = where[last] == shape.p - 1
-            gradient = [f"{where[last]}{'L' if at_hand else 'CG'}{mb}"] if shape.late else []
+            source = f"{where[last]}{'L' if at_hand else 'CG'}{mb}"
+            gradient = [source] if reference.has_loss_pass(shape.data) else []
             return [*first, *together, *([f"{where[last]}{wait}.{mb}"] if wait else []), *gradient]
         moved = where[behind] != where[stage]
         return [*first, f"{stage}RECV_{name}{mb}" if moved else f"{behind}{name}{mb}"]
@@ -111,5 +112,5 @@ def _needs(word: str, shape: Shape, where: list[int]) -> list[str]:
         return [f"{stage}B{mb}"]
     if name == "IB":
         return [f"{stage}CIB{mb}"]
-    late = name == "TW" or (shape.late and shape.algorithm == "vocab-2" and name == "T")
+    late = name == "TW" or (shape.algorithm == "vocab-2" and name == "T")
     return [*([f"{stage}{wait}.{mb}"] if wait else []), *([f"{stage}CG{mb}"] if late else [])]

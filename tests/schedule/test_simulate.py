@@ -63,7 +63,7 @@ def test_one_microbatch_by_hand() -> None:
         "1S0": 22.5,  # after C0
         "0S0": 22.5,
         "1B0": 27.25,  # after C1
-        "0T0": 27.25,
+        "0T0": 27.5,  # after C1 and CG
         "0B0": 47.75,
         "1T0": 47.25,
         "0IB0": 68.0,  # after CIB
@@ -99,8 +99,11 @@ def test_equals_an_independent_simulation_without_latency(method: str, p: int, m
         for key, x in COSTS.methods.get(method, {}).items()
         if "sync" not in key
     }
+    ms["L"] = 0.0
     if method == "interlaced":
         ms["S"] = 7.5
+    if method in ("naive", "vocab-1"):
+        ms["T"] = ms["TW"] = ms["T"] / 2
     start = reference.starts(json.loads(to_json(schedule)), ms, 0.0)
     assert start is not None
     found = simulated(schedule, costs).passes
@@ -130,7 +133,8 @@ def pass_ms(shape: Shape) -> tuple[dict[str, float], dict[str, float]]:
     ms |= {"S": 3.0, "S2": 1.0, "T": 4.0, "L": 0.5, "TW": 2.0}
     method = {f"{name}_ms": ms[name] for name in ("S", "S2", "T", "L")}
     method["T_ms"] *= shape.algorithm != "interlaced"
-    if shape.late and shape.algorithm != "vocab-2":
+    ms["L"] *= shape.algorithm != "none"
+    if shape.algorithm in ("naive", "vocab-1"):
         method["TW_ms"] = ms["TW"]
     return ms, method
 
@@ -221,7 +225,7 @@ def test_transfers_of_one_link_follow_each_other() -> None:
 
 def test_buffers_by_hand() -> None:
     """One rank runs two microbatches; W is split off and runs late; IF and IB run first and last."""
-    rows = ranks_of(["0IF0 0IF1 0F0 0F1 0S0 0S1 0B0 0B1 0T0 0T1 0W0 0W1 0IB0 0IB1"])
+    rows = ranks_of(["0IF0 0IF1 0F0 0F1 0S0 0S1 0L0 0L1 0B0 0B1 0T0 0T1 0W0 0W1 0IB0 0IB1"])
     schedule = Schedule(METHODS["vocab-2"], Placement(1), 2, rows)
     result = simulated(schedule, COSTS)
     assert result.peak_activations == (2.0,)

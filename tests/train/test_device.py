@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 from megatron_vocabpar.layers.kernels.reference import Exponentials
 from megatron_vocabpar.pipeline import loss_reports, microbatches
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, vocab_groups
-from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.runtime.buffers import Buffers
 from megatron_vocabpar.runtime.streams import HostCopy
 from megatron_vocabpar.schedule.words.placement import Placement
@@ -85,7 +84,7 @@ def batches() -> Iterator[dict[str, Any]]:
         yield {"tokens": tokens, "labels": tokens, "position_ids": positions, "loss_mask": torch.ones(B, S)}
 
 
-def iterate(_: int, method: str, late_gradient: bool) -> tuple[int, list[str], list[str]]:
+def iterate(_: int, method: str) -> tuple[int, list[str], list[str]]:
     """How many tensors the handlers kept, those on another device, and the copies that block."""
     config = TrainConfig(
         method=method, pp=1, layers=2, hidden=16, heads=2, seq_length=S, vocab_size=V, micro_batch_size=B
@@ -110,7 +109,7 @@ def iterate(_: int, method: str, late_gradient: bool) -> tuple[int, list[str], l
         stack.enter_context(patch.object(loss_reports, "start_to_host", arrived))
         chunks = build_chunks(config, Placement(1), FAR)
         chunks[0].config.finalize_model_grads_func = None  # a reduction over gloo, of what has no values
-        run = ForwardBackward(method, vocab_groups(), FAR, options=VocabOptions(late_gradient=late_gradient))
+        run = ForwardBackward(method, vocab_groups(), FAR)
         copies = stack.enter_context(Copies())
         run(
             forward_step_func=partial(forward_step, FAR),
@@ -124,13 +123,8 @@ def iterate(_: int, method: str, late_gradient: bool) -> tuple[int, list[str], l
     return len(kept), [name for name in kept if not name.endswith(str(FAR))], copies.blocking
 
 
-@pytest.mark.parametrize(
-    ("method", "late_gradient"),
-    rest_is_slow(
-        [(m, late) for m in METHODS for late in (False, True)], ("vocab-2", False), ("vocab-1", True)
-    ),
-)
-def test_everything_of_an_iteration_is_on_the_ranks_device(method: str, late_gradient: bool) -> None:
-    ((kept, elsewhere, blocking),) = run_ranks(1, iterate, method, late_gradient)
+@pytest.mark.parametrize("method", rest_is_slow(list(METHODS), "vocab-2", "vocab-1"))
+def test_everything_of_an_iteration_is_on_the_ranks_device(method: str) -> None:
+    ((kept, elsewhere, blocking),) = run_ranks(1, iterate, method)
     assert kept >= M
     assert (elsewhere, blocking) == ([], [])

@@ -13,8 +13,6 @@ from megatron_vocabpar.train.output import method_config, open_method
 from megatron_vocabpar.train.prepare import prepare
 from megatron_vocabpar.train.ranks import launch
 from megatron_vocabpar.train.schedules import plan_method
-from tests.pipeline.gpt import Case, train
-from tests.spawn import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -60,12 +58,3 @@ def test_failing_rank_is_named(
     write_inputs(open_method(told).parent, prepare(config), plan_method(config, config.method))
     with pytest.raises(TrainingFailed, match=message):
         launch(told, "tests.train.failing_worker")
-
-
-def _nonlinear(_: int) -> None:
-    train(0, Case(method="vocab-2", pp=1, m=1, loss="squared"))
-
-
-def test_loss_function_that_is_not_linear_is_refused() -> None:
-    with pytest.raises(AssertionError, match="the loss function is not linear in the per-token losses"):
-        run_ranks(1, _nonlinear)

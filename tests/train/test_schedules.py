@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.play.peaks import peak_activations
 from megatron_vocabpar.schedule.times.costs import PassCosts
-from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.train import schedules
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.schedules import describe, plan_method
@@ -34,13 +32,11 @@ def test_every_family_can_be_planned(family: str, method: str) -> None:
     )
 
 
-def test_chunks_and_cap_and_late_gradients_are_kept() -> None:
+def test_chunks_and_cap_are_kept() -> None:
     config = TrainConfig(family="interleaved", chunks=3, layers=12, max_activations=3.0)
     planned = plan_method(config, "vocab-2").schedule
     assert planned.chunks == 3
     assert max(peak_activations(planned)) <= 3.0
-    late = replace(config, late_gradient=True)
-    assert plan_method(late, "vocab-2").schedule.method == METHODS["vocab-2"].with_late_gradient()
 
 
 def test_the_schedule_is_made_for_the_costs(tmp_path: Path) -> None:
@@ -67,7 +63,6 @@ def test_the_schedule_is_made_for_the_costs(tmp_path: Path) -> None:
         ({"pp": 1}, "vocab-2", {"1f1b", "zb-h1"}),
         ({}, "redis", {"1f1b", "zb-h1"}),
         ({"tied": True}, "baseline", {"1f1b", "zb-h1", "interleaved", "1f1b-overlap"}),
-        ({"late_gradient": True}, "baseline", {"1f1b", "zb-h1", "interleaved", "1f1b-overlap"}),
         ({"chunks": 1}, "vocab-1", {"1f1b", "zb-h1"}),
         ({"chunks": 3, "layers": 12}, "vocab-1", {"interleaved", "1f1b-overlap"}),
     ],

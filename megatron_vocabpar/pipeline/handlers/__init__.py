@@ -1,7 +1,7 @@
 """The table: which method of which layer runs an instruction.
 
     training      IF -> CI -> F(first) ... F(last) -> C0 -> S -> C1 [-> S2 -> C2] -> T -> [C2 | C3]
-                  -> B(last) ... B(first) -> CIB -> IB
+                  -> L -> CG -> B(last) ... B(first) -> CIB -> IB
     evaluation    IF -> CI -> F(first) ... F(last) -> C0 -> S -> C1 [-> S2 -> C2] -> L
 
 Handlers hand tensors to each other through buffers, launch communication on side streams, and wait for what
@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_vocabpar.pipeline.handlers.barriers import Barriers
 from megatron_vocabpar.pipeline.handlers.chain import OutputChain
+from megatron_vocabpar.pipeline.handlers.distant_loss import DistantLoss
 from megatron_vocabpar.pipeline.handlers.hidden import HiddenStates
 from megatron_vocabpar.pipeline.handlers.in_step import InStep
 from megatron_vocabpar.pipeline.handlers.input_layer import InputLayer
@@ -25,7 +26,6 @@ from megatron_vocabpar.pipeline.handlers.softmax import SoftmaxPasses
 from megatron_vocabpar.pipeline.handlers.stages import Stages
 from megatron_vocabpar.pipeline.handlers.transfers import Transfers
 from megatron_vocabpar.pipeline.iteration import Iteration
-from megatron_vocabpar.pipeline.loss_reports import DistantLoss
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
 from megatron_vocabpar.pipeline.split_w.weight_gradients import WeightGradients
 from megatron_vocabpar.runtime.executor import Handlers
@@ -36,7 +36,7 @@ Table = dict[InstructionType, Callable[[Any], None]]
 
 
 def stage_table(stages: Stages) -> Table:
-    """Handlers of the transformer layers and of point-to-point: all of baseline and redis."""
+    """Handlers of the transformer layers and of point-to-point: all of most baselines."""
     transfers = Transfers(stages.iteration)
     return {
         PassType.F: stages.forward,
@@ -60,6 +60,11 @@ def input_table(inputs: InputLayer) -> Table:
     }
 
 
+def distant_table(loss: DistantLoss) -> Table:
+    """Handlers of a whole output layer whose loss function is on another rank."""
+    return {CommType.C0: loss.send_losses, PassType.L: loss.gradient, CommType.CG: loss.send_gradient}
+
+
 def output_table(method: Method, chain: OutputChain, hidden: HiddenStates, losses: Losses) -> Table:
     """Handlers of the partitioned output layer, looked up from the method's chain.
 
@@ -72,10 +77,8 @@ def output_table(method: Method, chain: OutputChain, hidden: HiddenStates, losse
     softmax = SoftmaxPasses(chain, hidden, losses)
     if chain.ranks_targets:
         run_t = losses.count_likelier
-    elif chain.early:
-        run_t = softmax.weight_backward
     else:
-        run_t = softmax.input_backward if chain.late else softmax.backward
+        run_t = softmax.weight_backward if chain.early else softmax.input_backward
     passes: Table = {
         PassType.S: InStep(softmax, barriers).output_layer if method.in_step else softmax.softmax,
         PassType.S2: softmax.exponential_sum,
@@ -94,7 +97,7 @@ def output_table(method: Method, chain: OutputChain, hidden: HiddenStates, losse
     table: Table = {type_: passes[type_] for type_ in method.passes}
     for type_ in method.collectives:
         waiting = method.waiting_for(type_)
-        if chain.training:  # L and TW, of a late gradient, take what B and T take
+        if chain.training:  # L and TW take what B and T take
             waiting -= {PassType.L, PassType.TW}
         if type_ is CommType.CG:
             table[type_] = losses.broadcast_gradient
@@ -118,10 +121,12 @@ def handlers_of(
         model: the chunk that holds the vocabulary shards, unwrapped; None for baseline and redis.
         weight_gradients: one for each chunk if the schedule splits W from B.
     """
+    if model is None and not iteration.rank.method.chain:
+        return stage_table(_stages(iteration)(iteration, weight_gradients)), iteration.finish
     if model is None:
-        distant_loss = DistantLoss(iteration) if iteration.microbatches.shapes else None
-        stages = _stages(iteration)(iteration, weight_gradients, distant_loss=distant_loss)
-        return stage_table(stages), partial(_finish, distant_loss, iteration)
+        loss = DistantLoss(iteration)
+        stages = _stages(iteration)(iteration, weight_gradients, output_gradient=loss.of_losses)
+        return stage_table(stages) | distant_table(loss), partial(_finish, loss, iteration)
     inputs, chain = InputLayer(iteration, model), OutputChain(iteration, model)
     hidden, losses = HiddenStates(chain), Losses(chain)
     stages = _stages(iteration)(iteration, weight_gradients, inputs.embedded_rows, hidden.gradient)
@@ -137,7 +142,6 @@ def _stages(iteration: Iteration) -> type[Stages]:
     return PlannedStages if planned else Stages
 
 
-def _finish(*parts: Losses | InputLayer | DistantLoss | Iteration | None) -> None:
+def _finish(*parts: Losses | InputLayer | DistantLoss | Iteration) -> None:
     for part in parts:
-        if part is not None:
-            part.finish()
+        part.finish()

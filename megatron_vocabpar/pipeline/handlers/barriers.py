@@ -5,8 +5,8 @@
     vocab-2     C1(statistics, input gradient)
 
 What a collective carries follows from who waits for it. An evaluation has those up to the statistics, and
-to rank its targets a C2 that sums counts. With a late gradient the input gradient is reduced
-before the loss function has run, its rows unscaled; CG (``loss.py``) brings the gradient that scales dW.
+to rank its targets a C2 that sums counts. The input gradient is reduced before the loss function has run, its
+rows unscaled; CG (``loss.py``) brings the gradient that scales them, and dW.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Barriers(LayerHandlers):
 
     def gather_statistics_and_input_gradient(self, instruction: Comm) -> None:
         """C1 of vocab-2: the statistics, then the input gradient from what S left."""
-        chain, i = self.chain, instruction.microbatch
-        source = chain.softmax_pass(i)
+        chain = self.chain
+        source = chain.softmax_pass(instruction.microbatch)
         statistics, state = self.buffers.take(source, "statistics"), self.buffers.take(source, "state")
         out = self._place(statistics, state)
         hidden_grad = None
@@ -92,7 +92,7 @@ class Barriers(LayerHandlers):
 
         def run() -> tuple[Softmax, torch.Tensor | None]:
             softmax = self._join(statistics, state, out)
-            slopes = chain.row_slopes(i, softmax)
+            slopes = chain.row_slopes(softmax)
             total(chain.input_gradient(state, softmax, slopes, hidden_grad), self._all_reduce)
             return softmax, hidden_grad
 

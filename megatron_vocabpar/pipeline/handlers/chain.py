@@ -30,7 +30,6 @@ class OutputChain:
 
     Attributes:
         training: whether the chain leads to B; that of an evaluation ends in L.
-        late: whether L gives the gradient of the loss; until then the rows of dX are not scaled by it.
         early: whether S computes A = E W, as in vocab-2, so that dX travels with the statistics.
         detached: whether the loss of further heads leaves out the output weight (``--mtp-detach-heads``).
         top: how many of the most likely ids of every token are wanted.
@@ -41,7 +40,6 @@ class OutputChain:
         method, options = iteration.rank.method, iteration.rank.output_options
         self.iteration, self.model, self.method = iteration, model, method
         self.training = PassType.B in method.waits_for
-        self.late = method.late_gradient
         computes_t = PassType.T in method.passes
         self.early = self.training and computes_t and method.waits_for[PassType.B][0] is self.statistics
         self.ranks_targets = computes_t and not self.training
@@ -78,8 +76,8 @@ class OutputChain:
     def uses(self, producer: Pass) -> int:
         """How many passes and collectives take the state that a pass left.
 
-        vocab-1: T. vocab-2: C1, for the input gradient, and T. With a TW of its own: T and TW. In a
-        distillation, or for a top k, C1 always. In an evaluation nobody does, unless T counts.
+        vocab-1 and naive: T and TW. vocab-2: C1, for the input gradient, and T. In a distillation, or for a
+        top k, C1 always. In an evaluation nobody does, unless T counts.
         """
         if producer != self.softmax_pass(producer.microbatch):
             return 1  # naive's S, for S2
@@ -113,13 +111,11 @@ class OutputChain:
         else:
             self.iteration.unclaim(event)
 
-    def row_slopes(self, i: int, softmax: Softmax) -> list[Slopes]:
-        """The slopes that scale the rows of dX: of the announced gradient, or of 1, which B multiplies later.
+    def row_slopes(self, softmax: Softmax) -> list[Slopes]:
+        """The slopes of dX's rows for a gradient of 1 of each loss; B multiplies them by the true one.
 
         If the loss may depend on the entropies, dX has a second part, for a gradient of 1 of each entropy.
         """
-        if not self.late:
-            return [loss_slopes(softmax, self.terms, self.iteration.microbatches[i].gradient)]
         ones = torch.ones_like(softmax.total)
         slopes = [loss_slopes(softmax, self.terms, ones)]
         if self.entropy_gradient:

@@ -69,17 +69,21 @@ class HiddenStates(LayerHandlers):
             if self.chain.early:
                 _, grad = grad
         parts = self.iteration.sequence_shards
-        if CommType.CG in more:
-            grad.mul_(self._scales(i).view(*grad.shape[:-1], 1))
-        if grad.dim() == 3:
-            grad = grad.sum(0)
+        if more:  # interlaced's is scaled already
+            grad = scaled(grad, self._scales(i))
         part = self.microbatches[i].spread(grad).chunk(parts)[self.groups.tensor_rank % parts]
         _, b, hidden = self.iteration.hidden_shape(i, self.rank.placement.last_stage)
         return part.view(-1, b, hidden)
 
     def _scales(self, i: int) -> torch.Tensor:
-        """The late gradient of every token's loss, and if k is 2, of its entropy: [k, n]."""
+        """The gradient of every token's loss, and if k is 2, of its entropy: [k, n]."""
         rank = self.rank.pipeline_rank
         if self.rank.has_loss:
             return self.buffers.take(Pass(PassType.L, rank, i), "gradient")
         return self.wait(self.buffers.take(Comm(CommType.CG, rank, i), "event"))
+
+
+def scaled(hidden_grad: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
+    """``[n, H]``: rows for gradients of 1, ``[n, H]`` or ``[2, n, H]``, times the true ones, ``[k, n]``."""
+    hidden_grad.mul_(grads.view(*hidden_grad.shape[:-1], 1))
+    return hidden_grad.sum(0) if hidden_grad.dim() == 3 else hidden_grad

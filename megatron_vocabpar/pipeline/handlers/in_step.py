@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_vocabpar.pipeline.handlers.barriers import Barriers
+from megatron_vocabpar.pipeline.handlers.hidden import scaled
 from megatron_vocabpar.pipeline.handlers.softmax import SoftmaxPasses
 from megatron_vocabpar.pipeline.iteration import LayerHandlers
 from megatron_vocabpar.schedule.words.passes import Pass, PassType
@@ -22,13 +23,10 @@ class InStep(LayerHandlers):
         state, statistics = passes.forward_pass(instruction)
         softmax = self.wait(self.barriers.joined(statistics))
         grads = losses.report(i, softmax) if rank.has_loss else None
-        if chain.late:
-            grads = self.wait(losses.shared_gradient(i, grads))
-        else:
-            grads = self.microbatches[i].gradient[None]
-        part = chain.head.input_gradient(state, softmax, chain.slopes(softmax, grads), chain.weight)
+        grads = self.wait(losses.shared_gradient(i, grads))
+        part = chain.input_gradient(state, softmax, chain.row_slopes(softmax))
         hidden_grad = self.wait(self.barriers.sum(part))
         if rank.is_last:
-            self.buffers.put(instruction, "hidden_grad", hidden_grad)
+            self.buffers.put(instruction, "hidden_grad", scaled(hidden_grad, grads))
         passes.add_weight_gradient(i, state, softmax, grads)
         self.gradients.wrote(PassType.S)

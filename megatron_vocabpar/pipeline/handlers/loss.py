@@ -17,7 +17,7 @@ from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassTy
 
 
 class Losses(LayerHandlers):
-    """The handlers of L, CG and an evaluation's T; without L, other passes call ``report`` at their end."""
+    """The handlers of L, CG and an evaluation's T; interlaced's S calls ``report`` itself."""
 
     def __init__(self, chain: OutputChain) -> None:
         super().__init__(chain.iteration)

@@ -70,7 +70,7 @@ class PlannedStages(Stages):
     def _plan_instead(self, model: Any, instruction: Pass) -> Iterator[None]:
         """In this context ``model.forward`` builds and runs a plan."""
         stage, i = instruction.stage, instruction.microbatch
-        computes_loss = stage == self.rank.placement.last_stage and self.hidden_gradient is None
+        computes_loss = stage == self.rank.placement.last_stage and self.output_gradient is None
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             planned = _Planned(ChunkPlan(model, args, kwargs, bool(self.weight_gradients)))

@@ -1,10 +1,10 @@
 """The passes that compute on a shard: S, S2, T and TW of every method.
 
-    naive       S  | S2 | T                    vocab-2     S with A | T of the weight alone
-    vocab-1     S  | T                         interlaced  ``in_step.py``
+    naive       S  | S2 | T | TW               vocab-2     S with A | T of the weight
+    vocab-1     S  | T | TW                    interlaced  ``in_step.py``
 
-With a late gradient T is the input gradient alone, with rows unscaled, and TW the weight gradient.
-The T of an evaluation counts ids (``loss.py``). The mathematics is in ``layers/output.py``.
+The input gradient (T, or A) has rows unscaled, as the loss function has not run yet; B scales them. The T of
+an evaluation counts ids (``loss.py``). The mathematics is in ``layers/output.py``.
 """
 
 from __future__ import annotations
@@ -76,37 +76,21 @@ class SoftmaxPasses(LayerHandlers):
         state = self.buffers.take(Pass(PassType.S, instruction.stage, i), "state")
         self._put(instruction, *head.exponential_sum(state, offsets))
 
-    def backward(self, instruction: Pass) -> None:
-        """T of vocab-1 and naive: the weight gradient and this rank's part of the input gradient."""
-        i = instruction.microbatch
-        softmax, state = self.chain.softmax_and_state(i)
-        (slopes,) = self.chain.row_slopes(i, softmax)
-        weight = self.chain.model.output_weight
-        if self.chain.detached or not weight.requires_grad:
-            part = self.chain.head.input_gradient(state, softmax, slopes, self.chain.weight)
-            self.add_weight_gradient(i, state, softmax, self.microbatches[i].gradient[None])
-        else:
-            part = self.chain.head.backward(state, softmax, slopes, self.chain.weight, main_grad(weight))
-        self.buffers.put(instruction, "hidden_grad", part)
-        self._wrote(instruction, softmax, state)
-
     def input_backward(self, instruction: Pass) -> None:
-        """T of vocab-1 and naive with a late gradient: the input gradient, whose rows are not scaled yet."""
+        """T of vocab-1 and naive: this rank's part of the input gradient, whose rows are not scaled yet."""
         i = instruction.microbatch
         softmax, state = self.chain.softmax_and_state(i)
-        part = self.chain.input_gradient(state, softmax, self.chain.row_slopes(i, softmax))
+        part = self.chain.input_gradient(state, softmax, self.chain.row_slopes(softmax))
         self.buffers.put(instruction, "hidden_grad", part)
 
     def weight_backward(self, instruction: Pass) -> None:
         """T of vocab-2, and TW: the weight gradient."""
         i = instruction.microbatch
         softmax, state = self.chain.softmax_and_state(i)
-        if self.chain.late:
-            grads = self.wait(self.buffers.take(Comm(CommType.CG, instruction.stage, i), "event"))
-        else:
-            grads = self.microbatches[i].gradient[None]
+        grads = self.wait(self.buffers.take(Comm(CommType.CG, instruction.stage, i), "event"))
         self.add_weight_gradient(i, state, softmax, grads)
-        self._wrote(instruction, softmax, state)
+        self.chain.spare.keep(state)
+        self.gradients.wrote(instruction.type)
 
     def add_weight_gradient(self, i: int, state: Any, softmax: Softmax, grads: torch.Tensor) -> None:
         """Add what gradients [k, n] give: of the losses, and if k is 2, of the entropies.
@@ -121,10 +105,3 @@ class SoftmaxPasses(LayerHandlers):
             grads = grads * self.microbatches.of_main_head(i)
         slopes = self.chain.slopes(softmax, grads)
         self.chain.head.add_weight_gradient(state, softmax, slopes, main_grad(weight))
-
-    def _wrote(self, instruction: Pass, softmax: Softmax, state: Any) -> None:
-        """The weight gradient is written: report the loss, which nothing waits for, and reuse the memory."""
-        if self.rank.has_loss and not self.chain.late:
-            self.losses.report(instruction.microbatch, softmax)
-        self.chain.spare.keep(state)
-        self.gradients.wrote(instruction.type)

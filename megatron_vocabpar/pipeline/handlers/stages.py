@@ -13,7 +13,6 @@ from megatron.core.utils import unwrap_model
 from megatron_vocabpar.pipeline import compat
 from megatron_vocabpar.pipeline.graphs.layer_graphs import kept, kept_gradient
 from megatron_vocabpar.pipeline.iteration import Iteration, LayerHandlers
-from megatron_vocabpar.pipeline.loss_reports import DistantLoss
 from megatron_vocabpar.pipeline.recording import ModelCall
 from megatron_vocabpar.pipeline.split_w.weight_gradients import WeightGradients
 from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pair, Pass, PassType
@@ -27,8 +26,9 @@ class Stages(LayerHandlers):
         weight_gradients: one for each chunk if the schedule splits W from B, else empty.
         embedded_rows: from a stage and a microbatch to the rows ``[k, b, s, H]`` that the stage embeds, or
             None if it embeds nothing. Without it, the vocabulary layers are not partitioned.
-        hidden_gradient: from a microbatch to the gradient of the last stage's output.
-        distant_loss: instead of these two, if the loss function is on another rank than the last stage.
+        output_gradient: from a microbatch to the gradient of the last stage's output: of its hidden states
+            if the vocabulary layers are partitioned, else of the tokens' losses. Without it, the loss
+            function is on the last stage's rank.
     """
 
     def __init__(
@@ -36,14 +36,12 @@ class Stages(LayerHandlers):
         iteration: Iteration,
         weight_gradients: Sequence[WeightGradients] = (),
         embedded_rows: Callable[[int, int], torch.Tensor | None] | None = None,
-        hidden_gradient: Callable[[int], torch.Tensor] | None = None,
-        distant_loss: DistantLoss | None = None,
+        output_gradient: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         super().__init__(iteration)
         self.weight_gradients = weight_gradients
         self.embedded_rows = embedded_rows
-        self.hidden_gradient = distant_loss.gradient if distant_loss else hidden_gradient
-        self.distant_loss = distant_loss
+        self.output_gradient = output_gradient
 
     def forward(self, instruction: Pass) -> None:
         """F: one stage's transformer layers, and what Megatron computes around them."""
@@ -69,7 +67,7 @@ class Stages(LayerHandlers):
                 is_first_microbatch=call.first_microbatch_flag and i == 0,
                 current_microbatch=i,
                 vp_stage=getattr(call.chunks[chunk], "vp_stage", None),
-                is_last_stage=is_last_stage and not partitioned and self.distant_loss is None,
+                is_last_stage=is_last_stage and self.output_gradient is None,
             )
         self.iteration.num_tokens = self.iteration.num_tokens + num_tokens
         if not is_last_stage:
@@ -78,8 +76,9 @@ class Stages(LayerHandlers):
             # Megatron's half-precision wrapper turns the last stage's output into float32: exact either way.
             hidden = output.detach().to(call.config.params_dtype)
             self.buffers.put(instruction, "hidden", hidden.flatten(0, 1))
-        elif self.distant_loss is not None:
-            self.distant_loss.keep(i, output.detach())
+        elif self.output_gradient is not None:
+            # A copy: Megatron frees the storage of the output.
+            self.buffers.put(instruction, "token_losses", output.detach().flatten().float().clone())
         if not call.forward_only:
             output = compat.released(output, call.config)
             self.buffers.put(instruction, "graph", (stage_input, rows, output))
@@ -105,8 +104,8 @@ class Stages(LayerHandlers):
         stage_input, rows, output = self.buffers.take(Pass(PassType.F, stage, i), "graph")
         output_grad: torch.Tensor | None = None
         if stage == placement.last_stage:
-            if self.hidden_gradient is not None:
-                output_grad = self.hidden_gradient(i).to(output.dtype)
+            if self.output_gradient is not None:
+                output_grad = self.output_gradient(i).to(output.dtype)
         elif placement.rank_of(stage + 1) == self.rank.pipeline_rank:
             output_grad = self.buffers.take(Pass(PassType.B, stage + 1, i), "input_grad")
         else:

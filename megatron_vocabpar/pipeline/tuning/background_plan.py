@@ -21,7 +21,6 @@ from megatron_vocabpar.schedule.make.generate import plan_for
 from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.serialize import plan_to_json
 from megatron_vocabpar.schedule.times.costs import PassCosts
-from megatron_vocabpar.schedule.words.methods import method_named
 
 _SOURCES = Path(__file__).resolve().parents[3]
 _REQUEST, _PLAN, _ERRORS = "request.json", "plan.json", "errors"
@@ -77,7 +76,6 @@ def _to_dict(request: PlanRequest) -> dict[str, Any]:
     fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
     return fields | {
         "method": request.method_name,
-        "late_gradient": method_named(request.method).late_gradient,
         "family": request.family_name,
         "among": [family_named(family).name for family in request.among or ()],
         "costs": request.costs and request.costs.to_dict(),
@@ -85,9 +83,8 @@ def _to_dict(request: PlanRequest) -> dict[str, Any]:
 
 
 def _from_dict(fields: dict[str, Any]) -> PlanRequest:
-    method = method_named(fields.pop("method"), late_gradient=fields.pop("late_gradient"))
     costs = fields.pop("costs")
-    return PlanRequest(**fields, method=method, costs=costs and PassCosts.from_dict(costs))
+    return PlanRequest(**fields, costs=costs and PassCosts.from_dict(costs))
 
 
 def _end_with_parent() -> None:

@@ -42,8 +42,8 @@ class WriteOrder:
     microbatch by microbatch, so a weight gradient to which one type of pass adds is always the same.
 
     Attributes:
-        tied: both vocabulary layers share a weight, to whose gradient T and IB add, or, if the layers are not
-            partitioned, the B of two chunks.
+        tied: both vocabulary layers share a weight, to whose gradient TW (or T) and IB add, or, if the
+            layers are not partitioned, the B of two chunks.
         random: F draws random numbers, and the chunks of a rank share a generator.
     """
 
@@ -72,7 +72,7 @@ class WriteOrder:
 
     def _orders(self, schedule: Schedule) -> list[dict[Hashable, list[Pass]]]:
         partitioned = schedule.method.vocabulary_parallel
-        writers = {PassType.IB, schedule.method.passes[-1]} if partitioned else {PassType.B}
+        writers = {PassType.IB, schedule.method.weight_pass} if partitioned else {PassType.B}
         orders: list[dict[Hashable, list[Pass]]] = []
         for passes in schedule.ranks:
             orders.append({})

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron_vocabpar.schedule.make.families import Family, family_named
 from megatron_vocabpar.schedule.times.costs import PassCosts
-from megatron_vocabpar.schedule.words.methods import Method, method_named
+from megatron_vocabpar.schedule.words.methods import Method, method_named, placed
 from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
@@ -70,4 +70,4 @@ class PlanRequest:
             )
         depths, stage = (0, None) if self.costs is None else (self.costs.mtp_depths, self.costs.mtp_stage)
         placement = Placement(self.p, chunks, family.shape, stage)
-        return Schedule(method, placement, self.m, mtp_depths=depths)
+        return Schedule(placed(method, placement), placement, self.m, mtp_depths=depths)

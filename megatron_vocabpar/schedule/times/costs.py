@@ -59,8 +59,8 @@ class PassCosts:
         IF_ms: input forward of one microbatch on one rank's shard.
         IB_ms: input backward.
         methods: for each method that partitions the vocabulary, ``S_ms``, ``T_ms``, ``S2_ms`` (naive) and
-            ``synchronous_ms`` (interlaced: the collectives inside S). With a late gradient also ``L_ms``, by
-            default 0, and ``TW_ms``, by default half of T.
+            ``synchronous_ms`` (interlaced: the collectives inside S). ``T_ms`` is that of T and TW together,
+            or of T alone beside a ``TW_ms``; in the first case each takes half. ``L_ms`` is 0 by default.
         p2p_ms: one point-to-point transfer between stages.
         broadcast_ms: C0, CG and CIB.
         all_reduce_ms: the other collectives.
@@ -314,8 +314,8 @@ def _vocabulary_times(costs: PassCosts, schedule: Schedule) -> dict[PassType, tu
     p = schedule.p
     times = {PassType.IF: spread(costs.IF_ms, p, "IF_ms"), PassType.IB: spread(costs.IB_ms, p, "IB_ms")}
     method = schedule.method
-    if not method.vocabulary_parallel:
-        return times
+    if not method.vocabulary_parallel:  # L may be there, which costs do not know
+        return times | dict.fromkeys(method.passes, (0.0,) * p)
     if method.name not in costs.methods:
         raise ValueError(
             f"the costs have no times for {method.name!r}; add them under 'methods' "

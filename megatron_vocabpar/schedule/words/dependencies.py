@@ -5,7 +5,7 @@ For one microbatch::
     input     IF(all ranks) -> CI -> F(stage 0)              B(stage 0) -> CIB -> IB(all ranks)
     heads     with multi-token prediction also CI -> F(its stage) and B(its stage) -> CIB
     middle    F(s) -> F(s+1)      F(s), B(s+1) -> B(s)       B(s) -> W(s)
-    output    F(last) -> the method's chain -> B(last)       its late part, any time later (``methods.py``)
+    output    F(last) -> the method's chain -> B(last)       and the chains beside it (``methods.py``)
 
 Between microbatches there is one rule, a throttle: IF(i) waits until the embedded tokens of microbatch i-2
 have left, so a rank holds those of at most two: 0IF2 waits for CI of microbatch 0. With multi-token
@@ -87,7 +87,7 @@ def _before_pass(pass_: Pass, schedule: Schedule) -> tuple[Atom, ...]:
             return (arrival,)
         case PassType.B if stage < placement.last_stage:
             return Pass(PassType.F, stage, mb), _arrival(PassType.B, stage, stage + 1, mb, schedule)
-        case PassType.B if schedule.method.vocabulary_parallel:
+        case PassType.B if schedule.method.chain:
             return Pass(PassType.F, stage, mb), *_in_chain(PassType.B, placement.last_rank, mb, schedule)
         case PassType.B:
             return (Pass(PassType.F, stage, mb),)
@@ -107,7 +107,7 @@ def _heads_embed(schedule: Schedule) -> bool:
 def _in_chain(type_: PassType, rank: int, mb: int, schedule: Schedule) -> tuple[Atom, ...]:
     """The words before a pass of the output layer in its method's chains, as instructions of ``rank``.
 
-    The last stage's B needs the late gradient. If L runs on the same rank, B takes it from L and not from CG.
+    The last stage's B needs the losses' gradient. If L runs on its rank, B takes it from L and not from CG.
     """
     words = schedule.method.waits_for.get(type_, ())  # an evaluation's last stage has no B
     if type_ is PassType.B and rank in ranks_of(PassType.L, schedule):

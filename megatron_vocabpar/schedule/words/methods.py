@@ -1,27 +1,26 @@
 """The methods: one value each, whose chain says it all.
 
 A chain says what the output layer does for one microbatch between the last stage's F and its B, in the words
-of ``passes.py``: a pass of every rank, then the collective that carries its result, and so on. A second chain
-says what may be done later. From these follow the passes and collectives of a method, what each waits for,
-who produces it, and the number of barriers: the collectives on the way to B that all ranks' passes produce.
+of ``passes.py``: a pass of every rank, then the collective that carries its result, and so on. Chains beside
+it start where that one has come by. From these follow the passes and collectives of a method, what each waits
+for, who produces it, and the number of barriers: the collectives on the way to B that all ranks' passes
+produce.
 
-    naive       C0 S C1 S2 C2 T C3 B
-    vocab-1     C0 S C1 T C2 B
-    vocab-2     C0 S C1 B       and later   C1 T
-    interlaced  C0 [S] B        in brackets: all ranks run it in step, with its collectives inside
+    naive       C0 S C1 S2 C2 T C3 B    beside   C2 L CG B    C2 TW    CG TW
+    vocab-1     C0 S C1 T C2 B          beside   C1 L CG B    C1 TW    CG TW
+    vocab-2     C0 S C1 B               beside   C1 L CG B    C1 T     CG T
+    interlaced  C0 [S] B                in brackets: all ranks run it in step, with its collectives inside
 
-Methods differ in when T runs, not in what the loss may be. If the loss is any function of the tokens' losses
-(*late gradient*), its gradient is known only after they are: L runs the loss function, CG sends every token's
-gradient to all ranks, and B scales the rows of the input gradient with it. The weight gradient waits for CG;
-where B waits for T, it is a pass of its own (TW). Such methods add these chains:
-
-    naive       C2 L CG B    C2 TW    CG TW
-    vocab-1     C1 L CG B    C1 TW    CG TW
-    vocab-2     C1 L CG B             CG T
+The gradient of the loss is known when the tokens' losses are: L, on one rank, runs the loss function, and CG
+sends every token's gradient to all ranks. B scales the rows of the input gradient with it. Only the weight
+gradient (TW, in vocab-2 T) waits for CG as well, and may be delayed at will. Interlaced's S does all of it.
 
 An evaluation is a chain, too, which ends in the loss: ``C0 S C1 L``, for naive ``C0 S C1 S2 C2 L``. Where it
 ranks the targets, T counts the ids of a shard that are likelier, and the next collective sums the counts:
 ``C0 S C1 T C2 L``, for naive ``C0 S C1 S2 C2 T C3 L``.
+
+Baseline and redis have no chain, unless the last stage is not on the loss function's rank, as in a V shape:
+then the tokens' losses travel there, and their gradient back, ``C0 L CG B`` (``placed``).
 
 A method of your own is a ``Method`` with its chain and, in a cost file (``times/costs.py``), the times of its
 passes. To train with it, write handlers for what is new in it (``pipeline/handlers/``).
@@ -38,6 +37,7 @@ from functools import cached_property
 from itertools import pairwise, takewhile
 
 from megatron_vocabpar.schedule.words.passes import CommType, PassType
+from megatron_vocabpar.schedule.words.placement import Placement
 
 Word = PassType | CommType
 
@@ -50,9 +50,8 @@ class Method:
         name: the one name, as on the command line.
         summary: one line for tables and ``--help``.
         chain: the words from C0 to B; empty if the first and the last stage run both layers inside F and B.
-        late: further chains, separated by commas, which may be delayed at will. Each starts with a word that
-            was named before, and may end in one.
-        late_gradient: the loss may be any function of the tokens' losses; see ``with_late_gradient``.
+        beside: further chains, separated by commas. Each starts with a word that was named before, and may
+            end in one.
 
     Raises:
         ValueError: for an unknown word, or a chain that does not lead from C0 to B (of an evaluation, to L).
@@ -61,42 +60,28 @@ class Method:
     name: str
     summary: str
     chain: str = ""
-    late: str = ""
-    late_gradient: bool = False
+    beside: str = ""
 
     def __post_init__(self) -> None:
-        words, *later = _chains(self)
+        words, *further = _chains(self)
         if words and (words[0] is not CommType.C0 or words[-1] not in (PassType.B, PassType.L)):
             raise ValueError(f"method {self.name}: the chain {self.chain!r} must lead from C0 to B")
         known, twice = set(words), len(set(words)) < len(words)
-        for late in later:
-            if late[0] not in known:
+        for beside in further:
+            if beside[0] not in known:
                 raise ValueError(
-                    f"method {self.name}: {self.late!r} must start with a word of {self.chain!r}"
+                    f"method {self.name}: {self.beside!r} must start with a word of {self.chain!r}"
                 )
-            joins = late[-1] is PassType.B or late[-1] not in words
-            twice = twice or bool(known & set(late[1:-1] if joins else late[1:]))
-            known |= set(late)
+            joins = beside[-1] is PassType.B or beside[-1] not in words
+            twice = twice or bool(known & set(beside[1:-1] if joins else beside[1:]))
+            known |= set(beside)
         if twice:
-            raise ValueError(f"method {self.name}: {self.chain!r}, then {self.late!r}, names a word twice")
-
-    def with_late_gradient(self) -> Method:
-        """The same method for losses that are any function of the tokens' losses.
-
-        Two kinds of chains stay as they are. If one rank has the whole output layer, its autograd does the
-        work. If all ranks run the layer in step, they wait for one another anyway.
-        """
-        if self.late_gradient or PassType.T not in self.passes:
-            return replace(self, late_gradient=True)
-        (statistics,) = (word.value for word in self.waits_for[PassType.T])
-        weight = PassType.TW.value if PassType.T.value in self.chain.split() else PassType.T.value
-        late = f"{statistics} L CG B, {self.late or f'{statistics} {weight}'}, CG {weight}"
-        return replace(self, late=late, late_gradient=True)
+            raise ValueError(f"method {self.name}: {self.chain!r}, then {self.beside!r}, names a word twice")
 
     @property
     def vocabulary_parallel(self) -> bool:
         """Whether the vocabulary layers are partitioned over all ranks."""
-        return bool(self.chain)
+        return PassType.S in self.passes
 
     @cached_property
     def words(self) -> tuple[Word, ...]:
@@ -123,7 +108,7 @@ class Method:
     @cached_property
     def weight_pass(self) -> PassType:
         """The pass that adds the weight gradient, the last to need the exponentials."""
-        return PassType.TW if PassType.TW in self.passes else PassType.T
+        return next((type_ for type_ in (PassType.TW, PassType.T) if type_ in self.passes), PassType.S)
 
     @cached_property
     def waits_for(self) -> dict[PassType, tuple[Word, ...]]:
@@ -160,11 +145,18 @@ def without_gradients(method: Method, *, ranks_targets: bool = False) -> Method:
     """
     if not method.chain:
         return method
-    forward = takewhile(lambda word: _unmarked(word) not in ("T", "B"), method.chain.split())
+    forward = takewhile(lambda word: _unmarked(word) not in ("T", "L", "B"), method.chain.split())
     words = [*map(_unmarked, forward), *(["C1"] if method.in_step else [])]
-    if ranks_targets:
+    if ranks_targets and method.vocabulary_parallel:
         words += ["T", next(word for word in ("C1", "C2", "C3") if word not in words)]
-    return replace(method, chain=" ".join([*words, "L"]), late="")
+    return replace(method, chain=" ".join([*words, "L"]), beside="")
+
+
+def placed(method: Method, placement: Placement) -> Method:
+    """The method with these stages: a whole layer sends its losses where the loss function is elsewhere."""
+    if method.vocabulary_parallel or placement.rank_of(placement.loss_stage) == placement.last_rank:
+        return method
+    return replace(method, chain="C0 L CG B")
 
 
 _WORDS: dict[str, Word] = {
@@ -177,7 +169,7 @@ _WORDS: dict[str, Word] = {
 
 
 def _chains(method: Method) -> list[list[Word]]:
-    chains = (method.chain, *filter(None, method.late.split(",")))
+    chains = (method.chain, *filter(None, method.beside.split(",")))
     return [[_type(method, word) for word in chain.split()] for chain in chains]
 
 
@@ -205,20 +197,27 @@ METHODS: dict[str, Method] = {
             "naive",
             "partitioned; maximum, sum and input gradient reduced one by one",
             "C0 S C1 S2 C2 T C3 B",
+            "C2 L CG B, C2 TW, CG TW",
         ),
         Method(
             "vocab-1",
             "partitioned, Algorithm 1: statistics, then the input gradient",
             "C0 S C1 T C2 B",
+            "C1 L CG B, C1 TW, CG TW",
         ),
-        Method("vocab-2", "partitioned, Algorithm 2: one barrier, T delayed at will", "C0 S C1 B", "C1 T"),
+        Method(
+            "vocab-2",
+            "partitioned, Algorithm 2: one barrier, T delayed at will",
+            "C0 S C1 B",
+            "C1 L CG B, C1 T, CG T",
+        ),
         Method("interlaced", "partitioned; all ranks stop for a synchronous output layer", "C0 [S] B"),
     )
 }
 
 
-def method_named(method: str | Method, *, late_gradient: bool = False) -> Method:
-    """The method with this name, with a late gradient if asked for; a ``Method`` stands for itself.
+def method_named(method: str | Method) -> Method:
+    """The method with this name; a ``Method`` stands for itself.
 
     Raises:
         ValueError: if there is none; the message lists the names.
@@ -227,4 +226,4 @@ def method_named(method: str | Method, *, late_gradient: bool = False) -> Method
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
         method = METHODS[method]
-    return method.with_late_gradient() if late_gradient else method
+    return method

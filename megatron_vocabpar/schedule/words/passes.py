@@ -35,9 +35,9 @@ class PassType(_Name):
     F = "F"  # forward of a stage's transformer layers
     S = "S"  # output layer on this rank's shard: logits and local softmax statistics
     S2 = "S2"  # naive only: exponentials and their sum, once the global maximum is known
-    T = "T"  # output layer: weight gradient, and, except in vocab-2, input gradient
-    L = "L"  # late gradient: the loss function, and the gradient of every token's loss
-    TW = "TW"  # late gradient, except in vocab-2: the weight gradient, which T leaves out
+    T = "T"  # output layer: input gradient; in vocab-2, whose S has it, weight gradient
+    L = "L"  # the loss function, and the gradient of every token's loss
+    TW = "TW"  # output layer, except in vocab-2: weight gradient
     B = "B"  # backward of a stage; if W is split off, only its input gradient
     W = "W"  # weight gradient of a stage, if it is split from B
     IB = "IB"  # input backward: add the input gradient into this rank's embedding rows
@@ -56,11 +56,11 @@ class CommType(_Name):
     RECV_F = "RECV_F"  # post the receive of the input of F
     SEND_B = "SEND_B"  # input gradient of B to the previous stage
     RECV_B = "RECV_B"  # post the receive of the output gradient of B
-    C0 = "C0"  # output of the last stage's F to every rank
+    C0 = "C0"  # output of the last stage's F to every rank; of a whole layer, the tokens' losses
     C1 = "C1"  # softmax statistics of all ranks (naive: maxima; vocab-2: and the input gradient)
     C2 = "C2"  # vocab-1: the input gradient to the last stage; naive: the sums of exponentials
     C3 = "C3"  # naive: the input gradient to the last stage
-    CG = "CG"  # late gradient: the gradient of every token's loss, from L's rank to every rank
+    CG = "CG"  # the gradient of every token's loss, from L's rank to every rank
     CI = "CI"  # embedded tokens to the first stage
     CIB = "CIB"  # input gradient of the first stage's B back to the shards that own the rows
 

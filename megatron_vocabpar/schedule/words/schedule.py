@@ -26,6 +26,7 @@ Program = tuple[tuple[Instruction, ...], ...]
 
 FORWARD = frozenset({PassType.IF, PassType.F, PassType.S, PassType.S2})  # what an evaluation keeps
 BACKWARD = frozenset({PassType.B, PassType.W, PassType.IB})  # what an evaluation leaves out
+_L_IN_PLACE_OF = (PassType.T, PassType.L, PassType.S)  # of a training, the first that there is
 MOST_FORWARDS = 2**18  # of all ranks: about a minute of planning
 MOST_STAGES = 2**11  # bounds and pictures take time in the square of the stages: half a minute
 
@@ -130,20 +131,22 @@ def forward_only(schedule: Schedule, *, ranks_targets: bool = False) -> Schedule
     T waits for the statistics, and so does L. So on the rank of the loss function L takes T's place. If the
     training does not deadlock, neither does the evaluation, as L waits for no more than T did::
 
-        training      1S0 1B0 1S1 1T0 1B1 1T1
-        evaluation    1S0     1S1 1L0     1L1
+        training      1S0 1L0 1B0 1S1 1T0 1L1 1B1 1T1
+        evaluation    1S0         1S1 1L0         1L1
 
-    If targets are ranked, T stays on every rank. L then waits for the counts of all ranks, whose T may run
-    much later, so all L come at the end.
+    Without a T, L stays where it is, or, in interlaced, takes the place of S. If targets are ranked, T stays
+    on every rank. L then waits for the counts of all ranks, whose T may run much later, so all L come at the
+    end.
 
     An evaluation has no B, and so no pairs.
     """
     method = without_gradients(schedule.method, ranks_targets=ranks_targets)
-    marker = PassType.T if PassType.T in schedule.method.passes else PassType.S
+    marker = next((kind for kind in _L_IN_PLACE_OF if kind in schedule.method.passes), None)
+    ranks_targets = ranks_targets and method.vocabulary_parallel
     loss_rank = schedule.placement.rank_of(schedule.placement.loss_stage)
 
     def evaluated(rank: int, row: tuple[Pass, ...]) -> Iterator[Pass]:
-        has_loss = method.vocabulary_parallel and rank == loss_rank
+        has_loss = PassType.L in method.passes and rank == loss_rank
         for pass_ in row:
             if pass_.type in FORWARD:
                 yield pass_

@@ -163,7 +163,7 @@ def move_before(text: str, other: str) -> Edit:
         (1, first("1C0.4"), "collective order: rank 1, 1C0.4: rank 0 issues 0CI0 at this place"),
         (
             1,
-            move_before("1C0.0", "1IF4"),
+            move_before("1C0.0", "1S0"),
             "collective order: rank 1, 1CI3: rank 0 issues 0C0.0 at this place",
         ),
         (1, first("1RECV_B1"), "point-to-point order: rank 1, 1RECV_B1"),
@@ -193,7 +193,7 @@ TWO = replace(
     ranks=ranks_of(
         (
             "0IF0 0IF1 0F0 0F1 0IF2 0F2 0S0 0S1 0T0 0T1 0S2 0B0 0T2 0IB0 0B1 0B2 0IB1 0IB2",
-            "1IF0 1IF1 1IF2 1F0 1S0 1F1 1B0 1F2 1S1 1B1 1S2 1B2 1T0 1IB0 1T1 1IB1 1T2 1IB2",
+            "1IF0 1IF1 1IF2 1F0 1S0 1L0 1F1 1B0 1F2 1S1 1L1 1B1 1S2 1L2 1B2 1T0 1IB0 1T1 1IB1 1T2 1IB2",
         )
     ),
 )
@@ -262,12 +262,15 @@ def test_a_program_has_the_pairs_of_its_schedule(
         validate_program(paired(*pairs), lower(paired(*program_of)))
 
 
-@pytest.mark.parametrize("word", ["1RECV_F1", "1C1.0"])
-def test_what_a_pair_waits_for_stands_before_it(word: str) -> None:
+@pytest.mark.parametrize(
+    ("usual", "rank", "pair", "word"),
+    [(TWO, 1, "1F1+1B0", "1RECV_F1"), (generate("baseline", 2, 4), 0, "0F2+0B1", "0RECV_B1")],
+)
+def test_what_a_pair_waits_for_stands_before_it(usual: Schedule, rank: int, pair: str, word: str) -> None:
     """Both what its F needs and what its B needs."""
-    schedule = paired("1F1+1B0")
-    late = edited(lower(schedule), 1, lambda row: [*without(word)(row), parse(word)])
-    with pytest.raises(ScheduleError, match=re.escape(f"order: rank 1, 1F1+1B0: {word} must come before it")):
+    schedule = replace(usual, pairs=frozenset(p for p in [parse(pair)] if isinstance(p, Pair)))
+    late = edited(lower(schedule), rank, lambda row: [*without(word)(row), parse(word)])
+    with pytest.raises(ScheduleError, match=re.escape(f"order: rank {rank}, {pair}: {word} must come")):
         validate_program(schedule, late)
 
 

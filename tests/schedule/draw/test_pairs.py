@@ -95,7 +95,7 @@ def test_the_script_of_a_page_describes_both_passes(tmp_path: Path) -> None:
         const v = require("./viewer.js"), data = require("./data.json"), chart = data.charts[0];
         const tips = [];
         for (const row of chart.rows) for (const bar of row.passes) {
-          if (v.barAt(row.passes, bar[4] + bar[5] / 2, 0) !== bar) throw new Error("missed");
+          if (bar[5] > 0 && v.barAt(row.passes, bar[4] + bar[5] / 2, 0) !== bar) throw new Error("missed");
           if (v.partsOf(bar).length > 1) tips.push(v.description(data, chart, row, bar));
         }
         console.log(JSON.stringify(tips));

@@ -55,7 +55,7 @@ def test_passes_neither_overlap_nor_come_early(method: str, p: int, ms: list[flo
         arcs = sorted(
             (offset % block.interval, graph.duration[node])
             for node, offset in block.offsets.items()
-            if graph.rank[node] == rank
+            if graph.rank[node] == rank and graph.duration[node] > 0.0
         )
         for (start, length), (following, _) in zip(
             arcs, [*arcs[1:], (arcs[0][0] + block.interval, 0)], strict=True

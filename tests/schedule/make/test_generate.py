@@ -49,7 +49,10 @@ def costs(draw: st.DrawFn, p: int) -> PassCosts:
     return PassCosts(*transformer, *inputs, methods, *comms)
 
 
-MS = {"F": 10.0, "B": 20.0, "W": 9.0, "S": 5.0, "S2": 0.5, "T": 2.5, "IF": 0.5, "IB": 0.5}
+MS = {"F": 10.0, "B": 20.0, "W": 9.0, "S": 5.0, "S2": 0.5, "T": 2.5, "IF": 0.5, "IB": 0.5} | {
+    "L": 0.1,
+    "TW": 2.0,
+}
 
 
 def claimed(family: str, method: str, p: int) -> float:
@@ -174,7 +177,7 @@ def test_a_backward_of_nearly_no_time() -> None:
     validate(generate("vocab-2", 2, 3, costs=times), claimed("1f1b", "vocab-2", 2))
 
 
-ALL_OPS = ("IF", "F", "S", "S2", "T", "B", "W", "IB")
+ALL_OPS = ("IF", "F", "S", "S2", "T", "L", "TW", "B", "W", "IB")
 
 
 def test_the_same_arguments_give_the_same_schedule() -> None:

@@ -65,26 +65,28 @@ def test_the_turn_of_a_v_needs_no_transfer() -> None:
     [
         (
             "vocab-2",
-            "0IF0 0F0 0S0 0T0 0B0 0IB0\n1IF0 1F0 1S0 1B0 1T0 1IB0",
+            "0IF0 0F0 0S0 0T0 0B0 0IB0\n1IF0 1F0 1S0 1L0 1B0 1T0 1IB0",
             [
-                "0IF0 0CI0 0F0 0SEND_F0 0C0.0 0S0 0C1.0 0T0 0RECV_B0 0B0 0CIB0 0IB0",
-                "1IF0 1CI0 1RECV_F0 1F0 1C0.0 1S0 1C1.0 1B0 1SEND_B0 1T0 1CIB0 1IB0",
+                "0IF0 0CI0 0F0 0SEND_F0 0C0.0 0S0 0C1.0 0CG0 0T0 0RECV_B0 0B0 0CIB0 0IB0",
+                "1IF0 1CI0 1RECV_F0 1F0 1C0.0 1S0 1C1.0 1L0 1CG0 1B0 1SEND_B0 1T0 1CIB0 1IB0",
             ],
         ),
         (
             "vocab-1",
-            "0IF0 0F0 0S0 0T0 0B0 0IB0\n1IF0 1F0 1S0 1T0 1B0 1IB0",
+            "0IF0 0F0 0S0 0T0 0TW0 0B0 0IB0\n1IF0 1F0 1S0 1T0 1L0 1B0 1TW0 1IB0",
             [
-                "0IF0 0CI0 0F0 0SEND_F0 0C0.0 0S0 0C1.0 0T0 0C2.0 0RECV_B0 0B0 0CIB0 0IB0",
-                "1IF0 1CI0 1RECV_F0 1F0 1C0.0 1S0 1C1.0 1T0 1C2.0 1B0 1SEND_B0 1CIB0 1IB0",
+                "0IF0 0CI0 0F0 0SEND_F0 0C0.0 0S0 0C1.0 0T0 0C2.0 0CG0 0TW0 0RECV_B0 0B0 0CIB0 0IB0",
+                "1IF0 1CI0 1RECV_F0 1F0 1C0.0 1S0 1C1.0 1T0 1C2.0 1L0 1CG0 1B0 1SEND_B0 1TW0 1CIB0 1IB0",
             ],
         ),
         (
             "naive",
-            "0IF0 0F0 0S0 0S2.0 0T0 0B0 0IB0\n1IF0 1F0 1S0 1S2.0 1T0 1B0 1IB0",
+            "0IF0 0F0 0S0 0S2.0 0T0 0TW0 0B0 0IB0\n1IF0 1F0 1S0 1S2.0 1T0 1L0 1B0 1TW0 1IB0",
             [
-                "0IF0 0CI0 0F0 0SEND_F0 0C0.0 0S0 0C1.0 0S2.0 0C2.0 0T0 0C3.0 0RECV_B0 0B0 0CIB0 0IB0",
-                "1IF0 1CI0 1RECV_F0 1F0 1C0.0 1S0 1C1.0 1S2.0 1C2.0 1T0 1C3.0 1B0 1SEND_B0 1CIB0 1IB0",
+                "0IF0 0CI0 0F0 0SEND_F0 0C0.0 0S0 0C1.0 0S2.0 0C2.0 0T0 0C3.0 0CG0 0TW0 0RECV_B0 0B0 "
+                "0CIB0 0IB0",
+                "1IF0 1CI0 1RECV_F0 1F0 1C0.0 1S0 1C1.0 1S2.0 1C2.0 1T0 1C3.0 1L0 1CG0 1B0 1SEND_B0 1TW0 "
+                "1CIB0 1IB0",
             ],
         ),
         (
@@ -97,8 +99,8 @@ def test_the_turn_of_a_v_needs_no_transfer() -> None:
         ),
         (
             "vocab-2",
-            "0IF0 0F0 0S0 0B0 0T0 0IB0",
-            ["0IF0 0CI0 0F0 0C0.0 0S0 0C1.0 0B0 0CIB0 0T0 0IB0"],
+            "0IF0 0F0 0S0 0L0 0B0 0T0 0IB0",
+            ["0IF0 0CI0 0F0 0C0.0 0S0 0C1.0 0L0 0CG0 0B0 0CIB0 0T0 0IB0"],
         ),
     ],
 )

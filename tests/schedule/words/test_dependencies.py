@@ -19,19 +19,24 @@ TABLE = {
         "0S5": "0C0.5",
         "0S2.5": "0C1.5",
         "1T5": "1C2.5",
-        "1B5": "1F5 1C3.5",
+        "1L5": "1C2.5",
+        "1TW5": "1C2.5 1CG5",
+        "1B5": "1F5 1C3.5 1L5",
         "0IB5": "0CIB5",
         "0C0.5": "",
         "1C0.5": "1F5",
         "1C1.5": "1S5",
         "1C2.5": "1S2.5",
         "1C3.5": "1T5",
+        "0CG5": "",
+        "1CG5": "1L5",
     },
-    "vocab-1": {"1S5": "1C0.5", "1T5": "1C1.5", "1B5": "1F5 1C2.5", "0C1.5": "0S5", "0C2.5": "0T5"},
+    "vocab-1": {"1S5": "1C0.5", "1T5": "1C1.5", "1B5": "1F5 1C2.5 1L5", "0C1.5": "0S5", "0C2.5": "0T5"},
     "vocab-2": {
         "1S5": "1C0.5",
-        "1T5": "1C1.5",
-        "1B5": "1F5 1C1.5",
+        "1L5": "1C1.5",
+        "0T5": "0C1.5 0CG5",
+        "1B5": "1F5 1C1.5 1L5",
         "0C1.5": "0S5",
         "0IF1": "",
         "1RECV_F5": "0SEND_F5",
@@ -69,7 +74,7 @@ def test_split_weight_gradient_follows_its_backward() -> None:
 
 @pytest.mark.parametrize(
     ("instruction", "needs"),
-    [("2F5", "1F5"), ("1B5", "1F5 2B5"), ("3F5", "3RECV_F5"), ("3B5", "3F5 0C1.5"), ("0C0.5", "3F5")],
+    [("2F5", "1F5"), ("1B5", "1F5 2B5"), ("3F5", "3RECV_F5"), ("3B5", "3F5 0C1.5 0CG5"), ("0C0.5", "3F5")],
 )
 def test_turn_of_a_v_needs_no_transfer(instruction: str, needs: str) -> None:
     assert words(prerequisites(parse(instruction), frame("vocab-2", "vshape", 2))) == needs
@@ -88,9 +93,9 @@ def test_the_last_stage_embeds_tokens_for_its_further_heads(instruction: str, ne
     ("method", "names"),
     [
         ("baseline", ""),
-        ("naive", "C0 C1 C2 C3 CI CIB"),
-        ("vocab-1", "C0 C1 C2 CI CIB"),
-        ("vocab-2", "C0 C1 CI CIB"),
+        ("naive", "C0 C1 C2 C3 CG CI CIB"),
+        ("vocab-1", "C0 C1 C2 CG CI CIB"),
+        ("vocab-2", "C0 C1 CG CI CIB"),
         ("interlaced", "C0 CI CIB"),
     ],
 )

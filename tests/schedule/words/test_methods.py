@@ -12,8 +12,9 @@ from megatron_vocabpar.schedule.play.hang import find_hangs
 from megatron_vocabpar.schedule.serialize import plan_from_json, plan_to_json
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts
-from megatron_vocabpar.schedule.words.methods import METHODS, Method, without_gradients
+from megatron_vocabpar.schedule.words.methods import METHODS, Method, placed, without_gradients
 from megatron_vocabpar.schedule.words.passes import CommType, PassType
+from megatron_vocabpar.schedule.words.placement import Placement
 from tests.cases import rest_is_slow
 
 
@@ -22,9 +23,9 @@ from tests.cases import rest_is_slow
     [
         ("baseline", 0, "", ""),
         ("redis", 0, "", ""),
-        ("naive", 3, "S S2 T", "C0 C1 C2 C3"),
-        ("vocab-1", 2, "S T", "C0 C1 C2"),
-        ("vocab-2", 1, "S T", "C0 C1"),
+        ("naive", 3, "S S2 T L TW", "C0 C1 C2 C3 CG"),
+        ("vocab-1", 2, "S T L TW", "C0 C1 C2 CG"),
+        ("vocab-2", 1, "S L T", "C0 C1 CG"),
         ("interlaced", 0, "S", "C0"),
     ],
 )
@@ -40,10 +41,11 @@ def test_what_waits_for_what() -> None:
     vocab_2 = METHODS["vocab-2"]
     assert vocab_2.waits_for == {
         PassType.S: (CommType.C0,),
-        PassType.B: (CommType.C1,),
-        PassType.T: (CommType.C1,),
+        PassType.B: (CommType.C1, CommType.CG),
+        PassType.L: (CommType.C1,),
+        PassType.T: (CommType.C1, CommType.CG),
     }
-    assert vocab_2.producers == {CommType.C1: PassType.S}
+    assert vocab_2.producers == {CommType.C1: PassType.S, CommType.CG: PassType.L}
     assert METHODS["interlaced"].waits_for[PassType.B] == (PassType.S,)
     assert METHODS["interlaced"].in_step == {PassType.S}
 
@@ -59,9 +61,18 @@ def test_what_waits_for_what() -> None:
     ],
 )
 def test_the_chain_of_an_evaluation(name: str, evaluation: str, ranking: str) -> None:
-    for method in (METHODS[name], METHODS[name].with_late_gradient()):
-        assert (without_gradients(method).chain, without_gradients(method).late) == (evaluation, "")
-        assert without_gradients(method, ranks_targets=True).chain == ranking
+    method = without_gradients(METHODS[name])
+    assert (method.chain, method.beside) == (evaluation, "")
+    assert without_gradients(METHODS[name], ranks_targets=True).chain == ranking
+
+
+def test_a_whole_layer_far_from_the_loss_function_has_a_chain() -> None:
+    v_shape, straight = Placement(2, 2, "vshape"), Placement(2, 2)
+    far = placed(METHODS["redis"], v_shape)
+    assert (far.chain, far.barriers, far.vocabulary_parallel) == ("C0 L CG B", 0, False)
+    assert without_gradients(far, ranks_targets=True).chain == "C0 L"
+    assert placed(METHODS["redis"], straight) == METHODS["redis"]
+    assert placed(METHODS["vocab-2"], v_shape) == METHODS["vocab-2"]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -72,7 +83,7 @@ def test_every_method_has_an_evaluation_that_ranks_targets(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chain", "late", "message"),
+    ("chain", "beside", "message"),
     [
         ("C0 X B", "", "method trial: 'X' in its chain; there are S, S2, T, L, TW, B, C0"),
         ("S C1 B", "", "must lead from C0 to B"),
@@ -84,9 +95,9 @@ def test_every_method_has_an_evaluation_that_ranks_targets(method: str) -> None:
         ("C0 S C1 B", "C1 T, C1 T B", "names a word twice"),
     ],
 )
-def test_what_is_no_chain_is_named(chain: str, late: str, message: str) -> None:
+def test_what_is_no_chain_is_named(chain: str, beside: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Method("trial", "", chain, late)
+        Method("trial", "", chain, beside)
 
 
 TRIAL = Method("two-step", "statistics in two barriers, T delayed at will", "C0 S C1 S2 C2 B", "C2 T")

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from megatron_vocabpar.pipeline.forward_backward import ForwardBackward
 from megatron_vocabpar.pipeline.options import VocabOptions
-from megatron_vocabpar.runtime.comm import VocabGroups
 from megatron_vocabpar.schedule.make.generate import generate
-from megatron_vocabpar.schedule.words.methods import METHODS
 from tests.cases import covering, rest_is_slow
 from tests.pipeline import test_equality as equality
 from tests.pipeline.gpt import Case, case_of
 from tests.pipeline.losses import LOSSES
 
-Late = partial(Case, late_gradient=True, micro_batch_size=4, steps=1)
+Once = partial(Case, micro_batch_size=4, steps=1)
 # Adam amplifies rounding more under these losses: a key's bias has gradients of nothing else.
 check = partial(equality.check, drift=10.0)
 
@@ -36,7 +32,7 @@ WITH_ENTROPY: dict[str, Any] = {
     ("tied", [False, True]),
 )
 def test_any_loss_trains_as_stock(method: str, pp: int, loss: str, tied: bool) -> None:
-    check_with_metrics(Late(method=method, pp=pp, m=pp + 1, loss=loss, tied=tied, layers=equality.layers(pp)))
+    check_with_metrics(Once(method=method, pp=pp, m=pp + 1, loss=loss, tied=tied, layers=equality.layers(pp)))
 
 
 def check_with_metrics(case: Case) -> None:
@@ -63,7 +59,7 @@ def check_with_metrics(case: Case) -> None:
 )
 def test_a_loss_may_depend_on_entropies(method: str, pp: int, options: dict[str, Any]) -> None:
     check_with_metrics(
-        Late(method=method, pp=pp, m=pp + 1, layers=equality.layers(pp), **WITH_ENTROPY, **options)
+        Once(method=method, pp=pp, m=pp + 1, layers=equality.layers(pp), **WITH_ENTROPY, **options)
     )
 
 
@@ -75,7 +71,7 @@ def test_a_loss_may_depend_on_entropies(method: str, pp: int, options: dict[str,
     ],
 )
 def test_other_methods(method: str, pp: int, loss: str) -> None:
-    check(Late(method=method, pp=pp, m=3, loss=loss, layers=equality.layers(pp)))
+    check(Once(method=method, pp=pp, m=3, loss=loss, layers=equality.layers(pp)))
 
 
 @pytest.mark.parametrize(
@@ -91,6 +87,8 @@ def test_other_methods(method: str, pp: int, loss: str) -> None:
                 ("v-zb", "vocab-2", 2, "ppo", {"dp": 2, "overlap_grad_reduce": True}),
                 ("v-zb", "naive", 2, "ppo", {}),
                 ("v-half", "interlaced", 2, "ppo", {}),
+                ("v-half", "baseline", 2, "ppo", {"tp": 2}),
+                ("v-zb", "baseline", 3, "grpo", {"dp": 2}),
                 ("search", "vocab-2", 3, "focal", {}),
             ]
         ),
@@ -98,7 +96,7 @@ def test_other_methods(method: str, pp: int, loss: str) -> None:
 )
 def test_in_every_family(family: str, method: str, p: int, loss: str, sizes: dict[str, Any]) -> None:
     """In V shapes the loss function is on another rank than the last stage."""
-    schedule = generate(METHODS[method].with_late_gradient(), p, p + 2, family=family)
+    schedule = generate(method, p, p + 2, family=family)
     check(case_of(schedule, loss=loss, micro_batch_size=4, steps=1, **sizes))
 
 
@@ -124,18 +122,4 @@ def test_in_every_family(family: str, method: str, p: int, loss: str, sizes: dic
     ],
 )
 def test_with_everything_else(options: dict[str, Any]) -> None:
-    check(Late(**{"pp": 2, "m": 3, **options}))
-
-
-def test_a_plan_of_another_kind_and_a_distant_output_layer_are_refused() -> None:
-    groups = VocabGroups((0,), 1, 1, 0, *[Mock()] * 4)
-    usual, v_shaped = generate("vocab-2", 1, 2), generate("baseline", 2, 2, family="v-half")
-    options = VocabOptions(late_gradient=True)
-    run = Mock(method=METHODS["vocab-2"].with_late_gradient(), groups=groups, options=options)
-    with pytest.raises(ValueError, match="the plan has late_gradient False, not True"):
-        ForwardBackward._check_plan(run, usual, 2)
-    run.method = METHODS["baseline"].with_late_gradient()
-    with pytest.raises(
-        ValueError, match="late_gradient=True: not with method baseline, whose last stage in a V"
-    ):
-        ForwardBackward._check_plan(run, v_shaped, 2)
+    check(Once(**{"pp": 2, "m": 3, **options}))

@@ -1,4 +1,4 @@
-"""A loss that is not linear, in real Megatron-LM: as stock on one process, and named without the flag."""
+"""A loss that is not linear, in real Megatron-LM: as stock on one process."""
 
 from __future__ import annotations
 
@@ -40,15 +40,9 @@ stock = cache(train)
 )
 def test_trains_as_stock(setting: str, options: tuple[str, ...], sizes: dict[str, Any]) -> None:
     expected = stock(setting)
-    ours = train(setting, "--enable-vocab-parallel", "--vocab-parallel-late-gradient", *options, **sizes)
+    ours = train(setting, "--enable-vocab-parallel", *options, **sizes)
     assert len(ours.losses) == len(expected.losses) >= 5
     for name in ("losses", "evaluations"):  # close to nothing, as sums of advantages are
         np.testing.assert_allclose(getattr(ours, name), getattr(expected, name), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(ours.norms, expected.norms, rtol=1e-5)
     np.testing.assert_allclose(ours.scalars["clipped"], expected.scalars["clipped"], atol=1e-6)
-
-
-@pytest.mark.long
-def test_without_the_flag_it_is_named() -> None:
-    log = pretrain("--enable-vocab-parallel", pp=2, script=SCRIPT, iterations=4, fails=True)
-    assert "--vocab-parallel-late-gradient" in log.text
