@@ -16,7 +16,7 @@ from megatron_vocabpar.frameworks.weights import WALKS
 from megatron_vocabpar.megatron_lm.bindings import Binding, find_version
 from megatron_vocabpar.megatron_lm.capture import order_of_the_layers, order_of_the_schedule
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
-from megatron_vocabpar.megatron_lm.flags import config_from_argv, spell
+from megatron_vocabpar.megatron_lm.flags import ENABLE, config_from_argv, spell
 from megatron_vocabpar.megatron_lm.patch import Patch, has_name, live_signature, original_of
 from megatron_vocabpar.megatron_lm.replacements import model_class
 from megatron_vocabpar.pipeline.options import asked_for
@@ -36,15 +36,12 @@ _WITHOUT_A_DOOR = {
 }
 """By a framework's package, why it is refused."""
 
-# Losses of reinforcement learning are not linear in the tokens' losses.
-_ALWAYS = ("--enable-vocab-parallel",)
-
 
 def config_from(environment: Mapping[str, str]) -> FlagConfig:
     """The configuration of ``VOCAB_PARALLEL_FLAGS``; vocab-2 in 1f1b without it."""
     words = shlex.split(environment.get("VOCAB_PARALLEL_FLAGS", ""))
-    config = config_from_argv([*_ALWAYS, *words])
-    defaults = config_from_argv(_ALWAYS)
+    config = config_from_argv([ENABLE, *words])
+    defaults = config_from_argv([ENABLE])
     unused = ("timeline", "costs", "redistribute")
     asked = [name for name in unused if getattr(config, name) != getattr(defaults, name)]
     ours = asked_for(config.options, ("independent_init", "entropy", "accuracy"))
