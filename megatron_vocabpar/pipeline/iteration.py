@@ -24,9 +24,10 @@ from megatron_vocabpar.pipeline.microbatches import Microbatches, no_microbatche
 from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions
 from megatron_vocabpar.pipeline.recording import ForwardStep, ModelCall
 from megatron_vocabpar.runtime.buffers import Buffers
-from megatron_vocabpar.runtime.comm import PointToPoint, Receive, VocabGroups
+from megatron_vocabpar.runtime.comm import PointToPoint, Receive, VocabGroups, broadcast
 from megatron_vocabpar.runtime.streams import Event, Stream
 from megatron_vocabpar.schedule.words.methods import Method
+from megatron_vocabpar.schedule.words.passes import Comm, CommType, PassType
 from megatron_vocabpar.schedule.words.placement import Placement
 
 
@@ -64,6 +65,13 @@ class Rank:
     def has_loss(self) -> bool:
         """Whether this rank has the labels and the loss function."""
         return self.pipeline_rank == self.placement.p - 1
+
+    def waiting_for(self, type_: CommType) -> int:
+        """How many of this rank's passes take what a collective carries."""
+        # L runs on one rank, and so does the B that waits. On the same rank B takes L's gradient, not CG's.
+        last_backward = self.is_last and not (type_ is CommType.CG and self.has_loss)
+        runs_here = {PassType.L: self.has_loss, PassType.B: last_backward}
+        return sum(runs_here.get(pass_, True) for pass_ in self.method.waiting_for(type_))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +130,14 @@ class Iteration:
         with self.rank.waiting():
             return event.wait()
 
-    def unclaim(self, event: Event[Any]) -> None:
-        """Hold an event that no pass takes until it is done, so that its errors are raised here."""
+    def hand_on(self, instruction: Comm, event: Event[Any]) -> None:
+        """Keep what a collective brings for this rank's passes that wait for it.
+
+        Where none does, hold the event until it is done, so that its errors are raised here.
+        """
+        if uses := self.rank.waiting_for(instruction.type):
+            self.buffers.put(instruction, "event", event, uses=uses)
+            return
         while self._unclaimed and self._unclaimed[0].done():
             self._unclaimed.popleft().wait()
         self._unclaimed.append(event)
@@ -179,3 +193,18 @@ class LayerHandlers:
         self.gradients = iteration.gradients
         self.buffers = iteration.buffers
         self.wait = iteration.wait
+        self.hand_on = iteration.hand_on
+
+    def sent(self, values: torch.Tensor | None, shape: tuple[int, ...], stage: int) -> Event[torch.Tensor]:
+        """float32 ``values`` of the first tensor-parallel rank of pipeline rank ``stage``, on every rank."""
+        groups = self.groups
+        source = groups.members_of(stage)[0]
+        if values is None or groups.member != source:
+            values = torch.empty(shape, device=self.rank.device)
+        tensor = values
+
+        def run() -> torch.Tensor:
+            broadcast(groups, groups.output, [tensor], [source])
+            return tensor
+
+        return self.rank.output_stream.submit(run)

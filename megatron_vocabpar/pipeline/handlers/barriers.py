@@ -43,14 +43,14 @@ class Barriers(LayerHandlers):
         event = self.rank.output_stream.submit(
             lambda: all_reduce(groups, groups.output, offsets, dist.ReduceOp.MAX)
         )
-        self.chain.hand_on(instruction, event)
+        self.hand_on(instruction, event)
 
     def gather_statistics(self, instruction: Comm) -> None:
         """C1 of vocab-1, C2 of naive: everyone's statistics, joined in rank order."""
         chain = self.chain
         source = chain.softmax_pass(instruction.microbatch)
         state = self.buffers.take(source, "state") if chain.looks_back else None
-        chain.hand_on(instruction, self.joined(self.buffers.take(source, "statistics"), state))
+        self.hand_on(instruction, self.joined(self.buffers.take(source, "statistics"), state))
 
     def joined(self, statistics: torch.Tensor, state: Any = None) -> Event[Softmax]:
         """The softmax of all shards, in memory that the main stream has allocated."""
@@ -96,12 +96,12 @@ class Barriers(LayerHandlers):
             total(chain.input_gradient(state, softmax, slopes, hidden_grad), self._all_reduce)
             return softmax, hidden_grad
 
-        self.chain.hand_on(instruction, self.rank.output_stream.submit(run))
+        self.hand_on(instruction, self.rank.output_stream.submit(run))
 
     def reduce_input_gradient(self, instruction: Comm) -> None:
         """C2 of vocab-1, C3 of naive: the sum of all ranks' parts of the input gradient, in float32."""
         part = self.buffers.take(Pass(PassType.T, instruction.stage, instruction.microbatch), "hidden_grad")
-        self.chain.hand_on(instruction, self.sum(part))
+        self.hand_on(instruction, self.sum(part))
 
     def sum(self, part: Part) -> Event[torch.Tensor]:
         """The sum of all ranks' parts of the input gradient."""
@@ -110,7 +110,7 @@ class Barriers(LayerHandlers):
     def sum_counts(self, instruction: Comm) -> None:
         """C2 of an evaluation: every target's rank, from the counts of all shards."""
         counts = self.buffers.take(Pass(PassType.T, instruction.stage, instruction.microbatch), "counts")
-        self.chain.hand_on(instruction, self.rank.output_stream.submit(partial(self._all_reduce, counts)))
+        self.hand_on(instruction, self.rank.output_stream.submit(partial(self._all_reduce, counts)))
 
     def _all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return all_reduce(self.groups, self.groups.output, tensor)

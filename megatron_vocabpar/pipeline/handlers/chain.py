@@ -21,7 +21,6 @@ from megatron_vocabpar.layers.token_loss import loss_slopes
 from megatron_vocabpar.pipeline import compat, heads
 from megatron_vocabpar.pipeline.iteration import Iteration
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
-from megatron_vocabpar.runtime.streams import Event
 from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType
 
 
@@ -85,14 +84,6 @@ class OutputChain:
         in_c1 = self.looks_back and not self.early
         return (PassType.T in passes) + (self.early or PassType.TW in passes) + in_c1
 
-    def waiting(self, type_: CommType) -> int:
-        """How many of this rank's passes take what a collective carries."""
-        rank = self.iteration.rank
-        # L runs on one rank, and so does the B that waits. On the same rank B takes L's gradient, not CG's.
-        last_backward = rank.is_last and not (type_ is CommType.CG and rank.has_loss)
-        runs_here = {PassType.L: rank.has_loss, PassType.B: last_backward}
-        return sum(runs_here.get(pass_, True) for pass_ in self.method.waiting_for(type_))
-
     def softmax(self, i: int) -> Softmax:
         """The softmax of all shards, when their statistics have arrived."""
         source = Comm(self.statistics, self.iteration.rank.pipeline_rank, i)
@@ -103,13 +94,6 @@ class OutputChain:
     def softmax_and_state(self, i: int) -> tuple[Softmax, Any]:
         """The softmax of all shards, and what the pass that computed this shard's part has kept of it."""
         return self.softmax(i), self.iteration.buffers.take(self.softmax_pass(i), "state")
-
-    def hand_on(self, instruction: Comm, event: Event[Any]) -> None:
-        """Keep what a collective brings for this rank's passes that wait for it, if there are any."""
-        if uses := self.waiting(instruction.type):
-            self.iteration.buffers.put(instruction, "event", event, uses=uses)
-        else:
-            self.iteration.unclaim(event)
 
     def row_slopes(self, softmax: Softmax) -> list[Slopes]:
         """The slopes of dX's rows for a gradient of 1 of each loss; B multiplies them by the true one.

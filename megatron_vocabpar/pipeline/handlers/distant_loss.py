@@ -6,15 +6,12 @@ and CG brings the gradient back for the last stage's B.
 
 from __future__ import annotations
 
-from functools import partial
 from math import prod
 
 import torch
 
 from megatron_vocabpar.pipeline.iteration import Iteration, LayerHandlers
 from megatron_vocabpar.pipeline.loss_reports import LossReports
-from megatron_vocabpar.runtime.comm import VocabGroups, broadcast
-from megatron_vocabpar.runtime.streams import Event
 from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType
 
 
@@ -31,8 +28,7 @@ class DistantLoss(LayerHandlers):
         losses: torch.Tensor | None = None
         if self.rank.is_last:
             losses = self.buffers.take(Pass(PassType.F, placement.last_stage, i), "token_losses")
-        event = self._broadcast(losses, i, placement.last_rank)
-        self._hand_on(instruction, event, taken=self.rank.has_loss)
+        self.hand_on(instruction, self.sent(losses, self._tokens(i), placement.last_rank))
 
     def gradient(self, instruction: Pass) -> None:
         """L: the loss function, and in training the gradient that it gives every token."""
@@ -47,8 +43,7 @@ class DistantLoss(LayerHandlers):
         i, grad = instruction.microbatch, None
         if self.rank.has_loss:
             grad = self.buffers.take(Pass(PassType.L, instruction.stage, i), "gradient")
-        event = self._broadcast(grad, i, self.rank.placement.p - 1)
-        self._hand_on(instruction, event, taken=self.rank.is_last)
+        self.hand_on(instruction, self.sent(grad, self._tokens(i), self.rank.placement.p - 1))
 
     def of_losses(self, i: int) -> torch.Tensor:
         """The gradient of the token losses of microbatch ``i``: ``[b, s]``, for the last stage's B."""
@@ -60,21 +55,5 @@ class DistantLoss(LayerHandlers):
         """Have losses checked when everything is queued."""
         self._reports.finish()
 
-    def _broadcast(self, values: torch.Tensor | None, i: int, stage: int) -> Event[torch.Tensor]:
-        """What the first tensor-parallel rank of a pipeline rank has of every token."""
-        groups = self.groups
-        source = groups.members_of(stage)[0]
-        if values is None or groups.member != source:
-            values = torch.empty(prod(self.microbatches.shapes[i]), device=self.rank.device)
-        return self.rank.output_stream.submit(partial(_sent, groups, values, source))
-
-    def _hand_on(self, instruction: Comm, event: Event[torch.Tensor], *, taken: bool) -> None:
-        if taken:
-            self.buffers.put(instruction, "event", event)
-        else:
-            self.iteration.unclaim(event)
-
-
-def _sent(groups: VocabGroups, values: torch.Tensor, source: int) -> torch.Tensor:
-    broadcast(groups, groups.output, [values], [source])
-    return values
+    def _tokens(self, i: int) -> tuple[int]:
+        return (prod(self.microbatches.shapes[i]),)

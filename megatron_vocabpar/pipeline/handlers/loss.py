@@ -11,7 +11,6 @@ from megatron_vocabpar.layers.token_loss import loss_of
 from megatron_vocabpar.pipeline.handlers.chain import OutputChain
 from megatron_vocabpar.pipeline.iteration import LayerHandlers
 from megatron_vocabpar.pipeline.loss_reports import LossReports
-from megatron_vocabpar.runtime.comm import broadcast
 from megatron_vocabpar.runtime.streams import Event
 from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType
 
@@ -93,22 +92,12 @@ class Losses(LayerHandlers):
         i, grads = instruction.microbatch, None
         if self.rank.has_loss:
             grads = self.buffers.take(Pass(PassType.L, instruction.stage, i), "gradient")
-        self.chain.hand_on(instruction, self.shared_gradient(i, grads))
+        self.hand_on(instruction, self.shared_gradient(i, grads))
 
     def shared_gradient(self, i: int, grads: torch.Tensor | None) -> Event[torch.Tensor]:
         """The gradients [k, n], float32, of the first tensor-parallel rank that has the loss function."""
-        groups = self.groups
-        source = groups.members_of(self.rank.placement.p - 1)[0]
-        if grads is None or groups.member != source:
-            rows = 1 + self.chain.entropy_gradient
-            grads = torch.empty(rows, self.microbatches[i].tokens, device=self.rank.device)
-        tensor = grads
-
-        def run() -> torch.Tensor:
-            broadcast(groups, groups.output, [tensor], [source])
-            return tensor
-
-        return self.rank.output_stream.submit(run)
+        rows = 1 + self.chain.entropy_gradient
+        return self.sent(grads, (rows, self.microbatches[i].tokens), self.rank.placement.p - 1)
 
     def finish(self) -> None:
         """Have losses and gradients checked when everything is queued."""
