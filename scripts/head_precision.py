@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.numbers import Slopes, Softmax
 from megatron_vocabpar.layers.operands import ShardOptions
-from megatron_vocabpar.layers.output import OutputState, input_gradient, output_forward, weight_gradient
+from megatron_vocabpar.layers.output.plain import OutputState, output_forward
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.recipes import MXFP8, ROW, Fp8Recipe
 from megatron_vocabpar.layers.softmax_stats import merge_stats
@@ -78,7 +78,8 @@ def unlikely(x: Tensor, weight: Tensor, targets: Tensor) -> None:
     print(f"\ndW of the last {len(x)} tokens, rows of the {len(expected)} ids that are no target:")
     for name, recipe in HEADS.items():
         got = torch.zeros(weight.shape)
-        weight_gradient(*computed(x, weight, targets, recipe), Slopes(-torch.ones(len(x))), got)
+        state, softmax = computed(x, weight, targets, recipe)
+        state.add_weight_gradient(softmax, Slopes(-torch.ones(len(x))), got)
         errors = (got[others].double() - expected).norm(dim=1) / expected.norm(dim=1)
         zero = (got[others] == 0).all(1).float().mean()
         print(f"{name}: median error {float(errors.median()):.1e}, {100 * float(zero):.1f} % are zero")
@@ -95,7 +96,7 @@ def main(source: str = "gaussian") -> None:
     columns = []
     for recipe in HEADS.values():
         state, softmax = computed(x, weight, targets, recipe)
-        got_dx = input_gradient(state, softmax, Slopes(-torch.ones(len(x))), weight)
+        got_dx = state.input_gradient(softmax, Slopes(-torch.ones(len(x))))
         row_errors = (got_dx.double() - dx).norm(dim=1) / dx.norm(dim=1)
         columns.append(((-softmax.nll.double() - log_p).abs(), row_errors))
     names = [f"{what}, {head}" for what in ("log p", "dX") for head in HEADS]

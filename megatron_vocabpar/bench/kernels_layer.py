@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 
 from megatron_vocabpar.bench.timing import ROTATED
-from megatron_vocabpar.layers import invariant
-from megatron_vocabpar.layers.invariant import BlockState
 from megatron_vocabpar.layers.kernels.dispatch import why_not_fused
 from megatron_vocabpar.layers.numbers import Slopes, Softmax
 from megatron_vocabpar.layers.operands import ShardOptions
-from megatron_vocabpar.layers.output import (
+from megatron_vocabpar.layers.output import invariant
+from megatron_vocabpar.layers.output.invariant import BlockState
+from megatron_vocabpar.layers.output.plain import (
     OutputState,
-    input_gradient,
     output_forward,
-    weight_gradient,
 )
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.softmax_stats import merge_stats
@@ -130,10 +128,10 @@ class OutputLayer:
         """Pass T, and in vocab-1 TW: adds to ``main_grad``, returns dX [n, H]."""
         slopes = Slopes(-self.g)
         if isinstance(state, BlockState):
-            invariant.weight_gradient(state, softmax, slopes, self.main_grad)
-            return invariant.input_gradient(state, softmax, slopes, self.weight).value()
-        grad = input_gradient(state, softmax, slopes, self.weight)
-        weight_gradient(state, softmax, slopes, self.main_grad)
+            state.add_weight_gradient(softmax, slopes, self.main_grad)
+            return state.input_gradient(softmax, slopes).value()
+        grad = state.input_gradient(softmax, slopes)
+        state.add_weight_gradient(softmax, slopes, self.main_grad)
         return grad
 
     def both(self, i: int, method: str) -> tuple[Softmax, Tensor]:
@@ -181,6 +179,6 @@ def refusal(rms: float, dx: dict[str, float]) -> str | None:
 
 def kept_mib(state: OutputState | BlockState) -> float:
     """MiB that S keeps for T beyond its inputs: exponentials and A."""
-    a = state.a if isinstance(state, OutputState) else None
-    tensors = [tensor for tensor in (state.e, a, state.k) if tensor is not None]
+    products = state.products.values() if isinstance(state, OutputState) else ()
+    tensors = [tensor for tensor in (state.e, *products, state.k) if tensor is not None]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20

@@ -44,7 +44,7 @@ def config_from(environment: Mapping[str, str]) -> FlagConfig:
     defaults = config_from_argv([ENABLE])
     unused = ("timeline", "costs", "redistribute")
     asked = [name for name in unused if getattr(config, name) != getattr(defaults, name)]
-    ours = asked_for(config.options, ("independent_init", "entropy", "accuracy"))
+    ours = asked_for(config.options, ("independent_init", "metrics"))
     asked += [spell(name, getattr(config.options, name)) for name in ours]
     if asked or not config.partitions_vocabulary or config.is_placed:
         raise ValueError(

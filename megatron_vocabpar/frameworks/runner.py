@@ -113,6 +113,5 @@ class StepRunner:
         return replace(
             options,
             logit_scale=options.logit_scale / temperature,
-            entropy=bool(entropy),
-            entropy_gradient=bool(gradient),
+            metrics=("entropy-gradient",) if gradient else ("entropy",) if entropy else (),
         )

@@ -6,7 +6,7 @@ published scheme every rank builds and all-reduces a dense [n, H]. For example, 
 3) and [3, 6) have the order (1, 3, 0, 2) with counts (2, 2).
 
 Letters: n tokens, H hidden, P rows of this rank's shard. The runtime makes the collective.
-Source: section 5.4 and appendix C of the paper. Next: ``output.py``.
+Source: section 5.4 and appendix C of the paper. Next: ``output/plain.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sums that no sharding and no batch changes, for ``invariant.py`` and ``losses``.
+"""Sums that no sharding and no batch changes, for ``output/invariant.py`` and ``losses``.
 
 Floating-point sums depend on the order of their terms, and so on the sharding. Those of whole numbers do not:
 
@@ -13,7 +13,8 @@ Floating-point sums depend on the order of their terms, and so on the sharding. 
   up with zeros. On a GPU an element then comes from the same instructions everywhere. On a CPU it does not,
   as the edge of a thread's share has other instructions; so its sum is exact there (``split_product.py``).
 
-Source: the digits are those of reproducible summation (Demmel and Nguyen, 2015). Next: ``invariant.py``.
+Source: the digits are those of reproducible summation (Demmel and Nguyen, 2015).
+Next: ``output/invariant.py``.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ On a GPU ``torch._scaled_mm`` multiplies, with bf16 results, which every version
 per row; elsewhere the same numbers are multiplied in fp32.
 Source of mxfp8: OCP Microscaling Formats (MX) Specification 1.0, with the scale rounded up as in "Recipes for
 Pre-training LLMs with MXFP8" (arXiv 2506.08027), so that nothing saturates.
-Read ``recipes.py`` first. Next: ``output.py``.
+Read ``recipes.py`` first. Next: ``output/plain.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One shard's microbatch, how its passes are computed, and the checks of both.
 
-Next: ``output.py``.
+Next: ``output/plain.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.distillation import check_storage
 from megatron_vocabpar.layers.fp8 import E4M3, Fp8Weight
 from megatron_vocabpar.layers.gemm import add_product_, product, product_chunks, result_dtype
 from megatron_vocabpar.layers.kernels.dispatch import exponentials, fused_product
@@ -33,10 +32,12 @@ class ShardOptions:
         recompute: S keeps no [n, P] tensor; T and TW compute the logits again, each a product in place of
             2 n P bytes.
         rows_per_chunk: tokens whose fp32 logits exist at one time; None chooses by ``gemm.product_chunks``.
-        terms: how logits are transformed, and whether the loss needs their mean.
+        terms: how logits are transformed.
+        gradients: the names of extras that have a slope; with ``with_input_gradient`` S computes the products
+            of their curves, too.
         fp8: the weight in 8 bits; all products are then of 8-bit numbers (``fp8.py``).
         fused: whether one kernel makes the exponentials with the product (``dispatch.fused_product``); for
-            bf16 operands, without a softcap, and not for gradients of entropies or divergences.
+            bf16 operands, without a softcap, and not for gradients of extras.
     """
 
     with_input_gradient: bool = False
@@ -44,6 +45,7 @@ class ShardOptions:
     recompute: bool = False
     rows_per_chunk: int | None = None
     terms: LossTerms = PLAIN
+    gradients: tuple[str, ...] = ()
     fp8: Fp8Weight | None = None
     fused: bool = False
 
@@ -60,14 +62,14 @@ class Tokens:
         shard: the rows of the weight. Products stop at the true ids, so nothing in the padding reaches a
             gradient.
         target_row: [n] int64 the shard's row of the target; outside [0, valid rows) if another shard owns it.
-        owned: the tokens with a target in this shard; None in an evaluation.
+        owned: the tokens with a target in this shard.
         options: how S and T compute.
     """
 
     x: Tensor
     shard: VocabRange
     target_row: Tensor
-    owned: OwnedTargets | None
+    owned: OwnedTargets
     options: ShardOptions
 
     @property
@@ -182,12 +184,9 @@ def tokens_of(
     check_arguments(x, weight, targets, shard)
     if options.fused:
         check_fused(x, weight)
-    if owned is None and options.keep_state:
+    if owned is None:
         owned = owned_targets(target_rows(targets, shard))
-    tokens = Tokens(x, shard, local_targets(targets, shard), owned, options)
-    if options.terms.distillation is not None:
-        check_storage(tokens.storage)
-    return tokens
+    return Tokens(x, shard, local_targets(targets, shard), owned, options)
 
 
 def check_fused(x: Tensor, weight: Tensor) -> None:

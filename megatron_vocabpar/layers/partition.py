@@ -5,7 +5,8 @@ vocabulary group (pipeline times tensor-parallel ranks). Padding rows exist in t
 probability and get no gradient. Everything else in this room takes a ``VocabRange`` as an argument.
 
 Source: Balancing Pipeline Parallelism with Vocabulary Parallelism, section 6.1 (padding to a multiple of 2p;
-here to a larger one if it is cheap). Next: ``softmax_stats.py`` (how ranges join again), then ``output.py``.
+here to a larger one if it is cheap). Next: ``softmax_stats.py`` (how ranges join again), then
+``output/plain.py``.
 """
 
 from __future__ import annotations

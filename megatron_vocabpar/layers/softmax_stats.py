@@ -17,7 +17,7 @@ With K the largest exponent of all, ``S = sum_r 2^(k_r - K) S_rest_r + exp(Y_tar
 The second has no cancellation: it keeps all digits even if p_target is 1 - 1e-30.
 
 Source: section 4.3 (equations 1 to 6) of the paper, with powers of two in place of maxima.
-Next: ``columns.py``, further numbers; ``output.py``.
+Next: ``extras/extra.py``, further numbers; ``output/plain.py``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def merge_stats(gathered: Tensor, *, out: Softmax | None = None) -> Softmax:
     """Combine the statistics of all shards, in rank order.
 
     Args:
-        gathered: [R, n, 4] packed statistics of R shards, fp32 or fp64; or those of ``invariant.py``,
+        gathered: [R, n, 4] packed statistics of R shards, fp32 or fp64; or those of ``output/invariant.py``,
             [R, n, 7] int64 ([R, n, 8] for fp64). Empty and all-padding shards may be among them.
         out: from ``softmax_place``, for the result; None allocates.
 

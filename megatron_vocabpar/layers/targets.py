@@ -4,7 +4,7 @@ The host must know how many tokens have their target in a shard. From labels on 
 the device; so the runtime finds those tokens on the host, when the batch arrives, and hands them to pass S.
 For example, of targets (7, 2, 5, 2) the shard of ids 2 to 5 owns tokens (1, 2, 3) in rows (0, 3, 0), and
 (0, 2, 1) sorts the rows.
-Next: ``output.py``.
+Next: ``output/plain.py``.
 """
 
 from __future__ import annotations

@@ -82,8 +82,9 @@ def summarise(
         flat, counted = tensors[0].new_full((shape.numel(),), -1, dtype=torch.int64), None
     else:
         flat, counted = check_targets(targets, shape, ignore_index, call.ranges[0].vocab_size)
-    results = SoftmaxSummary.apply(call, flat, *tensors)
-    return Summary(*(result.view(shape) for result in results)), counted
+    logprob, lse, *extras = (result.view(shape) for result in SoftmaxSummary.apply(call, flat, *tensors))
+    names = (extra.name for extra in call.extras)
+    return Summary(logprob, lse, dict(zip(names, extras, strict=True))), counted
 
 
 def prepare(

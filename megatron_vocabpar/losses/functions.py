@@ -79,8 +79,7 @@ def vocab_entropy(
         ValueError: naming the argument that does not fit.
     """
     summary, _ = summarise(logits, None, layout, entropy=True)
-    assert summary.entropy is not None
-    return reduce_tokens(summary.entropy, reduction, mask)
+    return reduce_tokens(summary.extras["entropy"], reduction, mask)
 
 
 def vocab_logprobs_and_entropy(
@@ -91,8 +90,7 @@ def vocab_logprobs_and_entropy(
     Source: sections 4.3 and 4.4 of the paper for the one pass.
     """
     summary, _ = summarise(logits, targets, layout, ignore_index=ignore_index, entropy=True)
-    assert summary.entropy is not None
-    return summary.logprob, summary.entropy
+    return summary.logprob, summary.extras["entropy"]
 
 
 def vocab_cross_entropy(

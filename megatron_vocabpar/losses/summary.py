@@ -1,4 +1,4 @@
-"""The softmax of a sharded vocabulary in four numbers per token, all differentiable.
+"""The softmax of a sharded vocabulary in up to four numbers per token, all differentiable.
 
 Every loss of this room is arithmetic on ``Summary`` (``layers/numbers.py``). One packed collective joins the
 shards, with the arithmetic of the output layer: offsets are powers of two, and the target's term is kept
@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers import fixed_point
-from megatron_vocabpar.layers.columns import ENTROPY, join, mean_column
 from megatron_vocabpar.layers.divergence import weighted_logs
 from megatron_vocabpar.layers.exponents import log_of_power, power_of_two
+from megatron_vocabpar.layers.extras.entropy import Entropy
+from megatron_vocabpar.layers.extras.extra import Extra, join
+from megatron_vocabpar.layers.extras.mean import Mean
 from megatron_vocabpar.layers.gemm import exact, result_dtype
 from megatron_vocabpar.layers.kernels.dispatch import exponentials, row_kernels
 from megatron_vocabpar.layers.kernels.reference import transform_logits_
@@ -47,7 +49,7 @@ class Call:
         lazy: the tensors are hidden states and weight shards, not logits.
         temperature: divides the logits, after the cap.
         softcap: bound of the logits' size, or None.
-        entropy, mean: whether to compute these numbers.
+        entropy, mean: whether to compute these extras.
         invariant: results do not depend on the sharding, bit for bit.
         rows_per_chunk: tokens worked on at one time; None chooses by size and device.
         keep: whether a backward pass may follow.
@@ -69,6 +71,11 @@ class Call:
     @property
     def vocab_size(self) -> int:
         return self.ranges[0].vocab_size
+
+    @property
+    def extras(self) -> list[Extra]:
+        """The further numbers, in the order of their columns."""
+        return [*([Entropy()] if self.entropy else []), *([Mean(self.vocab_size)] if self.mean else [])]
 
     def source(self, tensors: Sequence[Tensor]) -> Source:
         """The logits, or what makes them, in ``tensors``."""
@@ -107,7 +114,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class SoftmaxSummary(torch.autograd.Function):
-    """``apply(call, targets, *tensors)``: the first four tensors of ``Summary``, zeros if not asked for."""
+    """``apply(call, targets, *tensors)``: log-probabilities, their lse, and the call's extras, [n] each."""
 
     @staticmethod
     @exact()
@@ -115,23 +122,23 @@ class SoftmaxSummary(torch.autograd.Function):
         source = call.source(tensors)
         sink = DenseGradients(source) if isinstance(source, DenseSource) and call.keep_exponentials else None
         softmax, offsets, rests = _forward(call, source, targets, sink)
-        zeros = torch.zeros_like(softmax.nll)
-        summary = [zeros.clone() if number is None else number for number in softmax.summary[:4]]
+        extras = [softmax.extras[extra.name] for extra in call.extras]
         if call.keep:
             ctx.call = call
             # Kept exponentials are saved in place of the logits, which autograd may then free.
             saved = tensors if sink is None else sink.finish()
             per_token = softmax.nll, softmax.offset, softmax.total, softmax.target_deficit, softmax.valid
-            ctx.save_for_backward(targets, offsets, rests, *per_token, softmax.entropy, *saved)
-        return tuple(number.clone() if number is softmax.entropy else number for number in summary)
+            ctx.save_for_backward(targets, offsets, rests, *per_token, *extras, *saved)
+        return 0 - softmax.nll, softmax.logsumexp(), *(number.clone() for number in extras)
 
     @staticmethod
     @first_derivative
     @exact()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call = ctx.call
-        targets, offsets, rests, nll, offset, total, deficit, valid, entropy, *tensors = ctx.saved_tensors
-        softmax, source = Softmax(nll, offset, total, deficit, valid, entropy=entropy), call.source(tensors)
+        targets, offsets, rests, nll, offset, total, deficit, valid, *tensors = ctx.saved_tensors
+        extras = {extra.name: tensors.pop(0) for extra in call.extras}
+        softmax, source = Softmax(nll, offset, total, deficit, valid, extras=extras), call.source(tensors)
         if not call.keep_exponentials:
             offsets, kernels = offset.expand_as(offsets), _kernels_of_shards(call, source)
             rests = torch.zeros_like(offsets) if kernels is None else kernels.rest_of(offsets)
@@ -209,9 +216,8 @@ def _forward(
     gathered = call.exchange.gather(parts)
     if call.invariant:
         gathered = _joined_whole(call, gathered, source.logits(0, slice(0, 0), place).dtype)
-    columns = [*([ENTROPY] if call.entropy else []), *([mean_column(call.vocab_size)] if call.mean else [])]
     offsets = torch.stack([part[:, 0] for part in parts])
-    return join(gathered, columns), offsets, torch.zeros_like(offsets) if rests is None else rests
+    return join(gathered, call.extras), offsets, torch.zeros_like(offsets) if rests is None else rests
 
 
 def _chunk_stats(call: Call, y: Tensor, row: Tensor, place: Scratch) -> Tensor:
@@ -267,24 +273,29 @@ def _backward(
     rests: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """The gradients, from exponentials with these offsets: kept ones in the source, or made of its logits."""
-    logprob, lse, entropy, mean = grads
-    slopes = Slopes(logprob, lse, entropy if call.entropy else None, mean if call.mean else None)
-    slopes = slopes.scaled(1 / call.temperature)
-    gradient = row_gradient(softmax, slopes, offsets, rest=rests, vocab_size=call.vocab_size)
-    uniform = gradient.uniform
-    at_target = gradient.target if uniform is None else gradient.target + uniform
+    logprob, lse, *of_extras = grads
+    of_names = dict(zip((extra.name for extra in call.extras), of_extras, strict=True))
+    slopes = Slopes(logprob, lse, of_names).scaled(1 / call.temperature)
+    row, at_target = row_gradient(softmax, slopes, offsets, rest=rests)
+    logs = uniform = None
+    if call.entropy:
+        factors = Entropy().gradient(softmax, slopes.extras["entropy"], offsets, rests)
+        row, at_target = factors.added_to(row, at_target)
+        logs = factors.curve.unsqueeze(2)
+    if call.mean:
+        uniform = Mean(call.vocab_size).uniform(slopes.extras["mean"])
+        at_target = at_target + uniform
     bound = _bound(call, softmax, slopes)
     sink = source.gradients(call.exchange, bound if call.invariant else None, call.keep_exponentials)
     # For all tokens at once, not for every chunk.
     target_row = [target_rows(targets, vocab_range) for vocab_range in call.ranges]
-    row, logs = (None if factor is None else factor.unsqueeze(2) for factor in (gradient.row, gradient.logs))
-    assert row is not None
+    row = row.unsqueeze(2)
     kernels = _kernels_of_shards(call, source)
     if kernels is not None and isinstance(source, DenseSource) and isinstance(sink, DenseGradients):
         for shard in range(len(call.ranges)):
             grad, logits = sink.whole(shard), None if call.keep_exponentials else source.whole(shard)
-            factors = row[shard], None if logs is None else logs[shard]
-            kernels.softmax_gradient_(grad, logits, offsets[shard], *factors, temperature=call.temperature)
+            both = row[shard], None if logs is None else logs[shard]
+            kernels.softmax_gradient_(grad, logits, offsets[shard], *both, temperature=call.temperature)
             put_targets_(grad, target_row[shard], at_target)
         return sink.finish()
     places = Scratch(), Scratch()
@@ -323,10 +334,10 @@ def _bound(call: Call, softmax: Softmax, slopes: Slopes) -> Tensor:
     """[n] bounds of |dY_j| and sum_j |dY_j|; NaN for rows that are not finite."""
     assert slopes.lse is not None
     bound = 2 * torch.where(softmax.valid, slopes.logprob, 0).abs() + slopes.lse.abs()
-    if slopes.entropy is not None:  # the sum of p |log p + entropy| is at most 2 log V
-        bound = bound + 2 * log(max(2, call.vocab_size)) * slopes.entropy.abs()
-    if slopes.mean is not None:
-        bound = bound + slopes.mean.abs()
+    if call.entropy:  # the sum of p |log p + entropy| is at most 2 log V
+        bound = bound + 2 * log(max(2, call.vocab_size)) * slopes.extras["entropy"].abs()
+    if call.mean:
+        bound = bound + slopes.extras["mean"].abs()
     return torch.where(softmax.total.isfinite() & ~softmax.nll.isnan(), bound, torch.nan)
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.bins import BinSlopes, TopLogprobs, shard_bins
 from megatron_vocabpar.layers.exponents import subtract_power_log_
+from megatron_vocabpar.layers.extras.top import joined_top, shard_top
 from megatron_vocabpar.layers.gemm import exact
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.layers.top import joined_top, shard_top
 from megatron_vocabpar.losses.call import Layout, leading_shape, prepare
 from megatron_vocabpar.losses.sources import Logits, Scratch
 from megatron_vocabpar.losses.summary import Call, first_derivative, normaliser_of, of_chunks

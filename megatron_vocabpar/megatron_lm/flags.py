@@ -18,7 +18,6 @@ from typing import Any
 from megatron_vocabpar.megatron_lm.expert_exchange import OVERLAP
 from megatron_vocabpar.megatron_lm.flag_config import AUTO, SCHEDULES, FlagConfig
 from megatron_vocabpar.pipeline.options import (
-    FLAGS_OF_WORDS,
     Option,
     VocabOptions,
     asked_for,
@@ -38,13 +37,13 @@ class Flag:
     Attributes:
         flag: as on the command line.
         arguments: further arguments of ``argparse``'s ``add_argument``.
-        fields: the fields of a record that it sets; none if ``config_from`` reads it by name.
+        field: the field of a record that it sets; None if ``config_from`` reads it by name.
         page: what the table of flags says besides its help.
     """
 
     flag: str
     arguments: dict[str, Any]
-    fields: tuple[str, ...] = ()
+    field: str | None = None
     page: str = ""
 
     @property
@@ -55,19 +54,10 @@ class Flag:
 
 def _flags_of(record: type) -> Iterator[Flag]:
     """The flags of a record's options, in the order of its fields."""
-    types, options = typing.get_type_hints(record), options_of(record)
-    by_flag: dict[str, list[str]] = {}
-    for name, each in options.items():
+    types = typing.get_type_hints(record)
+    for name, each in options_of(record).items():
         if each.flag is not None:
-            by_flag.setdefault(_flag(name, each), []).append(name)
-    for flag, names in by_flag.items():
-        first = options[names[0]]
-        if first.words:
-            words = dict.fromkeys(word for name in names for word in options[name].words)
-            arguments = {"nargs": "+", "choices": tuple(words), "default": []}
-            yield Flag(flag, arguments | {"help": FLAGS_OF_WORDS[first.flag or ""]}, tuple(names), first.page)
-        else:
-            yield Flag(flag, _arguments(first, types[names[0]]), tuple(names), first.page)
+            yield Flag(_flag(name, each), _arguments(each, types[name]), name, each.page)
 
 
 def _flag(name: str, each: Option) -> str:
@@ -78,6 +68,8 @@ def _arguments(each: Option, declared: Any) -> dict[str, Any]:
     """The arguments of ``add_argument`` for an option with one value, or without."""
     if declared is bool:
         return {"action": "store_true", "help": each.help}
+    if typing.get_origin(declared) is tuple:
+        return {"nargs": "+", "choices": each.choices, "default": (), "help": each.help}
     kind = next(kind for kind in (*typing.get_args(declared), declared) if kind in (int, float, str))
     arguments = {"type": kind, "default": each.unset, "help": each.help}
     more = {
@@ -184,20 +176,17 @@ def _values(record: type, args: Any) -> dict[str, Any]:
     """The values that flags set, by the fields of a record."""
     options, values = options_of(record), {}
     for flag in OPTIONS:
-        for name in (name for name in flag.fields if name in options):
-            value = getattr(args, flag.attribute)
-            if options[name].words:
-                value = any(word in value for word in options[name].words)
-            if value is not None:
-                values[name] = value
+        value = getattr(args, flag.attribute)
+        if flag.field in options and value is not None:
+            values[flag.field] = tuple(value) if isinstance(value, list) else value
     return values
 
 
 def spell(name: str, value: Any) -> str:
     """How a launch line writes a field."""
     each = (options_of(VocabOptions) | options_of(FlagConfig))[name]
-    if each.words:
-        return f"{_flag(name, each)} {each.words[0]}"
+    if isinstance(value, tuple):
+        return f"{_flag(name, each)} {' '.join(value)}"
     return _flag(name, each) if isinstance(value, bool) else f"{_flag(name, each)} {value}"
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from megatron_vocabpar.megatron_lm.flags import OPTIONS, PUBLISHED, Flag
 from megatron_vocabpar.megatron_lm.refusals import REFUSALS
-from megatron_vocabpar.pipeline.options import VocabOptions, options_of
 from megatron_vocabpar.pipeline.rules import RULES, Rule
 from megatron_vocabpar.schedule.words.methods import METHODS
 
@@ -38,30 +37,22 @@ def refusals_table() -> Iterator[str]:
 
 def _against(flag: Flag, rule: Rule) -> Iterator[str]:
     """What a rule forbids beside a flag; of methods, those that partition the vocabulary layers."""
-    ruled = set(flag.fields) & set(rule.options)
+    ruled = flag.field in rule.options
     if ruled and rule.where is not None:
         for name, method in METHODS.items():
             if method.vocabulary_parallel and rule.where(method):
                 yield f"`{name}`"
-    if ruled and rule.needs and rule.needs not in flag.fields:
-        words = [options_of(VocabOptions)[name].words[0] for name in ruled]
-        yield from (f"`{word}` without `{_flag_of(rule.needs)}`" for word in words)
     if ruled:
         yield from _flags_of(rule.others)
-    if set(flag.fields) & set(rule.others):
+    if flag.field in rule.others or (flag.field == "metrics" and "gradients" in rule.others):
         yield from _flags_of(rule.options)
 
 
 def _flags_of(names: Iterable[str]) -> Iterator[str]:
-    """The flags of options, as code, with the first word that asks for one."""
-    for name in names:
-        option = options_of(VocabOptions)[name]
-        if option.flag is not None:
-            yield f"`{' '.join([_flag_of(name), *option.words[:1]])}`"
-
-
-def _flag_of(name: str) -> str:
-    return next(flag.flag for flag in OPTIONS if name in flag.fields)
+    """The flags of options, as code."""
+    flags = {flag.field: flag.flag for flag in OPTIONS}
+    flags["gradients"] = f"{flags['metrics']} entropy-gradient"
+    yield from (f"`{flags[name]}`" for name in names if name in flags)
 
 
 def _code(text: str) -> str:

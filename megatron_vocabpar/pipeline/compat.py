@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_vocabpar.layers.terms import LossTerms
+from megatron_vocabpar.pipeline.options import METRICS
 
 if TYPE_CHECKING:
     from megatron_vocabpar.pipeline.iteration import Call
@@ -78,7 +79,7 @@ def loss_and_gradient(
     main_loss: Callable[[torch.Tensor], torch.Tensor],
     loss_func: Callable[..., Any],
     collect_non_loss_data: bool = False,
-) -> tuple[list[Any], torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[list[Any], torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
     """Megatron's loss scaling around ``loss_func``, and the gradient that it gives every token.
 
     Args:
@@ -88,18 +89,17 @@ def loss_and_gradient(
         main_loss: from ``token_losses`` to the losses ``[b, s]`` for ``loss_func`` (``heads.py``).
 
     Returns:
-        What ``loss_func`` reported, the number of tokens, and two gradients, loss scale included: of
-        ``token_losses``, ``[1 + D, b, s]`` float32, and of the value ``entropy``, ``[b, s]``. Both are None
-        in a forward-only call, the second also if the loss doesn't depend on the entropy. The first is zero
-        for a loss without a graph, such as a constant, as in Megatron's own backward.
+        What ``loss_func`` reported, the number of tokens, and gradients, loss scale included: of
+        ``token_losses``, ``[1 + D, b, s]`` float32, and by name of the values that have one and on which the
+        loss depends, ``[b, s]``. A forward-only call has none (None). The first is zero for a loss without a
+        graph, such as a constant, as in Megatron's own backward.
     """
     config, with_gradient = call.config, not call.forward_only
     store: list[Any] = []
     leaf = token_losses.detach().clone().requires_grad_(with_gradient)
     values = {name: value.detach().clone() for name, value in values.items()}
-    leaves = [leaf]
-    if "entropy" in values:
-        leaves.append(values["entropy"].requires_grad_(with_gradient))
+    names = [name for name in values if name in METRICS and METRICS[name].has_gradient]
+    leaves = [leaf, *(values[name].requires_grad_(with_gradient) for name in names)]
     loss_func = partial(loss_func, **values)
     if config.timers is not None:
         config.timers("forward-compute", log_level=2).start()
@@ -118,13 +118,14 @@ def loss_and_gradient(
             True,
         )
         if not with_gradient:
-            return store, num_tokens, None, None
+            return store, num_tokens, None, {}
         if config.grad_scale_func is not None:
             loss = config.grad_scale_func(loss)
     if not loss.requires_grad:
-        return store, num_tokens, torch.zeros_like(leaf), None
+        return store, num_tokens, torch.zeros_like(leaf), {}
     grad, *more = torch.autograd.grad(loss, leaves, allow_unused=len(leaves) > 1)
-    return store, num_tokens, torch.zeros_like(leaf) if grad is None else grad, next(iter(more), None)
+    found = {name: each for name, each in zip(names, more, strict=True) if each is not None}
+    return store, num_tokens, torch.zeros_like(leaf) if grad is None else grad, found
 
 
 @contextmanager

@@ -12,23 +12,25 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megatron_vocabpar.layers.bins import TopLogprobs
-from megatron_vocabpar.layers.distillation import Teacher
+from megatron_vocabpar.layers.extras.divergence import Teacher
 from megatron_vocabpar.pipeline import heads
 from megatron_vocabpar.pipeline.gradients import GradientSync
 from megatron_vocabpar.pipeline.microbatches import Microbatches, no_microbatches
 from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions
 from megatron_vocabpar.pipeline.recording import ForwardStep, ModelCall
-from megatron_vocabpar.runtime.buffers import Buffers
-from megatron_vocabpar.runtime.comm import PointToPoint, Receive, VocabGroups, broadcast
-from megatron_vocabpar.runtime.streams import Event, Stream
+from megatron_vocabpar.runtime.buffers import Buffers, Slot
+from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, broadcast
+from megatron_vocabpar.runtime.streams import Event, Stream, Waitable
 from megatron_vocabpar.schedule.words.methods import Method
 from megatron_vocabpar.schedule.words.passes import Comm, CommType, PassType
 from megatron_vocabpar.schedule.words.placement import Placement
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,18 +127,22 @@ class Iteration:
     checks: list[Callable[[], None]] = field(default_factory=list)
     _unclaimed: deque[Event[Any]] = field(default_factory=deque)
 
-    def wait(self, event: Event[Any] | Receive) -> Any:
+    def wait(self, event: Waitable[T]) -> T:
         """Wait for communication; the timeline shows it as waiting."""
         with self.rank.waiting():
             return event.wait()
 
-    def hand_on(self, instruction: Comm, event: Event[Any]) -> None:
+    def arrived(self, producer: Comm, slot: Slot[Waitable[T]]) -> T:
+        """What communication brings, when it is there."""
+        return self.wait(self.buffers.take(producer, slot))
+
+    def hand_on(self, instruction: Comm, slot: Slot[Waitable[T]], event: Event[T]) -> None:
         """Keep what a collective brings for this rank's passes that wait for it.
 
         Where none does, hold the event until it is done, so that its errors are raised here.
         """
         if uses := self.rank.waiting_for(instruction.type):
-            self.buffers.put(instruction, "event", event, uses=uses)
+            self.buffers.put(instruction, slot, event, uses=uses)
             return
         while self._unclaimed and self._unclaimed[0].done():
             self._unclaimed.popleft().wait()
@@ -193,6 +199,7 @@ class LayerHandlers:
         self.gradients = iteration.gradients
         self.buffers = iteration.buffers
         self.wait = iteration.wait
+        self.arrived = iteration.arrived
         self.hand_on = iteration.hand_on
 
     def sent(self, values: torch.Tensor | None, shape: tuple[int, ...], stage: int) -> Event[torch.Tensor]:

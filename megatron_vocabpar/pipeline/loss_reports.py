@@ -2,18 +2,19 @@
 
 The loss function gets the tokens' losses of one microbatch, and may be any differentiable function of them.
 
-It may also have parameters for every token's ``entropy``, for ``correct`` (whether its target is the most
-likely id) and for its target's ``rank``. If it has none, it is called again with these numbers in the place
-of the losses. If it is linear, it then reports their masked mean: Megatron logs an ``entropy`` and an
-``accuracy`` beside the ``lm loss``.
+It may also have parameters for further numbers of every token, such as ``entropy`` or ``correct`` (whether
+its target is the most likely id). If it has none, it is called again with these numbers in the place of the
+losses. If it is linear, it then reports their masked mean: Megatron logs an ``entropy`` and an ``accuracy``
+beside the ``lm loss``.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import Parameter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,27 +23,10 @@ import torch.distributed as dist
 from megatron_vocabpar.pipeline import compat, heads
 from megatron_vocabpar.pipeline.iteration import Iteration
 from megatron_vocabpar.pipeline.microbatches import DROPPED
-from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.runtime.streams import HostCopy, start_to_host
 from megatron_vocabpar.schedule.words.passes import Pass, PassType
 
-_METRICS = {
-    "entropy": "entropy",
-    "correct": "accuracy",
-    "rank": "target rank",
-    "divergence": "divergence",
-    "cross_entropy": "cross-entropy",
-}
-"""Parameters that a loss function may have beside the losses, and what the mean of each is called."""
-
-
-def further_arguments(options: VocabOptions, forward_only: bool) -> list[str]:
-    """The names of the further arguments that the options ask for."""
-    rank = options.target_rank and forward_only
-    distils = options.distillation is not None and not forward_only
-    asked = {"entropy": options.entropy, "correct": options.accuracy, "rank": rank}
-    asked |= {"divergence": distils, "cross_entropy": distils}
-    return [name for name in _METRICS if asked[name]]
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def taken_by(loss_func: Callable[..., Any], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -60,10 +44,18 @@ def taken_by(loss_func: Callable[..., Any], values: Mapping[str, torch.Tensor]) 
 
 
 class LossReports:
-    """Calls the loss function of the training script, microbatch by microbatch, and checks what it gives."""
+    """Calls the loss function of the training script, microbatch by microbatch, and checks what it gives.
 
-    def __init__(self, iteration: Iteration) -> None:
-        self.iteration = iteration
+    Args:
+        iteration: the state of the call.
+        means: by the parameters that the loss function may have, what the mean of each is called in a log.
+        gradients: the numbers, among these, on which the loss may depend.
+    """
+
+    def __init__(
+        self, iteration: Iteration, means: Mapping[str, str] = _NONE, gradients: Sequence[str] = ()
+    ) -> None:
+        self.iteration, self._means, self._gradients = iteration, means, gradients
         self._looks = iteration.rank.not_finite is not None and iteration.rank.has_loss
         self._noted = _Noted(iteration.rank.pipeline_rank, iteration.rank.not_finite)
 
@@ -73,35 +65,26 @@ class LossReports:
             self._noted.finite_hidden[i] = x.isfinite().all()
 
     def report(
-        self,
-        i: int,
-        token_losses: torch.Tensor,
-        entropy: torch.Tensor | None = None,
-        wins: torch.Tensor | None = None,
-        rank: torch.Tensor | None = None,
-        **of_teacher: torch.Tensor,
+        self, i: int, token_losses: torch.Tensor, numbers: Mapping[str, torch.Tensor] = _NONE
     ) -> torch.Tensor | None:
         """Call the loss function for microbatch ``i``.
 
         Args:
             token_losses: ``[1 + D, b, s]`` float32, as all other tensors here.
-            entropy: the loss function gets those of the first head, if they were asked for.
-            wins: 1 if the target is the most likely id. Those of further heads are for Megatron's log, those
-                of the first head for the loss function, if they were asked for.
-            rank: how many ids are likelier; for the loss function, of the first head.
-            of_teacher: in a distillation the two parts of the loss, ``divergence`` and ``cross_entropy``.
+            numbers: by parameter of a loss function; it gets those of the first head that were asked for.
+                ``correct``, 1 if the target is the most likely id, is for Megatron's log of further heads,
+                too.
 
         Returns:
-            The gradient ``[k, 1 + D, b, s]`` of the losses, and if k is 2, of the entropies, on which the
-            loss may then depend; None in an evaluation.
+            The gradients ``[k, 1 + D, b, s]`` of the losses and of the numbers on which the loss may depend;
+            None in an evaluation.
         """
         iteration, call = self.iteration, self.iteration.call
         if self._looks:
             self._noted.finite_losses[i] = token_losses.isfinite().all()
-        numbers = {"entropy": entropy, "correct": wins, "rank": rank, **of_teacher}
-        asked = further_arguments(iteration.rank.output_options, call.forward_only)
-        values = {name: value[0] for name, value in numbers.items() if name in asked and value is not None}
+        values = {name: numbers[name][0] for name in self._means if name in numbers}
         model, recorded = call.chunks[-1], iteration.with_loss[i]
+        wins = numbers.get("correct")
         main_loss = partial(heads.main_loss, model, recorded, training=not call.forward_only, wins=wins)
         reported, num_tokens, grad, more = compat.loss_and_gradient(
             call,
@@ -111,10 +94,12 @@ class LossReports:
             loss_func=recorded.loss_func,
             collect_non_loss_data=call.collect_non_loss_data,
         )
-        others = {name: value for name, value in values.items() if name not in taken}
+        others = {self._means[name]: value for name, value in values.items() if name not in taken}
         if others and not call.collect_non_loss_data:
             why = f"it takes {' and '.join(taken)}" if taken else ""
-            metrics, self._noted.linear[i] = _with_metrics(reported[0], recorded.loss_func, others, why)
+            asked = [name for name in values if name not in taken]
+            metrics, linear = _with_metrics(reported[0], recorded.loss_func, others, asked, why)
+            self._noted.linear[i] = linear
             reported = [metrics]
         iteration.reported.extend(reported)
         iteration.num_tokens = iteration.num_tokens + num_tokens
@@ -123,13 +108,11 @@ class LossReports:
         if iteration.rank.output_options.drop_masked:
             dropped = iteration.microbatches.labels(i) == DROPPED
             self._noted.without_loss[i] = (grad * dropped == 0).all()
-        if not iteration.rank.output_options.entropy_gradient:
-            if more is not None:
-                self._noted.takes_entropy.append(i)
-            return grad[None]
-        grads = torch.stack([grad, torch.zeros_like(grad)])
-        if more is not None:
-            grads[1, 0] = more
+        self._noted.unasked.extend((i, name) for name in more if name not in self._gradients)
+        grads = torch.stack([grad, *(torch.zeros_like(grad) for _ in self._gradients)])
+        for place, name in enumerate(self._gradients, 1):
+            if name in more:
+                grads[place, 0] = more[name]
         return grads
 
     def finish(self) -> None:
@@ -149,14 +132,14 @@ class _Noted:
         self.without_loss: dict[int, torch.Tensor] = {}
         self.finite_hidden: dict[int, torch.Tensor] = {}
         self.finite_losses: dict[int, torch.Tensor] = {}
-        self.takes_entropy: list[int] = []
+        self.unasked: list[tuple[int, str]] = []
         self._pipeline_rank = pipeline_rank
         self._not_finite = not_finite
 
     def checks(self) -> Iterator[Callable[[], None]]:
         """The check, if there is something to check; one copy brings all to the host."""
         values = [value for kind in self._kinds() for value in kind.values()]
-        if values or self.takes_entropy:
+        if values or self.unasked:
             copy = start_to_host(torch.stack(values)) if values else HostCopy(torch.empty(0))
             yield partial(self._check, copy)
 
@@ -182,10 +165,10 @@ class _Noted:
                 "out, and with drop_masked the output layer, too; leave out drop_masked, or mask the loss "
                 "with the mask that the model is given"
             )
-        if self.takes_entropy:
+        for i, name in self.unasked:
             raise ValueError(
-                f"{rank}, microbatch {self.takes_entropy[0]}: the loss depends on the entropies, whose "
-                "gradient is not computed; detach them, or ask for it: VocabOptions(entropy_gradient=True)"
+                f"{rank}, microbatch {i}: the loss depends on the tokens' {name}, whose gradient is not "
+                f"computed; detach it, or ask for it: VocabOptions(metrics=('{name}-gradient',))"
             )
         bad = _first_broken(finite_losses)
         if bad is not None:
@@ -198,9 +181,13 @@ class _Noted:
 
 
 def _with_metrics(
-    report: Any, loss_func: Callable[..., Any], values: Mapping[str, torch.Tensor], against: str
+    report: Any,
+    loss_func: Callable[..., Any],
+    values: Mapping[str, torch.Tensor],
+    parameters: Sequence[str],
+    against: str,
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """The loss function's report, with the means of these values that its second call gives.
+    """The loss function's report, with the means of these values, by name, that its second call gives.
 
     Returns:
         The report, and whether the loss function is linear, as a mean must be: twice the loss for twice the
@@ -209,15 +196,15 @@ def _with_metrics(
     Raises:
         ValueError: if ``against`` names a reason why that is no mean, or the report has no names.
     """
-    names = [_METRICS[name] for name in values]
+    names = list(values)
     if not (isinstance(report, Mapping) and report):
         against = against or "it reports nothing by name"
     elif taken := [name for name in names if name in report]:
         against = against or f"it reports {' and '.join(taken)} of its own"
     if against:
         raise ValueError(
-            f"the loss function has no parameter {' and no '.join(values)}, nor can a mean be had from what "
-            f"it reports: {against}; give it the parameter, or don't ask for "
+            f"the loss function has no parameter {' and no '.join(parameters)}, nor can a mean be had from "
+            f"what it reports: {against}; give it the parameter, or don't ask for "
             f"{' and '.join(names)}"
         )
     mean = "lm loss" if "lm loss" in report else next(iter(report))

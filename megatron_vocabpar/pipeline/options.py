@@ -29,8 +29,7 @@ class Option:
         help: a sentence for ``--help``.
         page: a further sentence for the table of flags in ``docs/megatron.md``, as Markdown.
         flag: its name behind ``--vocab-parallel-``; by default the field's name. None: no flag.
-        choices: its values, if it takes only some.
-        words: the words of a flag with several words that set this field; its own word first.
+        choices: its values, if it takes only some; those of a field that is a tuple, if it takes several.
         metavar: the name of its value in ``--help``.
         bare: its value if the flag stands without one.
         unset: its value in parsed arguments if the flag is not given.
@@ -41,7 +40,6 @@ class Option:
     page: str = ""
     flag: str | None = ""
     choices: tuple[str, ...] = ()
-    words: tuple[str, ...] = ()
     metavar: str | None = None
     bare: str | None = None
     unset: str | None = None
@@ -59,18 +57,36 @@ def options_of(record: Any) -> dict[str, Option]:
 
 
 def asked_for(record: Any, names: Iterable[str]) -> list[str]:
-    """The names, of these, whose field has another value than its default."""
+    """The names, of these, whose field has another value than its default, or whose property is not empty."""
     defaults = {each.name: each.default for each in fields(record)}
-    return [name for name in names if getattr(record, name) != defaults[name]]
+    return [name for name in names if getattr(record, name) != defaults.get(name, ())]
 
 
-FLAGS_OF_WORDS = {
-    "metrics": (
-        "Numbers of every token, for a loss function that has a parameter of that name (entropy, correct), "
-        "and else logged as their mean; entropy-gradient lets the loss depend on the entropies."
-    )
+@dataclass(frozen=True)
+class Metric:
+    """A number of every token that a loss function may have.
+
+    Attributes:
+        extra: its module and class in ``layers/extras/``; the class names the parameter of the loss function.
+        is_: what it is, for ``--help``.
+        has_gradient: whether the loss may depend on it, with the word ``<name>-gradient``.
+    """
+
+    extra: str
+    is_: str
+    has_gradient: bool = False
+
+
+_GRADIENT = "-gradient"
+METRICS = {
+    "entropy": Metric("entropy:Entropy", "its entropy in nats (entropy)", has_gradient=True),
+    "accuracy": Metric("rivals:Rivals", "whether no id is likelier than its target (correct)"),
 }
-"""The help of each flag whose words set several fields."""
+_WORDS = tuple(
+    word
+    for name, metric in METRICS.items()
+    for word in (name, f"{name}{_GRADIENT}")[: 1 + metric.has_gradient]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,25 +156,13 @@ class VocabOptions:
         page="Masked tokens are padding, prompts, and with `--eod-mask-loss` ends of documents. A report of "
         "unmasked losses changes. Tokens labelled -100, as in Megatron's `--sft`, are left out anyway.",
     )
-    entropy: bool = option(
-        False,
-        "Give the loss function entropy=[b, s]: every token's entropy in nats.",
-        page="`entropy`, `accuracy` or `entropy-gradient`; see "
-        "[entropies and accuracy](reinforcement.md#entropies-and-accuracy).",
-        flag="metrics",
-        words=("entropy", "entropy-gradient"),
-    )
-    entropy_gradient: bool = option(
-        False,
-        "The loss may depend on the entropies; one more product, twice the input gradient to reduce.",
-        flag="metrics",
-        words=("entropy-gradient",),
-    )
-    accuracy: bool = option(
-        False,
-        "Give the loss function correct=[b, s]: whether no id is likelier than the target.",
-        flag="metrics",
-        words=("accuracy",),
+    metrics: tuple[str, ...] = option(
+        (),
+        f"Numbers of every token: {', '.join(metric.is_ for metric in METRICS.values())}. A loss function "
+        "that has a parameter of that name gets them, else their mean is logged. With -gradient the loss may "
+        "depend on the number: one more product, twice the input gradient to reduce.",
+        page="See [entropies and accuracy](reinforcement.md#entropies-and-accuracy).",
+        choices=_WORDS,
     )
     target_rank: bool = option(
         False,
@@ -192,6 +196,16 @@ class VocabOptions:
         return None if self.fp8_head is None else RECIPES[self.fp8_head]
 
     @property
+    def metric_names(self) -> list[str]:
+        """The metrics that are asked for, a gradient or not."""
+        return [name for name in METRICS if {name, f"{name}{_GRADIENT}"} & {*self.metrics}]
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The metrics on which the loss may depend."""
+        return tuple(name for name in METRICS if f"{name}{_GRADIENT}" in self.metrics)
+
+    @property
     def needs_exponentials(self) -> bool:
         """Whether numbers of every token are asked for that are made of kept exponentials."""
         return any(getattr(self, name) for name in OF_EXPONENTIALS)
@@ -206,7 +220,7 @@ DEFAULTS = VocabOptions()
 
 TERMS = ("z_loss", "softcap", "label_smoothing", "logit_scale", "distillation")
 """The fields that are terms of the loss."""
-OF_EXPONENTIALS = ("entropy", "accuracy", "target_rank")
+OF_EXPONENTIALS = ("metrics", "target_rank")
 """The fields that ask for numbers made of kept exponentials."""
 WITHOUT_EXPONENTIALS = ("recompute", "invariant", "fp8_head", "softcap")
 """The fields with which S keeps no plain exponentials."""

@@ -27,14 +27,13 @@ Spelling = Callable[[str, Any], str]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Options that cannot be combined with other options, without another one, or with some methods.
+    """Options that cannot be combined with other options, or with some methods.
 
     Attributes:
         options: names of fields; the rule is about those that are asked for.
         why: the reason, as a clause about what stands against them.
         remedy: what to do, as an imperative.
         others: names of fields that must not be asked for beside them.
-        needs: the name of a field that they need.
         where: from a method to whether it stands against them.
     """
 
@@ -42,7 +41,6 @@ class Rule:
     why: str
     remedy: str
     others: tuple[str, ...] = ()
-    needs: str = ""
     where: Callable[[Method], bool] | None = None
 
     def broken(self, options: VocabOptions, method: Method, spell: Spelling) -> str | None:
@@ -50,8 +48,6 @@ class Rule:
         asked = asked_for(options, self.options)
         if self.where is not None:
             against = f"not with method {method.name}" if self.where(method) else ""
-        elif self.needs:
-            against = "" if getattr(options, self.needs) else f"needs {spell(self.needs, True)}"
         else:
             others = asked_for(options, self.others)
             against = f"not with {_spelled(options, others, spell)}" if others else ""
@@ -61,7 +57,8 @@ class Rule:
 
 
 def _spelled(options: VocabOptions, names: Sequence[str], spell: Spelling) -> str:
-    return " and ".join(spell(name, getattr(options, name)) for name in names)
+    fields = ("metrics" if name == "gradients" else name for name in names)
+    return " and ".join(spell(name, getattr(options, name)) for name in fields)
 
 
 def _is_whole(method: Method) -> bool:
@@ -99,7 +96,7 @@ RULES = (
         ("kernels",),
         "which the fused kernel does not have: it has bfloat16 products, plain logits, and no logarithms",
         "leave out the one or the other",
-        others=("invariant", "fp32_head", "fp8_head", "softcap", "entropy_gradient", "distillation"),
+        others=("invariant", "fp32_head", "fp8_head", "softcap", "gradients", "distillation"),
     ),
     Rule(
         ("fp8_head",),
@@ -123,15 +120,14 @@ RULES = (
         ("distillation",),
         "which leave no plain exponentials to compare with a teacher's, or have a gradient of their own",
         "leave out the one or the other",
-        others=(*WITHOUT_EXPONENTIALS, "entropy_gradient"),
+        others=(*WITHOUT_EXPONENTIALS, "gradients"),
     ),
     Rule(
         ("top_logprobs",),
         "which leave no plain exponentials to take them from, or with which it has not been run",
         "leave out the one or the other",
-        others=(*WITHOUT_EXPONENTIALS, "entropy_gradient", "kernels", "drop_masked", "distillation"),
+        others=(*WITHOUT_EXPONENTIALS, "gradients", "kernels", "drop_masked", "distillation"),
     ),
-    Rule(("entropy_gradient",), "of which it is the gradient", "ask for both", needs="entropy"),
 )
 """What cannot be combined. ``LossTerms`` itself checks the values of the loss's terms."""
 
@@ -167,7 +163,8 @@ def wrong_values(record: Any, spell: Spelling) -> Iterator[str]:
         value = getattr(record, name)
         if value is not None and each.least is not None and not value >= each.least:
             yield f"{spell(name, value)}: give {each.least} or more"
-        if value is not None and each.choices and value not in each.choices:
+        values = value if isinstance(value, tuple) else (value,)
+        if value is not None and each.choices and not {*values} <= {*each.choices}:
             yield f"{spell(name, value)}: choose one of {', '.join(each.choices)}"
 
 

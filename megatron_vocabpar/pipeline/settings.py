@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_vocabpar.layers.distillation import check_storage
+from megatron_vocabpar.layers.extras.divergence import check_storage
 from megatron_vocabpar.pipeline import heads
 
 if TYPE_CHECKING:

@@ -42,11 +42,15 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Event(Protocol[T_co]):
-    """The result of submitted work."""
+class Waitable(Protocol[T_co]):
+    """Something under way."""
 
     def wait(self) -> T_co:
-        """Let the caller's stream go on after the work; return its result, or raise what it raised."""
+        """Let the caller's stream go on after it; return its result, or raise what it raised."""
+
+
+class Event(Waitable[T_co], Protocol[T_co]):
+    """The result of submitted work."""
 
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""

@@ -13,10 +13,11 @@ from torch.nn import functional
 
 from benchmarks.kernels_others import ON_ANY_DEVICE, OTHERS, forward_backward
 from benchmarks.kernels_published import published_pass
-from megatron_vocabpar.bench import kernels, kernels_layer
+from megatron_vocabpar.bench import kernels
 from megatron_vocabpar.bench.environment import file_name
 from megatron_vocabpar.bench.kernels import Shape, measure_input, measure_output, shapes
 from megatron_vocabpar.cli.bench import kernels_command
+from megatron_vocabpar.layers.output.plain import OutputState
 from tests.layers import reference
 from tests.layers.test_output import V, batch
 
@@ -76,8 +77,8 @@ def test_every_field_that_a_cpu_can_measure_is_there(dtype: torch.dtype) -> None
 
 
 def test_wrong_results_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = kernels_layer.input_gradient
-    monkeypatch.setattr(kernels_layer, "input_gradient", lambda *args: 1.01 * right(*args))
+    right = OutputState.input_gradient
+    monkeypatch.setattr(OutputState, "input_gradient", lambda *args: 1.01 * right(*args))
     rows = {row.method: row for row in measure_output(SMALL, CPU, torch.float32, 1, with_scaling=False)}
     for method in ("vocab-1", "vocab-2"):
         assert "row error of dX" in rows[method].refused["ours"]

@@ -15,19 +15,20 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_vocabpar.layers.columns import join, mean_column
+from megatron_vocabpar.layers.extras.extra import join
 from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.gemm import result_dtype
 from megatron_vocabpar.layers.kernels.dispatch import REFERENCE, RowKernels, use_kernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials
 from megatron_vocabpar.layers.numbers import STATS_WIDTH, RowGradient, Slopes, Softmax, empty_softmax
 from megatron_vocabpar.layers.operands import ShardOptions
-from megatron_vocabpar.layers.output import input_gradient, output_forward, weight_gradient
+from megatron_vocabpar.layers.output.plain import output_forward
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.recipes import Fp8Recipe
 from megatron_vocabpar.layers.targets import OwnedTargets
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.layers.token_loss import loss_slopes
+from tests.layers.shards import extras_of
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,9 @@ def _kernels(launched: Callable[[str], None]) -> RowKernels:
         launched("merge")
         return empty_softmax(gathered.shape[1], gathered.dtype, gathered.device) if out is None else out
 
-    def row_gradient(
-        softmax: Softmax, slopes: Slopes, k: Tensor, tokens: Tensor, *_: Any, vocab_size: int
-    ) -> RowGradient:
+    def row_gradient(softmax: Softmax, slopes: Slopes, k: Tensor, tokens: Tensor, *_: Any) -> RowGradient:
         launched("row_gradient")
-        uniform = None if slopes.mean is None else slopes.mean / vocab_size
-        return RowGradient(k.new_empty(len(k)), k.new_empty(len(tokens)), None, uniform)
+        return RowGradient(k.new_empty(len(k)), k.new_empty(len(tokens)))
 
     return replace(
         REFERENCE,
@@ -204,6 +202,7 @@ def _run(case: Case) -> None:
     size = case.ranks * case.rows - case.padding
     shard = VocabRange((case.ranks - 1) * case.rows, case.ranks * case.rows, size)
     gathered = torch.empty(case.ranks, case.n, STATS_WIDTH + case.terms.needs_mean, dtype=wide)
+    extras = extras_of(case.terms, weight, shard)
     state, _ = output_forward(
         x,
         weight,
@@ -216,9 +215,10 @@ def _run(case: Case) -> None:
             fp8=Fp8Weight.of(weight, shard, case.fp8) if case.fp8 else None,
         ),
         owned=owned,
+        extras=extras,
     )
     assert state is not None
-    softmax = join(gathered, [mean_column(size)] if case.terms.needs_mean else [])
+    softmax = join(gathered, extras)
     slopes = loss_slopes(softmax, case.terms, grad_loss)
-    input_gradient(state, softmax, slopes, weight)
-    weight_gradient(state, softmax, loss_slopes(softmax, case.terms, grad_loss), main_grad)
+    state.input_gradient(softmax, slopes)
+    state.add_weight_gradient(softmax, loss_slopes(softmax, case.terms, grad_loss), main_grad)

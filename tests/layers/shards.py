@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.columns import join, mean_column
-from megatron_vocabpar.layers.naive import naive_maximum, naive_sum
+from megatron_vocabpar.layers.extras.extra import Extra, join
+from megatron_vocabpar.layers.extras.mean import Mean
 from megatron_vocabpar.layers.numbers import Slopes, Softmax
 from megatron_vocabpar.layers.operands import ShardOptions
-from megatron_vocabpar.layers.output import OutputState, input_gradient, output_forward, weight_gradient
+from megatron_vocabpar.layers.output.naive import naive_maximum, naive_sum
+from megatron_vocabpar.layers.output.plain import OutputState, output_forward
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.layers.token_loss import loss_slopes
@@ -34,6 +35,11 @@ def split(weight: Tensor, ranges: Sequence[VocabRange]) -> list[Tensor]:
     padding = weight.new_full((ranges[-1].stop - len(weight), weight.shape[1]), torch.nan)
     padded = torch.cat((weight, padding))
     return [padded[shard.start : shard.stop].clone() for shard in ranges]
+
+
+def extras_of(terms: LossTerms, weight: Tensor, shard: VocabRange) -> list[Extra]:
+    """What the terms of a loss need on a shard."""
+    return [Mean(shard.vocab_size, weight, shard, terms.logit_scale)] if terms.needs_mean else []
 
 
 def forward(
@@ -59,11 +65,13 @@ def forward(
         largest = torch.stack([k for _, k in begun]).amax(dim=0)
         done = [naive_sum(state, largest) for state, _ in begun]
     else:
-        done = [output_forward(x, w, targets, shard, options) for w, shard in pairs]
+        done = [
+            output_forward(x, w, targets, shard, options, extras=extras_of(terms, w, shard))
+            for w, shard in pairs
+        ]
     states = [state for state, _ in done if state is not None]
     assert len(states) == len(ranges)
-    columns = [mean_column(ranges[0].vocab_size)] if terms.needs_mean else []
-    return states, join(torch.stack([stats for _, stats in done]), columns)
+    return states, join(torch.stack([stats for _, stats in done]), extras_of(terms, *pairs[0]))
 
 
 def backward(
@@ -74,12 +82,10 @@ def backward(
     main_grad_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dX summed over the ranks, in their order, and dW of all rows."""
-    dx = torch.stack(
-        [input_gradient(state, softmax, slopes, w) for state, w in zip(states, weights, strict=True)]
-    )
+    dx = torch.stack([state.input_gradient(softmax, slopes) for state in states])
     main_grads = [torch.zeros_like(w, dtype=main_grad_dtype or dx.dtype) for w in weights]
     for state, main_grad in zip(states, main_grads, strict=True):
-        weight_gradient(state, softmax, slopes, main_grad)
+        state.add_weight_gradient(softmax, slopes, main_grad)
     return dx.sum(dim=0), torch.cat(main_grads)
 
 
@@ -87,8 +93,8 @@ def both_gradients(
     state: OutputState, softmax: Softmax, slopes: Slopes, weight: Tensor, main_grad: Tensor
 ) -> Tensor:
     """This shard's part of dX; dW is added to ``main_grad``."""
-    weight_gradient(state, softmax, slopes, main_grad)
-    return input_gradient(state, softmax, slopes, weight)
+    state.add_weight_gradient(softmax, slopes, main_grad)
+    return state.input_gradient(softmax, slopes)
 
 
 def run(

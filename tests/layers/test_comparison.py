@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.columns import join
-from megatron_vocabpar.layers.distillation import comparison
+from megatron_vocabpar.layers.extras.divergence import comparison
+from megatron_vocabpar.layers.extras.extra import Exchange, after_join, join, place_of
 from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.operands import ShardOptions
-from megatron_vocabpar.layers.output import input_gradient, output_forward, weight_gradient
+from megatron_vocabpar.layers.output.plain import output_forward
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.recipes import ROW
 from megatron_vocabpar.layers.terms import Distillation, LossTerms
@@ -40,17 +38,14 @@ def layer(
     """The divergences [n], dX and dW."""
     shard, terms = VocabRange(0, len(weight), len(weight)), LossTerms(distillation=how)
     options = ShardOptions(terms=terms, with_input_gradient=early)
-    state, statistics = output_forward(x, weight, targets, shard, options)
+    extras = [comparison(how, teacher.unsqueeze(1), None, len(weight))]
+    state, statistics = output_forward(x, weight, targets, shard, options, extras=extras)
     assert state is not None
-    beside = comparison(how, teacher.unsqueeze(1), None, len(weight))
-    state = replace(state, teacher=beside)
-    numbers = statistics.new_empty(beside.width, len(x))
-    softmax = beside.compare(
-        state.student, join(statistics[None]), lambda part: part[None], lambda part: part, numbers
-    )
+    softmax = join(statistics[None], extras, place_of(statistics, extras))
+    after_join(state.stored, softmax, extras, Exchange(lambda part: part[None], lambda part: part))
     slopes, main_grad = loss_slopes(softmax, terms, g), statistics.new_zeros(weight.shape)
-    weight_gradient(state, softmax, slopes, main_grad)
-    return numbers[0], input_gradient(state, softmax, slopes, weight), main_grad
+    state.add_weight_gradient(softmax, slopes, main_grad)
+    return extras[0].value(softmax), state.input_gradient(softmax, slopes), main_grad
 
 
 def by_autograd(
@@ -115,8 +110,9 @@ def test_unlikely_ids_count(dtype: torch.dtype) -> None:
 def test_storage_without_small_numbers_is_refused() -> None:
     terms, shard = LossTerms(distillation=Distillation()), VocabRange(0, 48, 48)
     x, weight, targets = torch.ones(3, 16), torch.ones(48, 16), torch.zeros(3, dtype=torch.int64)
+    extras = [comparison(Distillation(), torch.zeros(3, 1, 48), None, 48)]
     with pytest.raises(ValueError, match=r"exponentials in torch\.float16.*: use bfloat16, or"):
-        output_forward(x.half(), weight.half(), targets, shard, ShardOptions(terms=terms))
+        output_forward(x.half(), weight.half(), targets, shard, ShardOptions(terms=terms), extras=extras)
     fp8 = ShardOptions(terms=terms, fp8=Fp8Weight.of(weight, shard, ROW))
     with pytest.raises(ValueError, match=r"exponentials in torch\.float8_e4m3fn"):
-        output_forward(x, weight, targets, shard, fp8)
+        output_forward(x, weight, targets, shard, fp8, extras=extras)

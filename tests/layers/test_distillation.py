@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
 
 import pytest
@@ -12,10 +11,10 @@ import torch
 
 from megatron_vocabpar.bench.memory import peak_mib
 from megatron_vocabpar.layers.bins import TopLogprobs
-from megatron_vocabpar.layers.columns import join
-from megatron_vocabpar.layers.distillation import Teacher, TeacherStates, comparison
+from megatron_vocabpar.layers.extras.divergence import Teacher, TeacherStates, comparison
+from megatron_vocabpar.layers.extras.extra import Exchange, after_join, join, place_of
 from megatron_vocabpar.layers.operands import ShardOptions
-from megatron_vocabpar.layers.output import output_forward
+from megatron_vocabpar.layers.output.plain import output_forward
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.terms import Distillation, LossTerms
 from megatron_vocabpar.layers.token_loss import loss_slopes
@@ -47,16 +46,14 @@ def _peak(kind: str | None, given: str) -> tuple[float | None, int]:
     kept = []
 
     def microbatch() -> None:
-        state, statistics = output_forward(x, weight, targets, shard, ShardOptions(terms=terms))
+        extras = [] if teacher is None else [teacher]
+        state, statistics = output_forward(
+            x, weight, targets, shard, ShardOptions(terms=terms), extras=extras
+        )
         assert state is not None
-        softmax = join(statistics[None])
-        if teacher is not None:
-            state = replace(state, teacher=teacher)
-            numbers = torch.empty(teacher.width, TOKENS)
-            softmax = teacher.compare(
-                state.student, softmax, lambda part: part[None], lambda part: part, numbers
-            )
-            kept.append(numbers.shape[0])
+        softmax = join(statistics[None], extras, place_of(statistics, extras))
+        after_join(state.stored, softmax, extras, Exchange(lambda part: part[None], lambda part: part))
+        kept.extend(len(number) for number in softmax.extras.values())
         slopes = loss_slopes(softmax, terms, torch.ones(TOKENS))
         both_gradients(state, softmax, slopes, weight, main_grad)
 

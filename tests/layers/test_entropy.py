@@ -8,22 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_vocabpar.layers.columns import ENTROPY, join, mean_column, with_columns
+from megatron_vocabpar.layers.extras.entropy import Entropy
+from megatron_vocabpar.layers.extras.extra import join
 from megatron_vocabpar.layers.kernels.dispatch import REFERENCE, use_kernels
 from megatron_vocabpar.layers.kernels.reference import FUSED_LEEWAY, LEEWAY, Exponentials
 from megatron_vocabpar.layers.numbers import Softmax
 from megatron_vocabpar.layers.operands import ShardOptions
-from megatron_vocabpar.layers.output import (
+from megatron_vocabpar.layers.output.plain import (
     OutputState,
-    input_gradient,
     output_forward,
-    weight_gradient,
-    with_log_product,
 )
 from megatron_vocabpar.layers.partition import VocabRange, even_ranges
 from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.layers.token_loss import loss_slopes
 from tests.layers.reference import relative_error
+from tests.layers.shards import extras_of
 
 N, H, V, SHARDS = 9, 16, 61, 4
 
@@ -51,17 +50,17 @@ def test_entropy(dtype: torch.dtype, terms: LossTerms, size: float, tolerance: f
     ranges = even_ranges(64, SHARDS, V)
     states, merged = softmax(x, w, targets, ranges, terms, early)
     dx, dw, nothing = torch.zeros(N, H), [], torch.zeros(N)
-    both = loss_slopes(merged, terms, g, h)
-    one_by_one = loss_slopes(merged, terms, g), loss_slopes(merged, terms, nothing, h)
+    both = loss_slopes(merged, terms, g, {"entropy": h})
+    one_by_one = loss_slopes(merged, terms, g), loss_slopes(merged, terms, nothing, {"entropy": h})
     for state, shard in zip(states, ranges, strict=True):
         rows = w[shard.start : shard.stop]
-        parts = [input_gradient(state, merged, slopes, rows) for slopes in one_by_one]
+        parts = [state.input_gradient(merged, slopes) for slopes in one_by_one]
         torch.testing.assert_close(
-            input_gradient(state, merged, both, rows), sum(parts), rtol=tolerance, atol=tolerance * size
+            state.input_gradient(merged, both), sum(parts), rtol=tolerance, atol=tolerance * size
         )
         dx += sum(parts)
         dw.append(torch.zeros(rows.shape))
-        weight_gradient(state, merged, both, dw[-1])
+        state.add_weight_gradient(merged, both, dw[-1])
 
     xd, wd = x.double().requires_grad_(), w[:V].double().requires_grad_()
     logits = terms.logit_scale * xd @ wd.T
@@ -70,10 +69,9 @@ def test_entropy(dtype: torch.dtype, terms: LossTerms, size: float, tolerance: f
         logits, targets, reduction="none", label_smoothing=terms.label_smoothing
     ) + terms.z_loss * logits.logsumexp(1).square() * (targets >= 0)
     (g * loss + h * entropy).sum().backward()
-    assert merged.entropy is not None
     assert xd.grad is not None
     assert wd.grad is not None
-    counted = torch.where(merged.valid, merged.entropy, 0)
+    counted = torch.where(merged.valid, merged.extras["entropy"], 0)
     torch.testing.assert_close(counted.double(), entropy, rtol=tolerance, atol=tolerance)
     assert relative_error(dx, xd.grad) < tolerance
     assert relative_error(torch.cat(dw)[:V], wd.grad) < tolerance
@@ -85,15 +83,16 @@ def softmax(
 ) -> tuple[list[OutputState], Softmax]:
     """S of every shard, and the statistics of all."""
     states, packed = [], []
-    columns = [*([mean_column(V)] if terms.needs_mean else []), ENTROPY]
+    options = ShardOptions(with_input_gradient=early, terms=terms, gradients=("entropy",))
     for shard in ranges:
         rows = w[shard.start : shard.stop]
-        options = ShardOptions(with_input_gradient=early, terms=terms)
-        state, stats = output_forward(x, rows, targets, shard, options)
+        extras = [*extras_of(terms, rows, shard), Entropy()]
+        state, stats = output_forward(x, rows, targets, shard, options, extras=extras)
         assert isinstance(state, OutputState)
-        states.append(with_log_product(state, rows) if early else state)
-        packed.append(with_columns(states[-1], stats, columns))
-    return states, join(torch.stack(packed), columns)
+        assert ("entropy" in state.products) == early
+        states.append(state)
+        packed.append(stats)
+    return states, join(torch.stack(packed), extras)
 
 
 @pytest.mark.parametrize("below", [0, LEEWAY, FUSED_LEEWAY])
@@ -120,8 +119,7 @@ def test_digits_of_an_entropy_from_bf16(below: int) -> None:
     logits = x.double() @ w[:V].double().T
     p = logits.softmax(1)
     others = torch.arange(V) != targets.unsqueeze(1)
-    assert merged.entropy is not None
-    error = (merged.entropy - torch.distributions.Categorical(probs=p).entropy()).abs()
+    error = (merged.extras["entropy"] - torch.distributions.Categorical(probs=p).entropy()).abs()
     of_others = torch.distributions.Categorical(probs=p * others)
     bound = 2**-8 * (p * others * (of_others.logits + of_others.entropy().unsqueeze(1)).abs()).sum(1)
     assert (error <= bound + 2**-15).all()
@@ -135,7 +133,6 @@ def test_equal_logits_share_their_rounding() -> None:
     """The entropy of 1,000 equal ones is ln 1000, in whatever direction bf16 rounds them all."""
     x, w = torch.linspace(0, 1, 16).unsqueeze(1).bfloat16(), torch.ones(1024, 1).bfloat16()
     shard = VocabRange(0, 1024, 1000)
-    state, stats = output_forward(x, w, torch.full((16,), -100), shard)
-    entropy = join(with_columns(state, stats, [ENTROPY]).unsqueeze(0), [ENTROPY]).entropy
-    assert entropy is not None
+    _, stats = output_forward(x, w, torch.full((16,), -100), shard, extras=[Entropy()])
+    entropy = join(stats.unsqueeze(0), [Entropy()]).extras["entropy"]
     torch.testing.assert_close(entropy, torch.full((16,), math.log(1000)), rtol=0, atol=2e-6)

@@ -19,7 +19,7 @@ from megatron_vocabpar.layers.fp8 import (
 from megatron_vocabpar.layers.kernels.dispatch import exponentials
 from megatron_vocabpar.layers.numbers import Softmax
 from megatron_vocabpar.layers.operands import ShardOptions
-from megatron_vocabpar.layers.output import input_gradient, output_forward, weight_gradient
+from megatron_vocabpar.layers.output.plain import output_forward
 from megatron_vocabpar.layers.partition import VocabRange, even_ranges
 from megatron_vocabpar.layers.recipes import MXFP8, RECIPES, ROW, Fp8Recipe
 from megatron_vocabpar.layers.softmax_stats import merge_stats
@@ -179,11 +179,11 @@ def run(
     slopes = loss_slopes(merged, terms, g)
     main_grads = [torch.zeros(part.shape) for part in weights]
     dx = torch.zeros(x.shape)
-    for (state, _), part, main_grad in zip(done, weights, main_grads, strict=True):
+    for (state, _), main_grad in zip(done, main_grads, strict=True):
         assert state is not None
         assert state.e is None or state.e.dtype == (E4M3 if recipe.keeps_exponentials else x.dtype)
-        dx += input_gradient(state, merged, slopes, part)
-        weight_gradient(state, merged, slopes, main_grad)
+        dx += state.input_gradient(merged, slopes)
+        state.add_weight_gradient(merged, slopes, main_grad)
     assert not main_grads[1][ranges[1].valid_rows :].any()
     return merged, dx, torch.cat(main_grads)[: len(weight)]
 

@@ -8,12 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vocabpar.layers.fixed_point import BLOCK, digits, total
-from megatron_vocabpar.layers.invariant import (
-    input_gradient,
-    output_forward,
-    weight_gradient,
-)
 from megatron_vocabpar.layers.operands import ShardOptions
+from megatron_vocabpar.layers.output.invariant import (
+    output_forward,
+)
 from megatron_vocabpar.layers.partition import VocabRange, even_ranges, padded_vocab_size, ranges_from_sizes
 from megatron_vocabpar.layers.softmax_stats import merge_stats, softmax_place
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
@@ -77,9 +75,9 @@ def run(
     assert merged.weight_peak is place.weight_peak
     dx_place = torch.empty(x.shape, dtype=merged.nll.dtype, device=x.device)
     main_grads, parts = [torch.zeros_like(w, dtype=merged.nll.dtype) for w in weights], []
-    for (state, _), w, main_grad in zip(done, weights, main_grads, strict=True):
-        parts.append(input_gradient(state, merged, slopes, w, out=dx_place))
-        weight_gradient(state, merged, slopes, main_grad)
+    for (state, _), main_grad in zip(done, main_grads, strict=True):
+        parts.append(state.input_gradient(merged, slopes, out=dx_place))
+        state.add_weight_gradient(merged, slopes, main_grad)
     dx = parts[0].with_sum(torch.stack([part.whole for part in parts]).sum(dim=0)).value()
     assert dx is dx_place
     return Result(loss_of(merged, terms), dx, torch.cat(main_grads))
@@ -212,8 +210,8 @@ def _over_gloo(rank: int, ranges: tuple[VocabRange, ...], dtype: torch.dtype) ->
     merged = merge_stats(torch.stack(gathered))
     main_grad = torch.zeros_like(w, dtype=torch.float32)
     slopes = loss_slopes(merged, PLAIN, g)
-    part = input_gradient(state, merged, slopes, w)
-    weight_gradient(state, merged, slopes, main_grad)
+    part = state.input_gradient(merged, slopes)
+    state.add_weight_gradient(merged, slopes, main_grad)
     dist.all_reduce(part.whole)
     valid = shard.valid_rows
     assert torch.equal(merged.nll, one.loss)

@@ -11,11 +11,9 @@ from torch import Tensor
 from megatron_vocabpar.layers.kernels.dispatch import REFERENCE, use_kernels
 from megatron_vocabpar.layers.numbers import Slopes, Softmax
 from megatron_vocabpar.layers.operands import ShardOptions
-from megatron_vocabpar.layers.output import (
+from megatron_vocabpar.layers.output.plain import (
     OutputState,
-    input_gradient,
     output_forward,
-    weight_gradient,
 )
 from megatron_vocabpar.layers.partition import (
     VocabRange,
@@ -285,14 +283,14 @@ def one_shard(
 def test_main_grad_is_added_to() -> None:
     (_, _, _, g), state, softmax = one_shard(torch.bfloat16)
     main_grad, once = torch.full((V, H), 0.5), torch.zeros(V, H)
-    weight_gradient(state, softmax, Slopes(-g), once)
+    state.add_weight_gradient(softmax, Slopes(-g), once)
     for _ in range(2):
-        weight_gradient(state, softmax, Slopes(-g), main_grad)
+        state.add_weight_gradient(softmax, Slopes(-g), main_grad)
     torch.testing.assert_close(main_grad, 0.5 + 2 * once, rtol=1e-6, atol=1e-7)
     with pytest.raises(ValueError, match=r"main_grad of shape \(36, 16\)"):
-        weight_gradient(state, softmax, Slopes(-g), torch.zeros(V - 1, H))
+        state.add_weight_gradient(softmax, Slopes(-g), torch.zeros(V - 1, H))
     with pytest.raises(ValueError, match=r"main_grad in torch.float16: use torch.float32, or torch.bfloat16"):
-        weight_gradient(state, softmax, Slopes(-g), torch.zeros(V, H, dtype=torch.float16))
+        state.add_weight_gradient(softmax, Slopes(-g), torch.zeros(V, H, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -332,18 +330,18 @@ def test_parameters_that_require_grad_are_taken_as_they_are() -> None:
     assert state is not None
     assert not stats.requires_grad
     softmax = merge_stats(stats.unsqueeze(0))
-    assert not input_gradient(state, softmax, Slopes(-g), parameter).requires_grad
+    assert not state.input_gradient(softmax, Slopes(-g)).requires_grad
     assert parameter.grad is None
 
 
 @pytest.mark.parametrize("early", [False, True])
 def test_the_input_gradient_goes_where_it_is_told(early: bool) -> None:
-    (_, weight, _, g), state, softmax = one_shard(torch.bfloat16, with_input_gradient=early)
+    (_, _, _, g), state, softmax = one_shard(torch.bfloat16, with_input_gradient=early)
     place = torch.full((N, H), torch.nan)
-    assert input_gradient(state, softmax, Slopes(-g), weight, out=place) is place
-    assert torch.equal(place, input_gradient(state, softmax, Slopes(-g), weight))
+    assert state.input_gradient(softmax, Slopes(-g), out=place) is place
+    assert torch.equal(place, state.input_gradient(softmax, Slopes(-g)))
     with pytest.raises(ValueError, match=r"out of \(60, 16\) torch.bfloat16: dX is"):
-        input_gradient(state, softmax, Slopes(-g), weight, out=place.bfloat16())
+        state.input_gradient(softmax, Slopes(-g), out=place.bfloat16())
 
 
 def test_no_tokens() -> None:
@@ -386,8 +384,8 @@ def test_known_targets_and_a_given_place_change_nothing() -> None:
         state_grad = torch.zeros(shard.rows, H)
         dx = both_gradients(state, merged, Slopes(-g), w, state_grad)
         expected = torch.zeros(shard.rows, H)
-        weight_gradient(plain, merged, Slopes(-g), expected)
-        assert torch.equal(dx, input_gradient(plain, merged, Slopes(-g), w))
+        plain.add_weight_gradient(merged, Slopes(-g), expected)
+        assert torch.equal(dx, plain.input_gradient(merged, Slopes(-g)))
         assert torch.equal(state_grad, expected)
     with pytest.raises(ValueError, match=r"e of \(3, 4\)"):
         output_forward(x, w, targets, shard, e=place[:3, :4])

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.columns import join, likelier_ids, rival_column, with_columns
-from megatron_vocabpar.layers.output import OutputState, output_forward
+from megatron_vocabpar.layers.extras.extra import join
+from megatron_vocabpar.layers.extras.rivals import Rivals
+from megatron_vocabpar.layers.output.plain import OutputState, output_forward
 from megatron_vocabpar.layers.partition import even_ranges
 
 V, ROWS = 397, 400
@@ -24,15 +25,15 @@ LIMITS = {
 
 def ranks_and_wins(x: Tensor, w: Tensor, targets: Tensor, shards: int, vocab: int) -> tuple[Tensor, Tensor]:
     """[n] each; who wins must be those of rank 0."""
-    gathered, states, columns = [], [], [rival_column(x.dtype)]
+    gathered, states, rivals = [], [], Rivals(x.dtype)
     for shard in even_ranges(len(w), shards, vocab):
-        state, statistics = output_forward(x, w[shard.start : shard.stop], targets, shard)
+        state, statistics = output_forward(x, w[shard.start : shard.stop], targets, shard, extras=[rivals])
         assert isinstance(state, OutputState)
         states.append(state)
-        gathered.append(with_columns(state, statistics, columns))
-    softmax = join(torch.stack(gathered), columns)
-    rank, wins = torch.stack([likelier_ids(state, softmax) for state in states]).sum(0), softmax.target_wins
-    assert wins is not None
+        gathered.append(statistics)
+    softmax = join(torch.stack(gathered), [rivals])
+    rank = torch.stack([rivals.likelier_ids(state.stored, softmax) for state in states]).sum(0)
+    wins = rivals.deliver(softmax)["correct"]
     assert wins.equal((rank == 0) & softmax.valid & ~softmax.nll.isnan())
     return rank, wins
 

@@ -6,18 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.columns import join, mean_column
-from megatron_vocabpar.layers.naive import naive_maximum
+from megatron_vocabpar.layers.extras.extra import join
+from megatron_vocabpar.layers.extras.mean import Mean
 from megatron_vocabpar.layers.numbers import Softmax, Summary
 from megatron_vocabpar.layers.operands import ShardOptions
-from megatron_vocabpar.layers.output import input_gradient, output_forward, weight_gradient
+from megatron_vocabpar.layers.output.naive import naive_maximum
+from megatron_vocabpar.layers.output.plain import output_forward
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.terms import PLAIN, Distillation, LossTerms
 from megatron_vocabpar.layers.token_loss import loss_of, loss_slopes, token_loss
 from tests.cases import covering
 
 from . import reference
-from .shards import Result, forward, split
+from .shards import Result, extras_of, forward, split
 from .test_output import SPLITS, TOLERANCE, V, batch
 
 TERMS = {
@@ -67,10 +68,14 @@ def run(
     for state, w in zip(states, weights, strict=True):
         assert (state.e is None) == recompute
         main_grad = torch.zeros_like(w, dtype=merged.nll.dtype)
-        parts.append(input_gradient(state, merged, slopes, w))
-        weight_gradient(state, merged, slopes, main_grad)
+        parts.append(state.input_gradient(merged, slopes))
+        state.add_weight_gradient(merged, slopes, main_grad)
         main_grads.append(main_grad)
-    return Result(loss_of(merged, terms), torch.stack(parts).sum(0), torch.cat(main_grads))
+    return Result(
+        loss_of(merged, terms, extras_of(terms, weights[0], ranges[0])),
+        torch.stack(parts).sum(0),
+        torch.cat(main_grads),
+    )
 
 
 @covering(
@@ -165,7 +170,7 @@ def test_terms_outside_their_ranges_are_named(values: dict[str, float], named: s
 
 def test_statistics_without_their_columns_are_named() -> None:
     with pytest.raises(ValueError, match=r"with 1 columns stack the \[n, 5\] statistics"):
-        join(torch.zeros(2, 3, 4), [mean_column(V)])
+        join(torch.zeros(2, 3, 4), [Mean(V)])
 
 
 DISTILLED = LossTerms(z_loss=0.1, logit_scale=1.3, distillation=Distillation("js", weight=0.4))
@@ -174,15 +179,23 @@ DISTILLED = LossTerms(z_loss=0.1, logit_scale=1.3, distillation=Distillation("js
 @pytest.mark.parametrize("terms", [*TERMS.values(), DISTILLED], ids=[*TERMS, "distillation, z-loss, scale"])
 def test_slopes_are_those_of_the_loss(terms: LossTerms) -> None:
     random = torch.Generator().manual_seed(0)
-    numbers = Summary(*torch.randn(5, 9, generator=random, dtype=torch.float64).requires_grad_())
+    drawn = torch.randn(4, 9, generator=random, dtype=torch.float64).requires_grad_().unbind()
+    names = ("logprob", "lse", "mean", "divergence")
+    numbers = Summary(*drawn[:2], dict(zip(names[2:], drawn[2:], strict=True)))
     grad = torch.randn(9, generator=random, dtype=torch.float64)
-    expected = torch.autograd.grad(token_loss(numbers, terms), numbers, grad, allow_unused=True)
+    by_autograd = torch.autograd.grad(token_loss(numbers, terms), drawn, grad, allow_unused=True)
+    expected = {name: slope for name, slope in zip(names, by_autograd, strict=True) if slope is not None}
     offset, total = torch.zeros_like(grad), numbers.lse.exp().detach()
     softmax = Softmax(-numbers.logprob.detach(), offset, total, offset, torch.ones(9).bool())
-    for slope, wanted in zip(loss_slopes(softmax, terms, grad), expected, strict=True):
-        assert (slope is None) == (wanted is None)
-        if slope is not None:
-            torch.testing.assert_close(slope, terms.logit_scale * wanted)
+    slopes = loss_slopes(softmax, terms, grad)
+    found = {
+        "logprob": slopes.logprob,
+        **({} if slopes.lse is None else {"lse": slopes.lse}),
+        **slopes.extras,
+    }
+    assert found.keys() == expected.keys()
+    for name, slope in found.items():
+        torch.testing.assert_close(slope, terms.logit_scale * expected[name])
 
 
 def test_an_fp8_projection_is_refused() -> None:

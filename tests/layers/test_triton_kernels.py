@@ -297,10 +297,10 @@ def test_merge_and_row_gradient(lse: bool, softcap: bool, ranks: int, n: int) ->
     cap = torch.rand(n) if softcap else None
     for g in (torch.rand(n), torch.rand(n).double(), torch.rand(2 * n)[::2]):
         slopes = (-g, torch.randn(n)) if lse else (-g,)
-        one = reference_stats.row_gradient(expected, Slopes(*slopes), k, tokens, cap, vocab_size=50)
+        one = reference_stats.row_gradient(expected, Slopes(*slopes), k, tokens, cap)
         there = Slopes(*(slope.to(DEVICE) for slope in slopes))
         arguments = (None if t is None else t.to(DEVICE) for t in (k, tokens, cap))
-        other = kernels.row_gradient(got, there, *arguments, vocab_size=50)
+        other = kernels.row_gradient(got, there, *arguments)
         close(other.row.cpu(), one.row, rtol=1e-5, atol=1e-37)
         close(other.target.cpu(), one.target, rtol=1e-5, atol=1e-7)  # its parts cancel
 
@@ -313,9 +313,9 @@ def test_slopes_of_entropy_and_mean(entropy: bool) -> None:
     slopes = Slopes(-torch.rand(n), None, torch.rand(n) if entropy else None, torch.rand(n))
     there = Slopes(*(None if slope is None else slope.to(DEVICE) for slope in slopes))
     tokens, k = torch.arange(0, n, 3), stats[0, :, 0]
-    one = reference_stats.row_gradient(replace(expected, entropy=bend), slopes, k, tokens, vocab_size=50)
+    one = reference_stats.row_gradient(replace(expected, entropy=bend), slopes, k, tokens)
     got = replace(got, entropy=bend.to(DEVICE))
-    other = dispatch.triton_kernels().row_gradient(got, there, k.to(DEVICE), tokens.to(DEVICE), vocab_size=50)
+    other = dispatch.triton_kernels().row_gradient(got, there, k.to(DEVICE), tokens.to(DEVICE))
     for a, b in zip(one, other, strict=True):
         assert (a is None) == (b is None)
         if a is not None and b is not None:

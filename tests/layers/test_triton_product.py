@@ -22,7 +22,7 @@ from megatron_vocabpar.layers.kernels import dispatch, reference
 from megatron_vocabpar.layers.kernels.dispatch import use_kernels
 from megatron_vocabpar.layers.kernels.reference import FUSED_LEEWAY, Exponentials
 from megatron_vocabpar.layers.operands import ShardOptions
-from megatron_vocabpar.layers.output import output_forward
+from megatron_vocabpar.layers.output.plain import output_forward
 from megatron_vocabpar.layers.partition import ranges_from_sizes
 from megatron_vocabpar.layers.softmax_stats import merge_stats
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms

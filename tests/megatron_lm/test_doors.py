@@ -499,7 +499,7 @@ def test_contradicting_options(argv: str, message: str) -> None:
         ),
         (
             f"{ENABLE} --vocab-parallel-metrics accuracy entropy --num-layers 4",
-            FlagConfig(True, "vocab-2", options=VocabOptions(entropy=True, accuracy=True)),
+            FlagConfig(True, "vocab-2", options=VocabOptions(metrics=("accuracy", "entropy"))),
         ),
         (
             f"{ENABLE} --vocab-parallel-independent-init --vocab-parallel-invariant",

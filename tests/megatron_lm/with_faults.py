@@ -58,12 +58,12 @@ def fail_in_a_pass() -> None:
 
 def change_losses() -> None:
     from megatron_vocabpar.pipeline import compat, loss_reports
-    from megatron_vocabpar.pipeline.handlers.hidden import HiddenStates
+    from megatron_vocabpar.pipeline.output.hidden import HiddenStates
 
     microbatch, report = int(WHERE), loss_reports.LossReports.report
     hidden = HiddenStates.of
 
-    def changed(self: Any, i: int, losses: Any) -> None:
+    def changed(self: Any, i: int, losses: Any, *numbers: Any) -> None:
         if i == microbatch and KIND == "loss":
             original = compat.loss_and_gradient
 
@@ -75,11 +75,11 @@ def change_losses() -> None:
 
             compat.loss_and_gradient = with_loss_function
             try:
-                report(self, i, losses)
+                report(self, i, losses, *numbers)
             finally:
                 compat.loss_and_gradient = original
         else:
-            report(self, i, losses)
+            report(self, i, losses, *numbers)
 
     def poisoned(self: Any, instruction: Any) -> Any:
         x = hidden(self, instruction)

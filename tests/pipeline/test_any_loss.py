@@ -21,7 +21,7 @@ check = partial(equality.check, drift=10.0)
 
 WITH_ENTROPY: dict[str, Any] = {
     "loss": "entropy",
-    "output_options": VocabOptions(entropy=True, entropy_gradient=True),
+    "output_options": VocabOptions(metrics=("entropy-gradient",)),
 }
 
 

@@ -33,6 +33,7 @@ def test_rows_wait_for_those_of_two_microbatches_before() -> None:
         buffers=Buffers(),
         microbatches=[microbatch] * 4,
         wait=waited.append,
+        arrived=None,
         hand_on=None,
     )
     layer = InputLayer(iteration, SimpleNamespace(word_embeddings=lambda tokens: torch.zeros(len(tokens), 4)))

@@ -12,9 +12,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_vocabpar.pipeline.handlers.hidden import HiddenStates
-from megatron_vocabpar.pipeline.handlers.loss import Losses
 from megatron_vocabpar.pipeline.options import VocabOptions
+from megatron_vocabpar.pipeline.output.hidden import HiddenStates
+from megatron_vocabpar.pipeline.output.loss import Losses
 from megatron_vocabpar.pipeline.settings import check_settings
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.words.passes import Pass

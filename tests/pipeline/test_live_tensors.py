@@ -76,7 +76,7 @@ def test_no_tensor_outlives_its_iteration(method: str, family: str) -> None:
 
 BESIDE: dict[str, dict[str, Any]] = {
     "any loss": {"loss": "squared"},
-    "heads": {"mtp": 1, "position": "rope", "output_options": VocabOptions(accuracy=True)},
+    "heads": {"mtp": 1, "position": "rope", "output_options": VocabOptions(metrics=("accuracy",))},
     "distillation": {"teacher": "logits", "output_options": VocabOptions(distillation=Distillation())},
     "8 bits": {"output_options": VocabOptions(fp8_head="row")},
 }

@@ -13,6 +13,8 @@ from megatron_vocabpar.pipeline import loss_reports
 from megatron_vocabpar.pipeline.loss_reports import LossReports
 from megatron_vocabpar.pipeline.microbatches import DROPPED
 
+ENTROPY = {"entropy": "entropy"}
+
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +25,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> Any:
         assert "correct" not in values  # given for the log of further heads, and not asked for
         slope = torch.full_like(token_losses, float(token_losses[0, 0]))
-        return [call.reported], 0, slope, values.get("entropy")
+        return [call.reported], 0, slope, values
 
     monkeypatch.setattr(loss_reports.dist, "get_rank", lambda: 7)
     monkeypatch.setattr(loss_reports.compat, "loss_and_gradient", loss_and_gradient)
@@ -31,10 +33,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def iteration(told: list[str] | None = None, loss_func: Any = lambda losses, entropy: None) -> Any:
     """What ``LossReports`` looks at, on the rank of the loss; of two tokens the second is dropped."""
-    options = SimpleNamespace(
-        entropy=True, entropy_gradient=False, accuracy=False, target_rank=False, drop_masked=False
-    )
-    options.distillation = None
+    options = SimpleNamespace(drop_masked=False)
     tell = None if told is None else told.append
     call = SimpleNamespace(
         chunks=[None], config=None, num_microbatches=4, cp_group_size=1, collect_non_loss_data=False,
@@ -90,9 +89,9 @@ def test_the_first_microbatch_whose_metrics_are_no_means_is_named() -> None:
 
     given = iteration(loss_func=loss_func)
     given.call.reported["lm loss"] = torch.ones(())
-    reports = LossReports(given)
+    reports = LossReports(given, ENTROPY)
     for i in (0, 2, 1):
-        reports.report(i, torch.ones(1, 2), torch.ones(1, 1, 2))
+        reports.report(i, torch.ones(1, 2), {"entropy": torch.ones(1, 1, 2)})
     told = "rank 7, microbatch 1: the loss function is not linear.* no mean of them; give it a parameter"
     with pytest.raises(ValueError, match=told):
         finish(reports)
@@ -109,10 +108,12 @@ def test_a_gradient_of_a_dropped_token_is_named() -> None:
 
 
 def test_a_loss_of_entropies_whose_gradient_was_not_asked_for_is_named() -> None:
-    reports = LossReports(iteration())
-    for i, entropy in ((0, None), (2, torch.ones(1, 1, 2))):
-        reports.report(i, torch.ones(1, 2), entropy, wins=torch.ones(1, 1, 2))
-    with pytest.raises(ValueError, match="rank 7, microbatch 2: the loss depends on the entropies, whose"):
+    reports = LossReports(iteration(), ENTROPY)
+    for i, numbers in ((0, {}), (2, {"entropy": torch.ones(1, 1, 2)})):
+        reports.report(i, torch.ones(1, 2), {**numbers, "correct": torch.ones(1, 1, 2)})
+    with pytest.raises(
+        ValueError, match=r"rank 7, microbatch 2: the loss depends on the tokens' entropy, whose"
+    ):
         finish(reports)
 
 
@@ -128,20 +129,20 @@ def test_a_loss_of_entropies_whose_gradient_was_not_asked_for_is_named() -> None
 def test_no_mean_of_entropies_is_made_up(loss_func: Any, why: str) -> None:
     """Where the loss function does not take them, or takes only some, or reports nothing."""
     given = iteration(loss_func=loss_func)
-    given.rank.output_options.accuracy = True
+    numbers = dict.fromkeys(("entropy", "correct"), torch.ones(1, 1, 2))
     with pytest.raises(ValueError, match=why):
-        LossReports(given).report(0, torch.ones(1, 2), torch.ones(1, 1, 2), torch.ones(1, 1, 2))
+        LossReports(given, {**ENTROPY, "correct": "accuracy"}).report(0, torch.ones(1, 2), numbers)
 
 
 def test_what_a_loss_function_reports_is_not_overwritten() -> None:
     reported = {"tokens": torch.tensor(2), "lm loss": torch.tensor(1.0)}
     loss_func = lambda losses: (losses.sum(), {"tokens": torch.tensor(2), "lm loss": losses.mean()})  # noqa: E731
     entropy = torch.tensor([3.0, 5.0])
-    metrics, linear = loss_reports._with_metrics(reported, loss_func, {"entropy": entropy}, "")
+    metrics, linear = loss_reports._with_metrics(reported, loss_func, {"entropy": entropy}, ["entropy"], "")
     assert metrics == {**reported, "entropy": torch.tensor(4.0)}
     assert linear
     with pytest.raises(ValueError, match="it reports entropy of its own; give it the parameter"):
-        loss_reports._with_metrics(metrics, loss_func, {"entropy": torch.ones(2)}, "")
+        loss_reports._with_metrics(metrics, loss_func, {"entropy": torch.ones(2)}, ["entropy"], "")
 
 
 def test_only_the_true_losses_are_validated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +155,8 @@ def test_only_the_true_losses_are_validated(monkeypatch: pytest.MonkeyPatch) -> 
         get_rerun_state_machine().validate_result(result=losses.sum(), rejection_func=looks, message="loss")
         return losses.sum(), {"lm loss": losses.mean()}
 
-    loss_reports._with_metrics({"lm loss": torch.tensor(1.0)}, loss_func, {"entropy": torch.ones(2)}, "")
+    reported, values = {"lm loss": torch.tensor(1.0)}, {"entropy": torch.ones(2)}
+    loss_reports._with_metrics(reported, loss_func, values, ["entropy"], "")
     assert looked_at == []
     loss_func(torch.tensor([2.0, 3.0]))
     assert looked_at == [5.0]

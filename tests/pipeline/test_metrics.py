@@ -81,7 +81,7 @@ def pipelined(_: int, case: Case, data: Batches) -> tuple[list[np.ndarray], list
                 case.method,
                 gpt.vocab_groups(),
                 torch.device("cpu"),
-                options=VocabOptions(entropy=True, accuracy=True, target_rank=ranks),
+                options=VocabOptions(metrics=("entropy", "accuracy"), target_rank=ranks),
                 make_plan=gpt.plan_maker(case),
             )
             for ranks in (True, False)

@@ -22,8 +22,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron_vocabpar.layers.softmax_stats import merge_stats
 from megatron_vocabpar.pipeline import forward_backward
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, vocab_groups
-from megatron_vocabpar.pipeline.handlers.barriers import Barriers
 from megatron_vocabpar.pipeline.microbatches import Microbatches
+from megatron_vocabpar.pipeline.output.collectives import OutputCollectives
+from megatron_vocabpar.pipeline.slots import Joined, Sent
 from megatron_vocabpar.runtime import streams
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, all_gather
 from megatron_vocabpar.runtime.streams import CudaStream
@@ -79,13 +80,13 @@ def _work_is_not_held(_: type) -> AbstractContextManager[Any]:
 
 
 def _result_of_the_side_stream(_: type) -> AbstractContextManager[Any]:
-    def joined(self: Barriers, statistics: torch.Tensor, _: Any = None) -> Any:
+    def joined(self: OutputCollectives, sent: Sent, _: Any) -> Any:
         groups = self.groups
         return self.rank.output_stream.submit(
-            lambda: merge_stats(all_gather(groups, groups.output, statistics))
+            lambda: Joined(merge_stats(all_gather(groups, groups.output, sent.statistics)), sent.extras, None)
         )
 
-    return patch.object(Barriers, "joined", joined)
+    return patch.object(OutputCollectives, "joined", joined)
 
 
 def _sent_tensors_are_not_held(_: type) -> AbstractContextManager[Any]:

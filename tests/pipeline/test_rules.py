@@ -15,10 +15,10 @@ from megatron_vocabpar.pipeline.options import VocabOptions, options_of
 from megatron_vocabpar.pipeline.rules import RULES, conflicts
 from megatron_vocabpar.schedule.words.methods import METHODS
 
-NUMBERS = ("entropy", "accuracy", "target_rank")
+NUMBERS: dict[str, Any] = {"metrics": ("entropy", "accuracy"), "target_rank": True}
 SMOOTH: dict[str, Any] = {"label_smoothing": 0.1}
 FUSED: dict[str, Any] = {"kernels": "fused"}
-GRADIENT: dict[str, Any] = {"entropy_gradient": True}
+GRADIENT: dict[str, Any] = {"metrics": ("entropy-gradient",)}
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,10 @@ GRADIENT: dict[str, Any] = {"entropy_gradient": True}
         ("naive", {"invariant": True}, "invariant=True: not with method naive"),
         ("naive", SMOOTH, "label_smoothing=0.1: not with method naive"),
         ("naive", {"fp8_head": "row"}, "fp8_head='row': not with method naive"),
-        *(("naive", {name: True}, f"{name}=True: not with method naive") for name in NUMBERS),
+        *(
+            ("naive", {name: value}, f"{name}={value}: not with method naive")
+            for name, value in NUMBERS.items()
+        ),
         ("vocab-2", {"invariant": True, "recompute": True}, "recompute=True: not with invariant=True, which"),
         ("vocab-2", {"invariant": True, "rows_per_chunk": 4}, "rows_per_chunk=4: not with invariant=True"),
         ("vocab-2", {"invariant": True, "fp8_head": "row"}, "fp8_head='row': not with invariant=True"),
@@ -44,16 +47,32 @@ GRADIENT: dict[str, Any] = {"entropy_gradient": True}
         ("vocab-2", {"fp8_head": "row", **FUSED}, "kernels='fused': not with fp8_head='row'"),
         (
             "vocab-2",
-            {"entropy": True, **GRADIENT, **FUSED},
-            "kernels='fused': not with entropy_gradient=True",
+            {**GRADIENT, **FUSED},
+            "kernels='fused': not with metrics=('entropy-gradient',)",
         ),
         ("vocab-2", {"kernels": "quack"}, "kernels='quack': choose one of auto, fused"),
         ("vocab-2", {"fp8_head": "row", "fp32_head": True}, "fp8_head='row': not with fp32_head=True"),
-        ("vocab-2", {"entropy": True, "invariant": True}, "entropy=True: not with invariant=True, which"),
-        ("vocab-2", {"accuracy": True, "recompute": True}, "accuracy=True: not with recompute=True"),
+        (
+            "vocab-2",
+            {**GRADIENT, "invariant": True},
+            "metrics=('entropy-gradient',): not with invariant=True, which",
+        ),
+        (
+            "vocab-2",
+            {"metrics": ("accuracy",), "recompute": True},
+            "metrics=('accuracy',): not with recompute=True",
+        ),
         ("vocab-2", {"target_rank": True, "softcap": 30.0}, "target_rank=True: not with softcap=30.0"),
-        ("vocab-2", {"entropy": True, "fp8_head": "mxfp8"}, "entropy=True: not with fp8_head='mxfp8'"),
-        ("vocab-2", GRADIENT, "entropy_gradient=True: needs entropy=True, .*; ask for both"),
+        (
+            "vocab-2",
+            {"metrics": ("entropy",), "fp8_head": "mxfp8"},
+            "metrics=('entropy',): not with fp8_head='mxfp8'",
+        ),
+        (
+            "vocab-2",
+            {"metrics": ("accuracy", "correct")},
+            "metrics=('accuracy', 'correct'): choose one of entropy, entropy-gradient, accuracy",
+        ),
         ("naive", {"top_logprobs": 4}, "top_logprobs=4: not with method naive, whose output layer"),
         ("vocab-2", {"top_logprobs": 4, "recompute": True}, "top_logprobs=4: not with recompute=True"),
         ("vocab-1", {"top_logprobs": 4, "drop_masked": True}, "top_logprobs=4: not with drop_masked=True"),
@@ -73,20 +92,20 @@ def test_what_cannot_be_combined_is_one_sentence(method: str, options: dict[str,
 @pytest.mark.parametrize("method", ["vocab-1", "vocab-2", "interlaced"])
 def test_every_option_goes_alone_with_methods_that_partition(method: str) -> None:
     values: dict[str, Any] = {"rows_per_chunk": 4, "fp8_head": "row", "softcap": 30.0, **SMOOTH, **FUSED}
-    values["distillation"] = Distillation()
-    refused = {"entropy_gradient"} | ({"distillation", "top_logprobs"} if method == "interlaced" else set())
+    values |= {"distillation": Distillation(), **NUMBERS}
+    refused = {"distillation", "top_logprobs"} if method == "interlaced" else set()
     for name in options_of(VocabOptions):
         options = VocabOptions(**{name: values.get(name, True)})
         assert name in refused or conflicts(options, METHODS[method]) == []
 
 
 def test_rules_name_options() -> None:
-    names = {name for rule in RULES for name in (*rule.options, *rule.others, rule.needs) if name}
-    assert names == set(options_of(VocabOptions))
+    names = {name for rule in RULES for name in (*rule.options, *rule.others)}
+    assert names == {*options_of(VocabOptions), "gradients"}
 
 
 def test_a_door_spells_the_names() -> None:
-    options = VocabOptions(accuracy=True, softcap=30.0, recompute=True)
+    options = VocabOptions(metrics=("accuracy",), softcap=30.0, recompute=True)
     [problem] = conflicts(options, METHODS["vocab-2"], spell=spell)
     assert problem.startswith(
         "--vocab-parallel-metrics accuracy: not with --vocab-parallel-recompute-logits and "

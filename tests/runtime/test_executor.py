@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from megatron_vocabpar.runtime.buffers import BufferError, Buffers
+from megatron_vocabpar.runtime.buffers import BufferError, Buffers, Slot
 from megatron_vocabpar.runtime.executor import InstructionError, execute
 from megatron_vocabpar.schedule.words.passes import CommType, Instruction, Pass, PassType, parse
 
@@ -43,15 +43,18 @@ def test_failure_names_rank_pass_and_microbatch() -> None:
         execute(3, program("2S5"), {PassType.S: fail})
 
 
+STATE = Slot[str]("state")
+
+
 def test_a_buffer_is_put_once_taken_as_often_as_announced_and_else_named() -> None:
     buffers, producer = Buffers(), Pass(PassType.S, 2, 5)
-    buffers.put(producer, "state", "value", uses=2)
+    buffers.put(producer, STATE, "value", uses=2)
     with pytest.raises(BufferError, match="state of 2S5 is already there"):
-        buffers.put(producer, "state", 2)
-    assert buffers.take(producer, "state") == "value"
+        buffers.put(producer, STATE, "another")
+    assert buffers.take(producer, STATE) == "value"
     with pytest.raises(BufferError, match="1 buffers are left after the iteration: state of 2S5"):
         buffers.check_empty()
-    assert buffers.take(producer, "state") == "value"
+    assert buffers.take(producer, STATE) == "value"
     with pytest.raises(BufferError, match="state of 2S5 is not there"):
-        buffers.take(producer, "state")
+        buffers.take(producer, STATE)
     buffers.check_empty()

@@ -34,11 +34,11 @@ later exponent exceeds it by more. Stored values are then up to 2^8, which costs
 """
 
 FUSED_LEEWAY = 64
-"""The same of a kernel that computes the logits itself, for which another reading is another product.
+"""``LEEWAY`` of the fused kernel, where reading a row again repeats its product.
 
 Stored values are then up to 2^64, in bf16, and an A up to 2^64 times as large; nothing else of S and T sees
-it, nor does an entropy (``entropy.py``). But the gradient of one is made of the rounded ``E ln E``, where
-ln E would be up to 44, so it has its exponentials from the row kernel.
+it, nor does an entropy (``extras/entropy.py``). But the gradient of one is made of the rounded ``E ln E``,
+where ln E would be up to 44, so it has its exponentials from the row kernel.
 """
 
 

@@ -18,7 +18,7 @@ from megatron_vocabpar.layers.kernels.triton_exponentials import (
     power_of_two,
     remainder,
 )
-from megatron_vocabpar.layers.numbers import RowGradient, Slopes, Softmax, add_entropy, empty_softmax
+from megatron_vocabpar.layers.numbers import RowGradient, Slopes, Softmax, empty_softmax
 
 _LOG2_E = tl.constexpr(exponents.LOG2_E)
 _LN2_HIGH = tl.constexpr(exponents.LN2_HIGH)
@@ -178,10 +178,8 @@ def row_gradient(
     k: Tensor,
     tokens: Tensor,
     target_slope: Tensor | None = None,
-    *,
-    vocab_size: int,
 ) -> RowGradient:
-    """As ``numbers.row_gradient``, for fp32 statistics; the parts of entropy and mean are PyTorch's."""
+    """As ``numbers.row_gradient``, for fp32 statistics."""
     n, m = len(k), len(tokens)
     assert m <= n, (m, n)
     row, target = k.new_empty(n), k.new_empty(m)
@@ -207,12 +205,7 @@ def row_gradient(
             BLOCK=_BLOCK,
             enable_fp_fusion=FP_FUSION,
         )
-    logs = None
-    if slopes.entropy is not None:
-        of_all = torch.zeros_like(row)
-        row, bend, logs = add_entropy(softmax, slopes.entropy, k, row, of_all)
-        target = target + bend.index_select(0, tokens)
-    return RowGradient(row, target, logs, None if slopes.mean is None else slopes.mean / vocab_size)
+    return RowGradient(row, target)
 
 
 def _bytes(flags: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
     training      IF -> CI -> F(first) ... F(last) -> C0 -> S -> C1 [-> S2 -> C2] -> T -> [C2 | C3]
                   -> L -> CG -> B(last) ... B(first) -> CIB -> IB
-    evaluation    IF -> CI -> F(first) ... F(last) -> C0 -> S -> C1 [-> S2 -> C2] -> L
+    evaluation    IF -> CI -> F(first) ... F(last) -> C0 -> S -> C1 [-> S2 -> C2] [-> R -> C] -> L
 
 Handlers hand tensors to each other through buffers, launch communication on side streams, and wait for what
 they consume. They never decide an order: that is the schedule's (``schedule/words/dependencies.py``).
@@ -14,22 +14,21 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from megatron_vocabpar.pipeline.handlers.barriers import Barriers
-from megatron_vocabpar.pipeline.handlers.chain import OutputChain
-from megatron_vocabpar.pipeline.handlers.distant_loss import DistantLoss
-from megatron_vocabpar.pipeline.handlers.hidden import HiddenStates
-from megatron_vocabpar.pipeline.handlers.in_step import InStep
 from megatron_vocabpar.pipeline.handlers.input_layer import InputLayer
-from megatron_vocabpar.pipeline.handlers.loss import Losses
 from megatron_vocabpar.pipeline.handlers.planned_stages import PlannedStages
-from megatron_vocabpar.pipeline.handlers.softmax import SoftmaxPasses
 from megatron_vocabpar.pipeline.handlers.stages import Stages
 from megatron_vocabpar.pipeline.handlers.transfers import Transfers
 from megatron_vocabpar.pipeline.iteration import Iteration
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
+from megatron_vocabpar.pipeline.output.chain import OutputChain
+from megatron_vocabpar.pipeline.output.collectives import OutputCollectives
+from megatron_vocabpar.pipeline.output.distant_loss import DistantLoss
+from megatron_vocabpar.pipeline.output.hidden import HiddenStates
+from megatron_vocabpar.pipeline.output.in_step import InStep
+from megatron_vocabpar.pipeline.output.loss import Losses
+from megatron_vocabpar.pipeline.output.passes import SoftmaxPasses
 from megatron_vocabpar.pipeline.split_w.weight_gradients import WeightGradients
 from megatron_vocabpar.runtime.executor import Handlers
-from megatron_vocabpar.schedule.words.methods import Method
 from megatron_vocabpar.schedule.words.passes import CommType, InstructionType, PairType, PassType
 
 Table = dict[InstructionType, Callable[[Any], None]]
@@ -65,48 +64,37 @@ def distant_table(loss: DistantLoss) -> Table:
     return {CommType.C0: loss.send_losses, PassType.L: loss.gradient, CommType.CG: loss.send_gradient}
 
 
-def output_table(method: Method, chain: OutputChain, hidden: HiddenStates, losses: Losses) -> Table:
-    """Handlers of the partitioned output layer, looked up from the method's chain.
+def output_table(chain: OutputChain, hidden: HiddenStates, losses: Losses) -> Table:
+    """Handlers of the partitioned output layer: those of the method's words.
 
-    What a pass does follows from its name, what a collective carries from who waits for it.
-
-    Raises:
-        ValueError: for a chain with something new in it, naming it.
+    A pass does what its name says, but T of vocab-2, whose S has the input gradient. A collective carries the
+    result of the pass before it.
     """
-    barriers = Barriers(chain)
-    softmax = SoftmaxPasses(chain, hidden, losses)
-    if chain.ranks_targets:
-        run_t = losses.count_likelier
-    else:
-        run_t = softmax.weight_backward if chain.early else softmax.input_backward
-    passes: Table = {
-        PassType.S: InStep(softmax, barriers).output_layer if method.in_step else softmax.softmax,
-        PassType.S2: softmax.exponential_sum,
-        PassType.T: run_t,
+    collectives, passes = OutputCollectives(chain), SoftmaxPasses(chain, hidden, losses)
+    method = chain.method
+    run_s, carry_s = passes.softmax, collectives.gather_statistics
+    if method.in_step:
+        run_s = InStep(passes, collectives).output_layer
+    elif PassType.S2 in method.passes:
+        run_s, carry_s = passes.maximum, collectives.reduce_maximum
+    run: Table = {
+        PassType.S: run_s,
+        PassType.S2: passes.exponential_sum,
+        PassType.T: passes.weight_backward if chain.early else passes.input_backward,
+        PassType.TW: passes.weight_backward,
+        PassType.R: passes.count_likelier,
         PassType.L: losses.gradient,
-        PassType.TW: softmax.weight_backward,
     }
-    carriers: dict[frozenset[PassType], Callable[[Any], None]] = {
-        frozenset({PassType.S}): hidden.broadcast,
-        frozenset({PassType.S2}): barriers.reduce_maximum,
-        frozenset({PassType.T}): barriers.gather_statistics,
-        frozenset({PassType.L}): barriers.sum_counts if chain.ranks_targets else barriers.gather_statistics,
-        frozenset({PassType.B}): barriers.reduce_input_gradient,
-        frozenset({PassType.B, PassType.T}): barriers.gather_statistics_and_input_gradient,
+    carry: dict[PassType, Callable[[Any], None]] = {
+        PassType.S: carry_s,
+        PassType.S2: collectives.gather_statistics,
+        PassType.T: collectives.reduce_input_gradient,
+        PassType.R: collectives.sum_counts,
+        PassType.L: losses.broadcast_gradient,
     }
-    table: Table = {type_: passes[type_] for type_ in method.passes}
-    for type_ in method.collectives:
-        waiting = method.waiting_for(type_)
-        if chain.training:  # L and TW take what B and T take
-            waiting -= {PassType.L, PassType.TW}
-        if type_ is CommType.CG:
-            table[type_] = losses.broadcast_gradient
-            continue
-        if waiting not in carriers:
-            names = " and ".join(sorted(pass_.value for pass_ in waiting)) or "nothing"
-            raise ValueError(f"method {method.name}: no handler for {type_.value}, which {names} waits for")
-        table[type_] = carriers[waiting]
-    return table
+    table: Table = {type_: run[type_] for type_ in method.passes}
+    table |= {type_: carry[producer] for type_, producer in method.producers.items()}
+    return table | {CommType.C0: hidden.broadcast}
 
 
 def handlers_of(
@@ -131,7 +119,7 @@ def handlers_of(
     hidden, losses = HiddenStates(chain), Losses(chain)
     stages = _stages(iteration)(iteration, weight_gradients, inputs.embedded_rows, hidden.gradient)
     table = stage_table(stages) | input_table(inputs)
-    table |= output_table(iteration.rank.method, chain, hidden, losses)
+    table |= output_table(chain, hidden, losses)
     return table, partial(_finish, losses, inputs, iteration)
 
 

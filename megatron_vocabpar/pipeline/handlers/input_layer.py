@@ -13,6 +13,7 @@ from megatron_vocabpar.pipeline.gradients import main_grad
 from megatron_vocabpar.pipeline.iteration import Iteration, LayerHandlers
 from megatron_vocabpar.pipeline.microbatches import Microbatch
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
+from megatron_vocabpar.pipeline.slots import ARRIVAL, ROWS, ROWS_GRAD
 from megatron_vocabpar.runtime.comm import exchange_rows
 from megatron_vocabpar.runtime.streams import Event
 from megatron_vocabpar.schedule.words.dependencies import EMBEDDED_INPUTS
@@ -37,12 +38,12 @@ class InputLayer(LayerHandlers):
         while len(self._departures) >= EMBEDDED_INPUTS:
             self.wait(self._departures.popleft())
         rows = self.model.word_embeddings(self.microbatches[instruction.microbatch].owned_tokens)
-        self.buffers.put(instruction, "rows", rows)
+        self.buffers.put(instruction, ROWS, rows)
 
     def gather_rows(self, instruction: Comm) -> None:
         """CI: every rank's rows to every tensor-parallel rank of the stages that embed."""
         groups, microbatch = self.groups, self.microbatches[instruction.microbatch]
-        rows = self.buffers.take(Pass(PassType.IF, instruction.stage, instruction.microbatch), "rows")
+        rows = self.buffers.take(Pass(PassType.IF, instruction.stage, instruction.microbatch), ROWS)
         send, receive = [0] * len(groups.ranks), [0] * len(groups.ranks)
         copies: list[torch.Tensor] = []
         for tokens, part in zip(microbatch.embedded, _parts(microbatch, rows), strict=True):
@@ -53,7 +54,7 @@ class InputLayer(LayerHandlers):
                 receive = list(tokens.plan.counts)
         event = self._exchange(torch.cat(copies) if len(copies) > 1 else rows, send, receive)
         if uses := len(self._embedding_stages):
-            self.buffers.put(instruction, "event", event, uses=uses)
+            self.buffers.put(instruction, ARRIVAL, event, uses=uses)
         else:
             self._departures.append(event)
 
@@ -81,7 +82,7 @@ class InputLayer(LayerHandlers):
         """The rows ``[k, b, s, H]`` of the tokens that ``stage`` embeds; None where it embeds none."""
         if stage not in self._embedding_stages:
             return None
-        received = self.wait(self.buffers.take(Comm(CommType.CI, self.rank.pipeline_rank, i), "event"))
+        received = self.arrived(Comm(CommType.CI, self.rank.pipeline_rank, i), ARRIVAL)
         (tokens,) = (t for t in self.microbatches[i].embedded if t.rank == self.rank.pipeline_rank)
         rows = assemble(tokens.plan, received).view(*tokens.shape, -1)
         if len(self._embedding_stages) > 1:
@@ -104,18 +105,18 @@ class InputLayer(LayerHandlers):
             receive[groups.members_of(tokens.rank)[groups.tensor_rank]] = counts[groups.member]
             if tokens.rank != self.rank.pipeline_rank:
                 continue
-            grads = [self.buffers.take(Pass(PassType.B, s, i), "rows_grad") for s in self._embedding_stages]
+            grads = [self.buffers.take(Pass(PassType.B, s, i), ROWS_GRAD) for s in self._embedding_stages]
             grad = (torch.cat(grads) if len(grads) > 1 else grads[0]).flatten(0, 2)
             by_owner = split_gradient(tokens.plan, grad).split(list(counts))
             owners = range(groups.tensor_rank, len(counts), groups.tensor)
             send = [count if owner in owners else 0 for owner, count in enumerate(counts)]
             rows = torch.cat([by_owner[owner] for owner in owners]).to(weight.dtype)
-        self.buffers.put(instruction, "event", self._exchange(rows, send, receive))
+        self.buffers.put(instruction, ARRIVAL, self._exchange(rows, send, receive))
 
     def input_backward(self, instruction: Pass) -> None:
         """IB: add the received gradients into this rank's rows of the embedding gradient, unless frozen."""
         i = instruction.microbatch
-        rows = self.wait(self.buffers.take(Comm(CommType.CIB, instruction.stage, i), "event"))
+        rows = self.arrived(Comm(CommType.CIB, instruction.stage, i), ARRIVAL)
         weight = self.model.word_embeddings.weight
         if weight.requires_grad:
             owned = self.microbatches[i].owned_tokens

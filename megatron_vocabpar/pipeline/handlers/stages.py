@@ -14,6 +14,16 @@ from megatron_vocabpar.pipeline import compat
 from megatron_vocabpar.pipeline.graphs.layer_graphs import kept, kept_gradient
 from megatron_vocabpar.pipeline.iteration import Iteration, LayerHandlers
 from megatron_vocabpar.pipeline.recording import ModelCall
+from megatron_vocabpar.pipeline.slots import (
+    GRAPH,
+    HIDDEN,
+    INPUT_GRAD,
+    OUTPUT,
+    RECEIVED,
+    ROWS_GRAD,
+    TOKEN_LOSSES,
+    Graph,
+)
 from megatron_vocabpar.pipeline.split_w.weight_gradients import WeightGradients
 from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pair, Pass, PassType
 
@@ -71,17 +81,17 @@ class Stages(LayerHandlers):
             )
         self.iteration.num_tokens = self.iteration.num_tokens + num_tokens
         if not is_last_stage:
-            self.buffers.put(instruction, "output", kept(output.detach(), call.config))
+            self.buffers.put(instruction, OUTPUT, kept(output.detach(), call.config))
         elif partitioned:
             # Megatron's half-precision wrapper turns the last stage's output into float32: exact either way.
             hidden = output.detach().to(call.config.params_dtype)
-            self.buffers.put(instruction, "hidden", hidden.flatten(0, 1))
+            self.buffers.put(instruction, HIDDEN, hidden.flatten(0, 1))
         elif self.output_gradient is not None:
             # A copy: Megatron frees the storage of the output.
-            self.buffers.put(instruction, "token_losses", output.detach().flatten().float().clone())
+            self.buffers.put(instruction, TOKEN_LOSSES, output.detach().flatten().float().clone())
         if not call.forward_only:
             output = compat.released(output, call.config)
-            self.buffers.put(instruction, "graph", (stage_input, rows, output))
+            self.buffers.put(instruction, GRAPH, Graph(stage_input, rows, output))
 
     def _forward_step(self, stage: int, i: int) -> Callable[..., Any]:
         """The training script's ``forward_step``, or a replay of the call that was recorded of it."""
@@ -92,35 +102,35 @@ class Stages(LayerHandlers):
     def _stage_input(self, stage: int, i: int) -> torch.Tensor:
         before = Pass(PassType.F, stage - 1, i)
         if self.rank.placement.rank_of(stage - 1) == self.rank.pipeline_rank:
-            tensor = self.buffers.take(before, "output")
+            tensor = self.buffers.take(before, OUTPUT)
         else:
-            tensor = self.wait(self.buffers.take(Comm(CommType.RECV_F, stage, i), "received"))
+            tensor = self.arrived(Comm(CommType.RECV_F, stage, i), RECEIVED)
         return tensor.requires_grad_(not self.call.forward_only)
 
     def backward(self, instruction: Pass) -> None:
         """B: gradients of one stage's transformer layers and of its input."""
         stage, i = instruction.stage, instruction.microbatch
         placement = self.rank.placement
-        stage_input, rows, output = self.buffers.take(Pass(PassType.F, stage, i), "graph")
+        stage_input, rows, output = self.buffers.take(Pass(PassType.F, stage, i), GRAPH)
         output_grad: torch.Tensor | None = None
         if stage == placement.last_stage:
             if self.output_gradient is not None:
                 output_grad = self.output_gradient(i).to(output.dtype)
         elif placement.rank_of(stage + 1) == self.rank.pipeline_rank:
-            output_grad = self.buffers.take(Pass(PassType.B, stage + 1, i), "input_grad")
+            output_grad = self.buffers.take(Pass(PassType.B, stage + 1, i), INPUT_GRAD)
         else:
-            output_grad = self.wait(self.buffers.take(Comm(CommType.RECV_B, stage, i), "received"))
+            output_grad = self.arrived(Comm(CommType.RECV_B, stage, i), RECEIVED)
         chunk = placement.chunk_of(stage)
         self.gradients.before_backward(chunk)
         with self.weight_gradients[chunk].left_by(i) if self.weight_gradients else nullcontext():
             input_grad = self._backward_step(instruction, stage_input, output, output_grad)
         self.gradients.after_backward(chunk)
         if input_grad is not None:
-            self.buffers.put(instruction, "input_grad", kept_gradient(input_grad, self.call.config))
+            self.buffers.put(instruction, INPUT_GRAD, kept_gradient(input_grad, self.call.config))
         if rows is not None:
             # Tokens that detached heads embed get no gradient.
             grad = torch.zeros_like(rows) if rows.grad is None else rows.grad
-            self.buffers.put(instruction, "rows_grad", kept_gradient(grad, self.call.config))
+            self.buffers.put(instruction, ROWS_GRAD, kept_gradient(grad, self.call.config))
 
     def _backward_step(
         self,

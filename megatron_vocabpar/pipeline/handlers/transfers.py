@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_vocabpar.pipeline.iteration import LayerHandlers
+from megatron_vocabpar.pipeline.slots import INPUT_GRAD, OUTPUT, RECEIVED
 from megatron_vocabpar.schedule.words.passes import Comm, Pass, PassType
 
 
@@ -13,7 +14,7 @@ class Transfers(LayerHandlers):
 
     def send_forward(self, instruction: Comm) -> None:
         """SEND_F: a stage's output to the rank of the next stage."""
-        output = self.buffers.take(Pass(PassType.F, instruction.stage, instruction.microbatch), "output")
+        output = self.buffers.take(Pass(PassType.F, instruction.stage, instruction.microbatch), OUTPUT)
         expected = self.iteration.hidden_shape(instruction.microbatch, instruction.stage)
         if tuple(output.shape) != expected:
             raise ValueError(
@@ -24,7 +25,7 @@ class Transfers(LayerHandlers):
 
     def send_backward(self, instruction: Comm) -> None:
         """SEND_B: a stage's input gradient to the rank of the previous stage."""
-        grad = self.buffers.take(Pass(PassType.B, instruction.stage, instruction.microbatch), "input_grad")
+        grad = self.buffers.take(Pass(PassType.B, instruction.stage, instruction.microbatch), INPUT_GRAD)
         self._send(grad, instruction.stage - 1)
 
     def _send(self, tensor: torch.Tensor, stage: int) -> None:
@@ -48,7 +49,7 @@ class Transfers(LayerHandlers):
             self.rank.device,
             self.rank.placement.rank_of(from_stage),
         )
-        self.buffers.put(instruction, "received", posted)
+        self.buffers.put(instruction, RECEIVED, posted)
 
     def _transfer_dtype(self) -> torch.dtype:
         return self.call.config.pipeline_dtype or self.call.config.params_dtype

@@ -32,6 +32,7 @@ STYLES: dict[PassType, Style] = {
     PassType.T: Style("#d9534f", "#ffffff", "output layer T"),
     PassType.L: Style("#222222", "#ffffff", "loss function"),
     PassType.TW: Style("#e8a09d", "#3d0a08", "output layer TW"),
+    PassType.R: Style("#b56576", "#ffffff", "output layer R"),
     PassType.IF: Style("#c9b3e6", "#281544", "input forward"),
     PassType.IB: Style("#7d5ba6", "#ffffff", "input backward"),
 }

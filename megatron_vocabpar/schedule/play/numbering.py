@@ -38,7 +38,8 @@ from megatron_vocabpar.schedule.words.passes import (
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
 _TRANSFORMER = (PassType.F, PassType.B, PassType.W)
-_VOCABULARY = (PassType.S, PassType.S2, PassType.T, PassType.IF, PassType.IB, PassType.L, PassType.TW)
+_OUTPUT = (PassType.S, PassType.S2, PassType.T, PassType.L, PassType.TW, PassType.R)
+_VOCABULARY = (*_OUTPUT, PassType.IF, PassType.IB)
 TYPES: tuple[PassType | CommType, ...] = (*_TRANSFORMER, *_VOCABULARY, *CommType)
 
 

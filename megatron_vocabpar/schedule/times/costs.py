@@ -329,6 +329,7 @@ def _vocabulary_times(costs: PassCosts, schedule: Schedule) -> dict[PassType, tu
         times[type_] = spread(row.get(name, 0.0), p, name)
     times[PassType.L] = spread(row.get("L_ms", 0.0), p, "L_ms")
     times[PassType.T], times[PassType.TW] = halves_of_t(row, p, apart=PassType.TW in method.passes)
+    times[PassType.R] = (0.0,) * p  # of evaluations alone, and not in a cost file
     for type_ in method.in_step:  # interlaced's S does T's work, too, and holds the collectives
         synchronous = spread(row.get("synchronous_ms", 0.0), p, "synchronous_ms")
         parts = zip(times[type_], times[PassType.T], synchronous, strict=True)

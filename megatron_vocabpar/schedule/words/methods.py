@@ -16,8 +16,8 @@ sends every token's gradient to all ranks. B scales the rows of the input gradie
 gradient (TW, in vocab-2 T) waits for CG as well, and may be delayed at will. Interlaced's S does all of it.
 
 An evaluation is a chain, too, which ends in the loss: ``C0 S C1 L``, for naive ``C0 S C1 S2 C2 L``. Where it
-ranks the targets, T counts the ids of a shard that are likelier, and the next collective sums the counts:
-``C0 S C1 T C2 L``, for naive ``C0 S C1 S2 C2 T C3 L``.
+ranks the targets, R counts the ids of a shard that are likelier, and the next collective sums the counts:
+``C0 S C1 R C2 L``, for naive ``C0 S C1 S2 C2 R C3 L``.
 
 Baseline and redis have no chain, unless the last stage is not on the loss function's rank, as in a V shape:
 then the tokens' losses travel there, and their gradient back, ``C0 L CG B`` (``placed``).
@@ -148,7 +148,7 @@ def without_gradients(method: Method, *, ranks_targets: bool = False) -> Method:
     forward = takewhile(lambda word: _unmarked(word) not in ("T", "L", "B"), method.chain.split())
     words = [*map(_unmarked, forward), *(["C1"] if method.in_step else [])]
     if ranks_targets and method.vocabulary_parallel:
-        words += ["T", next(word for word in ("C1", "C2", "C3") if word not in words)]
+        words += ["R", next(word for word in ("C1", "C2", "C3") if word not in words)]
     return replace(method, chain=" ".join([*words, "L"]), beside="")
 
 
@@ -162,7 +162,7 @@ def placed(method: Method, placement: Placement) -> Method:
 _WORDS: dict[str, Word] = {
     word.value: word
     for word in (
-        *(PassType.S, PassType.S2, PassType.T, PassType.L, PassType.TW, PassType.B),
+        *(PassType.S, PassType.S2, PassType.T, PassType.L, PassType.TW, PassType.R, PassType.B),
         *(CommType.C0, CommType.C1, CommType.C2, CommType.C3, CommType.CG),
     )
 }

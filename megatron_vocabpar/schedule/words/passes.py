@@ -38,6 +38,7 @@ class PassType(_Name):
     T = "T"  # output layer: input gradient; in vocab-2, whose S has it, weight gradient
     L = "L"  # the loss function, and the gradient of every token's loss
     TW = "TW"  # output layer, except in vocab-2: weight gradient
+    R = "R"  # output layer, in an evaluation that ranks the targets: count this shard's ids that are likelier
     B = "B"  # backward of a stage; if W is split off, only its input gradient
     W = "W"  # weight gradient of a stage, if it is split from B
     IB = "IB"  # input backward: add the input gradient into this rank's embedding rows

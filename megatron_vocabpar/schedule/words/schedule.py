@@ -134,9 +134,9 @@ def forward_only(schedule: Schedule, *, ranks_targets: bool = False) -> Schedule
         training      1S0 1L0 1B0 1S1 1T0 1L1 1B1 1T1
         evaluation    1S0         1S1 1L0         1L1
 
-    Without a T, L stays where it is, or, in interlaced, takes the place of S. If targets are ranked, T stays
-    on every rank. L then waits for the counts of all ranks, whose T may run much later, so all L come at the
-    end.
+    Without a T, L stays where it is, or, in interlaced, takes the place of S. If targets are ranked, R takes
+    it on every rank. L then waits for the counts of all ranks, whose R may run much later, so all L come at
+    the end.
 
     An evaluation has no B, and so no pairs.
     """
@@ -151,7 +151,7 @@ def forward_only(schedule: Schedule, *, ranks_targets: bool = False) -> Schedule
             if pass_.type in FORWARD:
                 yield pass_
             if pass_.type is marker and ranks_targets:
-                yield replace(pass_, type=PassType.T)
+                yield replace(pass_, type=PassType.R)
             elif pass_.type is marker and has_loss:
                 yield replace(pass_, type=PassType.L)
         if ranks_targets and has_loss:

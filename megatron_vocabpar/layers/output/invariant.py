@@ -1,18 +1,18 @@
 """S and T once more, with results that don't depend on the sharding, bit for bit.
 
-Functions and arguments are those of ``output.py``. Loss, log-probabilities, dX and dW are the same bits for
+Names and arguments are those of ``plain.py``. Loss, log-probabilities, dX and dW are the same bits for
 every pipeline and tensor-parallel size and every uneven split whose shards end between blocks of ``BLOCK``
 ids; loss, log-probabilities and dX of a token also for every batch around it:
 
 - A block is computed alike wherever it lies: its logits, its exponentials (with an offset of its own) and its
-  part of dX, over ``BLOCK`` tokens; its part of dW over all tokens (``fixed_point.block_product``).
-- Sums over blocks, and so over shards, are of whole numbers (``fixed_point.py``): the statistics, and dX on a
-  grid that all shards know after the statistics have met.
+  part of dX, over ``BLOCK`` tokens; its part of dW over all tokens (``../fixed_point.py``).
+- Sums over blocks, and so over shards, are of whole numbers (``../fixed_point.py``): the statistics, and dX
+  on a grid that all shards know after the statistics have met.
 - A row of dW belongs to one block; its targets' tokens are added in their order.
 
 So dX is computed after C1, in vocab-2 as well, and reduced as int64 (``FixedPoint``). There is no label
 smoothing, whose sum of the weight's rows has an order, and no recomputation. ``docs/kernels.md`` has the
-cost. Next: ``fixed_point.py``.
+cost. Next: ``../fixed_point.py``.
 """
 
 from __future__ import annotations
@@ -45,28 +45,8 @@ from megatron_vocabpar.layers.operands import (
     check_main_grad,
 )
 from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.layers.stored import StoredExponentials
 from megatron_vocabpar.layers.targets import OwnedTargets, owned_targets, target_rows
-
-
-@dataclass(frozen=True, slots=True)
-class BlockState:
-    """What S keeps of one microbatch for T. Nothing writes into it.
-
-    Attributes:
-        x: [n, H] hidden states in the operands' dtype.
-        e: [B, n, BLOCK] operand dtype: each block's exponentials, zero for the target and the filling.
-        k: [B, n] fp32 (fp64 for fp64) each block's whole offsets.
-        shard: the rows of the weight.
-        owned: the tokens with a target in this shard.
-        target_slope: [n] slope of the softcap at the target's logit, with a softcap.
-    """
-
-    x: Tensor
-    e: Tensor
-    k: Tensor
-    shard: VocabRange
-    owned: OwnedTargets
-    target_slope: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +75,74 @@ class FixedPoint:
         return value.to(self.dtype) if self.out is None else self.out.copy_(value)
 
 
+@dataclass(frozen=True, slots=True)
+class BlockState:
+    """What S keeps of one microbatch for T. Nothing writes into it.
+
+    Attributes:
+        x: [n, H] hidden states in the operands' dtype.
+        weight: [P, H] of S: no copy.
+        e: [B, n, BLOCK] operand dtype: each block's exponentials, zero for the target and the filling.
+        k: [B, n] fp32 (fp64 for fp64) each block's whole offsets.
+        shard: the rows of the weight.
+        owned: the tokens with a target in this shard.
+        target_slope: [n] slope of the softcap at the target's logit, with a softcap.
+    """
+
+    x: Tensor
+    weight: Tensor
+    e: Tensor
+    k: Tensor
+    shard: VocabRange
+    owned: OwnedTargets
+    target_slope: Tensor | None
+
+    @property
+    def stored(self) -> StoredExponentials:
+        """None are plain, and no rule lets anybody ask."""
+        raise AssertionError("blocks of exponentials have offsets of their own")
+
+    @property
+    def spare(self) -> Tensor | None:
+        """None: the memory of blocks is not given on."""
+        return None
+
+    @exact()
+    def input_gradient(self, softmax: Softmax, slopes: Slopes, out: Tensor | None = None) -> FixedPoint:
+        """This shard's part of dX; arguments and errors are those of ``OutputState.input_gradient``.
+
+        Returns:
+            Whole numbers: their sum over the shards is dX.
+        """
+        assert softmax.weight_peak is not None, "statistics of another kind"
+        check_gradient_place(out, self.x, softmax)
+        x, owned = self.x, self.owned
+        # |dX_ij| and all partial sums: at most all probabilities and the target's remainder, times max |W|.
+        bound = row_factor(softmax, slopes, softmax.offset).abs() * softmax.total
+        bound = (bound + target_factor(softmax, slopes).abs()).double() * softmax.weight_peak
+        grid = grid_of(bound)
+        whole = x.new_zeros(x.shape, dtype=torch.int64)
+        for block, rows in enumerate(blocks_of(self.shard.valid_rows)):
+            part = block_product(self.e[block], filled(self.weight[rows]))
+            add_whole_(whole, part.mul_(row_factor(softmax, slopes, self.k[block]).unsqueeze(1)), grid)
+        target = _target_factors(self, softmax, slopes)
+        remainder = self.weight[owned.rows].to(target.dtype) * target.unsqueeze(1)
+        add_whole_(whole, remainder, grid[owned.tokens], owned.tokens)
+        return FixedPoint(whole, grid, softmax.total.dtype, out)
+
+    @exact()
+    def add_weight_gradient(self, softmax: Softmax, slopes: Slopes, main_grad: Tensor) -> None:
+        """Add dW to ``main_grad``; arguments and errors are those of ``OutputState.add_weight_gradient``."""
+        check_main_grad(self.x, self.shard, main_grad)
+        for block, rows in enumerate(blocks_of(self.shard.valid_rows)):
+            scale = row_factor(softmax, slopes, self.k[block])
+            factors, undo = lift(self.x, scale)
+            part = block_product(self.e[block].t(), scale_rows(self.x, factors))[: rows.stop - rows.start]
+            main_grad[rows].add_(part if undo is None else part * undo)
+        target, owned = _target_factors(self, softmax, slopes), self.owned
+        scatter_add_rows_(main_grad, owned.rows, self.x, target, source=owned.tokens, order=owned.by_row)
+
+
 @exact()
 def output_forward(
     x: Tensor,
@@ -105,7 +153,7 @@ def output_forward(
     *,
     owned: OwnedTargets | None = None,
 ) -> tuple[BlockState | None, Tensor]:
-    """Pass S of vocab-1 and vocab-2; the arguments are those of ``output.output_forward``.
+    """Pass S of vocab-1 and vocab-2; the arguments are those of ``plain.output_forward``.
 
     Returns:
         ``(state, stats)``: stats is [n, 7] int64 for the collective and then ``merge_stats``.
@@ -146,51 +194,7 @@ def output_forward(
     if e is None:
         return None, stats
     owned = owned_targets(target_row) if owned is None else owned
-    return BlockState(x, e, k, shard, owned, slope), stats
-
-
-@exact()
-def input_gradient(
-    state: BlockState,
-    softmax: Softmax,
-    slopes: Slopes,
-    weight: Tensor,
-    *,
-    out: Tensor | None = None,
-) -> FixedPoint:
-    """This shard's part of dX; arguments and errors are those of ``output.input_gradient``.
-
-    Returns:
-        Whole numbers: their sum over the shards is dX.
-    """
-    assert softmax.weight_peak is not None, "statistics of another kind"
-    check_gradient_place(out, state.x, softmax)
-    x, owned = state.x, state.owned
-    # |dX_ij| and all partial sums: at most all probabilities and the target's remainder, times max |W|.
-    bound = row_factor(softmax, slopes, softmax.offset).abs() * softmax.total
-    bound = (bound + target_factor(softmax, slopes).abs()).double() * softmax.weight_peak
-    grid = grid_of(bound)
-    whole = x.new_zeros(x.shape, dtype=torch.int64)
-    for block, rows in enumerate(blocks_of(state.shard.valid_rows)):
-        part = block_product(state.e[block], filled(weight[rows]))
-        add_whole_(whole, part.mul_(row_factor(softmax, slopes, state.k[block]).unsqueeze(1)), grid)
-    target = _target_factors(state, softmax, slopes)
-    remainder = weight[owned.rows].to(target.dtype) * target.unsqueeze(1)
-    add_whole_(whole, remainder, grid[owned.tokens], owned.tokens)
-    return FixedPoint(whole, grid, softmax.total.dtype, out)
-
-
-@exact()
-def weight_gradient(state: BlockState, softmax: Softmax, slopes: Slopes, main_grad: Tensor) -> None:
-    """Add dW to ``main_grad``; arguments and errors are those of ``output.weight_gradient``."""
-    check_main_grad(state.x, state.shard, main_grad)
-    for block, rows in enumerate(blocks_of(state.shard.valid_rows)):
-        scale = row_factor(softmax, slopes, state.k[block])
-        factors, undo = lift(state.x, scale)
-        part = block_product(state.e[block].t(), scale_rows(state.x, factors))[: rows.stop - rows.start]
-        main_grad[rows].add_(part if undo is None else part * undo)
-    target, owned = _target_factors(state, softmax, slopes), state.owned
-    scatter_add_rows_(main_grad, owned.rows, state.x, target, source=owned.tokens, order=owned.by_row)
+    return BlockState(x, weight, e, k, shard, owned, slope), stats
 
 
 def _target_factors(state: BlockState, softmax: Softmax, slopes: Slopes) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from megatron_vocabpar.pipeline.iteration import Iteration, LayerHandlers
 from megatron_vocabpar.pipeline.loss_reports import LossReports
+from megatron_vocabpar.pipeline.slots import ARRIVAL, GRADIENT, TOKEN_LOSSES
 from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType
 
 
@@ -27,28 +28,27 @@ class DistantLoss(LayerHandlers):
         i, placement = instruction.microbatch, self.rank.placement
         losses: torch.Tensor | None = None
         if self.rank.is_last:
-            losses = self.buffers.take(Pass(PassType.F, placement.last_stage, i), "token_losses")
-        self.hand_on(instruction, self.sent(losses, self._tokens(i), placement.last_rank))
+            losses = self.buffers.take(Pass(PassType.F, placement.last_stage, i), TOKEN_LOSSES)
+        self.hand_on(instruction, ARRIVAL, self.sent(losses, self._tokens(i), placement.last_rank))
 
     def gradient(self, instruction: Pass) -> None:
         """L: the loss function, and in training the gradient that it gives every token."""
         rank, i = instruction.stage, instruction.microbatch
-        losses = self.wait(self.buffers.take(Comm(CommType.C0, rank, i), "event"))
+        losses = self.arrived(Comm(CommType.C0, rank, i), ARRIVAL)
         grads = self._reports.report(i, losses.view(self.microbatches.shapes[i]))
         if grads is not None:
-            self.buffers.put(instruction, "gradient", grads[0].flatten())
+            self.buffers.put(instruction, GRADIENT, grads[0].flatten())
 
     def send_gradient(self, instruction: Comm) -> None:
         """CG: the gradient of every token's loss, ``[b * s]`` float32, back to the last stage."""
         i, grad = instruction.microbatch, None
         if self.rank.has_loss:
-            grad = self.buffers.take(Pass(PassType.L, instruction.stage, i), "gradient")
-        self.hand_on(instruction, self.sent(grad, self._tokens(i), self.rank.placement.p - 1))
+            grad = self.buffers.take(Pass(PassType.L, instruction.stage, i), GRADIENT)
+        self.hand_on(instruction, ARRIVAL, self.sent(grad, self._tokens(i), self.rank.placement.p - 1))
 
     def of_losses(self, i: int) -> torch.Tensor:
         """The gradient of the token losses of microbatch ``i``: ``[b, s]``, for the last stage's B."""
-        event = self.buffers.take(Comm(CommType.CG, self.rank.pipeline_rank, i), "event")
-        grad: torch.Tensor = self.wait(event)
+        grad = self.arrived(Comm(CommType.CG, self.rank.pipeline_rank, i), ARRIVAL)
         return grad.view(self.microbatches.shapes[i][1:])
 
     def finish(self) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from megatron_vocabpar.pipeline.handlers.chain import OutputChain
 from megatron_vocabpar.pipeline.iteration import LayerHandlers
+from megatron_vocabpar.pipeline.output.chain import OutputChain
+from megatron_vocabpar.pipeline.slots import ARRIVAL, GRADIENT, HIDDEN, HIDDEN_GRAD, JOINED
 from megatron_vocabpar.runtime.comm import broadcast
 from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType
 
@@ -32,7 +33,7 @@ class HiddenStates(LayerHandlers):
         shape = (microbatch.tokens, self.call.config.hidden_size)
         hidden: torch.Tensor | None = None
         if rank.is_last:
-            hidden = self.buffers.take(Pass(PassType.F, rank.placement.last_stage, i), "hidden")
+            hidden = self.buffers.take(Pass(PassType.F, rank.placement.last_stage, i), HIDDEN)
 
         part = groups.tensor_rank % parts
         counted = microbatch.counted_in(part)
@@ -50,24 +51,25 @@ class HiddenStates(LayerHandlers):
             broadcast(groups, groups.output, pieces, members)
             return rows
 
-        self.buffers.put(instruction, "event", rank.output_stream.submit(run))
+        self.buffers.put(instruction, ARRIVAL, rank.output_stream.submit(run))
 
     def of(self, instruction: Pass) -> torch.Tensor:
         """The hidden states ``[n, H]`` that C0 brought for a pass."""
         source = Comm(CommType.C0, instruction.stage, instruction.microbatch)
-        x: torch.Tensor = self.wait(self.buffers.take(source, "event"))
-        return x
+        return self.arrived(source, ARRIVAL)
 
     def gradient(self, i: int) -> torch.Tensor:
         """The gradient of the last stage's output ``[(1 + D) s, b, H]``, for its B."""
         rank = self.rank.pipeline_rank
         source, *more = self.rank.method.waits_for[PassType.B]
         if isinstance(source, PassType):
-            grad = self.buffers.take(Pass(source, rank, i), "hidden_grad")
+            grad = self.buffers.take(Pass(source, rank, i), HIDDEN_GRAD)
+        elif self.chain.early:
+            brought = self.arrived(Comm(source, rank, i), JOINED).hidden_grad
+            assert brought is not None
+            grad = brought
         else:
-            grad = self.wait(self.buffers.take(Comm(source, rank, i), "event"))
-            if self.chain.early:
-                _, grad = grad
+            grad = self.arrived(Comm(source, rank, i), ARRIVAL)
         parts = self.iteration.sequence_shards
         if more:  # interlaced's is scaled already
             grad = scaled(grad, self._scales(i))
@@ -76,14 +78,14 @@ class HiddenStates(LayerHandlers):
         return part.view(-1, b, hidden)
 
     def _scales(self, i: int) -> torch.Tensor:
-        """The gradient of every token's loss, and if k is 2, of its entropy: [k, n]."""
+        """[k, n] the gradients of every token's loss, and of extras on which the loss may depend."""
         rank = self.rank.pipeline_rank
         if self.rank.has_loss:
-            return self.buffers.take(Pass(PassType.L, rank, i), "gradient")
-        return self.wait(self.buffers.take(Comm(CommType.CG, rank, i), "event"))
+            return self.buffers.take(Pass(PassType.L, rank, i), GRADIENT)
+        return self.arrived(Comm(CommType.CG, rank, i), ARRIVAL)
 
 
 def scaled(hidden_grad: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
-    """``[n, H]``: rows for gradients of 1, ``[n, H]`` or ``[2, n, H]``, times the true ones, ``[k, n]``."""
+    """``[n, H]``: rows for gradients of 1, ``[n, H]`` or ``[k, n, H]``, times the true ones, ``[k, n]``."""
     hidden_grad.mul_(grads.view(*hidden_grad.shape[:-1], 1))
     return hidden_grad.sum(0) if hidden_grad.dim() == 3 else hidden_grad

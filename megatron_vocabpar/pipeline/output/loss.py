@@ -5,67 +5,55 @@ from __future__ import annotations
 import torch
 
 from megatron_vocabpar.layers.bins import TopLogprobs
-from megatron_vocabpar.layers.columns import likelier_ids
-from megatron_vocabpar.layers.numbers import Softmax
+from megatron_vocabpar.layers.extras.divergence import Comparison
+from megatron_vocabpar.layers.extras.top import Top
 from megatron_vocabpar.layers.token_loss import loss_of
-from megatron_vocabpar.pipeline.handlers.chain import OutputChain
 from megatron_vocabpar.pipeline.iteration import LayerHandlers
 from megatron_vocabpar.pipeline.loss_reports import LossReports
+from megatron_vocabpar.pipeline.output.chain import OutputChain
+from megatron_vocabpar.pipeline.slots import ARRIVAL, GRADIENT, RANKED, Joined
 from megatron_vocabpar.runtime.streams import Event
 from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType
 
 
 class Losses(LayerHandlers):
-    """The handlers of L, CG and an evaluation's T; interlaced's S calls ``report`` itself."""
+    """The handlers of L and CG; interlaced's S calls ``report`` itself."""
 
     def __init__(self, chain: OutputChain) -> None:
         super().__init__(chain.iteration)
         self.chain = chain
-        self._reports = LossReports(chain.iteration)
+        self._reports = LossReports(chain.iteration, _reports_of(chain), chain.gradients)
         self.look_at = self._reports.hidden
 
     def gradient(self, instruction: Pass) -> None:
-        """L: the loss function, and in training the gradient that it gives every token, and its entropy."""
+        """L: the loss function, and in training the gradients that it gives every token."""
         rank, i = instruction.stage, instruction.microbatch
         ranks = None
-        if self.chain.ranks_targets:
-            softmax = self.buffers.take(Pass(PassType.T, rank, i), "softmax")
-            ranks = self.wait(self.buffers.take(Comm(CommType.C2, rank, i), "event"))
+        if PassType.R in self.rank.method.passes:
+            joined = self.buffers.take(Pass(PassType.R, rank, i), RANKED)
+            counts = self.rank.method.waits_for[PassType.L][0]
+            assert isinstance(counts, CommType)
+            ranks = self.arrived(Comm(counts, rank, i), ARRIVAL)
         else:
-            softmax = self.chain.softmax(i)
-        grads = self.report(i, softmax, ranks)
+            joined = self.chain.joined(i)
+        grads = self.report(i, joined, ranks)
         if grads is not None:
-            self.buffers.put(instruction, "gradient", grads, uses=1 + self.rank.is_last)
+            self.buffers.put(instruction, GRADIENT, grads, uses=1 + self.rank.is_last)
 
-    def count_likelier(self, instruction: Pass) -> None:
-        """T of an evaluation: how many ids of this shard are likelier than each target."""
-        i, chain = instruction.microbatch, self.chain
-        softmax, state = chain.softmax_and_state(i)
-        self.buffers.put(instruction, "counts", likelier_ids(state, softmax))
-        if self.rank.has_loss:
-            self.buffers.put(instruction, "softmax", softmax)
-        chain.spare.keep(state)
-
-    def report(self, i: int, softmax: Softmax, ranks: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Call the loss function; in training, return the gradient [k, n] that it gives the tokens."""
-        microbatches, microbatch = self.microbatches, self.microbatches[i]
-        entropy, divergence = softmax.entropy, softmax.summary.divergence
-        values = {
-            "token_losses": loss_of(softmax, self.chain.terms),
-            "entropy": None if entropy is None else torch.where(softmax.valid, entropy, 0),
-            "wins": softmax.target_wins,
-            "rank": ranks,
-            "divergence": None if divergence is None else torch.where(softmax.valid, divergence, 0),
-            "cross_entropy": None if divergence is None else softmax.nll,
-        }
+    def report(self, i: int, joined: Joined, ranks: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Call the loss function; in training, return the gradients [k, n] that it gives the tokens."""
+        microbatches, microbatch, softmax = self.microbatches, self.microbatches[i], joined.softmax
+        values = {} if ranks is None else {"rank": ranks}
+        for extra in joined.extras:
+            values |= extra.deliver(softmax)
+        values["token_losses"] = loss_of(softmax, self.chain.terms, joined.extras)
         spread = {
             name: microbatches.from_rows(i, microbatch.spread(value.float()))
             for name, value in values.items()
-            if value is not None
         }
-        if softmax.top is not None:
-            self._hand_over(i, *softmax.top)
-        grads = self._reports.report(i, **spread)
+        if Top.name in softmax.extras:
+            self._hand_over(i, *softmax.extras[Top.name])
+        grads = self._reports.report(i, spread.pop("token_losses"), spread)
         if grads is None:
             return None
         return torch.stack([microbatch.take(microbatches.rows(i, grad)) for grad in grads])
@@ -91,14 +79,22 @@ class Losses(LayerHandlers):
         """CG: the gradient of every token's loss, from the loss function's rank to every rank."""
         i, grads = instruction.microbatch, None
         if self.rank.has_loss:
-            grads = self.buffers.take(Pass(PassType.L, instruction.stage, i), "gradient")
-        self.hand_on(instruction, self.shared_gradient(i, grads))
+            grads = self.buffers.take(Pass(PassType.L, instruction.stage, i), GRADIENT)
+        self.hand_on(instruction, ARRIVAL, self.shared_gradient(i, grads))
 
     def shared_gradient(self, i: int, grads: torch.Tensor | None) -> Event[torch.Tensor]:
         """The gradients [k, n], float32, of the first tensor-parallel rank that has the loss function."""
-        rows = 1 + self.chain.entropy_gradient
+        rows = 1 + len(self.chain.gradients)
         return self.sent(grads, (rows, self.microbatches[i].tokens), self.rank.placement.p - 1)
 
     def finish(self) -> None:
         """Have losses and gradients checked when everything is queued."""
         self._reports.finish()
+
+
+def _reports_of(chain: OutputChain) -> dict[str, str]:
+    """By the parameters that the loss function may have, what their means are called."""
+    reports = {name: mean for extra in chain.metrics for name, mean in extra.reports.items()}
+    if PassType.R in chain.method.passes:
+        reports["rank"] = "target rank"
+    return reports | ({} if chain.terms.distillation is None else dict(Comparison.reports))

@@ -1,6 +1,6 @@
-"""The passes S and S2 of naive (section 4.1): maximum and sum are reduced one by one. T is ``output.py``'s.
+"""The passes S and S2 of naive (section 4.1): maximum and sum are reduced one by one. T is ``plain.py``'s.
 
-naive_maximum | max k | naive_sum | stats | input_gradient, weight_gradient | dX |
+naive_maximum | max k | naive_sum | stats | input_gradient, add_weight_gradient | dX |
 """
 
 from __future__ import annotations
@@ -11,17 +11,25 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.gemm import exact, product
 from megatron_vocabpar.layers.numbers import STATS_WIDTH
-from megatron_vocabpar.layers.operands import DEFAULT, ShardOptions, Tokens, joined_slopes, tokens_of
-from megatron_vocabpar.layers.output import OutputState
+from megatron_vocabpar.layers.operands import (
+    DEFAULT,
+    ShardOptions,
+    Tokens,
+    exponentials_place,
+    joined_slopes,
+    tokens_of,
+)
+from megatron_vocabpar.layers.output.plain import OutputState
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.targets import OwnedTargets
 
 
 @dataclass(frozen=True, slots=True)
 class NaiveState:
-    """What naive's S keeps for S2: the logits themselves, [n, P] fp32 (fp64 for fp64)."""
+    """What naive's S keeps for S2: the weight, and the logits themselves, [n, P] fp32 (fp64 for fp64)."""
 
     tokens: Tokens
+    weight: Tensor
     logits: Tensor
 
 
@@ -52,25 +60,28 @@ def naive_maximum(
     k = logits.new_empty(len(x))
     for rows, part in tokens.exponentials(lambda rows: logits[rows].clone()):
         k[rows] = part.k
-    return NaiveState(tokens, logits), k
+    return NaiveState(tokens, weight, logits), k
 
 
 @exact()
-def naive_sum(state: NaiveState, global_k: Tensor) -> tuple[OutputState | None, Tensor]:
+def naive_sum(
+    state: NaiveState, global_k: Tensor, *, e: Tensor | None = None
+) -> tuple[OutputState | None, Tensor]:
     """Pass S2 of naive: exponentials relative to the offsets of the whole vocabulary.
 
     Args:
         state: of ``naive_maximum``; not written to.
         global_k: [n] the largest offset of all shards.
+        e: memory for the exponentials, as in ``output_forward``.
 
     Returns:
         As ``output_forward`` without A.
     """
     tokens, logits = state.tokens, state.logits
-    e = tokens.x.new_empty(logits.shape) if tokens.options.keep_state else None
+    e = exponentials_place(e, tokens.x, tokens.shard, tokens.storage) if tokens.options.keep_state else None
     stats = logits.new_empty((len(logits), STATS_WIDTH))
     parts = tokens.exponentials(lambda rows: logits[rows].clone(), e=e, offset=global_k, stats=stats)
     slopes = [part.target_slope for _, part in parts]
     if e is None:
         return None, stats
-    return OutputState(tokens, stats[:, 0], e, target_slope=joined_slopes(slopes)), stats
+    return OutputState(tokens, state.weight, stats[:, 0], e, joined_slopes(slopes), {}), stats

@@ -11,24 +11,26 @@ to the softmax's offset K: with E = exp(Y - k ln 2), ``Y_j - K ln 2 = ln E_j + (
 An E that is stored as 0 counts as the smallest normal number, 2^-126 of the likeliest id in bf16 and fp32.
 In fp16 it would be 2^-38, which 131,072 ids and a temperature make visible: ``check_storage`` refuses that.
 
-Next: ``output.py``, which adds the gradient to the rows of E.
+Next: ``../output/plain.py``, which adds the gradient to the rows of E.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from abc import abstractmethod
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.bins import BinSlopes, TopLogprobs, shard_bins
 from megatron_vocabpar.layers.divergence import Divergence
-from megatron_vocabpar.layers.exponents import log_of_power
-from megatron_vocabpar.layers.gemm import exact, product, row_chunks, transient_bytes
+from megatron_vocabpar.layers.extras.extra import Exchange, Extra, Factors, Product
+from megatron_vocabpar.layers.gemm import product
 from megatron_vocabpar.layers.numbers import Softmax
+from megatron_vocabpar.layers.operands import Tokens
 from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.layers.stored import StoredExponentials
 from megatron_vocabpar.layers.terms import Distillation
 
 
@@ -49,42 +51,16 @@ Teacher = Tensor | TeacherStates | TopLogprobs
 """What a teacher gives for a microbatch: this shard's logits [s, b, P], states, or a stored [s, b, k]."""
 
 
-@dataclass(frozen=True, slots=True)
-class Student:
-    """One shard of a microbatch, as S has left it.
+class Comparison(Extra):
+    """A student beside its teacher on one shard. The number is [w, n], of which the first is the divergence.
 
-    Attributes:
-        e: [n, P] stored exponentials, 0 for the target and padding.
-        k: [n] their offsets.
-        target_row: [n] int64 the shard's row of the target; outside [0, valid rows) if another owns it.
-        shard: the ids of ``e``.
+    Args:
+        how: which divergence.
+        counted: [n] the student's tokens among the teacher's; None for all.
     """
 
-    e: Tensor
-    k: Tensor
-    target_row: Tensor
-    shard: VocabRange
-
-    def chunks(self) -> list[slice]:
-        """Slices of tokens."""
-        return row_chunks(*self.e.shape, transient_bytes=transient_bytes(self.e.device))
-
-    def logits(self, softmax: Softmax, rows: slice, temperature: float) -> Tensor:
-        """[c, P'] ``(Y - K ln 2) / T`` of a chunk, a copy."""
-        least, valid = torch.finfo(self.e.dtype).tiny, self.shard.valid_rows
-        y = self.e[rows, :valid].to(softmax.total.dtype, copy=True).clamp_(min=least).log_()
-        y.add_(log_of_power(self.k[rows] - softmax.offset[rows]).unsqueeze(1))
-        if valid:
-            row = self.target_row[rows]
-            own = (row >= 0) & (row < valid)
-            at = torch.arange(len(row), device=row.device), torch.where(own, row, 0)
-            target = softmax.total[rows].log() - softmax.nll[rows]
-            y[at] = torch.where(own, target, y[at])
-        return y if temperature == 1 else y.div_(temperature)
-
-
-class Comparison(ABC):
-    """A student beside its teacher on one shard; the numbers are those of ``Softmax.divergence``."""
+    name = "divergence"
+    reports = MappingProxyType({"divergence": "divergence", "cross_entropy": "cross-entropy"})
 
     def __init__(self, how: Distillation, counted: Tensor | None) -> None:
         self.how = how
@@ -97,36 +73,54 @@ class Comparison(ABC):
         """How many numbers a token has: the divergence, the student's log-sum-exp, and what follows."""
 
     @abstractmethod
-    def _fill(self, student: Student, softmax: Softmax, gather: Gather, total: Gather, out: Tensor) -> None:
+    def _fill(self, student: StoredExponentials, softmax: Softmax, exchange: Exchange, out: Tensor) -> None:
         """Write the numbers [w, n] but for the second, which is there."""
 
     @abstractmethod
-    def slopes(self, student: Student, softmax: Softmax, rows: slice) -> Tensor:
+    def slopes(self, student: StoredExponentials, softmax: Softmax, rows: slice) -> Tensor:
         """[c, P'] the gradient of a chunk's divergences by the student's logits."""
 
-    @exact()
-    def compare(
-        self, student: Student, softmax: Softmax, gather: Gather, total: Gather, out: Tensor
-    ) -> Softmax:
-        """The softmax with its numbers, in the memory ``out`` [w, n].
+    def place(self, like: Tensor) -> Tensor:
+        return like.new_empty((self.width, *like.shape))
 
-        Args:
-            gather: from a shard's tensor to all shards' [R, ...], in rank order.
-            total: from a shard's tensor to the sum over all shards, perhaps in place.
-        """
+    def keep(
+        self, tokens: Tokens, stored: StoredExponentials | None, statistics: Tensor, product: Product | None
+    ) -> Tensor:
+        """No column, but a ValueError unless exponentials in this dtype can be compared with a teacher's."""
+        check_storage(tokens.storage)
+        return super().keep(tokens, stored, statistics, product)
+
+    def after_join(
+        self, stored: StoredExponentials, softmax: Softmax, exchange: Exchange, out: Tensor
+    ) -> None:
         temperature = self.how.temperature
         out[1] = softmax.total.log()
         if temperature != 1:
-            local = [student.logits(softmax, rows, temperature).logsumexp(1) for rows in student.chunks()]
-            out[1] = gather(torch.cat(local)).logsumexp(0)
-        self._fill(student, softmax, gather, total, out)
-        return replace(softmax, divergence=out)
+            local = [stored.logits(softmax, rows, temperature).logsumexp(1) for rows in stored.chunks()]
+            out[1] = exchange.gather(torch.cat(local)).logsumexp(0)
+        self._fill(stored, softmax, exchange, out)
+
+    def value(self, softmax: Softmax) -> Tensor:
+        return super().value(softmax)[0]
+
+    def deliver(self, softmax: Softmax) -> dict[str, Tensor]:
+        divergence = torch.where(softmax.valid, self.value(softmax), 0)
+        return {"divergence": divergence, "cross_entropy": softmax.nll}
+
+    def gradient(self, softmax: Softmax, slope: Tensor, k: Tensor, rest: Tensor | None = None) -> Factors:
+        return Factors(slope)
+
+    def curve(
+        self, e: Tensor, factor: Tensor, stored: StoredExponentials, softmax: Softmax, rows: slice
+    ) -> Tensor:
+        """Where the slope is 0 the gradient is left out: a teacher may have NaN at masked tokens."""
+        return self.slopes(stored, softmax, rows).mul_(factor).masked_fill_(factor == 0, 0)
 
     def of(self, teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
         """Both in the order of the divergence's p and q."""
         return (student, teacher) if self.how.kind == "reverse" else (teacher, student)
 
-    def _log_q(self, student: Student, softmax: Softmax, numbers: Tensor, rows: slice) -> Tensor:
+    def _log_q(self, student: StoredExponentials, softmax: Softmax, numbers: Tensor, rows: slice) -> Tensor:
         return student.logits(softmax, rows, self.how.temperature).sub_(numbers[1, rows].unsqueeze(1))
 
     def _taken(self, values: Tensor, rows: slice) -> Tensor:
@@ -135,11 +129,10 @@ class Comparison(ABC):
         return flat[rows] if self._counted is None else flat.index_select(0, self._counted[rows])
 
 
-Gather = Callable[[Tensor], Tensor]
-
-
 class WithAllLogits(Comparison):
-    """Beside a teacher's logits, or what makes them. After two log-sum-exps the numbers are the sums."""
+    """Beside a teacher's logits, or what makes them. The numbers are D, the log-sum-exps of student and
+    teacher, and the sums that D is made of.
+    """
 
     def __init__(self, how: Distillation, given: Tensor | TeacherStates, counted: Tensor | None) -> None:
         super().__init__(how, counted)
@@ -149,7 +142,7 @@ class WithAllLogits(Comparison):
     def width(self) -> int:
         return 3 + len(self.divergence.weights)
 
-    def _teacher(self, student: Student, rows: slice, dtype: torch.dtype) -> Tensor:
+    def _teacher(self, student: StoredExponentials, rows: slice, dtype: torch.dtype) -> Tensor:
         """[c, P'] the teacher's logits over the temperature, a copy."""
         valid = student.shard.valid_rows
         if isinstance(self._given, TeacherStates):
@@ -158,25 +151,24 @@ class WithAllLogits(Comparison):
         return self._taken(self._given, rows)[:, :valid].to(dtype, copy=True).div_(self.how.temperature)
 
     def _logs(
-        self, student: Student, softmax: Softmax, numbers: Tensor, rows: slice
+        self, student: StoredExponentials, softmax: Softmax, numbers: Tensor, rows: slice
     ) -> tuple[Tensor, Tensor]:
         log_p = self._teacher(student, rows, numbers.dtype).sub_(numbers[2, rows].unsqueeze(1))
         return self.of(log_p, self._log_q(student, softmax, numbers, rows))
 
-    def _fill(self, student: Student, softmax: Softmax, gather: Gather, total: Gather, out: Tensor) -> None:
+    def _fill(self, student: StoredExponentials, softmax: Softmax, exchange: Exchange, out: Tensor) -> None:
         chunks = student.chunks()
         local = [self._teacher(student, rows, out.dtype).logsumexp(1) for rows in chunks]
-        out[2] = gather(torch.cat(local)).logsumexp(0)
+        out[2] = exchange.gather(torch.cat(local)).logsumexp(0)
         for rows in chunks:
             terms = self.divergence.terms(*self._logs(student, softmax, out, rows))
             for sums, term in zip(out[3:], terms, strict=True):
                 sums[rows] = term.sum(1)
-        out[3:] = total(out[3:].contiguous())
+        out[3:] = exchange.total(out[3:].contiguous())
         out[0] = self.divergence.value(out[3:])
 
-    def slopes(self, student: Student, softmax: Softmax, rows: slice) -> Tensor:
-        numbers = softmax.divergence
-        assert numbers is not None
+    def slopes(self, student: StoredExponentials, softmax: Softmax, rows: slice) -> Tensor:
+        numbers = softmax.extras[self.name]
         of = (False, True) if self.how.kind != "reverse" else (True, False)
         pair = self.divergence.slopes(*self._logs(student, softmax, numbers, rows), numbers[3:, rows], of)
         slope = pair[of.index(True)]
@@ -202,12 +194,12 @@ class WithTop(Comparison):
         bins = stored.bins_of(top, rest)
         return self.divergence.of_bins(*self.of(stored.bins(bins.dtype), bins))
 
-    def _fill(self, student: Student, softmax: Softmax, gather: Gather, total: Gather, out: Tensor) -> None:
+    def _fill(self, student: StoredExponentials, softmax: Softmax, exchange: Exchange, out: Tensor) -> None:
         parts = [
             shard_bins(self._log_q(student, softmax, out, rows), self._ids[rows], student.shard)
             for rows in student.chunks()
         ]
-        bins = total(torch.cat(parts))
+        bins = exchange.total(torch.cat(parts))
         out[2], out[3:] = bins[:, -1].log(), bins[:, :-1].t()
         out[0] = self._value(out[2], out[3:].t(), slice(None))
 
@@ -218,9 +210,8 @@ class WithTop(Comparison):
         temperature = self.how.temperature
         return BinSlopes.of(by_top / temperature, by_rest / temperature, rest.detach())
 
-    def slopes(self, student: Student, softmax: Softmax, rows: slice) -> Tensor:
-        numbers = softmax.divergence
-        assert numbers is not None
+    def slopes(self, student: StoredExponentials, softmax: Softmax, rows: slice) -> Tensor:
+        numbers = softmax.extras[self.name]
         q = self._log_q(student, softmax, numbers, rows).exp_()
         return self._bin_slopes(numbers, rows).apply_(q, self._ids[rows], student.shard)
 
@@ -230,21 +221,6 @@ def comparison(how: Distillation, given: Teacher, counted: Tensor | None, vocab_
     if isinstance(given, TopLogprobs):
         return WithTop(how, given.within(vocab_size), counted)
     return WithAllLogits(how, given, counted)
-
-
-def mixed(
-    beside: Comparison, student: Student, softmax: Softmax, row: Tensor, slope: Tensor
-) -> Iterator[tuple[slice, Tensor]]:
-    """``row E`` and ``slope`` times the gradient of D, by chunks [c, P].
-
-    Where the slope is 0 the gradient is left out, not multiplied: a teacher may have NaN at masked tokens.
-    """
-    for rows in student.chunks():
-        mixture = student.e[rows].to(row.dtype, copy=True).mul_(row[rows].unsqueeze(1))
-        factor = slope[rows].unsqueeze(1)
-        part = beside.slopes(student, softmax, rows).mul_(factor)
-        mixture[:, : part.shape[1]] += part.masked_fill_(factor == 0, 0)
-        yield rows, mixture.to(student.e.dtype)
 
 
 def _mixture(how: Distillation) -> float | None:

@@ -1,0 +1,1 @@
+"""Further numbers of every token; ``extra.py`` first."""

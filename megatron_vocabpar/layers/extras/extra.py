@@ -1,0 +1,221 @@
+"""An extra: one more number of every token, from a shard's exponentials to the gradient of a loss of it.
+
+    S      keep        a shard's columns, which travel with its statistics
+    C1     join        all shards' columns as the number; ``after_join``, where that takes another exchange
+    L      deliver     what the loss function gets
+    T, TW  gradient    what the number's slope adds to dY; ``add_*_gradient`` where that is no matter of E
+
+Each has a file here and no other room knows which there are: a head, a barrier or a loss asks all extras of
+a call. For example the entropy, whose dY has ``logs E ln E``, keeps the sums of E ln E, and its ``curve`` is
+``E ln E``; the products with W and x are the head's own.
+
+An extra is of one microbatch, as the divergence holds what the teacher says of it; the others are the same
+object for all. Columns are made of the exponentials that S has stored, so logits are never read again.
+Next: ``entropy.py``; then ``mean.py``, ``rivals.py``, ``divergence.py``, ``top.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_vocabpar.layers.gemm import exact
+from megatron_vocabpar.layers.numbers import STATS_WIDTH, Softmax
+from megatron_vocabpar.layers.operands import Tokens
+from megatron_vocabpar.layers.softmax_stats import merge_stats, softmax_place
+from megatron_vocabpar.layers.stored import StoredExponentials
+
+Product = Callable[[slice, Tensor], None]
+"""Gets a chunk of tokens and a curve [c, P] of their exponentials, and multiplies it with the weight."""
+
+
+class Exchange(NamedTuple):
+    """How shards meet behind the join, on the stream of the caller.
+
+    Attributes:
+        gather: from a shard's tensor to all shards' [R, ...], in rank order.
+        total: from a shard's tensor to the sum over all shards, perhaps in place.
+    """
+
+    gather: Callable[[Tensor], Tensor]
+    total: Callable[[Tensor], Tensor]
+
+
+class Factors(NamedTuple):
+    """What a slope adds to a shard's dY: ``row E_j + curve_j``; and ``target`` at the target. None is 0.
+
+    Attributes:
+        curve: [..., n] what the extra's curve of E is multiplied by.
+        row: [..., n].
+        target: [n].
+    """
+
+    curve: Tensor
+    row: Tensor | None = None
+    target: Tensor | None = None
+
+    def added_to(self, row: Tensor, target: Tensor, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """``row`` [..., n] and ``target`` with this extra's, the targets of ``tokens`` [m] or of all."""
+        if self.row is not None:
+            row = row + self.row
+        if self.target is not None:
+            target = target + (self.target if tokens is None else self.target.index_select(0, tokens))
+        return row, target
+
+
+class Extra:
+    """The base: a number without columns and without a gradient.
+
+    Attributes:
+        name: of the number in ``Softmax.extras``, and of its slope in ``Slopes.extras``.
+        reports: by each parameter that a loss function may have of it, what its mean is called in a log.
+        columns: numbers a token that a shard sends with its statistics.
+        reads_exponentials: whether they must be stored for it.
+        largest: a power of two above what ``of_exponentials`` makes of an E in fp16; None without a curve
+            that is made of E alone.
+    """
+
+    name: ClassVar[str]
+    reports: ClassVar[Mapping[str, str]] = {}
+    columns: ClassVar[int] = 0
+    reads_exponentials: ClassVar[bool] = True
+    largest: ClassVar[float | None] = None
+
+    @classmethod
+    def stored_in(cls, dtype: torch.dtype) -> Extra:
+        """The extra for exponentials that S stores in this dtype."""
+        return cls()
+
+    def place(self, like: Tensor) -> Tensor:
+        """Memory for the number; ``like`` is [n], of the statistics' dtype."""
+        return torch.empty_like(like)
+
+    def keep(
+        self, tokens: Tokens, stored: StoredExponentials | None, statistics: Tensor, product: Product | None
+    ) -> Tensor:
+        """[n, columns] of this shard.
+
+        Args:
+            tokens: the microbatch.
+            stored: its exponentials, for an extra that reads them.
+            statistics: [n, 4] of this shard.
+            product: for an input gradient that S computes early; gets every chunk's curve. None: it is late.
+        """
+        return statistics[:, :0]
+
+    def join(self, statistics: Tensor, columns: Tensor, softmax: Softmax) -> Tensor:
+        """The number, from all shards' [R, n, 4] and [R, n, columns] and the softmax."""
+        raise NotImplementedError
+
+    def after_join(
+        self, stored: StoredExponentials, softmax: Softmax, exchange: Exchange, out: Tensor
+    ) -> None:
+        """Write the number into ``out``: for one without columns."""
+        raise NotImplementedError
+
+    def value(self, softmax: Softmax) -> Tensor:
+        """[n] the number that a loss may depend on."""
+        return softmax.extras[self.name]
+
+    def deliver(self, softmax: Softmax) -> dict[str, Tensor]:
+        """[n] by each parameter of a loss function; 0 for tokens without a target."""
+        return {name: torch.where(softmax.valid, self.value(softmax), 0) for name in self.reports}
+
+    def gradient(
+        self, softmax: Softmax, slope: Tensor, k: Tensor, rest: Tensor | None = None
+    ) -> Factors | None:
+        """The factors for a slope [n], of exponentials ``exp(Y - k ln 2 - rest)``; None: no matter of E."""
+        return None
+
+    def curve(
+        self, e: Tensor, factor: Tensor, stored: StoredExponentials, softmax: Softmax, rows: slice
+    ) -> Tensor:
+        """[c, P'] the curve of a chunk's E [c, P], times its ``factor`` [c, 1]; ``rows`` is the chunk."""
+        return self.of_exponentials(e).mul_(factor)
+
+    def of_exponentials(self, e: Tensor) -> Tensor:
+        """[c, P] the curve of E [c, P], a copy, where it is made of E alone."""
+        raise NotImplementedError
+
+    def add_input_gradient_(self, grad: Tensor, slope: Tensor) -> None:
+        """Add to this shard's part of dX [n, H] what is no matter of E."""
+
+    def add_weight_gradient_(self, main_grad: Tensor, slope: Tensor, tokens: Tokens) -> None:
+        """Add to this shard's dW [P, H] what is no matter of E."""
+
+
+class CurveSum(Extra):
+    """A number that is made of the sum of a curve of E over all ids."""
+
+    columns = 1
+
+    def keep(
+        self, tokens: Tokens, stored: StoredExponentials | None, statistics: Tensor, product: Product | None
+    ) -> Tensor:
+        assert stored is not None
+        sums = []
+        for rows in stored.chunks():
+            e = stored.wide(rows)
+            curve = self.of_exponentials(e)
+            sums.append(self.sums(e, curve))
+            if product is not None:
+                product(rows, curve)
+        return self.column(torch.cat(sums), statistics).unsqueeze(1)
+
+    def sums(self, e: Tensor, curve: Tensor) -> Tensor:
+        """[c, ...] of a chunk, for ``column``."""
+        return curve.sum(1)
+
+    def column(self, sums: Tensor, statistics: Tensor) -> Tensor:
+        """[n] what this shard sends, of all chunks' sums [n, ...]."""
+        return sums
+
+
+def place_of(statistics: Tensor, extras: Sequence[Extra]) -> Softmax:
+    """Memory for the result of ``join``, such as that of another stream, from one shard's statistics."""
+    place = softmax_place(statistics)
+    return replace(place, extras={extra.name: extra.place(place.total) for extra in extras})
+
+
+@exact()
+def join(gathered: Tensor, extras: Sequence[Extra] = (), out: Softmax | None = None) -> Softmax:
+    """The softmax of all shards, with the extras that are made of columns.
+
+    Args:
+        gathered: [R, n, W + more] the statistics of R shards, in rank order, and their extras' columns.
+        extras: those in the statistics, in their order.
+        out: from ``place_of``, for the result; None allocates.
+
+    Raises:
+        ValueError: as ``merge_stats``.
+    """
+    if gathered.dtype == torch.int64:
+        return merge_stats(gathered, out=out)
+    sent = [extra for extra in extras if extra.columns]
+    widths = [extra.columns for extra in sent]
+    if gathered.dim() != 3 or gathered.shape[2] != STATS_WIDTH + sum(widths):
+        raise ValueError(
+            f"gathered statistics of shape {tuple(gathered.shape)}: with {sum(widths)} columns stack the "
+            f"[n, {STATS_WIDTH + sum(widths)}] statistics of every rank"
+        )
+    statistics, *columns = gathered.split([STATS_WIDTH, *widths], dim=2)
+    softmax = merge_stats(statistics, out=out)
+    numbers = dict(softmax.extras)
+    for extra, part in zip(sent, columns, strict=True):
+        number = extra.join(statistics, part, softmax)
+        numbers[extra.name] = number if out is None else out.extras[extra.name].copy_(number)
+    return replace(softmax, extras=numbers)
+
+
+@exact()
+def after_join(
+    stored: StoredExponentials, softmax: Softmax, extras: Sequence[Extra], exchange: Exchange
+) -> None:
+    """Let the extras without columns write their numbers into the memory that ``softmax`` has for them."""
+    for extra in extras:
+        if not extra.columns:
+            extra.after_join(stored, softmax, exchange, softmax.extras[extra.name])

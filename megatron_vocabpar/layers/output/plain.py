@@ -1,0 +1,312 @@
+"""The output layer on vocabulary shards: passes S and T of naive, vocab-1 and vocab-2.
+
+The result every method must give, with X [n, H] the last transformer layer's output, W the output
+weight, and j over the V true ids only:
+
+    Y = X W^T            loss_i = logsumexp_j(Y_ij) - Y_i,target
+    dX_i = g_i (sum_j softmax_ij W_j - W_target)
+    dW_j = sum_i g_i (softmax_ij - [j = target_i]) X_i
+
+Each rank holds P rows of W. The collectives between the passes (barriers, ``|``) belong to the caller: their
+results come in as arguments, so a test can loop over the shards in one process. Gradients are computed by
+hand: autograd records nothing, whatever the weights' ``requires_grad``.
+
+    naive    naive_maximum | max k | naive_sum | stats | input_gradient, add_weight_gradient | dX |
+    vocab-1  output_forward | stats | input_gradient, add_weight_gradient | dX |
+    vocab-2  output_forward with A | stats | input_gradient | dX |      add_weight_gradient any time later
+
+Pass S stores ``E_ij = exp(Y_ij) / 2^k_i`` with the target's entry zero, in the operands' dtype, and sends
+four numbers per token (``softmax_stats.py``). The softmax's normaliser and g scale whole rows: of X and dX,
+so that T makes no elementwise pass over [n, P], or of E where a shard has so few rows that this moves fewer
+bytes. The target's term ``p_target - 1`` comes exactly from the sums. Subtracting 1 from a stored 16-bit
+probability would lose it: for p_target = 0.999 the bf16 number is 1, and the token's whole gradient 0.
+
+Further numbers of a token are *extras* (``../extras/extra.py``): a shard sends their columns beside the four,
+and their slopes add curves of E to dY.
+
+Letters: n tokens of a microbatch, H hidden, P rows of this shard.
+Source: Algorithms 1 and 2 (sections 4.3 and 4.4) and section 4.1 (naive) of the paper.
+Next: ``../../runtime/executor.py``, which runs these passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_vocabpar.layers.extras.extra import Extra, Product
+from megatron_vocabpar.layers.gemm import exact, result_dtype
+from megatron_vocabpar.layers.kernels.dispatch import lift, row_gradient, scale_rows, scatter_add_rows_
+from megatron_vocabpar.layers.numbers import STATS_WIDTH, Slopes, Softmax
+from megatron_vocabpar.layers.operands import (
+    DEFAULT,
+    ShardOptions,
+    Tokens,
+    check_gradient_place,
+    check_main_grad,
+    exponentials_place,
+    joined_slopes,
+    tokens_of,
+)
+from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.layers.stored import StoredExponentials
+from megatron_vocabpar.layers.targets import OwnedTargets
+
+_E = "E"
+"""The name of A = E W among the products; those of curves have their extras' names."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputState:
+    """What S keeps of one microbatch for T. Nothing writes into it, so a gradient may be asked for twice.
+
+    Attributes:
+        tokens: the microbatch.
+        weight: [P, H] of S: no copy, so T must run before it changes.
+        k: [n] whole offsets, fp32 (fp64 for fp64): a column of the statistics.
+        e: [n, P] operand dtype; exponentials, zero for the target and padding. None if T recomputes them.
+        target_slope: [n] slope of the softcap at the target's logit, with a softcap.
+        products: [n, H] each, fp32 (fp64 for fp64), with ``with_input_gradient`` (vocab-2): A = E W, and
+            those of curves of E.
+        extras: the further numbers.
+    """
+
+    tokens: Tokens
+    weight: Tensor
+    k: Tensor
+    e: Tensor | None
+    target_slope: Tensor | None
+    products: Mapping[str, Tensor]
+    extras: Sequence[Extra] = ()
+
+    @property
+    def x(self) -> Tensor:
+        """[n, H] hidden states."""
+        return self.tokens.x
+
+    @property
+    def stored(self) -> StoredExponentials:
+        """The exponentials, which S has kept."""
+        assert self.e is not None
+        return StoredExponentials(self.e, self.k, self.tokens.target_row, self.tokens.shard)
+
+    @property
+    def spare(self) -> Tensor | None:
+        """The memory [n, P] that another microbatch's S may have, when nobody needs this state any more."""
+        return self.e
+
+    @exact()
+    def input_gradient(self, softmax: Softmax, slopes: Slopes, out: Tensor | None = None) -> Tensor:
+        """This shard's part of dX; the sum over the shards is dX.
+
+        Args:
+            softmax: of all shards.
+            slopes: [n] each, of the loss by the softmax's numbers (``token_loss.loss_slopes``).
+            out: [n, H] in the statistics' dtype, for the result, such as memory of another stream; or None.
+
+        Returns:
+            [n, H] fp32 (fp64 for fp64). Reduce it in this dtype: 16-bit partial sums cost accuracy.
+
+        Raises:
+            ValueError: if ``out`` has another shape or dtype.
+        """
+        check_gradient_place(out, self.x, softmax)
+        grad = softmax.total.new_empty(self.x.shape) if out is None else out
+        owned, d_y = self.tokens.owned, _gradient(self, softmax, slopes)
+        if _E in self.products and all(extra.name in self.products for extra, _ in d_y.curves):
+            scale_rows(self.products[_E], d_y.row, grad)
+            for extra, factor in d_y.curves:
+                grad.addcmul_(self.products[extra.name], factor.unsqueeze(1))
+        else:
+            scale, pieces = _scaled_exponentials(self, softmax, d_y, self.k.element_size())
+            for rows, e in pieces:
+                self.tokens.input_gradient(e, self.weight, grad[rows])
+                if scale is not None:
+                    grad[rows].mul_(scale[rows].unsqueeze(1))
+        # The exponentials lack the targets' terms.
+        scatter_add_rows_(
+            grad, owned.tokens, self.weight, d_y.target, source=owned.rows, order=owned.by_token
+        )
+        for extra, slope in _asked(self.extras, slopes):
+            extra.add_input_gradient_(grad, slope)
+        return grad
+
+    @exact()
+    def add_weight_gradient(self, softmax: Softmax, slopes: Slopes, main_grad: Tensor) -> None:
+        """TW, in vocab-2 T: add this shard's dW to ``main_grad``.
+
+        Args:
+            softmax: of all shards.
+            slopes: as for ``input_gradient``.
+            main_grad: [P, H], added to in place; fp32, or the operands' dtype.
+
+        Raises:
+            ValueError: if ``main_grad`` has another shape, or a dtype that the operands can't add to.
+        """
+        check_main_grad(self.x, self.tokens.shard, main_grad)
+        x, owned, d_y = self.x, self.tokens.owned, _gradient(self, softmax, slopes)
+        scale, pieces = _scaled_exponentials(self, softmax, d_y, x.element_size())
+        scaled, undo = x, None
+        if scale is not None:
+            factors, undo = lift(x, scale)
+            scaled = scale_rows(x, factors)
+        for rows, e in pieces:
+            self.tokens.add_weight_gradient_(main_grad, e, scaled[rows], undo)
+        scatter_add_rows_(main_grad, owned.rows, x, d_y.target, source=owned.tokens, order=owned.by_row)
+        for extra, slope in _asked(self.extras, slopes):
+            extra.add_weight_gradient_(main_grad, slope, self.tokens)
+
+
+@exact()
+def output_forward(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    shard: VocabRange,
+    options: ShardOptions = DEFAULT,
+    *,
+    owned: OwnedTargets | None = None,
+    extras: Sequence[Extra] = (),
+    e: Tensor | None = None,
+) -> tuple[OutputState | None, Tensor]:
+    """Pass S of vocab-1 and vocab-2: logits, exponentials and this shard's statistics.
+
+    Args:
+        x: [n, H] bf16, fp16, fp32 or fp64. Kept until T: it must not be overwritten.
+        weight: [P, H] of the same dtype.
+        targets: [n] global ids. Any other value, such as -100 or a padding id, is an ignored token.
+        shard: the rows that ``weight`` holds.
+        options: how to compute, and what to keep.
+        owned: the tokens with a target in this shard; None finds them, which on a GPU waits for the device.
+        extras: the further numbers; one that reads exponentials needs ``keep_state``.
+        e: [n, P] memory for the exponentials in the operands' dtype (with ``fp8`` its recipe's storage), such
+            as that of a microbatch that is done; None allocates.
+
+    Returns:
+        ``(state, stats)``: the state is None without ``keep_state``; stats is [n, 4], and the extras'
+        columns, for the collective and then ``extra.join``.
+
+    Raises:
+        ValueError: if shapes or dtypes do not fit one another.
+    """
+    tokens = tokens_of(x, weight, targets, shard, options, owned)
+    dtype, keep = result_dtype(x.dtype), options.keep_state
+    e = exponentials_place(e, x, shard, tokens.storage) if keep and not options.recompute else None
+    a = x.new_empty(x.shape, dtype=dtype) if keep and options.with_input_gradient else None
+    stats = x.new_empty((len(x), STATS_WIDTH), dtype=dtype)
+    slopes = []
+    for rows, part in tokens.exponentials_with(weight, e=e, transient=a is not None, stats=stats):
+        slopes.append(part.target_slope)
+        if a is not None and e is None and part.e is not None:
+            tokens.input_gradient(part.e, weight, a[rows])
+    if a is not None and e is not None:
+        tokens.input_gradient(e, weight, a)  # in one product: a chunk's is too small to fill a GPU
+    products = {} if a is None else {_E: a}
+    state = OutputState(tokens, weight, stats[:, 0], e, joined_slopes(slopes), products, extras)
+    columns = [stats]
+    for extra in extras:
+        stored, product = state.stored if extra.reads_exponentials else None, None
+        if a is not None and extra.name in options.gradients:
+            products[extra.name] = a.new_empty(a.shape)
+            product = _product_of(state, extra)
+        columns.append(extra.keep(tokens, stored, stats, product))
+    return state if keep else None, torch.cat(columns, 1) if extras else stats
+
+
+def _product_of(state: OutputState, extra: Extra) -> Product:
+    """Writes the products of an extra's curves into their place; a curve fits into 16 bits when divided."""
+    out, largest = state.products[extra.name], extra.largest
+    assert largest is not None
+
+    def product(rows: slice, curve: Tensor) -> None:
+        state.tokens.input_gradient(curve.div_(largest).to(state.stored.e.dtype), state.weight, out[rows])
+        out[rows].mul_(largest)
+
+    return product
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradient:
+    """dY of this shard: ``row E + sum of factor * curve(E)``, and ``target`` [m] at the owned targets."""
+
+    row: Tensor
+    target: Tensor
+    curves: list[tuple[Extra, Tensor]]
+
+
+def _gradient(state: OutputState, softmax: Softmax, slopes: Slopes) -> _Gradient:
+    owned = state.tokens.owned
+    row, target = row_gradient(softmax, slopes, state.k, owned.tokens, state.target_slope)
+    curves = []
+    for extra, slope in _asked(state.extras, slopes):
+        if (factors := extra.gradient(softmax, slope, state.k)) is None:
+            continue
+        row, target = factors.added_to(row, target, owned.tokens)
+        curves.append((extra, factors.curve))
+    return _Gradient(row, target, curves)
+
+
+def _asked(extras: Sequence[Extra], slopes: Slopes) -> list[tuple[Extra, Tensor]]:
+    """The extras that have a slope."""
+    return [(extra, slopes.extras[extra.name]) for extra in extras if extra.name in slopes.extras]
+
+
+def _scaled_exponentials(
+    state: OutputState, softmax: Softmax, d_y: _Gradient, item_bytes: int
+) -> tuple[Tensor | None, Iterable[tuple[slice, Tensor]]]:
+    """dY without the targets: a scale [n], and the chunks [c, P] of tokens that it scales.
+
+    Rows of dX are scaled after the product, ``dX = row (E W)``, rows of x before it, ``dW = E^T (row x)``.
+    Where that moves fewer bytes, E is scaled instead, ``dX = (row E) W`` and ``dW = (row E)^T x``, and the
+    scale is None: for example, with bf16 operands, if P < 2 H for dX in fp32, and if P < H for x. In fp16
+    ``row E`` could be too small, and numbers of 8 bits have too few digits to be rounded twice.
+
+    Args:
+        item_bytes: bytes of an item of what would be scaled in place of E, [n, H].
+    """
+    if d_y.curves:
+        return _mixed(state.stored, softmax, d_y)
+    x, pieces, row, kept = state.x, _exponentials(state), d_y.row, state.e is not None
+    exact_enough = x.dtype != torch.float16 and state.tokens.fp8 is None
+    if not exact_enough or state.tokens.shard.rows * x.element_size() >= x.shape[1] * item_bytes:
+        return row, pieces
+    return None, ((rows, scale_rows(e, row[rows], None if kept else e)) for rows, e in pieces)
+
+
+def _mixed(
+    stored: StoredExponentials, softmax: Softmax, d_y: _Gradient
+) -> tuple[Tensor | None, Iterator[tuple[slice, Tensor]]]:
+    """``row E`` and all ``factor curve(E)``: a scale [n], and chunks [c, P] that it scales, no larger than E.
+
+    Without a scale (None) where the size of a curve is not known: its E has the exponents of fp32.
+    """
+    row, factors, scale = d_y.row, [factor for _, factor in d_y.curves], None
+    bounds = [extra.largest * f.abs() for extra, f in d_y.curves if extra.largest is not None]
+    if len(bounds) == len(factors):
+        scale = row.abs() + sum(bounds)
+        divisor = torch.where(scale > 0, scale, 1)
+        row, factors = row / divisor, [factor / divisor for factor in factors]
+
+    def chunks() -> Iterator[tuple[slice, Tensor]]:
+        for rows in stored.chunks():
+            e = stored.wide(rows)
+            mixture = e * row[rows].unsqueeze(1)
+            for (extra, _), factor in zip(d_y.curves, factors, strict=True):
+                curve = extra.curve(e, factor[rows].unsqueeze(1), stored, softmax, rows)
+                mixture[:, : curve.shape[1]] += curve
+            yield rows, mixture.to(stored.e.dtype)
+
+    return scale, chunks()
+
+
+def _exponentials(state: OutputState) -> Iterator[tuple[slice, Tensor]]:
+    """The stored exponentials in one piece, or recomputed ones by chunks of tokens."""
+    if state.e is not None:
+        yield slice(0, len(state.x)), state.e
+        return
+    for rows, part in state.tokens.exponentials_with(state.weight, transient=True, offset=state.k):
+        assert part.e is not None
+        yield rows, part.e

@@ -1,0 +1,97 @@
+"""The output layer's collectives behind C0, each on the side stream: C1, C2 and C3.
+
+    naive       C1(maximum)                      C2(statistics)        C3(input gradient)
+    vocab-1     C1(statistics)                   C2(input gradient)
+    vocab-2     C1(statistics, input gradient)
+
+A collective carries the result of the pass before it. An evaluation has those up to the statistics, and to
+rank its targets one more that sums counts. The input gradient is reduced before the loss function has run,
+its rows unscaled; CG (``loss.py``) brings the gradient that scales them, and dW.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from megatron_vocabpar.layers.extras.extra import Exchange, after_join, join, place_of
+from megatron_vocabpar.layers.output.shard_state import Part, ShardState, total, with_place
+from megatron_vocabpar.pipeline.iteration import LayerHandlers
+from megatron_vocabpar.pipeline.output.chain import OutputChain
+from megatron_vocabpar.pipeline.slots import ARRIVAL, COUNTS, JOINED, OFFSETS, PART, SENT, STATE, Joined, Sent
+from megatron_vocabpar.runtime.comm import all_gather, all_reduce
+from megatron_vocabpar.runtime.streams import Event
+from megatron_vocabpar.schedule.words.passes import Comm, Pass, PassType
+
+
+class OutputCollectives(LayerHandlers):
+    """Handlers of the collectives."""
+
+    def __init__(self, chain: OutputChain) -> None:
+        super().__init__(chain.iteration)
+        self.chain = chain
+
+    def reduce_maximum(self, instruction: Comm) -> None:
+        """naive's C1: the maximal offset of every token."""
+        groups = self.groups
+        offsets = self.buffers.take(_of(PassType.S, instruction), OFFSETS)
+        event = self.rank.output_stream.submit(
+            lambda: all_reduce(groups, groups.output, offsets, dist.ReduceOp.MAX)
+        )
+        self.hand_on(instruction, ARRIVAL, event)
+
+    def gather_statistics(self, instruction: Comm) -> None:
+        """C1, in naive C2: everyone's statistics, joined in rank order; in vocab-2 dX of what S has left."""
+        chain = self.chain
+        source = chain.softmax_pass(instruction.microbatch)
+        state = self.buffers.take(source, STATE) if chain.early or chain.looks_back else None
+        self.hand_on(instruction, JOINED, self.joined(self.buffers.take(source, SENT), state))
+
+    def joined(self, sent: Sent, state: ShardState | None) -> Event[Joined]:
+        """The softmax of all shards, with dX if S has made it early, in memory of the main stream.
+
+        Args:
+            sent: this shard's statistics.
+            state: this shard's; only for dX, and for extras that look back.
+        """
+        chain, extras = self.chain, sent.extras
+        place, hidden_grad = place_of(sent.statistics, extras), None
+        if chain.early and self.rank.is_last:
+            assert state is not None
+            parts = (1 + len(chain.gradients),) if chain.gradients else ()
+            hidden_grad = state.x.new_empty((*parts, *state.x.shape), dtype=place.total.dtype)
+        exchange = Exchange(partial(all_gather, self.groups, self.groups.output), self._all_reduce)
+
+        def run() -> Joined:
+            softmax = join(exchange.gather(sent.statistics), extras, place)
+            if state is not None and chain.looks_back:
+                after_join(state.stored, softmax, extras, exchange)
+            if state is not None and chain.early:
+                total(chain.unscaled_input_gradient(state, softmax, hidden_grad), self._all_reduce)
+            return Joined(softmax, extras, hidden_grad)
+
+        return self.rank.output_stream.submit(run)
+
+    def reduce_input_gradient(self, instruction: Comm) -> None:
+        """C2 of vocab-1, C3 of naive: the sum of all ranks' parts of the input gradient, in float32."""
+        self.hand_on(instruction, ARRIVAL, self.sum(self.buffers.take(_of(PassType.T, instruction), PART)))
+
+    def sum(self, part: Part) -> Event[torch.Tensor]:
+        """The sum of all ranks' parts of the input gradient."""
+        return self.rank.output_stream.submit(partial(total, with_place(part), self._all_reduce))
+
+    def sum_counts(self, instruction: Comm) -> None:
+        """C2 of an evaluation: every target's rank, from the counts of all shards."""
+        counts = self.buffers.take(_of(PassType.R, instruction), COUNTS)
+        event = self.rank.output_stream.submit(partial(self._all_reduce, counts))
+        self.hand_on(instruction, ARRIVAL, event)
+
+    def _all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return all_reduce(self.groups, self.groups.output, tensor)
+
+
+def _of(type_: PassType, instruction: Comm) -> Pass:
+    """The pass of this rank whose result a collective carries."""
+    return Pass(type_, instruction.stage, instruction.microbatch)
