@@ -20,7 +20,7 @@ from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.planning import plan_request
 from megatron_vocabpar.pipeline import compat
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, vocab_groups
-from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
+from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel, check_output_layer
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.pipeline.recording import StandIn
 from megatron_vocabpar.pipeline.tuning.measured_plan import Plans, WriteOrder
@@ -45,7 +45,7 @@ class StepRunner:
         shards = unwrap_model(chunks[0])
         if not isinstance(shards, PartitionedModel):
             return stock(**arguments)
-        shards.check_output_layer()
+        check_output_layer(shards)
         if self._run is None:
             self._run = self._build(shards, arguments["num_microbatches"], len(chunks))
         steps = self._begin(arguments, chunks, shards)

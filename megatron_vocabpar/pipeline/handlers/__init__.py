@@ -26,7 +26,7 @@ from megatron_vocabpar.pipeline.output.distant_loss import DistantLoss
 from megatron_vocabpar.pipeline.output.hidden import HiddenStates
 from megatron_vocabpar.pipeline.output.in_step import InStep
 from megatron_vocabpar.pipeline.output.loss import Losses
-from megatron_vocabpar.pipeline.output.passes import SoftmaxPasses
+from megatron_vocabpar.pipeline.output.passes import NaivePasses, SoftmaxPasses
 from megatron_vocabpar.pipeline.split_w.weight_gradients import WeightGradients
 from megatron_vocabpar.runtime.executor import Handlers
 from megatron_vocabpar.schedule.words.passes import CommType, InstructionType, PairType, PassType
@@ -65,33 +65,25 @@ def distant_table(loss: DistantLoss) -> Table:
 
 
 def output_table(chain: OutputChain, hidden: HiddenStates, losses: Losses) -> Table:
-    """Handlers of the partitioned output layer: those of the method's words.
+    """Handlers of the partitioned output layer: of a method's passes, and of its collectives.
 
-    A pass does what its name says, but T of vocab-2, whose S has the input gradient. A collective carries the
-    result of the pass before it.
+    A collective carries the result of the pass before it.
     """
-    collectives, passes = OutputCollectives(chain), SoftmaxPasses(chain, hidden, losses)
-    method = chain.method
-    run_s, carry_s = passes.softmax, collectives.gather_statistics
+    method, collectives, kind = chain.method, OutputCollectives(chain), SoftmaxPasses
     if method.in_step:
-        run_s = InStep(passes, collectives).output_layer
+        kind = InStep
     elif PassType.S2 in method.passes:
-        run_s, carry_s = passes.maximum, collectives.reduce_maximum
-    run: Table = {
-        PassType.S: run_s,
-        PassType.S2: passes.exponential_sum,
-        PassType.T: passes.weight_backward if chain.early else passes.input_backward,
-        PassType.TW: passes.weight_backward,
-        PassType.R: passes.count_likelier,
-        PassType.L: losses.gradient,
-    }
+        kind = NaivePasses
+    run = kind(chain, hidden, losses).table() | {PassType.L: losses.gradient}
     carry: dict[PassType, Callable[[Any], None]] = {
-        PassType.S: carry_s,
+        PassType.S: collectives.gather_statistics,
         PassType.S2: collectives.gather_statistics,
         PassType.T: collectives.reduce_input_gradient,
         PassType.R: collectives.sum_counts,
         PassType.L: losses.broadcast_gradient,
     }
+    if kind is NaivePasses:
+        carry[PassType.S] = collectives.reduce_maximum
     table: Table = {type_: run[type_] for type_ in method.passes}
     table |= {type_: carry[producer] for type_, producer in method.producers.items()}
     return table | {CommType.C0: hidden.broadcast}

@@ -164,7 +164,7 @@ class PartitionedModel(LanguageModule):
             last = parallel_state.get_pipeline_model_parallel_world_size() - 1
             # Stock draws a tied weight on the first stage: zip stops after it.
             for weight, whole, stage in zip(self.vocabulary_weights(), drawn, (0, last), strict=False):
-                scatter_rows(whole, weight, self.whole_rows(stage, stock_vocab_size))
+                scatter_rows(whole, weight, rows_on(stage, shard, config, stock_vocab_size))
         if fp32_head:
             self.vocab_output.keep_fp32()
 
@@ -187,23 +187,6 @@ class PartitionedModel(LanguageModule):
         """The parameters of this rank's shards: one if tied, else embedding and output."""
         embedding = self.word_embeddings.weight
         return (embedding,) if self.tied else (embedding, self.output_weight)
-
-    def check_output_layer(self) -> None:
-        """Raise a ValueError if the output layer was replaced, as frameworks do for a critic."""
-        if not isinstance(self.output_layer, VocabShardOutput):
-            raise ValueError(
-                f"the model's output layer is a {type(self.output_layer).__name__}: a critic has no "
-                "vocabulary to partition; train without one (GRPO), or without vocabulary parallelism"
-            )
-
-    def whole_rows(self, stage: int, size: int | None = None) -> WholeRows:
-        """Rows of a whole layer on ``stage``, ``size`` of them, and of this rank's shard.
-
-        Args:
-            size: with stock's padding; by default as many as the model has ids.
-        """
-        shard, tensor = self.shard, self.config.tensor_model_parallel_size
-        return WholeRows(shard.ranges, shard.member, stage, size or shard.range.vocab_size, tensor)
 
     def _scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Overrides stock's scaling behind its output layer; ours has muP's factor in its terms."""
@@ -252,6 +235,25 @@ class PartitionedModel(LanguageModule):
             state[extra] = ShardedObject(extra, None, (1,), (0,), replica_id=replica)
         key = f"{prefix}embedding.word_embeddings."
         return state | self.word_embeddings.sharded_state_dict(key, (), metadata)
+
+
+def check_output_layer(model: PartitionedModel) -> None:
+    """Raise a ValueError if the output layer was replaced, as frameworks do for a critic."""
+    if not isinstance(model.output_layer, VocabShardOutput):
+        raise ValueError(
+            f"the model's output layer is a {type(model.output_layer).__name__}: a critic has no "
+            "vocabulary to partition; train without one (GRPO), or without vocabulary parallelism"
+        )
+
+
+def rows_on(stage: int, shard: VocabShard, config: Any, size: int | None = None) -> WholeRows:
+    """Rows of a whole layer on ``stage``, and of this rank's shard.
+
+    Args:
+        size: how many, with stock's padding; by default as many as the model has ids.
+    """
+    size, tensor = size or shard.range.vocab_size, config.tensor_model_parallel_size
+    return WholeRows(shard.ranges, shard.member, stage, size, tensor)
 
 
 class VocabParallelGPTModel(PartitionedModel, GPTModel):

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.utils import unwrap_model
 
-from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
+from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel, check_output_layer, rows_on
 from megatron_vocabpar.pipeline.model.whole_rows import WholeRows, gather_rows, scatter_rows
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
@@ -47,10 +47,10 @@ def whole_layers(chunks: Sequence[torch.nn.Module], keep: bool) -> Iterator[None
     if not isinstance(first, PartitionedModel) or first.shows_whole_layers:
         yield
         return
-    first.check_output_layer()
+    check_output_layer(first)
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     weights = (first.word_embeddings.weight, first.output_weight)
-    rows = (first.whole_rows(0), first.whole_rows(stages - 1))
+    rows = [rows_on(stage, first.shard, first.config) for stage in (0, stages - 1)]
     embedding, output = wholes = [_gathered(weight, of) for weight, of in zip(weights, rows, strict=True)]
     kept = [model._modules for model in models]
     shown = [{n: m for n, m in of.items() if n not in ("embedding", "output_layer")} for of in kept]

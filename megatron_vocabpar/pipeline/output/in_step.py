@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from megatron_vocabpar.pipeline.iteration import LayerHandlers
+from megatron_vocabpar.pipeline.output.chain import OutputChain
 from megatron_vocabpar.pipeline.output.collectives import OutputCollectives
-from megatron_vocabpar.pipeline.output.hidden import scaled
+from megatron_vocabpar.pipeline.output.hidden import HiddenStates, scaled
+from megatron_vocabpar.pipeline.output.loss import Losses
 from megatron_vocabpar.pipeline.output.passes import SoftmaxPasses
 from megatron_vocabpar.pipeline.slots import HIDDEN_GRAD
 from megatron_vocabpar.schedule.words.passes import Pass, PassType
 
 
-class InStep(LayerHandlers):
+class InStep(SoftmaxPasses):
     """The handler of such an S; the main stream waits for each of the collectives."""
 
-    def __init__(self, passes: SoftmaxPasses, collectives: OutputCollectives) -> None:
-        super().__init__(passes.iteration)
-        self.passes, self.collectives = passes, collectives
+    def __init__(self, chain: OutputChain, hidden: HiddenStates, losses: Losses) -> None:
+        super().__init__(chain, hidden, losses)
+        self.collectives = OutputCollectives(chain)
 
-    def output_layer(self, instruction: Pass) -> None:
+    def softmax(self, instruction: Pass) -> None:
         """Statistics, loss, dX, dW, one after the other."""
-        rank, i, passes = self.rank, instruction.microbatch, self.passes
-        chain, losses = passes.chain, passes.losses
-        state, sent = passes.forward_pass(instruction)
+        i, chain, losses = instruction.microbatch, self.chain, self.losses
+        state, sent = self.forward_pass(instruction)
         assert state is not None
         joined = self.wait(self.collectives.joined(sent, None))
-        grads = losses.report(i, joined) if rank.has_loss else None
+        grads = losses.report(i, joined) if self.rank.has_loss else None
         grads = self.wait(losses.shared_gradient(i, grads))
         part = chain.unscaled_input_gradient(state, joined.softmax)
         hidden_grad = self.wait(self.collectives.sum(part))
-        if rank.is_last:
+        if self.rank.is_last:
             self.buffers.put(instruction, HIDDEN_GRAD, scaled(hidden_grad, grads))
-        passes.add_weight_gradient(i, state, joined.softmax, grads)
+        self.add_weight_gradient(i, state, joined.softmax, grads)
         self.gradients.wrote(PassType.S)

@@ -1,7 +1,7 @@
 """The passes that compute on a shard: S, S2, T, TW and R of every method.
 
-    naive       S  | S2 | T | TW               vocab-2       S with A | T of the weight
-    vocab-1     S  | T | TW                    interlaced    ``in_step.py``
+    vocab-1     S  | T | TW                    naive         S | S2 | T | TW: ``NaivePasses``
+    vocab-2     S with A | T of the weight     interlaced    S with all others in it: ``in_step.py``
     an evaluation that ranks the targets has R, which counts the ids that are likelier
 
 The input gradient (T, or A) has rows unscaled, as the loss function has not run yet; B scales them. The
@@ -9,6 +9,9 @@ mathematics is in ``layers/output/plain.py``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -18,6 +21,7 @@ from megatron_vocabpar.layers.output.naive import naive_maximum, naive_sum
 from megatron_vocabpar.layers.output.shard_state import ShardState
 from megatron_vocabpar.pipeline.gradients import main_grad
 from megatron_vocabpar.pipeline.iteration import LayerHandlers
+from megatron_vocabpar.pipeline.model.vocab_layers import ShardPass
 from megatron_vocabpar.pipeline.output.chain import OutputChain
 from megatron_vocabpar.pipeline.output.hidden import HiddenStates
 from megatron_vocabpar.pipeline.output.loss import Losses
@@ -30,83 +34,66 @@ from megatron_vocabpar.pipeline.slots import (
     RANKED,
     SENT,
     STATE,
+    Joined,
     Sent,
 )
 from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType
 
 
 class SoftmaxPasses(LayerHandlers):
-    """Handlers of S, S2, T, TW and R."""
+    """Handlers of S, T, TW and R."""
 
     def __init__(self, chain: OutputChain, hidden: HiddenStates, losses: Losses) -> None:
         super().__init__(chain.iteration)
         self.chain, self.hidden, self.losses = chain, hidden, losses
 
+    def table(self) -> dict[PassType, Callable[[Any], None]]:
+        """The handlers. A pass does what its name says, but T of vocab-2, whose S has the input gradient."""
+        return {
+            PassType.S: self.softmax,
+            PassType.T: self.weight_backward if self.chain.early else self.input_backward,
+            PassType.TW: self.weight_backward,
+            PassType.R: self.count_likelier,
+        }
+
     def softmax(self, instruction: Pass) -> None:
         """S: logits of this rank's shard and their local statistics."""
-        state, sent = self.forward_pass(instruction)
-        self._leave(instruction, state, sent)
+        self.leave(instruction, *self.forward_pass(instruction))
 
     def forward_pass(self, instruction: Pass) -> tuple[ShardState | None, Sent]:
-        """S, as a call of the module: before such a call DDP gathers the parameters."""
-        i, chain, model = instruction.microbatch, self.chain, self.chain.model
-        x, microbatch, extras = self.hidden.of(instruction), self.microbatches[i], chain.extras(i)
-        self.losses.look_at(i, x)
-        state, statistics = model.vocab_output(
-            x,
-            model.output_weight,
-            shard_pass=lambda x, weight: chain.forward(x, weight, microbatch, extras),
+        """What S keeps and sends."""
+        i, chain = instruction.microbatch, self.chain
+        microbatch, extras = self.microbatches[i], chain.extras(i)
+        state, statistics = self.on_shard(
+            instruction, lambda x, weight: chain.forward(x, weight, microbatch, extras)
         )
-        assert statistics is not None
         return state, Sent(statistics, extras)
 
-    def _leave(self, producer: Pass, state: ShardState | None, sent: Sent) -> None:
+    def on_shard(self, instruction: Pass, shard_pass: ShardPass) -> tuple[Any, torch.Tensor]:
+        """Run it on the hidden states, in a call of the module: before one DDP gathers the parameters."""
+        model, x = self.chain.model, self.hidden.of(instruction)
+        self.losses.look_at(instruction.microbatch, x)
+        state, sent = model.vocab_output(x, model.output_weight, shard_pass=shard_pass)
+        assert sent is not None
+        return state, sent
+
+    def leave(self, producer: Pass, state: ShardState | None, sent: Sent) -> None:
         if uses := self.chain.state_uses:
             assert state is not None
             self.buffers.put(producer, STATE, state, uses=uses)
         self.buffers.put(producer, SENT, sent)
 
-    def maximum(self, instruction: Pass) -> None:
-        """S of naive: logits and their local maximum."""
-        i, chain, model = instruction.microbatch, self.chain, self.chain.model
-        x, microbatch = self.hidden.of(instruction), self.microbatches[i]
-        self.losses.look_at(i, x)
-        state, offsets = model.vocab_output(
-            x,
-            model.output_weight,
-            shard_pass=lambda x, weight: naive_maximum(
-                x,
-                weight,
-                microbatch.labels,
-                model.shard.range,
-                chain.options,
-                owned=microbatch.owned_targets,
-            ),
-        )
-        assert offsets is not None
-        self.buffers.put(instruction, LOGITS, state)
-        self.buffers.put(instruction, OFFSETS, offsets)
-
-    def exponential_sum(self, instruction: Pass) -> None:
-        """S2 of naive: exponentials relative to the global maximum, and their local sum."""
-        i, rank = instruction.microbatch, instruction.stage
-        offsets = self.arrived(Comm(CommType.C1, rank, i), ARRIVAL)
-        state = self.buffers.take(Pass(PassType.S, rank, i), LOGITS)
-        spare = self.chain.spare.take(self.microbatches[i].tokens)
-        done, statistics = naive_sum(state, offsets, e=spare)
-        self._leave(instruction, done, Sent(statistics, ()))
-
     def input_backward(self, instruction: Pass) -> None:
         """T of vocab-1 and naive: this rank's part of the input gradient, whose rows are not scaled yet."""
-        softmax, state = self._softmax_and_state(instruction.microbatch)
-        self.buffers.put(instruction, PART, self.chain.unscaled_input_gradient(state, softmax))
+        joined, state = self._joined_and_state(instruction.microbatch)
+        self.buffers.put(instruction, PART, self.chain.unscaled_input_gradient(state, joined.softmax))
 
     def weight_backward(self, instruction: Pass) -> None:
         """T of vocab-2, and TW: the weight gradient."""
         i = instruction.microbatch
-        softmax, state = self._softmax_and_state(i)
+        joined, state = self._joined_and_state(i)
         grads = self.arrived(Comm(CommType.CG, instruction.stage, i), ARRIVAL)
-        self.add_weight_gradient(i, state, softmax, grads)
+        self.add_weight_gradient(i, state, joined.softmax, grads)
         self.chain.spare.keep(state)
         self.gradients.wrote(instruction.type)
 
@@ -125,14 +112,38 @@ class SoftmaxPasses(LayerHandlers):
 
     def count_likelier(self, instruction: Pass) -> None:
         """R: how many ids of this shard are likelier than each target."""
-        i, chain = instruction.microbatch, self.chain
-        joined, state = chain.joined(i), self.buffers.take(chain.softmax_pass(i), STATE)
+        joined, state = self._joined_and_state(instruction.microbatch)
         self.buffers.put(instruction, COUNTS, likelier_ids(state.stored, joined.softmax))
         if self.rank.has_loss:
             self.buffers.put(instruction, RANKED, joined)
-        chain.spare.keep(state)
+        self.chain.spare.keep(state)
 
-    def _softmax_and_state(self, i: int) -> tuple[Softmax, ShardState]:
+    def _joined_and_state(self, i: int) -> tuple[Joined, ShardState]:
         """The softmax of all shards, and what the pass that computed this shard's part has kept of it."""
-        softmax = self.chain.joined(i).softmax
-        return softmax, self.buffers.take(self.chain.softmax_pass(i), STATE)
+        return self.chain.joined(i), self.buffers.take(self.chain.softmax_pass(i), STATE)
+
+
+class NaivePasses(SoftmaxPasses):
+    """Of naive: S makes the maximum, S2 what S makes elsewhere."""
+
+    def table(self) -> dict[PassType, Callable[[Any], None]]:
+        return super().table() | {PassType.S2: self.exponential_sum}
+
+    def softmax(self, instruction: Pass) -> None:
+        """S: logits and their local maximum."""
+        microbatch, shard = self.microbatches[instruction.microbatch], self.chain.model.shard.range
+        labels, owned, options = microbatch.labels, microbatch.owned_targets, self.chain.options
+        state, offsets = self.on_shard(
+            instruction, lambda x, weight: naive_maximum(x, weight, labels, shard, options, owned=owned)
+        )
+        self.buffers.put(instruction, LOGITS, state)
+        self.buffers.put(instruction, OFFSETS, offsets)
+
+    def exponential_sum(self, instruction: Pass) -> None:
+        """S2: exponentials relative to the global maximum, and their local sum."""
+        i, rank = instruction.microbatch, instruction.stage
+        offsets = self.arrived(Comm(CommType.C1, rank, i), ARRIVAL)
+        logits = self.buffers.take(Pass(PassType.S, rank, i), LOGITS)
+        spare = self.chain.spare.take(self.microbatches[i].tokens)
+        state, statistics = naive_sum(logits, offsets, e=spare)
+        self.leave(instruction, state, Sent(statistics, ()))
