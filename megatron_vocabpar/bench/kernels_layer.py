@@ -1,7 +1,7 @@
 """One shard's output layer with inputs, and the distance of its results from float64.
 
 The shard owns every target, the most work that a shard can have; there is no communication. Read
-``layers/output.py`` first. ``kernels.py`` times this, ``doctor/layers.py`` checks it on a GPU.
+``layers/output/plain.py`` first. ``kernels.py`` times this, ``doctor/layers.py`` checks it on a GPU.
 """
 
 from __future__ import annotations
