@@ -7,7 +7,6 @@ a process that interprets.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -303,23 +302,6 @@ def test_merge_and_row_gradient(lse: bool, softcap: bool, ranks: int, n: int) ->
         other = kernels.row_gradient(got, there, *arguments)
         close(other.row.cpu(), one.row, rtol=1e-5, atol=1e-37)
         close(other.target.cpu(), one.target, rtol=1e-5, atol=1e-7)  # its parts cancel
-
-
-@pytest.mark.parametrize("entropy", [False, True])
-def test_slopes_of_entropy_and_mean(entropy: bool) -> None:
-    stats, n = some_stats(3, 40), 40
-    expected, got = reference_stats.merge(stats), dispatch.triton_kernels().merge(stats.to(DEVICE))
-    bend = torch.rand(n)
-    slopes = Slopes(-torch.rand(n), None, torch.rand(n) if entropy else None, torch.rand(n))
-    there = Slopes(*(None if slope is None else slope.to(DEVICE) for slope in slopes))
-    tokens, k = torch.arange(0, n, 3), stats[0, :, 0]
-    one = reference_stats.row_gradient(replace(expected, entropy=bend), slopes, k, tokens)
-    got = replace(got, entropy=bend.to(DEVICE))
-    other = dispatch.triton_kernels().row_gradient(got, there, k.to(DEVICE), tokens.to(DEVICE))
-    for a, b in zip(one, other, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None and b is not None:
-            torch.testing.assert_close(b.cpu(), a, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
 def test_merged_statistics_go_where_they_are_told() -> None:
