@@ -82,7 +82,7 @@ def _recipe(name: str, settings: dict[str, Any]) -> Recipe:
 
 
 def models() -> Iterator[str]:
-    """The table of ``docs/frameworks.md``: of each model's recipes, how many are accepted, and why others are not."""
+    """The table of ``docs/frameworks.md``: of each model's recipes those accepted, and why others are not."""
     _, read = recipes()
     yield "| recipes of | accepted | refused for |"
     yield "| --- | --- | --- |"
@@ -97,7 +97,7 @@ def models() -> Iterator[str]:
 
 
 def page() -> Iterator[str]:
-    """The lines that are printed: the models, the reasons, what is tested, and every recipe with its flags."""
+    """The lines that are printed: models, reasons, what is tested, and every recipe with its flags."""
     tag, read = recipes()
     refused = [recipe for recipe in read if recipe.problems]
     reasons = Counter(line for recipe in refused for line in recipe.problems)
@@ -112,7 +112,7 @@ def page() -> Iterator[str]:
     for reason, count in reasons.most_common():
         yield f"| {_shown(reason)} | {count} |"
     yield ""
-    yield "What five or more accepted recipes set together, and the case of test_recipe_cases.py that trains with it:"
+    yield "What five or more accepted recipes set together, and whether test_recipe_cases.py trains with it:"
     yield ""
     yield from table(read)
     yield ""
