@@ -5,7 +5,7 @@
     python3 scripts/machines.py --list
 
 A row runs in a clone of the last commit, in a folder of its own under ``--work``, and its result goes to
-docs/machines.md. Rows named "README" make an environment of their own and run ``make train``, then
+scripts/machines.md. Rows named "README" make an environment of their own and run ``make train``, then
 ``make test``; the others share one environment for each torch. A row that this machine cannot have says so.
 Standard library only; Linux; rows that take rights away need root.
 """
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "machines.md"
+PAGE = ROOT / "scripts" / "machines.md"
 LIMIT_S = 1800
 
 README = 'make train PYTHON="$PYTHON" TORCH="$TORCH" && make test PYTHON="$PYTHON" TORCH="$TORCH"'

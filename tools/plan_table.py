@@ -1,4 +1,4 @@
-"""The table of searches in ``docs/plan.md``: ``python -m tools.plan_table [MODEL ...]`` prints its rows.
+"""The table of searches in ``plan_table.md``: ``python -m tools.plan_table [MODEL ...]`` prints its rows.
 
 Each row is what ``vocabpar plan --preset MODEL --hardware GPU --gpus N`` recommends. The seconds of one
 processor that a search took go to stderr.
@@ -57,6 +57,28 @@ def error(name: str) -> str:
     """The planner's mean error beside the published runs of this model on this GPU."""
     runs = [run for run in published_runs() if (run.model, run.hardware) == (name, MODELS[name])]
     return f"{100 * mean(abs(one) for _, one in errors(runs)):.0f} % of {len(runs)}" if runs else "–"
+
+
+def in_short(table: list[str]) -> Iterator[str]:
+    """The table of ``docs/plan.md``, from all rows of this one: a row for each model."""
+    yield "| model, GPU | on 8 | on 64 | on 512 | error |"
+    yield "| --- | --- | --- | --- | --- |"
+    cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table[2:]]
+    for first in range(0, len(cells), len(GPUS)):
+        of_model = cells[first : first + len(GPUS)]
+        name, gpu = of_model[0][0], of_model[0][1].split()[1]
+        found = " | ".join(_in_short(each[2], each[7]) for each in of_model)
+        yield f"| {name}, {gpu} | {found} | {of_model[0][8]} |"
+
+
+def _in_short(recommended: str, gain: str) -> str:
+    option, _, sizes = recommended.partition(": ")
+    if not sizes:
+        return "–"
+    pipeline = sizes.split(",")[0]
+    if option.startswith("stock"):
+        return "stock, no pipeline" if pipeline == "p 1" else f"stock, {pipeline}"
+    return f"**{option}**, {pipeline}: {gain}"
 
 
 if __name__ == "__main__":

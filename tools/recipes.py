@@ -1,6 +1,8 @@
-"""Prints ``docs/recipes.md``: which pipeline recipes of Megatron Bridge we train, by our own rules.
+"""Prints which pipeline recipes of Megatron Bridge we train, by our own rules, and with which flags.
 
-    python -m tools.recipes > docs/recipes.md
+    python -m tools.recipes
+
+The first table is in ``docs/frameworks.md`` too.
 
 ``recipes.json`` has what each recipe sets, as ``tests/frameworks/read_recipes.py`` has read it. The verdict
 is that of ``frameworks/bridge.py``, which a run through Bridge asks too.
@@ -79,31 +81,38 @@ def _recipe(name: str, settings: dict[str, Any]) -> Recipe:
     return Recipe(name, Settings(**settings), unread, said)
 
 
+def models() -> Iterator[str]:
+    """The table of ``docs/frameworks.md``: of each model's recipes those accepted, and why others are not."""
+    _, read = recipes()
+    yield "| recipes of | accepted | refused for |"
+    yield "| --- | --- | --- |"
+    named: dict[str, list[Recipe]] = {}
+    for recipe in sorted(read, key=lambda each: each.name):
+        named.setdefault(recipe.name[: recipe.name.index("gpu_")].rpartition("_")[0], []).append(recipe)
+    for name, of_model in named.items():
+        refused = [recipe for recipe in of_model if recipe.problems]
+        reasons = Counter(problem.partition(": ")[0] for recipe in refused for problem in recipe.problems)
+        why = ", ".join(f"{_as_code(reason)} ({count})" for reason, count in reasons.most_common())
+        yield f"| `{name}` | {len(of_model) - len(refused)} of {len(of_model)} | {why} |"
+
+
 def page() -> Iterator[str]:
-    """The lines of the page."""
+    """The lines that are printed: models, reasons, what is tested, and every recipe with its flags."""
     tag, read = recipes()
     refused = [recipe for recipe in read if recipe.problems]
     reasons = Counter(line for recipe in refused for line in recipe.problems)
     yield f"# Recipes of Megatron Bridge {tag}"
     yield ""
-    yield "Made by `python -m tools.recipes`. All recipes of `megatron.bridge.perf_recipes` with several"
-    yield "pipeline stages, run through Bridge's own `runtime_config_update`; the verdict is that of rules"
-    yield "that a run asks ([frameworks.md](frameworks.md)). Two families were not read, for lack of their"
-    accepted = len(read) - len(refused)
-    yield f"models' figures: DeepSeek-V4 and GLM-5. Of {len(read)} recipes {accepted} are accepted."
+    yield f"Of {len(read)} recipes {len(read) - len(refused)} are accepted."
+    yield ""
+    yield from models()
     yield ""
     yield "| refused, by reason (some for several) | recipes |"
     yield "| --- | --- |"
     for reason, count in reasons.most_common():
         yield f"| {_shown(reason)} | {count} |"
     yield ""
-    yield "With what five or more accepted recipes set together, `tests/megatron_lm/test_recipe_cases.py`"
-    yield "trains a small model beside stock: fewer layers, units and ids, on CPU processes, with Transformer"
-    yield "Engine's layers; a row without a precision in 32 bits. A CPU has neither NCCL nor userbuffers."
-    yield "`nvfp4` has its Hadamard transforms, and its stochastic rounding with the same thresholds for all"
-    yield "tensors of a shape: a GPU draws others for each."
-    yield "Experts in several processes are in `test_transformer_engine.py`, `1f1b-overlap` in"
-    yield "`test_expert_exchange.py`."
+    yield "What five or more accepted recipes set together, and whether test_recipe_cases.py trains with it:"
     yield ""
     yield from table(read)
     yield ""
@@ -113,6 +122,10 @@ def page() -> Iterator[str]:
         verdict = "; ".join(f"refused: {problem.partition(': ')[0]}" for problem in recipe.problems) or "runs"
         flags = f"`{recipe.flags}`" if recipe.flags and not recipe.problems else ""
         yield f"| `{recipe.name}` | {verdict} | {flags} |"
+
+
+def _as_code(reason: str) -> str:
+    return ", ".join(f"`{word}`" if word.startswith("--") else word for word in reason.split(", "))
 
 
 def _shown(reason: str) -> str:

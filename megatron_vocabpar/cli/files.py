@@ -52,7 +52,9 @@ def write_output(path: str, content: str | bytes, option: str = "--output") -> N
 def will_be_written(_: click.Context, option: click.Parameter, path: str | None) -> str | None:
     """Callback of an option whose file is written after long work: refuse a bad path before the work."""
     if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
-        raise ValueError(f"cannot write {path}: a folder, or in none; give another {option.opts[0]}")
+        raise ValueError(
+            f"cannot write {path}: it is a folder, or its folder is missing; give another {option.opts[0]}"
+        )
     return path
 
 

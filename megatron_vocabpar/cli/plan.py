@@ -90,8 +90,8 @@ _FILE_COLUMNS = 100  # of the tables where they are not shown on a terminal
 def plan_command(ctx: click.Context, **options: Any) -> None:
     """Which method in which family: time, MFU, memory of each stage, launch line, and why.
 
-    The model is a preset, a config.json, a launch script, or Megatron's arguments after --. What of them the
-    plan does not use, it lists.
+    The model is a preset, a config.json, a launch script, or Megatron's arguments after --. The plan
+    lists what it does not use of them.
     """
     _check(options)
     given = _given(options["script"], options["arguments"])

@@ -189,7 +189,7 @@ def statistics(kernels: RowKernels, device: torch.device, dtype: torch.dtype, n:
     errors = []
     expected, got = reference_stats.merge(gathered.double()), kernels.merge(gathered.to(device))
     if not torch.equal(got.valid.cpu(), expected.valid):
-        raise ValueError("the merge takes other tokens for valid")
+        raise ValueError("the merge and its specification differ in which tokens are valid")
     errors.append(_error(got.nll, expected.nll, 1.0, dtype))
     k = gathered[0, :, 0]
     for slopes in ((-g,), (-g, lse)):

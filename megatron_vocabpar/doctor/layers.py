@@ -15,7 +15,7 @@ LIMIT_OF_DW = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 2e-4}
 def output_layer(
     device: str, dtype: str, n: int = 512, hidden: int = 512, rows: int = 8192, padding: int = 0
 ) -> Finding:
-    """Losses and dX of every method within the documented bounds, dW by its norm, and none in padding.
+    """Whether losses, dX and dW's norm of every method are within the documented bounds; padding has no dW.
 
     Args:
         rows: of the weight shard, with ``padding`` rows at its end.

@@ -71,7 +71,7 @@ def median_ms(
 
 
 def measure(device: torch.device, work: Callable[[], object], size: int) -> Times:
-    """Times of ``work`` on a side stream, and of about as many products [size, size] as take as long.
+    """Times of ``work`` on a side stream, and of products [size, size], as many as take about as long.
 
     Args:
         device: the current one.

@@ -2,7 +2,7 @@
 
 Bridge has no command line: its ``ConfigContainer`` holds sections, whose fields have the names of Megatron's
 arguments but for a few. So the same rules decide, on the container of a run (``checking``) and on those of
-its recipes (``docs/recipes.md``). Read at Megatron Bridge v0.6.0. Standard library only.
+its recipes (``docs/frameworks.md``). Read at Megatron Bridge v0.6.0. Standard library only.
 """
 
 from __future__ import annotations

@@ -181,5 +181,5 @@ def _check_shards(tensors: Sequence[Tensor], lazy: bool) -> None:
             )
         if not lazy and tensor.shape[:-1] != first.shape[:-1]:
             raise ValueError(
-                f"shards of shapes {tuple(first.shape)} and {tuple(tensor.shape)}: same tokens needed"
+                f"shards of shapes {tuple(first.shape)} and {tuple(tensor.shape)}: give the same tokens"
             )

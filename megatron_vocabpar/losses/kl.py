@@ -89,7 +89,9 @@ def _of_logits(divergence: Divergence, p: Logits, q: Logits, layout: Layout) -> 
             "give both as logits, or both as LazyLogits"
         )
     if leading_shape(p) != leading_shape(q):
-        raise ValueError(f"p has tokens {tuple(leading_shape(p))}, q {tuple(leading_shape(q))}: same needed")
+        raise ValueError(
+            f"p has tokens {tuple(leading_shape(p))}, q {tuple(leading_shape(q))}: give both the same"
+        )
     call_p, tensors_p = prepare(p, layout)
     call_q, tensors_q = prepare(q, layout)
     if call_p.ranges != call_q.ranges:

@@ -58,7 +58,7 @@ def top_and_rest(logits: Logits, stored: TopLogprobs, layout: Layout) -> tuple[T
     if leading_shape(logits) != stored.ids.shape[:-1]:
         raise ValueError(
             f"logits of tokens {tuple(leading_shape(logits))}, stored log-probabilities of "
-            f"{tuple(stored.ids.shape[:-1])}: same needed"
+            f"{tuple(stored.ids.shape[:-1])}: give both the same"
         )
     if layout.get("invariant"):
         raise ValueError(

@@ -95,7 +95,7 @@ def errors(runs: Sequence[Run]) -> Iterator[tuple[Run, float]]:
 
 
 def table() -> Iterator[str]:
-    """The table of ``docs/plan.md``, and the mean errors."""
+    """A table of the runs, in short in ``docs/plan.md``, and the mean errors."""
     yield "| model | GPUs | precision | t, p, c, e, chunks | published | planned | error | fitted |"
     yield "| --- | --- | --- | --- | ---: | ---: | ---: | --- |"
     compared = list(errors(published_runs()))

@@ -1,7 +1,7 @@
 """Whether all ranks run the same: each writes what it runs into the job's store, and rank 0 compares.
 
-Different schedules end in a hang, and different flags or versions in different schedules. The store needs no
-communicator, so that a rank that never arrives, because it was started otherwise, can be named.
+Ranks with different flags or versions make different schedules, and then wait for each other for ever. The
+store needs no communicator, so rank 0 can name a rank that never arrives.
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ def _absence(subject: str, ranks: Sequence[int], timeout: timedelta) -> str:
 
 
 def difference(everyone: Sequence[Mapping[str, str]]) -> str:
-    """A sentence about the facts that differ, and on which ranks; empty if none do. One record a rank."""
+    """A sentence on the facts that differ, and on which ranks; empty if none do.
+
+    ``everyone`` has the facts of each rank.
+    """
     parts = []
     for name in dict.fromkeys(name for facts in everyone for name in facts):
         holders: dict[str, list[int]] = {}

@@ -139,7 +139,7 @@ def pass_costs(stages: Sequence[Sequence[RankTimes]], method: Method, splits_w: 
         return tuple(median(t.passes.get(type_.value, 0.0) for t in replicas) for replicas in stages)
 
     def shortest(types: Iterable[CommType | PassType]) -> float:
-        """The shortest time on any rank, of the type where that is longest."""
+        """Each type's shortest time on any rank; of these the longest."""
         seen = ([t.collectives[k.value] for t in everyone if k.value in t.collectives] for k in types)
         return max((min(times) for times in seen if times), default=0.0)
 

@@ -6,7 +6,7 @@ order while the main thread computes. Both look alike: ``submit`` work, ``wait``
 the only module that asks which device it runs on.
 
 One rule about memory: **what outlives the work is allocated before it is submitted**, by the stream that
-will use it. The work writes in place, and allocates only what it drops again. For a GPU's allocator reuses
+will use it. The work writes in place, and allocates only what it drops again. A GPU's allocator reuses
 freed memory in the order of the stream that allocated it. Example: the main stream allocates the buffer of C1
 and submits the collective. The event holds the work, and so the buffer, until the main stream has waited.
 Only then can the main stream free it, and what reuses it runs after the collective. Without the rule every
@@ -190,7 +190,7 @@ def clock(device: torch.device) -> Callable[[], Mark]:
 
 
 def _cuda_clock() -> Callable[[], Mark]:
-    """Marks are CUDA events; the host waits for a first one, whose time both clocks then know."""
+    """Marks are CUDA events; the host waits for the first, so that its time is known on both clocks."""
     origin = _recorded_event()
     origin.synchronize()
     origin_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""The table of searches in ``docs/plan.md`` is what the search says."""
+"""The table of searches is what the search says, and ``docs/plan.md`` has it in short."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tools.plan_table import GPUS, MODELS, rows
+from tools.plan_table import GPUS, MODELS, in_short, rows
 
-PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+TABLE = (ROOT / "tools" / "plan_table.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -16,7 +17,13 @@ PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-
     [pytest.param(name, marks=() if name == "llama-3.2-3b" else pytest.mark.long) for name in MODELS],
 )
 @pytest.mark.timeout(1200)
-def test_the_page_has_what_is_found(name: str) -> None:
+def test_the_table_has_what_is_found(name: str) -> None:
     found = list(rows([name]))
     assert len(found) == 2 + len(GPUS)
-    assert [row for row in found if row not in PAGE] == []
+    assert [row for row in found if row not in TABLE] == []
+
+
+def test_the_page_has_the_table_in_short() -> None:
+    lines = list(in_short([line for line in TABLE.splitlines() if line.startswith("|")]))
+    assert len(lines) == 2 + len(MODELS)
+    assert "\n".join(lines) in (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")

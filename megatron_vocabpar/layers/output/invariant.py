@@ -11,7 +11,7 @@ ids; loss, log-probabilities and dX of a token also for every batch around it:
 - A row of dW belongs to one block; its targets' tokens are added in their order.
 
 So dX is computed after C1, in vocab-2 as well, and reduced as int64 (``FixedPoint``). There is no label
-smoothing, whose sum of the weight's rows has an order, and no recomputation. ``docs/kernels.md`` has the
+smoothing, whose sum of the weight's rows has an order, and no recomputation. ``docs/invariance.md`` has the
 cost. Next: ``../fixed_point.py``.
 """
 

@@ -1,6 +1,6 @@
 """The options with which CUDA graphs of single layers have been tested; standard library only.
 
-``docs/megatron.md`` says what was run. Next: ``layer_graphs.py``.
+``docs/evidence.md`` says what was run. Next: ``layer_graphs.py``.
 """
 
 from __future__ import annotations
