@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_vocabpar.layers import extras
+from megatron_vocabpar.layers.extras.extra import Extra
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward
-from megatron_vocabpar.pipeline.options import VocabOptions
+from megatron_vocabpar.pipeline.options import METRICS, VocabOptions
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from tests.cases import rest_is_slow
@@ -145,3 +148,12 @@ def test_log_probabilities_entropies_and_accuracy(family: str, method: str, opti
         for name, value in sums.items():
             expected = [value, tokens] if case.loss == "tokens" else value / tokens
             np.testing.assert_allclose(report[name], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_metric_leads_to_its_extra(name: str) -> None:
+    """A loss function may depend on those alone whose extra has a gradient, and finds it under its name."""
+    extra = resolve_name(f"{extras.__name__}.{METRICS[name].extra}").stored_in(torch.float32)
+    assert extra.reports
+    assert METRICS[name].has_gradient == (type(extra).gradient is not Extra.gradient)
+    assert not METRICS[name].has_gradient or extra.name == name in extra.reports

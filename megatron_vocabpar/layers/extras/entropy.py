@@ -22,7 +22,7 @@ class Entropy(CurveSum):
 
     name = "entropy"
     reports = MappingProxyType({"entropy": "entropy"})
-    largest = 16.0  # above ln E of every E in fp16
+    largest = 16.0  # ln E is less
 
     def of_exponentials(self, e: Tensor) -> Tensor:
         return torch.special.xlogy(e, e)

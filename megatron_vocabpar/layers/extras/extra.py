@@ -5,9 +5,9 @@
     L      deliver     what the loss function gets
     T, TW  gradient    what the number's slope adds to dY; ``add_*_gradient`` where that is no matter of E
 
-Each has a file here and no other room knows which there are: a head, a barrier or a loss asks all extras of
-a call. For example the entropy, whose dY has ``logs E ln E``, keeps the sums of E ln E, and its ``curve`` is
-``E ln E``; the products with W and x are the head's own.
+Each has a file here, and nothing else knows which there are: S, C1, L and T ask all extras of a call. For
+example the entropy, whose dY has ``logs E ln E``, keeps the sums of E ln E, and its ``curve`` is ``E ln E``;
+the products with W and x are ``output/plain.py``'s.
 
 An extra is of one microbatch, as the divergence holds what the teacher says of it; the others are the same
 object for all. Columns are made of the exponentials that S has stored, so logits are never read again.
@@ -75,8 +75,8 @@ class Extra:
         reports: by each parameter that a loss function may have of it, what its mean is called in a log.
         columns: numbers a token that a shard sends with its statistics.
         reads_exponentials: whether they must be stored for it.
-        largest: a power of two above what ``of_exponentials`` makes of an E in fp16; None without a curve
-            that is made of E alone.
+        largest: a power of two above curve(E) / E of every E in fp16: the curve divided by it fits where E
+            does. None without a curve that is made of E alone.
     """
 
     name: ClassVar[str]

@@ -217,7 +217,7 @@ def output_forward(
 
 
 def _product_of(state: OutputState, extra: Extra) -> Product:
-    """Writes the products of an extra's curves into their place; a curve fits into 16 bits when divided."""
+    """Writes the products of an extra's curve into their place: of the curve divided by ``largest``."""
     out, largest = state.products[extra.name], extra.largest
     assert largest is not None
 
