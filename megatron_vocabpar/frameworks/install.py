@@ -79,7 +79,7 @@ def _refuse_without_a_door() -> None:
 
 
 def _of_frameworks() -> list[Binding]:
-    """What this release of each framework has of our names.
+    """The bindings that the installed frameworks have.
 
     Raises:
         ValueError: if it has no function of log-probabilities or of labels that we know.

@@ -259,7 +259,7 @@ def _joined_whole(call: Call, gathered: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def finite_log(values: Tensor, out: Tensor) -> Tensor:
-    """The logarithm of values of 0 or more; of smaller ones than the smallest normal number, that one's."""
+    """log(max(v, tiny)) of values v of 0 or more."""
     return torch.clamp(values, min=torch.finfo(values.dtype).tiny, out=out).log_()
 
 

@@ -78,7 +78,7 @@ class Found:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Of each kind, one is kept."""
+        """The key of which a search keeps the fastest result."""
         return _kind(self.request.job, self.option.stock)
 
 

@@ -85,7 +85,7 @@ class Layer:
 
     @property
     def hidden(self) -> float:
-        """What F and B hide of each other in a pair: the exchange of each, as far as the other computes."""
+        """What a pair hides: each pass's all-to-all, capped by the other's compute time."""
         computing = (self.forward - self.exchange, self.backward - self.exchange)
         return _HIDDEN * sum(min(self.exchange, ms) for ms in computing)
 

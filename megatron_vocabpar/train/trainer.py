@@ -253,7 +253,7 @@ def _on_any_rank(flag: bool, device: torch.device) -> bool:
 
 
 def _mean_loss(reports: list[Any], device: torch.device) -> float:
-    """Loss per token over all replicas; one tensor-parallel rank of each last rank counts."""
+    """Loss per token, summed over the first tensor-parallel rank of the last stage of each replica."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     if reports and parallel_state.get_tensor_model_parallel_rank() == 0:
         sums += torch.stack([report["lm loss"] for report in reports]).double().sum(0)

@@ -40,7 +40,7 @@ def kept(output: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def kept_gradient(gradient: torch.Tensor, config: Any) -> torch.Tensor:
-    """A gradient of what a stage takes in, or a copy, likewise.
+    """The stage's input gradient, or a copy if a graph would overwrite it.
 
     With Megatron's own graphs autograd has made one. Of Transformer Engine's it takes the tensor itself.
     """
