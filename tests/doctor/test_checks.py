@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_vocabpar.bench import kernels_layer
 from megatron_vocabpar.doctor import communicators, kernels, layers, overlap, surroundings, training
 from megatron_vocabpar.doctor.checks import DTYPES, checks
 from megatron_vocabpar.doctor.guard import run_all
@@ -22,6 +21,7 @@ from megatron_vocabpar.doctor.overlap import Times, judge
 from megatron_vocabpar.doctor.result import Check
 from megatron_vocabpar.layers.kernels import dispatch
 from megatron_vocabpar.layers.kernels.dispatch import use_kernels
+from megatron_vocabpar.measure import output_layer
 from megatron_vocabpar.runtime.comm import create_groups
 from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.train.config import TrainConfig
@@ -144,12 +144,12 @@ def test_output_layer(dtype: str, padding: int) -> None:
 
 
 def test_a_wrong_weight_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = kernels_layer.weight_gradient
+    right = output_layer.weight_gradient
 
     def wrong(state, softmax, slopes, main_grad):
         right(state, softmax, slopes.scaled(1.01), main_grad)
 
-    monkeypatch.setattr(kernels_layer, "weight_gradient", wrong)
+    monkeypatch.setattr(output_layer, "weight_gradient", wrong)
     finding = layers.output_layer("cpu", "bfloat16", **LAYER)
     assert finding.outcome == "failed"
     assert finding.reason.startswith("vocab-1: the error of dW is")

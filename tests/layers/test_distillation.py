@@ -10,7 +10,7 @@ from multiprocessing import get_context
 import pytest
 import torch
 
-from megatron_vocabpar.bench.memory import peak_mib
+from lab.memory import peak_mib
 from megatron_vocabpar.layers.bins import TopLogprobs
 from megatron_vocabpar.layers.columns import join
 from megatron_vocabpar.layers.distillation import Teacher, TeacherStates, comparison

@@ -1,0 +1,119 @@
+"""Prints ``docs/recipes.md``: which pipeline recipes of Megatron Bridge we train, by our own rules.
+
+    python -m lab page recipes > docs/recipes.md
+
+``recipes.json`` has what each recipe sets, as ``tests/frameworks/read_recipes.py`` has read it. The verdict
+is that of ``frameworks/bridge.py``, which a run through Bridge asks too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from lab.combinations import table
+from megatron_vocabpar.frameworks.bridge import problems
+from megatron_vocabpar.megatron_lm.flags import config_from_argv
+from megatron_vocabpar.megatron_lm.layouts import model_chunks
+
+_PATH = Path(__file__).with_name("recipes.json")
+
+
+class Settings(SimpleNamespace):
+    """What a recipe sets of the arguments that rules read; an error for one that the file lacks.
+
+    A LookupError, which ``getattr`` with a default does not turn into that default.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        raise LookupError(f"{name}: a rule reads it since recipes.json was written; write that again")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe and our verdict.
+
+    Attributes:
+        name: of its function, without ``_config``.
+        arguments: what it sets, by the names of Megatron's arguments.
+        unread: fields that nobody has read.
+        bridge_says: why Bridge's own check refuses its recipe; None if it does not.
+    """
+
+    name: str
+    arguments: SimpleNamespace
+    unread: tuple[str, ...]
+    bridge_says: str | None
+
+    @property
+    def flags(self) -> str:
+        """Our flags for it: the family of its number of chunks, and a plan that stays where graphs are."""
+        if getattr(self.arguments, "overlap_moe_expert_parallel_comm", False):
+            family = "1f1b-overlap"
+        else:
+            family = "1f1b" if model_chunks(self.arguments) == 1 else "interleaved"
+        words = [] if family == "1f1b" else ["--vocab-parallel-family", family]
+        graphs = self.arguments.cuda_graph_impl not in (None, "none")
+        return " ".join([*words, *(["--vocab-parallel-profile-iterations", "0"] if graphs else [])])
+
+    @property
+    def problems(self) -> list[str]:
+        """Why it is refused; empty if it runs."""
+        config = config_from_argv(["--enable-vocab-parallel", *self.flags.split()])
+        return [*problems(self.arguments, config), *(f"{field}: nobody has read it" for field in self.unread)]
+
+
+def recipes() -> tuple[str, list[Recipe]]:
+    """The tag of Bridge and its recipes."""
+    file = json.loads(_PATH.read_text("utf-8"))
+    return file["tag"], [_recipe(name, file["shared"] | own) for name, own in file["recipes"].items()]
+
+
+def _recipe(name: str, settings: dict[str, Any]) -> Recipe:
+    unread, said = tuple(settings.pop("unread")), settings.pop("bridge_says")
+    return Recipe(name, Settings(**settings), unread, said)
+
+
+def page() -> Iterator[str]:
+    """The lines of the page."""
+    tag, read = recipes()
+    refused = [recipe for recipe in read if recipe.problems]
+    reasons = Counter(line for recipe in refused for line in recipe.problems)
+    yield f"# Recipes of Megatron Bridge {tag}"
+    yield ""
+    yield "Made by `python -m lab page recipes`. All recipes of `megatron.bridge.perf_recipes` with several"
+    yield "pipeline stages, run through Bridge's own `runtime_config_update`; the verdict is that of rules"
+    yield "that a run asks ([frameworks.md](frameworks.md)). Two families were not read, for lack of their"
+    accepted = len(read) - len(refused)
+    yield f"models' figures: DeepSeek-V4 and GLM-5. Of {len(read)} recipes {accepted} are accepted."
+    yield ""
+    yield "| refused, by reason (some for several) | recipes |"
+    yield "| --- | --- |"
+    for reason, count in reasons.most_common():
+        yield f"| {_shown(reason)} | {count} |"
+    yield ""
+    yield "With what five or more accepted recipes set together, `tests/megatron_lm/test_recipe_cases.py`"
+    yield "trains a small model beside stock: fewer layers, units and ids, on CPU processes, with Transformer"
+    yield "Engine's layers; a row without a precision in 32 bits. A CPU has neither NCCL nor userbuffers."
+    yield "`nvfp4` has its Hadamard transforms, and its stochastic rounding with the same thresholds for all"
+    yield "tensors of a shape: a GPU draws others for each."
+    yield "Experts in several processes are in `test_transformer_engine.py`, `1f1b-overlap` in"
+    yield "`test_expert_exchange.py`."
+    yield ""
+    yield from table(read)
+    yield ""
+    yield "| recipe | verdict | `VOCAB_PARALLEL_FLAGS` |"
+    yield "| --- | --- | --- |"
+    for recipe in sorted(read, key=lambda each: each.name):
+        verdict = "; ".join(f"refused: {problem.partition(': ')[0]}" for problem in recipe.problems) or "runs"
+        flags = f"`{recipe.flags}`" if recipe.flags and not recipe.problems else ""
+        yield f"| `{recipe.name}` | {verdict} | {flags} |"
+
+
+def _shown(reason: str) -> str:
+    return reason.replace("|", "\\|")
