@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from megatron_vocabpar.train.output import (
     resumed,
     steps_done,
 )
-from megatron_vocabpar.train.trackers import TRACKERS
 
 
 def no_gpu() -> int:
@@ -54,13 +52,6 @@ def examine(tmp_path: Path, environment: dict[str, str] | None = None, gpus: int
 def test_accepted(tmp_path: Path, values: dict[str, Any]) -> None:
     examine(tmp_path, **values)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("package", TRACKERS)
-def test_a_tracker_needs_its_package(tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=f"--{package} needs a package: pip install {package}"):
-        examine(tmp_path, **{package: True})
 
 
 def test_fewer_gpus_than_processes(tmp_path: Path) -> None:
