@@ -11,7 +11,6 @@ import pytest
 
 from megatron_vocabpar.train.check import check, require_modules, resolve_device
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.intact import write_digests
 from megatron_vocabpar.train.output import (
     CHECKPOINT_FOLDER,
     finished,
@@ -79,8 +78,7 @@ def finished_job(tmp_path: Path, **values: Any) -> TrainConfig:
     open_output(config)
     checkpoint = open_method(method_config(config, config.method)).parent / CHECKPOINT_FOLDER / "step_0000060"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "weights").write_text("1")
-    write_digests(checkpoint)
+    (checkpoint / "metadata.json").write_text("{}")
     return config
 
 
