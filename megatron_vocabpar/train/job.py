@@ -18,12 +18,11 @@ from megatron_vocabpar.train import output
 from megatron_vocabpar.train.check import check, resolve_device
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.data_files import DataFiles
-from megatron_vocabpar.train.failure import TrainingFailed
+from megatron_vocabpar.train.failure import Interrupted, TrainingFailed
 from megatron_vocabpar.train.prepare import prepare
 from megatron_vocabpar.train.ranks import WORKER_MODULE, processes
 from megatron_vocabpar.train.report import write_report
 from megatron_vocabpar.train.schedules import describe, plan_method
-from megatron_vocabpar.train.workers import Interrupted
 
 Say = Callable[[str], None]
 

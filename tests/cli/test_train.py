@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from megatron_vocabpar.cli import main as command
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.serialize import from_json
-from megatron_vocabpar.train.workers import Interrupted
+from megatron_vocabpar.train.failure import Interrupted
 
 SMALL = [
     "--seq-length", "16", "--vocab-size", "300", "--steps", "40", "--pp", "2", "--layers", "2",

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 Plant = Callable[[int | None], None]
@@ -153,14 +152,14 @@ def _text_over(out: int, err: int) -> None:
 
 
 def _run_verb(arguments: Sequence[str], folder: Path, plant: Plant) -> None:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
     from megatron_vocabpar.cli.main import main
-    from megatron_vocabpar.train import workers
 
     os.chdir(folder)
     _open_output(folder)
-    warm: Any = SimpleNamespace(**vars(subprocess))
-    warm.Popen = type("Popen", (_Worker,), {"plant": staticmethod(plant)})
-    workers.subprocess = warm
+    handler: Any = subprocess_handler
+    handler.Popen = type("Popen", (_Worker,), {"plant": staticmethod(plant)})
     plant(None)
     code = 98
     try:
