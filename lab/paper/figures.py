@@ -13,7 +13,7 @@ from math import ceil
 
 from lab.paper.rows import read_rows
 from lab.paper.simulated import Compared
-from megatron_vocabpar.schedule.draw import draw_text, planned_chart, svg_of, svg_of_scene
+from megatron_vocabpar.schedule.draw import draw_svg, draw_text, lay_out, planned_chart
 from megatron_vocabpar.schedule.draw.lengths import PREDICTED
 from megatron_vocabpar.schedule.draw.scene import Box, Scene, Text
 from megatron_vocabpar.schedule.make.generate import make_plan
@@ -63,7 +63,7 @@ def schedules_text(figure: Figure, width: int) -> str:
 
 def schedules_svg(figure: Figure) -> str:
     """An SVG picture of the schedules, one below the other."""
-    return svg_of([planned_chart(result) for result in schedules_of(figure)])
+    return draw_svg(lay_out([planned_chart(result) for result in schedules_of(figure)]))
 
 
 def bars_svg(figure: Figure, compared: Sequence[Compared]) -> str:
@@ -132,4 +132,4 @@ def losses_svg(curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
 
 
 def _painted(width: float, height: float, shapes: Sequence[Box | Text]) -> str:
-    return svg_of_scene(Scene(width, height, (Box(0, 0, width, height, "#ffffff"), *shapes)))
+    return draw_svg(Scene(width, height, (Box(0, 0, width, height, "#ffffff"), *shapes)))

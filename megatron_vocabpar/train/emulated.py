@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vocabpar.schedule.draw.lengths import Length, lay_out_lengths
-from megatron_vocabpar.schedule.draw.svg import svg_of_scene
+from megatron_vocabpar.schedule.draw.svg import draw_svg
 from megatron_vocabpar.train.output import EMULATION_FILE, EMULATION_PICTURE_FILE
 from megatron_vocabpar.train.pictures import COLOURS, OTHER_COLOUR
 from megatron_vocabpar.train.tables import TextTable
@@ -46,7 +46,7 @@ def emulation_svg(record: Mapping[str, Any]) -> str:
         method = row["name"].rpartition(" + ")[2]  # of "v-half + vocab-2"
         colour = COLOURS.get(method, OTHER_COLOUR)
         rows.append(Length(row["name"], row["net_ms"], row["measured_idle"], row["predicted_ms"], colour))
-    return svg_of_scene(lay_out_lengths(f"An iteration, emulated: {settings(record)}", rows))
+    return draw_svg(lay_out_lengths(f"An iteration, emulated: {settings(record)}", rows))
 
 
 def settings(record: Mapping[str, Any]) -> str:
