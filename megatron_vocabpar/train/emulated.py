@@ -19,7 +19,7 @@ _HEADINGS = (
 
 
 def write_emulation(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write the numbers and the picture; ``record`` is that of ``bench.emulation.record``."""
+    """Write the numbers and the picture; ``record`` is that of ``measure.emulation.record``."""
     (folder / EMULATION_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     (folder / EMULATION_PICTURE_FILE).write_text(emulation_svg(record), encoding="utf-8")
 
