@@ -127,7 +127,7 @@ docs: $(BIN)/python
 	@echo "$(BIN)/mkdocs serve shows it, with its search"
 
 bench: $(INSTALLED)-train
-	$(BIN)/vocabpar bench runtime
+	$(BIN)/python -m lab runtime
 
 # With the torch that is there, and without a network: nothing is taken from an index. Wheels that were carried to the
 # machine in .whl/ (megatron-core, fastjsonschema) are unpacked beside it. All three commands run, whatever one of them
@@ -141,7 +141,7 @@ gpu:
 	status=0; $(GPU_PYTHON) -m megatron_vocabpar doctor --gpu || status=$$?; \
 	if [ $$status -eq 2 ]; then exit 2; fi; \
 	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS) || status=1; \
-	$(GPU_PYTHON) -m megatron_vocabpar bench kernels --device cuda --save bench/results || status=1; \
+	$(GPU_PYTHON) -m lab kernels --device cuda --save lab/results || status=1; \
 	exit $$status
 
 # No GPU needed, and none used: CUDA's libraries are replaced beneath torch.

@@ -1,7 +1,7 @@
 """Two runs differ; why? The example of the issue on tensor-parallel-invariant reductions: six ids, 2 shards.
 
 In the root of a clone ``python -m examples.losses_drift [FOLDER]`` writes three runs and compares two wrong
-ones with the right one, as ``python -m tools.drift FOLDER/tp1.json FOLDER/owner-only.json`` does.
+ones with the right one, as ``python -m lab drift FOLDER/tp1.json FOLDER/owner-only.json`` does.
 """
 
 import sys
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from tools.drift import compare
-from tools.runs import record, write_run
+from lab.drift import compare
+from lab.runs import record, write_run
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
 logits, target = torch.tensor([[0.1, -0.2, 1.7, 0.3, 1.2, -0.5]], dtype=torch.float64), torch.tensor([4])

@@ -42,10 +42,10 @@ PROMISES = (
 )
 # What starts processes, writes files or measures time: load or an earlier job can change nothing else.
 PROCESSES = (
-    f"{PYTEST} tests/runtime tests/train tests/faults tests/bench tests/doctor tests/cli"
+    f"{PYTEST} tests/runtime tests/train tests/faults tests/measure tests/doctor tests/cli"
     " tests/pipeline/test_equality.py tests/pipeline/test_measured_plan.py"
 )
-ROOMS = f"{PYTEST} tests/layers tests/losses tests/runtime tests/pipeline tests/train tests/bench"
+ROOMS = f"{PYTEST} tests/layers tests/losses tests/runtime tests/pipeline tests/train tests/measure"
 # A job that was started, and stopped by Ctrl-C once it trains.
 INTERRUPTED = (
     'setsid bash -c "trap - INT; exec python -m megatron_vocabpar train --overwrite" & job=$!;'

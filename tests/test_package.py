@@ -50,7 +50,7 @@ def test_the_wheel_brings_its_data_and_verbs(tmp_path: Path, wheel: Path) -> Non
     _run(vocabpar, "schedule", "--pp", "2", "--format", "html", "--output", page, cwd=tmp_path)
     assert "<script>" in page.read_text(encoding="utf-8")
     files = _run(python, "-m", "pip", "show", "--files", "megatron-vocabpar", cwd=tmp_path)
-    names = "py.typed viewer.js page.html.j2 p8_v256k.json cells.csv licenses/LICENSE"
+    names = "py.typed viewer.js page.css p8_v256k.json licenses/LICENSE"
     assert [name for name in names.split() if name not in files] == []
     assert "License-Expression: Apache-2.0" in _run(
         python, "-c", "import importlib.metadata as m; print(m.metadata('megatron-vocabpar'))", cwd=tmp_path

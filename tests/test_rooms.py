@@ -115,4 +115,4 @@ def test_mathematics_knows_no_schedule(room: str) -> None:
 
 def test_only_some_rooms_face_megatron() -> None:
     facing = {room for room in ROOMS if "megatron" in libraries_imported(room)}
-    assert facing <= {"pipeline", "megatron_lm", "frameworks", "train", "bench", "losses"}
+    assert facing <= {"pipeline", "megatron_lm", "frameworks", "train", "measure", "losses"}

@@ -1,7 +1,7 @@
 """``vocabpar emulate``: schedules run in real time on this machine, with sleeps for their passes.
 
 Exit code 0: done; 1: a rank failed; 2: bad input.
-Next: ``bench/emulation.py``.
+Next: ``measure/emulation.py``.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def emulate_command(
         raise ValueError(f"--scale {scale}: give a finite number")
     costs, source = _costs(costs_file, p)
     plans = dict(_plan(text, p, m, costs) for text in dict.fromkeys(schedules or _DEFAULT))
-    from megatron_vocabpar.bench.beside import OtherWork, warning
-    from megatron_vocabpar.bench.emulation import emulate, record
+    from megatron_vocabpar.measure.beside import OtherWork, warning
+    from megatron_vocabpar.measure.emulation import emulate, record
     from megatron_vocabpar.train.emulated import emulation_svg, emulation_table, write_emulation
     from megatron_vocabpar.train.failure import TrainingFailed
     from megatron_vocabpar.train.output import read_config

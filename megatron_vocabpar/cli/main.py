@@ -10,6 +10,8 @@ import errno
 import importlib
 import signal
 import traceback
+from collections.abc import Mapping
+from typing import Any
 
 import click
 
@@ -19,24 +21,21 @@ VERBS = {
     "schedule": "Print or draw a schedule.",
     "simulate": "Predict time, bubble and memory.",
     "plan": "Which schedule, and does it fit?",
-    "paper": "The paper's tables, simulated.",
     "profile": "Measure passes and collectives here.",
     "emulate": "Run schedules in real time, with sleeps for passes.",
     "train": "Train a GPT on this machine.",
     "report": "Make a job's report again.",
-    "bench": "Measure against stock Megatron.",
-    "artifact": "Run the paper's experiments.",
     "doctor": "Check GPUs, or look at a checkout.",
     "patches": "What is replaced in Megatron.",
 }
 """The line of ``vocabpar --help`` for each verb."""
 
-_BARE = ("schedule", "simulate", "plan", "paper", "patches")  # without the extra [train]
+_BARE = ("schedule", "simulate", "plan", "patches")  # without the extra [train]
 
 
-def load(verb: str) -> click.Command:
+def load(package: str, verb: str) -> click.Command:
     """Import the module of a verb's name and take its command, ``<verb>_command``."""
-    return getattr(importlib.import_module(f"megatron_vocabpar.cli.{verb}"), f"{verb}_command")
+    return getattr(importlib.import_module(f"{package}.{verb}"), f"{verb}_command")
 
 
 class VerbError(click.ClickException):
@@ -44,13 +43,13 @@ class VerbError(click.ClickException):
 
     exit_code = 2
 
-    def __init__(self, verb: str, message: str) -> None:
+    def __init__(self, verb: str, message: str, program: str = "vocabpar") -> None:
         super().__init__(message)
-        self.verb = verb
+        self.verb, self.program = verb, program
 
     def show(self, file: object = None) -> None:
         if self.message:
-            click.echo(f"vocabpar {self.verb}: error: {self.message}", err=True)
+            click.echo(f"{self.program} {self.verb}: error: {self.message}", err=True)
 
 
 class RunFailed(VerbError):
@@ -60,20 +59,29 @@ class RunFailed(VerbError):
 
 
 class VerbGroup(click.Group):
-    """A click group over ``VERBS`` that turns bad input into one line and exit code 2."""
+    """A click group that turns bad input into one line and exit code 2.
+
+    Args:
+        verbs: their lines in ``--help``, by name.
+        package: whose modules they are, one each.
+    """
+
+    def __init__(self, *args: Any, verbs: Mapping[str, str], package: str, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.verbs, self.package = verbs, package
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
+        return list(self.verbs)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         try:
-            return load(cmd_name) if cmd_name in VERBS else None
+            return load(self.package, cmd_name) if cmd_name in self.verbs else None
         except ModuleNotFoundError as error:
-            raise _missing_extra(cmd_name, error) from error
+            raise self._missing_extra(cmd_name, error) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):
-            formatter.write_dl(list(VERBS.items()))
+            formatter.write_dl(list(self.verbs.items()))
 
     def invoke(self, ctx: click.Context) -> object:
         try:
@@ -81,40 +89,46 @@ class VerbGroup(click.Group):
         except ModuleNotFoundError as error:
             if ctx.invoked_subcommand is None:  # a bare verb's own module: what every installation has
                 raise
-            raise _missing_extra(ctx.invoked_subcommand, error) from error
+            raise self._missing_extra(ctx.invoked_subcommand, error) from error
         except KeyboardInterrupt as stop:
             verb = f" {ctx.invoked_subcommand}" if ctx.invoked_subcommand else ""
-            click.echo(f"vocabpar{verb}: interrupted", err=True)
-            number = getattr(stop, "signal_number", signal.SIGINT)  # that of train/workers.py has one
+            click.echo(f"{self.name}{verb}: interrupted", err=True)
+            number = getattr(stop, "signal_number", signal.SIGINT)  # that of train/failure.py has one
             raise click.exceptions.Exit(128 + number) from stop
         except OSError as error:
             if error.errno == errno.EPIPE:  # click ends quietly
                 raise
             where = f" {error.filename}" if error.filename else " a file"
             text = f"cannot use{where}: {error.strerror or error}; free it, or give another"
-            raise VerbError(ctx.invoked_subcommand or "", text) from error
+            raise self._bad(ctx.invoked_subcommand, text) from error
         except RecursionError as error:
-            raise VerbError(ctx.invoked_subcommand or "", "a file is nested too deeply") from error
+            raise self._bad(ctx.invoked_subcommand, "a file is nested too deeply") from error
         except ValueError as error:
             if not _raised_by_us(error):
                 raise
-            raise VerbError(ctx.invoked_subcommand or "", str(error)) from error
+            raise self._bad(ctx.invoked_subcommand, str(error)) from error
+
+    def _missing_extra(self, verb: str, error: ModuleNotFoundError) -> Exception:
+        """One line for a module that an extra would have installed; one of ours stays an error."""
+        missing = (error.name or "").partition(".")[0]
+        if verb in _BARE or missing in _OURS:
+            return error
+        # Beside a Megatron of one's own '.[train]' would install another: it is for who has none.
+        extra = "train" if missing in ("torch", "megatron") else "tools"
+        remedy = f"run in the clone: pip install '.[{extra}]'"
+        return self._bad(verb, f"the module {error.name!r} is not installed; {remedy}")
+
+    def _bad(self, verb: str | None, message: str) -> VerbError:
+        return VerbError(verb or "", message, str(self.name))
 
 
-def _missing_extra(verb: str, error: ModuleNotFoundError) -> Exception:
-    """One line for a module that an extra would have installed; a missing module of ours stays an error."""
-    if verb in _BARE or (error.name or "").partition(".")[0] == "megatron_vocabpar":
-        return error
-    # Beside a Megatron of one's own '.[train]' would install another: it is for who has none.
-    extra = "train" if (error.name or "").partition(".")[0] in ("torch", "megatron") else "tools"
-    remedy = f"run in the clone: pip install '.[{extra}]'"
-    return VerbError(verb, f"the module {error.name!r} is not installed; {remedy}")
+_OURS = ("megatron_vocabpar", "lab")
 
 
 def _raised_by_us(error: ValueError) -> bool:
-    """Whether the innermost frame of the error's traceback is code of this package."""
+    """Whether the innermost frame of the error's traceback is our code."""
     innermost = list(traceback.walk_tb(error.__traceback__))[-1][0]
-    return str(innermost.f_globals.get("__name__", "")).startswith("megatron_vocabpar")
+    return str(innermost.f_globals.get("__name__", "")).partition(".")[0] in _OURS
 
 
 _COMPLETION = """To complete verbs, flags and names in your shell, add a line to ~/.bashrc:
@@ -122,7 +136,10 @@ eval "$(_VOCABPAR_COMPLETE=bash_source vocabpar)"; zsh_source in ~/.zshrc, fish_
 
 
 @click.group(
+    "vocabpar",
     cls=VerbGroup,
+    verbs=VERBS,
+    package="megatron_vocabpar.cli",
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
     epilog=_COMPLETION,
 )

@@ -120,8 +120,8 @@ def render(
     if output_format == "html":
         return draw.draw_html(charts)
     if output_format == "svg":
-        return draw.svg_of(charts, width)
-    return draw.draw_image(charts, output_format, width)
+        return draw.draw_svg(draw.lay_out(charts, width))
+    return draw.draw_image(draw.lay_out(charts, width), output_format)
 
 
 def _summary(plan: Plan, family: str, simulation: Simulation) -> str:

@@ -88,10 +88,9 @@ def _train(context: click.Context, **options: Any) -> None:
     Starts its own processes on this machine; under torchrun it is one of them.
     """
     require_modules()
-    from megatron_vocabpar.train.failure import TrainingFailed
+    from megatron_vocabpar.train.failure import Interrupted, TrainingFailed
     from megatron_vocabpar.train.job import run_job
     from megatron_vocabpar.train.ranks import RefusedElsewhere
-    from megatron_vocabpar.train.workers import Interrupted
 
     try:
         ours = (click.core.ParameterSource.DEFAULT, None)

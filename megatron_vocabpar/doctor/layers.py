@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from megatron_vocabpar.bench.kernels_layer import OutputLayer, errors, methods_of, refusal
 from megatron_vocabpar.doctor.result import Finding
 from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.measure.output_layer import OutputLayer, errors, methods_of, refusal
 
 LIMIT_OF_DW = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 2e-4}
 """Norm of the error over the norm of dW; at least ten times what it is on the CPU."""

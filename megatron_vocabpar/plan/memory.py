@@ -1,7 +1,7 @@
 """The memory of a stage, and what fills it.
 
 One set of constants serves every size. It was fitted only to Table 5's rows of 8 GPUs (mean error 0.1 %); its
-rows of 16 and 32 GPUs, which the fit left out, come within 2.3 % (mean 0.5 % and 1.1 %; ``vocabpar paper
+rows of 16 and 32 GPUs, which the fit left out, come within 2.3 % (mean 0.5 % and 1.1 %; ``python -m lab paper
 table5``):
 
 - activations: counted for each layer (``Model.activation_bytes``; 34 s b H for the paper's), and 1 % more

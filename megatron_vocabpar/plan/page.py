@@ -1,12 +1,8 @@
-"""Writes a plan or a search as one self-contained page: the table, bars of memory, pictures of schedules.
-
-Next: ``base.html.j2``, then ``page.html.j2`` and ``search.html.j2``.
-"""
+"""Writes a plan or a search as one self-contained page: the table, bars of memory, pictures of schedules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from megatron_vocabpar.plan.advice import launch_line
 from megatron_vocabpar.plan.memory import GIB
@@ -14,78 +10,158 @@ from megatron_vocabpar.plan.option import STOCK, Option
 from megatron_vocabpar.plan.search import Found, Question
 from megatron_vocabpar.plan.search_tables import cells, gain, headline, nothing_fits, shown, stock_best
 from megatron_vocabpar.plan.tables import PARTS, Advice, model_notes, passes_of, sizes_of, summary
-from megatron_vocabpar.schedule.draw import planned_chart, svg_of
+from megatron_vocabpar.schedule.draw import draw_svg, lay_out, planned_chart
+from megatron_vocabpar.schedule.draw.page import Html, element, headings, items, page, quiet, table
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.simulate import simulate
 
 _DRAWN = 12  # microbatches of a picture, but at least one and a half for each rank
 _WIDEST = 1400.0  # pixels of a picture's time axis
+_OPTION_COLUMNS = ("family", "method", "ms", "MFU %", "tokens/s", "idle %", "GiB a rank", "fits")
+_FOUND_COLUMNS = (
+    *("t", "p", "d", "c", "e", "b", "m", "schedule", "saves memory", "ms", "MFU %", "GiB"),
+    "what binds it",
+)
+_TEXTS = ("family", "method", "fits", "schedule", "saves memory", "what binds it")
 
 
 def draw_page(advice: Advice) -> str:
     """The text of an HTML file: a plan."""
     request = advice.request
+    title = f"{request.model.name} on {request.job.gpus} {request.hardware.name}"
+    return page(title, _plan(advice))
+
+
+def _plan(advice: Advice) -> Iterator[Html]:
+    request = advice.request
+    yield from map(quiet, summary(request))
+    if advice.best:
+        yield _recommended(advice.best)
+    else:
+        yield element("h2", "Nothing fits. What would:")
+        yield items(advice.remedies or ["nothing that was tried; use more GPUs or a smaller model"])
+    yield items(advice.reasons)
+    if advice.launch:
+        yield element("pre", advice.launch)
+    yield element("h2", "Every method in every family")
+    yield table([headings(_OPTION_COLUMNS, _TEXTS), *(_option(one, advice) for one in advice.options)])
     bars = [one for one in dict.fromkeys((advice.best, advice.options[0])) if one and not one.problem]
-    return _rendered(
-        "page.html.j2",
-        bars,
-        request.limit_gib,
-        title=f"{request.model.name} on {request.job.gpus} {request.hardware.name}",
-        summary=summary(request),
-        advice=advice,
-        request=request,
-        pictures=list(_pictures(advice, bars)),
+    yield from _memory(bars, request.limit_gib)
+    yield element("h2", "Schedules")
+    yield from _pictures(advice, bars)
+    yield quiet(
+        "A row a rank, time to the right; the number is the microbatch. Times are estimates unless costs "
+        "were measured. Megatron's own schedules (stock) are not drawn."
     )
+
+
+def _recommended(option: Option, beside: str = "") -> Html:
+    return element("h2", "Recommended: ", element("span", option.name, class_="best-name"), beside)
+
+
+def _option(option: Option, advice: Advice) -> Html:
+    """The row of a method in a family."""
+    request = advice.request
+    names = [element("td", name, class_="left") for name in (option.family, option.method)]
+    if option.problem:
+        problem = element("td", option.problem, class_="left", colspan="6")
+        return element("tr", *names, problem, class_="large")
+    is_best, fits = option == advice.best, option.fits(request)
+    numbers = (
+        f"{option.iteration_ms:,.0f}",
+        f"{100 * option.mfu(request):.1f}",
+        f"{option.tokens_per_s(request):,.0f}",
+        f"{100 * option.idle:.1f}",
+        f"{min(stage.total for stage in option.stages) / GIB:.1f}–{option.peak_gib:.1f}",
+    )
+    verdict = element("td", "best" if is_best else "yes" if fits else "no", class_="left")
+    kind = "best" if is_best else "" if fits else "large"
+    return element("tr", *names, *(element("td", number) for number in numbers), verdict, class_=kind)
 
 
 def draw_search(question: Question, found: Sequence[Found], notes: Sequence[str]) -> str:
     """The text of an HTML file: a search, with the memory of the best and of Megatron's best."""
+    title = f"{question.model.name} on {question.gpus} {question.hardware.name}"
+    return page(title, _search(question, found, notes))
+
+
+def _search(question: Question, found: Sequence[Found], notes: Sequence[str]) -> Iterator[Html]:
     best, stock = (found[0] if found else None), stock_best(found)
-    return _rendered(
-        "search.html.j2",
-        [one.option for one in dict.fromkeys((best, stock)) if one is not None],
-        question.limit_gib,
-        title=f"{question.model.name} on {question.gpus} {question.hardware.name}",
-        summary=[headline(question)],
-        found=shown(found),
-        stock=stock,
-        gain=gain(found),
-        nothing=nothing_fits(question),
-        notes=[*notes, *model_notes(question.model)],
-        row=cells,
-        sizes=sizes_of,
-        launch=launch_line,
+    yield quiet(headline(question))
+    if best is None:
+        yield element("h2", "Nothing fits")
+        yield element("p", nothing_fits(question))
+    else:
+        yield _recommended(best.option, f" with {sizes_of(best.request.job)}")
+        if more := gain(found):
+            yield element("p", more)
+        yield element("pre", launch_line(best.request, best.option))
+        yield element("h2", "The best ways to divide the model")
+        rows = (_found(one, number == 0) for number, one in enumerate(shown(found)))
+        yield table([headings(_FOUND_COLUMNS, _TEXTS), *rows])
+        yield quiet(
+            "Sizes: tensor (t), pipeline (p), data (d), context (c) and expert (e) parallel, sequences of a "
+            "microbatch (b), microbatches (m). Times are estimates."
+        )
+    if stock is not None and stock != best:
+        yield element("h2", "Megatron by itself")
+        yield element("pre", launch_line(stock.request, stock.option))
+    if every := [*notes, *model_notes(question.model)]:
+        yield items(every)
+    drawn = [one.option for one in dict.fromkeys((best, stock)) if one is not None]
+    yield from _memory(drawn, question.limit_gib)
+
+
+def _found(one: Found, is_best: bool) -> Html:
+    """The row of a way to divide the model."""
+    kinds = {"schedule": "left words", "saves memory": "left", "what binds it": "left words"}
+    row = zip(_FOUND_COLUMNS, cells(one), strict=True)
+    return element(
+        "tr",
+        *(element("td", cell, class_=kinds.get(name, "")) for name, cell in row),
+        class_="best" if is_best else "",
     )
 
 
-def _rendered(template: str, bars: Sequence[Option], limit_gib: float, **values: Any) -> str:
-    try:
-        from jinja2 import Environment, PackageLoader
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            "a page needs jinja2, which is not installed; run in the clone: pip install '.[draw]'"
-        ) from error
-    loader = PackageLoader("megatron_vocabpar.plan", "")
-    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.get_template(template).render(
-        parts=PARTS,
-        gib=GIB,
-        limit_gib=limit_gib,
-        most=max([limit_gib, *(one.peak_gib for one in bars)]) * GIB,
-        bars=[(one, _used(one)) for one in bars],
-        **values,
+def _memory(options: Sequence[Option], limit_gib: float) -> Iterator[Html]:
+    """A bar for each rank of each option, on one scale with the limit."""
+    if not options:
+        return
+    most = max([limit_gib, *(one.peak_gib for one in options)]) * GIB
+    limit = element(
+        "i", style=f"left: {100 * limit_gib * GIB / most:.2f}%", title=f"limit: {limit_gib:.1f} GiB"
     )
+    yield element("h2", "Memory of each rank at its peak, GiB")
+    for option in options:
+        yield element("h3", option.name)
+        used = [name for name in PARTS if any(getattr(stage, name) >= 0.05 * GIB for stage in option.stages)]
+        for rank, stage in enumerate(option.stages):
+            amount = f"{stage.total / GIB:.1f} GiB"
+            parts = [
+                element(
+                    "span",
+                    title=f"{PARTS[name]}: {getattr(stage, name) / GIB:.1f} GiB",
+                    style=f"width: {100 * getattr(stage, name) / most:.2f}%; background: var(--{name})",
+                )
+                for name in used
+            ]
+            track = element(
+                "div", *parts, limit, class_="track", role="img", aria_label=f"rank {rank}: {amount}"
+            )
+            yield element("div", element("div", f"rank {rank}"), track, element("div", amount), class_="bar")
+    names = [
+        element("li", element("b", style=f"background: var(--{name})"), words)
+        for name, words in PARTS.items()
+    ]
+    yield element("ul", *names, class_="legend")
+    yield quiet(f"The line is the limit, {limit_gib:.1f} GiB.")
 
 
-def _used(option: Option) -> list[str]:
-    return [name for name in PARTS if any(getattr(stage, name) >= 0.05 * GIB for stage in option.stages)]
-
-
-def _pictures(advice: Advice, shown: list[Option]) -> Iterator[tuple[str, str]]:
+def _pictures(advice: Advice, shown: Sequence[Option]) -> Iterator[Html]:
     job = advice.request.job
     m = min(job.m, max(_DRAWN, 3 * job.p // 2))
     for option in (one for one in shown if one.method != STOCK):
         costs = passes_of(advice.request, option)
         plan = make_plan(option.method, job.p, m, family=option.family, costs=costs)
         chart = planned_chart(simulate(plan), title=f"{option.name}, {m} of {job.m} microbatches")
-        yield option.name, svg_of([chart], _WIDEST)
+        yield element("figure", Html(draw_svg(lay_out([chart], _WIDEST))))

@@ -1,6 +1,6 @@
 """Prints the result of a search: a table that says what limits each way, and JSON.
 
-Next: ``published.py``, the errors of such numbers against published runs.
+``lab/published_runs.py`` has the errors of such numbers against published runs.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Measured costs replace all estimates.
 A pass takes its time alone, with its exchange between experts; ``hidden_ms`` is what F and B hide of each
 other when they run as a pair.
 
-Source: the published passes (``paper/data/measured_passes.csv``); Table 3 for smaller shards.
+Source: the published passes (``lab/paper/data/measured_passes.csv``); Table 3 for smaller shards.
 Next: ``memory.py``.
 """
 

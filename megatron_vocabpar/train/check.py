@@ -19,10 +19,9 @@ from megatron_vocabpar.train.config import TrainConfig, flag
 from megatron_vocabpar.train.output import check_output
 from megatron_vocabpar.train.schedules import fitting_families
 from megatron_vocabpar.train.text import check_source
-from megatron_vocabpar.train.trackers import TRACKERS
 
 TRAIN_MODULES = (
-    "torch", "megatron.core", "tokenizers", "english_words", "jinja2", "matplotlib", "numpy", "psutil",
+    "torch", "megatron.core", "tokenizers", "english_words", "matplotlib", "numpy", "psutil",
 )  # fmt: skip
 SMALLEST_TOKENIZER = 257  # the 256 bytes and the end of text
 
@@ -49,9 +48,6 @@ def check(
     """Refuse a job that cannot run, or would spoil the results folder; arguments as for ``check_run``."""
     check_run(config, environment, gpus)
     check_source(config.text)
-    for package in TRACKERS:
-        if getattr(config, package) and importlib.util.find_spec(package) is None:
-            raise ValueError(f"--{package} needs a package: pip install {package}")
     check_output(config)
 
 

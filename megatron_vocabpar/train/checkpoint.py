@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_vocabpar.train.build import TrainState
 from megatron_vocabpar.train.checkpoint_format import check_files, unify_metadata
-from megatron_vocabpar.train.intact import write_digests
 
 
 def _sharded(state: TrainState, is_loading: bool) -> dict[str, Any]:
@@ -62,7 +61,6 @@ def save_checkpoint(folder: Path, state: TrainState, step: int) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         unify_metadata(partial)
-        write_digests(partial)
         shutil.rmtree(folder, ignore_errors=True)  # of a step that a run resumed before had reached
         partial.rename(folder)
     dist.barrier()
@@ -71,8 +69,13 @@ def save_checkpoint(folder: Path, state: TrainState, step: int) -> None:
 def load_checkpoint(folder: Path, state: TrainState) -> int:
     """Load a checkpoint, on any partition; all ranks call it. Returns the number of steps done."""
     check_files(folder)
-    with _one_cause():
-        loaded = dist_checkpointing.load(_sharded(state, is_loading=True), str(folder))
+    try:
+        with _one_cause():
+            loaded = dist_checkpointing.load(_sharded(state, is_loading=True), str(folder))
+    except Exception as error:
+        raise ValueError(
+            f"cannot load {folder} ({type(error).__name__}: {error}); remove it to resume from the one before"
+        ) from error
     for i, chunk in enumerate(state.chunks):
         unwrap_model(chunk).load_state_dict(loaded[f"model{i}"], strict=True)
     state.optimizer.load_state_dict(loaded["optimizer"])

@@ -118,16 +118,6 @@ class TrainConfig:
     overwrite: bool = _option(False, "Replace the results of an earlier job in this folder.")
     timeout: float = _option(0.0, "Seconds without progress after which the job ends (0: never).")
     log_interval: int = _option(1, "Steps between updates of the progress line.")
-    tensorboard: bool = _option(
-        False, "Write the metrics for TensorBoard too, into METHOD/tensorboard (needs its package)."
-    )
-    wandb: bool = _option(
-        False, "Send the metrics to Weights & Biases too, a run a method (needs its package)."
-    )
-    mlflow: bool = _option(
-        False,
-        "Log the metrics with MLflow too: at MLFLOW_TRACKING_URI, or in mlflow.db in the folder.",
-    )
     save_interval: int = _option(0, "Steps between checkpoints (0: only at the end).")
     save: bool = _option(True, "Write a checkpoint at the end.")
     keep_checkpoints: int = _option(0, "Checkpoints to keep, the newest ones (0: all).")
@@ -172,6 +162,7 @@ class TrainConfig:
         values = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError(f"a training configuration is a JSON object, not {text[:40]!r}")
+        values = {name: value for name, value in values.items() if name not in _FORMER}
         if unknown := sorted(values.keys() - {f.name for f in dataclasses.fields(cls)}):
             raise ValueError(f"unknown fields in a training configuration: {', '.join(unknown)}")
         for name, value in values.items():
@@ -181,6 +172,7 @@ class TrainConfig:
 
 
 _TYPES = typing.get_type_hints(TrainConfig)
+_FORMER = ("tensorboard", "wandb", "mlflow")  # options that results of older versions name
 
 
 def _toml(value: Any) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vocabpar.schedule.draw.lengths import Length, lay_out_lengths
-from megatron_vocabpar.schedule.draw.svg import svg_of_scene
+from megatron_vocabpar.schedule.draw.svg import draw_svg
 from megatron_vocabpar.train.output import EMULATION_FILE, EMULATION_PICTURE_FILE
 from megatron_vocabpar.train.pictures import COLOURS, OTHER_COLOUR
 from megatron_vocabpar.train.tables import TextTable
@@ -19,7 +19,7 @@ _HEADINGS = (
 
 
 def write_emulation(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write the numbers and the picture; ``record`` is that of ``bench.emulation.record``."""
+    """Write the numbers and the picture; ``record`` is that of ``measure.emulation.record``."""
     (folder / EMULATION_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     (folder / EMULATION_PICTURE_FILE).write_text(emulation_svg(record), encoding="utf-8")
 
@@ -46,7 +46,7 @@ def emulation_svg(record: Mapping[str, Any]) -> str:
         method = row["name"].rpartition(" + ")[2]  # of "v-half + vocab-2"
         colour = COLOURS.get(method, OTHER_COLOUR)
         rows.append(Length(row["name"], row["net_ms"], row["measured_idle"], row["predicted_ms"], colour))
-    return svg_of_scene(lay_out_lengths(f"An iteration, emulated: {settings(record)}", rows))
+    return draw_svg(lay_out_lengths(f"An iteration, emulated: {settings(record)}", rows))
 
 
 def settings(record: Mapping[str, Any]) -> str:

@@ -33,12 +33,24 @@ _TRACEBACK_LINES = 12
 _SIGNALS = {number.value: f", {number.name}" for number in signal.Signals}
 
 
+SAVED = 128 + signal.SIGTERM
+"""Exit code of a worker that has saved because of SIGTERM."""
+
+
 class NotFinite(ArithmeticError):
     """A loss or a gradient norm is NaN or infinite."""
 
 
 class TrainingFailed(Exception):
     """The workers ended before the job did; the text is what the user reads."""
+
+
+@dataclass
+class Interrupted(KeyboardInterrupt):
+    """The job was ended from outside, by Ctrl-C (signal 2) or another signal; ``hint`` is how to go on."""
+
+    signal_number: int
+    hint: str = ""
 
 
 class ProgressRecord:

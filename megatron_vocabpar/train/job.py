@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_vocabpar.schedule.make.families import SEARCH
@@ -18,12 +18,11 @@ from megatron_vocabpar.train import output
 from megatron_vocabpar.train.check import check, resolve_device
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.data_files import DataFiles
-from megatron_vocabpar.train.failure import TrainingFailed
+from megatron_vocabpar.train.failure import Interrupted, TrainingFailed
 from megatron_vocabpar.train.prepare import prepare
 from megatron_vocabpar.train.ranks import WORKER_MODULE, processes
 from megatron_vocabpar.train.report import write_report
 from megatron_vocabpar.train.schedules import describe, plan_method
-from megatron_vocabpar.train.workers import Interrupted
 
 Say = Callable[[str], None]
 
@@ -37,37 +36,32 @@ def run_job(config: TrainConfig, say: Say, worker_module: str = WORKER_MODULE) -
         TrainingFailed, Interrupted: see ``launch``.
     """
     ranks = processes()
-    with ExitStack() as held:
-        paths = ranks.decide(lambda: open_job(config, say, held))
-        try:
-            for path in paths:
-                job = TrainConfig.from_json(path.read_text())
-                if ranks.leads:
-                    say(f"training {job.method} on {job.world_size} processes ({job.device})")
-                ranks.run(job, worker_module)
-        except (TrainingFailed, Interrupted) as end:
+    paths = ranks.decide(lambda: open_job(config, say))
+    try:
+        for path in paths:
+            job = TrainConfig.from_json(path.read_text())
             if ranks.leads:
-                with suppress(ValueError, OSError):  # no metrics, or a full disk: the failure is what counts
-                    say(write_report(Path(config.output)))
-            hint = output.how_to_go_on(config)
-            if isinstance(end, Interrupted):
-                raise Interrupted(end.signal_number, hint) from end
-            raise TrainingFailed(f"{end}\n{hint}" if str(end) else "") from end
+                say(f"training {job.method} on {job.world_size} processes ({job.device})")
+            ranks.run(job, worker_module)
+    except (TrainingFailed, Interrupted) as end:
         if ranks.leads:
-            say(write_report(Path(config.output)))
+            with suppress(ValueError, OSError):  # no metrics, or a full disk: the failure is what counts
+                say(write_report(Path(config.output)))
+        hint = output.how_to_go_on(config)
+        if isinstance(end, Interrupted):
+            raise Interrupted(end.signal_number, hint) from end
+        raise TrainingFailed(f"{end}\n{hint}" if str(end) else "") from end
+    if ranks.leads:
+        say(write_report(Path(config.output)))
 
 
-def open_job(config: TrainConfig, say: Say, held: ExitStack) -> list[Path]:
-    """Check a job, make its schedules, prepare its data, and open its folder, whose lock goes to ``held``.
+def open_job(config: TrainConfig, say: Say) -> list[Path]:
+    """Check a job, make its schedules, prepare its data, and open its folder.
 
     Returns:
         ``config.json`` of each method that is still to be trained; the workers' other input stands beside it.
     """
     check(config)
-    if config.resume:
-        for method in config.methods:
-            output.set_damaged_aside(Path(config.output) / method, say)
-        output.check_output(config)
     config = dataclasses.replace(config, device=resolve_device(config))
     plans: dict[str, Plan] = {}
     for method in config.methods:
@@ -80,7 +74,6 @@ def open_job(config: TrainConfig, say: Say, held: ExitStack) -> list[Path]:
         say(f"schedule of {method}: {describe(plans[method].schedule, config.family)}")
     files = prepare(config, say)
     say(f"data: {files.name}, {files.train_tokens:,} tokens ({files.valid_tokens:,} more for evaluation)")
-    held.enter_context(output.owned(Path(config.output)))
     if config.overwrite and (Path(config.output) / output.CONFIG_FILE).is_file():
         earlier = output.read_config(Path(config.output))
         say(f"replacing the results of {', '.join(earlier.methods)} in {config.output}")

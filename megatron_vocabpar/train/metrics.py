@@ -3,7 +3,7 @@
 A line holds ``step`` (counted from 1), ``loss``, ``grad_norm``, ``lr``, ``tokens_per_s``, ``iteration_ms``,
 ``peak_memory_mib`` (a list, by stage: above what the process held before its model was built), and
 ``eval_loss`` where an evaluation followed the step. A terminal shows one line that changes; a file or a pipe
-gets a plain line every few seconds. Next: ``trackers.py``; then ``report.py``, which reads the file.
+gets a plain line every few seconds. Next: ``report.py``, which reads the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.trackers import TRACKERS, Log
 
 PLAIN_INTERVAL_S = 5.0
 _STEPS_AVERAGED = 20
@@ -56,16 +55,11 @@ class Metrics(ExitStack):
         self._ends = deque([(first_step, clock())], maxlen=_STEPS_AVERAGED + 1)
         self._last_plain_s = float("-inf")
         self._file: IO[str] | None = None
-        self._logs: list[Log] = []  # of the numbers of a step
         self._live: Live | None = None
         if active:
             earlier = [record for record in read_metrics(path) if record["step"] <= first_step]
             path.write_text("".join(map(_line, earlier)))
             self._file = self.enter_context(open(path, "a"))  # noqa: SIM115 (the stack closes it)
-            asked = [tracker for name, tracker in TRACKERS.items() if getattr(config, name)]
-            self._logs = [
-                self.enter_context(tracker(config, path.parent, first_step + 1)) for tracker in asked
-            ]
             if self._console.is_terminal:
                 self._live = self.enter_context(Live(console=self._console, auto_refresh=False))
 
@@ -74,8 +68,6 @@ class Metrics(ExitStack):
         if self._file is not None:
             self._file.write(_line({k: v for k, v in record.items() if v is not None}))
             self._file.flush()
-            for log in self._logs:
-                log(scalars(record), record["step"])
             self._show(record)
 
     def _show(self, record: Mapping[str, Any]) -> None:
@@ -94,17 +86,6 @@ class Metrics(ExitStack):
         elif last or now - self._last_plain_s >= PLAIN_INTERVAL_S:
             self._last_plain_s = now
             self._console.print(f"{self._config.method}  {text}", soft_wrap=True, highlight=False)
-
-
-def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a step, as trackers draw them: of a list, one number a stage."""
-    numbers: dict[str, float] = {}
-    for name, value in record.items():
-        if isinstance(value, (list, tuple)):
-            numbers |= {f"{name}/stage {stage}": each for stage, each in enumerate(value)}
-        elif name != "step" and value is not None:
-            numbers[name] = value
-    return numbers
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

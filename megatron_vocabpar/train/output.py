@@ -15,17 +15,12 @@ Next: ``job.py``, which fills it.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
-import os
 import shutil
-import socket
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 
 from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.train.config import TrainConfig, flag
-from megatron_vocabpar.train.intact import DIGESTS_FILE, damage
 
 CONFIG_FILE = "config.json"
 JOB_FILE = "job.toml"
@@ -33,7 +28,6 @@ DATA_FILE = "data.json"
 CHECKPOINT_FOLDER = "checkpoint"
 LOG_FOLDER = "logs"
 METRICS_FILE = "metrics.jsonl"
-LOCK_FILE = ".lock"
 SCHEDULE_DATA_FILE = "schedule.json"
 EMULATION_FILE, EMULATION_PICTURE_FILE = "emulation.json", "emulation.svg"
 SCHEDULES_PICTURE_FILE, SCHEDULES_PAGE_FILE = "schedules.svg", "schedules.html"
@@ -70,8 +64,8 @@ def steps_done(folder: Path) -> int:
 
 
 def _steps(folder: Path) -> list[int]:
-    # A checkpoint such as step_0000060 is complete when it has its digests, which are written last.
-    complete = (folder / CHECKPOINT_FOLDER).glob(f"step_*/{DIGESTS_FILE}")
+    # A checkpoint such as step_0000060 gets its name when it is complete; a stray folder lacks the file.
+    complete = (folder / CHECKPOINT_FOLDER).glob("step_*/metadata.json")
     ends = [path.parent.name.removeprefix("step_") for path in complete]
     return sorted(int(end) for end in ends if end.isdigit())
 
@@ -80,19 +74,6 @@ def keep_newest(folder: Path, count: int) -> None:
     """Remove all but the newest ``count`` checkpoints of a method's folder; 0 removes none."""
     for steps in _steps(folder)[:-count] if count else ():
         shutil.rmtree(checkpoint_folder(folder, steps))
-
-
-def set_damaged_aside(folder: Path, say: Callable[[str], None]) -> None:
-    """Rename damaged checkpoints, newest first, down to the first that is intact."""
-    for steps in reversed(_steps(folder)):
-        checkpoint = checkpoint_folder(folder, steps)
-        reason = damage(checkpoint)
-        if reason is None:
-            return
-        aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        checkpoint.rename(aside)
-        say(f"{checkpoint} is damaged: {reason}; it is kept as {aside.name}, and the one before it is used")
 
 
 def checkpoint_folder(folder: Path, steps: int) -> Path:
@@ -113,7 +94,7 @@ def check_output(config: TrainConfig) -> None:
         raise ValueError(f"--output {folder} is a file; give a folder")
     if config.resume:
         _check_resume(config, folder)
-    elif folder.exists() and any(path.name != LOCK_FILE for path in folder.iterdir()):
+    elif folder.exists() and any(folder.iterdir()):
         try:
             read_config(folder)
         except ValueError as error:
@@ -180,24 +161,6 @@ def read_config(folder: Path) -> TrainConfig:
         return TrainConfig.from_json(path.read_text())
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"cannot read {path} ({error}); give the folder of a job's results") from error
-
-
-@contextmanager
-def owned(folder: Path) -> Iterator[None]:
-    """Hold the lock of a results folder; the system frees it when this process ends, however it ends."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOCK_FILE, "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise ValueError(
-                f"--output {folder} is in use by {file.read()}; wait for it, end it, or give another folder"
-            ) from error
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        yield
 
 
 def how_to_go_on(config: TrainConfig) -> str:

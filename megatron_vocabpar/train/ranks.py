@@ -21,7 +21,7 @@ from megatron_vocabpar.parent import follow_parent
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import TrainingFailed, explain
 from megatron_vocabpar.train.output import CONFIG_FILE, LOG_FOLDER
-from megatron_vocabpar.train.workers import Watchdog, run_workers
+from megatron_vocabpar.train.watchdog import Watchdog
 
 WORKER_MODULE = "megatron_vocabpar.train.worker"
 _DEFAULTS = {  # unless the user has set them
@@ -84,6 +84,8 @@ class TorchrunRank(OwnProcesses):
     def run(self, config: TrainConfig, worker_module: str) -> None:
         from torch.distributed.elastic.utils.distributed import get_free_port
 
+        from megatron_vocabpar.train.workers import run_workers
+
         port = f"vocabpar/port/{config.method}"  # of this method, on rank 0's machine, which is MASTER_ADDR
         if self.leads:
             self._store.set(port, str(get_free_port()))
@@ -127,6 +129,8 @@ def launch(config: TrainConfig, worker_module: str = WORKER_MODULE) -> None:
         Interrupted: on SIGINT, or on SIGTERM once the workers have saved. No worker is left.
     """
     from torch.distributed import TCPStore
+
+    from megatron_vocabpar.train.workers import run_workers
 
     # The store listens on the loopback interface alone; by itself it would listen on all.
     listener = socket.create_server(("127.0.0.1", 0))

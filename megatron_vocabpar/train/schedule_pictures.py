@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_vocabpar.schedule.draw import Chart, draw_html, pictures, planned_chart, read_timeline, svg_of
+from megatron_vocabpar.schedule.draw import (
+    Chart,
+    draw_html,
+    draw_svg,
+    lay_out,
+    pictures,
+    planned_chart,
+    read_timeline,
+)
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.simulate import simulate
@@ -39,5 +47,5 @@ def measured_idle(folder: Path) -> float | None:
 def write_schedules(folder: Path, charts: Sequence[Chart]) -> None:
     """Write charts on one time axis, as a picture and as a page to zoom into."""
     picture, page = folder / output.SCHEDULES_PICTURE_FILE, folder / output.SCHEDULES_PAGE_FILE
-    picture.write_text(svg_of(charts, pictures.PAGE_WIDTH), encoding="utf-8")
+    picture.write_text(draw_svg(lay_out(charts, pictures.PAGE_WIDTH)), encoding="utf-8")
     page.write_text(draw_html(charts, "schedules of the methods", NOTE), encoding="utf-8")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,10 +47,9 @@ from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.cpu import megatron_on
 from megatron_vocabpar.train.data_files import DataFiles
 from megatron_vocabpar.train.datasets import build_datasets, microbatches
-from megatron_vocabpar.train.failure import ProgressRecord
+from megatron_vocabpar.train.failure import SAVED, ProgressRecord
 from megatron_vocabpar.train.finite import Watch, check_norm, end_at
 from megatron_vocabpar.train.metrics import Metrics
-from megatron_vocabpar.train.workers import SAVED, on_signal
 
 _START = timedelta(minutes=10)  # in which all ranks have started
 
@@ -146,7 +146,7 @@ class _Trainer:
         last = terminated = False
         with (
             Metrics(config, self.folder / output.METRICS_FILE, first_step, dist.get_rank() == 0) as metrics,
-            on_signal(signal.SIGTERM, self._terminate),
+            self._saving_on_sigterm(),
         ):
             for step in range(first_step, config.steps):
                 self.record.write_step(step + 1)
@@ -175,8 +175,19 @@ class _Trainer:
         self.forward_backward.close()
         return terminated and not last
 
-    def _terminate(self, _: int) -> None:
-        self.terminated = True
+    @contextmanager
+    def _saving_on_sigterm(self) -> Iterator[None]:
+        def terminate(*_: object) -> None:
+            self.terminated = True
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, terminate)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     def _batches(self, dataset: Any, step: int) -> list[Iterator[Any] | None]:
         """The data of each chunk; only the first stage and that of the loss load any."""

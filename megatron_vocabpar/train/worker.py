@@ -24,7 +24,9 @@ from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.failure import ProgressRecord
 from megatron_vocabpar.train.output import LOG_FOLDER
 from megatron_vocabpar.train.quiet import quiet_megatron
-from megatron_vocabpar.train.workers import TEMPORARY
+
+TEMPORARY = "VOCABPAR_TEMPORARY"
+"""The variable that names the folder of temporary files, which the workers remove if nobody else does."""
 
 
 def run_worker(config_path: str, run: Callable[[TrainConfig], int | None]) -> NoReturn:
@@ -37,6 +39,7 @@ def run_worker(config_path: str, run: Callable[[TrainConfig], int | None]) -> No
     rank = int(os.environ["RANK"])
     config = TrainConfig.from_json(Path(config_path).read_text())
     temporary = Path(os.environ[TEMPORARY]) if TEMPORARY in os.environ else None
+    launcher = os.getppid()
     follow_parent(temporary)
     logs = Path(config.output) / LOG_FOLDER
     record = ProgressRecord(logs, rank)
@@ -46,15 +49,15 @@ def run_worker(config_path: str, run: Callable[[TrainConfig], int | None]) -> No
     try:
         with quiet_megatron() if rank == 0 else nullcontext():
             code = run(config) or 0
-    except KeyboardInterrupt:
-        _leave(130, temporary)
     except BaseException as error:  # torch's CheckpointException is no Exception
         record.write_error(error)
-        _leave(1, temporary)
-    _leave(code, temporary)
+        code = 1
+    if temporary is not None and os.getppid() != launcher:  # which would have removed it
+        shutil.rmtree(temporary, ignore_errors=True)
+    _leave(code)
 
 
-def _leave(code: int, temporary: Path | None) -> NoReturn:
+def _leave(code: int) -> NoReturn:
     """End this process now, without Python's own exit, which may hang or crash.
 
     After a failure it would join threads and free groups that wait for peers. After a training that went
@@ -67,8 +70,6 @@ def _leave(code: int, temporary: Path | None) -> NoReturn:
     if os.getpgrp() == os.getpid():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)
-    if temporary is not None:
-        shutil.rmtree(temporary, ignore_errors=True)
     os._exit(code)
 
 

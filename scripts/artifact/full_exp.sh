@@ -7,4 +7,4 @@
 # NODE_RANK, MASTER_ADDR and MASTER_PORT set; scripts/slurm/full_exp.sbatch does it with Slurm.
 set -euo pipefail
 file=${1:?usage: full_exp.sh EXPERIMENTS.csv [--smoke]}
-exec python3 -m megatron_vocabpar artifact run "$file" --output "full-logs/$(basename "$file" .csv)" "${@:2}"
+exec python3 -m lab artifact run "$file" --output "full-logs/$(basename "$file" .csv)" "${@:2}"

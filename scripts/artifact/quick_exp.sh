@@ -9,7 +9,7 @@
 set -euo pipefail
 usage='usage: quick_exp.sh run METHOD [--smoke], or quick_exp.sh show-result [--smoke]'
 here=$(cd "$(dirname "$0")" && pwd)
-vocabpar=(python3 -m megatron_vocabpar artifact)
+vocabpar=(python3 -m lab artifact)
 case ${1:?$usage} in
   run) exec "${vocabpar[@]}" run "$here/quick.csv" --only "${2:?$usage}" --output quick-logs "${@:3}" ;;
   show-result)

@@ -14,19 +14,19 @@ import time
 
 _SMALL = "--pp 2 --layers 4 --hidden 32 --seq-length 32 --vocab-size 512 --device cuda"
 _KERNELS = """
-from megatron_vocabpar.bench import kernels
+from lab.kernels import measured as kernels
 kernels.shapes = lambda *_: [kernels.Shape(256, 64, 2048, 8)]
-from megatron_vocabpar.cli.main import main
-main(["bench", "kernels", "--device", "cuda", "--rounds", "2"])
+from lab.__main__ import main
+main(["kernels", "--device", "cuda", "--rounds", "2"])
 """
 VERBS = (
     "train --device cuda --pp 4 --output out",
     f"profile {_SMALL} --heads 2 --iterations 2",
-    f"bench runtime {_SMALL} --microbatches 4 --pairs 2",
     "emulate vocab-2 v-half:vocab-2 --pp 2 --microbatches 4",
 )
 COMMANDS = {f"vocabpar {line}": ("-m", "megatron_vocabpar", *line.split()) for line in VERBS} | {
-    "vocabpar bench kernels, of one small shape": ("-c", _KERNELS)
+    "lab runtime": ("-m", "lab", "runtime", *_SMALL.split(), "--microbatches", "4", "--pairs", "2"),
+    "lab kernels, of one small shape": ("-c", _KERNELS),
 }
 
 

@@ -20,7 +20,7 @@ class BadInput:
 
     Attributes:
         name: verb, then what is wrong.
-        arguments: after ``vocabpar``; ``{}`` in them is a folder, whose files ``files`` are.
+        arguments: after ``vocabpar``, or from ``lab`` on; ``{}`` in them is a folder, whose files ``files`` are.
         says: is searched in the one message.
         code: the exit code.
     """
@@ -175,7 +175,7 @@ def plan() -> Iterator[BadInput]:
 def paper() -> Iterator[BadInput]:
     header = "method,pipeline,num_microbatches,seq_length,hidden,vocab,layers,iteration_ms,F_us_per_rank,B_us_per_rank,output_us_per_rank,IF_us_per_rank,IB_us_per_rank,comm_us\n"
     row = "vocab-2,2,4,64,64,1000,4,10,1 1,1 1,1 1,1 1,1 1,1\n"
-    yield from (replace_file(bad, "x.csv") for bad in junk("paper", "paper --measured {}/x.csv", "x.csv", but=("null", "number", "list")))
+    yield from (replace_file(bad, "x.csv") for bad in junk("paper", "lab paper --measured {}/x.csv", "x.csv", but=("null", "number", "list")))
     for name, (text, says) in {
         "header-alone": (header, "give a line each"), "other-header": ("a,b\n1,2\n", "line 1: no column 'method'"),
         "method": (header + row.replace("vocab-2", "x"), "line 2, column 'method': 'x'; give one of baseline"),
@@ -187,15 +187,15 @@ def paper() -> Iterator[BadInput]:
         "negative": (header + row.replace("1 1", "1 -1", 1), "column 'F_us_per_rank': '1 -1'; .* none below 0"),
         "no-transfer": (header + row.replace(",1\n", ",\n"), "column 'comm_us': ''; give one number"),
     }.items():  # fmt: skip
-        yield BadInput(f"paper-{name}", "paper --measured {}/x.csv", says, {"x.csv": text})
+        yield BadInput(f"paper-{name}", "lab paper --measured {}/x.csv", says, {"x.csv": text})
     for flags, says in {
         "": "give --measured FILE.csv, or one of table3", "--measured {}/none.csv": "cannot read measured passes from .*none.csv", "x": "x", "figure17": "--losses", "table3 --output {}/x.svg": "--output is for a figure",
         "figure17 --losses {}/none.csv --output {}/x.svg": "none.csv", "table3 --losses {}/x.csv": "figure17", "figure10 --output {}/no/x.svg": "cannot write",
         "table3 --measured {}/x.csv": "give --measured",
     }.items():  # fmt: skip
-        yield BadInput(f"paper {flags}", f"paper {flags}", says)
+        yield BadInput(f"paper {flags}", f"lab paper {flags}", says)
     for name, text in {"empty": "", "header": "a,b\n", "text": "method,iteration,loss\nvocab-2,1,x\n", "binary": b"\xff\0", "folder": None}.items():
-        yield BadInput(f"losses-{name}", "paper figure17 --losses {}/x.csv --output {}/x.svg", "x.csv", {"x.csv": text})
+        yield BadInput(f"losses-{name}", "lab paper figure17 --losses {}/x.csv --output {}/x.svg", "x.csv", {"x.csv": text})
 
 
 def replace_file(bad: BadInput, name: str) -> BadInput:
@@ -263,7 +263,7 @@ def table(**changes: str) -> str:
 
 
 def artifact() -> Iterator[BadInput]:
-    run = "artifact run {}/x.csv --megatron {} --dry-run"
+    run = "lab artifact run {}/x.csv --megatron {} --dry-run"
     yield from (replace_file(bad, "x.csv") for bad in junk("artifact", run, "x.csv"))
     for name, (changes, says) in {
         "method": ({"method": "x"}, "unknown method 'x'"), "schedule": ({"schedule": "x"}, "unknown family 'x'"), "gpus-zero": ({"gpus": "0"}, "gpus is 0"),
@@ -281,22 +281,22 @@ def artifact() -> Iterator[BadInput]:
     yield BadInput("artifact-long-row", run, "x.csv", {"x.csv": table().rstrip() + ",1,2\n"})
     yield BadInput("artifact-only", run + " --only b", "has no row b", {"x.csv": table()})
     yield BadInput("artifact-no-checkout", run, "is not a checkout", {"x.csv": table()})
-    yield BadInput("artifact-checkout-missing", "artifact run {}/x.csv --megatron {}/none --dry-run", "is not a checkout", {"x.csv": table()})
-    yield BadInput("artifact-show-nothing", "artifact show {}", "holds no results")
-    yield BadInput("artifact-show-missing", "artifact show {}/none", "holds no results")
-    yield BadInput("artifact-show-junk", "artifact show {}", "holds no results", {"a/result.0.json": "{"})
-    yield BadInput("artifact-show-deep", "artifact show {}", "holds no results|nested", {"a/result.0.json": DEEP})
-    yield BadInput("artifact-verb", "artifact x", "x")
-    yield BadInput("artifact-peak", "artifact show {} --peak-tflops x", "--peak-tflops")
+    yield BadInput("artifact-checkout-missing", "lab artifact run {}/x.csv --megatron {}/none --dry-run", "is not a checkout", {"x.csv": table()})
+    yield BadInput("artifact-show-nothing", "lab artifact show {}", "holds no results")
+    yield BadInput("artifact-show-missing", "lab artifact show {}/none", "holds no results")
+    yield BadInput("artifact-show-junk", "lab artifact show {}", "holds no results", {"a/result.0.json": "{"})
+    yield BadInput("artifact-show-deep", "lab artifact show {}", "holds no results|nested", {"a/result.0.json": DEEP})
+    yield BadInput("artifact-verb", "lab artifact x", "x")
+    yield BadInput("artifact-peak", "lab artifact show {} --peak-tflops x", "--peak-tflops")
 
 
 def others() -> Iterator[BadInput]:
     for arguments, says in {
         "": "Usage|Verbs", "x": "x", "--nonsense": "nonsense", "doctor --megatron {}/none": "none", "doctor --megatron {}": "megatron/core", "doctor --gpu --megatron {}": "--gpu",
         "doctor --format x": "--format", "report": "FOLDER", "report {}": "config.json", "report {}/none": "config.json", "patches x": "x",
-        "bench": "Usage|Commands|command", "bench x": "x", "bench runtime --pp 0": "--pp", "bench runtime --pairs 0": "steps|pairs|--steps", "bench runtime --device tpu": "device",
-        "bench runtime --layers 3": "layers", "bench kernels --rounds 0": "rounds", "bench kernels --device tpu": "tpu", "bench kernels --dtype x": "dtype",
-        "bench kernels --device cuda": "cuda",
+        "lab runtime --pp 0": "--pp", "lab runtime --pairs 0": "steps|pairs|--steps", "lab runtime --device tpu": "device",
+        "lab runtime --layers 3": "layers", "lab kernels --rounds 0": "rounds", "lab kernels --device tpu": "tpu", "lab kernels --dtype x": "dtype",
+        "lab kernels --device cuda": "cuda",
         "emulate x": "no schedule", "emulate v-x:vocab-2": "no schedule", "emulate vocab-2 --pp 0": "p", "emulate vocab-2 --microbatches 0": "microbatch", "emulate vocab-2 --scale 0": "--scale",
         "emulate vocab-2 --scale nan": "--scale|scale", "emulate vocab-2 --iterations 0": "--iterations",
         "emulate vocab-2 --pp 2 --microbatches 2 --scale 1e9": "scale 1e\\+09 and 1 iterations: the schedules take .* s, more than a day",

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_vocabpar.train.intact import damage
 from megatron_vocabpar.train.metrics import read_metrics
 from tests.faults import plants
 from tests.faults.warm import Command, Plant, descendants, kill
@@ -148,18 +147,14 @@ class _Kept:
 
 
 def _kept(out: Path) -> _Kept:
-    """Intact checkpoints, and the loss of each step by file, up to the newest checkpoint's."""
-    intact = frozenset(
-        path.parent
-        for path in out.glob("*/checkpoint/step_*[0-9]/digests.json")
-        if damage(path.parent) is None
-    )
+    """Complete checkpoints, and the loss of each step by file, up to the newest checkpoint's."""
+    complete = frozenset(path.parent for path in out.glob("*/checkpoint/step_*[0-9]/metadata.json"))
     losses = {}
     for path in out.glob("*/metrics.jsonl"):
-        steps = [int(each.name[5:]) for each in intact if each.parents[1] == path.parent]
+        steps = [int(each.name[5:]) for each in complete if each.parents[1] == path.parent]
         found = {record["step"]: record.get("loss") for record in read_metrics(path)}
         losses[path] = {step: loss for step, loss in found.items() if step <= max(steps, default=0)}
-    return _Kept(intact, losses)
+    return _Kept(complete, losses)
 
 
 def _assert_kept(before: _Kept, out: Path, told: str) -> None:

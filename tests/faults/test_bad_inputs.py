@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from lab import __main__ as lab
 from megatron_vocabpar.cli.main import main
 from tests.faults.bad_inputs import BAD_INPUTS, BadInput
 
 LIMIT_S = 90
-_MESSAGE = re.compile(r"^(vocabpar[\w ]*: error: |Error: )", re.MULTILINE)
+_MESSAGE = re.compile(r"^((vocabpar|lab)[\w ]*: error: |Error: )", re.MULTILINE)
 _REAL = BAD_INPUTS[::40]
 """Answered by a Python of its own, as from a shell."""
 
-_IN_EVERY_RUN = ("schedule", "simulate", "plan", "paper", "artifact", "train")
+_IN_EVERY_RUN = ("schedule", "simulate", "plan", "lab paper", "lab artifact", "train")
 _TAKES_SECONDS = ("--html", "--output", "--microbatches 99999999999", "figure10")
 """A schedule is made before the file that it goes to is found to be unusable."""
 
@@ -52,11 +53,13 @@ def _words(bad: BadInput, folder: Path) -> list[str]:
 def _check(bad: BadInput, code: int, said: str) -> None:
     assert code == bad.code, f"exit code {code}: {said}"
     assert "Traceback" not in said
-    assert len(_MESSAGE.findall(said)) == (bad.name not in ("nothing", "bench")), said
+    assert len(_MESSAGE.findall(said)) == (bad.name != "nothing"), said
     assert re.search(bad.says, said), f"does not say {bad.says!r}: {said}"
     assert len(said) < 2000, said
     lines = said.splitlines()
-    assert not said.startswith("vocabpar ") or len(lines) == 1 or lines[1].startswith("> rank"), said
+    assert not said.startswith(("vocabpar ", "lab ")) or len(lines) == 1 or lines[1].startswith("> rank"), (
+        said
+    )
 
 
 @pytest.mark.parametrize("bad", _cases())
@@ -65,7 +68,8 @@ def test_bad_input_is_answered(bad: BadInput, tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("VOCABPAR_CACHE", str(tmp_path.parent / "cache"))
     before = sorted(tmp_path.rglob("*"))
-    result = CliRunner().invoke(main, words)
+    program, words = (lab.main, words[1:]) if words[:1] == ["lab"] else (main, words)
+    result = CliRunner().invoke(program, words)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     _check(bad, result.exit_code, result.stderr)
@@ -75,6 +79,7 @@ def test_bad_input_is_answered(bad: BadInput, tmp_path: Path, monkeypatch: pytes
 @pytest.mark.long
 @pytest.mark.parametrize("bad", _REAL, ids=[bad.name for bad in _REAL])
 def test_bad_input_is_answered_by_a_process(bad: BadInput, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megatron_vocabpar", *_words(bad, tmp_path)]
+    words = _words(bad, tmp_path)
+    command = [sys.executable, "-m", *(words if words[:1] == ["lab"] else ["megatron_vocabpar", *words])]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=LIMIT_S)
     _check(bad, result.returncode, result.stderr)

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 Plant = Callable[[int | None], None]
@@ -27,9 +26,9 @@ _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
 def import_all() -> None:
     """Import what the verbs import, once, before the first fork."""
-    import megatron_vocabpar.bench.emulation
-    import megatron_vocabpar.bench.profile
     import megatron_vocabpar.cli.train
+    import megatron_vocabpar.measure.emulation
+    import megatron_vocabpar.measure.profile
     import megatron_vocabpar.train.job
     import megatron_vocabpar.train.trainer  # noqa: F401
 
@@ -153,14 +152,14 @@ def _text_over(out: int, err: int) -> None:
 
 
 def _run_verb(arguments: Sequence[str], folder: Path, plant: Plant) -> None:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
     from megatron_vocabpar.cli.main import main
-    from megatron_vocabpar.train import workers
 
     os.chdir(folder)
     _open_output(folder)
-    warm: Any = SimpleNamespace(**vars(subprocess))
-    warm.Popen = type("Popen", (_Worker,), {"plant": staticmethod(plant)})
-    workers.subprocess = warm
+    handler: Any = subprocess_handler
+    handler.Popen = type("Popen", (_Worker,), {"plant": staticmethod(plant)})
     plant(None)
     code = 98
     try:

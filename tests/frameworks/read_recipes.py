@@ -1,11 +1,11 @@
-"""Writes ``tools/recipes.json``: what the pipeline recipes of Megatron Bridge set.
+"""Writes ``lab/recipes.json``: what the pipeline recipes of Megatron Bridge set.
 
     BRIDGE_PATH=... MEGATRON_LM_PATH=... TRANSFORMER_ENGINE_PATH=... \\
-        python -m tests.frameworks.read_recipes v0.6.0 tools/recipes.json
+        python -m tests.frameworks.read_recipes v0.6.0 lab/recipes.json
 
 Runs every function of ``megatron.bridge.perf_recipes`` and Bridge's own ``runtime_config_update`` on what it
 returns, for as many GPUs as its name says, and keeps those with several stages, of each the settings that our
-rules read. Hugging Face is not asked: ``_MODELS`` has the figures of the models. Next: ``tools/recipes.py``,
+rules read. Hugging Face is not asked: ``_MODELS`` has the figures of the models. Next: ``lab/recipes.py``,
 which judges them.
 """
 
@@ -22,9 +22,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from lab.recipes import Recipe
 from megatron_vocabpar.frameworks.bridge import as_arguments, unread
 from tests.frameworks import bridge_imports
-from tools.recipes import Recipe
 
 _PRESETS = json.loads(
     (Path(__file__).parents[2] / "megatron_vocabpar/plan/data/models.json").read_text("utf-8")

@@ -9,7 +9,7 @@ from multiprocessing import get_context
 import pytest
 import torch
 
-from megatron_vocabpar.bench.memory import peak_mib
+from lab.memory import peak_mib
 from megatron_vocabpar.layers.bins import TopLogprobs
 from megatron_vocabpar.layers.extras.divergence import Teacher, TeacherStates, comparison
 from megatron_vocabpar.layers.extras.extra import Exchange, after_join, join, place_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.bench.memory import peak_mib
+from lab.memory import peak_mib
 from megatron_vocabpar.losses import vocab_cross_entropy, vocab_entropy, vocab_kl, vocab_logprobs
 from tests.cases import rest_is_slow
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lab.runs import numbers, record
 from megatron_vocabpar.layers.partition import VocabRange, even_ranges, ranges_from_sizes
 from megatron_vocabpar.losses import LazyLogits, vocab_argmax, vocab_cross_entropy, vocab_kl, vocab_logprobs
 from megatron_vocabpar.losses.compat import nemo_rl, slime
@@ -15,7 +16,6 @@ from megatron_vocabpar.losses.zigzag import zigzag_gather, zigzag_order, zigzag_
 from tests.losses import reference
 from tests.losses.reference import error
 from tests.spawn import run_ranks
-from tools.runs import numbers, record
 
 SIZES = (11, 0, 29)
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lab.combinations import Combination, frequent
+from lab.recipes import recipes
 from megatron_vocabpar.megatron_lm.bindings import find_version
 from megatron_vocabpar.megatron_lm.checkout import source_signatures
 from tests.megatron_lm.test_training import FROM_WEIGHTS
@@ -23,8 +25,6 @@ from tests.megatron_lm.test_transformer_engine import (
     weights,
 )
 from tests.megatron_lm.training import checkout, words
-from tools.combinations import Combination, frequent
-from tools.recipes import recipes
 
 FOUND = [found for found, _ in frequent(recipes()[1])]
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm"

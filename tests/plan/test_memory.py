@@ -7,7 +7,7 @@ from statistics import mean
 
 import pytest
 
-from megatron_vocabpar.paper.published import cells, peak_gib
+from lab.paper.published import cells, peak_gib
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.memory import parameters_of
 from megatron_vocabpar.plan.read_config import model_preset

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vocabpar.paper.published import cells
+from lab.paper.published import cells
 from megatron_vocabpar.plan.given import Given, read_script, read_words
 from megatron_vocabpar.plan.read_arguments import model_from_arguments
 from megatron_vocabpar.plan.read_config import load_config, model_preset, model_presets

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import io
 import json
 import math
-import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -41,92 +36,6 @@ def test_a_resume_replaces_what_came_after_its_checkpoint(tmp_path: Path) -> Non
     written(tmp_path / "m", 0, 30)
     written(tmp_path / "m", 20, 40)
     assert read_metrics(tmp_path / "m") == records(40)
-
-
-def test_tensorboard_gets_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, float, int]] = []
-
-    class Writer(contextlib.nullcontext[None]):
-        def __init__(self, folder: str, purge_step: int) -> None:
-            assert (Path(folder), purge_step) == (tmp_path / "tensorboard", 3)
-            super().__init__(self)
-
-        def add_scalar(self, *scalar: Any) -> None:
-            seen.append(scalar)
-
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
-    config = dataclasses.replace(CONFIG, tensorboard=True)
-    with Metrics(config, tmp_path / "m", 2, active=True, console=quiet()) as metrics:
-        metrics.add(
-            {"step": 3, "loss": 2.5, "eval_loss": None, "tokens_per_s": 9.0, "peak_memory_mib": [1, 2]}
-        )
-    assert seen == [
-        ("loss", 2.5, 3), ("tokens_per_s", 9.0, 3),
-        ("peak_memory_mib/stage 0", 1, 3), ("peak_memory_mib/stage 1", 2, 3),
-    ]  # fmt: skip
-
-
-STEP = {"step": 1, "loss": 2.5, "eval_loss": None, "tokens_per_s": 9.0, "peak_memory_mib": [4]}
-NUMBERS = {"loss": 2.5, "tokens_per_s": 9.0, "peak_memory_mib/stage 0": 4}
-
-
-def job_folder(tmp_path: Path) -> Path:
-    """Of one method, in that of the job, as ``output.method_config`` has it."""
-    folder = tmp_path / "job-7" / "vocab-2"
-    folder.mkdir(parents=True)
-    return folder
-
-
-def test_wandb_gets_a_run_of_the_job_with_every_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[dict[str, Any]] = []
-    seen: list[tuple[dict[str, float], int]] = []
-
-    class Run(contextlib.nullcontext[None]):
-        def __init__(self, **settings: Any) -> None:
-            super().__init__(self)
-            made.append(settings)
-
-        def log(self, values: dict[str, float], step: int) -> None:
-            seen.append((values, step))
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=Run))
-    folder = job_folder(tmp_path)
-    config = dataclasses.replace(CONFIG, wandb=True, output=str(folder))
-    with Metrics(config, folder / "m", 0, active=True, console=quiet()) as metrics:
-        metrics.add(STEP)
-    (settings,) = made
-    assert (settings["dir"], settings["name"], settings["group"]) == (str(folder), "vocab-2", "job-7")
-    assert settings["config"]["steps"] == 40
-    assert seen == [(NUMBERS, 1)]
-
-
-@pytest.mark.slow
-def test_mlflow_gets_a_run_of_the_job_with_every_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By its own library and a database in a file; a job that fails leaves a failed run."""
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.chdir(tmp_path)
-    folder = job_folder(tmp_path)
-    config = dataclasses.replace(CONFIG, mlflow=True, output=str(folder))
-    with Metrics(config, folder / "m", 0, active=True, console=quiet()) as metrics:
-        metrics.add(STEP)
-    with (
-        pytest.raises(RuntimeError, match="out of power"),
-        Metrics(config, folder / "m", 1, active=True, console=quiet()),
-    ):
-        raise RuntimeError("out of power")
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'job-7' / 'mlflow.db'}")
-    experiment = client.get_experiment_by_name("job-7").experiment_id
-    failed, done = client.search_runs([experiment], order_by=["attributes.start_time DESC"])
-    assert (done.info.run_name, done.info.status, failed.info.status) == ("vocab-2", "FINISHED", "FAILED")
-    assert done.data.params["steps"] == "40"
-    assert done.data.metrics == NUMBERS
-    assert [one.step for one in client.get_metric_history(done.info.run_id, "loss")] == [1]
-    assert [path.name for path in tmp_path.iterdir()] == ["job-7"]  # nothing beside the results
 
 
 def test_inactive_ranks_write_nothing(tmp_path: Path) -> None:

@@ -19,10 +19,11 @@ from megatron_vocabpar.schedule.serialize import plan_to_json
 from megatron_vocabpar.schedule.words.passes import POINT_TO_POINT, Comm
 from megatron_vocabpar.schedule.words.schedule import Program
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.failure import ProgressRecord, TrainingFailed
+from megatron_vocabpar.train.failure import SAVED, Interrupted, ProgressRecord, TrainingFailed
 from megatron_vocabpar.train.output import LOG_FOLDER, method_config, open_method
 from megatron_vocabpar.train.ranks import launch
-from megatron_vocabpar.train.workers import SAVED, Interrupted, Watchdog, run_workers
+from megatron_vocabpar.train.watchdog import Watchdog
+from megatron_vocabpar.train.workers import run_workers
 from tests.cases import rest_is_slow
 from tests.train.fake_worker import STANDSTILL_S
 
@@ -101,7 +102,7 @@ def test_who_stood_still_before_a_timeout_of_the_backend_is_told(
 ) -> None:
     """It ends a rank that waits."""
     monkeypatch.setenv("FAKE_WORKER", "abort:1")
-    monkeypatch.setattr("megatron_vocabpar.train.workers._QUIET_S", STANDSTILL_S / 2)
+    monkeypatch.setattr("megatron_vocabpar.train.watchdog._QUIET_S", STANDSTILL_S / 2)
     plan = make_plan("vocab-2", RANKS, 6)
     (config_path.parent / "schedule.json").write_text(plan_to_json(plan))
     with pytest.raises(TrainingFailed) as failed:
@@ -152,7 +153,10 @@ def started_launcher(code: str, config_path: Path) -> subprocess.Popen[bytes]:
 
 def test_a_worker_that_saves_ends_the_job_once_all_have() -> None:
     """As after SIGTERM at one of them: the others have the time that they need."""
-    code = f"import os, time; time.sleep(int(os.environ['RANK'])); raise SystemExit({SAVED})"
+    code = (
+        "import os, signal, time; signal.signal(signal.SIGTERM, lambda *_: None)\n"
+        f"time.sleep(int(os.environ['RANK'])); raise SystemExit({SAVED})"
+    )
     environments = {rank: {**os.environ, "RANK": str(rank)} for rank in range(2)}
     began = time.monotonic()
     with pytest.raises(Interrupted) as stop:

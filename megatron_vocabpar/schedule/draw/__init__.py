@@ -1,8 +1,8 @@
 """Pictures of schedules in time: for the terminal, for a paper, for a browser and for trace viewers.
 
-Each picture has one row for each rank. ``text.py`` and ``trace.py`` draw a simulation. ``svg.py``,
-``image.py`` (PNG, PDF) and ``html.py`` draw charts (``chart.py``), planned or measured (``measured.py``), one
-below the other.
+Each picture has one row for each rank. ``text.py`` and ``trace.py`` draw a simulation. All others draw charts
+(``chart.py``), planned or measured (``measured.py``), one below the other: ``html.py`` in a browser, and
+``svg.py`` and ``image.py`` (PNG, PDF) once ``scene.py`` has laid them out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from megatron_vocabpar.schedule.draw.measured import (
     measured_times,
     read_timeline,
 )
-from megatron_vocabpar.schedule.draw.svg import draw_svg, svg_of, svg_of_scene
+from megatron_vocabpar.schedule.draw.scene import lay_out
+from megatron_vocabpar.schedule.draw.svg import draw_svg
 from megatron_vocabpar.schedule.draw.text import draw_text
 from megatron_vocabpar.schedule.draw.trace import draw_trace
 
@@ -28,11 +29,10 @@ __all__ = [
     "draw_svg",
     "draw_text",
     "draw_trace",
+    "lay_out",
     "measured_chart",
     "measured_times",
     "name_of",
     "planned_chart",
     "read_timeline",
-    "svg_of",
-    "svg_of_scene",
 ]

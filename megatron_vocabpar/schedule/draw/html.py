@@ -1,18 +1,17 @@
 """Charts as one self-contained HTML page: zoom, pan, and for each pass its times and what it waited for.
 
-The page needs no network. ``viewer.html`` is its frame, ``viewer.js`` draws on canvases; this module writes
-the data for them. Times are whole microseconds.
+``viewer.html`` has its buttons, ``viewer.js`` draws on canvases; this module writes the data for them. Times
+are whole microseconds. Next: ``page.py``.
 """
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Sequence
-from importlib import resources
 from typing import Any
 
 from megatron_vocabpar.schedule.draw.chart import Bar, Chart, Row
+from megatron_vocabpar.schedule.draw.page import Html, element, page, quiet, read
 from megatron_vocabpar.schedule.draw.style import MEANINGS, STYLES, shade
 from megatron_vocabpar.schedule.words.passes import CommType, PassType, parts_of
 
@@ -22,16 +21,16 @@ _INDEX = {type_: index for index, type_ in enumerate((*PassType, *CommType))}
 
 def draw_html(charts: Sequence[Chart], title: str | None = None, note: str = "") -> str:
     """The text of a page: a sentence (``note``), then the charts, one below the other, on one time axis."""
-    heading = title or (charts[0].name if charts else "schedule")
-    folder = resources.files(__package__)
-    frame = (folder / "viewer.html").read_text(encoding="utf-8")
-    script = (folder / "viewer.js").read_text(encoding="utf-8")
     data = json.dumps(_data(charts), separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/")
-    line = f'<p class="quiet">{html.escape(note)}</p>' if note else ""
-    parts = {"@TITLE@": html.escape(heading), "@NOTE@": line, "@SCRIPT@": script, "@DATA@": data}
-    for mark, text in parts.items():
-        frame = frame.replace(mark, text)
-    return frame
+    body = [
+        Html(read("viewer.html")),
+        *([quiet(note)] if note else []),
+        element("div", id="charts"),
+        element("div", id="tip", role="status"),
+        element("script", Html(data), type="application/json", id="data"),
+        element("script", Html(read("viewer.js"))),
+    ]
+    return page(title or (charts[0].name if charts else "schedule"), body, "viewer")
 
 
 def _data(charts: Sequence[Chart]) -> dict[str, Any]:

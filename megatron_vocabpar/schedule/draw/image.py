@@ -1,13 +1,11 @@
-"""Charts as PNG or PDF, painted by matplotlib (the extra ``draw``)."""
+"""Scenes as PNG or PDF, painted by matplotlib (the extra ``draw``)."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from typing import Any
 
-from megatron_vocabpar.schedule.draw.chart import Chart
-from megatron_vocabpar.schedule.draw.scene import Box, Scene, Text, lay_out
+from megatron_vocabpar.schedule.draw.scene import Box, Scene, Text
 
 _DOTS_PER_INCH = 96.0
 _SHARPNESS = 2.0  # a PNG's pixels for each pixel of the scene
@@ -17,8 +15,8 @@ _EDGE = "#444444"
 _HORIZONTAL = {"start": "left", "middle": "center", "end": "right"}
 
 
-def draw_image(charts: Sequence[Chart], file_format: str, widest: float | None = None) -> bytes:
-    """Charts, one below the other, as the bytes of a ``png`` or ``pdf``; ``widest`` as in ``scene.lay_out``.
+def draw_image(scene: Scene, file_format: str) -> bytes:
+    """A scene as the bytes of a ``png`` or ``pdf``.
 
     Raises:
         ValueError: if matplotlib is not installed.
@@ -31,7 +29,6 @@ def draw_image(charts: Sequence[Chart], file_format: str, widest: float | None =
             f"{file_format} pictures need matplotlib, which is not installed; "
             "run in the clone: pip install '.[draw]', or choose svg or html"
         ) from error
-    scene = lay_out(charts, widest)
     figure = Figure(figsize=(scene.width / _DOTS_PER_INCH, scene.height / _DOTS_PER_INCH))
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))

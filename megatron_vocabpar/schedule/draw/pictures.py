@@ -10,7 +10,8 @@ from typing import Any
 from megatron_vocabpar.schedule.draw.chart import name_of, planned_chart
 from megatron_vocabpar.schedule.draw.html import draw_html
 from megatron_vocabpar.schedule.draw.measured import WHY_THEY_DIFFER, measured_chart, measured_times
-from megatron_vocabpar.schedule.draw.svg import draw_svg, svg_of
+from megatron_vocabpar.schedule.draw.scene import lay_out
+from megatron_vocabpar.schedule.draw.svg import draw_svg
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.simulate import simulate
 
@@ -31,10 +32,10 @@ def write_pictures(folder: Path, plan: Plan, trace: Mapping[str, Any]) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     schedule, name = plan.schedule, name_of(plan.schedule)
-    (folder / SCHEDULE_FILE).write_text(draw_svg(simulate(plan)), encoding="utf-8")
+    (folder / SCHEDULE_FILE).write_text(draw_svg(lay_out([planned_chart(simulate(plan))])), encoding="utf-8")
     (folder / TIMELINE_FILE).write_text(json.dumps(trace), encoding="utf-8")
     measured = measured_chart(trace, schedule, f"{name}, measured")
     simulation = simulate(plan, measured_times(measured, schedule))
     charts = [planned_chart(simulation, title=f"{name}, planned"), measured]
-    (folder / TIMELINE_PICTURE_FILE).write_text(svg_of(charts, PAGE_WIDTH), encoding="utf-8")
+    (folder / TIMELINE_PICTURE_FILE).write_text(draw_svg(lay_out(charts, PAGE_WIDTH)), encoding="utf-8")
     (folder / TIMELINE_PAGE_FILE).write_text(draw_html(charts, note=WHY_THEY_DIFFER), encoding="utf-8")

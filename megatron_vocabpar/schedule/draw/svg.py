@@ -1,26 +1,14 @@
-"""Draws charts as SVG, for a page or a paper. Over a pass, a browser shows its type and times."""
+"""Paints scenes as SVG, for a page or a paper. Over a pass, a browser shows its type and times."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 
-from megatron_vocabpar.schedule.draw.chart import Chart, planned_chart
-from megatron_vocabpar.schedule.draw.scene import Box, Scene, Text, lay_out
-from megatron_vocabpar.schedule.simulate import Simulation
+from megatron_vocabpar.schedule.draw.scene import Box, Scene, Text
 
 
-def draw_svg(simulation: Simulation, *, title: str | None = None) -> str:
-    """A schedule's picture, as the text of an SVG file; ``title`` is by default method, p and m."""
-    return svg_of([planned_chart(simulation, title=title)])
-
-
-def svg_of(charts: Sequence[Chart], widest: float | None = None) -> str:
-    """Charts, one below the other, as the text of an SVG file; ``widest`` as in ``scene.lay_out``."""
-    return svg_of_scene(lay_out(charts, widest))
-
-
-def svg_of_scene(scene: Scene) -> str:
+def draw_svg(scene: Scene) -> str:
     """A scene as the text of an SVG file."""
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {scene.width:.0f} {scene.height:.0f}" '

@@ -22,18 +22,18 @@ from megatron_vocabpar.schedule.draw import (
     draw_svg,
     draw_text,
     draw_trace,
+    lay_out,
     measured_chart,
     measured_times,
     planned_chart,
     read_timeline,
-    svg_of,
 )
 from megatron_vocabpar.schedule.draw.lengths import Length, lay_out_lengths
 from megatron_vocabpar.schedule.draw.scene import Box, Text
 from megatron_vocabpar.schedule.draw.style import STYLES, shade
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.plan import Plan
-from megatron_vocabpar.schedule.simulate import simulate
+from megatron_vocabpar.schedule.simulate import Simulation, simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.schedule.words.passes import parse
@@ -77,10 +77,14 @@ def test_colour_changes_only_colours() -> None:
     assert bare.split() == plain.replace("\N{MIDDLE DOT}", " ").split()
 
 
+def svg(simulation: Simulation) -> str:
+    return draw_svg(lay_out([planned_chart(simulation)]))
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_svg_is_well_formed_and_has_every_pass(method: str) -> None:
     schedule = generate(method, 3, 5)
-    root = ElementTree.fromstring(draw_svg(simulated(schedule)))
+    root = ElementTree.fromstring(svg(simulated(schedule)))
     titles = [element.text or "" for element in root.iter() if element.tag.endswith("title")]
     passes = {str(pass_) for row in schedule.ranks for pass_ in row}
     assert {title.split(":")[0] for title in titles} == passes
@@ -88,7 +92,7 @@ def test_svg_is_well_formed_and_has_every_pass(method: str) -> None:
 
 def test_svg_widths_are_times() -> None:
     schedule = generate("baseline", 2, 2)
-    root = ElementTree.fromstring(draw_svg(simulated(schedule, PassCosts(10.0, 15.0, 5.0))))
+    root = ElementTree.fromstring(svg(simulated(schedule, PassCosts(10.0, 15.0, 5.0))))
     widths: dict[str, float] = {}
     for element in root.iter():
         for child in element:
@@ -99,7 +103,7 @@ def test_svg_widths_are_times() -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), pytest.param(32, 64, marks=pytest.mark.slow)])
 def test_svg_stays_within_its_own_frame(p: int, m: int) -> None:
-    root = ElementTree.fromstring(draw_svg(simulated(generate("vocab-2", p, m))))
+    root = ElementTree.fromstring(svg(simulated(generate("vocab-2", p, m))))
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
     for element in root.iter():
         if element.tag.endswith("rect"):
@@ -225,23 +229,24 @@ def test_the_script_of_a_page_finds_bars_and_describes_them(tmp_path: Path) -> N
 
 def test_png_and_pdf() -> None:
     schedule = generate("vocab-2", 2, 3)
-    charts = [planned_chart(simulated(schedule))]
-    root = ElementTree.fromstring(svg_of(charts))
-    with Image.open(io.BytesIO(draw_image(charts, "png"))) as picture:
+    chart = planned_chart(simulated(schedule))
+    scene = lay_out([chart])
+    root = ElementTree.fromstring(draw_svg(scene))
+    with Image.open(io.BytesIO(draw_image(scene, "png"))) as picture:
         assert picture.size == (2 * int(root.attrib["width"]), 2 * int(root.attrib["height"]))
         colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 20) or []}
-    fills = {STYLES[type_].fill for type_ in charts[0].types()}
+    fills = {STYLES[type_].fill for type_ in chart.types()}
     assert {tuple(int(fill[k : k + 2], 16) for k in (1, 3, 5)) for fill in fills} <= colours
-    pdf = draw_image(charts, "pdf")
+    pdf = draw_image(scene, "pdf")
     assert pdf.startswith(b"%PDF")
-    assert pdf == draw_image(charts, "pdf")
+    assert pdf == draw_image(scene, "pdf")
 
 
 def test_png_without_matplotlib_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     schedule = generate("baseline", 1, 1)
     with pytest.raises(ValueError, match=r"png pictures need matplotlib.*'\.\[draw\]'"):
-        draw_image([planned_chart(simulated(schedule))], "png")
+        draw_image(lay_out([planned_chart(simulated(schedule))]), "png")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -328,7 +333,7 @@ def test_a_pass_that_was_not_measured_is_named() -> None:
 
 def test_charts_below_each_other_share_one_time_axis() -> None:
     charts = [planned_chart(simulated(s)) for s in (generate("vocab-1", 2, 3), generate("vocab-2", 2, 4))]
-    root = ElementTree.fromstring(svg_of(charts, widest=800.0))
+    root = ElementTree.fromstring(draw_svg(lay_out(charts, 800.0)))
     assert float(root.attrib["width"]) < 900
     grounds = [e for e in root.iter() if e.tag.endswith("rect") and e.attrib["fill"] == "#f3f3f3"]
     widths = [float(e.attrib["width"]) for e in grounds]

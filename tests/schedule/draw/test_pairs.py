@@ -19,6 +19,7 @@ from megatron_vocabpar.schedule.draw import (
     draw_svg,
     draw_text,
     draw_trace,
+    lay_out,
     measured_chart,
     measured_times,
     planned_chart,
@@ -58,7 +59,7 @@ def test_text_loses_no_pass() -> None:
 
 
 def test_svg_has_a_box_for_each_half() -> None:
-    root = ElementTree.fromstring(draw_svg(simulate(PLAN)))
+    root = ElementTree.fromstring(draw_svg(lay_out([planned_chart(simulate(PLAN))])))
     boxes = {
         (title.text or "").split(":")[0]: box.attrib
         for box in root.iter()
@@ -77,7 +78,7 @@ def test_svg_has_a_box_for_each_half() -> None:
 
 
 def test_png_has_them() -> None:
-    assert draw_image([planned_chart(simulate(PLAN))], "png").startswith(b"\x89PNG")
+    assert draw_image(lay_out([planned_chart(simulate(PLAN))]), "png").startswith(b"\x89PNG")
 
 
 def data_of(page: str) -> Any:

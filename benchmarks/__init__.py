@@ -1,1 +1,0 @@
-"""Other people's code beside ours. From the root of a clone: ``python -m benchmarks.losses``."""

@@ -1,0 +1,33 @@
+"""``python -m lab``: its verbs, each loaded only when it is asked for."""
+
+from __future__ import annotations
+
+import click
+
+from megatron_vocabpar.cli.main import VerbGroup
+
+VERBS = {
+    "artifact": "Run the paper's experiments.",
+    "paper": "The paper's tables, simulated.",
+    "runtime": "Our executor beside Megatron's own 1F1B.",
+    "kernels": "The vocabulary layers' passes beside other layers.",
+    "losses": "losses.compat beside the frameworks' own functions.",
+    "drift": "Why the log-probabilities of two runs differ.",
+    "page": "A table of the documentation.",
+}
+"""The line of ``--help`` for each verb."""
+
+
+@click.group(
+    "lab",
+    cls=VerbGroup,
+    verbs=VERBS,
+    package="lab.verbs",
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+)
+def main() -> None:
+    """What measures and proves, in a clone of megatron_vocabpar."""
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m lab")

@@ -1,0 +1,58 @@
+"""What ``python -m lab kernels`` compares with: the published passes and other projects' layers.
+
+Next: ``published.py``, ``others.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lab.kernels.others import Loss, forward_backward, runnable
+from lab.kernels.published import published_embedding, published_embedding_gradient, published_pass
+from megatron_vocabpar.layers.partition import VocabRange
+from megatron_vocabpar.measure.output_layer import OutputLayer
+from megatron_vocabpar.measure.timing import Contender
+
+
+def output_contenders(layer: OutputLayer, mean_loss: float) -> tuple[dict[str, Contender], dict[str, str]]:
+    """The published passes and the other layers that run on this shard; why the rest does not.
+
+    Args:
+        mean_loss: ours; a layer that finds another one is not measured.
+    """
+    parameter = torch.nn.Parameter(layer.weight.clone())
+    inputs = layer.inputs[0]
+    others, reasons = runnable(inputs.x, parameter, inputs.targets, mean_loss)
+    contenders: dict[str, Contender] = {f"published-{n}": partial(_published, layer, n) for n in (1, 2)}
+    contenders |= {name: partial(_other, layer, loss, parameter) for name, loss in others.items()}
+    return contenders, reasons
+
+
+def _published(layer: OutputLayer, algorithm: int, i: int) -> None:
+    x, targets = layer.inputs[i].x, layer.inputs[i].targets
+    published_pass(x, layer.weight, targets, layer.g, layer.main_grad, algorithm, out=layer.exponentials)
+
+
+def _other(layer: OutputLayer, loss: Loss, parameter: Tensor, i: int) -> None:
+    forward_backward(loss, layer.inputs[i].x, parameter, layer.inputs[i].targets)
+
+
+def input_contenders(
+    tokens: Sequence[Tensor], weight: Tensor, shard: VocabRange, grad: Tensor, main_grad: Tensor
+) -> dict[str, Contender]:
+    """The published IF and IB of a shard: dense [n, H], masked where another rank has the token's row.
+
+    Args:
+        tokens: [n] ids of each of the rotated inputs.
+        weight: [P, H] rows of the shard.
+        grad: [n, H] gradient of the embedded tokens.
+        main_grad: [P, H], added to in place.
+    """
+    return {
+        "IF": lambda i: published_embedding(tokens[i], weight, shard),
+        "IB": lambda i: published_embedding_gradient(tokens[i], grad, shard, main_grad),
+    }

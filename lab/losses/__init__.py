@@ -1,0 +1,1 @@
+"""Our ``losses.compat`` beside the frameworks' own functions: ``python -m lab losses``."""

@@ -1,0 +1,132 @@
+"""Prints which pipeline recipes of Megatron Bridge we train, by our own rules, and with which flags.
+
+    python -m lab page recipes
+
+The first table is in ``docs/frameworks.md`` too.
+
+``recipes.json`` has what each recipe sets, as ``tests/frameworks/read_recipes.py`` has read it. The verdict
+is that of ``frameworks/bridge.py``, which a run through Bridge asks too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from lab.combinations import table
+from megatron_vocabpar.frameworks.bridge import problems
+from megatron_vocabpar.megatron_lm.flags import config_from_argv
+from megatron_vocabpar.megatron_lm.layouts import model_chunks
+
+_PATH = Path(__file__).with_name("recipes.json")
+
+
+class Settings(SimpleNamespace):
+    """What a recipe sets of the arguments that rules read; an error for one that the file lacks.
+
+    A LookupError, which ``getattr`` with a default does not turn into that default.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        raise LookupError(f"{name}: a rule reads it since recipes.json was written; write that again")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe and our verdict.
+
+    Attributes:
+        name: of its function, without ``_config``.
+        arguments: what it sets, by the names of Megatron's arguments.
+        unread: fields that nobody has read.
+        bridge_says: why Bridge's own check refuses its recipe; None if it does not.
+    """
+
+    name: str
+    arguments: SimpleNamespace
+    unread: tuple[str, ...]
+    bridge_says: str | None
+
+    @property
+    def flags(self) -> str:
+        """Our flags for it: the family of its number of chunks, and a plan that stays where graphs are."""
+        if getattr(self.arguments, "overlap_moe_expert_parallel_comm", False):
+            family = "1f1b-overlap"
+        else:
+            family = "1f1b" if model_chunks(self.arguments) == 1 else "interleaved"
+        words = [] if family == "1f1b" else ["--vocab-parallel-family", family]
+        graphs = self.arguments.cuda_graph_impl not in (None, "none")
+        return " ".join([*words, *(["--vocab-parallel-profile-iterations", "0"] if graphs else [])])
+
+    @property
+    def problems(self) -> list[str]:
+        """Why it is refused; empty if it runs."""
+        config = config_from_argv(["--enable-vocab-parallel", *self.flags.split()])
+        return [*problems(self.arguments, config), *(f"{field}: nobody has read it" for field in self.unread)]
+
+
+def recipes() -> tuple[str, list[Recipe]]:
+    """The tag of Bridge and its recipes."""
+    file = json.loads(_PATH.read_text("utf-8"))
+    return file["tag"], [_recipe(name, file["shared"] | own) for name, own in file["recipes"].items()]
+
+
+def _recipe(name: str, settings: dict[str, Any]) -> Recipe:
+    unread, said = tuple(settings.pop("unread")), settings.pop("bridge_says")
+    return Recipe(name, Settings(**settings), unread, said)
+
+
+def models() -> Iterator[str]:
+    """The table of ``docs/frameworks.md``: of each model's recipes those accepted, and why others are not."""
+    _, read = recipes()
+    yield "| recipes of | accepted | refused for |"
+    yield "| --- | --- | --- |"
+    named: dict[str, list[Recipe]] = {}
+    for recipe in sorted(read, key=lambda each: each.name):
+        named.setdefault(recipe.name[: recipe.name.index("gpu_")].rpartition("_")[0], []).append(recipe)
+    for name, of_model in named.items():
+        refused = [recipe for recipe in of_model if recipe.problems]
+        reasons = Counter(problem.partition(": ")[0] for recipe in refused for problem in recipe.problems)
+        why = ", ".join(f"{_as_code(reason)} ({count})" for reason, count in reasons.most_common())
+        yield f"| `{name}` | {len(of_model) - len(refused)} of {len(of_model)} | {why} |"
+
+
+def page() -> Iterator[str]:
+    """The lines that are printed: models, reasons, what is tested, and every recipe with its flags."""
+    tag, read = recipes()
+    refused = [recipe for recipe in read if recipe.problems]
+    reasons = Counter(line for recipe in refused for line in recipe.problems)
+    yield f"# Recipes of Megatron Bridge {tag}"
+    yield ""
+    yield f"Of {len(read)} recipes {len(read) - len(refused)} are accepted."
+    yield ""
+    yield from models()
+    yield ""
+    yield "| refused, by reason (some for several) | recipes |"
+    yield "| --- | --- |"
+    for reason, count in reasons.most_common():
+        yield f"| {_shown(reason)} | {count} |"
+    yield ""
+    yield "What five or more accepted recipes set together, and whether test_recipe_cases.py trains with it:"
+    yield ""
+    yield from table(read)
+    yield ""
+    yield "| recipe | verdict | `VOCAB_PARALLEL_FLAGS` |"
+    yield "| --- | --- | --- |"
+    for recipe in sorted(read, key=lambda each: each.name):
+        verdict = "; ".join(f"refused: {problem.partition(': ')[0]}" for problem in recipe.problems) or "runs"
+        flags = f"`{recipe.flags}`" if recipe.flags and not recipe.problems else ""
+        yield f"| `{recipe.name}` | {verdict} | {flags} |"
+
+
+def _as_code(reason: str) -> str:
+    return ", ".join(f"`{word}`" if word.startswith("--") else word for word in reason.split(", "))
+
+
+def _shown(reason: str) -> str:
+    return reason.replace("|", "\\|")

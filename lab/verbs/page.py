@@ -1,0 +1,41 @@
+"""``python -m lab page``: tables of the documentation, made from data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import click
+
+
+def _published() -> Iterator[str]:
+    from lab.published_runs import schedules_table, table
+
+    return chain(table(), [""], schedules_table())
+
+
+def _plans() -> Iterator[str]:
+    from lab.plans import MODELS, rows
+
+    return rows(list(MODELS))
+
+
+def _recipes() -> Iterator[str]:
+    from lab.recipes import page
+
+    return page()
+
+
+PAGES = {"published": _published, "plans": _plans, "recipes": _recipes}
+
+
+@click.command("page")
+@click.argument("name", type=click.Choice([*PAGES]))
+def page_command(name: str) -> None:
+    """Print it as Markdown.
+
+    published: the planner beside published trainings (docs/plan.md); plans: what it recommends (docs/plan.md,
+    minutes); recipes: docs/recipes.md.
+    """
+    for line in PAGES[name]():
+        click.echo(line)

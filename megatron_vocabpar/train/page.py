@@ -1,0 +1,152 @@
+"""Writes ``index.html`` of a results folder: one page with everything, which needs no other file."""
+
+from __future__ import annotations
+
+import base64
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_vocabpar.schedule.draw import WHY_THEY_DIFFER, pictures
+from megatron_vocabpar.schedule.draw.page import Html, element, headings, page, quiet
+from megatron_vocabpar.schedule.draw.page import table as shown_table
+from megatron_vocabpar.schedule.serialize import from_json
+from megatron_vocabpar.schedule.words.methods import METHODS, Method
+from megatron_vocabpar.train import output
+from megatron_vocabpar.train.config import TrainConfig, command_line
+from megatron_vocabpar.train.emulated import emulation_table, read_emulation
+from megatron_vocabpar.train.schedules import describe
+from megatron_vocabpar.train.tables import TextTable
+
+_ON_CPU = (
+    "On the CPU these are figures of whole processes: what a rank holds beside its model (Python, buffers of "
+    "gloo, memory that the allocator keeps) differs little from stage to stage. How the vocabulary layers "
+    "are spread shows in the differences; a GPU needs other amounts, and speed here says nothing of it."
+)
+_LOSSES = "Loss per token of each training step; circles are evaluations."
+_MEMORY = (
+    "Memory: the largest peak of each stage's ranks in any step, less what they held before the model was "
+    "built."
+)
+_SCHEDULES = (
+    "One step of each method as planned, with assumed times, on one time axis: a row a rank, the number is "
+    "the microbatch. The shorter one is the faster, if passes take such times."
+)
+_EMULATED = (
+    "Emulated means: this machine ran the schedules in real time, on a process a rank, with the executor, "
+    "the sends and the collectives of a training; in place of each pass a process slept as long as the pass "
+    "takes. It shows what the schedules are worth on hardware with such times, not how fast this machine is."
+)
+_ITERATION = "An iteration of each schedule, emulated: what an empty one takes is subtracted."
+_SCHEDULE = (
+    "The schedule of one step, with assumed times: a row a rank, time to the right; the number is the "
+    "microbatch. F and B are the forward and backward of a stage's layers"
+)
+_PARTITIONED = ", S and T the output layer on this rank's shard of the vocabulary"
+_FILES = {
+    output.METRICS_FILE: "loss, gradient norm, speed and memory of every step, one line of JSON each",
+    pictures.TIMELINE_PAGE_FILE: "plan and measurement to zoom into; hover over a pass to see what it is",
+    pictures.SCHEDULE_FILE: "the schedule as a picture",
+    output.SCHEDULE_DATA_FILE: "the schedule as data, for vocabpar simulate",
+    pictures.TIMELINE_FILE: "what each rank did in the last step, measured, for a trace viewer",
+    output.CHECKPOINT_FOLDER: "the trained model",
+    output.LOG_FOLDER: "the output of the ranks other than 0",
+}
+_PERFETTO = "https://ui.perfetto.dev"
+
+
+def draw_report(folder: Path, config: TrainConfig, headline: str, tables: Sequence[TextTable]) -> str:
+    """The page of the job ``config``, with its pictures from ``folder`` in it."""
+    return page(headline, _report(folder, config, tables))
+
+
+def _report(folder: Path, config: TrainConfig, tables: Sequence[TextTable]) -> Iterator[Html]:
+    yield element("p", _job(config))
+    yield _picture(folder / "loss.png", _LOSSES)
+    for table in tables:
+        yield from _table(table)
+    yield _picture(folder / output.MEMORY_PICTURE_FILE, _MEMORY)
+    if config.device == "cpu":
+        yield quiet(_ON_CPU)
+    if (folder / output.SCHEDULES_PICTURE_FILE).is_file():
+        yield element("h2", "Schedules")
+        yield _picture(folder / output.SCHEDULES_PICTURE_FILE, _SCHEDULES)
+        more = " shows them to zoom into, with memory and what each pass waited for."
+        yield element("p", _link(output.SCHEDULES_PAGE_FILE), more)
+    if emulation := read_emulation(folder):
+        yield from _table(emulation_table(emulation))
+        yield _picture(folder / output.EMULATION_PICTURE_FILE, _ITERATION)
+        yield quiet(_EMULATED)
+    for name in config.methods:
+        if (folder / name).is_dir():
+            yield from _method(METHODS[name], folder / name, config.family)
+    yield element("h2", "Again, or further")
+    yield element("p", "This job was")
+    yield element("pre", shlex.join(command_line(config)))
+    resume = (element("code", "--resume"), " and a larger ", element("code", "--steps"), ".")
+    yield element("p", "To go on from its checkpoint, add ", *resume)
+
+
+def _job(config: TrainConfig) -> str:
+    return (
+        f"{', '.join(config.methods)} for {config.steps} steps each: a GPT with {config.layers} layers, "
+        f"hidden size {config.hidden}, {config.heads} heads and a vocabulary of {config.vocab_size:,} "
+        f"({'tied' if config.tied else 'untied'}, {config.position} positions, {config.dtype}), over "
+        f"{config.pp} pipeline stages × {config.tp} tensor-parallel × {config.dp} data-parallel ranks on "
+        f"{config.device}; {config.microbatches} microbatches of {config.micro_batch_size} × "
+        f"{config.seq_length} tokens a step and replica."
+    )
+
+
+def _method(method: Method, folder: Path, family: str) -> Iterator[Html]:
+    files = {path.name: path for path in folder.iterdir()}
+    yield element("h2", method.name)
+    yield element("p", method.summary)
+    if data := files.get(output.SCHEDULE_DATA_FILE):
+        yield element("p", f"Schedule: {_described(data, family)}.")
+    if picture := files.get(pictures.SCHEDULE_FILE):
+        yield _picture(picture, f"{_SCHEDULE}{_PARTITIONED if method.vocabulary_parallel else ''}.")
+    if picture := files.get(pictures.TIMELINE_PICTURE_FILE):
+        page_name = f"{method.name}/{pictures.TIMELINE_PAGE_FILE}"
+        yield _picture(picture, f"{WHY_THEY_DIFFER} {page_name} shows both to zoom into.")
+    links = {name: _link(f"{method.name}/{name}") for name in _FILES if name in files}
+    yield element("ul", *(element("li", link, f": {_FILES[name]}") for name, link in links.items()))
+    if pictures.TIMELINE_FILE in files:
+        yield quiet(
+            *("To see the timeline, open ", element("a", "ui.perfetto.dev", href=_PERFETTO), " (or "),
+            *(element("code", "chrome://tracing"), ") and drop "),
+            element("code", f"{method.name}/{pictures.TIMELINE_FILE}"),
+            " onto the page: one row a rank, passes and barriers by name. The file stays on your machine.",
+        )
+
+
+def _described(data: Path, family: str) -> str:
+    try:
+        return describe(from_json(data.read_text()), family)
+    except ValueError as error:
+        raise ValueError(f"{data} holds no schedule ({error}); remove it, or resume the job") from error
+
+
+def _table(table: TextTable) -> Iterator[Html]:
+    names, *rows = table.cells
+    yield element("h2", table.title)
+    cells = (
+        element("tr", element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:]))
+        for row in rows
+    )
+    yield shown_table([headings(names, names[:1]), *cells])
+    if table.note:
+        yield quiet(table.note)
+
+
+def _link(path: str) -> Html:
+    return element("a", path, href=path)
+
+
+def _picture(path: Path, caption: str) -> Html:
+    is_svg = path.suffix == ".svg"
+    kind, data = "svg+xml" if is_svg else "png", base64.b64encode(path.read_bytes()).decode()
+    image = element(
+        "img", alt=caption, src=f"data:image/{kind};base64,{data}", class_="wide" if is_svg else ""
+    )
+    return element("figure", image, element("figcaption", caption))

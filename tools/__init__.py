@@ -1,1 +1,0 @@
-"""Tools for developers. From the root of a clone: ``python -m tools.drift``."""
