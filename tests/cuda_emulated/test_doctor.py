@@ -14,7 +14,7 @@ import pytest
 from megatron_vocabpar.doctor.checks import checks
 from megatron_vocabpar.doctor.guard import run, run_all
 from megatron_vocabpar.doctor.result import Check
-from tests.doctor.test_checks import TINY
+from tests.support.tiny_checks import TINY
 
 
 @pytest.mark.timeout(2400)

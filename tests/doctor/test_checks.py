@@ -27,10 +27,9 @@ from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.output import METRICS_FILE
 from tests.spawn import run_ranks
+from tests.support.tiny_checks import LAYER, SMALL, TINY
 
 CPU = torch.device("cpu")
-SMALL = {"exponentials": {"n": 8, "columns": 3000}, "scale_rows": {"n": 9, "hidden": 1030}}
-SMALL |= {"scatter_add_rows": {"n": 60, "hidden": 300}}
 
 
 def by_name(gpus: int) -> dict[str, Check]:
@@ -131,9 +130,6 @@ def test_what_lacks_memory_or_triton_is_not_run(monkeypatch: pytest.MonkeyPatch)
     with use_kernels(dispatch.REFERENCE):
         finding = kernels.exponentials("cpu", "float32")
     assert (finding.outcome, finding.reason) == ("not run", "Triton is not installed")
-
-
-LAYER = {"n": 96, "hidden": 64, "rows": 1024}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -274,18 +270,6 @@ def test_versions_name_what_is_installed_and_what_is_not() -> None:
     assert f"torch {torch.__version__}" in figure
     assert "megatron-core 0." in figure.partition("; not installed:")[0]
     assert "fused_weight_gradient_mlp_cuda" in figure.partition("; not installed:")[2]
-
-
-TINY = {
-    "kernels:large_exponentials": {"elements": 2**16},
-    "kernels:large_rows": {"elements": 2**16},
-    "layers:output_layer": LAYER,
-    "overlap:copy_beside_products": {"mib": 1, "size": 64},
-    "overlap:all_reduce_beside_products": {"mib": 1, "size": 64},
-    "overlap:all_to_all_beside_products": {"mib": 1, "size": 64},
-    "communicators:communicators": {"large_mib": 1},
-    "training:train": {"vocab_size": 300},
-} | {f"kernels:{kernel}": sizes for kernel, sizes in SMALL.items()}
 
 
 @pytest.mark.long

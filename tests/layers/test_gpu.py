@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.output_layer import SPLITS, TOLERANCE, V, batch
+
 from . import reference
 from .shards import METHODS, run
-from .test_output import SPLITS, TOLERANCE, V, batch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,11 +17,11 @@ from megatron_vocabpar.layers.softmax_stats import merge_stats, softmax_place
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.layers.token_loss import loss_of, loss_slopes
 from tests.spawn import run_ranks
+from tests.support.output_layer import autograd
 
 from . import reference
 from .shards import Result, split
 from .shards import run as run_ordinary
-from .test_terms import autograd
 
 V, H, N = 2100, 24, 70
 TOLERANCE = {torch.float32: 3e-6, torch.float64: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}

@@ -16,10 +16,10 @@ from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.terms import PLAIN, Distillation, LossTerms
 from megatron_vocabpar.layers.token_loss import loss_of, loss_slopes, token_loss
 from tests.cases import covering
+from tests.support.output_layer import SPLITS, TOLERANCE, V, autograd, batch
 
 from . import reference
 from .shards import Result, extras_of, forward, split
-from .test_output import SPLITS, TOLERANCE, V, batch
 
 TERMS = {
     "label smoothing": LossTerms(label_smoothing=0.1),
@@ -29,28 +29,6 @@ TERMS = {
     "smoothing, z-loss, scale": LossTerms(label_smoothing=0.2, z_loss=0.003, logit_scale=1.7),
     "z-loss, scale, softcap": LossTerms(z_loss=0.02, logit_scale=2.5, softcap=10.0),
 }
-
-
-def autograd(
-    x: Tensor, weight: Tensor, targets: Tensor, g: Tensor, terms: LossTerms
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The definition of ``LossTerms``, in float64."""
-    x, weight = (tensor.double().clone().requires_grad_() for tensor in (x, weight))
-    logits = terms.logit_scale * (x @ weight.t())
-    if terms.softcap is not None:
-        logits = terms.softcap * torch.tanh(logits / terms.softcap)
-    counted = (targets >= 0) & (targets < len(weight))
-    loss = torch.nn.functional.cross_entropy(
-        logits,
-        torch.where(counted, targets, -100),
-        reduction="none",
-        label_smoothing=terms.label_smoothing,
-    )
-    loss = loss + counted.double() * terms.z_loss * torch.logsumexp(logits, 1).square()
-    loss.backward(g.double())
-    assert x.grad is not None
-    assert weight.grad is not None
-    return loss.detach(), x.grad, weight.grad
 
 
 def run(

@@ -6,7 +6,6 @@ a process that interprets.
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from importlib.util import find_spec
 
@@ -25,19 +24,11 @@ from megatron_vocabpar.layers.numbers import Slopes
 from megatron_vocabpar.layers.softmax_stats import softmax_place
 from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.losses import LazyLogits, vocab_logprobs_and_entropy
+from tests.support.output_layer import SPLITS, TOLERANCE, V, batch
+from tests.support.triton_device import DEVICE, INTERPRETED, ROUNDING
 
 from . import reference as exact
 from .shards import METHODS, run
-from .test_output import SPLITS, TOLERANCE, V, batch
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-pytestmark = [
-    pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA device or the interpreter"),
-    *([pytest.mark.gpu] if DEVICE == "cuda" else []),
-]
-ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-"""Two fp32 roundings of exp2; one unit in the last place of the storage (the interpreter truncates bf16)."""
 
 
 def rows(n: int, columns: int, spread: float, seed: int = 0) -> tuple[Tensor, Tensor]:

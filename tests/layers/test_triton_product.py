@@ -27,12 +27,12 @@ from megatron_vocabpar.layers.partition import ranges_from_sizes
 from megatron_vocabpar.layers.softmax_stats import merge_stats
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.layers.token_loss import loss_slopes
+from tests.support.output_layer import TOLERANCE, V, batch
+from tests.support.triton_device import DEVICE, INTERPRETED, ROUNDING
+from tests.support.triton_device import pytestmark as pytestmark
 
 from . import reference as exact
 from .shards import both_gradients, split
-from .test_output import TOLERANCE, V, batch
-from .test_triton_kernels import DEVICE, INTERPRETED, ROUNDING
-from .test_triton_kernels import pytestmark as pytestmark
 
 DTYPES = [torch.float32, torch.bfloat16] if INTERPRETED else [torch.bfloat16]
 SMALL = {"ROWS": 16, "IDS": 64, "INNER": 32, "num_warps": 4, "num_stages": 2}

@@ -11,9 +11,9 @@ import pytest
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.schedule.make.generate import generate
 from tests.cases import covering, rest_is_slow
-from tests.pipeline import test_equality as equality
 from tests.pipeline.gpt import Case, case_of
 from tests.pipeline.losses import LOSSES
+from tests.support import equality
 
 Once = partial(Case, micro_batch_size=4, steps=1)
 # Adam amplifies rounding more under these losses: a key's bias has gradients of nothing else.

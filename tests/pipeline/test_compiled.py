@@ -11,8 +11,8 @@ import pytest
 from megatron_vocabpar.schedule.make.generate import generate
 from tests.pipeline import gpt
 from tests.pipeline.gpt import Case, Result, case_of, train
-from tests.pipeline.test_equality import reference
 from tests.spawn import run_ranks
+from tests.support.equality import reference
 
 
 def train_compiled(rank: int, case: Case, expected: Result, backend: str) -> tuple[Result, int]:

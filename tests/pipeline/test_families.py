@@ -13,7 +13,7 @@ from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.placement import Placement
 from tests.cases import covering, rest_is_slow
 from tests.pipeline.gpt import Case, case_of, skip_unless_buildable
-from tests.pipeline.test_equality import check
+from tests.support.equality import check
 
 
 @pytest.mark.parametrize(

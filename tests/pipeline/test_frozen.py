@@ -10,7 +10,7 @@ import pytest
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.schedule.make.generate import generate
 from tests.pipeline.gpt import VOCABULARY, Case, case_of
-from tests.pipeline.test_equality import check, reference
+from tests.support.equality import check, reference
 
 
 @pytest.mark.parametrize(

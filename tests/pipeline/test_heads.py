@@ -13,7 +13,7 @@ from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from tests.cases import rest_is_slow
 from tests.pipeline.gpt import Case, case_of
-from tests.pipeline.test_equality import check, reference
+from tests.support.equality import check, reference
 
 CASES: dict[str, dict[str, Any]] = {
     "pp1": {"pp": 1, "m": 2, "mtp": 2},

@@ -10,7 +10,7 @@ import pytest
 from megatron_vocabpar.pipeline.options import VocabOptions
 from tests.cases import rest_is_slow
 from tests.pipeline.gpt import Case, Result, run
-from tests.pipeline.test_equality import check
+from tests.support.equality import check
 
 ONE = Case(method="vocab-1", m=4, layers=6, vocab_size=1100, output_options=VocabOptions(invariant=True))
 

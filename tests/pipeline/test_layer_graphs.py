@@ -18,7 +18,7 @@ from megatron_vocabpar.pipeline.graphs.layer_graphs import LayerGraphs
 from megatron_vocabpar.schedule.make.generate import generate, make_plan
 from tests.pipeline.cpu_graphs import handed_on_apart
 from tests.pipeline.gpt import Case, Result, case_of, run, train
-from tests.pipeline.test_equality import reference
+from tests.support.equality import reference
 
 EARLY = layer_graphs.OF_THIS_VERSION_ARE_WRONG and not hasattr(cuda_graphs, "alloc_tensor_from_graph_mempool")
 """Megatron 0.16 and 0.17 give the memory of a stage's first input away before B has read it."""

@@ -22,7 +22,7 @@ from tests.cases import rest_is_slow
 from tests.gathered_attention import GatheredAttention
 from tests.pipeline import gpt
 from tests.pipeline.gpt import BENT, Case, Result, case_of, run, train, transformer_config
-from tests.pipeline.test_equality import check
+from tests.support.equality import check
 
 TOKENS: dict[str, Any] = {"loss": "tokens", "calculate_per_token_loss": True}
 VARIABLE = ((8,), (3,), (6,), (4,), (7,))

@@ -41,10 +41,10 @@ from tests.pipeline.gpt import (
     parallel_groups,
     plan_maker,
 )
-from tests.pipeline.test_equality import reference
 from tests.runtime.device_record import Log, Recorder, recording
 from tests.runtime.device_replay import DeadlockError, HazardError, Replay
 from tests.spawn import run_ranks
+from tests.support.equality import reference
 
 ORDERS = 12
 FAMILIES = {

@@ -19,7 +19,6 @@ from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.schedule import Schedule
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from tests.cases import covering
-from tests.pipeline import test_equality as equality
 from tests.pipeline.experts import Experts, experts_on_cpu
 from tests.pipeline.gpt import (
     Case,
@@ -30,6 +29,7 @@ from tests.pipeline.gpt import (
     run,
     skip_unless_buildable,
 )
+from tests.support import equality
 
 DENSE_LAST = Experts(pattern=(1, 1, 1, 0))
 

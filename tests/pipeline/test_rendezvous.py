@@ -12,9 +12,9 @@ import pytest
 from megatron_vocabpar.schedule.make.generate import generate
 from tests.cases import rest_is_slow
 from tests.pipeline.gpt import Case, Result, case_of, train
-from tests.pipeline.test_equality import reference
 from tests.runtime.rendezvous import rendezvous
 from tests.spawn import run_ranks
+from tests.support.equality import reference
 
 FAMILIES = [
     ("vocab-1", "1f1b"),

@@ -18,7 +18,7 @@ from megatron_vocabpar.schedule.make.generate import generate
 from tests.cases import covering
 from tests.pipeline.delayed import DelayedLinear
 from tests.pipeline.gpt import case_of
-from tests.pipeline.test_equality import check
+from tests.support.equality import check
 
 N, SIZE = 3, 5
 ORDERS = ("B0 W0 B1 W1 B2 W2", "B0 B1 W0 B2 W1 W2", "B0 B1 B2 W0 W2 W1", "B1 B0 B2 W0 W1 W2")

@@ -20,7 +20,7 @@ from megatron_vocabpar.schedule.words.methods import METHODS, Method
 from megatron_vocabpar.schedule.words.passes import CommType, PassType
 from tests.cases import covering, rest_is_slow
 from tests.schedule import reference
-from tests.schedule.make.test_generate import claimed
+from tests.support.claims import PAPERS, claimed
 
 NAMES = ("naive", "vocab-1", "vocab-2")
 MS = {
@@ -62,14 +62,6 @@ def test_keeps_every_rule_by_an_independent_reading(family: str, method: str, p:
         assert not any(find_hangs(plan.schedule, plan.program).values())
         launched = [item for row in plan.forward_only.program for item in row if item.type is CommType.CG]
         assert not launched, "an evaluation has no gradients"
-
-
-PAPERS = {
-    "naive": Method("naive", "", "C0 S C1 S2 C2 T C3 B"),
-    "vocab-1": Method("vocab-1", "", "C0 S C1 T C2 B"),
-    "vocab-2": Method("vocab-2", "", "C0 S C1 B", "C1 T"),
-}
-"""The paper's chains: every token's gradient is known before, and there is no loss function."""
 
 
 @pytest.mark.parametrize(

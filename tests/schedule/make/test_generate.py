@@ -27,10 +27,11 @@ from megatron_vocabpar.schedule.words.methods import METHODS
 from tests.cases import covering, rest_is_slow
 from tests.schedule import reference
 from tests.schedule.simulated import simulated
+from tests.support.claims import claimed
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PARALLEL = ("naive", "vocab-1", "vocab-2", "interlaced")
-CLAIMED = {"baseline": 0, "redis": 0, "naive": 3, "vocab-1": 2, "vocab-2": 1}
+
 
 numbers = st.floats(0.0, 30.0, allow_nan=False)
 
@@ -53,26 +54,6 @@ MS = {"F": 10.0, "B": 20.0, "W": 9.0, "S": 5.0, "S2": 0.5, "T": 2.5, "IF": 0.5, 
     "L": 0.1,
     "TW": 2.0,
 }
-
-
-def claimed(family: str, method: str, p: int) -> float:
-    """The claims, stated again: 1F1B p; interleaved as Megatron; V shapes a half, a third and all of p."""
-    barriers = CLAIMED.get(method, 0)
-    base = {
-        "1f1b": p,
-        "zb-h1": p,
-        "interleaved": (3 * p - 1) / 2,
-        "v-half": -(-p // 2) + 1,
-        "v-min": -(-p // 3) + 1,
-        "v-zb": max(p, 2),
-        "dualpipev": p + 2,
-        "1f1b-overlap": (3 * p + 1) / 2,
-    }[family]
-    if method == "interlaced":
-        return -(-3 * base // 2)
-    if family == "dualpipev":
-        return base
-    return max(p, 2 + barriers) if family == "v-zb" else base + barriers
 
 
 def check(family: str, method: str, p: int, m: int) -> None:

@@ -38,7 +38,7 @@ from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import METHODS
 from tests.cases import rest_is_slow
 from tests.schedule.simulated import simulated
-from tests.schedule.test_loss_pass import PAPERS
+from tests.support.claims import PAPERS
 
 OPTIMA: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "optima.json").read_text())
 NEAR_ITS_LOSS = patch("megatron_vocabpar.schedule.make.request.placed", lambda method, _: method)

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from megatron_vocabpar.schedule.check.program_rules import check_program_order
 from megatron_vocabpar.schedule.check.validate import validate
 from megatron_vocabpar.schedule.make.families import families
 from megatron_vocabpar.schedule.make.generate import generate, make_plan
-from megatron_vocabpar.schedule.play.hang import MODELS, STRICTEST, find_hangs, iteration_ms, runs_in_step
+from megatron_vocabpar.schedule.play.hang import MODELS, STRICTEST, find_hangs, iteration_ms
 from megatron_vocabpar.schedule.play.lower import lower
-from megatron_vocabpar.schedule.play.numbering import Numbering
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.words.methods import METHODS
-from megatron_vocabpar.schedule.words.passes import Comm, parse
+from megatron_vocabpar.schedule.words.passes import parse
 from megatron_vocabpar.schedule.words.schedule import (
     Program,
     Schedule,
-    ScheduleError,
     forward_only,
     passes_of,
 )
 from tests.cases import rest_is_slow
-from tests.schedule import reference_hang
-from tests.schedule.random_schedules import SHAPES, Shape, random_schedule
+from tests.schedule.random_schedules import SHAPES, random_schedule
+from tests.support.hangs import checked_verdicts, shuffled
 
 HANGS = Path(__file__).parents[1] / "golden" / "hangs"
 
@@ -93,38 +89,6 @@ def test_time_in_the_freest_model_is_the_simulators(method: str) -> None:
     in_models = [iteration_ms(plan.schedule, plan.program, times, model) for model in MODELS]
     assert in_models[0] == pytest.approx(simulate(plan).iteration_ms)
     assert in_models[MODELS.index(STRICTEST)] == max(in_models) >= min(in_models) == in_models[0]
-
-
-def shuffled(schedule: Schedule, program: Program, draw: Random) -> Program:
-    """The program with communication moved to random places, as far as each rank's order allows."""
-    rows = [list(row) for row in program]
-    numbering = Numbering(schedule)
-    for _ in range(draw.randint(0, 12)):
-        rank = draw.randrange(schedule.p)
-        row = list(rows[rank])
-        places = [k for k, item in enumerate(row) if isinstance(item, Comm)]
-        if not places:
-            continue
-        item = row.pop(draw.choice(places))
-        row.insert(draw.randint(0, len(row)), item)
-        tried = tuple(row if r == rank else other for r, other in enumerate(rows))
-        try:
-            check_program_order(numbering, tried)
-        except ScheduleError:
-            continue
-        rows[rank] = row
-    return tuple(map(tuple, rows))
-
-
-def checked_verdicts(shape: Shape, schedule: Schedule, program: Program) -> Iterator[tuple[str, bool]]:
-    """Each model's name, and whether the program hangs in it, as in an independent play."""
-    words = [list(map(str, row)) for row in program]
-    for model, circle in find_hangs(schedule, program).items():
-        held = [[rank] for rank in range(shape.p)] if model.one_rank else [range(shape.p)]
-        expected = any(reference_hang.hangs(words, shape, model, ranks) for ranks in held)
-        assert bool(circle) == expected, (shape, model.name, circle, words)
-        yield model.name, expected
-    assert runs_in_step(schedule, program) != bool(find_hangs(schedule, program, (STRICTEST,))[STRICTEST])
 
 
 def test_hangs_are_those_of_an_independent_play() -> None:

@@ -22,8 +22,8 @@ from megatron_vocabpar.schedule.words.passes import Pair, parse
 from megatron_vocabpar.schedule.words.schedule import Schedule, ScheduleError, passes_of
 from tests.cases import rest_is_slow
 from tests.schedule import reference_queues
-from tests.schedule.play.test_hang import checked_verdicts, shuffled
 from tests.schedule.random_schedules import SHAPES, Shape, random_schedule, with_pairs
+from tests.support.hangs import checked_verdicts, shuffled
 
 HIDDEN_MS = 6.0
 PAIRED = (DUALPIPEV.name, ONE_F_ONE_B_OVERLAP.name)
