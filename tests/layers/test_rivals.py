@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.extras.extra import join
-from megatron_vocabpar.layers.extras.rivals import Rivals
+from megatron_vocabpar.layers.extras.rivals import Rivals, likelier_ids
 from megatron_vocabpar.layers.output.plain import OutputState, output_forward
 from megatron_vocabpar.layers.partition import even_ranges
 
@@ -32,7 +32,7 @@ def ranks_and_wins(x: Tensor, w: Tensor, targets: Tensor, shards: int, vocab: in
         states.append(state)
         gathered.append(statistics)
     softmax = join(torch.stack(gathered), [rivals])
-    rank = torch.stack([rivals.likelier_ids(state.stored, softmax) for state in states]).sum(0)
+    rank = torch.stack([likelier_ids(state.stored, softmax) for state in states]).sum(0)
     wins = rivals.deliver(softmax)["correct"]
     assert wins.equal((rank == 0) & softmax.valid & ~softmax.nll.isnan())
     return rank, wins
