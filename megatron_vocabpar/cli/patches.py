@@ -25,14 +25,14 @@ def table() -> Iterator[str]:
     yield "| --- | --- | --- | --- |"
     for binding in BINDINGS:
         copies = ", ".join(f"`{module}`" for module in binding.copies)
-        some = "" if binding.versions == VERSIONS else f"; {', '.join(binding.versions)} alone"
+        some = "" if binding.since == VERSIONS[0] else f"; from {binding.since} on"
+        some += "" if binding.until == VERSIONS[-1] else f"; to {binding.until}"
         yield f"| `{binding.module}.{binding.name}` | {copies} | {binding.reason} | {binding.when}{some} |"
     yield ""
     yield "Versions are told apart by the parameters of these functions:"
     yield ""
-    yield "| function | versions | parameters |"
+    yield "| function | from version | parameters |"
     yield "| --- | --- | --- |"
     for (module, name), rows in SIGNATURES.items():
-        for parameters, versions in rows.items():
-            names = "all" if versions == VERSIONS else ", ".join(versions)
-            yield f"| `{module}.{name}` | {names} | {', '.join(parameters) or 'none'} |"
+        for since, parameters in rows.items():
+            yield f"| `{module}.{name}` | {since} | {', '.join(parameters) or 'none'} |"

@@ -20,11 +20,12 @@ import pytest
 
 from megatron_vocabpar.megatron_lm.bindings import find_version
 from megatron_vocabpar.megatron_lm.checkout import source_signatures
-from megatron_vocabpar.megatron_lm.expert_exchange import DELAY, OVERLAP, leave_to_w
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
-from megatron_vocabpar.megatron_lm.flags import ENABLE, config_from_argv
+from megatron_vocabpar.megatron_lm.flags import ENABLE, OVERLAP, config_from_argv
 from megatron_vocabpar.megatron_lm.planning import with_exchange
-from megatron_vocabpar.megatron_lm.refusals import check
+from megatron_vocabpar.megatron_lm.replacements import leave_to_w
+from megatron_vocabpar.megatron_lm.rules.check import check
+from megatron_vocabpar.megatron_lm.rules.pairs import DELAY
 from megatron_vocabpar.pipeline.tuning.kept_plan import PLAN_FILE
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.times.costs import PassCosts
@@ -194,9 +195,9 @@ def test_accepted(family: str, changes: dict[str, Any]) -> None:
         ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, "leave moe out of"),
         ({"moe_shared_expert_overlap": True}, "as --moe-shared-expert-overlap; leave out the one"),
         ({"mtp_num_layers": 2}, "use --mtp-num-layers 1"),
-        ({"mtp_num_layers": 1, "moe_layer_freq": [1] * 15 + [0]}, "as the last layer of --moe-layer-freq"),
-        ({"mtp_num_layers": 1, "moe_layer_freq": 2}, "as the last layer of --moe-layer-freq"),
-        ({"hybrid_layer_pattern": "|".join(["*E"] * 8)}, "layers by pattern have not been run in pairs"),
+        ({"mtp_num_layers": 1, "moe_layer_freq": [1] * 15 + [0]}, "give the last layer of --moe-layer-freq"),
+        ({"mtp_num_layers": 1, "moe_layer_freq": 2}, "give the last layer of --moe-layer-freq"),
+        ({"hybrid_layer_pattern": "|".join(["*E"] * 8)}, "use pretrain_gpt.py, or leave it out"),
         ({"cuda_graph_impl": "local"}, "transformer_engine alone have been run in pairs; use that"),
         ({"cuda_graph_impl": "transformer_engine", "fp4": "e2m1"}, "leave out --cuda-graph-impl or --fp4"),
         ({"cpu_offloading_num_layers": 1}, "leave out --cpu-offloading-num-layers"),
@@ -216,14 +217,14 @@ def test_accepted(family: str, changes: dict[str, Any]) -> None:
 )
 def test_refused(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check(SimpleNamespace(**ASKED | changes), FlagConfig(True, "vocab-2", family))
+        check(SimpleNamespace(**ASKED | changes), FlagConfig(True, "vocab-2", family, strict=True))
 
 
 def test_layers_are_captured_where_b_has_the_weight_gradients() -> None:
     args = SimpleNamespace(**ASKED | TE | {"cuda_graph_impl": "transformer_engine"})
     words_of = {family: [*OURS, "--vocab-parallel-family", family] for family in FAMILIES}
     check(args, config_from_argv(words_of["1f1b-overlap"]))
-    with pytest.raises(ValueError, match="dualpipev may split off; use 1f1b, interleaved or 1f1b-overlap"):
+    with pytest.raises(ValueError, match=r"dualpipev: a graph .* use 1f1b, interleaved or 1f1b-overlap"):
         check(args, config_from_argv(words_of["dualpipev"]))
 
 
