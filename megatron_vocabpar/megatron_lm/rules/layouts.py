@@ -68,62 +68,33 @@ def _undivided(facts: Facts) -> str:
     return f"{rest} layers do not divide into {chunks} model chunks on each of {ranks} ranks"
 
 
+_HETEROGENEOUS = "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json"
+
 CHUNKS = (
-    Rule(
-        "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank, "
-        "--pipeline-model-parallel-layout or --hybrid-layer-pattern",
-        lambda f: f.chunks.denominator != 1,
-        "they give {f.chunks} model chunks on each of {f.p} ranks",
-        "choose what divides",
-    ),
-    Rule(
-        "{f.schedule}",
-        _other_chunks,
-        "needs {found.chunks} model chunks per rank, not {f.chunks}",
-        "{found.how}, or use one of {found.fitting}",
-    ),
-    Rule(
-        "--no-overlap-p2p-communication",
-        lambda f: f.chunks > 1 and f.p == 2 and not f.overlap_p2p_comm,
-        "Megatron refuses it with model chunks on two ranks",
-    ),
-    Rule(
-        "m before the last stage of --pipeline-model-parallel-layout",
+    Rule("--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank, "
+        "--pipeline-model-parallel-layout or --hybrid-layer-pattern", lambda f: f.chunks.denominator != 1,
+        "they give {f.chunks} model chunks on each of {f.p} ranks", "choose what divides"),
+    Rule("{f.schedule}", _other_chunks, "needs {found.chunks} model chunks per rank, not {f.chunks}",
+        "{found.how}, or use one of {found.fitting}"),
+    Rule("--no-overlap-p2p-communication", lambda f: f.chunks > 1 and f.p == 2 and not f.overlap_p2p_comm,
+        "Megatron refuses it with model chunks on two ranks"),
+    Rule("m before the last stage of --pipeline-model-parallel-layout",
         lambda f: f.in_v and has_separate_heads(f.settings),
         "{f.schedule} has Megatron's stages in another order than it gives out batches",
-        "use 1f1b, zb-h1 or interleaved, or put m before L",
-    ),
-    Rule(
-        "--dataloader-inter-document-masking",
+        "use 1f1b, zb-h1 or interleaved, or put m before L"),
+    Rule("--dataloader-inter-document-masking",
         lambda f: f.dataloader_inter_document_masking and _stages(f) > 2 and not f.sft,
         "all stages take ends of documents from the data, which Megatron reads on the first and the last",
-        "use 2 stages of one model chunk, or --sft",
-    ),
-    Rule(
-        "--iterations-to-skip, --result-rejected-tracker-filename ({found})",
-        _skips,
+        "use 2 stages of one model chunk, or --sft"),
+    Rule("--iterations-to-skip, --result-rejected-tracker-filename ({found})", _skips,
         "Megatron skips data on ranks that have some, of one model chunk each",
-        "use 1f1b or zb-h1 on 2 stages at most, or leave it out",
-    ),
-    Rule(
-        "--heterogeneous-layers-config-path",
-        lambda f: (
-            f.chunks > 1
-            and (
-                f.is_set("heterogeneous_layers_config_path")
-                or f.is_set("heterogeneous_layers_config_encoded_json")
-            )
-        ),
-        "Megatron makes its layers for one model chunk a rank alone",
-        "use 1f1b or zb-h1",
-    ),
-    Rule(
-        "--num-layers {f.num_layers}",
-        _undivided,
-        "{found}",
-        "choose another number, or place them with --pipeline-model-parallel-layout",
-    ),
-)
+        "use 1f1b or zb-h1 on 2 stages at most, or leave it out"),
+    Rule("--heterogeneous-layers-config-path",
+        lambda f: f.chunks > 1 and f.any_set(_HETEROGENEOUS),
+        "Megatron makes its layers for one model chunk a rank alone", "use 1f1b or zb-h1"),
+    Rule("--num-layers {f.num_layers}", _undivided, "{found}",
+        "choose another number, or place them with --pipeline-model-parallel-layout"),
+)  # fmt: skip
 
 _PLACING = (
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
@@ -133,28 +104,14 @@ _PLACING = (
 _REDISTRIBUTE = "--enable-layer-redistribution"
 
 REDISTRIBUTION = (
-    Rule(
-        _REDISTRIBUTE,
-        lambda f: f.redistributes and f.p < 2,
-        "there is no other stage",
-        "give --pipeline-model-parallel-size of at least 2",
-    ),
-    Rule(
-        f"{_REDISTRIBUTE} with {{found}}",
-        lambda f: f.redistributes and flags(filter(f.is_set, _PLACING)),
-        "it places the layers itself",
-        "leave out {found}",
-    ),
-    Rule(
-        _REDISTRIBUTE,
-        lambda f: f.redistributes and f.chunks != 1 and not f.runs_ours,
-        "Megatron's own schedule has one model chunk per rank on 1f1b",
-        "leave out what asks for several",
-    ),
-    Rule(
-        _REDISTRIBUTE,
+    Rule(_REDISTRIBUTE, lambda f: f.redistributes and f.p < 2, "there is no other stage",
+        "give --pipeline-model-parallel-size of at least 2"),
+    Rule(f"{_REDISTRIBUTE} with {{found}}", lambda f: f.redistributes and flags(filter(f.is_set, _PLACING)),
+        "it places the layers itself", "leave out {found}"),
+    Rule(_REDISTRIBUTE, lambda f: f.redistributes and f.chunks != 1 and not f.runs_ours,
+        "Megatron's own schedule has one model chunk per rank on 1f1b", "leave out what asks for several"),
+    Rule(_REDISTRIBUTE,
         lambda f: f.redistributes and f.final_stage_layers is None and not known_vocab_size(f.settings),
         "how many layers stay is computed from the size of the vocabulary",
-        "give --final-stage-num-layers N, or --vocab-size",
-    ),
-)
+        "give --final-stage-num-layers N, or --vocab-size"),
+)  # fmt: skip

@@ -46,100 +46,50 @@ def _instead(facts: Facts) -> str:
 
 
 PAIRS = (
-    Rule(
-        "{f.schedule}",
-        _instead,
-        "its pairs hide the exchange between experts",
-        f"give {OVERLAP}, or use {{found}}, which is the same without pairs",
-    ),
-    Rule(
-        f"{OVERLAP}, {DELAY}",
+    Rule("{f.schedule}", _instead, "its pairs hide the exchange between experts",
+        f"give {OVERLAP}, or use {{found}}, which is the same without pairs"),
+    Rule(f"{OVERLAP}, {DELAY}",
         lambda f: not f.has_pairs and (f.overlap_moe_expert_parallel_comm or f.delay_wgrad_compute),
-        "{f.schedule} runs F and B one after the other",
-        f"use {_WITH_PAIRS}, or leave it out",
-    ),
-    _hidden(
-        lambda f: not (f.bf16 or f.fp16),
-        "Megatron wants a model of 16 bits for it",
-        "give --bf16 or --fp16",
-    ),
-    _hidden(
-        lambda f: not f.num_experts or f.expert_model_parallel_size < 2,
-        "there is no exchange to hide",
-        "give --num-experts and --expert-model-parallel-size of at least 2, or leave it out",
-    ),
-    _hidden(
-        lambda f: f.moe_token_dispatcher_type not in ("alltoall", "flex"),
+        "{f.schedule} runs F and B one after the other", f"use {_WITH_PAIRS}, or leave it out"),
+    _hidden(lambda f: not (f.bf16 or f.fp16), "Megatron wants a model of 16 bits for it",
+        "give --bf16 or --fp16"),
+    _hidden(lambda f: not f.num_experts or f.expert_model_parallel_size < 2, "there is no exchange to hide",
+        "give --num-experts and --expert-model-parallel-size of at least 2, or leave it out"),
+    _hidden(lambda f: f.moe_token_dispatcher_type not in ("alltoall", "flex"),
         "Megatron hides the exchange of two dispatchers",
-        "give --moe-token-dispatcher-type alltoall or flex",
-    ),
+        "give --moe-token-dispatcher-type alltoall or flex"),
     _hidden(
-        lambda f: (
-            f.recompute_granularity == "full"
-            or f.is_set("recompute_method")
-            or f.is_set("recompute_num_layers")
-        ),
+        lambda f: f.recompute_granularity == "full" or f.any_set("recompute_method recompute_num_layers"),
         "whole layers cannot be computed again, for F and B are played against each other in parts of them",
-        "use --recompute-granularity selective",
-    ),
-    _hidden(
-        lambda f: f.recompute_granularity == "selective" and "moe" in f.recompute_modules,
-        "a whole mixture of experts cannot be computed again",
-        "leave moe out of --recompute-modules",
-    ),
-    _hidden(
-        lambda f: f.is_set("moe_shared_expert_overlap"),
-        "it hides the same exchange as --moe-shared-expert-overlap",
-        "leave out the one or the other",
-    ),
-    _hidden(
-        lambda f: f.mtp_num_layers > 1,
-        "Megatron cuts one layer of multi-token prediction at most",
-        "use --mtp-num-layers 1",
-    ),
-    _hidden(
-        lambda f: f.mtp_num_layers and _dense_last_layer(f),
+        "use --recompute-granularity selective"),
+    _hidden(lambda f: f.recompute_granularity == "selective" and "moe" in f.recompute_modules,
+        "a whole mixture of experts cannot be computed again", "leave moe out of --recompute-modules"),
+    _hidden(lambda f: f.is_set("moe_shared_expert_overlap"),
+        "it hides the same exchange as --moe-shared-expert-overlap", "leave out the one or the other"),
+    _hidden(lambda f: f.mtp_num_layers > 1, "Megatron cuts one layer of multi-token prediction at most",
+        "use --mtp-num-layers 1"),
+    _hidden(lambda f: f.mtp_num_layers and _dense_last_layer(f),
         "Megatron cuts a layer of multi-token prediction only if it has experts",
-        "give the last layer of --moe-layer-freq experts",
-    ),
-    _hidden(
-        lambda f: has_separate_heads(f.settings),
+        "give the last layer of --moe-layer-freq experts"),
+    _hidden(lambda f: has_separate_heads(f.settings),
         "layers of multi-token prediction before the last stage have not been run in pairs",
-        "put m before L in --pipeline-model-parallel-layout",
-        UNTESTED,
-    ),
-    _hidden(
-        lambda f: f.hybrid_layer_pattern or f.hybrid_override_pattern,
+        "put m before L in --pipeline-model-parallel-layout", UNTESTED),
+    _hidden(lambda f: f.hybrid_layer_pattern or f.hybrid_override_pattern,
         "Megatron has plans of GPTModel's layers alone, and none by pattern",
-        "use pretrain_gpt.py, or leave it out",
-    ),
-    _hidden(
-        lambda f: f.enable_cuda_graph or f.cuda_graph_impl not in ("", "none", "transformer_engine"),
+        "use pretrain_gpt.py, or leave it out"),
+    _hidden(lambda f: f.enable_cuda_graph or f.cuda_graph_impl not in ("", "none", "transformer_engine"),
         "of CUDA graphs those of --cuda-graph-impl transformer_engine alone have been run in pairs",
-        "use that or leave out the one or the other",
-        UNTESTED,
-    ),
-    _hidden(
-        lambda f: f.fp4 and f.graphs_by_engine,
+        "use that or leave out the one or the other", UNTESTED),
+    _hidden(lambda f: f.fp4 and f.graphs_by_engine,
         "CUDA graphs of layers in 4 bits have not been run in pairs",
-        "leave out --cuda-graph-impl or --fp4-format",
-        UNTESTED,
-    ),
-    _hidden(
-        lambda f: f.is_set("cpu_offloading") or f.is_set("cpu_offloading_num_layers"),
+        "leave out --cuda-graph-impl or --fp4-format", UNTESTED),
+    _hidden(lambda f: f.any_set("cpu_offloading cpu_offloading_num_layers"),
         "Megatron's plans of layers move no activations to the host",
-        "leave out --cpu-offloading-num-layers",
-    ),
-    _hidden(
-        lambda f: f.delay_wgrad_compute and f.transformer_impl != "transformer_engine",
+        "leave out --cpu-offloading-num-layers"),
+    _hidden(lambda f: f.delay_wgrad_compute and f.transformer_impl != "transformer_engine",
         "layers of Transformer Engine alone delay their weight gradients",
-        "give --transformer-impl transformer_engine, or leave it out",
-        flag=DELAY,
-    ),
-    _hidden(
-        lambda f: f.delay_wgrad_compute and f.is_set("moe_use_legacy_grouped_gemm"),
-        "Megatron's older grouped products delay none",
-        "leave out --moe-use-legacy-grouped-gemm",
-        flag=DELAY,
-    ),
-)
+        "give --transformer-impl transformer_engine, or leave it out", flag=DELAY),
+    _hidden(lambda f: f.delay_wgrad_compute and f.is_set("moe_use_legacy_grouped_gemm"),
+        "Megatron's older grouped products delay none", "leave out --moe-use-legacy-grouped-gemm",
+        flag=DELAY),
+)  # fmt: skip

@@ -87,7 +87,6 @@ class Facts:
 
     bf16 = Setting(False)
     fp16 = Setting(False)
-    fp8 = Setting("")
     fp4 = Setting("")
     params_dtype = Setting[object](None)
     untied = Setting(False, "untie_embeddings_and_output_weights")
@@ -145,6 +144,10 @@ class Facts:
         """Whether a setting has a value that is neither 0, empty nor false."""
         return bool(getattr(self.settings, name, None))
 
+    def any_set(self, names: str) -> bool:
+        """Whether one of these settings is, whose names spaces separate."""
+        return any(map(self.is_set, names.split()))
+
     def spelled(self, *names: str) -> str:
         """Those of these options that are asked for, as the door writes them; empty if there are none."""
         asked = asked_for(self.options, names)
@@ -180,6 +183,11 @@ class Facts:
     def is_half(self) -> bool:
         """Whether the model computes in float16."""
         return self.fp16 or str(self.params_dtype) == "torch.float16"
+
+    @property
+    def stores_optimizer(self) -> bool:
+        """Whether checkpoints have the optimizer's state."""
+        return bool((self.save and not self.no_save_optim) or (self.load and not self.no_load_optim))
 
     @property
     def since_0_19(self) -> bool:

@@ -67,65 +67,33 @@ _GRAPHS = "CUDA graphs of layers"
 _BESIDE = "leave out the one or the other"
 
 GRAPHS = (
-    Rule(
-        "--cuda-graph-impl full_iteration, --cuda-graph-scope full_iteration",
-        whole_iteration,
-        "waits of the host and side streams cannot be in one graph",
-        "use --cuda-graph-impl local",
-    ),
-    Rule(
-        "--external-cuda-graph with Megatron before 0.16",
+    Rule("--cuda-graph-impl full_iteration, --cuda-graph-scope full_iteration", whole_iteration,
+        "waits of the host and side streams cannot be in one graph", "use --cuda-graph-impl local"),
+    Rule("--external-cuda-graph with Megatron before 0.16",
         lambda f: f.external_cuda_graph and not f.has("cuda_graph_impl"),
-        "its training script captures in the order of Megatron's own schedule",
-        "use --enable-cuda-graph",
-    ),
-    Rule(
-        f"{_LOCAL} with Megatron 0.16, 0.17, 0.19 or later",
-        lambda f: f.graphs_by_megatron and f.graphs_are_wrong,
-        "emulated, its graphs gave wrong gradients: before B reads it, a stage's first input was "
-        "overwritten, or memory was freed",
-    ),
-    Rule(
-        f"{_GRAPHS} with {{f.schedule}}",
-        lambda f: f.captures_layers and f.splits_w,
+        "its training script captures in the order of Megatron's own schedule", "use --enable-cuda-graph"),
+    Rule(f"{_LOCAL} with Megatron 0.16, 0.17, 0.19 or later",
+        lambda f: f.graphs_by_megatron and f.graphs_are_wrong, "emulated, its graphs gave wrong gradients: "
+        "before B reads it, a stage's first input was overwritten, or memory was freed"),
+    Rule(f"{_GRAPHS} with {{f.schedule}}", lambda f: f.captures_layers and f.splits_w,
         "a graph of B holds the weight gradients, which it may split off",
-        "use 1f1b, interleaved or 1f1b-overlap, or leave the graphs out",
-    ),
-    Rule(
-        f"{_GRAPHS} with --pipeline-model-parallel-size 1",
-        lambda f: f.captures_layers and f.p == 1,
+        "use 1f1b, interleaved or 1f1b-overlap, or leave the graphs out"),
+    Rule(f"{_GRAPHS} with --pipeline-model-parallel-size 1", lambda f: f.captures_layers and f.p == 1,
         "without a pipeline Megatron has one graph for microbatches that are under way together here",
-        "use a pipeline, or leave the graphs out",
-    ),
-    Rule(
-        f"{_GRAPHS} with --vocab-parallel-profile-iterations {{found}}",
+        "use a pipeline, or leave the graphs out"),
+    Rule(f"{_GRAPHS} with --vocab-parallel-profile-iterations {{found}}",
         lambda f: f.captures_layers and f.profile_iterations,
         "they are replayed in the order in which they were captured",
-        "give --vocab-parallel-profile-iterations 0",
-    ),
-    Rule(
-        f"{_GRAPHS} with {{found}}",
-        lambda f: f.captures_layers and _set(f, _OTHER_PLANS),
+        "give --vocab-parallel-profile-iterations 0"),
+    Rule(f"{_GRAPHS} with {{found}}", lambda f: f.captures_layers and _set(f, _OTHER_PLANS),
         "an iteration of another number of microbatches has another plan than that which was captured",
-        _BESIDE,
-    ),
-    Rule(
-        "--cuda-graph-warmup-steps 0",
-        lambda f: f.graphs_by_engine and f.cuda_graph_warmup_steps == 0,
-        "layers are captured in the order of an iteration that has run",
-        "give 1 or more",
-    ),
-    Rule(
-        f"{_LOCAL} with {{found}}",
+        _BESIDE),
+    Rule("--cuda-graph-warmup-steps 0", lambda f: f.graphs_by_engine and f.cuda_graph_warmup_steps == 0,
+        "layers are captured in the order of an iteration that has run", "give 1 or more"),
+    Rule(f"{_LOCAL} with {{found}}",
         lambda f: f.graphs_by_megatron and not f.graphs_by_engine and _set(f, _DROPOUT),
-        "Megatron replays training's dropout in evaluation",
-        _BESIDE,
-    ),
-    Rule(
-        f"{_GRAPHS} with {{found}}",
+        "Megatron replays training's dropout in evaluation", _BESIDE),
+    Rule(f"{_GRAPHS} with {{found}}",
         lambda f: f.captures_layers and _set(f, _NOT_IN_ENGINE if f.graphs_by_engine else _NOT_IN_MEGATRONS),
-        "they have not been shown to train as layers without graphs",
-        _BESIDE,
-        UNTESTED,
-    ),
-)
+        "they have not been shown to train as layers without graphs", _BESIDE, UNTESTED),
+)  # fmt: skip

@@ -85,64 +85,32 @@ def _is_no_chain(method: Method) -> bool:
 _OR = "leave out the one or the other"
 
 APART = (
-    Apart(
-        tuple(options_of(VocabOptions)),
-        "which does not partition the output layer",
-        "use vocab-1 or vocab-2",
-        where=_is_whole,
-    ),
-    Apart(
-        ("recompute", "kernels", "invariant", "label_smoothing", "fp8_head", *OF_EXPONENTIALS),
-        "which keeps its logits between two barriers",
-        "use vocab-1 or vocab-2, or leave it out",
-        where=_keeps_logits,
-    ),
-    Apart(
-        ("recompute", "rows_per_chunk", "label_smoothing", "fp8_head"),
-        "which is computed in blocks of its own",
-        "keep one of them",
-        others=("invariant",),
-    ),
-    Apart(
-        ("kernels",),
+    Apart(tuple(options_of(VocabOptions)), "which does not partition the output layer",
+        "use vocab-1 or vocab-2", where=_is_whole),
+    Apart(("recompute", "kernels", "invariant", "label_smoothing", "fp8_head", *OF_EXPONENTIALS),
+        "which keeps its logits between two barriers", "use vocab-1 or vocab-2, or leave it out",
+        where=_keeps_logits),
+    Apart(("recompute", "rows_per_chunk", "label_smoothing", "fp8_head"),
+        "which is computed in blocks of its own", "keep one of them", others=("invariant",)),
+    Apart(("kernels",),
         "which the fused kernel does not have: it has bfloat16 products, plain logits, and no logarithms",
-        _OR,
-        others=("invariant", "fp32_head", "fp8_head", "softcap", "entropy_gradient", "distillation"),
-    ),
-    Apart(("fp8_head",), "another precision of the same operands", "keep one of them", others=("fp32_head",)),
-    Apart(
-        OF_EXPONENTIALS,
-        "which leave no plain exponentials to make it of",
-        _OR,
-        others=WITHOUT_EXPONENTIALS,
-    ),
-    Apart(
-        ("distillation", "top_logprobs"),
-        "whose output layer is no chain of S, C1 and T",
-        "use vocab-1 or vocab-2",
-        where=_is_no_chain,
-    ),
-    Apart(
-        ("distillation",),
+        _OR, others=("invariant", "fp32_head", "fp8_head", "softcap", "entropy_gradient", "distillation")),
+    Apart(("fp8_head",), "another precision of the same operands", "keep one of them",
+        others=("fp32_head",)),
+    Apart(OF_EXPONENTIALS, "which leave no plain exponentials to make it of", _OR,
+        others=WITHOUT_EXPONENTIALS),
+    Apart(("distillation", "top_logprobs"), "whose output layer is no chain of S, C1 and T",
+        "use vocab-1 or vocab-2", where=_is_no_chain),
+    Apart(("distillation",),
         "which leave no plain exponentials to compare with a teacher's, or have a gradient of their own",
-        _OR,
-        others=(*WITHOUT_EXPONENTIALS, "entropy_gradient"),
-    ),
-    Apart(
-        ("top_logprobs",),
-        "which leave no plain exponentials, or not those of all tokens, to take them from",
-        _OR,
-        others=(*WITHOUT_EXPONENTIALS, "drop_masked"),
-    ),
-    Apart(
-        ("top_logprobs",),
-        "with which they have not been run",
-        _OR,
-        others=("entropy_gradient", "kernels", "distillation"),
-        level=UNTESTED,
-    ),
+        _OR, others=(*WITHOUT_EXPONENTIALS, "entropy_gradient")),
+    Apart(("top_logprobs",),
+        "which leave no plain exponentials, or not those of all tokens, to take them from", _OR,
+        others=(*WITHOUT_EXPONENTIALS, "drop_masked")),
+    Apart(("top_logprobs",), "with which they have not been run", _OR,
+        others=("entropy_gradient", "kernels", "distillation"), level=UNTESTED),
     Apart(("entropy_gradient",), "of which it is the gradient", "ask for both", needs="entropy"),
-)
+)  # fmt: skip
 """What cannot be combined."""
 
 
@@ -166,15 +134,11 @@ def wrong_values(record: Any, spell: Spelling) -> Iterator[Clash]:
 
 
 OPTIONS = (
-    Rule(
-        "{found.asked}",
-        lambda facts: next(wrong_values(facts.options, facts.spell), None),
-        "{found.against}",
-        do="",
-    ),
+    Rule("{found.asked}", lambda facts: next(wrong_values(facts.options, facts.spell), None),
+        "{found.against}", do=""),
     *(each.rule() for each in APART),
     Rule("{found.asked}", _of_no_loss, "{found.against}", do=""),
-)
+)  # fmt: skip
 
 
 def conflicts(options: VocabOptions, method: Method, *, spell: Spelling = in_python) -> list[str]:

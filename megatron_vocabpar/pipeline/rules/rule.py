@@ -62,8 +62,7 @@ def flags(names: Iterable[str]) -> str:
 
 def alone(names: str, why: str, do: str = LEAVE_OUT, level: Level = IMPOSSIBLE) -> Rule:
     """A row of settings, separated by spaces, each of which it is about whenever it is set."""
-    each = names.split()
-    return Rule(flags(each), lambda facts: any(map(facts.is_set, each)), why, do, level)
+    return Rule(flags(names.split()), lambda facts: facts.any_set(names), why, do, level)
 
 
 def ask(facts: Facts, *tables: Table) -> dict[Level, list[str]]:
