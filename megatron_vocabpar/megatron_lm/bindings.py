@@ -336,14 +336,19 @@ def recognise(signature_of: Callable[[str, str], Parameters | None], package: st
     }
     if common := set(VERSIONS).intersection(*known.values()):
         return Found(max(common, key=VERSIONS.index))
-    changed = [
-        f"{'.'.join(key)}({', '.join(signatures[key] or ())})" for key, rows in known.items() if not rows
-    ]
+    changed = [_news(key, signatures[key] or ()) for key, rows in known.items() if not rows]
     what = "; ".join(changed) or "signatures of several versions beside each other"
     return Found(
         "unknown",
-        f"this version of Megatron, in which nobody has read {what}; use one of {', '.join(VERSIONS)}",
+        f"this version of Megatron: nobody has read {what}; use one of {', '.join(VERSIONS)}",
     )
+
+
+def _news(key: tuple[str, str], signature: Parameters) -> str:
+    """A function with those of its parameters that no row has, or with all if they are in another order."""
+    known = {parameter for parameters in SIGNATURES[key].values() for parameter in parameters}
+    new = [parameter for parameter in signature if parameter not in known]
+    return f"{'.'.join(key)} with {', '.join(new or signature)}"
 
 
 def find_version(signature_of: Callable[[str, str], Parameters | None], package: str = "megatron") -> str:

@@ -522,7 +522,7 @@ def test_a_megatron_of_tomorrow_is_known_by_what_nobody_has_read() -> None:
     known[key] = (*known[key], "something_new")
     version, unread = recognise(lambda module, name: known[module, name])
     assert version == "unknown"
-    assert re.search(r"nobody has read .*backward_step\(.*something_new\); use one of 0\.14", unread)
+    assert re.search(r"nobody has read \S+backward_step with something_new; use one of 0\.14", unread)
     known[key] = ("input_tensor", "something_new")
     with pytest.raises(ValueError, match="backward_step lacks config, output_tensor"):
         recognise(lambda module, name: known[module, name])

@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_vocabpar.megatron_lm.bindings import find_version
-from megatron_vocabpar.megatron_lm.checkout import source_signatures
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import ENABLE, OVERLAP, config_from_argv
 from megatron_vocabpar.megatron_lm.planning import with_exchange
@@ -31,7 +29,7 @@ from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from tests.megatron_lm.test_doors import PLAIN
 from tests.megatron_lm.test_training import FROM_WEIGHTS
-from tests.megatron_lm.training import Log, checkout, pretrain, words
+from tests.megatron_lm.training import Log, is_since, pretrain, words
 from tests.megatron_lm.with_slow_exchange import ALONE_S, TOGETHER_S
 
 IN_FLOAT32 = Path(__file__).with_name("with_fp32_plans.py")
@@ -103,7 +101,7 @@ def test_trains_as_stock(family: str, method: str, pp: int, given: str, options:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trains_in_4_bits_as_stock_that_hides_nothing(family: str) -> None:
     """Megatron's own plans leave 4 bits out; whole vocabulary layers have stock's operands."""
-    if find_version(source_signatures(checkout())) in ("0.14", "0.15"):
+    if not is_since("0.16"):
         pytest.skip("Megatron 0.16 is the first with NVFP4")
     grouped = "--moe-grouped-gemm"
     load = (*MODEL, grouped, "--load", str(weights(grouped, transformer_engine=True)), *FROM_WEIGHTS)
@@ -124,7 +122,7 @@ def test_trains_in_4_bits_as_stock_that_hides_nothing(family: str) -> None:
 @pytest.mark.parametrize("delayed", ["", DELAY])
 def test_trains_with_captured_layers_as_stock_without(head: str, delayed: str) -> None:
     """Graphs of B, and with a delay others of its weight gradients, over the stand-in for CUDA graphs."""
-    if find_version(source_signatures(checkout())) in ("0.14", "0.15"):
+    if not is_since("0.16"):
         pytest.skip("Megatron before 0.16 captures in its training script; refused")
     given = words(f"--moe-grouped-gemm {head}")
     expected = stock(given=given, transformer_engine=True)
