@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import click
 
-from megatron_vocabpar.megatron_lm.bindings import BINDINGS, SIGNATURES, VERSIONS
+from megatron_vocabpar.megatron_lm.bindings import BINDINGS, VERSIONS
 
 
 @click.command()
 def patches_command() -> None:
-    """Print every name of Megatron that is replaced or relied on, as Markdown."""
+    """Print every name of Megatron that is replaced, as Markdown."""
     click.echo("\n".join(table()))
 
 
@@ -29,10 +29,5 @@ def table() -> Iterator[str]:
         some += "" if binding.until == VERSIONS[-1] else f"; to {binding.until}"
         yield f"| `{binding.module}.{binding.name}` | {copies} | {binding.reason} | {binding.when}{some} |"
     yield ""
-    yield "Versions are told apart by the parameters of these functions:"
-    yield ""
-    yield "| function | from version | parameters |"
-    yield "| --- | --- | --- |"
-    for (module, name), rows in SIGNATURES.items():
-        for since, parameters in rows.items():
-            yield f"| `{module}.{name}` | {since} | {', '.join(parameters) or 'none'} |"
+    yield "Versions are told apart by the parameters of the functions in `SIGNATURES` of"
+    yield "`megatron_vocabpar/megatron_lm/bindings.py`; one with other parameters runs with a warning."

@@ -507,7 +507,8 @@ def _signatures_of(version: str) -> dict[tuple[str, str], tuple[str, ...]]:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_signatures_tell_the_version(version: str) -> None:
     known = _signatures_of(version)
-    assert recognise(lambda module, name: known[module, name]) == (version, "")
+    newest = [each for each in VERSIONS if _signatures_of(each) == known][-1]
+    assert recognise(lambda module, name: known[module, name]) == (newest, "")
 
 
 def test_rows_of_signatures_are_in_the_order_of_versions() -> None:
@@ -539,7 +540,7 @@ def test_the_table_file_is_current() -> None:
 def test_patch_of_this_version_applies_and_reverses(tmp_path: Path) -> None:
     version = find_version(source_signatures(checkout()))
     patches = sorted((ROOT / "patches").glob(f"core_v{version}*.patch"))
-    assert patches or version == "main"
+    assert patches or version not in PATCHED
     shutil.copy(checkout() / "pretrain_gpt.py", tmp_path)
     script = tmp_path / "pretrain_gpt.py"
     before = script.read_text()

@@ -53,11 +53,13 @@ def without_a_row(names: set[str], rows: set[str]) -> list[str]:
 
 
 def test_every_option_of_every_version_has_one_row() -> None:
-    assert {".".join(version.split(".")[:2]) for version in recorded()} <= set(VERSIONS)
+    read = {".".join(version.split(".")[:2]) for version in recorded()}
+    assert read <= set(VERSIONS)
     assert min(map(len, recorded().values())) > 500
     everywhere = set().union(*recorded().values())
     assert without_a_row(everywhere, set(ROW_OF)) == []
-    assert sorted(set(ROW_OF) - everywhere) == []
+    # Rows of a version whose options are not recorded yet are in no other.
+    assert read != set(VERSIONS) or sorted(set(ROW_OF) - everywhere) == []
     assert [
         name for name, count in Counter(n for row in ROWS for n in row.options).items() if count > 1
     ] == []
