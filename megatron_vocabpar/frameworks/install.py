@@ -62,11 +62,12 @@ def install(config: FlagConfig) -> Patch:
         ValueError: for a framework or a release of one whose models or losses we do not know.
     """
     _refuse_without_a_door()
-    patch = Patch(config, recognise(live_signature, package="megatron.core"))
-    if patch.unread:
-        if config.strict:
-            raise ValueError(f"VOCAB_PARALLEL_FLAGS: --vocab-parallel-strict refuses {patch.unread}")
-        warnings.warn(f"VOCAB_PARALLEL_FLAGS: not run with {patch.unread}", stacklevel=2)
+    found = recognise(live_signature, package="megatron.core")
+    if found.unread and config.strict:
+        raise ValueError(f"VOCAB_PARALLEL_FLAGS: --vocab-parallel-strict refuses {found.unread}")
+    if found.unread:
+        warnings.warn(f"VOCAB_PARALLEL_FLAGS: not run with {found.unread}", stacklevel=2)
+    patch = Patch(config, found)
     of_megatron = [binding for binding in MEGATRON if binding.is_in(patch.version)]
     for binding in (*of_megatron, *_of_frameworks()):
         patch.replace(binding, _replacement(binding, original_of(binding), config))

@@ -511,6 +511,14 @@ def test_signatures_tell_the_version(version: str) -> None:
     assert recognise(lambda module, name: known[module, name]) == (newest, "")
 
 
+def test_an_unknown_version_has_the_names_of_the_newest() -> None:
+    of_newest = [binding for binding in BINDINGS if binding.is_in("main")]
+    assert [binding for binding in BINDINGS if binding.is_in("unknown")] == of_newest
+    of_oldest = {binding.name for binding in BINDINGS if binding.is_in("0.14")}
+    assert {binding.name for binding in BINDINGS} - of_oldest >= {"HybridModel", "select_pipeline_segment"}
+    assert "MambaModel" in of_oldest - {binding.name for binding in of_newest}
+
+
 def test_rows_of_signatures_are_in_the_order_of_versions() -> None:
     for rows in SIGNATURES.values():
         assert list(rows) == [version for version in VERSIONS if version in rows]

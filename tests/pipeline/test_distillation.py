@@ -164,3 +164,8 @@ def test_a_teacher_of_another_shape_is_named() -> None:
         check_teacher(torch.empty(2, 4, 8), (4, 2), shard)
     with pytest.raises(ValueError, match="7 ids on this rank, the student's shard 8, from 0 to 8"):
         check_teacher(torch.empty(4, 2, 7), (4, 2), shard)
+
+
+def test_a_training_asks_for_its_teacher() -> None:
+    with pytest.raises(AssertionError, match="the call's teacher: they need each other"):
+        run(Case(pp=2, m=3, output_options=options_of("js")))
