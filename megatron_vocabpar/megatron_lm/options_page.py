@@ -12,7 +12,7 @@ from megatron_vocabpar.megatron_lm.rules.options import CANNOT_MATTER, NOT_RUN, 
 _TITLES: dict[Verdict, str] = {
     WORKS: "Works",
     RULED: "Refused or warned of, with some value or beside another option",
-    NOT_RUN: "A warning: accepted and not run",
+    NOT_RUN: "Accepted and not run",
     CANNOT_MATTER: "Cannot matter",
 }
 
