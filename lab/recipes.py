@@ -19,9 +19,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from lab.combinations import table
-from megatron_vocabpar.frameworks.bridge import problems
+from megatron_vocabpar.frameworks.bridge import BRIDGE
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
 from megatron_vocabpar.megatron_lm.layouts import model_chunks
+from megatron_vocabpar.megatron_lm.rules.check import said_of
+from megatron_vocabpar.pipeline.rules.rule import IMPOSSIBLE
 
 _PATH = Path(__file__).with_name("recipes.json")
 
@@ -67,7 +69,7 @@ class Recipe:
     def problems(self) -> list[str]:
         """Why it is refused; empty if it runs."""
         config = config_from_argv(["--enable-vocab-parallel", *self.flags.split()])
-        return [*problems(self.arguments, config), *(f"{field}: nobody has read it" for field in self.unread)]
+        return said_of(self.arguments, config, BRIDGE)[IMPOSSIBLE]
 
 
 def recipes() -> tuple[str, list[Recipe]]:

@@ -16,18 +16,18 @@ import click
 
 from megatron_vocabpar.cli.files import FORMAT
 from megatron_vocabpar.megatron_lm import te_version
-from megatron_vocabpar.megatron_lm.bindings import BINDINGS, VERSIONS, Binding
+from megatron_vocabpar.megatron_lm.bindings import BINDINGS, Binding, versions
 from megatron_vocabpar.megatron_lm.checkout import (
     holds_core,
     importable,
+    recognised,
     source_file,
     takes_by_value,
-    version_of,
 )
 from megatron_vocabpar.megatron_lm.needed import remedy
 
-PATCHED = VERSIONS[:-1]
-"""Versions with a patch for each of their tags; the development branch has none."""
+PATCHED = versions("0.14", "0.19")
+"""Versions with a patch for each of their tags."""
 
 _SCRIPT = "pretrain_gpt.py"
 _LINE = "import megatron_vocabpar.adaptor"
@@ -40,7 +40,6 @@ _LINE = "import megatron_vocabpar.adaptor"
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Look at a Megatron-LM checkout; by default at the Megatron that Python imports.",
 )
-@click.option("--allow-unknown", is_flag=True, help="As --vocab-parallel-allow-unknown-megatron.")
 @FORMAT
 @click.option(
     "--time-limits",
@@ -48,9 +47,7 @@ _LINE = "import megatron_vocabpar.adaptor"
     metavar="FACTOR",
     help="With --gpu: give each check so many times its seconds, on a busy machine or a slow file system.",
 )
-def doctor_command(
-    gpu: bool, megatron: Path | None, allow_unknown: bool, output_format: str, time_limits: float | None
-) -> None:
+def doctor_command(gpu: bool, megatron: Path | None, output_format: str, time_limits: float | None) -> None:
     """Check this machine's GPUs, or say what --enable-vocab-parallel would replace in Megatron.
 
     With --gpu: exit code 0 where no check failed, 1 where one did, 2 where there is no GPU.
@@ -65,7 +62,7 @@ def doctor_command(
     if gpu:
         _check_gpus(output_format, time_limits or 1.0)
     else:
-        _look_at(megatron or folder[0], allow_unknown)
+        _look_at(megatron or folder[0])
         several = list(dict.fromkeys([*([megatron.resolve()] if megatron else []), *folder]))
         if len(several) > 1:
             click.echo(_several(several))
@@ -96,11 +93,13 @@ def _check_gpus(output_format: str, time_limits: float) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _look_at(megatron: Path, allow_unknown: bool) -> None:
+def _look_at(megatron: Path) -> None:
     if not holds_core(megatron):
         raise ValueError(f"{megatron} holds no megatron/core; give the path of a Megatron-LM checkout")
-    version = version_of(megatron, allow_unknown)
+    version, unread = recognised(megatron)
     click.echo(f"{megatron}: Megatron core {version}, by its signatures")
+    if unread:
+        click.echo(f"  --enable-vocab-parallel warns of {unread}")
     for binding in BINDINGS:
         if source_file(megatron, binding.module) is not None and binding.is_in(version):
             click.echo("\n".join(_lines(megatron, binding)))

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import click
 
-from megatron_vocabpar.megatron_lm.bindings import BINDINGS, SIGNATURES, VERSIONS
+from megatron_vocabpar.megatron_lm.bindings import BINDINGS, VERSIONS
 
 
 @click.command()
 def patches_command() -> None:
-    """Print every name of Megatron that is replaced or relied on, as Markdown."""
+    """Print every name of Megatron that is replaced, as Markdown."""
     click.echo("\n".join(table()))
 
 
@@ -25,14 +25,9 @@ def table() -> Iterator[str]:
     yield "| --- | --- | --- | --- |"
     for binding in BINDINGS:
         copies = ", ".join(f"`{module}`" for module in binding.copies)
-        some = "" if binding.versions == VERSIONS else f"; {', '.join(binding.versions)} alone"
+        some = "" if binding.since == VERSIONS[0] else f"; from {binding.since} on"
+        some += "" if binding.until == VERSIONS[-1] else f"; to {binding.until}"
         yield f"| `{binding.module}.{binding.name}` | {copies} | {binding.reason} | {binding.when}{some} |"
     yield ""
-    yield "Versions are told apart by the parameters of these functions:"
-    yield ""
-    yield "| function | versions | parameters |"
-    yield "| --- | --- | --- |"
-    for (module, name), rows in SIGNATURES.items():
-        for parameters, versions in rows.items():
-            names = "all" if versions == VERSIONS else ", ".join(versions)
-            yield f"| `{module}.{name}` | {names} | {', '.join(parameters) or 'none'} |"
+    yield "Versions are told apart by the parameters of the functions in `SIGNATURES` of"
+    yield "`megatron_vocabpar/megatron_lm/bindings.py`; one with other parameters runs with a warning."

@@ -8,7 +8,6 @@ its recipes (``docs/frameworks.md``). Read at Megatron Bridge v0.6.0. Standard l
 from __future__ import annotations
 
 import dataclasses
-import enum
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -18,9 +17,11 @@ from typing import Any
 
 from megatron_vocabpar.megatron_lm.bindings import Binding
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
-from megatron_vocabpar.megatron_lm.layouts import layout_notice, model_chunks
-from megatron_vocabpar.megatron_lm.options import ROW_OF
-from megatron_vocabpar.megatron_lm.refusals import Refusal, problems_of
+from megatron_vocabpar.megatron_lm.layouts import layout_notice
+from megatron_vocabpar.megatron_lm.rules.check import check
+from megatron_vocabpar.megatron_lm.rules.options import ROW_OF, UNREAD
+from megatron_vocabpar.pipeline.rules.facts import plain
+from megatron_vocabpar.pipeline.rules.rule import UNTESTED, Rule
 
 UPDATE = Binding(
     "megatron.bridge.training.config",
@@ -66,19 +67,26 @@ _READ = frozenset(_FIELDS.split())
 """Fields of the model, the optimizer and its buffers that no argument of Megatron has, and that were read."""
 
 
-BRIDGE_REFUSALS = (
-    Refusal(
+BRIDGE = (
+    Rule(
         "model: a provider with a model of its own",
-        lambda args: args.own_model is not None,
+        lambda f: f.is_set("own_model"),
         "only the GPTModel that GPTModelProvider.provide builds is partitioned; a vision model and "
-        "HybridModel have not been run through Bridge; train without vocabulary parallelism",
-        {"own_model": "Qwen3VLMoEModelProvider"},
+        "HybridModel have not been run through Bridge",
+        "train without vocabulary parallelism",
     ),
-    Refusal(
+    Rule(
         "peft other than LoRA",
-        lambda args: args.peft not in (None, "LoRA"),
-        "other adapters have not been read; use LoRA, or train without vocabulary parallelism",
-        {"peft": "DoRA"},
+        lambda f: f.is_set("peft") and f.settings.peft != "LoRA",
+        "other adapters have not been read",
+        "use LoRA, or train without vocabulary parallelism",
+        UNTESTED,
+    ),
+    Rule(
+        "peft",
+        lambda f: f.is_set("peft") and f.splits_w,
+        "{f.schedule} splits off weight gradients, which frozen layers do not have",
+        "use 1f1b or interleaved",
     ),
 )
 """What Bridge has and Megatron's arguments have not."""
@@ -99,7 +107,7 @@ def as_arguments(container: Any) -> SimpleNamespace:
         for name, value in vars(getattr(container, section, None) or SimpleNamespace()).items():
             name = _NAMES.get(name, name)
             if not name.startswith("_") and (value or name not in values):
-                values[name] = _plain(value)
+                values[name] = plain(value)
     model = container.model
     values["pipeline_model_parallel_layout"] = _layout(getattr(model, "pipeline_model_parallel_layout", None))
     tied = getattr(model, "share_embeddings_and_output_weights", True)
@@ -122,19 +130,8 @@ def unread(container: Any) -> Iterator[str]:
                     yield f"{section}.{field.name} {str(value)[:40]}"
 
 
-def problems(args: Any, config: FlagConfig) -> list[str]:
-    """Why a run of Bridge with these arguments is refused: a line each; an empty list if it is not."""
-    own = [f"{row.flag}: {row.remedy}" for row in BRIDGE_REFUSALS if row.is_asked(args)]
-    if args.peft is not None and config.splits_w(model_chunks(args).numerator):
-        own.append(
-            f"peft: --vocab-parallel-family {config.schedule} splits off weight gradients, which frozen "
-            "layers do not have; use 1f1b or interleaved"
-        )
-    return own + problems_of(args, config)
-
-
 def checking(original: Callable[..., None], config: FlagConfig) -> Callable[..., None]:
-    """Bridge's ``runtime_config_update``, which then refuses what we cannot run.
+    """Bridge's ``runtime_config_update``, which then refuses what we cannot run and warns of the rest.
 
     It runs on every rank before any process group exists.
     """
@@ -143,14 +140,11 @@ def checking(original: Callable[..., None], config: FlagConfig) -> Callable[...,
     def update(cfg: Any, *args: Any, **kwargs: Any) -> None:
         original(cfg, *args, **kwargs)
         arguments = as_arguments(cfg)
-        found = problems(arguments, config)
-        found += [
-            f"{field}: nobody has read what it does to partitioned vocabulary layers" for field in unread(cfg)
-        ]
-        if found:
-            raise ValueError("VOCAB_PARALLEL_FLAGS: this configuration is refused:\n  " + "\n  ".join(found))
-        if os.environ.get("RANK", "0") == "0" and (notice := layout_notice(arguments)):
-            print(notice, flush=True)
+        fields = [f"{field}: {UNREAD}" for field in unread(cfg)]
+        warning = check(arguments, config, fields, title="VOCAB_PARALLEL_FLAGS", more=BRIDGE)
+        if os.environ.get("RANK", "0") == "0":
+            for line in filter(None, (layout_notice(arguments), warning)):
+                print(line, flush=True)
 
     return update
 
@@ -175,19 +169,12 @@ def _builds_gpt(provider: type) -> bool:
     return owner is not None and owner.__name__ == "GPTModelProvider"
 
 
-def _plain(value: Any) -> Any:
-    """Names for members of enumerations, which Megatron's parsed arguments have too."""
-    if isinstance(value, enum.Enum):
-        return value.name
-    return [_plain(each) for each in value] if isinstance(value, list) else value
-
-
 def _layout(value: Any) -> str | None:
     """``Et|tL`` of a text, of rows such as ``[["embedding", "decoder"], …]``, or of Megatron's object."""
     value = getattr(value, "input_data", value)
     if not isinstance(value, list):
         return value
-    return "|".join("".join(_LETTERS[_plain(layer)] for layer in row) for row in value)
+    return "|".join("".join(_LETTERS[plain(layer)] for layer in row) for row in value)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

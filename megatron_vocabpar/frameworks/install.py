@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
@@ -13,7 +14,7 @@ from megatron_vocabpar.frameworks.bindings import FUNCTIONS, LABELS, MEGATRON, R
 from megatron_vocabpar.frameworks.bridge import UPDATE, checking
 from megatron_vocabpar.frameworks.runner import StepRunner
 from megatron_vocabpar.frameworks.weights import WALKS
-from megatron_vocabpar.megatron_lm.bindings import Binding, find_version
+from megatron_vocabpar.megatron_lm.bindings import Binding, recognise
 from megatron_vocabpar.megatron_lm.capture import order_of_the_layers, order_of_the_schedule
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import ENABLE, config_from_argv, spell
@@ -61,7 +62,12 @@ def install(config: FlagConfig) -> Patch:
         ValueError: for a framework or a release of one whose models or losses we do not know.
     """
     _refuse_without_a_door()
-    patch = Patch(config, find_version(live_signature, config.allow_unknown, package="megatron.core"))
+    found = recognise(live_signature, package="megatron.core")
+    if found.unread and config.strict:
+        raise ValueError(f"VOCAB_PARALLEL_FLAGS: --vocab-parallel-strict refuses {found.unread}")
+    if found.unread:
+        warnings.warn(f"VOCAB_PARALLEL_FLAGS: not run with {found.unread}", stacklevel=2)
+    patch = Patch(config, found)
     of_megatron = [binding for binding in MEGATRON if binding.is_in(patch.version)]
     for binding in (*of_megatron, *_of_frameworks()):
         patch.replace(binding, _replacement(binding, original_of(binding), config))

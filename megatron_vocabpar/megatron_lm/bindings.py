@@ -1,25 +1,32 @@
 """Every name of Megatron that is replaced: where it is, which modules have a copy of it, and why.
 
 Versions are recognised by signatures, since tags and wheels disagree on version strings. ``SIGNATURES`` has
-the parameters, in each version, of the functions that we replace or call; a signature in no row stops the
-run. Standard library only. Next: ``patch.py``.
+the parameters of the functions that we replace or call, from each version on that changed them. Standard
+library only. Next: ``patch.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 
 VERSIONS = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19", "main")
-"""Versions of megatron-core, oldest first; ``main`` is the development branch after 0.19.
+"""Versions of megatron-core, oldest first; ``main`` is the development branch after the last.
 
-``SIGNATURES`` lists them one by one: a row claims a version only once somebody has read the function.
+Somebody has read the functions of ``SIGNATURES`` in each. One that is not here runs with a warning. To add
+it, put its name before ``main``, and give each function whose parameters are new a row from it on.
 """
 
 Parameters = tuple[str, ...]
+
+
+def versions(since: str, until: str = VERSIONS[-1]) -> tuple[str, ...]:
+    """The versions from one to another."""
+    return VERSIONS[VERSIONS.index(since) : VERSIONS.index(until) + 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,7 @@ class Binding:
         copies: modules that take it by value (``from ... import``); ``module:name`` if they rename it.
         reason: why it is replaced.
         when: which flags need the replacement.
-        versions: those that have the name; a version that is not in the table counts as the newest.
+        since, until: the first and the last version that have the name.
     """
 
     module: str
@@ -39,7 +46,8 @@ class Binding:
     copies: tuple[str, ...]
     reason: str
     when: Literal["any of our options", "a schedule of ours", "a V placement"] = "a schedule of ours"
-    versions: tuple[str, ...] = VERSIONS
+    since: str = VERSIONS[0]
+    until: str = VERSIONS[-1]
 
     @property
     def places(self) -> tuple[tuple[str, str], ...]:
@@ -48,7 +56,10 @@ class Binding:
         return tuple((module, alias or self.name) for module, _, alias in pairs)
 
     def is_in(self, version: str) -> bool:
-        return (version if version in VERSIONS else VERSIONS[-1]) in self.versions
+        """Whether a version has it; one that nobody has read counts as the newest."""
+        return (
+            version in versions(self.since, self.until) if version in VERSIONS else self.until == VERSIONS[-1]
+        )
 
     def is_needed(self, config: FlagConfig) -> bool:
         """Whether these flags need the replacement."""
@@ -84,14 +95,14 @@ BINDINGS = (
         "convert_schedule_table_to_order",
         (),
         "gives Transformer Engine, which captures layers, the order of Megatron's schedule; here ours",
-        versions=("0.16", "0.17", "0.18", "0.19", "main"),
+        since="0.16",
     ),
     Binding(
         _CUDA_GRAPHS,
         "get_overlap_moe_expert_parallel_comm_order",
         (),
         "makes of it the order of layers where F and B run together; expects them in turns",
-        versions=("0.16", "0.17", "0.18", "0.19", "main"),
+        since="0.16",
     ),
     Binding(
         _GPT_MODEL,
@@ -128,7 +139,7 @@ BINDINGS = (
         ("megatron.training.models.gpt", "gpt_builders", "__main__"),
         "likewise, to know which layers have another attention or experts",
         when="a V placement",
-        versions=("0.16", "0.17", "0.18", "0.19", "main"),
+        since="0.16",
     ),
     Binding(
         f"{_HYBRID}.hybrid_model",
@@ -142,7 +153,7 @@ BINDINGS = (
             "__main__",
         ),
         "as GPTModel",
-        versions=("0.18", "0.19", "main"),
+        since="0.18",
     ),
     Binding(
         f"{_HYBRID}.hybrid_layer_allocation",
@@ -150,35 +161,35 @@ BINDINGS = (
         (),
         "takes the layers of a pipeline rank; here those of the stage that is built",
         when="a V placement",
-        versions=("0.18", "0.19", "main"),
+        since="0.18",
     ),
     Binding(
         "megatron.core.models.mamba.mamba_model",
         "MambaModel",
         ("megatron.core.models.mamba", "mamba_builders", "model_provider", "__main__"),
         "as GPTModel; later a subclass of HybridModel",
-        versions=("0.14", "0.15", "0.16", "0.17"),
+        until="0.17",
     ),
     Binding(
         _CACHED_LOGITS,
         "StudentLogitsCapture.attach_hooks",
         (),
         "hooks the output layer for logits, which no rank holds; the pipeline hands the divergence over",
-        versions=("0.19", "main"),
+        since="0.19",
     ),
     Binding(
         "megatron.training.distillation.logits_saver",
         "LogitsSaverHooks.attach_hooks",
         (),
         "hooks the output layer for logits, which no rank holds; the pipeline hands the most likely ids over",
-        versions=("0.19", "main"),
+        since="0.19",
     ),
     Binding(
         _CACHED_LOGITS,
         "CachedLogitsKDLoss.__call__",
         (),
         "compares a teacher with those logits; the pipeline has computed the divergence",
-        versions=("0.19", "main"),
+        since="0.19",
     ),
     Binding(
         _TRAINING,
@@ -217,117 +228,129 @@ _MODEL = (
     "rotary_percent rotary_base rope_scaling rope_scaling_factor scatter_embedding_sequence_parallel "
     "seq_len_interpolation_factor mtp_block_spec {} vp_stage"
 )
-# Somebody has read the code of each of these; a new version comes in by hand, row by row.
-_ALL = _names("0.14 0.15 0.16 0.17 0.18 0.19 main")
 _BACKWARD = "input_tensor output_tensor output_tensor_grad"
 
-SIGNATURES: Mapping[tuple[str, str], Mapping[Parameters, tuple[str, ...]]] = {
+SIGNATURES: Mapping[tuple[str, str], Mapping[str, Parameters]] = {
     (_SCHEDULES, "get_forward_backward_func"): {
-        (): ("0.14", "0.15"),
-        _names("pp_size vp_size"): ("0.16", "0.17", "0.18"),
-        _names("pp_size vp_size schedule_pg_collection"): ("0.19", "main"),
+        "0.14": (),
+        "0.16": _names("pp_size vp_size"),
+        "0.19": _names("pp_size vp_size schedule_pg_collection"),
     },
     (_SCHEDULES, "forward_step"): {
-        _names(
+        "0.14": _names(
             "forward_step_func data_iterator model num_microbatches input_tensor forward_data_store config "
             "cp_group_size collect_non_loss_data checkpoint_activations_microbatch is_first_microbatch "
             "current_microbatch vp_stage is_last_stage"
-        ): _ALL,
+        ),
     },
     (_SCHEDULES, "forward_step_calc_loss"): {
-        _names(
+        "0.14": _names(
             "model output_tensor loss_func config vp_stage collect_non_loss_data num_microbatches "
             "forward_data_store cp_group_size is_last_stage"
-        ): _ALL,
+        ),
     },
     (_SCHEDULES, "backward_step"): {
-        _names(f"{_BACKWARD} model_type config pipeline_model_parallel_size"): ("0.14",),
-        _names(f"{_BACKWARD} model_type config"): ("0.15", "0.16"),
-        _names(f"{_BACKWARD} config"): ("0.17", "0.18", "0.19", "main"),
+        "0.14": _names(f"{_BACKWARD} model_type config pipeline_model_parallel_size"),
+        "0.15": _names(f"{_BACKWARD} model_type config"),
+        "0.17": _names(f"{_BACKWARD} config"),
     },
-    (_SCHEDULES, "deallocate_output_tensor"): {_names("out deallocate_pipeline_outputs"): _ALL},
+    (_SCHEDULES, "deallocate_output_tensor"): {"0.14": _names("out deallocate_pipeline_outputs")},
     ("megatron.core.distributed.finalize_model_grads", "finalize_model_grads"): {
-        _names("model num_tokens grad_finalize_pgs"): ("0.14",),
-        _names("model num_tokens pg_collection"): ("0.15",),
-        _names("model num_tokens pg_collection force_all_reduce"): _names("0.16 0.17 0.18 0.19 main"),
+        "0.14": _names("model num_tokens grad_finalize_pgs"),
+        "0.15": _names("model num_tokens pg_collection"),
+        "0.16": _names("model num_tokens pg_collection force_all_reduce"),
     },
     (_GPT_MODEL, "GPTModel.__init__"): {
-        _names(_MODEL.format("", "model_comm_pgs")): ("0.14",),
-        _names(_MODEL.format("", "pg_collection")): _names("0.15 0.16 0.17 0.18 0.19"),
-        _names(_MODEL.format("logit_dtype ", "pg_collection")): ("main",),
+        "0.14": _names(_MODEL.format("", "model_comm_pgs")),
+        "0.15": _names(_MODEL.format("", "pg_collection")),
+        "main": _names(_MODEL.format("logit_dtype ", "pg_collection")),
     },
     (_GPT_MODEL, "GPTModel.forward"): {
-        _names(_FORWARD): ("0.14", "0.15"),
-        _names(f"{_FORWARD} padding_mask"): ("0.16",),
-        _names(f"{_FORWARD} padding_mask is_spec_decode"): ("0.17",),
-        _names(f"{_FORWARD} padding_mask output_processor output_processor_context"): _names(
-            "0.18 0.19 main"
-        ),
+        "0.14": _names(_FORWARD),
+        "0.16": _names(f"{_FORWARD} padding_mask"),
+        "0.17": _names(f"{_FORWARD} padding_mask is_spec_decode"),
+        "0.18": _names(f"{_FORWARD} padding_mask output_processor output_processor_context"),
     },
     (_LAYER_SPECS, "get_gpt_decoder_block_spec"): {
-        _names("config use_transformer_engine normalization qk_l2_norm vp_stage"): ("0.14",),
-        _names("config use_transformer_engine normalization qk_l2_norm vp_stage pp_rank"): _names(
-            "0.15 0.16 0.17 0.18 0.19 main"
-        ),
+        "0.14": _names("config use_transformer_engine normalization qk_l2_norm vp_stage"),
+        "0.15": _names("config use_transformer_engine normalization qk_l2_norm vp_stage pp_rank"),
     },
-    (_PARALLEL_STATE, "set_pipeline_model_parallel_rank"): {("rank",): _ALL},
-    (_ARGUMENTS, "parse_args"): {_names("extra_args_provider ignore_unknown_args"): _ALL},
-    (_ARGUMENTS, "validate_args"): {_names("args defaults"): _ALL},
+    (_PARALLEL_STATE, "set_pipeline_model_parallel_rank"): {"0.14": ("rank",)},
+    (_ARGUMENTS, "parse_args"): {"0.14": _names("extra_args_provider ignore_unknown_args")},
+    (_ARGUMENTS, "validate_args"): {"0.14": _names("args defaults")},
 }
+"""By module and name: parameters, by the first version that has them."""
 
 NEEDED: Mapping[tuple[str, str], Parameters] = {
-    key: tuple(sorted(set.intersection(*(set(parameters) for parameters in rows))))
+    key: tuple(sorted(set.intersection(*(set(parameters) for parameters in rows.values()))))
     for key, rows in SIGNATURES.items()
 }
 """The parameters that all known versions share, which an unknown version must have, too."""
 
 
-def find_version(
-    signature_of: Callable[[str, str], Parameters | None],
-    allow_unknown: bool = False,
-    package: str = "megatron",
-) -> str:
+def versions_with(key: tuple[str, str], parameters: Parameters) -> tuple[str, ...]:
+    """The versions in which a function has these parameters."""
+    starts = [*SIGNATURES[key], None]
+    found: tuple[str, ...] = ()
+    for since, after in pairwise(starts):
+        assert since is not None
+        if SIGNATURES[key][since] == parameters:
+            found += versions(since) if after is None else versions(since, after)[:-1]
+    return found
+
+
+class Found(NamedTuple):
+    """A Megatron: its version, and a sentence on what nobody has read of it; empty if everything is known."""
+
+    version: str
+    unread: str = ""
+
+
+def recognise(signature_of: Callable[[str, str], Parameters | None], package: str = "megatron") -> Found:
     """Which version of Megatron has these signatures.
 
     Args:
         signature_of: from module and name to parameter names; None if the name is missing.
-        allow_unknown: accept a version that is in no row if it has every parameter in ``NEEDED``.
         package: whose names are looked at; the wheels of megatron-core have ``megatron.core`` alone.
 
     Returns:
         The newest version whose row all signatures match, or ``unknown``.
 
     Raises:
-        ValueError: naming every missing or changed name and what to do.
+        ValueError: naming every name, or parameter of it, that every version we know has and this one lacks.
     """
     signatures = {key: signature_of(*key) for key in SIGNATURES if key[0].startswith(package)}
-    missing = [".".join(key) for key, signature in signatures.items() if signature is None]
-    if missing:
-        raise ValueError(
-            f"Megatron has no {', '.join(missing)}; this is none of the supported versions "
-            f"{', '.join(VERSIONS)}: use one of them"
-        )
-    common = set(VERSIONS)
-    changed = []
-    for key, signature in signatures.items():
-        versions = SIGNATURES[key].get(signature or ())
-        if versions is None:
-            changed.append(f"{'.'.join(key)}({', '.join(signature or ())})")
-        else:
-            common &= set(versions)
-    if common and not changed:
-        return max(common, key=VERSIONS.index)
-    what = "; ".join(changed) or "signatures of several versions beside each other"
-    if not allow_unknown:
-        raise ValueError(
-            f"unknown version of Megatron: {what}. Use one of {', '.join(VERSIONS)}, or try this one with "
-            "--vocab-parallel-allow-unknown-megatron"
-        )
     lacking = [
-        f"{'.'.join(key)} lacks {', '.join(sorted(set(NEEDED[key]) - set(signature or ())))}"
+        f"{'.'.join(key)} lacks {', '.join(sorted(set(NEEDED[key]) - set(signature)))}"
+        if signature is not None
+        else f"it has no {'.'.join(key)}"
         for key, signature in signatures.items()
-        if not set(NEEDED[key]) <= set(signature or ())
+        if signature is None or not set(NEEDED[key]) <= set(signature)
     ]
     if lacking:
-        raise ValueError(f"this version of Megatron cannot be used: {'; '.join(lacking)}")
-    return "unknown"
+        raise ValueError(
+            f"this version of Megatron cannot be used: {'; '.join(lacking)}; use one of {', '.join(VERSIONS)}"
+        )
+    known = {
+        key: versions_with(key, signature) for key, signature in signatures.items() if signature is not None
+    }
+    if common := set(VERSIONS).intersection(*known.values()):
+        return Found(max(common, key=VERSIONS.index))
+    changed = [_news(key, signatures[key] or ()) for key, rows in known.items() if not rows]
+    what = "; ".join(changed) or "signatures of several versions beside each other"
+    return Found(
+        "unknown",
+        f"this version of Megatron: nobody has read {what}; use one of {', '.join(VERSIONS)}",
+    )
+
+
+def _news(key: tuple[str, str], signature: Parameters) -> str:
+    """A function with those of its parameters that no row has, or with all if they are in another order."""
+    known = {parameter for parameters in SIGNATURES[key].values() for parameter in parameters}
+    new = [parameter for parameter in signature if parameter not in known]
+    return f"{'.'.join(key)} with {', '.join(new or signature)}"
+
+
+def find_version(signature_of: Callable[[str, str], Parameters | None], package: str = "megatron") -> str:
+    """The name of ``recognise``."""
+    return recognise(signature_of, package).version

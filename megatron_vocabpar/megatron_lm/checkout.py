@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-from megatron_vocabpar.megatron_lm.bindings import Parameters, find_version
+from megatron_vocabpar.megatron_lm.bindings import Found, Parameters, recognise
 
 
 def importable(path: Sequence[str]) -> list[Path]:
@@ -24,14 +24,19 @@ def holds_core(folder: Path) -> bool:
     return (folder / "megatron" / "core").is_dir()
 
 
-def version_of(folder: Path, allow_unknown: bool = False) -> str:
-    """The version of the Megatron in ``folder``, with or without its training loop.
+def version_of(folder: Path) -> str:
+    """The name of ``recognised``."""
+    return recognised(folder).version
+
+
+def recognised(folder: Path) -> Found:
+    """The Megatron in ``folder``, with or without its training loop.
 
     Raises:
-        ValueError: as ``find_version``.
+        ValueError: as ``recognise``.
     """
     training = (folder / "megatron" / "training").is_dir()
-    return find_version(source_signatures(folder), allow_unknown, "megatron" if training else "megatron.core")
+    return recognise(source_signatures(folder), "megatron" if training else "megatron.core")
 
 
 def source_file(checkout: Path, module: str) -> Path | None:

@@ -80,10 +80,10 @@ class FlagConfig:
         metavar="ITER",
         least=1,
     )
-    allow_unknown: bool = option(
+    strict: bool = option(
         False,
-        "Run on a Megatron version that is not in the table, if it has every parameter we use.",
-        flag="allow-unknown-megatron",
+        "End, and not only warn, where Megatron or a combination of flags has not been run.",
+        page="See [What is refused](#what-is-refused).",
     )
     options: VocabOptions = DEFAULTS
     methods: tuple[str, ...] = ()

@@ -4,7 +4,7 @@ The fields are those of ``FlagConfig`` and ``VocabOptions``. Flags are read twic
 Megatron is imported, to know whether to replace anything, and by Megatron's own parser, so that they show in
 ``--help`` and in what Megatron prints and saves. Standard library only.
 
-Next: ``refusals.py``, the table of what cannot be combined with Megatron's flags.
+Next: ``rules/``, what cannot be combined with Megatron's flags.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_vocabpar.megatron_lm.expert_exchange import OVERLAP
 from megatron_vocabpar.megatron_lm.flag_config import AUTO, SCHEDULES, FlagConfig
 from megatron_vocabpar.pipeline.options import (
     Option,
@@ -23,10 +22,13 @@ from megatron_vocabpar.pipeline.options import (
     asked_for,
     options_of,
 )
-from megatron_vocabpar.pipeline.rules import conflicts, wrong_values
+from megatron_vocabpar.pipeline.rules.options import conflicts, wrong_values
 from megatron_vocabpar.schedule.words.methods import METHODS, method_named
 
 ENABLE = "--enable-vocab-parallel"
+OVERLAP = "--overlap-moe-expert-parallel-comm"
+"""Megatron's flag to hide the exchange between experts: a search may then choose schedules with pairs."""
+
 _HELP = ("-h", "--help")
 
 
@@ -233,7 +235,7 @@ def _check(config: FlagConfig, args: Any) -> None:
             f"--vocab-parallel-family {config.schedule}: unknown schedule; use one of {', '.join(SCHEDULES)}"
         )
     problems = conflicts(config.options, method_named(config.method), spell=spell)
-    problems += wrong_values(config, spell)
+    problems += [f"{found.asked}: {found.against}" for found in wrong_values(config, spell)]
     names = ("costs", "profile_iterations", "max_activations", "timeline")
     plans = [spell(name, value) for name, value in _values(FlagConfig, args).items() if name in names]
     if plans and not config.runs_our_schedule:

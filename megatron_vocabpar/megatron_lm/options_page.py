@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_vocabpar.megatron_lm.options import CANNOT_MATTER, NOT_RUN, REFUSED, ROWS, WORKS, Verdict
+from megatron_vocabpar.megatron_lm.rules.options import CANNOT_MATTER, NOT_RUN, ROWS, RULED, WORKS, Verdict
 
 _TITLES: dict[Verdict, str] = {
     WORKS: "Works",
-    REFUSED: "Refused, with some value or beside another option",
+    RULED: "Refused or warned of, with some value or beside another option",
     NOT_RUN: "Accepted and not run",
     CANNOT_MATTER: "Cannot matter",
 }
@@ -23,7 +23,8 @@ def page() -> Iterator[str]:
     yield ""
     yield "Made by `python -m megatron_vocabpar.megatron_lm.options_page`: all options of the versions in"
     yield "[megatron.md](megatron.md#versions), by their names in Megatron's parsed arguments. An option that"
-    yield "is nowhere here is refused where it is set, unless the training script itself adds it."
+    yield "is nowhere here, or that nobody has run, is in the warning of rank 0 where it is set, unless the"
+    yield "training script itself adds it; with `--vocab-parallel-strict` it is an error."
     for verdict, title in _TITLES.items():
         yield from ("", f"## {title}", "", "| options | |", "| --- | --- |")
         for row in ROWS:

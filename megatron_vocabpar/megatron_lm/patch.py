@@ -16,7 +16,7 @@ from functools import wraps
 from operator import attrgetter
 from typing import Any
 
-from megatron_vocabpar.megatron_lm.bindings import BINDINGS, Binding, Parameters, find_version
+from megatron_vocabpar.megatron_lm.bindings import BINDINGS, Binding, Found, Parameters, recognise
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.teardown import ending_soon
 
@@ -30,11 +30,13 @@ class Patch:
     Attributes:
         config: the flags' configuration.
         version: of Megatron, by its signatures.
+        unread: a sentence on what nobody has read of it; empty if everything is known.
     """
 
-    def __init__(self, config: FlagConfig, version: str) -> None:
+    def __init__(self, config: FlagConfig, found: Found) -> None:
         self.config = config
-        self.version = version
+        self.version = found.version
+        self.unread = found.unread
         self._replaced: list[tuple[Binding, Any, Any]] = []
         self._unregister: list[Callable[[], None]] = []
         self._report = sys.excepthook
@@ -127,21 +129,20 @@ def apply(config: FlagConfig) -> Patch:
     """Replace what ``config`` needs; a second call changes nothing.
 
     Raises:
-        ValueError: if Megatron lacks a name or has an unknown signature, naming it, or if a patch with
-            another configuration is in force.
+        ValueError: if Megatron lacks a name or a parameter, naming it, or if a patch with another
+            configuration is in force.
     """
     present = installed()
     if present is not None:
         if present.config != config:
             raise ValueError(f"already applied with {present.config}; undo that before applying {config}")
         return present
-    version = find_version(live_signature, config.allow_unknown)
     from megatron_vocabpar.megatron_lm.replacements import replacement_for
 
-    patch = Patch(config, version)
+    patch = Patch(config, recognise(live_signature))
     try:
         for binding in BINDINGS:
-            if binding.is_in(version) and binding.is_needed(config):
+            if binding.is_in(patch.version) and binding.is_needed(config):
                 patch.replace(binding, replacement_for(binding, original_of(binding), config))
     except BaseException:
         patch.undo()

@@ -16,13 +16,13 @@ from megatron.core import parallel_state
 from megatron_vocabpar.megatron_lm.bindings import Binding
 from megatron_vocabpar.megatron_lm.capture import capture_order_of, order_of_the_layers, order_of_the_schedule
 from megatron_vocabpar.megatron_lm.checkpoints import starting_checkpoint
-from megatron_vocabpar.megatron_lm.expert_exchange import leave_to_w
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import chain
-from megatron_vocabpar.megatron_lm.layouts import layout_notice, place_layers
-from megatron_vocabpar.megatron_lm.parsed import Declared, check_read, declared, not_run
+from megatron_vocabpar.megatron_lm.layouts import layout_notice, model_chunks, place_layers
+from megatron_vocabpar.megatron_lm.patch import installed
 from megatron_vocabpar.megatron_lm.planning import build, check_costs, check_same_everywhere
-from megatron_vocabpar.megatron_lm.refusals import check
+from megatron_vocabpar.megatron_lm.rules.check import check
+from megatron_vocabpar.megatron_lm.rules.options import Declared, declared, not_run
 from megatron_vocabpar.megatron_lm.saved_logits import SavedLogits, save_without_hooks
 from megatron_vocabpar.megatron_lm.scripts import check_script
 from megatron_vocabpar.megatron_lm.stored_teacher import (
@@ -39,6 +39,8 @@ from megatron_vocabpar.pipeline.tuning.watched import Watched
 from megatron_vocabpar.schedule.make.families import families
 
 _TIED = "share_embeddings_and_output_weights"
+_NOT_RUN = "vocab_parallel_not_run"
+"""An attribute of parsed arguments, until they are checked: sentences on what nobody has read or run."""
 
 
 def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
@@ -65,8 +67,6 @@ def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
 
 
 def _parse_with_our_options(original: Callable[..., Any], config: FlagConfig) -> Callable[..., Any]:
-    told: set[str] = set()  # a start of Megatron parses up to three times
-
     @wraps(original)
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
         megatrons: dict[str, Declared] = {}
@@ -78,12 +78,8 @@ def _parse_with_our_options(original: Callable[..., Any], config: FlagConfig) ->
         args = original(provider, ignore_unknown_args)
         if not hasattr(args, "enable_vocab_parallel"):
             raise ValueError("--yaml-cfg drops all flags, ours too; give the settings as flags instead")
-        if config.runs_our_schedule:
-            check_read(megatrons, args)
-            for line in not_run(megatrons, args) if args.rank == 0 else ():
-                if line not in told:
-                    print(f"> vocabulary parallelism: {line}", flush=True)
-                told.add(line)
+        if config.runs_our_schedule:  # for validate_args, which says everything at once
+            setattr(args, _NOT_RUN, list(not_run(megatrons, args)))
         return args
 
     return parse_args
@@ -94,17 +90,34 @@ def _check_first(original: Callable[..., Any], config: FlagConfig) -> Callable[.
     def validate_args(args: Any, *rest: Any, **named: Any) -> Any:
         if config.runs_our_schedule:
             check_script(vars(sys.modules["__main__"]))
-        check(args, config)
+        warning = check(args, config, [*_version_not_read(), *vars(args).pop(_NOT_RUN, ())])
         check_costs(args, config)
         if config.redistribute:
             place_layers(args, config)
         if args.rank == 0 and config.enabled:
-            print(_announcement(args, config), flush=True)
+            print("\n".join(filter(None, (_announcement(args, config), warning))), flush=True)
         validated = original(args, *rest, **named)
         leave_to_w(args, config)
         return validated
 
     return validate_args
+
+
+def _version_not_read() -> list[str]:
+    """A sentence if this version of Megatron is in no table."""
+    patch = installed()
+    return [patch.unread] if patch is not None and patch.unread else []
+
+
+def leave_to_w(args: Any, config: FlagConfig) -> None:
+    """If W is a separate pass, let it compute the gradients that ``--delay-wgrad-compute`` delays.
+
+    Otherwise Megatron's plan would. Call this after Megatron's own checks; the layers themselves are told to
+    delay when they are built.
+    """
+    chunks = model_chunks(args).numerator
+    if config.has_pairs(chunks) and config.splits_w(chunks):
+        args.delay_wgrad_compute = False
 
 
 def _announcement(args: Any, config: FlagConfig) -> str:

@@ -1,4 +1,4 @@
-"""Writes the tables of flags and of refusals in ``docs/megatron.md``, from fields, rules and rows.
+"""Writes the tables of flags and warnings in ``docs/megatron.md``, from fields and rules.
 
 ``python -m megatron_vocabpar.megatron_lm.tables docs/megatron.md``
 
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from megatron_vocabpar.megatron_lm.flags import OPTIONS, PUBLISHED, Flag
-from megatron_vocabpar.megatron_lm.refusals import REFUSALS
-from megatron_vocabpar.pipeline.rules import RULES, Rule
+from megatron_vocabpar.megatron_lm.rules.check import TABLES as RULES
+from megatron_vocabpar.megatron_lm.rules.check import spelled
+from megatron_vocabpar.pipeline.rules.options import APART, Apart
+from megatron_vocabpar.pipeline.rules.rule import UNTESTED
 from megatron_vocabpar.schedule.words.methods import METHODS
 
 
@@ -24,19 +26,25 @@ def flags_table() -> Iterator[str]:
     for flag in OPTIONS:
         if flag not in PUBLISHED:
             meaning = f"{_code(flag.arguments['help'])} {flag.page}".strip()
-            against = dict.fromkeys(each for rule in RULES for each in _against(flag, rule))
+            against = dict.fromkeys(each for row in APART for each in _against(flag, row))
             yield f"| `{flag.flag}` | {meaning} | {', '.join(against)} |"
 
 
-def refusals_table() -> Iterator[str]:
-    """The lines of the table of refusals."""
-    yield from ("| flag | why, and what to do |", "| --- | --- |")
-    for row in REFUSALS:
-        yield f"| `{row.flag}` | {row.remedy} |"
+def warnings_table() -> Iterator[str]:
+    """The lines of the table of what nobody has run; options of ours are in the table of flags."""
+    yield from ("| asked for | why, and what to do |", "| --- | --- |")
+    for rule in (rule for table in RULES for rule in table if rule.level == UNTESTED):
+        yield f"| {_shown(rule.id)} | {_shown(rule.why)}; {_shown(rule.do)} |"
 
 
-def _against(flag: Flag, rule: Rule) -> Iterator[str]:
-    """What a rule forbids beside a flag; of methods, those that partition the vocabulary layers."""
+def _shown(text: str) -> str:
+    """A text of a rule with flags as code, and without the facts that it fills in."""
+    text = re.sub(r"\{f\.option\[(\w+)\]\}", lambda match: spelled(match[1], True), text)
+    return _code(re.sub(r"\{.*?\}", "…", text.replace("{f.schedule}", "the family")))
+
+
+def _against(flag: Flag, rule: Apart) -> Iterator[str]:
+    """What a row forbids beside a flag; of methods, those that partition the vocabulary layers."""
     ruled = flag.field in rule.options
     if ruled and rule.where is not None:
         for name, method in METHODS.items():
@@ -60,7 +68,10 @@ def _code(text: str) -> str:
     return re.sub(r"--[a-z0-9-]+", r"`\g<0>`", text)
 
 
-TABLES = {"flags": flags_table, "refusals": refusals_table}
+TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "flags": flags_table,
+    "warnings": warnings_table,
+}
 
 
 def written(page: str) -> str:

@@ -8,6 +8,7 @@ groups, the side streams and the lowered schedules.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -25,15 +26,18 @@ from megatron_vocabpar.layers.extras.divergence import Teacher
 from megatron_vocabpar.layers.fp8 import check_device
 from megatron_vocabpar.layers.kernels.dispatch import fused_product
 from megatron_vocabpar.pipeline import compat, heads
+from megatron_vocabpar.pipeline.graphs import layer_graphs
 from megatron_vocabpar.pipeline.graphs.engine_graphs import EngineGraphs
-from megatron_vocabpar.pipeline.graphs.graph_options import asks_for_engine_graphs, asks_for_graphs
 from megatron_vocabpar.pipeline.graphs.layer_graphs import LayerGraphs
 from megatron_vocabpar.pipeline.handlers import handlers_of
 from megatron_vocabpar.pipeline.iteration import Call, Iteration, Rank
 from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions
 from megatron_vocabpar.pipeline.preparation import chunk_with_shards, prepare
-from megatron_vocabpar.pipeline.rules import check
-from megatron_vocabpar.pipeline.settings import check_distillation, check_settings
+from megatron_vocabpar.pipeline.rules.facts import Facts
+from megatron_vocabpar.pipeline.rules.graphs import GRAPHS
+from megatron_vocabpar.pipeline.rules.model import CALLS, TEACHERS, TRAINING, WHOLE
+from megatron_vocabpar.pipeline.rules.options import OPTIONS
+from megatron_vocabpar.pipeline.rules.rule import require
 from megatron_vocabpar.pipeline.split_w.weight_gradients import split_weight_gradients
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_groups, warm_up
 from megatron_vocabpar.runtime.executor import Observer, execute
@@ -72,11 +76,13 @@ class Listeners:
         timeline: records when each instruction runs, while it is started.
         not_finite: called with a line on the loss function's rank if a loss of a partitioned output layer is
             not finite; None: nobody looks.
+        untested: called on rank 0 with a text that lists what is asked for and has not been run.
     """
 
     observers: Sequence[Observer] = ()
     timeline: Timeline | None = None
     not_finite: Callable[[str], None] | None = None
+    untested: Callable[[str], None] = warnings.warn
 
 
 _NOBODY = Listeners()
@@ -98,7 +104,7 @@ class ForwardBackward:
         listeners: who hears what happens.
 
     Raises:
-        ValueError: for options that cannot be combined with each other or with the method (``rules.py``),
+        ValueError: for options that cannot be combined with each other or with the method (``rules/``),
             or that the device cannot serve.
     """
 
@@ -114,7 +120,8 @@ class ForwardBackward:
         listeners: Listeners = _NOBODY,
     ) -> None:
         self.method = method_named(method)
-        check(options, self.method)
+        self._untested = listeners.untested
+        require(Facts(options=options, method=self.method), OPTIONS, tell=self._tell)
         self.options = options
         if options.fp8 is not None:
             check_device(options.fp8, device)
@@ -138,6 +145,10 @@ class ForwardBackward:
         self._plans: dict[int, Plan] = {}
         self._graphs = LayerGraphs()
         self._engine_graphs = EngineGraphs()
+
+    def _tell(self, text: str) -> None:
+        if dist.get_rank() == 0:
+            self._untested(text)
 
     def plan(self, num_microbatches: int) -> Plan:
         """The plan of a training iteration with this number of microbatches; it is made once.
@@ -218,7 +229,20 @@ class ForwardBackward:
         chunks: list[torch.nn.Module] = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(chunks[0])
-        check_settings(config, adjust_tensor_shapes_fn, self.method.vocabulary_parallel)
+        given = {"teacher": teacher, "keep_top": keep_top, "adjust_tensor_shapes_fn": adjust_tensor_shapes_fn}
+        options = self.options if options is None else options
+        plan = self.plan(num_microbatches)
+        facts = Facts(
+            settings=config,
+            options=options,
+            method=self.method,
+            p=plan.schedule.p,
+            splits_w=plan.schedule.splits_w,
+            graphs_are_wrong=layer_graphs.OF_THIS_VERSION_ARE_WRONG,
+            given=frozenset(name for name, value in given.items() if value is not None),
+        )
+        of_training = () if forward_only else (TRAINING, TEACHERS)
+        require(facts, OPTIONS, CALLS, WHOLE, GRAPHS, *of_training, tell=self._tell)
         if pg_collection is None:
             pg_collection = compat.process_groups()
         shards = self.groups.tensor if config.sequence_parallel else 1
@@ -237,21 +261,18 @@ class ForwardBackward:
             teacher=teacher,
             keep_top=keep_top,
         )
-        options = self.options if options is None else options
-        check(options, self.method)
-        check_distillation(options, call)
-        if asks_for_graphs(config):
-            self._graphs.check(self.plan(num_microbatches), chunks, forward_only)
-        elif asks_for_engine_graphs(config) and not forward_only:
-            self._engine_graphs.check(self.plan(num_microbatches))
+        if facts.graphs_by_megatron:
+            self._graphs.check(plan, chunks, forward_only)
+        elif facts.graphs_by_engine and not forward_only:
+            self._engine_graphs.check(plan)
         with _timed(config):
             iteration = self._run(call, options)
             if config.finalize_model_grads_func is not None and not forward_only:
                 compat.finalize_gradients(config, chunks, iteration.divisor, pg_collection, force_all_reduce)
             for look in iteration.checks:
                 look()
-        if asks_for_graphs(config):
-            self._graphs.capture(self.plan(num_microbatches), forward_only)
+        if facts.graphs_by_megatron:
+            self._graphs.capture(plan, forward_only)
         return iteration.reported
 
     def _run(self, call: Call, options: VocabOptions) -> Iteration:

@@ -15,10 +15,12 @@ import torch
 from megatron.core.models.gpt import gpt_model as gpt
 from megatron.core.pipeline_parallel import schedules
 
+from megatron_vocabpar.frameworks import install as installing
 from megatron_vocabpar.frameworks.bindings import FUNCTIONS, LABELS, MEGATRON, REFUSED, refusing
 from megatron_vocabpar.frameworks.install import config_from, install
 from megatron_vocabpar.frameworks.runner import StepRunner
 from megatron_vocabpar.frameworks.weights import WALKS
+from megatron_vocabpar.megatron_lm.bindings import Found
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
 
 
@@ -168,3 +170,15 @@ def test_verls_plugin_waits_to_be_asked_and_fails_aloud(flags: str | None, expec
     environment |= {} if flags is None else {"VOCAB_PARALLEL_FLAGS": flags}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert (done.returncode, expected in done.stderr) == (code, True), done.stderr
+
+
+def test_a_megatron_that_nobody_has_read_is_a_warning_and_strictly_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tomorrow = Found("unknown", "this version of Megatron: nobody has read GPTModel.forward with news")
+    monkeypatch.setattr(installing, "recognise", lambda *_, **__: tomorrow)
+    with pytest.warns(UserWarning, match="not run with this version of Megatron: .* with news"):
+        install(config_from({})).undo()
+    strict = config_from({"VOCAB_PARALLEL_FLAGS": "--vocab-parallel-strict"})
+    with pytest.raises(ValueError, match="--vocab-parallel-strict refuses this version"):
+        install(strict)

@@ -23,8 +23,8 @@ import typing_extensions
 
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, find_version
 from megatron_vocabpar.megatron_lm.flags import OPTIONS, config_from_argv
-from megatron_vocabpar.megatron_lm.parsed import declared
 from megatron_vocabpar.megatron_lm.patch import apply, installed, live_signature
+from megatron_vocabpar.megatron_lm.rules.options import declared
 
 if not hasattr(typing, "override"):
     typing.override = typing_extensions.override  # type: ignore[attr-defined]

@@ -24,11 +24,11 @@ from click.testing import CliRunner
 from megatron_vocabpar.cli.doctor import PATCHED, doctor_command
 from megatron_vocabpar.cli.patches import table
 from megatron_vocabpar.megatron_lm import bindings
-from megatron_vocabpar.megatron_lm.bindings import BINDINGS, SIGNATURES, VERSIONS, find_version
+from megatron_vocabpar.megatron_lm.bindings import BINDINGS, SIGNATURES, VERSIONS, find_version, recognise
 from megatron_vocabpar.megatron_lm.checkout import importable, source_signatures
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import config_from_argv, is_asked_for
-from megatron_vocabpar.megatron_lm.refusals import REFUSALS, check
+from megatron_vocabpar.megatron_lm.rules.check import check
 from megatron_vocabpar.megatron_lm.tables import written
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.schedule.times.redistribution import layout
@@ -194,53 +194,11 @@ def test_a_refused_launch_line_names_every_flag() -> None:
     assert "--inprocess-restart: the vocabulary groups" in message
 
 
-@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.flag)
-def test_every_row_of_the_table_is_refused(row: Any) -> None:
-    config = FlagConfig(enabled=True, method="vocab-2")
-    check(SimpleNamespace(**PLAIN), config)
-    with pytest.raises(ValueError, match="refuses these flags") as error:
-        check(SimpleNamespace(**(PLAIN | row.example)), config)
-    assert f"{row.flag}: {row.remedy}" in str(error.value)
-    check(SimpleNamespace(**(PLAIN | row.example)), FlagConfig())
-
-
 def test_the_tables_of_the_page_are_current() -> None:
     """Else: ``python -m megatron_vocabpar.megatron_lm.tables docs/megatron.md``."""
     page = (ROOT / "docs" / "megatron.md").read_text()
     assert written(page) == page
-    for row in REFUSALS:
-        assert f"| `{row.flag}` | {row.remedy} |" in page
     assert written(page.replace("| `--vocab-parallel-z-loss` |", "|")) == page
-
-
-STORED = {"logits_load_dir": "teacher", "logits_load_kd_loss_alpha": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("asked", "flag"),
-    [
-        ({"logits_load_dir": "teacher", "logits_load_kd_loss_alpha": 2.0}, "--logits-load-kd-loss-alpha"),
-        ({**STORED, "logits_load_ignore_errors": True}, "--logits-load-ignore-errors"),
-        ({**STORED, "mtp_num_layers": 1}, "--logits-load-dir"),
-        ({**STORED, "fp16": True}, "--logits-load-dir with --fp16"),
-        ({"logits_save_dir": "teacher", "mtp_num_layers": 1}, "--logits-save-dir with --mtp-num-layers"),
-        (
-            {"logits_save_dir": "teacher", "freeze_all_layers": True, "logit_dtype": None},
-            "--logits-save-dir with --freeze-all-layers",
-        ),
-        ({"logits_save_dir": "teacher", "sft": True}, "--logits-save-dir with --sft"),
-        ({"logits_save_dir": "teacher", **STORED}, "--logits-save-dir with --logits-load-dir"),
-        ({"modelopt_enabled": True}, "--modelopt-enabled"),
-        ({"expert_tensor_parallel_num_weight_shards": 2}, "--expert-tensor-parallel-num-weight-shards"),
-        ({"enable_hyper_connections": True}, "--enable-hyper-connections"),
-        ({"save_activations_interval": 10}, "--save-activations-interval"),
-        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
-        ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
-    ],
-)
-def test_every_flag_of_a_row_is_refused(asked: dict[str, Any], flag: str) -> None:
-    with pytest.raises(ValueError, match=f"{flag}.*: "):
-        check(SimpleNamespace(**PLAIN | asked), FlagConfig(enabled=True, method="vocab-2"))
 
 
 def test_a_buffer_that_gathered_parameters_leave_is_not_refused() -> None:
@@ -250,15 +208,16 @@ def test_a_buffer_that_gathered_parameters_leave_is_not_refused() -> None:
 
 def test_graphs_of_layers_go_with_what_was_shown() -> None:
     plain = PLAIN | {"cuda_graph_impl": "local", "cuda_graph_scope": "full", "hidden_dropout": 0.0}
-    config = FlagConfig(enabled=True, method="vocab-2", profile_iterations=0)
+    config = FlagConfig(enabled=True, method="vocab-2", profile_iterations=0, strict=True)
     check(SimpleNamespace(**plain), config)
     for arguments, flags, message in (
-        ({}, {"schedule": "zb-h1"}, "which --vocab-parallel-family zb-h1 may split off"),
+        ({}, {"schedule": "zb-h1"}, "layers with --vocab-parallel-family zb-h1: a graph of B holds"),
         ({}, {"profile_iterations": 3}, "give --vocab-parallel-profile-iterations 0"),
-        ({"hidden_dropout": 0.1, "num_experts": 8}, {}, "with --num-experts, --hidden-dropout other than 0;"),
-        ({"pipeline_model_parallel_size": 1}, {}, "with --pipeline-model-parallel-size 1;"),
+        ({"hidden_dropout": 0.1}, {}, "with --hidden-dropout other than 0:"),
+        ({"num_experts": 8, "fp4": "e2m1"}, {}, "with --num-experts, --fp4-format: they have not been"),
+        ({"pipeline_model_parallel_size": 1}, {}, "with --pipeline-model-parallel-size 1:"),
         ({"cuda_graph_scope_deprecated": ["full_iteration"]}, {}, "use --cuda-graph-impl local"),
-        ({"cuda_graph_scope": "attn"}, {}, "with --cuda-graph-scope;"),
+        ({"cuda_graph_scope": "attn"}, {}, "with --cuda-graph-scope:"),
     ):
         with pytest.raises(ValueError, match=message):
             check(SimpleNamespace(**plain | arguments), replace(config, **flags))
@@ -267,18 +226,18 @@ def test_graphs_of_layers_go_with_what_was_shown() -> None:
 def test_graphs_of_transformer_engine_go_with_our_order() -> None:
     scopes = ["attn", "moe_router", "moe_preprocess"]
     plain = PLAIN | {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": scopes, "num_experts": 8}
-    config = FlagConfig(enabled=True, method="vocab-2", profile_iterations=0)
+    config = FlagConfig(enabled=True, method="vocab-2", profile_iterations=0, strict=True)
     check(SimpleNamespace(**plain), config)
     old = {"cuda_graph_impl": "none", "external_cuda_graph": True}
     check(SimpleNamespace(**plain | old), config)
     for arguments, flags, message in (
-        ({}, {"schedule": "v-half"}, "transformer_engine: graphs of B hold the weight gradients"),
+        ({}, {"schedule": "v-half"}, "v-half: a graph of B holds the weight gradients"),
         ({}, {"profile_iterations": 3}, "give --vocab-parallel-profile-iterations 0"),
-        ({"pipeline_model_parallel_size": 1}, {}, "with --pipeline-model-parallel-size 1;"),
-        ({"hybrid_layer_pattern": "M*"}, {}, "with --hybrid-layer-pattern;"),
+        ({"pipeline_model_parallel_size": 1}, {}, "with --pipeline-model-parallel-size 1:"),
+        ({"hybrid_layer_pattern": "M*"}, {}, "with --hybrid-layer-pattern:"),
         ({"cuda_graph_warmup_steps": 0}, {}, "--cuda-graph-warmup-steps 0: .* give 1 or more"),
-        ({"rampup_batch_size": ["4", "4", "64"]}, {}, "with --rampup-batch-size;"),
-        ({"step_batch_size_schedule": "0:4 9:8"}, {}, "with --step-batch-size-schedule;"),
+        ({"rampup_batch_size": ["4", "4", "64"]}, {}, "with --rampup-batch-size:"),
+        ({"step_batch_size_schedule": "0:4 9:8"}, {}, "with --step-batch-size-schedule:"),
     ):
         with pytest.raises(ValueError, match=message):
             check(SimpleNamespace(**plain | arguments), replace(config, **flags))
@@ -291,7 +250,7 @@ FP32, FUSED = VocabOptions(fp32_head=True), VocabOptions(kernels="fused")
 @pytest.mark.parametrize(
     ("head", "right", "wrong", "message"),
     [
-        (FP32, {}, {"untie_embeddings_and_output_weights": False}, r"give --untie-embeddings-and-"),
+        (FP32, {}, {"untie_embeddings_and_output_weights": False}, r"untie them \(--untie-embeddings-and-"),
         (FP32, {"save": "here", "no_save_optim": True}, {"save": "here"}, r"give --no-save-optim"),
         (FP32, {"load": "here", "no_load_optim": True}, {"load": "here"}, r"and --no-load-optim"),
         (FP32, {"bf16": False, "save": "here"}, {"save": "here"}, r"of float32 weights among 16-bit"),
@@ -474,8 +433,8 @@ def test_contradicting_options(argv: str, message: str) -> None:
             FlagConfig(True, "vocab-2", options=VocabOptions(recompute=True, rows_per_chunk=64)),
         ),
         (
-            f"{ENABLE} --vocab-parallel-allow-unknown-megatron",
-            FlagConfig(True, "vocab-2", allow_unknown=True),
+            f"{ENABLE} --vocab-parallel-strict",
+            FlagConfig(True, "vocab-2", strict=True),
         ),
         (
             f"{ENABLE} --vocab-parallel-invariant",
@@ -533,30 +492,49 @@ def test_is_asked_for(argv: str, asked: bool) -> None:
 
 
 def _signatures_of(version: str) -> dict[tuple[str, str], tuple[str, ...]]:
+    """The last row of each function that begins with this version or one before it."""
+    at = VERSIONS.index(version)
     return {
-        key: next(parameters for parameters, versions in rows.items() if version in versions)
+        key: [parameters for since, parameters in rows.items() if VERSIONS.index(since) <= at][-1]
         for key, rows in SIGNATURES.items()
     }
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_signatures_tell_the_version(version: str) -> None:
-    found = _signatures_of(version)
-    assert find_version(lambda module, name: found[module, name]) == version
+    known = _signatures_of(version)
+    newest = [each for each in VERSIONS if _signatures_of(each) == known][-1]
+    assert recognise(lambda module, name: known[module, name]) == (newest, "")
 
 
-def test_missing_and_changed_names_are_refused_by_name() -> None:
-    found: dict[tuple[str, str], Any] = dict(_signatures_of("0.16"))
+def test_an_unknown_version_has_the_names_of_the_newest() -> None:
+    of_newest = [binding for binding in BINDINGS if binding.is_in("main")]
+    assert [binding for binding in BINDINGS if binding.is_in("unknown")] == of_newest
+    of_oldest = {binding.name for binding in BINDINGS if binding.is_in("0.14")}
+    assert {binding.name for binding in BINDINGS} - of_oldest >= {"HybridModel", "select_pipeline_segment"}
+    assert "MambaModel" in of_oldest - {binding.name for binding in of_newest}
+
+
+def test_rows_of_signatures_are_in_the_order_of_versions() -> None:
+    for rows in SIGNATURES.values():
+        assert list(rows) == [version for version in VERSIONS if version in rows]
+        assert len(set(rows.values())) == len(rows)
+
+
+def test_a_megatron_of_tomorrow_is_known_by_what_nobody_has_read() -> None:
+    known: dict[tuple[str, str], Any] = dict(_signatures_of("main"))
     key = (bindings.BINDINGS[0].module, "backward_step")
-    with pytest.raises(ValueError, match=r"has no .*schedules.backward_step"):
-        find_version(lambda module, name: None if (module, name) == key else found[module, name])
-    found[key] = (*found[key], "something_new")
-    with pytest.raises(ValueError, match=r"backward_step\(.*something_new.*allow-unknown"):
-        find_version(lambda module, name: found[module, name])
-    assert find_version(lambda module, name: found[module, name], allow_unknown=True) == "unknown"
-    found[key] = ("input_tensor", "something_new")
+    known[key] = (*known[key], "something_new")
+    version, unread = recognise(lambda module, name: known[module, name])
+    assert version == "unknown"
+    assert re.search(r"nobody has read \S+backward_step with something_new; use one of 0\.14", unread)
+    known[key] = ("input_tensor", "something_new")
     with pytest.raises(ValueError, match="backward_step lacks config, output_tensor"):
-        find_version(lambda module, name: found[module, name], allow_unknown=True)
+        recognise(lambda module, name: known[module, name])
+    with pytest.raises(ValueError, match=r"it has no .*schedules.backward_step; use one of"):
+        recognise(lambda module, name: None if (module, name) == key else known[module, name])
+    known[key] = _signatures_of("0.14")[key]  # beside main's
+    assert "signatures of several versions" in recognise(lambda module, name: known[module, name]).unread
 
 
 def test_the_table_file_is_current() -> None:
@@ -566,7 +544,7 @@ def test_the_table_file_is_current() -> None:
 def test_patch_of_this_version_applies_and_reverses(tmp_path: Path) -> None:
     version = find_version(source_signatures(checkout()))
     patches = sorted((ROOT / "patches").glob(f"core_v{version}*.patch"))
-    assert patches or version == "main"
+    assert patches or version not in PATCHED
     shutil.copy(checkout() / "pretrain_gpt.py", tmp_path)
     script = tmp_path / "pretrain_gpt.py"
     before = script.read_text()

@@ -16,10 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_vocabpar.megatron_lm.bindings import find_version
-from megatron_vocabpar.megatron_lm.checkout import source_signatures
 from tests.megatron_lm.test_training import FROM_WEIGHTS
-from tests.megatron_lm.training import Log, checkout, pretrain, words
+from tests.megatron_lm.training import Log, is_since, pretrain, words
 from tests.megatron_lm.with_layer_graphs import STOCKS_ORDER
 
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -56,7 +54,7 @@ def weights(model: str) -> Path:
 
 def train(case: Case, *options: str) -> Log:
     """Four iterations from the same weights; graphs are captured after the first."""
-    if find_version(source_signatures(checkout())) in ("0.14", "0.15"):
+    if not is_since("0.16"):
         pytest.skip("Megatron before 0.16 captures in its training script; refused")
     model = " ".join(part for part in (EXPERTS, HEAD) if part in case.both)
     flags = words(f"{UNTIED} {GRAPHS} {case.both} --load {weights(model)}")

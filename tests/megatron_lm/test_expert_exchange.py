@@ -18,19 +18,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_vocabpar.megatron_lm.bindings import find_version
-from megatron_vocabpar.megatron_lm.checkout import source_signatures
-from megatron_vocabpar.megatron_lm.expert_exchange import DELAY, OVERLAP, leave_to_w
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
-from megatron_vocabpar.megatron_lm.flags import ENABLE, config_from_argv
+from megatron_vocabpar.megatron_lm.flags import ENABLE, OVERLAP, config_from_argv
 from megatron_vocabpar.megatron_lm.planning import with_exchange
-from megatron_vocabpar.megatron_lm.refusals import check
+from megatron_vocabpar.megatron_lm.replacements import leave_to_w
+from megatron_vocabpar.megatron_lm.rules.check import check
+from megatron_vocabpar.megatron_lm.rules.pairs import DELAY
 from megatron_vocabpar.pipeline.tuning.kept_plan import PLAN_FILE
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from tests.megatron_lm.test_doors import PLAIN
 from tests.megatron_lm.test_training import FROM_WEIGHTS
-from tests.megatron_lm.training import Log, checkout, pretrain, words
+from tests.megatron_lm.training import Log, is_since, pretrain, words
 from tests.megatron_lm.with_slow_exchange import ALONE_S, TOGETHER_S
 
 IN_FLOAT32 = Path(__file__).with_name("with_fp32_plans.py")
@@ -102,7 +101,7 @@ def test_trains_as_stock(family: str, method: str, pp: int, given: str, options:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trains_in_4_bits_as_stock_that_hides_nothing(family: str) -> None:
     """Megatron's own plans leave 4 bits out; whole vocabulary layers have stock's operands."""
-    if find_version(source_signatures(checkout())) in ("0.14", "0.15"):
+    if not is_since("0.16"):
         pytest.skip("Megatron 0.16 is the first with NVFP4")
     grouped = "--moe-grouped-gemm"
     load = (*MODEL, grouped, "--load", str(weights(grouped, transformer_engine=True)), *FROM_WEIGHTS)
@@ -123,7 +122,7 @@ def test_trains_in_4_bits_as_stock_that_hides_nothing(family: str) -> None:
 @pytest.mark.parametrize("delayed", ["", DELAY])
 def test_trains_with_captured_layers_as_stock_without(head: str, delayed: str) -> None:
     """Graphs of B, and with a delay others of its weight gradients, over the stand-in for CUDA graphs."""
-    if find_version(source_signatures(checkout())) in ("0.14", "0.15"):
+    if not is_since("0.16"):
         pytest.skip("Megatron before 0.16 captures in its training script; refused")
     given = words(f"--moe-grouped-gemm {head}")
     expected = stock(given=given, transformer_engine=True)
@@ -194,9 +193,9 @@ def test_accepted(family: str, changes: dict[str, Any]) -> None:
         ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, "leave moe out of"),
         ({"moe_shared_expert_overlap": True}, "as --moe-shared-expert-overlap; leave out the one"),
         ({"mtp_num_layers": 2}, "use --mtp-num-layers 1"),
-        ({"mtp_num_layers": 1, "moe_layer_freq": [1] * 15 + [0]}, "as the last layer of --moe-layer-freq"),
-        ({"mtp_num_layers": 1, "moe_layer_freq": 2}, "as the last layer of --moe-layer-freq"),
-        ({"hybrid_layer_pattern": "|".join(["*E"] * 8)}, "layers by pattern have not been run in pairs"),
+        ({"mtp_num_layers": 1, "moe_layer_freq": [1] * 15 + [0]}, "give the last layer of --moe-layer-freq"),
+        ({"mtp_num_layers": 1, "moe_layer_freq": 2}, "give the last layer of --moe-layer-freq"),
+        ({"hybrid_layer_pattern": "|".join(["*E"] * 8)}, "use pretrain_gpt.py, or leave it out"),
         ({"cuda_graph_impl": "local"}, "transformer_engine alone have been run in pairs; use that"),
         ({"cuda_graph_impl": "transformer_engine", "fp4": "e2m1"}, "leave out --cuda-graph-impl or --fp4"),
         ({"cpu_offloading_num_layers": 1}, "leave out --cpu-offloading-num-layers"),
@@ -216,14 +215,14 @@ def test_accepted(family: str, changes: dict[str, Any]) -> None:
 )
 def test_refused(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check(SimpleNamespace(**ASKED | changes), FlagConfig(True, "vocab-2", family))
+        check(SimpleNamespace(**ASKED | changes), FlagConfig(True, "vocab-2", family, strict=True))
 
 
 def test_layers_are_captured_where_b_has_the_weight_gradients() -> None:
     args = SimpleNamespace(**ASKED | TE | {"cuda_graph_impl": "transformer_engine"})
     words_of = {family: [*OURS, "--vocab-parallel-family", family] for family in FAMILIES}
     check(args, config_from_argv(words_of["1f1b-overlap"]))
-    with pytest.raises(ValueError, match="dualpipev may split off; use 1f1b, interleaved or 1f1b-overlap"):
+    with pytest.raises(ValueError, match=r"dualpipev: a graph .* use 1f1b, interleaved or 1f1b-overlap"):
         check(args, config_from_argv(words_of["dualpipev"]))
 
 

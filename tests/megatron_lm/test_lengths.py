@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_vocabpar.megatron_lm.bindings import find_version
-from megatron_vocabpar.megatron_lm.checkout import source_signatures
 from tests.megatron_lm.test_training import FROM_WEIGHTS
-from tests.megatron_lm.training import Log, checkout, pretrain, words
+from tests.megatron_lm.training import Log, is_since, pretrain, words
 
 SCRIPT = Path(__file__).with_name("with_gathered_attention.py")
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -80,7 +78,7 @@ def test_packed_sequences(weights: Path) -> None:
 @pytest.mark.long
 def test_packed_documents(weights: Path) -> None:
     """Beside stock on one stage: two do not exchange several rows that are packed into one."""
-    if find_version(source_signatures(checkout())) not in ("0.19", "main"):
+    if not is_since("0.19"):
         pytest.skip("this version has no --dataloader-inter-document-masking")
     check(weights, f"{DOCUMENTS} --dataloader-inter-document-masking", "vocab-2", {"pp": 1}, pp=2)
 
@@ -103,7 +101,7 @@ def test_packed_sequences_in_a_v_of_transformer_engines_layers(weights_of_engine
 
 
 def skip_unless_packing() -> None:
-    if find_version(source_signatures(checkout())) in ("0.14", "0.15"):
+    if not is_since("0.16"):
         pytest.skip("this version's pretrain_gpt.py packs no sequences")
 
 

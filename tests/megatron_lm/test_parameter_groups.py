@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_vocabpar.megatron_lm.bindings import find_version
-from megatron_vocabpar.megatron_lm.checkout import source_signatures
 from tests.megatron_lm.test_doors import ENABLE
 from tests.megatron_lm.test_training import EMBEDDINGS
-from tests.megatron_lm.training import Log, checkout, pretrain, words
+from tests.megatron_lm.training import Log, is_since, pretrain, words
 
 VOCAB_SIZE = 4608  # no padding in stock's softmax
 SCRIPT = Path(__file__).parent / "with_printed_groups.py"
@@ -61,6 +59,6 @@ def test_groups_are_stocks(options: str, tied: str) -> None:
     ],
 )
 def test_mup_trains_as_stock(options: str, sizes: dict[str, int]) -> None:
-    if find_version(source_signatures(checkout())) in ("0.14", "0.15", "0.16"):
+    if not is_since("0.17"):
         pytest.skip("--use-mup is in Megatron from 0.17 on")
     check(*words(options), **sizes)

@@ -15,8 +15,7 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_vocabpar.megatron_lm.expert_exchange import OVERLAP
-from megatron_vocabpar.megatron_lm.flags import config_from_argv
+from megatron_vocabpar.megatron_lm.flags import OVERLAP, config_from_argv
 from megatron_vocabpar.megatron_lm.planning import (
     check_costs,
     plan_request,

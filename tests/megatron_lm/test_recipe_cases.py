@@ -11,8 +11,6 @@ import pytest
 
 from lab.combinations import Combination, frequent
 from lab.recipes import recipes
-from megatron_vocabpar.megatron_lm.bindings import find_version
-from megatron_vocabpar.megatron_lm.checkout import source_signatures
 from tests.megatron_lm.test_training import FROM_WEIGHTS
 from tests.megatron_lm.test_transformer_engine import (
     DISTRIBUTED,
@@ -24,7 +22,7 @@ from tests.megatron_lm.test_transformer_engine import (
     train,
     weights,
 )
-from tests.megatron_lm.training import checkout, words
+from tests.megatron_lm.training import is_since, words
 
 FOUND = [found for found, _ in frequent(recipes()[1])]
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm"
@@ -82,7 +80,7 @@ def test_recipes_train_as_stock(found: Combination, record_property: Record) -> 
 
     Stock runs on one process, and without graphs.
     """
-    if find_version(source_signatures(checkout())) not in ("0.19", "main"):
+    if not is_since("0.19"):
         pytest.skip("Bridge's recipes are for 0.19 and later")
     shape, sizes = model(found), {"pp": 2, "dp": 2 if found.gathered else 1}
     load = ("--load", str(weights(shape)), *FROM_WEIGHTS, *rounded(found))

@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_vocabpar.megatron_lm.bindings import find_version
-from megatron_vocabpar.megatron_lm.checkout import source_signatures
 from tests.megatron_lm.test_schedules import CHUNKS, EIGHT_LAYERS, OVERLAP, UNTIED
 from tests.megatron_lm.test_transformer_engine import GATHERED as EIGHT_BITS
 from tests.megatron_lm.test_transformer_engine import REUSED
-from tests.megatron_lm.training import Log, checkout, pretrain, words
+from tests.megatron_lm.training import Log, is_since, pretrain, words
 
 DEFERRED = "--defer-embedding-wgrad-compute"
 GATHERED = "--overlap-param-gather-with-optimizer-step"
@@ -44,7 +42,7 @@ def test_parameters_gathered_in_the_optimizers_step(family: str) -> None:
 @pytest.mark.parametrize("family", ["interleaved", "1f1b"])
 def test_gathered_parameters_where_gradients_will_be(family: str) -> None:
     """In 8 bits weights are gathered into the buffer of their gradients, now beside the first F passes."""
-    if find_version(source_signatures(checkout())) not in ("0.19", "main"):
+    if not is_since("0.19"):
         pytest.skip("refused before 0.19")
     options = words(f"--fp8-format hybrid --fp8-recipe mxfp8 {EIGHT_BITS} {REUSED}")
     plain = train(family, *options, transformer_engine=True)

@@ -78,6 +78,8 @@ def test_patched_script_trains(tmp_path: Path) -> None:
     """The third door: the checkout's script with the line of our patch, started by itself."""
     version = find_version(source_signatures(checkout()))
     patches = sorted((ROOT / "patches").glob(f"core_v{version}*.patch"))
+    if not patches:
+        pytest.skip(f"there is no patch of Megatron {version}")
     shutil.copy(checkout() / "pretrain_gpt.py", tmp_path)
     subprocess.run(["git", "apply", str(patches[-1])], cwd=tmp_path, check=True)
     script = tmp_path / "pretrain_gpt.py"

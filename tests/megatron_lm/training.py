@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from megatron_vocabpar.megatron_lm.bindings import find_version
+from megatron_vocabpar.megatron_lm.bindings import VERSIONS, find_version, versions
 from megatron_vocabpar.megatron_lm.checkout import source_signatures
 from tests.transformer_engine import hook
 
@@ -119,7 +119,13 @@ def build_dataset_helpers(megatron: Path) -> None:
 
 def added_ids(megatron: Path) -> int:
     """How many ids the NullTokenizer adds to ``--vocab-size``: older ones add the end-of-document token."""
-    return 0 if find_version(source_signatures(megatron)) in ("0.18", "0.19", "main") else 1
+    return 0 if is_since("0.18", megatron) else 1
+
+
+def is_since(version: str, megatron: Path | None = None) -> bool:
+    """Whether a checkout, by default the tested one, is of this version or later, or of no known one."""
+    found = find_version(source_signatures(megatron or checkout()))
+    return found not in VERSIONS or found in versions(version)
 
 
 def pretrain(

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.module import GraphableMegatronModule
 
-from megatron_vocabpar.megatron_lm.expert_exchange import OVERLAP
+from megatron_vocabpar.megatron_lm.flags import OVERLAP
 from tests.megatron_lm.with_fp32_plans import plans_in_float32
 from tests.pipeline.cpu_graphs import engine_graphs_on_cpu, handed_on_apart
 

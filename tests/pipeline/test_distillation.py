@@ -16,8 +16,10 @@ from megatron_vocabpar.layers.extras.divergence import check_teacher
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.terms import Distillation, LossTerms
 from megatron_vocabpar.pipeline.options import VocabOptions
-from megatron_vocabpar.pipeline.rules import conflicts
-from megatron_vocabpar.pipeline.settings import check_distillation
+from megatron_vocabpar.pipeline.rules.facts import Facts
+from megatron_vocabpar.pipeline.rules.model import TEACHERS, TRAINING
+from megatron_vocabpar.pipeline.rules.options import conflicts
+from megatron_vocabpar.pipeline.rules.rule import require
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.words.methods import METHODS
 from tests.cases import covering, rest_is_slow
@@ -137,21 +139,22 @@ def test_values_that_no_distillation_has(values: dict[str, Any], says: str) -> N
 
 def test_a_teacher_and_a_distillation_need_each_other() -> None:
     config = SimpleNamespace(mtp_num_layers=None, params_dtype=torch.bfloat16)
-    call: Any = SimpleNamespace(forward_only=False, teacher=None, keep_top=None, config=config)
-    with pytest.raises(ValueError, match="needs both"):
-        check_distillation(options_of("js"), call)
-    check_distillation(VocabOptions(), call)
-    call.teacher, config.mtp_num_layers = print, 1
+    facts = Facts(settings=config, options=options_of("js"))
+    with pytest.raises(ValueError, match="the call's teacher: they need each other"):
+        require(facts, TRAINING)
+    with pytest.raises(ValueError, match=r"^distillation=None and the call's teacher: they need each other"):
+        require(Facts(given=frozenset({"teacher"})), TRAINING)
+    require(replace(facts, given=frozenset({"teacher"})), TRAINING, TEACHERS)
+    config.mtp_num_layers = 1
     with pytest.raises(ValueError, match="multi-token prediction"):
-        check_distillation(options_of("js"), call)
+        require(facts, TEACHERS)
 
 
 def test_fp16_needs_a_head_in_float32() -> None:
-    config = SimpleNamespace(mtp_num_layers=None, params_dtype=torch.float16)
-    call: Any = SimpleNamespace(forward_only=False, teacher=print, keep_top=None, config=config)
-    with pytest.raises(ValueError, match=r"exponentials in torch\.float16"):
-        check_distillation(options_of("js"), call)
-    check_distillation(replace(options_of("js"), fp32_head=True), call)
+    facts = Facts(settings=SimpleNamespace(params_dtype=torch.float16), options=options_of("js"))
+    with pytest.raises(ValueError, match=r"in float16: .* unlikely ids"):
+        require(facts, TEACHERS)
+    require(replace(facts, options=replace(facts.options, fp32_head=True)), TEACHERS)
 
 
 def test_a_teacher_of_another_shape_is_named() -> None:
@@ -161,3 +164,8 @@ def test_a_teacher_of_another_shape_is_named() -> None:
         check_teacher(torch.empty(2, 4, 8), (4, 2), shard)
     with pytest.raises(ValueError, match="7 ids on this rank, the student's shard 8, from 0 to 8"):
         check_teacher(torch.empty(4, 2, 7), (4, 2), shard)
+
+
+def test_a_training_asks_for_its_teacher() -> None:
+    with pytest.raises(AssertionError, match="the call's teacher: they need each other"):
+        run(Case(pp=2, m=3, output_options=options_of("js")))

@@ -102,12 +102,6 @@ def test_in_stocks_order_buffers_are_overwritten(method: str) -> None:
     assert any(overwritten(stock(p, rank, m), capture_order(plan, rank)) for rank in range(p))
 
 
-def test_split_weight_gradients_have_no_order() -> None:
-    plan = make_plan("vocab-2", 2, 4, family="zb-h1")
-    with pytest.raises(ValueError, match="weight gradients, which this schedule splits off; use 1f1b"):
-        EngineGraphs().order(plan, 0)
-
-
 def test_the_plan_stays_once_layers_are_captured() -> None:
     plan, graphs = make_plan("vocab-2", 2, 4), EngineGraphs()
     graphs.check(make_plan("vocab-2", 2, 5))

@@ -15,6 +15,9 @@ from megatron.core.transformer import cuda_graphs
 
 from megatron_vocabpar.pipeline.graphs import layer_graphs
 from megatron_vocabpar.pipeline.graphs.layer_graphs import LayerGraphs
+from megatron_vocabpar.pipeline.rules.facts import Facts
+from megatron_vocabpar.pipeline.rules.graphs import GRAPHS
+from megatron_vocabpar.pipeline.rules.rule import require
 from megatron_vocabpar.schedule.make.generate import generate, make_plan
 from tests.pipeline.cpu_graphs import handed_on_apart
 from tests.pipeline.gpt import Case, Result, case_of, run, train
@@ -94,25 +97,34 @@ def model(training: bool = True, **config: Any) -> Any:
     return SimpleNamespace(training=training, config=SimpleNamespace(**config))
 
 
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
 @pytest.mark.parametrize(
-    ("plan", "chunk", "message"),
+    ("plan", "config", "message"),
     [
-        (
-            make_plan("vocab-2", 2, 4, family="zb-h1"),
-            model(),
-            "weight gradients, which this schedule splits off",
-        ),
-        (make_plan("vocab-2", 1, 4), model(), "use a pipeline"),
-        (
-            PLAN,
-            model(hidden_dropout=0.1, fp8="e4m3"),
-            "with --hidden-dropout other than 0, --fp8-format; leave",
-        ),
+        (make_plan("vocab-2", 2, 4, family="zb-h1"), {}, "layers with this schedule: a graph of B holds"),
+        (make_plan("vocab-2", 1, 4), {}, "use a pipeline"),
+        (PLAN, {"rampup_batch_size": [4, 4, 64]}, "with --rampup-batch-size: .* has another plan"),
     ],
 )
-def test_where_graphs_would_be_wrong(plan: Any, chunk: Any, message: str) -> None:
-    with repaired(), pytest.raises(ValueError, match=message):
-        LayerGraphs().check(plan, [chunk], forward_only=False)
+def test_where_graphs_would_be_wrong(
+    implementation: str, plan: Any, config: dict[str, Any], message: str
+) -> None:
+    settings = SimpleNamespace(cuda_graph_impl=implementation, **config)
+    facts = Facts(settings=settings, p=plan.schedule.p, splits_w=plan.schedule.splits_w)
+    with pytest.raises(ValueError, match=message):
+        require(facts, GRAPHS)
+    require(replace(facts, settings=SimpleNamespace(**config)), GRAPHS)
+
+
+def test_megatrons_graphs_have_no_dropout_and_are_not_in_every_version() -> None:
+    facts = Facts(settings=SimpleNamespace(cuda_graph_impl="local", hidden_dropout=0.1), p=2)
+    with pytest.raises(ValueError, match="with --hidden-dropout other than 0: Megatron replays"):
+        require(facts, GRAPHS)
+    facts = Facts(settings=SimpleNamespace(cuda_graph_impl="local", fp8="e4m3"), p=2)
+    with pytest.warns(UserWarning, match="with --fp8-format: they have not been shown"):
+        require(facts, GRAPHS)
+    with pytest.raises(ValueError, match=r"0\.19 or later: .* gave wrong gradients"):
+        require(replace(facts, graphs_are_wrong=True), GRAPHS)
 
 
 def test_the_order_of_the_capture_is_kept() -> None:
@@ -130,6 +142,6 @@ def test_the_order_of_the_capture_is_kept() -> None:
 
 
 @pytest.mark.skipif(not EARLY, reason="0.16 and 0.17")
-def test_this_version_is_refused() -> None:
-    with pytest.raises(ValueError, match="of this megatron-core gave wrong gradients"):
-        LayerGraphs().check(PLAN, [model()], forward_only=False)
+def test_a_training_asks_whether_this_version_is_right() -> None:
+    with pytest.raises(AssertionError, match="its graphs gave wrong gradients"):
+        run(Case(method="vocab-2", pp=2, m=3, graphs=True))

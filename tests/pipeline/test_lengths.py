@@ -15,8 +15,11 @@ import torch
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.pipeline.output.hidden import HiddenStates
 from megatron_vocabpar.pipeline.output.loss import Losses
-from megatron_vocabpar.pipeline.settings import check_settings
+from megatron_vocabpar.pipeline.rules.facts import Facts
+from megatron_vocabpar.pipeline.rules.model import WHOLE
+from megatron_vocabpar.pipeline.rules.rule import require
 from megatron_vocabpar.schedule.make.generate import generate
+from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.schedule.words.passes import Pass
 from tests.cases import rest_is_slow
 from tests.gathered_attention import GatheredAttention
@@ -175,5 +178,6 @@ def test_variable_lengths_keep_no_more_exponentials() -> None:
 
 def test_methods_without_shared_shapes_refuse_variable_lengths() -> None:
     config = transformer_config(Case(lengths=VARIABLE))
-    with pytest.raises(ValueError, match="variable_seq_lengths is not supported"):
-        check_settings(config, None, vocabulary_parallel=False)
+    with pytest.raises(ValueError, match=r"variable_seq_lengths: .* partitions the vocabulary"):
+        require(Facts(settings=config, method=METHODS["baseline"]), WHOLE)
+    require(Facts(settings=config, method=METHODS["vocab-2"]), WHOLE)

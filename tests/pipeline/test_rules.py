@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -12,7 +13,9 @@ from megatron_vocabpar.layers.terms import Distillation
 from megatron_vocabpar.megatron_lm.flags import spell
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward
 from megatron_vocabpar.pipeline.options import VocabOptions, options_of
-from megatron_vocabpar.pipeline.rules import RULES, conflicts
+from megatron_vocabpar.pipeline.rules.facts import Facts
+from megatron_vocabpar.pipeline.rules.options import APART, OPTIONS, conflicts
+from megatron_vocabpar.pipeline.rules.rule import IMPOSSIBLE, UNTESTED, Rule, ask, require
 from megatron_vocabpar.schedule.words.methods import METHODS
 
 NUMBERS: dict[str, Any] = {"metrics": ("entropy", "accuracy"), "target_rank": True}
@@ -100,7 +103,7 @@ def test_every_option_goes_alone_with_methods_that_partition(method: str) -> Non
 
 
 def test_rules_name_options() -> None:
-    names = {name for rule in RULES for name in (*rule.options, *rule.others)}
+    names = {name for rule in APART for name in (*rule.options, *rule.others)}
     assert names == {*options_of(VocabOptions), "gradients"}
 
 
@@ -116,3 +119,25 @@ def test_a_door_spells_the_names() -> None:
 def test_a_device_without_the_fused_kernel_is_named() -> None:
     with pytest.raises(ValueError, match=r"kernels=.fused.: tensors are on cpu, and .*; leave it out"):
         ForwardBackward("vocab-2", Mock(), torch.device("cpu"), options=VocabOptions(**FUSED))
+
+
+@pytest.mark.parametrize("more", [GRADIENT, FUSED, {"distillation": Distillation()}])
+def test_what_has_not_been_run_together_is_a_warning(more: dict[str, Any]) -> None:
+    facts = Facts(options=VocabOptions(top_logprobs=4, **more), method=METHODS["vocab-2"])
+    said = ask(facts, OPTIONS)
+    assert said[IMPOSSIBLE] == []
+    assert said[UNTESTED][0].endswith("with which they have not been run; leave out the one or the other")
+    with pytest.warns(UserWarning, match=r"not run with partitioned.*\n  top_logprobs=4: not with"):
+        require(facts, OPTIONS)
+
+
+def test_a_text_is_filled_in_from_facts_and_from_what_was_found() -> None:
+    settings = SimpleNamespace(num_layers=6, hidden_size=None)
+    facts = Facts(settings=settings, p=4)
+    rule = Rule("--num-layers {f.num_layers}", lambda f: f.num_layers % f.p, "{found} are left", "give 8")
+    assert rule.sentence(facts) == "--num-layers 6: 2 are left; give 8"
+    settings.num_layers = 8
+    assert rule.sentence(facts) == ""
+    assert (facts.hidden_size, facts.overlap_p2p_comm, facts.num_experts) == (0, True, 0)
+    settings.num_moe_experts = 4  # a TransformerConfig's name
+    assert facts.num_experts == 4

@@ -13,7 +13,9 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_vocabpar.layers.bins import TopLogprobs
 from megatron_vocabpar.pipeline.options import VocabOptions
-from megatron_vocabpar.pipeline.settings import check_distillation
+from megatron_vocabpar.pipeline.rules.facts import Facts
+from megatron_vocabpar.pipeline.rules.model import TEACHERS, TRAINING
+from megatron_vocabpar.pipeline.rules.rule import require
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.words.methods import METHODS
 from tests.cases import covering
@@ -86,12 +88,11 @@ def test_tokens_without_a_label_are_refused() -> None:
 
 
 def test_the_option_and_the_call_need_each_other() -> None:
-    config = SimpleNamespace(mtp_num_layers=None)
-    call: Any = SimpleNamespace(forward_only=False, teacher=None, keep_top=None, config=config)
-    with pytest.raises(ValueError, match="keep_top need each other"):
-        check_distillation(VocabOptions(top_logprobs=3), call)
-    call.keep_top, config.mtp_num_layers = print, 1
-    with pytest.raises(ValueError, match="multi-token prediction"):
-        check_distillation(VocabOptions(top_logprobs=3), call)
-    with pytest.raises(ValueError, match="keep_top need each other"):
-        check_distillation(VocabOptions(), call)
+    options, given = VocabOptions(top_logprobs=3), frozenset({"keep_top"})
+    with pytest.raises(ValueError, match=r"top_logprobs=3 and the call's keep_top: .* give both"):
+        require(Facts(options=options), TRAINING)
+    with pytest.raises(ValueError, match=r"^top_logprobs=0 and the call's keep_top: .* give both"):
+        require(Facts(given=given), TRAINING)
+    require(Facts(options=options, given=given), TRAINING, TEACHERS)
+    with pytest.raises(ValueError, match="top_logprobs=3 with multi-token prediction"):
+        require(Facts(options=options, settings=SimpleNamespace(mtp_num_layers=1)), TEACHERS)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
-from megatron_vocabpar.megatron_lm.refusals import check
+from megatron_vocabpar.megatron_lm.rules.check import check
 from megatron_vocabpar.plan.advice import launch_line, placing_flags
 from megatron_vocabpar.plan.given import read_words
 from megatron_vocabpar.plan.hardware import hardware_named
@@ -95,7 +95,7 @@ def test_a_preset_is_the_named_model(name: str, flags: str) -> None:
 
 @pytest.mark.parametrize(("family", "overlaps"), [("1f1b", True), ("zb-h1", False), ("v-zb", False)])
 def test_reductions_overlap_where_w_is_not_split_off(family: str, overlaps: bool) -> None:
-    """``weight_gradient_problems`` refuses them with Transformer Engine's layers; the times know it too."""
+    """``SPLIT_W`` refuses them with Transformer Engine's layers; the times know it too."""
     model = replace(model_preset("llama-3.1-8b"), layers=16)
     request = Request(model, Job(p=4, d=2, m=8, distributed_optimizer=True), H100, 80.0)
     option = option_of(request, "vocab-2", family)

@@ -204,7 +204,7 @@ def test_uneven_layers_hide_in_proportion() -> None:
 
 
 def test_heads_of_whole_layers_are_not_offered_in_a_v() -> None:
-    """The doors refuse them (``megatron_lm/refusals.py``)."""
+    """The doors refuse them (``pipeline/rules/model.py``)."""
     asked = replace(EXPERTS, model=replace(EXPERTS.model, mtp_depths=1))
     assert "partitioned vocabulary" in option_of(asked, "baseline", "dualpipev").problem
     assert not option_of(asked, "vocab-1", "dualpipev").problem

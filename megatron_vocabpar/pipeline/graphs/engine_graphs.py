@@ -37,16 +37,8 @@ def capture_order(plan: Plan, rank: int) -> CaptureOrder:
     Args:
         plan: of a training iteration; F and B of a chunk run microbatch by microbatch.
         rank: of the pipeline.
-
-    Raises:
-        ValueError: if weight gradients are passes of their own, which a graph of B would hold.
     """
     schedule = plan.schedule
-    if schedule.splits_w:
-        raise ValueError(
-            "CUDA graphs of layers: a graph of B holds the weight gradients, which this schedule splits off; "
-            "use 1f1b or interleaved, or leave the graphs out"
-        )
     sign = {PassType.F: 1, PassType.B: -1}
     passes = [item for item in schedule.ranks[rank] if item.type in sign]
     beside = {pair.forward for pair in schedule.pairs}
@@ -103,11 +95,7 @@ class EngineGraphs:
         self._plan: Plan | None = None
 
     def order(self, plan: Plan, rank: int) -> CaptureOrder:
-        """What Transformer Engine is to capture; from now on ``plan`` must be run.
-
-        Raises:
-            ValueError: as ``capture_order``.
-        """
+        """What Transformer Engine is to capture; from now on ``plan`` must be run."""
         order = capture_order(plan, rank)
         self._plan = plan
         return order

@@ -16,15 +16,9 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import cuda_graphs
-from megatron.core.utils import get_model_config
 
-from megatron_vocabpar.pipeline.graphs.graph_options import (
-    asks_for_engine_graphs,
-    asks_for_graphs,
-    beside_graphs,
-)
+from megatron_vocabpar.pipeline.rules.facts import Facts
 from megatron_vocabpar.schedule.plan import Plan
-from megatron_vocabpar.schedule.words.schedule import Schedule
 
 _NAMES = vars(cuda_graphs)
 OF_THIS_VERSION_ARE_WRONG = "alloc_tensor_from_graph_mempool" in _NAMES or (
@@ -36,7 +30,7 @@ OF_THIS_VERSION_ARE_WRONG = "alloc_tensor_from_graph_mempool" in _NAMES or (
 
 def kept(output: torch.Tensor, config: Any) -> torch.Tensor:
     """A stage's output, or a copy if the next replayed graph may overwrite it."""
-    return output.clone() if asks_for_graphs(config) or asks_for_engine_graphs(config) else output
+    return output.clone() if Facts(settings=config).captures_layers else output
 
 
 def kept_gradient(gradient: torch.Tensor, config: Any) -> torch.Tensor:
@@ -44,7 +38,7 @@ def kept_gradient(gradient: torch.Tensor, config: Any) -> torch.Tensor:
 
     With Megatron's own graphs autograd has made one. Of Transformer Engine's it takes the tensor itself.
     """
-    return gradient.clone() if asks_for_engine_graphs(config) else gradient
+    return gradient.clone() if Facts(settings=config).graphs_by_engine else gradient
 
 
 class LayerGraphs:
@@ -57,12 +51,9 @@ class LayerGraphs:
         """Check, before a call, that it may run ``plan`` or its evaluation.
 
         Raises:
-            ValueError: for another plan than that of the first training call; for a schedule in which graphs
-                would be wrong; for an evaluation of a model in training mode, which would be recorded.
+            ValueError: for another plan than that of the first training call; for an evaluation of a model in
+                training mode, which would be recorded.
         """
-        problem = _problem(plan.schedule, get_model_config(chunks[0]))
-        if problem:
-            raise ValueError(f"CUDA graphs of layers: {problem}, or leave the graphs out")
         if self._plan is None and forward_only and chunks[0].training:
             raise ValueError(
                 "CUDA graphs of layers: an evaluation before the first training call would be recorded in "
@@ -80,20 +71,3 @@ class LayerGraphs:
         schedules.create_cudagraphs()
         if not forward_only:
             self._plan = plan
-
-
-def _problem(schedule: Schedule, config: Any) -> str | None:
-    if OF_THIS_VERSION_ARE_WRONG:
-        return "emulated ones of this megatron-core gave wrong gradients; use 0.14, 0.15 or 0.18"
-    if schedule.splits_w:
-        return (
-            "a graph of B holds the weight gradients, which this schedule splits off; use 1f1b or interleaved"
-        )
-    if schedule.p == 1:
-        return (
-            "without a pipeline Megatron has one graph for microbatches that are under way together here; "
-            "use a pipeline"
-        )
-    if beside := beside_graphs(config):
-        return f"they have not been shown to train alike with {', '.join(beside)}; leave that out"
-    return None

@@ -13,12 +13,16 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_vocabpar.pipeline import compat
+from megatron_vocabpar.pipeline.rules.facts import Facts
+from megatron_vocabpar.pipeline.rules.model import PLACED
+from megatron_vocabpar.pipeline.rules.rule import require
 from megatron_vocabpar.schedule.words.placement import Placement
 
 
@@ -63,11 +67,7 @@ def chunk_positions(placement: Placement, rank: int, pg_collection: Any) -> Iter
         ValueError: for several chunks on one pipeline rank alone, which megatron-core does not divide into
             chunks; for a V-shaped placement in a version that cannot build it.
     """
-    if placement.p == 1 and placement.chunks > 1:
-        raise ValueError(
-            f"{placement.chunks} model chunks on a pipeline of one rank: megatron-core would build all "
-            "layers in each; use a pipeline size of 2 or more, or a schedule family with one chunk"
-        )
+    require(Facts(p=placement.p, chunks=Fraction(placement.chunks)), PLACED)
     mirrored = placement.shape == "vshape" and placement.chunks > 1 and placement.p > 1
     if mirrored and not compat.COUNTS_LAYERS_BY_GROUP:
         raise ValueError(

@@ -14,6 +14,7 @@ import inspect
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -33,6 +34,10 @@ from megatron_vocabpar.pipeline.model.vocab_layers import (
     vocab_shard,
 )
 from megatron_vocabpar.pipeline.model.whole_rows import WholeRows, scatter_rows
+from megatron_vocabpar.pipeline.options import VocabOptions
+from megatron_vocabpar.pipeline.rules.facts import Facts
+from megatron_vocabpar.pipeline.rules.model import HEADS
+from megatron_vocabpar.pipeline.rules.rule import require
 
 
 def _check_arguments(arguments: Mapping[str, Any], fp32_head: bool) -> None:
@@ -43,11 +48,10 @@ def _check_arguments(arguments: Mapping[str, Any], fp32_head: bool) -> None:
             "multi-token prediction with learned positions: the last stage would learn a copy of its own of "
             "them; use position_embedding_type rope or none"
         )
-    if fp32_head and arguments["share_embeddings_and_output_weights"]:
-        raise ValueError(
-            "fp32_head with tied weights: the embedding would be float32 too; untie them (in Megatron-LM "
-            "with --untie-embeddings-and-output-weights), or leave it out"
-        )
+    untied = SimpleNamespace(
+        untie_embeddings_and_output_weights=not arguments["share_embeddings_and_output_weights"]
+    )
+    require(Facts(settings=untied, options=VocabOptions(fp32_head=fp32_head)), HEADS)
 
 
 def _add_shards(model: PartitionedModel, terms: LossTerms, draws: bool) -> None:

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from megatron_vocabpar.pipeline.gradients import main_grad
+from megatron_vocabpar.pipeline.rules.facts import Facts
+from megatron_vocabpar.pipeline.rules.model import SPLIT_W
+from megatron_vocabpar.pipeline.rules.rule import require
 
 Product = Callable[..., Any]
 """From the tensors that were put with it to gradients: of the weights, then of the biases or None."""
@@ -119,9 +123,7 @@ def _check(chunk: torch.nn.Module, layers: Sequence[Any]) -> None:
         )
     if any(not hasattr(parameter, "main_grad") for layer in layers for parameter in _trained(layer)):
         raise ValueError("delayed weight gradients need main_grad: wrap the model in DistributedDataParallel")
-    ddp_config = getattr(chunk, "ddp_config", None)
-    if getattr(ddp_config, "overlap_grad_reduce", False) or getattr(ddp_config, "delay_wgrad_compute", False):
-        raise ValueError(
-            "overlap_grad_reduce or delay_wgrad_compute of DistributedDataParallel would reduce the "
-            "gradients of Transformer Engine's layers before W; turn both off there, or use local layers"
-        )
+    buffers = getattr(chunk, "ddp_config", None)
+    early = getattr(buffers, "overlap_grad_reduce", False) or getattr(buffers, "delay_wgrad_compute", False)
+    settings = SimpleNamespace(transformer_impl="transformer_engine", overlap_grad_reduce=early)
+    require(Facts(settings=settings, splits_w=True), SPLIT_W)

@@ -1,0 +1,117 @@
+"""``CHUNKS`` and ``REDISTRIBUTION``: flags that place layers, or read data, in ways that a schedule has not.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_vocabpar.megatron_lm.flag_config import AUTO
+from megatron_vocabpar.megatron_lm.layouts import (
+    has_separate_heads,
+    known_vocab_size,
+    layers_to_divide,
+    written_out,
+)
+from megatron_vocabpar.pipeline.rules.facts import Facts
+from megatron_vocabpar.pipeline.rules.rule import Rule, flags
+from megatron_vocabpar.schedule.make.families import SEARCH, families, family_named
+
+
+class Need(NamedTuple):
+    """The model chunks that a family needs, how to ask for them, and the families that take those given."""
+
+    chunks: int
+    how: str
+    fitting: str
+
+
+def _other_chunks(facts: Facts) -> Need | None:
+    """What to do if the family cannot have these model chunks."""
+    if facts.chunks.denominator != 1 or facts.family in (SEARCH, AUTO):
+        return None
+    fitting = [name for name, family in families().items() if family.allows(facts.chunks.numerator)]
+    needed = family_named(facts.family).chunks
+    bars = f"write {facts.p * needed - 1} | into"
+    if facts.pattern:
+        how = f"{bars} --hybrid-layer-pattern"
+    elif written_out(facts.settings):
+        how = f"{bars} --pipeline-model-parallel-layout"
+    else:
+        how = f"give --num-virtual-stages-per-pipeline-rank {needed}"
+    return None if facts.family in fitting else Need(needed, how, ", ".join(fitting))
+
+
+def _stages(facts: Facts) -> int:
+    return facts.p * facts.chunks.numerator
+
+
+def _skips(facts: Facts) -> str:
+    """What has Megatron skip iterations by reading their data on every rank, from one iterator."""
+    if facts.chunks == 1 and (facts.p <= 2 or facts.sft):
+        return ""
+    return " ".join(map(str, facts.iterations_to_skip)) or facts.result_rejected_tracker_filename
+
+
+def _undivided(facts: Facts) -> str:
+    """Says if layers do not divide: ``7 layers do not divide into 2 model chunks on each of 4 ranks``."""
+    args, chunks, layers = facts.settings, facts.chunks, layers_to_divide(facts.settings)
+    if facts.redistributes or written_out(args) or facts.pattern or chunks.denominator != 1 or not layers:
+        return ""
+    names = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    fixed = [count for count in (getattr(args, name, None) for name in names) if count is not None]
+    rest, ranks = layers - sum(fixed), facts.p - len(fixed)
+    even = rest % ranks == 0 if ranks > 0 else rest == ranks == 0
+    if even and all(count % chunks == 0 for count in (*fixed, rest // max(ranks, 1))):
+        return ""
+    return f"{rest} layers do not divide into {chunks} model chunks on each of {ranks} ranks"
+
+
+_HETEROGENEOUS = "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json"
+
+CHUNKS = (
+    Rule("--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank, "
+        "--pipeline-model-parallel-layout or --hybrid-layer-pattern", lambda f: f.chunks.denominator != 1,
+        "they give {f.chunks} model chunks on each of {f.p} ranks", "choose what divides"),
+    Rule("{f.schedule}", _other_chunks, "needs {found.chunks} model chunks per rank, not {f.chunks}",
+        "{found.how}, or use one of {found.fitting}"),
+    Rule("--no-overlap-p2p-communication", lambda f: f.chunks > 1 and f.p == 2 and not f.overlap_p2p_comm,
+        "Megatron refuses it with model chunks on two ranks"),
+    Rule("m before the last stage of --pipeline-model-parallel-layout",
+        lambda f: f.in_v and has_separate_heads(f.settings),
+        "{f.schedule} has Megatron's stages in another order than it gives out batches",
+        "use 1f1b, zb-h1 or interleaved, or put m before L"),
+    Rule("--dataloader-inter-document-masking",
+        lambda f: f.dataloader_inter_document_masking and _stages(f) > 2 and not f.sft,
+        "all stages take ends of documents from the data, which Megatron reads on the first and the last",
+        "use 2 stages of one model chunk, or --sft"),
+    Rule("--iterations-to-skip, --result-rejected-tracker-filename ({found})", _skips,
+        "Megatron skips data on ranks that have some, of one model chunk each",
+        "use 1f1b or zb-h1 on 2 stages at most, or leave it out"),
+    Rule("--heterogeneous-layers-config-path",
+        lambda f: f.chunks > 1 and f.any_set(_HETEROGENEOUS),
+        "Megatron makes its layers for one model chunk a rank alone", "use 1f1b or zb-h1"),
+    Rule("--num-layers {f.num_layers}", _undivided, "{found}",
+        "choose another number, or place them with --pipeline-model-parallel-layout"),
+)  # fmt: skip
+
+_PLACING = (
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("pipeline_model_parallel_layout", "hybrid_layer_pattern", "hybrid_override_pattern"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
+_REDISTRIBUTE = "--enable-layer-redistribution"
+
+REDISTRIBUTION = (
+    Rule(_REDISTRIBUTE, lambda f: f.redistributes and f.p < 2, "there is no other stage",
+        "give --pipeline-model-parallel-size of at least 2"),
+    Rule(f"{_REDISTRIBUTE} with {{found}}", lambda f: f.redistributes and flags(filter(f.is_set, _PLACING)),
+        "it places the layers itself", "leave out {found}"),
+    Rule(_REDISTRIBUTE, lambda f: f.redistributes and f.chunks != 1 and not f.runs_ours,
+        "Megatron's own schedule has one model chunk per rank on 1f1b", "leave out what asks for several"),
+    Rule(_REDISTRIBUTE,
+        lambda f: f.redistributes and f.final_stage_layers is None and not known_vocab_size(f.settings),
+        "how many layers stay is computed from the size of the vocabulary",
+        "give --final-stage-num-layers N, or --vocab-size"),
+)  # fmt: skip

@@ -1,0 +1,90 @@
+"""``Rule``, a row: what is refused or warned of, why, and what to do; and ``ask``, which reads rows.
+
+A row is ``impossible`` if numbers would be wrong, or the job would hang or end by itself later: it ends the
+job at once, with one sentence. It is ``untested`` if nobody has run it: the job goes on, and one warning
+lists all such rows. An option that nobody has read is untested too: most options of tomorrow's Megatron are
+harmless.
+
+Standard library only. Next: ``facts.py``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from megatron_vocabpar.pipeline.rules.facts import Facts
+
+Level = Literal["impossible", "untested"]
+IMPOSSIBLE: Level = "impossible"
+UNTESTED: Level = "untested"
+LEAVE_OUT = "leave it out"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A row.
+
+    ``id``, ``why`` and ``do`` are texts in which ``{f.name}`` stands for one of the facts and ``{found}`` for
+    what ``when`` returned: ``"--num-layers {f.num_layers}"`` becomes ``--num-layers 6``.
+
+    Attributes:
+        id: what is asked for, as a user writes it.
+        when: from the facts to something true if the row applies.
+        why: the reason.
+        do: the remedy, as an imperative.
+        level: whether it is refused or warned of.
+    """
+
+    id: str
+    when: Callable[[Facts], Any]
+    why: str
+    do: str = LEAVE_OUT
+    level: Level = IMPOSSIBLE
+
+    def sentence(self, facts: Facts) -> str:
+        """What the row says of the facts; empty if it does not apply."""
+        found = self.when(facts)
+        text = f"{self.id}: {self.why}; {self.do}" if self.do else f"{self.id}: {self.why}"
+        return text.format(f=facts, found=found) if found else ""
+
+
+Table = Sequence[Rule]
+
+
+def flags(names: Iterable[str]) -> str:
+    """The flags of Megatron's arguments: ``--use-mup`` of ``use_mup``."""
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+
+
+def alone(names: str, why: str, do: str = LEAVE_OUT, level: Level = IMPOSSIBLE) -> Rule:
+    """A row of settings, separated by spaces, each of which it is about whenever it is set."""
+    return Rule(flags(names.split()), lambda facts: facts.any_set(names), why, do, level)
+
+
+def ask(facts: Facts, *tables: Table) -> dict[Level, list[str]]:
+    """The sentences of all rows that apply, by their level."""
+    said: dict[Level, list[str]] = {IMPOSSIBLE: [], UNTESTED: []}
+    for rule in (rule for table in tables for rule in table):
+        if sentence := rule.sentence(facts):
+            said[rule.level].append(sentence)
+    return said
+
+
+def require(facts: Facts, *tables: Table, tell: Callable[[str], None] = warnings.warn) -> None:
+    """Ask the rows for a constructor or a call.
+
+    Args:
+        tell: gets a text on what has not been run.
+
+    Raises:
+        ValueError: with a line for each row that makes it impossible.
+    """
+    said = ask(facts, *tables)
+    if said[IMPOSSIBLE]:
+        raise ValueError("\n".join(said[IMPOSSIBLE]))
+    if said[UNTESTED]:
+        tell("not run with partitioned vocabulary layers:\n  " + "\n  ".join(said[UNTESTED]))
