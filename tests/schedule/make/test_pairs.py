@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from statistics import mean
 
 import pytest
 
@@ -11,15 +12,21 @@ from megatron_vocabpar.schedule.check.validate import validate
 from megatron_vocabpar.schedule.make.bounds import least_ms
 from megatron_vocabpar.schedule.make.families import claimed_peak, families, family_named, family_of
 from megatron_vocabpar.schedule.make.generate import generate, make_plan
+from megatron_vocabpar.schedule.make.pair_candidates import pair_candidates
+from megatron_vocabpar.schedule.make.pair_scheduling import arrange_in_pairs
+from megatron_vocabpar.schedule.make.problem import Problem
 from megatron_vocabpar.schedule.make.request import PlanRequest
+from megatron_vocabpar.schedule.make.rules import Rules
 from megatron_vocabpar.schedule.make.search import search
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.serialize import to_json
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.schedule.words.passes import CommType, PassType
 from tests.cases import covering, rest_is_slow
 from tests.schedule import reference
+from tests.schedule.test_loss_pass import PAPERS
 
 PAIRED = [name for name, family in families().items() if family.pairs]
 ALONE = {"dualpipev": "v-zb", "1f1b-overlap": "interleaved"}
@@ -48,20 +55,20 @@ def over_the_ideal(plan: Plan, share: float) -> float:
         ("dualpipev", 8, 2, 0.2, 1.066),
         *rest_is_slow(
             [
-                ("dualpipev", 8, 2, 0.4, 1.109),
-                ("dualpipev", 8, 1, 0.2, 1.075),
-                ("dualpipev", 8, 1, 0.4, 1.117),
-                ("dualpipev", 8, 0, 0.2, 1.109),
-                ("dualpipev", 8, 0, 0.4, 1.168),
-                ("1f1b-overlap", 8, None, 0.2, 1.146),
-                ("1f1b-overlap", 8, None, 0.4, 1.174),
-                ("dualpipev", 16, 2, 0.2, 1.086),
-                ("dualpipev", 16, 2, 0.4, 1.134),
+                ("dualpipev", 8, 2, 0.4, 1.1),
+                ("dualpipev", 8, 1, 0.2, 1.066),
+                ("dualpipev", 8, 1, 0.4, 1.103),
+                ("dualpipev", 8, 0, 0.2, 1.083),
+                ("dualpipev", 8, 0, 0.4, 1.128),
+                ("1f1b-overlap", 8, None, 0.2, 1.133),
+                ("1f1b-overlap", 8, None, 0.4, 1.162),
+                ("dualpipev", 16, 2, 0.2, 1.079),
+                ("dualpipev", 16, 2, 0.4, 1.124),
             ]
         ),
         *(
             pytest.param("dualpipev", 32, 2, share, most, marks=pytest.mark.long)
-            for share, most in ((0.2, 1.101), (0.4, 1.153))
+            for share, most in ((0.2, 1.1), (0.4, 1.145))
         ),
     ],
 )
@@ -73,6 +80,43 @@ def test_what_pairs_reach(family: str, p: int, above: int | None, share: float, 
     assert held <= (cap or claimed_peak(METHODS["vocab-2"], p, family_named(family), 2))
     assert over_the_ideal(plan, share) <= most
     assert simulate(plan).iteration_ms >= least_ms(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["vocab-2", "vocab-1"])
+@pytest.mark.parametrize("p", [8, 16])
+@pytest.mark.parametrize("share", [0.2, 0.4])
+@pytest.mark.parametrize(
+    ("family", "above"), [*(("dualpipev", above) for above in (2, 1, 0)), ("1f1b-overlap", None)]
+)
+def test_the_loss_function_in_between_costs_little(
+    family: str, above: int | None, share: float, p: int, method: str
+) -> None:
+    """Against the paper's chain, under the same cap; 4p microbatches, and L takes no time."""
+    cap = None if above is None else p + above
+    before, ours = (
+        simulate(make_plan(kind, p, 4 * p, family=family, costs=exchanging(p, share), max_activations=cap))
+        for kind in (PAPERS[method], method)
+    )
+    print(method, family, p, cap, share, f"{ours.iteration_ms / before.iteration_ms - 1:+.4%}")
+    assert ours.iteration_ms <= before.iteration_ms * 1.007
+
+
+def test_a_pair_waits_for_the_loss_function() -> None:
+    """The best way to play, and the same if L were eager: it runs long after C1 has brought the losses."""
+    request = PlanRequest(method="vocab-2", p=8, m=32, family="dualpipev", costs=exchanging(8, 0.4))
+    problem = Problem.of(request)
+    graph = problem.graph
+    best = next(pair_candidates(problem.shape, graph, problem.times, problem.family, problem.cap))
+    (loss,), brings = graph.of_type(PassType.L), graph.numbering.first_node[CommType.C1]
+    assert loss not in best.rules.eager
+    eager = replace(best.rules, eager=(*best.rules.eager, loss))
+
+    def waits_ms(rules: Rules) -> float:
+        ends = arrange_in_pairs(graph, 32, best.block, rules).ends
+        return mean(ends[loss * 32 + mb] - ends[brings * 32 + mb] for mb in range(32))
+
+    assert waits_ms(best.rules) < 0.5 * waits_ms(eager)
 
 
 @covering(("family", PAIRED), ("method", METHODS), ("p", [1, 2, 3, 5]))
