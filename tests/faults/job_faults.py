@@ -176,7 +176,7 @@ def _interrupted_soon(_: Place, command: Command) -> None:
 def hangs() -> Iterator[Fault]:
     said = r"--timeout 2: no rank has got any further for \d+ s: (.*; )?rank {0}.*at step 2.*; rank {0} stopped first"
     yield Fault("hang-rank-1-stopped", 1, said.format(1), FRESH + " --timeout 2", plant=at(1, 2, "1F1", by(STOP)))
-    yield Fault("hang-rank-0-stopped", 1, said.format(0), FRESH + " --timeout 2", plant=at(0, 2, "0T0", by(STOP)))
+    yield Fault("hang-rank-0-stopped", 1, said.format(0), FRESH + " --timeout 2", plant=at(0, 2, "0F1", by(STOP)))
     yield Fault("hang-rank-1-sleeps", 1, said.format(1), FRESH + " --timeout 2", plant=at(1, 2, "1S1", plants.stops))
     both = r"--timeout 2: no rank has got any further for \d+ s: ranks 0, 1 at step 2, in saving results\n"
     yield Fault("hang-while-saving", 1, both, FRESH + " --timeout 2", plant=at(0, 2, SAVING, plants.stops))
