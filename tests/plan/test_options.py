@@ -181,11 +181,10 @@ def test_measured_pairs_count_where_megatron_can_run_them() -> None:
 
 
 def test_the_estimate_of_pairs_is_about_what_the_whole_schedule_takes() -> None:
-    """Pairs of few microbatches are made better than those of many: 1f1b-overlap idles 2.5 and 6.1 %."""
     asked = replace(EXPERTS, job=replace(EXPERTS.job, m=64))
     for family in ("dualpipev", "1f1b-overlap"):
         few, whole = (option_of(asked, "vocab-2", family, m) for m in (16, 64))
-        assert few.iteration_ms == pytest.approx(whole.iteration_ms, rel=0.05)
+        assert few.iteration_ms == pytest.approx(whole.iteration_ms, rel=0.04)
         assert few.idle == pytest.approx(whole.idle, abs=0.04)
 
 
