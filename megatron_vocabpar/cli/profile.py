@@ -1,6 +1,6 @@
 """``vocabpar profile``: a model's passes and collectives, measured on this machine, as a cost file.
 
-Next: ``measure/profile.py``.
+Next: ``measure/model_costs.py``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def profile_command(output: str | None, **options: Any) -> None:
 
     Writes a cost file, which schedule, simulate, emulate and train read with --costs.
     """
-    from megatron_vocabpar.measure.profile import profile
+    from megatron_vocabpar.measure.model_costs import profile
     from megatron_vocabpar.train.config import TrainConfig
     from megatron_vocabpar.train.failure import TrainingFailed
 

@@ -34,8 +34,8 @@ from megatron_vocabpar.runtime.comm import (
     exchange_rows,
 )
 from megatron_vocabpar.runtime.executor import Observer, execute
-from megatron_vocabpar.runtime.profile import INPUT, OUTPUT, Span, Timeline
 from megatron_vocabpar.runtime.streams import Event, Stream, side_stream
+from megatron_vocabpar.runtime.timeline import INPUT, OUTPUT, Span, Timeline
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.dependencies import prerequisites

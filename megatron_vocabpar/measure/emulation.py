@@ -28,7 +28,7 @@ from megatron_vocabpar.measure.emulated_passes import EmulatedRank
 from megatron_vocabpar.measure.forked import run_forked
 from megatron_vocabpar.runtime.comm import create_groups, warm_up
 from megatron_vocabpar.runtime.pass_times import pass_ms
-from megatron_vocabpar.runtime.profile import Span
+from megatron_vocabpar.runtime.timeline import Span
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassTimes

@@ -1,4 +1,4 @@
-"""One shard's input layer with inputs: passes IF and IB, without communication. Next: ``profile.py``."""
+"""One shard's input layer with inputs: passes IF and IB, without communication. Next: ``model_costs.py``."""
 
 from __future__ import annotations
 

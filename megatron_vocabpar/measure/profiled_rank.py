@@ -16,8 +16,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, vocab_groups
 from megatron_vocabpar.runtime.comm import VocabGroups, all_gather, all_reduce, broadcast, warm_up
 from megatron_vocabpar.runtime.pass_times import RankTimes, transfer_ms
-from megatron_vocabpar.runtime.profile import Span, Timeline
 from megatron_vocabpar.runtime.streams import backend, clock, default_device
+from megatron_vocabpar.runtime.timeline import Span, Timeline
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.schedule.words.placement import Placement

@@ -29,8 +29,8 @@ from megatron_vocabpar.pipeline.tuning.measured_plan import MeasuredPlan, Plans,
 from megatron_vocabpar.pipeline.tuning.watched import Watched, Watcher
 from megatron_vocabpar.runtime.agreement import agree, program_digest, versions
 from megatron_vocabpar.runtime.pass_times import transfer_ms
-from megatron_vocabpar.runtime.profile import Timeline
 from megatron_vocabpar.runtime.streams import machine
+from megatron_vocabpar.runtime.timeline import Timeline
 from megatron_vocabpar.schedule.make.families import claimed_peak, family_named
 from megatron_vocabpar.schedule.make.generate import make_plan, plan_for
 from megatron_vocabpar.schedule.make.request import PlanRequest

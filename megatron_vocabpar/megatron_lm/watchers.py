@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward
 from megatron_vocabpar.runtime.pass_times import IterationTimes, RankTimes
-from megatron_vocabpar.runtime.profile import Span, gather_trace
+from megatron_vocabpar.runtime.timeline import Span, gather_trace
 from megatron_vocabpar.schedule.draw.pictures import write_pictures
 
 

@@ -41,8 +41,8 @@ from megatron_vocabpar.pipeline.rules.rule import require
 from megatron_vocabpar.pipeline.split_w.weight_gradients import split_weight_gradients
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_groups, warm_up
 from megatron_vocabpar.runtime.executor import Observer, execute
-from megatron_vocabpar.runtime.profile import INPUT, OUTPUT, Timeline
 from megatron_vocabpar.runtime.streams import named_range, side_stream
+from megatron_vocabpar.runtime.timeline import INPUT, OUTPUT, Timeline
 from megatron_vocabpar.schedule.make.generate import make_plan as generate_plan
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.times.costs import PassCosts

@@ -11,7 +11,7 @@ from megatron_vocabpar.plan.search import Found, Question
 from megatron_vocabpar.plan.search_tables import cells, gain, headline, nothing_fits, shown, stock_best
 from megatron_vocabpar.plan.tables import PARTS, Advice, model_notes, passes_of, sizes_of, summary
 from megatron_vocabpar.schedule.draw import draw_svg, lay_out, planned_chart
-from megatron_vocabpar.schedule.draw.page import Html, element, headings, items, page, quiet, table
+from megatron_vocabpar.schedule.draw.markup import Html, element, headings, items, page, quiet, table
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.simulate import simulate
 

@@ -15,8 +15,8 @@ from statistics import mean, median
 import torch
 
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, links
-from megatron_vocabpar.runtime.profile import COMPUTE, WAIT, Span
 from megatron_vocabpar.runtime.streams import clock
+from megatron_vocabpar.runtime.timeline import COMPUTE, WAIT, Span
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.times.pair_times import Kind, alone_ms, hidden_ms
 from megatron_vocabpar.schedule.words.methods import Method

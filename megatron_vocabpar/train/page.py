@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_vocabpar.schedule.draw import WHY_THEY_DIFFER, pictures
-from megatron_vocabpar.schedule.draw.page import Html, element, headings, page, quiet
-from megatron_vocabpar.schedule.draw.page import table as shown_table
+from megatron_vocabpar.schedule.draw.markup import Html, element, headings, page, quiet
+from megatron_vocabpar.schedule.draw.markup import table as shown_table
 from megatron_vocabpar.schedule.serialize import from_json
 from megatron_vocabpar.schedule.words.methods import METHODS, Method
 from megatron_vocabpar.train import output

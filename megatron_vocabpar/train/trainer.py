@@ -29,7 +29,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, vocab_groups
 from megatron_vocabpar.runtime.agreement import agree, program_digest, versions
-from megatron_vocabpar.runtime.profile import Timeline, gather_trace
 from megatron_vocabpar.runtime.streams import (
     backend,
     default_device,
@@ -37,6 +36,7 @@ from megatron_vocabpar.runtime.streams import (
     peak_memory_mib,
     queue_to_device,
 )
+from megatron_vocabpar.runtime.timeline import Timeline, gather_trace
 from megatron_vocabpar.schedule.draw.pictures import write_pictures
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.words.passes import Instruction, Pass, PassType

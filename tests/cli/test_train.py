@@ -46,7 +46,7 @@ def test_a_signal_while_processes_run_is_one_line(
     def ended(*_: object) -> None:
         raise Interrupted(sent)
 
-    monkeypatch.setattr("megatron_vocabpar.measure.profile.profile", ended)
+    monkeypatch.setattr("megatron_vocabpar.measure.model_costs.profile", ended)
     result = CliRunner().invoke(command.main, ["profile"])
     assert (result.exit_code, result.stderr) == (128 + sent, "vocabpar profile: interrupted\n")
 

@@ -28,7 +28,7 @@ from megatron_vocabpar.measure.emulated_passes import EmulatedRank
 from megatron_vocabpar.measure.emulation import emulate
 from megatron_vocabpar.measure.forked import run_forked
 from megatron_vocabpar.runtime.comm import create_groups, warm_up
-from megatron_vocabpar.runtime.profile import COMPUTE, WAIT
+from megatron_vocabpar.runtime.timeline import COMPUTE, WAIT
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.simulate import simulate

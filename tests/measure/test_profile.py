@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from megatron_vocabpar.cli import main as command
-from megatron_vocabpar.measure import profile as module
+from megatron_vocabpar.measure import model_costs as module
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import METHODS

@@ -28,8 +28,8 @@ from megatron_vocabpar.megatron_lm.bindings import BINDINGS, SIGNATURES, VERSION
 from megatron_vocabpar.megatron_lm.checkout import importable, source_signatures
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import config_from_argv, is_asked_for
+from megatron_vocabpar.megatron_lm.flags_page import written
 from megatron_vocabpar.megatron_lm.rules.check import check
-from megatron_vocabpar.megatron_lm.tables import written
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.schedule.times.redistribution import layout
 from tests.megatron_lm.training import ROOT, checkout, words
@@ -195,7 +195,7 @@ def test_a_refused_launch_line_names_every_flag() -> None:
 
 
 def test_the_tables_of_the_page_are_current() -> None:
-    """Else: ``python -m megatron_vocabpar.megatron_lm.tables docs/megatron.md``."""
+    """Else: ``python -m megatron_vocabpar.megatron_lm.flags_page docs/megatron.md``."""
     page = (ROOT / "docs" / "megatron.md").read_text()
     assert written(page) == page
     assert written(page.replace("| `--vocab-parallel-z-loss` |", "|")) == page

@@ -26,7 +26,7 @@ from megatron_vocabpar.pipeline.tuning.kept_plan import PLAN_FILE, digest, keep_
 from megatron_vocabpar.pipeline.tuning.measured_plan import MeasuredPlan, Plans, WriteOrder
 from megatron_vocabpar.pipeline.tuning.watched import Watched
 from megatron_vocabpar.runtime.pass_times import transfer_ms
-from megatron_vocabpar.runtime.profile import Timeline
+from megatron_vocabpar.runtime.timeline import Timeline
 from megatron_vocabpar.schedule.make.generate import plan_for
 from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.serialize import plan_from_json

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_vocabpar.runtime.pass_times import IterationTimes, RankTimes, pass_costs
-from megatron_vocabpar.runtime.profile import COMPUTE, INPUT, OUTPUT, WAIT, Span
+from megatron_vocabpar.runtime.timeline import COMPUTE, INPUT, OUTPUT, WAIT, Span
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.simulate import Simulation, simulate

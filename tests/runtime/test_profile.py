@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_vocabpar.runtime.profile import COMPUTE, OUTPUT, Span, Timeline, trace_events
 from megatron_vocabpar.runtime.streams import side_stream
+from megatron_vocabpar.runtime.timeline import COMPUTE, OUTPUT, Span, Timeline, trace_events
 from megatron_vocabpar.schedule.words.passes import parse
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward
 from megatron_vocabpar.pipeline.tuning.background_plan import BackgroundPlan
 from megatron_vocabpar.runtime.pass_times import IterationTimes, RankTimes, pass_costs
-from megatron_vocabpar.runtime.profile import Span
+from megatron_vocabpar.runtime.timeline import Span
 from megatron_vocabpar.schedule.make.generate import plan_for
 from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.plan import Plan

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward
-from megatron_vocabpar.runtime.profile import Span, Timeline
+from megatron_vocabpar.runtime.timeline import Span, Timeline
 
 
 class Watcher(Protocol):

@@ -1,7 +1,7 @@
 """Charts as one self-contained HTML page: zoom, pan, and for each pass its times and what it waited for.
 
 ``viewer.html`` has its buttons, ``viewer.js`` draws on canvases; this module writes the data for them. Times
-are whole microseconds. Next: ``page.py``.
+are whole microseconds. Next: ``markup.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_vocabpar.schedule.draw.chart import Bar, Chart, Row
-from megatron_vocabpar.schedule.draw.page import Html, element, page, quiet, read
+from megatron_vocabpar.schedule.draw.markup import Html, element, page, quiet, read
 from megatron_vocabpar.schedule.draw.style import MEANINGS, STYLES, shade
 from megatron_vocabpar.schedule.words.passes import CommType, PassType, parts_of
 

@@ -1,7 +1,7 @@
 """Reads the timeline that a training run measured (``timeline.json``): as a chart, and as times to plan with.
 
-The file is the trace-event JSON that ``runtime/profile.py`` writes: a row for each rank's passes, and one for
-each group of collectives, with the names of ``trace.py``. Waiting inside a pass is a separate event.
+The file is the trace-event JSON that ``runtime/timeline.py`` writes: a row for each rank's passes, and one
+for each group of collectives, with the names of ``trace.py``. Waiting inside a pass is a separate event.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def read_timeline(path: str | Path, schedule: Schedule, title: str = "measured")
 
 
 def measured_chart(trace: Mapping[str, Any], schedule: Schedule, title: str = "measured") -> Chart:
-    """The chart of a trace in the form of ``runtime/profile.py``; times count from the first pass.
+    """The chart of a trace in the form of ``runtime/timeline.py``; times count from the first pass.
 
     If a row has an item more than once (an evaluation follows the step), the first is shown.
 

@@ -28,7 +28,7 @@ def write_pictures(folder: Path, plan: Plan, trace: Mapping[str, Any]) -> None:
 
     That picture draws the plan with the measured times, so plan and measurement differ by waiting,
     communication and the work between passes. ``trace`` holds one iteration, as
-    ``runtime.profile.trace_events`` makes it.
+    ``runtime.timeline.trace_events`` makes it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     schedule, name = plan.schedule, name_of(plan.schedule)

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megatron_vocabpar.schedule.make.best_schedule import search
 from megatron_vocabpar.schedule.make.families import SEARCH
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
 from megatron_vocabpar.schedule.make.request import PlanRequest
-from megatron_vocabpar.schedule.make.search import search
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.words.methods import Method
 from megatron_vocabpar.schedule.words.schedule import Schedule

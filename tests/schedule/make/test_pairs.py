@@ -9,6 +9,7 @@ from statistics import mean
 import pytest
 
 from megatron_vocabpar.schedule.check.validate import validate
+from megatron_vocabpar.schedule.make.best_schedule import search
 from megatron_vocabpar.schedule.make.bounds import least_ms
 from megatron_vocabpar.schedule.make.families import claimed_peak, families, family_named, family_of
 from megatron_vocabpar.schedule.make.generate import generate, make_plan
@@ -17,7 +18,6 @@ from megatron_vocabpar.schedule.make.pair_scheduling import arrange_in_pairs
 from megatron_vocabpar.schedule.make.problem import Problem
 from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.make.rules import Rules
-from megatron_vocabpar.schedule.make.search import search
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.serialize import to_json
 from megatron_vocabpar.schedule.simulate import simulate

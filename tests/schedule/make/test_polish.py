@@ -25,12 +25,12 @@ from unittest.mock import patch
 import pytest
 
 from megatron_vocabpar.schedule.check.validate import validate
+from megatron_vocabpar.schedule.make.best_schedule import rungs, search
 from megatron_vocabpar.schedule.make.bounds import WAITING, least_ms
 from megatron_vocabpar.schedule.make.families import claimed_peak, families
 from megatron_vocabpar.schedule.make.generate import generate, schedule_for
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
 from megatron_vocabpar.schedule.make.request import PlanRequest
-from megatron_vocabpar.schedule.make.search import rungs, search
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.play.memory import INPUT_GRADIENTS, SOFTMAX_SHARDS
 from megatron_vocabpar.schedule.simulate import simulate

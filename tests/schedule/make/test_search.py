@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megatron_vocabpar.schedule.check.validate import validate
+from megatron_vocabpar.schedule.make.best_schedule import search
 from megatron_vocabpar.schedule.make.families import claimed_peak, families
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.make.request import PlanRequest
-from megatron_vocabpar.schedule.make.search import search
 from megatron_vocabpar.schedule.play.peaks import peak_activations
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import method_named

@@ -1,6 +1,6 @@
 """Writes the tables of flags and warnings in ``docs/megatron.md``, from fields and rules.
 
-``python -m megatron_vocabpar.megatron_lm.tables docs/megatron.md``
+``python -m megatron_vocabpar.megatron_lm.flags_page docs/megatron.md``
 
 Standard library only.
 """
@@ -77,7 +77,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
 def written(page: str) -> str:
     """A page with new tables, each between two comments with its name."""
     for name, lines in TABLES.items():
-        begin, end = f"<!-- {name}: made by megatron_lm/tables.py -->", f"<!-- end of {name} -->"
+        begin, end = f"<!-- {name}: made by megatron_lm/flags_page.py -->", f"<!-- end of {name} -->"
         assert begin in page, begin
         before, _, rest = page.partition(begin)
         page = "\n".join((f"{before}{begin}", "", *lines(), "", f"{end}{rest.partition(end)[2]}"))
