@@ -29,6 +29,10 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
+Lift = Callable[..., tuple[Tensor, Tensor | None]]
+InPlace = Callable[..., None]
+
+
 @dataclass(frozen=True)
 class RowKernels:
     """One implementation of every kernel of ``reference.py`` and ``reference_stats.py``."""
@@ -36,8 +40,8 @@ class RowKernels:
     name: str
     exponentials: Callable[..., Exponentials]
     scale_rows: Callable[..., Tensor]
-    lift: Callable[..., tuple[Tensor, Tensor | None]]
-    scatter_add_rows_: Callable[..., None]
+    lift: Lift
+    scatter_add_rows_: InPlace
     merge: Callable[..., Softmax]
     row_gradient: Callable[..., RowGradient]
     product_exponentials: Callable[..., Exponentials] | None = None

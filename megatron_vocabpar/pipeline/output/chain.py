@@ -31,7 +31,7 @@ from megatron_vocabpar.pipeline.iteration import Iteration
 from megatron_vocabpar.pipeline.microbatches import Microbatch
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
 from megatron_vocabpar.pipeline.options import METRICS
-from megatron_vocabpar.pipeline.slots import JOINED, Joined
+from megatron_vocabpar.pipeline.slots import JOINED, STATE, Joined
 from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType
 
 Forward = Callable[[Tensor, Tensor, Microbatch, Sequence[Extra]], tuple[ShardState | None, Tensor]]
@@ -119,6 +119,10 @@ class OutputChain:
         """The softmax of all shards, when their statistics have arrived."""
         source = Comm(self.statistics, self.iteration.rank.pipeline_rank, i)
         return self.iteration.arrived(source, JOINED)
+
+    def joined_and_state(self, i: int) -> tuple[Joined, ShardState]:
+        """The same, and what the pass that computed this shard's part has kept of it."""
+        return self.joined(i), self.iteration.buffers.take(self.softmax_pass(i), STATE)
 
     def slopes(self, softmax: Softmax, grads: Tensor) -> Slopes:
         """The slopes for gradients [k, n]: of the losses, and of each of ``gradients``."""

@@ -34,7 +34,6 @@ from megatron_vocabpar.pipeline.slots import (
     RANKED,
     SENT,
     STATE,
-    Joined,
     Sent,
 )
 from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, PassType
@@ -85,13 +84,13 @@ class SoftmaxPasses(LayerHandlers):
 
     def input_backward(self, instruction: Pass) -> None:
         """T of vocab-1 and naive: this rank's part of the input gradient, whose rows are not scaled yet."""
-        joined, state = self._joined_and_state(instruction.microbatch)
+        joined, state = self.chain.joined_and_state(instruction.microbatch)
         self.buffers.put(instruction, PART, self.chain.unscaled_input_gradient(state, joined.softmax))
 
     def weight_backward(self, instruction: Pass) -> None:
         """T of vocab-2, and TW: the weight gradient."""
         i = instruction.microbatch
-        joined, state = self._joined_and_state(i)
+        joined, state = self.chain.joined_and_state(i)
         grads = self.arrived(Comm(CommType.CG, instruction.stage, i), ARRIVAL)
         self.add_weight_gradient(i, state, joined.softmax, grads)
         self.chain.spare.keep(state)
@@ -112,15 +111,11 @@ class SoftmaxPasses(LayerHandlers):
 
     def count_likelier(self, instruction: Pass) -> None:
         """R: how many ids of this shard are likelier than each target."""
-        joined, state = self._joined_and_state(instruction.microbatch)
+        joined, state = self.chain.joined_and_state(instruction.microbatch)
         self.buffers.put(instruction, COUNTS, likelier_ids(state.stored, joined.softmax))
         if self.rank.has_loss:
             self.buffers.put(instruction, RANKED, joined)
         self.chain.spare.keep(state)
-
-    def _joined_and_state(self, i: int) -> tuple[Joined, ShardState]:
-        """The softmax of all shards, and what the pass that computed this shard's part has kept of it."""
-        return self.chain.joined(i), self.buffers.take(self.chain.softmax_pass(i), STATE)
 
 
 class NaivePasses(SoftmaxPasses):

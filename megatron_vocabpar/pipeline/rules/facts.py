@@ -42,48 +42,20 @@ class Setting(Generic[T]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._names = (name, *self._names)
 
-    def __get__(self, facts: Facts, owner: type) -> T:
+    def __get__(self, facts: Settings, owner: type) -> T:
         values = (plain(getattr(facts.settings, name, None)) for name in self._names)
         return next((value for value in values if value is not None), self._default)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What rules look at.
+class Settings:
+    """What Megatron is set to.
 
     Attributes:
-        settings: Megatron's arguments, its configuration, or another object with settings.
-        options: of the vocabulary layers.
-        method: how they are computed; None where nobody has said it yet.
-        spell: how the door that asks writes an option.
-        family: the family of schedules, as asked for, also ``search`` and ``auto``; empty if unknown.
-        p: stages of the pipeline.
-        chunks: model chunks on each rank; no whole number if layers do not divide.
-        splits_w: weight gradients are passes of their own, or may be.
-        has_pairs: F and B may run in pairs.
-        in_v: stages are placed in a V.
-        redistributes: transformer layers move away from the last stage.
-        final_stage_layers: how many stay there; None: it follows from operation counts.
-        profile_iterations: iterations of which the passes are timed, to plan again.
-        graphs_are_wrong: Megatron's own graphs of layers gave wrong gradients in this version.
-        given: what a call has been given, of ``teacher``, ``keep_top`` and ``adjust_tensor_shapes_fn``.
+        settings: its arguments, its configuration, or another object with settings.
     """
 
     settings: Any = None
-    options: VocabOptions = DEFAULTS
-    method: Method | None = None
-    spell: Spelling = in_python
-    family: str = ""
-    p: int = 0
-    chunks: Fraction = Fraction(1)
-    splits_w: bool = False
-    has_pairs: bool = False
-    in_v: bool = False
-    redistributes: bool = False
-    final_stage_layers: int | None = None
-    profile_iterations: int = 0
-    graphs_are_wrong: bool = False
-    given: frozenset[str] = frozenset()
 
     bf16 = Setting(False)
     fp16 = Setting(False)
@@ -148,31 +120,6 @@ class Facts:
         """Whether one of these settings is, whose names spaces separate."""
         return any(map(self.is_set, names.split()))
 
-    def spelled(self, *names: str) -> str:
-        """Those of these options that are asked for, as the door writes them; empty if there are none."""
-        fields = ("metrics" if name == "gradients" else name for name in asked_for(self.options, names))
-        return " and ".join(self.spell(name, getattr(self.options, name)) for name in fields)
-
-    @property
-    def option(self) -> dict[str, str]:
-        """Every option as the door writes it, asked for or not."""
-        return {name: self.spell(name, getattr(self.options, name)) for name in options_of(self.options)}
-
-    @property
-    def partitions(self) -> bool:
-        """Whether the vocabulary layers are partitioned."""
-        return self.method is not None and self.method.vocabulary_parallel
-
-    @property
-    def runs_ours(self) -> bool:
-        """Whether a schedule of ours runs in the place of Megatron's."""
-        return self.partitions or self.family != "1f1b"
-
-    @property
-    def schedule(self) -> str:
-        """The flag of the family, or what stands for it in a program."""
-        return f"--vocab-parallel-family {self.family}" if self.family else "this schedule"
-
     @property
     def pattern(self) -> str:
         """``--hybrid-layer-pattern``, or by its former name; empty where patterns have no stages."""
@@ -208,3 +155,65 @@ class Facts:
     def captures_layers(self) -> bool:
         """Whether one of the two does."""
         return self.graphs_by_megatron or self.graphs_by_engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts(Settings):
+    """What rules look at.
+
+    Attributes:
+        options: of the vocabulary layers.
+        method: how they are computed; None where nobody has said it yet.
+        spell: how the door that asks writes an option.
+        family: the family of schedules, as asked for, also ``search`` and ``auto``; empty if unknown.
+        p: stages of the pipeline.
+        chunks: model chunks on each rank; no whole number if layers do not divide.
+        splits_w: weight gradients are passes of their own, or may be.
+        has_pairs: F and B may run in pairs.
+        in_v: stages are placed in a V.
+        redistributes: transformer layers move away from the last stage.
+        final_stage_layers: how many stay there; None: it follows from operation counts.
+        profile_iterations: iterations of which the passes are timed, to plan again.
+        graphs_are_wrong: Megatron's own graphs of layers gave wrong gradients in this version.
+        given: what a call has been given, of ``teacher``, ``keep_top`` and ``adjust_tensor_shapes_fn``.
+    """
+
+    options: VocabOptions = DEFAULTS
+    method: Method | None = None
+    spell: Spelling = in_python
+    family: str = ""
+    p: int = 0
+    chunks: Fraction = Fraction(1)
+    splits_w: bool = False
+    has_pairs: bool = False
+    in_v: bool = False
+    redistributes: bool = False
+    final_stage_layers: int | None = None
+    profile_iterations: int = 0
+    graphs_are_wrong: bool = False
+    given: frozenset[str] = frozenset()
+
+    def spelled(self, *names: str) -> str:
+        """Those of these options that are asked for, as the door writes them; empty if there are none."""
+        fields = ("metrics" if name == "gradients" else name for name in asked_for(self.options, names))
+        return " and ".join(self.spell(name, getattr(self.options, name)) for name in fields)
+
+    @property
+    def option(self) -> dict[str, str]:
+        """Every option as the door writes it, asked for or not."""
+        return {name: self.spell(name, getattr(self.options, name)) for name in options_of(self.options)}
+
+    @property
+    def partitions(self) -> bool:
+        """Whether the vocabulary layers are partitioned."""
+        return self.method is not None and self.method.vocabulary_parallel
+
+    @property
+    def runs_ours(self) -> bool:
+        """Whether a schedule of ours runs in the place of Megatron's."""
+        return self.partitions or self.family != "1f1b"
+
+    @property
+    def schedule(self) -> str:
+        """The flag of the family, or what stands for it in a program."""
+        return f"--vocab-parallel-family {self.family}" if self.family else "this schedule"
