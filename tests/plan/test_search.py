@@ -10,6 +10,8 @@ from itertools import product
 from math import inf
 from multiprocessing import active_children
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -23,7 +25,16 @@ from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.option import Request
 from megatron_vocabpar.plan.options import option_of
 from megatron_vocabpar.plan.read_config import model_preset
-from megatron_vocabpar.plan.search import Question, bound_ms, candidates, rungs, search, tried, usual_batch
+from megatron_vocabpar.plan.search import (
+    Found,
+    Question,
+    bound_ms,
+    candidates,
+    rungs,
+    search,
+    tried,
+    usual_batch,
+)
 from megatron_vocabpar.plan.search_tables import binds, shares, shown, sources, stock_best
 from megatron_vocabpar.plan.stock_options import stock_options
 from megatron_vocabpar.plan.workers import mapping
@@ -259,3 +270,20 @@ def test_what_ends_the_search_ends_its_workers() -> None:
         interrupted()
     for worker in set(active_children()) - before:
         worker.join()
+
+
+def test_what_is_near_the_first_is_simulated_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates of 1,505, 1,508 and 1,530 ms; in full the second takes 1,490."""
+    full = {"stock": 1505.0, "near": 1490.0, "far": 1000.0}
+    request: Any = SimpleNamespace()
+
+    def found(name: str, ms: float, exact: bool = False) -> Found:
+        option: Any = SimpleNamespace(name=name, iteration_ms=ms, exact=exact, fits=lambda _: True)
+        return Found(request, option)
+
+    monkeypatch.setattr(
+        searching, "in_full", lambda _, option: found(option.name, full[option.name], True).option
+    )
+    estimates = [found("stock", 1505.0), found("near", 1508.0), found("far", 1530.0)]
+    names = [(one.option.name, one.option.exact) for one in searching._exact(estimates)]
+    assert names == [("near", True), ("stock", True), ("far", False)]
