@@ -108,7 +108,7 @@ class StepRunner:
                 f"temperature, entropy and its gradient {sorted(requests)} in one iteration; use one of each"
             )
         shared = torch.tensor(next(iter(requests), (1.0, 0.0, 0.0)), dtype=torch.float64, device=run.device)
-        broadcast(groups, groups.output, [shared], [groups.members_of(groups.pipeline - 1)[0]])
+        broadcast(groups, [shared], [groups.members_of(groups.pipeline - 1)[0]])
         temperature, entropy, gradient = shared.tolist()
         return replace(
             options,

@@ -35,13 +35,13 @@ from megatron_vocabpar.runtime.comm import (
 )
 from megatron_vocabpar.runtime.executor import Observer, execute
 from megatron_vocabpar.runtime.streams import Event, Stream, side_stream
-from megatron_vocabpar.runtime.timeline import INPUT, OUTPUT, Span, Timeline
+from megatron_vocabpar.runtime.timeline import COLLECTIVES as LANE
+from megatron_vocabpar.runtime.timeline import Span, Timeline
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.dependencies import prerequisites
 from megatron_vocabpar.schedule.words.passes import (
     COLLECTIVES,
-    INPUT_COLLECTIVES,
     RECEIVE_OF,
     Comm,
     CommType,
@@ -63,7 +63,7 @@ _STEP_OF_RECEIVE = dict(RECEIVE_OF.values())
 
 
 class EmulatedRank:
-    """One rank of the emulation: its connections and side streams, for any number of plans.
+    """One rank of the emulation: its connections and its streams, for any number of plans.
 
     Args:
         groups: of this rank; their connections have been made (``comm.warm_up``).
@@ -75,8 +75,7 @@ class EmulatedRank:
         self.timeline = Timeline(_CPU)
         self.observers = (*observers, self.timeline.observe)
         self.point_to_point = PointToPoint(groups)
-        self.output_stream = self.timeline.watch(side_stream(_CPU, "output-collectives"), OUTPUT)
-        self.input_stream = self.timeline.watch(side_stream(_CPU, "input-collectives"), INPUT)
+        self.side_stream = self.timeline.watch(side_stream(_CPU, LANE), LANE)
         peers = (rank for rank in range(groups.pipeline) if rank != groups.stage)
         self.links: dict[int, Stream] = {rank: side_stream(_CPU, f"link-{rank}") for rank in peers}
         self.free_s: dict[Stream, float] = {}  # when what a stream has run last ended
@@ -125,9 +124,7 @@ class _Iteration:
         for exchange in (partial(_gather, self.groups), partial(_sum, self.groups)):
             message = self._message(pass_.microbatch)
             with self.rank.timeline.waiting():
-                last_s = self.rank.output_stream.submit(
-                    partial(self._issued, exchange, message, pass_)
-                ).wait()
+                last_s = self.rank.side_stream.submit(partial(self._issued, exchange, message, pass_)).wait()
             _sleep_until(last_s, third)
 
     def _ms(self, instruction: Instruction) -> float:
@@ -152,10 +149,8 @@ class _Iteration:
         self._submit(self.rank.links[peer], lambda _: posted.wait(), instruction)
 
     def _collective(self, instruction: Comm) -> None:
-        of_input = instruction.type in INPUT_COLLECTIVES
-        stream = self.rank.input_stream if of_input else self.rank.output_stream
         exchange = _exchange_of(instruction.type, self.groups, self.schedule)
-        self._submit(stream, exchange, instruction)
+        self._submit(self.rank.side_stream, exchange, instruction)
 
     def _submit(self, stream: Stream, exchange: Exchange, instruction: Comm) -> None:
         """Run ``exchange`` on ``stream``, for as long as the costs say."""
@@ -192,7 +187,7 @@ class _Iteration:
 
 def _exchange_of(type_: CommType, groups: VocabGroups, schedule: Schedule) -> Exchange:
     """The exchange of a collective, chosen by the passes that wait for it, as in ``pipeline/handlers/``."""
-    if type_ in INPUT_COLLECTIVES:
+    if type_ in (CommType.CI, CommType.CIB):
         return partial(_rows, groups, first=schedule.placement.first_rank, to_first=type_ is CommType.CI)
     sources = {CommType.C0: schedule.placement.last_rank, CommType.CG: schedule.p - 1}
     if type_ in sources:
@@ -208,20 +203,20 @@ def _exchange_of(type_: CommType, groups: VocabGroups, schedule: Schedule) -> Ex
 
 
 def _broadcast(groups: VocabGroups, message: torch.Tensor, *, source: int) -> torch.Tensor:
-    broadcast(groups, groups.output, [message], [source])
+    broadcast(groups, [message], [source])
     return message
 
 
 def _maximum(groups: VocabGroups, message: torch.Tensor) -> torch.Tensor:
-    return all_reduce(groups, groups.output, message, dist.ReduceOp.MAX)
+    return all_reduce(groups, message, dist.ReduceOp.MAX)
 
 
 def _gather(groups: VocabGroups, message: torch.Tensor) -> torch.Tensor:
-    return all_gather(groups, groups.output, message[0])
+    return all_gather(groups, message[0])
 
 
 def _sum(groups: VocabGroups, message: torch.Tensor) -> torch.Tensor:
-    total = all_reduce(groups, groups.output, message)
+    total = all_reduce(groups, message)
     total[:, 0] /= len(groups.ranks)
     return total
 

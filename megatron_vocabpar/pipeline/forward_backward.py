@@ -2,7 +2,7 @@
 
 ``ForwardBackward`` is what ``get_forward_backward_func`` would return: called once per iteration, for
 training or evaluation, with an unchanged ``forward_step``. It owns what outlives an iteration: the
-groups, the side streams and the lowered schedules.
+groups, the side stream and the lowered schedules.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron_vocabpar.pipeline.split_w.weight_gradients import split_weight_gra
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_groups, warm_up
 from megatron_vocabpar.runtime.executor import Observer, execute
 from megatron_vocabpar.runtime.streams import named_range, side_stream
-from megatron_vocabpar.runtime.timeline import INPUT, OUTPUT, Timeline
+from megatron_vocabpar.runtime.timeline import COLLECTIVES, Timeline
 from megatron_vocabpar.schedule.make.generate import make_plan as generate_plan
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.times.costs import PassCosts
@@ -135,11 +135,9 @@ class ForwardBackward:
         self._timeline = timeline = listeners.timeline
         named: Observer = partial(_profiler_range, device)
         self._observers = (*listeners.observers, named, *([timeline.observe] if timeline else []))
-        self._output_stream = side_stream(device, "output-collectives")
-        self._input_stream = side_stream(device, "input-collectives")
+        self._side_stream = side_stream(device, COLLECTIVES)
         if timeline is not None:
-            self._output_stream = timeline.watch(self._output_stream, OUTPUT)
-            self._input_stream = timeline.watch(self._input_stream, INPUT)
+            self._side_stream = timeline.watch(self._side_stream, COLLECTIVES)
         self._point_to_point = PointToPoint(groups)
         warm_up(groups, device)
         self._plans: dict[int, Plan] = {}
@@ -188,9 +186,8 @@ class ForwardBackward:
             raise ValueError(f"the plan has {'; '.join(differ)}; make it for this method and pipeline")
 
     def close(self) -> None:
-        """Release the side streams without waiting for the work in them."""
-        self._output_stream.close()
-        self._input_stream.close()
+        """Release the side stream without waiting for the work in it."""
+        self._side_stream.close()
 
     def __call__(
         self,
@@ -321,8 +318,7 @@ class ForwardBackward:
             placement=schedule.placement,
             groups=self.groups,
             device=self.device,
-            output_stream=self._output_stream,
-            input_stream=self._input_stream,
+            side_stream=self._side_stream,
             point_to_point=self._point_to_point,
             waiting=self._timeline.waiting if self._timeline else contextlib.nullcontext,
             output_options=options,

@@ -44,8 +44,7 @@ class Rank:
     placement: Placement
     groups: VocabGroups
     device: torch.device
-    output_stream: Stream
-    input_stream: Stream
+    side_stream: Stream
     point_to_point: PointToPoint
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
     output_options: VocabOptions = DEFAULTS
@@ -211,7 +210,7 @@ class LayerHandlers:
         tensor = values
 
         def run() -> torch.Tensor:
-            broadcast(groups, groups.output, [tensor], [source])
+            broadcast(groups, [tensor], [source])
             return tensor
 
-        return self.rank.output_stream.submit(run)
+        return self.rank.side_stream.submit(run)

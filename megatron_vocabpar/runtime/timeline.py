@@ -1,7 +1,7 @@
 """Measured timelines: when each rank computed, waited and communicated.
 
-A ``Timeline`` observes instructions on the main stream and, through ``watch``, the work on side streams. It
-separates waits for messages from computation, so that measured passes compare with planned ones.
+A ``Timeline`` observes instructions on the main stream and, through ``watch``, the work on the side stream.
+It separates waits for messages from computation, so that measured passes compare with planned ones.
 
 The trace opens in any viewer of the Chrome trace-event format (Perfetto, chrome://tracing).
 """
@@ -21,9 +21,9 @@ from megatron_vocabpar.schedule.words.passes import Comm, Instruction
 
 T = TypeVar("T")
 
-COMPUTE, OUTPUT, INPUT = "compute", "output collectives", "input collectives"
+COMPUTE, COLLECTIVES = "compute", "collectives"
 WAIT = "wait"
-_LANES = (COMPUTE, OUTPUT, INPUT)
+_LANES = (COMPUTE, COLLECTIVES)
 _COLOURS = {
     "F": "thread_state_running",
     "B": "rail_response",
@@ -44,7 +44,7 @@ class Span:
     Attributes:
         name: text form of the instruction.
         kind: its type, or ``wait``.
-        lane: ``compute``, ``output collectives`` or ``input collectives``.
+        lane: ``compute`` or ``collectives``.
         start_s, end_s: seconds on the machine's monotonic clock.
     """
 

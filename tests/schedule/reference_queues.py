@@ -56,12 +56,11 @@ def ends(program: Words, shape: Shape, ms: dict[str, float]) -> dict[str, float]
                 else:
                     issued[f"{rank} {word}"] = free
         _transfers(program, issued, end, where, ms)
-        for group in ({"C0", "C1", "C2", "C3", "CG"}, {"CI", "CIB"}):
-            free = 0.0
-            for word in [w for w in program[0] if parts(w)[1] in group]:
-                same = [word.replace("0", str(rank), 1) for rank in range(shape.p)]
-                free = max([free, *(issued[f"{r} {w}"] for r, w in enumerate(same))]) + ms[parts(word)[1]]
-                end |= dict.fromkeys(same, free)
+        free = 0.0
+        for word in [w for w in program[0] if parts(w)[1].startswith("C")]:
+            same = [word.replace("0", str(rank), 1) for rank in range(shape.p)]
+            free = max([free, *(issued[f"{r} {w}"] for r, w in enumerate(same))]) + ms[parts(word)[1]]
+            end |= dict.fromkeys(same, free)
         if end == before:
             return end
     raise AssertionError("the equations have no solution")

@@ -69,7 +69,7 @@ class InputLayer(LayerHandlers):
             exchange_rows(groups, received, rows, receive, send)
             return received
 
-        return self.rank.input_stream.submit(run)
+        return self.rank.side_stream.submit(run)
 
     @property
     def _embedding_stages(self) -> list[int]:

@@ -5,8 +5,8 @@ for has ended. Communication runs beside the passes and takes its turn in a queu
 
 - a *link* for each pair of ranks and direction. A transfer starts when it has been sent, its receive has been
   posted and the transfer before it on the link has ended; the order is that of the sends;
-- one queue for the collectives of the output layer and one for those of the input layer. The next starts when
-  all ranks have launched it and the one before has ended; the order is that of rank 0's launches.
+- one queue for the collectives of both vocabulary layers. The next starts when all ranks have launched it and
+  the one before has ended; the order is that of rank 0's launches.
 
 Sends, receives and launches take no time of their rank: they are issued when the pass before them ends.
 
@@ -32,8 +32,7 @@ from megatron_vocabpar.schedule.play.numbering import TYPES, Numbering, in_numbe
 from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.dependencies import collectives
 from megatron_vocabpar.schedule.words.passes import (
-    INPUT_COLLECTIVES,
-    OUTPUT_COLLECTIVES,
+    COLLECTIVES,
     POINT_TO_POINT,
     RECEIVE_OF,
     Comm,
@@ -129,7 +128,7 @@ class _Loop:
         # For what needs several parts: how many have come, when the latest came, and after which pass.
         self.gathered: dict[int, tuple[int, float, int]] = {}
         self.links = _links(numbering)
-        self.queues = _queues(numbering, program)
+        self.queue = _queue(numbering, program)
 
     def run(self) -> Events:
         while self.awake:
@@ -214,9 +213,7 @@ class _Loop:
     def _launch(self, rank: int, number: int) -> int:
         """Note that one rank's part in a collective has been issued; rank 0's part names the collective."""
         if self._gather(number - rank * self.m, self.p, self.free[rank], self.last[rank]):
-            type_ = TYPES[number // self.m // self.numbering.width]
-            assert isinstance(type_, CommType)
-            self._serve(self.queues[type_], self.p, self.p)
+            self._serve(self.queue, self.p, self.p)
         return NOTHING
 
     def _gather(self, key: int, parts: int, now: float, cause: int) -> bool:
@@ -296,13 +293,10 @@ def _loop(schedule: Schedule, times: PassTimes, program: Program, *, alone: bool
     return kind(schedule, times, program, alone=alone)
 
 
-def _queues(numbering: Numbering, program: Program) -> dict[CommType, _Queue]:
-    """One queue for each layer's collectives, in the order of rank 0's launches."""
-    queues: dict[CommType, _Queue] = {}
-    for group in (OUTPUT_COLLECTIVES, INPUT_COLLECTIVES):
-        launches = (item for item in program[0] if isinstance(item, Comm) and item.type in group)
-        queues |= dict.fromkeys(group, _Queue(deque(map(numbering.number, launches))))
-    return queues
+def _queue(numbering: Numbering, program: Program) -> _Queue:
+    """The queue of all collectives, in the order of rank 0's launches."""
+    launches = (item for item in program[0] if isinstance(item, Comm) and item.type in COLLECTIVES)
+    return _Queue(deque(map(numbering.number, launches)))
 
 
 def _carried(numbering: Numbering) -> list[list[tuple[int, int, int]]]:

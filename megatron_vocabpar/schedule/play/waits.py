@@ -15,8 +15,7 @@ from typing import Literal, NamedTuple
 from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.dependencies import prerequisites
 from megatron_vocabpar.schedule.words.passes import (
-    INPUT_COLLECTIVES,
-    OUTPUT_COLLECTIVES,
+    COLLECTIVES,
     POINT_TO_POINT,
     RECEIVE_OF,
     Comm,
@@ -54,7 +53,7 @@ class Model:
     one_rank: bool = False
 
 
-_OUTPUT, _INPUT = "output", "input"
+_COLLECTIVES = "collectives"  # the communicator of both vocabulary layers, and its stream
 _STEP_TO_PEER = {
     **{send: step for send, (_, step) in RECEIVE_OF.items()},
     **{receive: -step for receive, step in RECEIVE_OF.values()},
@@ -199,16 +198,14 @@ class Waits:
     def _stream(self, k: int, model: Model) -> Hashable:
         communicator, item = self.communicators[k], self.items[k][1]
         if not isinstance(item, Comm):
-            return _OUTPUT if item.type in self.schedule.method.in_step else None
+            return _COLLECTIVES if item.type in self.schedule.method.in_step else None
         if isinstance(communicator, _Pair) and not model.pairs:
             return communicator.upward
         return communicator
 
     def _communicator(self, rank: int, item: Comm) -> Hashable:
-        if item.type in OUTPUT_COLLECTIVES:
-            return _OUTPUT
-        if item.type in INPUT_COLLECTIVES:
-            return _INPUT
+        if item.type in COLLECTIVES:
+            return _COLLECTIVES
         peer = self.schedule.placement.rank_of(item.stage + _STEP_TO_PEER[item.type])
         source, target = (rank, peer) if item.type in RECEIVE_OF else (peer, rank)
         return _Pair(target > source, min(rank, peer), max(rank, peer))
