@@ -56,12 +56,14 @@ class Events:
             it did not run.
         ends: the end of each.
         causes: the number of the item that each waited for last; ``NOTHING`` if it started at once.
+        launches: when its rank issued each part in a collective, send and receive; ``NEVER`` for others.
     """
 
     numbering: Numbering
     starts: list[float]
     ends: list[float]
     causes: list[int]
+    launches: list[float]
 
 
 def run_events(schedule: Schedule, times: PassTimes, program: Program) -> Events:
@@ -110,7 +112,7 @@ class _Loop:
         self.carried = _carried(numbering) if alone else [[] for _ in numbering.needs]
         self.durations = _durations(numbering, times)
         self.starts, self.ends = [NEVER] * numbering.size, [NEVER] * numbering.size
-        self.causes = [NOTHING] * numbering.size
+        self.causes, self.launches = [NOTHING] * numbering.size, [NEVER] * numbering.size
         self.position, self.free = [0] * self.p, [0.0] * self.p
         self.last = [NOTHING] * self.p  # each rank's latest pass
         self.sleepers: dict[int, list[int]] = {}  # ranks, by the number that they wait for
@@ -121,7 +123,7 @@ class _Loop:
             **dict.fromkeys(PassType, self._pass),
             **dict.fromkeys(schedule.method.in_step, self._together),
             **dict.fromkeys(CommType, self._launch),
-            **dict.fromkeys((CommType.RECV_F, CommType.RECV_B), self._post),
+            **dict.fromkeys((CommType.RECV_F, CommType.RECV_B), self._receive),
             **dict.fromkeys(RECEIVE_OF, self._send),
         }
         self.acts = [acts[type_] for type_ in TYPES]
@@ -145,7 +147,7 @@ class _Loop:
                 # Without a program the transfer has no instruction to name: name the pass that sends.
                 (node,) = self.numbering.producers(node)
             raise Deadlock(stopped, self.numbering.item_of(node, mb))
-        return Events(self.numbering, self.starts, self.ends, self.causes)
+        return Events(self.numbering, self.starts, self.ends, self.causes, self.launches)
 
     def _advance(self, rank: int) -> None:
         """Run the instructions of ``rank`` up to the first that has to wait."""
@@ -202,7 +204,12 @@ class _Loop:
         first_node = self.numbering.first_node
         transfer = number + (first_node[receive] - first_node[type_] + step) * self.m
         self.links[transfer // self.m].waiting.append(transfer)
+        self.launches[number] = self.free[rank]
         return self._post(rank, transfer)
+
+    def _receive(self, rank: int, number: int) -> int:
+        self.launches[number] = self.free[rank]
+        return self._post(rank, number)
 
     def _post(self, rank: int, transfer: int) -> int:
         """Note that a transfer's send or receive has been issued; start the transfer if both have."""
@@ -212,6 +219,7 @@ class _Loop:
 
     def _launch(self, rank: int, number: int) -> int:
         """Note that one rank's part in a collective has been issued; rank 0's part names the collective."""
+        self.launches[number] = self.free[rank]
         if self._gather(number - rank * self.m, self.p, self.free[rank], self.last[rank]):
             self._serve(self.queue, self.p, self.p)
         return NOTHING
