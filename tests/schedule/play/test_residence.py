@@ -10,9 +10,9 @@ from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.play.residence import busy_share, resident_beside_layers, resident_share
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
-from megatron_vocabpar.schedule.words.passes import INPUT_COLLECTIVES, OUTPUT_COLLECTIVES, CommType, Pass
+from megatron_vocabpar.schedule.words.passes import COLLECTIVES, CommType, Pass
 
-QUEUES = (OUTPUT_COLLECTIVES, INPUT_COLLECTIVES)
+QUEUES = (COLLECTIVES,)
 RECEIVES = ({CommType.RECV_F}, {CommType.RECV_B})
 
 
@@ -43,7 +43,7 @@ def walked(plan: Plan, result: Simulation, rank: int, queues: object, *, beside:
 
 
 @pytest.mark.parametrize(("method", "family"), [("vocab-1", "1f1b"), ("vocab-2", "v-half")])
-@pytest.mark.parametrize("queues", [QUEUES, RECEIVES, (OUTPUT_COLLECTIVES | INPUT_COLLECTIVES,)])
+@pytest.mark.parametrize("queues", [QUEUES, RECEIVES])
 def test_kernels_are_resident_from_their_launch_to_their_end(
     method: str, family: str, queues: tuple[set[CommType], ...]
 ) -> None:
