@@ -135,4 +135,4 @@ def simulate(plan: Plan, times: PassTimes | None = None) -> Simulation:
         ValueError: if the plan's costs do not fit its schedule.
     """
     times = times or PassTimes.of(plan.costs, plan.schedule)
-    return Simulation(plan.schedule, run_events(plan.schedule, times, plan.program))
+    return Simulation(plan.schedule, run_events(plan.schedule, times, plan.program, plan.late))

@@ -5,10 +5,11 @@ for has ended. Communication runs beside the passes and takes its turn in a queu
 
 - a *link* for each pair of ranks and direction. A transfer starts when it has been sent, its receive has been
   posted and the transfer before it on the link has ended; the order is that of the sends;
-- one queue for the collectives of both vocabulary layers. The next starts when all ranks have launched it and
-  the one before has ended; the order is that of rank 0's launches.
+- one queue for the collectives of both vocabulary layers, and interlaced's S, which holds collectives. The next
+  starts when all ranks have launched it and the one before has ended; the order is that of rank 0's launches.
 
-Sends, receives and launches take no time of their rank: they are issued when the pass before them ends.
+Sends, receives and launches take no time of their rank: they are issued when the pass before them ends, or
+inside the pass behind them, after a share of its layers (``launches.py``).
 
 A pair, F of one microbatch beside B of another, starts when both passes can start. Both end together, after
 the sum of their times less what they hide of each other.
@@ -25,7 +26,7 @@ Next: ``simulate.py``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron_vocabpar.schedule.play.numbering import TYPES, Numbering, in_numbers
@@ -35,12 +36,12 @@ from megatron_vocabpar.schedule.words.passes import (
     COLLECTIVES,
     POINT_TO_POINT,
     RECEIVE_OF,
-    Comm,
     CommType,
+    Instruction,
     Pair,
     PassType,
 )
-from megatron_vocabpar.schedule.words.schedule import Deadlock, Program, Schedule
+from megatron_vocabpar.schedule.words.schedule import NONE_LATE, Deadlock, Late, Program, Schedule, split_late
 
 NEVER = -1.0
 NOTHING = -1
@@ -66,13 +67,13 @@ class Events:
     launches: list[float]
 
 
-def run_events(schedule: Schedule, times: PassTimes, program: Program) -> Events:
-    """Play ``program``.
+def run_events(schedule: Schedule, times: PassTimes, program: Program, late: Late = NONE_LATE) -> Events:
+    """Play ``program``, of which ``late`` is launched inside passes.
 
     Raises:
         Deadlock: naming for the first stuck rank the instruction and what it waits for.
     """
-    return _loop(schedule, times, program).run()
+    return _loop(schedule, times, program, late).run()
 
 
 def run_passes(schedule: Schedule, times: PassTimes) -> Events:
@@ -84,7 +85,7 @@ def run_passes(schedule: Schedule, times: PassTimes) -> Events:
     Raises:
         Deadlock: naming for the first stuck rank the pass and what it waits for.
     """
-    return _loop(schedule, times, schedule.rows, alone=True).run()
+    return _loop(schedule, times, schedule.rows, NONE_LATE, alone=True).run()
 
 
 @dataclass
@@ -98,11 +99,14 @@ class _Queue:
 
 class _Loop:
     def __init__(
-        self, schedule: Schedule, times: PassTimes, program: Program, *, alone: bool = False
+        self, schedule: Schedule, times: PassTimes, program: Program, late: Late, *, alone: bool = False
     ) -> None:
+        # What is launched inside a pass is played behind it, when its times are known.
+        program = tuple(tuple(_behind_passes(row, late)) for row in program) if late else program
         self.schedule, self.program, self.alone = schedule, program, alone
         self.numbering = numbering = Numbering(schedule)
         self.m, self.p = schedule.m, schedule.p
+        self.left = {numbering.number(item): 1.0 - share for item, share in late.items()}
         # A pair stands in its row as the number of its F.
         self.rows = [
             [numbering.number(item.forward if isinstance(item, Pair) else item) for item in row]
@@ -188,12 +192,10 @@ class _Loop:
             start, cause = self._ready(rank, number)
             if start < 0.0:
                 return cause
-            first = number - rank * self.m
-            if not self._gather(first, self.p, start, cause):
+            if self._gather(number - rank * self.m, self.p, start, cause):
+                self._serve(self.queue, self.p, self.p)
+            if self.ends[number] < 0.0:
                 return number
-            _, start, cause = self.gathered.pop(first)
-            for part in range(first, first + self.p * self.m, self.m):
-                self._finish(part, start, cause)
         self.free[rank], self.last[rank] = self.ends[number], number
         return NOTHING
 
@@ -204,23 +206,31 @@ class _Loop:
         first_node = self.numbering.first_node
         transfer = number + (first_node[receive] - first_node[type_] + step) * self.m
         self.links[transfer // self.m].waiting.append(transfer)
-        self.launches[number] = self.free[rank]
-        return self._post(rank, transfer)
+        self._issue(rank, number)
+        return self._post(rank, transfer, number)
 
     def _receive(self, rank: int, number: int) -> int:
-        self.launches[number] = self.free[rank]
-        return self._post(rank, number)
+        self._issue(rank, number)
+        return self._post(rank, number, number)
 
-    def _post(self, rank: int, transfer: int) -> int:
+    def _issue(self, rank: int, number: int) -> float:
+        """Note when a rank issues a communication: now, or inside the pass that it ran last."""
+        now, last = self.free[rank], self.last[rank]
+        if number in self.left:
+            now -= self.left[number] * (self.ends[last] - self.starts[last])
+        self.launches[number] = now
+        return now
+
+    def _post(self, rank: int, transfer: int, part: int) -> int:
         """Note that a transfer's send or receive has been issued; start the transfer if both have."""
-        if self._gather(transfer, 2, self.free[rank], self.last[rank]):
+        if self._gather(transfer, 2, self.launches[part], self.last[rank]):
             self._serve(self.links[transfer // self.m], 2, 1)
         return NOTHING
 
     def _launch(self, rank: int, number: int) -> int:
         """Note that one rank's part in a collective has been issued; rank 0's part names the collective."""
-        self.launches[number] = self.free[rank]
-        if self._gather(number - rank * self.m, self.p, self.free[rank], self.last[rank]):
+        now = self._issue(rank, number)
+        if self._gather(number - rank * self.m, self.p, now, self.last[rank]):
             self._serve(self.queue, self.p, self.p)
         return NOTHING
 
@@ -243,8 +253,8 @@ class _Loop:
             queue.waiting.popleft()
             if queue.free > start:
                 start, cause = queue.free, queue.last
-            for part in range(key, key + parts * self.m, self.m):
-                queue.free = self._finish(part, start, cause)
+            numbers = range(key, key + parts * self.m, self.m)
+            queue.free = max(self._finish(number, start, cause) for number in numbers)
             queue.last = key
 
     def _finish(self, number: int, start: float, cause: int, took: float | None = None) -> float:
@@ -273,9 +283,9 @@ class _PairLoop(_Loop):
     """The event loop for a schedule with pairs."""
 
     def __init__(
-        self, schedule: Schedule, times: PassTimes, program: Program, *, alone: bool = False
+        self, schedule: Schedule, times: PassTimes, program: Program, late: Late, *, alone: bool = False
     ) -> None:
-        super().__init__(schedule, times, program, alone=alone)
+        super().__init__(schedule, times, program, late, alone=alone)
         number = self.numbering.number
         self.beside = {number(pair.forward): number(pair.backward) for pair in schedule.pairs}
         self.hidden = times.hidden
@@ -296,14 +306,23 @@ class _PairLoop(_Loop):
         return NOTHING
 
 
-def _loop(schedule: Schedule, times: PassTimes, program: Program, *, alone: bool = False) -> _Loop:
+def _loop(
+    schedule: Schedule, times: PassTimes, program: Program, late: Late, *, alone: bool = False
+) -> _Loop:
     kind = _PairLoop if schedule.pairs else _Loop
-    return kind(schedule, times, program, alone=alone)
+    return kind(schedule, times, program, late, alone=alone)
+
+
+def _behind_passes(row: Sequence[Instruction], late: Late) -> Iterator[Instruction]:
+    for item, inside in split_late(row, late):
+        yield item
+        yield from inside
 
 
 def _queue(numbering: Numbering, program: Program) -> _Queue:
     """The queue of all collectives, in the order of rank 0's launches."""
-    launches = (item for item in program[0] if isinstance(item, Comm) and item.type in COLLECTIVES)
+    queued = COLLECTIVES | numbering.schedule.method.in_step
+    launches = (item for item in program[0] if item.type in queued and not isinstance(item, Pair))
     return _Queue(deque(map(numbering.number, launches)))
 
 

@@ -18,11 +18,10 @@ from collections.abc import Collection, Iterable, Sequence
 
 from megatron_vocabpar.schedule.play.events import Events
 from megatron_vocabpar.schedule.play.memory import Interval
-from megatron_vocabpar.schedule.words.passes import COLLECTIVES, CommType, PassType
+from megatron_vocabpar.schedule.words.passes import COLLECTIVES, LAYERS, CommType
 
 QUEUES: tuple[frozenset[CommType], ...] = (COLLECTIVES,)
 """Types of communication that share a queue, by default the collectives of both vocabulary layers."""
-LAYERS = (PassType.F, PassType.B, PassType.W)
 
 
 def resident_share(events: Events, queues: Sequence[Collection[CommType]] = QUEUES) -> tuple[float, ...]:

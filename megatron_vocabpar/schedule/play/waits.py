@@ -2,12 +2,13 @@
 
 A graph of numbers: item k of the program, counted over all ranks, has four *nodes*: the host has issued it,
 it has started, it has ended, and, for one rank's part of each communication, all ranks have joined it. A
-pair is one item, which waits for what both its passes wait for.
+pair is one item, which waits for what both its passes wait for. A pass inside which communication is launched
+is several items: the layers before, between and behind the launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise, product
 from typing import Literal, NamedTuple
@@ -24,7 +25,7 @@ from megatron_vocabpar.schedule.words.passes import (
     Pass,
     parts_of,
 )
-from megatron_vocabpar.schedule.words.schedule import Program, Schedule
+from megatron_vocabpar.schedule.words.schedule import Late, Program, Schedule, split_late
 
 Blocking = Literal["nothing", "collectives", "communication", "everything"]
 
@@ -92,20 +93,23 @@ class Waits:
     Args:
         schedule: what ``program`` was lowered from.
         program: of all ranks, valid but for hangs.
+        late: what is launched inside passes.
 
     Attributes:
         common: for each node the nodes that it waits for in every model.
     """
 
-    def __init__(self, schedule: Schedule, program: Program) -> None:
+    def __init__(self, schedule: Schedule, program: Program, late: Late) -> None:
         self.schedule = schedule
-        self.items = [(rank, item) for rank, row in enumerate(program) for item in row]
+        rows = [list(_cut(row, late)) for row in program]
+        self.items = [(rank, item) for rank, row in enumerate(rows) for item, _ in row]
+        self.shares = [share for row in rows for _, share in row]
         self.index = {(rank, part): k for k, (rank, item) in enumerate(self.items) for part in parts_of(item)}
         self.first_part: dict[Hashable, int] = {}  # of each communication, by what its parts have in common
         self.communicators = [
             self._communicator(rank, item) if isinstance(item, Comm) else None for rank, item in self.items
         ]
-        starts = list(accumulate(map(len, program), initial=0))
+        starts = list(accumulate(map(len, rows), initial=0))
         self.rows = [range(start, stop) for start, stop in pairwise(starts)]
         self.common: list[list[int]] = [[] for _ in range(_PHASES * len(self.items))]
         for node, need in chain.from_iterable(map(self._in_every_model, self.rows)):
@@ -126,7 +130,7 @@ class Waits:
         """For each node, the ms that it takes after the last event that it waits for; only ends take time."""
         lengths = [0.0] * len(self.common)
         for k, (rank, item) in enumerate(self.items):
-            lengths[_node(_ENDED, k)] = times.of_instruction(item, rank)
+            lengths[_node(_ENDED, k)] = self.shares[k] * times.of_instruction(item, rank)
         return lengths
 
     def is_joined(self, node: int) -> bool:
@@ -221,6 +225,17 @@ def shared_name(item: Instruction) -> Hashable:
         receive, step = RECEIVE_OF[item.type]
         return receive, item.stage + step, item.microbatch
     return item.type, item.stage, item.microbatch
+
+
+def _cut(row: Sequence[Instruction], late: Late) -> Iterator[tuple[Instruction, float]]:
+    """A rank's items, each with its share of the instruction: 0F7 with a launch after a quarter is two."""
+    for item, inside in split_late(row, late):
+        done = 0.0
+        for launched in inside:
+            yield item, late[launched] - done
+            yield launched, 1.0
+            done = late[launched]
+        yield item, 1.0 - done
 
 
 def _node(phase: int, k: int) -> int:
