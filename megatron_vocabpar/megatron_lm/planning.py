@@ -24,10 +24,12 @@ from megatron_vocabpar.megatron_lm.flags import OPTIONS
 from megatron_vocabpar.megatron_lm.watchers import IdleTime, TimelineFile, iteration
 from megatron_vocabpar.pipeline import heads
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, vocab_groups
+from megatron_vocabpar.pipeline.layer_hooks import layers_of
 from megatron_vocabpar.pipeline.tuning.kept_plan import PLAN_FILE, digest, keep_plan, kept_plan
 from megatron_vocabpar.pipeline.tuning.measured_plan import MeasuredPlan, Plans, WriteOrder
 from megatron_vocabpar.pipeline.tuning.watched import Watched, Watcher
 from megatron_vocabpar.runtime.agreement import agree, program_digest, versions
+from megatron_vocabpar.runtime.comm import VocabGroups
 from megatron_vocabpar.runtime.pass_times import transfer_ms
 from megatron_vocabpar.runtime.streams import machine
 from megatron_vocabpar.runtime.timeline import Timeline
@@ -40,6 +42,7 @@ from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.times.per_rank import spread
 from megatron_vocabpar.schedule.words.methods import method_named
+from megatron_vocabpar.schedule.words.placement import Placement
 
 _EXCHANGE = 0.4
 """What a pair is taken to hide before anything is measured: this part of the shorter of F and B."""
@@ -100,6 +103,7 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
     request, why = plan_request(config, groups.pipeline, m, len(chunks), costs)
     if why:
         say(why)
+    request = replace(request, layers=layers_of_stages(request.frame().placement, groups, chunks))
     plans = Plans(request, WriteOrder.of(chunks))
     timeline = Timeline(device)
     run = ForwardBackward(
@@ -178,6 +182,18 @@ def _stage_output(model: Any, call: dict[str, Any], device: torch.device) -> tor
         parts *= parallel_state.get_tensor_model_parallel_world_size()
     shape = call["seq_length"] // parts, call["micro_batch_size"], config.hidden_size
     return torch.zeros(shape, dtype=config.pipeline_dtype or config.params_dtype, device=device)
+
+
+def layers_of_stages(
+    placement: Placement, groups: VocabGroups, chunks: Sequence[torch.nn.Module]
+) -> tuple[int, ...]:
+    """The number of layers of each stage, which its rank knows; all ranks call this."""
+    counts = [len(layers_of(chunk)) for chunk in chunks]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (groups.stage, counts))
+    of_rank = dict(everyone)
+    stages = range(placement.num_stages)
+    return tuple(of_rank[placement.rank_of(stage)][placement.chunk_of(stage)] for stage in stages)
 
 
 def with_exchange(costs: PassCosts, p: int) -> PassCosts:

@@ -31,6 +31,7 @@ from megatron_vocabpar.pipeline.graphs.engine_graphs import EngineGraphs
 from megatron_vocabpar.pipeline.graphs.layer_graphs import LayerGraphs
 from megatron_vocabpar.pipeline.handlers import handlers_of
 from megatron_vocabpar.pipeline.iteration import Call, Iteration, Rank
+from megatron_vocabpar.pipeline.layer_hooks import watched_layers
 from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions
 from megatron_vocabpar.pipeline.preparation import chunk_with_shards, prepare
 from megatron_vocabpar.pipeline.rules.facts import Facts
@@ -48,7 +49,7 @@ from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import method_named
 from megatron_vocabpar.schedule.words.passes import Instruction
-from megatron_vocabpar.schedule.words.schedule import Schedule
+from megatron_vocabpar.schedule.words.schedule import NONE_LATE, Late, Schedule
 
 
 def vocab_groups(timeout: timedelta | None = None) -> VocabGroups:
@@ -299,9 +300,13 @@ class ForwardBackward:
             rank = self._rank(schedule, options)
             iteration = prepare(rank, call, schedule, model_with_shards, weight_gradients)
             handlers, finish = handlers_of(iteration, model_with_shards, weight_gradients)
+            # Graphs of layers hide the layers: communication is launched before the pass.
+            late = NONE_LATE if Facts(settings=call.config).captures_layers else plan.late
+            program = plan.program[rank.pipeline_rank]
             try:
-                with torch.set_grad_enabled(not call.forward_only):
-                    execute(dist.get_rank(), plan.program[rank.pipeline_rank], handlers, self._observers)
+                with torch.set_grad_enabled(not call.forward_only), self._watched(iteration, late):
+                    between = iteration.between
+                    execute(dist.get_rank(), program, handlers, self._observers, late, between)
                     finish()
             except BaseException:
                 iteration.gradients.abandon()
@@ -311,6 +316,17 @@ class ForwardBackward:
             else:
                 iteration.gradients.finish()
         return iteration
+
+    @contextmanager
+    def _watched(self, iteration: Iteration, late: Late) -> Iterator[None]:
+        """The context of an iteration that launches ``late`` between layers."""
+        if not late:
+            yield
+            return
+        chunks, placement = iteration.call.chunks, iteration.rank.placement
+        stages = [placement.stage_of(iteration.rank.pipeline_rank, k) for k in range(len(chunks))]
+        with watched_layers(chunks, stages, iteration.between):
+            yield
 
     def _rank(self, schedule: Schedule, options: VocabOptions) -> Rank:
         return Rank(

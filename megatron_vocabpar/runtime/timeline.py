@@ -78,16 +78,15 @@ class Timeline:
 
     @contextmanager
     def observe(self, instruction: Instruction) -> Iterator[None]:
-        """Around an instruction: an observer for the executor."""
-        self._current = instruction
-        if not self._recording:
-            yield
-            return
-        self._computing_since = self._mark()
+        """Around an instruction, perhaps a launch inside another: an observer for the executor."""
+        outer = self._current, self._computing_since, self._part
+        self._current, self._part = instruction, None
+        if self._recording:
+            self._computing_since = self._mark()
         yield
-        if not isinstance(instruction, Comm):
+        if self._recording and not isinstance(instruction, Comm) and self._computing_since is not None:
             self._add(instruction, instruction.type.value, COMPUTE, self._computing_since)
-        self._part = None
+        self._current, self._computing_since, self._part = outer
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

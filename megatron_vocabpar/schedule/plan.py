@@ -68,7 +68,13 @@ class Plan:
         """The plan with the same passes whose communication is launched between layers.
 
         ``layers`` is the number of each stage. Without collectives there is nothing to gain.
+
+        Raises:
+            ValueError: if there are more or fewer stages.
         """
+        stages = self.schedule.placement.num_stages
+        if len(layers) != stages:
+            raise ValueError(f"layers of {len(layers)} stages, but the schedule has {stages}; give as many")
         if not self.schedule.method.collectives:
             return self
         times = PassTimes.of(self.costs, self.schedule)

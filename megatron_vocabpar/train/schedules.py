@@ -56,7 +56,9 @@ def plan_method(config: TrainConfig, method: str) -> Plan:
         max_activations=config.max_activations,
         among=fitting,
     )
-    return plan_for(request)
+    plan = plan_for(request)
+    stages = plan.schedule.placement.num_stages
+    return plan.launched_late([config.layers // stages] * stages)
 
 
 def fitting_families(config: TrainConfig, method: str) -> list[Family]:

@@ -73,7 +73,8 @@ class PlannedStages(Stages):
         computes_loss = stage == self.rank.placement.last_stage and self.output_gradient is None
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            planned = _Planned(ChunkPlan(model, args, kwargs, bool(self.weight_gradients)))
+            ended = self.iteration.between.layer_ended
+            planned = _Planned(ChunkPlan(model, args, kwargs, bool(self.weight_gradients), ended))
             beside, self._beside = self._beside, None
             output = planned.plan.forward(beside)
             if computes_loss:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,7 +150,8 @@ class Stages(LayerHandlers):
     def weight_backward(self, instruction: Pass) -> None:
         """W: the weight gradients that B left out."""
         chunk = self.rank.placement.chunk_of(instruction.stage)
-        self.weight_gradients[chunk].compute(instruction.microbatch)
+        ended = partial(self.iteration.between.layer_ended, PassType.W)
+        self.weight_gradients[chunk].compute(instruction.microbatch, ended)
         self.gradients.wrote(PassType.W)
 
 

@@ -58,8 +58,8 @@ class WeightGradients:
         yield
         self._left[microbatch] = self._local.take() + self._delayed.take()
 
-    def compute(self, microbatch: int) -> None:
-        """W: add this microbatch's weight gradients.
+    def compute(self, microbatch: int, ended: Callable[[float], None]) -> None:
+        """W: add this microbatch's weight gradients; ``ended`` is told which share of the products is done.
 
         Raises:
             ValueError: if the first microbatch's gradients would later overwrite this one's.
@@ -72,5 +72,7 @@ class WeightGradients:
             )
         self._begun = True
         with torch.no_grad():
-            for add in self._left.pop(microbatch):
+            left = self._left.pop(microbatch)
+            for number, add in enumerate(left, 1):
                 add()
+                ended(number / len(left))

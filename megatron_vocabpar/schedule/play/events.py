@@ -5,8 +5,8 @@ for has ended. Communication runs beside the passes and takes its turn in a queu
 
 - a *link* for each pair of ranks and direction. A transfer starts when it has been sent, its receive has been
   posted and the transfer before it on the link has ended; the order is that of the sends;
-- one queue for the collectives of both vocabulary layers, and interlaced's S, which holds collectives. The next
-  starts when all ranks have launched it and the one before has ended; the order is that of rank 0's launches.
+- one queue for the collectives of both vocabulary layers, and interlaced's S, which holds collectives. The
+  next starts when all ranks have launched it and the one before has ended, in the order of rank 0's launches.
 
 Sends, receives and launches take no time of their rank: they are issued when the pass before them ends, or
 inside the pass behind them, after a share of its layers (``launches.py``).

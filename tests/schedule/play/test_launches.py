@@ -1,4 +1,4 @@
-"""Communication that is launched between layers: when it runs, how long it is resident, whether it can hang."""
+"""Communication that is launched between layers: when it runs, how long it waits, whether it can hang."""
 
 from __future__ import annotations
 
