@@ -43,7 +43,7 @@ def watched_layers(
 
 
 def layers_of(chunk: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers that a chunk runs one after the other, those of further heads last; none if it has no such."""
+    """The layers that a chunk runs one after the other, those of further heads last."""
     model: Any = unwrap_model(chunk)
     parts = (getattr(model, name, None) for name in ("decoder", "mtp"))
     return [layer for part in parts for layer in getattr(part, "layers", ())]

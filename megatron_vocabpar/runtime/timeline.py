@@ -62,7 +62,8 @@ class Timeline:
         self._mark = clock(device)
         self._spans: list[tuple[str, str, str, Mark, Mark]] = []
         self._recording = False
-        self._current: Instruction | None = None
+        self._open = 0  # instructions under way: two while one is launched inside a pass
+        self._current: Instruction | None = None  # the innermost, or the last
         self._computing_since: Mark | None = None
         self._part: Mark | None = None  # the end of the instruction's last wait, if it has waited
 
@@ -81,12 +82,16 @@ class Timeline:
         """Around an instruction, perhaps a launch inside another: an observer for the executor."""
         outer = self._current, self._computing_since, self._part
         self._current, self._part = instruction, None
+        self._open += 1
         if self._recording:
             self._computing_since = self._mark()
         yield
         if self._recording and not isinstance(instruction, Comm) and self._computing_since is not None:
             self._add(instruction, instruction.type.value, COMPUTE, self._computing_since)
-        self._current, self._computing_since, self._part = outer
+        self._part = None
+        self._open -= 1
+        if self._open:
+            self._current, self._computing_since, self._part = outer
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
