@@ -9,9 +9,8 @@ import pytest
 
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.replacements import _announcement
-from tests.megatron_lm.test_doors import ENABLE
-from tests.megatron_lm.test_training import EMBEDDINGS
 from tests.megatron_lm.training import Log, pretrain, words
+from tests.support.launch_options import EMBEDDINGS, ENABLE
 
 # Divides over two tensor-parallel ranks without padding, over two stages of them with some.
 VOCAB_SIZE = 4656

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +18,9 @@ from megatron_vocabpar.megatron_lm.options_page import page
 from megatron_vocabpar.megatron_lm.replacements import _check_first, _parse_with_our_options
 from megatron_vocabpar.megatron_lm.rules import options
 from megatron_vocabpar.megatron_lm.rules.options import ROW_OF, ROWS, declared
-from tests.megatron_lm.test_doors import PLAIN, inside
 from tests.megatron_lm.training import ROOT, checkout, words
+from tests.support.megatron_parser import PLAIN, inside
+from tests.support.recorded_options import recorded
 
 FOUND = words(
     "add_bias_linear moe_grouped_gemm mtp_use_repeated_layer freeze_all_layers "
@@ -30,22 +29,6 @@ FOUND = words(
     "overlap_param_gather_with_optimizer_step tensor_parallel_num_weight_shards enable_mhc_connections"
 )
 """What was found to be wrong, or late, or neither supported nor refused, before there was a table."""
-
-
-@cache
-def recorded() -> dict[str, set[str]]:
-    """The options of each version that was read, by version."""
-    versions: dict[str, set[str]] = {}
-    now: set[str] = set()
-    for line in Path(__file__).with_name("recorded_options.txt").read_text().splitlines():
-        sign, *names = line.split() or ["#"]
-        if sign.startswith("["):
-            versions[sign.strip("[]")] = now = set(now)
-        elif sign == "+":
-            now |= set(names)
-        elif sign == "-":
-            now -= set(names)
-    return versions
 
 
 def without_a_row(names: set[str], rows: set[str]) -> list[str]:

@@ -14,7 +14,7 @@ from megatron_vocabpar.megatron_lm.rules.check import TABLES, check, facts_of, s
 from megatron_vocabpar.megatron_lm.rules.options import ROW_OF, RULED
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.pipeline.rules.rule import IMPOSSIBLE, UNTESTED, Rule
-from tests.megatron_lm.test_doors import PLAIN
+from tests.support.megatron_parser import PLAIN
 
 RULES = [rule for table in TABLES for rule in table]
 

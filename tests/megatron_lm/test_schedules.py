@@ -5,9 +5,6 @@ Stock's own interleaved schedule gives NaN over gloo, so stock's 1F1B is what al
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,29 +20,14 @@ from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.replacements import replacement_for
 from megatron_vocabpar.megatron_lm.rules.check import check
 from megatron_vocabpar.train.cpu import megatron_on_cpu
-from tests.megatron_lm.test_doors import PLAIN
-from tests.megatron_lm.test_training import FROM_WEIGHTS
 from tests.megatron_lm.training import Log, pretrain, words
 from tests.pipeline import gpt
 from tests.spawn import run_ranks
+from tests.support.launch_options import CHUNKS, EIGHT_LAYERS, FROM_WEIGHTS, OVERLAP, UNTIED
+from tests.support.megatron_parser import PLAIN
+from tests.support.stock_weights import SETTINGS, weights
 
-UNTIED = words("--untie-embeddings-and-output-weights")
-EIGHT_LAYERS = words("--num-layers 8")
-CHUNKS = words("--num-virtual-stages-per-pipeline-rank 2")
-EXPERTS = words(
-    "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --disable-bias-linear "
-    "--moe-token-dispatcher-type alltoall --moe-layer-freq [0,1,1,0,1,0,0,1]"
-)
-SETTINGS = {
-    "plain": UNTIED,
-    "tied": (),
-    "experts": (*UNTIED, *EXPERTS),
-    "few microbatches, per-token loss": (*UNTIED, "--global-batch-size", "4", "--calculate-per-token-loss"),
-    "batch ramp-up": (*UNTIED, *words("--rampup-batch-size 4 4 64 --train-samples 96")),
-}
-"""Options of stock and of ours; stock runs once for each, on one process."""
 ITERATIONS = 12
-OVERLAP = words("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")
 
 
 @dataclass(frozen=True)
@@ -106,17 +88,6 @@ CASES = (
     Case("v-half", setting="batch ramp-up", options="--decoder-first-pipeline-num-layers 2"),
     Case("v-half", chunks=words("--pipeline-model-parallel-layout Ett|t|ttt|ttL")),
 )
-
-
-@cache
-def weights(setting: str) -> Path:
-    """A stock checkpoint after three iterations on one process."""
-    folder = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    tied = () if setting == "tied" else UNTIED
-    experts = EXPERTS if setting == "experts" else ()
-    pretrain("--save", str(folder), *EIGHT_LAYERS, *tied, *experts, iterations=3)
-    return folder
 
 
 def train(setting: str, *options: str, **sizes: int) -> Log:

@@ -14,15 +14,14 @@ import pytest
 from megatron_vocabpar.megatron_lm.bindings import find_version
 from megatron_vocabpar.megatron_lm.checkout import source_signatures
 from tests.megatron_lm.training import ROOT, Log, checkout, pretrain, words
+from tests.support.launch_options import EMBEDDINGS, FROM_WEIGHTS
 
-FROM_WEIGHTS = ("--finetune", "--no-load-optim", "--no-load-rng")
 LAYOUTS = {
     "pp4": {"pp": 4},
     "pp2 tp2": {"pp": 2, "tp": 2},
     "pp2 dp2": {"pp": 2, "dp": 2},
 }
 OPTIONS = {"pp2 dp2": ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")}
-EMBEDDINGS = {"untied": ("--untie-embeddings-and-output-weights",), "tied": ()}
 
 
 @pytest.fixture(scope="module")

@@ -28,9 +28,9 @@ from megatron_vocabpar.plan.options import option_of
 from megatron_vocabpar.plan.read_config import model_preset, model_presets
 from megatron_vocabpar.plan.stock_options import stock_options
 from megatron_vocabpar.plan.write_arguments import model_arguments
-from tests.megatron_lm.test_doors import PLAIN
-from tests.megatron_lm.test_option_rows import recorded
 from tests.megatron_lm.training import LOCAL, ROOT, checkout
+from tests.support.megatron_parser import PLAIN
+from tests.support.recorded_options import recorded
 from tests.transformer_engine import hook
 
 H100 = hardware_named("h100")
