@@ -9,7 +9,7 @@ Layers are placed so that the longest stage is as short as can be; the time of t
 Megatron's word for a placement is a layout, such as ``Et|ttt|ttt|tL``.
 
 Source: Megatron-LM, ``forward_backward_pipelining_with_interleaving``; Narayanan et al. (2021), section 2.2.
-Next: ``stock_options.py``.
+Next: ``stock_choices.py``.
 """
 
 from __future__ import annotations
