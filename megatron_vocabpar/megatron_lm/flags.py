@@ -100,7 +100,7 @@ PUBLISHED = tuple(
 )
 """The spellings of the published scripts, so that their launch lines run."""
 
-OPTIONS = (
+FLAGS = (
     Flag(ENABLE, _arguments(Option(help="Partition the vocabulary layers over all pipeline stages."), bool)),
     *_flags_of(FlagConfig),
     *_flags_of(VocabOptions),
@@ -109,15 +109,15 @@ OPTIONS = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our options to Megatron's parser, as its ``extra_args_provider`` would."""
+    """Add our flags to Megatron's parser, as its ``extra_args_provider`` would."""
     group = parser.add_argument_group(title="vocabulary parallelism")
-    for flag in OPTIONS:
+    for flag in FLAGS:
         group.add_argument(flag.flag, **flag.arguments)
     return parser
 
 
 def chain(provider: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
-    """An ``extra_args_provider`` that runs ``provider`` and then adds our options."""
+    """An ``extra_args_provider`` that runs ``provider`` and then adds our flags."""
 
     def both(parser: Any) -> Any:
         return add_options(provider(parser) if provider is not None else parser)
@@ -126,13 +126,13 @@ def chain(provider: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
 
 
 def is_asked_for(argv: Sequence[str]) -> bool:
-    """Whether the command line holds one of our options, or asks for help."""
-    names = {flag.flag for flag in OPTIONS} | set(_HELP)
+    """Whether the command line holds one of our flags, or asks for help."""
+    names = {flag.flag for flag in FLAGS} | set(_HELP)
     return any(word.partition("=")[0] in names for word in argv)
 
 
 def config_from_argv(argv: Sequence[str]) -> FlagConfig:
-    """The configuration that our options in a command line with Megatron's arguments ask for.
+    """The configuration that our flags in a command line with Megatron's arguments ask for.
 
     Raises:
         ValueError: if they contradict each other, naming flags and remedy.
@@ -146,7 +146,7 @@ def config_from(args: Any) -> FlagConfig:
     """The configuration that parsed arguments ask for.
 
     Raises:
-        ValueError: if our options contradict each other, naming flags and remedy.
+        ValueError: if our flags contradict each other, naming flags and remedy.
     """
     options = VocabOptions(**_values(VocabOptions, args))
     values = _values(FlagConfig, args)
@@ -177,7 +177,7 @@ def config_from(args: Any) -> FlagConfig:
 def _values(record: type, args: Any) -> dict[str, Any]:
     """The values that flags set, by the fields of a record."""
     options, values = options_of(record), {}
-    for flag in OPTIONS:
+    for flag in FLAGS:
         value = getattr(args, flag.attribute)
         if flag.field in options and value is not None:
             values[flag.field] = tuple(value) if isinstance(value, list) else value

@@ -20,7 +20,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_vocabpar import __version__
 from megatron_vocabpar.megatron_lm.flag_config import AUTO, FlagConfig
-from megatron_vocabpar.megatron_lm.flags import OPTIONS
+from megatron_vocabpar.megatron_lm.flags import FLAGS
 from megatron_vocabpar.megatron_lm.watchers import IdleTime, TimelineFile, iteration
 from megatron_vocabpar.pipeline import heads
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, vocab_groups
@@ -65,7 +65,7 @@ def check_same_everywhere() -> None:
     from megatron.training import get_args
 
     args = get_args()
-    flags = {option.flag: getattr(args, option.attribute) for option in OPTIONS}
+    flags = {flag.flag: getattr(args, flag.attribute) for flag in FLAGS}
     ours = versions() | {"megatron-core": megatron_version}
     agree("flags and versions", flags | ours, _patience(args) / 2)
 

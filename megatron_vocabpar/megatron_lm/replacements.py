@@ -21,8 +21,8 @@ from megatron_vocabpar.megatron_lm.flags import chain
 from megatron_vocabpar.megatron_lm.layouts import layout_notice, model_chunks, place_layers
 from megatron_vocabpar.megatron_lm.patch import installed
 from megatron_vocabpar.megatron_lm.planning import build, check_costs, check_same_everywhere
+from megatron_vocabpar.megatron_lm.rules.arguments import Declared, declared, not_run
 from megatron_vocabpar.megatron_lm.rules.check import check
-from megatron_vocabpar.megatron_lm.rules.options import Declared, declared, not_run
 from megatron_vocabpar.megatron_lm.saved_logits import SavedLogits, save_without_hooks
 from megatron_vocabpar.megatron_lm.scripts import check_script
 from megatron_vocabpar.megatron_lm.stored_teacher import (
@@ -60,19 +60,19 @@ def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
         "LogitsSaverHooks.attach_hooks": save_without_hooks,
         "CachedLogitsKDLoss.__call__": divergence_of_the_pipeline,
         "training_log": _log_without_padding,
-        "parse_args": _parse_with_our_options,
+        "parse_args": _parse_with_our_flags,
         "validate_args": _check_first,
     }
     return makers[binding.name](original, config)
 
 
-def _parse_with_our_options(original: Callable[..., Any], config: FlagConfig) -> Callable[..., Any]:
+def _parse_with_our_flags(original: Callable[..., Any], config: FlagConfig) -> Callable[..., Any]:
     @wraps(original)
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
         megatrons: dict[str, Declared] = {}
 
         def provider(parser: Any) -> Any:
-            megatrons.update(declared(parser))  # before the script adds options
+            megatrons.update(declared(parser))  # before the script adds its own
             return chain(extra_args_provider)(parser)
 
         args = original(provider, ignore_unknown_args)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
+from megatron_vocabpar.megatron_lm.rules.arguments import REVIEW_OF, RULED
 from megatron_vocabpar.megatron_lm.rules.check import TABLES, check, facts_of, said_of
-from megatron_vocabpar.megatron_lm.rules.options import ROW_OF, RULED
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.pipeline.rules.rule import IMPOSSIBLE, UNTESTED, Rule
 from tests.support.megatron_parser import PLAIN
@@ -243,5 +243,5 @@ def test_rules_look_at_the_options_that_are_said_to_be_ruled() -> None:
         args = Asked(**PLAIN | settings)
         said_of(args, config)
         asked |= vars(args).pop("asked", set()) | set(settings)
-    ruled = {name for name, row in ROW_OF.items() if row.verdict == RULED}
+    ruled = {name for name, row in REVIEW_OF.items() if row.verdict == RULED}
     assert sorted(ruled - asked - {"yaml_cfg", "wgrad_deferral_limit", "pretrained_checkpoint"}) == []

@@ -30,7 +30,7 @@ from megatron_vocabpar.plan.stock_choices import stock_choices
 from megatron_vocabpar.plan.write_arguments import model_arguments
 from tests.megatron_lm.training import LOCAL, ROOT, checkout
 from tests.support.megatron_parser import PLAIN
-from tests.support.recorded_options import recorded
+from tests.support.recorded_arguments import recorded
 from tests.transformer_engine import hook
 
 H100 = hardware_named("h100")

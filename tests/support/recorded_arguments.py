@@ -1,4 +1,4 @@
-"""The options of the Megatron versions that were read."""
+"""The arguments of the Megatron versions that were read."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tests.megatron_lm.training import ROOT
 
 @cache
 def recorded() -> dict[str, set[str]]:
-    """The options of each version that was read, by version."""
+    """The arguments of each version that was read, by version."""
     versions: dict[str, set[str]] = {}
     now: set[str] = set()
-    for line in (ROOT / "tests/megatron_lm/recorded_options.txt").read_text().splitlines():
+    for line in (ROOT / "tests/megatron_lm/recorded_arguments.txt").read_text().splitlines():
         sign, *names = line.split() or ["#"]
         if sign.startswith("["):
             versions[sign.strip("[]")] = now = set(now)
