@@ -85,7 +85,7 @@ BRIDGE = (
     Rule(
         "peft",
         lambda f: f.is_set("peft") and f.splits_w,
-        "{f.schedule} splits off weight gradients, which frozen layers do not have",
+        "{f.family_flag} splits off weight gradients, which frozen layers do not have",
         "use 1f1b or interleaved",
     ),
 )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_vocabpar.megatron_lm.flag_config import AUTO, SCHEDULES, FlagConfig
+from megatron_vocabpar.megatron_lm.flag_config import AUTO, FAMILIES, FlagConfig
 from megatron_vocabpar.pipeline.options import (
     Option,
     VocabOptions,
@@ -221,18 +221,18 @@ def _check_enabled(args: Any, options: VocabOptions, flags: list[str]) -> None:
     flags += [spell(name, getattr(options, name)) for name in asked_for(options, options_of(options))]
     if flags:
         raise ValueError(f"{' and '.join(flags)}: needs {ENABLE}; add it")
-    schedule = args.vocab_parallel_family
-    if schedule in SCHEDULES and schedule != "1f1b":
+    family = args.vocab_parallel_family
+    if family in FAMILIES and family != "1f1b":
         raise ValueError(
-            f"--vocab-parallel-family {schedule}: needs {ENABLE}; add it, with "
+            f"--vocab-parallel-family {family}: needs {ENABLE}; add it, with "
             "--vocab-parallel-method baseline to leave the vocabulary layers whole"
         )
 
 
 def _check(config: FlagConfig, args: Any) -> None:
-    if config.schedule not in SCHEDULES:
+    if config.family not in FAMILIES:
         raise ValueError(
-            f"--vocab-parallel-family {config.schedule}: unknown schedule; use one of {', '.join(SCHEDULES)}"
+            f"--vocab-parallel-family {config.family}: unknown family; use one of {', '.join(FAMILIES)}"
         )
     problems = conflicts(config.options, method_named(config.method), spell=spell)
     problems += [f"{found.asked}: {found.against}" for found in wrong_values(config, spell)]

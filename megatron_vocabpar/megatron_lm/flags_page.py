@@ -40,7 +40,7 @@ def warnings_table() -> Iterator[str]:
 def _shown(text: str) -> str:
     """A text of a rule with flags as code, and without the facts that it fills in."""
     text = re.sub(r"\{f\.option\[(\w+)\]\}", lambda match: spelled(match[1], True), text)
-    return _code(re.sub(r"\{.*?\}", "…", text.replace("{f.schedule}", "the family")))
+    return _code(re.sub(r"\{.*?\}", "…", text.replace("{f.family_flag}", "the family")))
 
 
 def _against(flag: Flag, rule: Apart) -> Iterator[str]:

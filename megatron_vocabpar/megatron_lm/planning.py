@@ -209,13 +209,13 @@ def plan_request(
         method=config.method,
         p=p,
         m=m,
-        family=config.schedule,
+        family=config.family,
         chunks=chunks,
         costs=costs,
         max_activations=config.max_activations,
         among=fitting,
     )
-    if config.schedule != AUTO:
+    if config.family != AUTO:
         return asked, ""
     cap = asked.max_activations
     if cap is None:
@@ -265,8 +265,8 @@ def check_costs(args: Any, config: FlagConfig) -> None:
     """
     if config.costs is not None:
         costs = PassCosts.load(config.costs)
-        for method in config.methods if config.schedule == AUTO else (config.method,):
-            if config.schedule != AUTO or method in costs.methods:
+        for method in config.methods if config.family == AUTO else (config.method,):
+            if config.family != AUTO or method in costs.methods:
                 try:
                     make_plan(method, args.pipeline_model_parallel_size, 1, costs=costs)
                 except ValueError as error:

@@ -173,7 +173,7 @@ def test_graphs_of_layers_go_with_what_was_shown() -> None:
     config = FlagConfig(enabled=True, method="vocab-2", profile_iterations=0, strict=True)
     check(SimpleNamespace(**plain), config)
     for arguments, flags, message in (
-        ({}, {"schedule": "zb-h1"}, "layers with --vocab-parallel-family zb-h1: a graph of B holds"),
+        ({}, {"family": "zb-h1"}, "layers with --vocab-parallel-family zb-h1: a graph of B holds"),
         ({}, {"profile_iterations": 3}, "give --vocab-parallel-profile-iterations 0"),
         ({"hidden_dropout": 0.1}, {}, "with --hidden-dropout other than 0:"),
         ({"num_experts": 8, "fp4": "e2m1"}, {}, "with --num-experts, --fp4-format: they have not been"),
@@ -193,7 +193,7 @@ def test_graphs_of_transformer_engine_go_with_our_order() -> None:
     old = {"cuda_graph_impl": "none", "external_cuda_graph": True}
     check(SimpleNamespace(**plain | old), config)
     for arguments, flags, message in (
-        ({}, {"schedule": "v-half"}, "v-half: a graph of B holds the weight gradients"),
+        ({}, {"family": "v-half"}, "v-half: a graph of B holds the weight gradients"),
         ({}, {"profile_iterations": 3}, "give --vocab-parallel-profile-iterations 0"),
         ({"pipeline_model_parallel_size": 1}, {}, "with --pipeline-model-parallel-size 1:"),
         ({"hybrid_layer_pattern": "M*"}, {}, "with --hybrid-layer-pattern:"),
@@ -305,7 +305,7 @@ def test_a_checkpoint_of_modelopt_is_refused(tmp_path: Path) -> None:
         (f"{ENABLE} --vocab-parallel-max-activations 0.5", "max-activations 0.5: give 1 or more"),
         (f"{ENABLE} --vocab-parallel-timeline 0", "timeline 0: give 1 or more"),
         ("--vocab-parallel-costs costs.json", "costs.json: method baseline runs Megatron's own"),
-        (f"{ENABLE} --vocab-parallel-family 2f2b", "2f2b: unknown schedule; use one of 1f1b"),
+        (f"{ENABLE} --vocab-parallel-family 2f2b", "2f2b: unknown family; use one of 1f1b"),
         ("--vocab-parallel-invariant", "invariant: needs --enable-vocab-parallel"),
         (
             f"{ENABLE} --vocab-parallel-fp8-head --vocab-parallel-fp32-head",

@@ -91,7 +91,7 @@ def test_trains_as_stock(family: str, method: str, pp: int, given: str, options:
     expected = stock(given=words(given))
     flags = (*OURS, "--vocab-parallel-family", family, "--vocab-parallel-method", method, *words(options))
     ours = train(*flags, given=words(given), pp=pp)
-    assert f"method {method}, schedule {family}" in ours.text
+    assert f"method {method}, family {family}" in ours.text
     assert len(ours.losses) == len(ours.norms) == 6
     for name in ("losses", "norms", "evaluations"):
         np.testing.assert_allclose(getattr(ours, name), getattr(expected, name), rtol=1e-5, err_msg=name)

@@ -84,7 +84,7 @@ def test_patched_script_trains(tmp_path: Path) -> None:
     script = tmp_path / "pretrain_gpt.py"
     v_half = words("--vocab-parallel-family v-half --num-virtual-stages-per-pipeline-rank 2")
     log = pretrain("--enable-vocab-parallel", *v_half, pp=2, iterations=3, script=script, fresh=True)
-    assert "vocabulary parallelism: method vocab-2, schedule v-half" in log.text
+    assert "vocabulary parallelism: method vocab-2, family v-half" in log.text
     assert len(log.losses) == 3
     assert "vocabulary parallelism" not in pretrain(iterations=3, script=script, fresh=True).text
 

@@ -43,14 +43,14 @@ class Case:
     """One training with our flags.
 
     Attributes:
-        schedule, method: ours.
+        family, method: ours.
         pp, tp, dp: sizes.
         model: a key of ``MODELS``.
         both: further options, of stock too.
         ours: further ones that do not change what stock computes.
     """
 
-    schedule: str
+    family: str
     method: str = "vocab-2"
     pp: int = 2
     tp: int = 1
@@ -61,16 +61,16 @@ class Case:
 
     def __str__(self) -> str:
         sizes = f"pp{self.pp}-tp{self.tp}-dp{self.dp}"
-        return "-".join([self.schedule, self.method, sizes, self.model, *words(f"{self.both} {self.ours}")])
+        return "-".join([self.family, self.method, sizes, self.model, *words(f"{self.both} {self.ours}")])
 
     @property
     def flags(self) -> tuple[str, ...]:
-        ours = ("--vocab-parallel-family", self.schedule, "--vocab-parallel-method", self.method)
-        chunks = () if self.schedule in ("1f1b", "zb-h1") else CHUNKS
+        ours = ("--vocab-parallel-family", self.family, "--vocab-parallel-method", self.method)
+        chunks = () if self.family in ("1f1b", "zb-h1") else CHUNKS
         return ("--enable-vocab-parallel", *ours, *chunks, *words(self.ours))
 
 
-SCHEDULES = ("1f1b", "interleaved", "zb-h1", "v-half", "v-zb")
+FAMILIES = ("1f1b", "interleaved", "zb-h1", "v-half", "v-zb")
 SPLIT = ("zb-h1", "v-half")
 METHODS = ("vocab-1", "vocab-2")
 SELECTIVE = "--recompute-granularity selective"
@@ -83,24 +83,24 @@ NEGLIGIBLE = "--init-method-std 1e-9"
 """With delayed scales a process first writes 8-bit weights by the scales of those that it drew, not of those
 that it loaded; stages draw others, in stock too. These are too small to set a scale."""
 MATRIX = (
-    *(Case(schedule, method, pp) for schedule in SCHEDULES for method in METHODS for pp in (2, 4)),
-    *(Case(schedule, both=NOT_FUSED) for schedule in ("1f1b", *SPLIT)),
-    *(Case(schedule, model="no biases", both=options) for schedule in SPLIT for options in ("", NOT_FUSED)),
+    *(Case(family, method, pp) for family in FAMILIES for method in METHODS for pp in (2, 4)),
+    *(Case(family, both=NOT_FUSED) for family in ("1f1b", *SPLIT)),
+    *(Case(family, model="no biases", both=options) for family in SPLIT for options in ("", NOT_FUSED)),
     Case("v-min", model="no biases"),
-    *(Case(schedule, tp=2) for schedule in ("1f1b", *SPLIT)),
+    *(Case(family, tp=2) for family in ("1f1b", *SPLIT)),
     Case("zb-h1", tp=2, model="no biases"),
-    *(Case(schedule, "vocab-1", dp=2, ours=DISTRIBUTED) for schedule in ("1f1b", *SPLIT)),
+    *(Case(family, "vocab-1", dp=2, ours=DISTRIBUTED) for family in ("1f1b", *SPLIT)),
     *(
         Case("1f1b", dp=2, ours=f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather{buckets}")
         for buckets in ("", " --ddp-bucket-size 20000")
     ),
     Case("v-zb", tp=2, dp=2, model="tied"),
-    *(Case(schedule, "vocab-1", model="tied") for schedule in ("1f1b", *SPLIT)),
-    *(Case(schedule, model="llama") for schedule in SCHEDULES),
-    *(Case(schedule, "baseline", model="llama", both="--bf16") for schedule in SPLIT),  # logits as stock's
+    *(Case(family, "vocab-1", model="tied") for family in ("1f1b", *SPLIT)),
+    *(Case(family, model="llama") for family in FAMILIES),
+    *(Case(family, "baseline", model="llama", both="--bf16") for family in SPLIT),  # logits as stock's
     *(
-        Case(schedule, model=model, both=options)
-        for schedule in ("1f1b", *SPLIT)
+        Case(family, model=model, both=options)
+        for family in ("1f1b", *SPLIT)
         for model in ("grouped experts", "sequential experts")
         for options in ("", NOT_FUSED)
     ),
@@ -108,15 +108,15 @@ MATRIX = (
         Case("zb-h1", dp=2, model=model, ours="--expert-model-parallel-size 2")
         for model in ("grouped experts", "sequential experts")
     ),
-    *(Case(schedule, model="two more heads") for schedule in ("1f1b", *SPLIT)),
-    *(Case(schedule, model="a repeated head", both=NOT_FUSED) for schedule in ("1f1b", *SPLIT)),
-    *(Case(schedule, model="fused operations") for schedule in ("1f1b", *SPLIT)),
-    *(Case(schedule, model="latent attention") for schedule in ("1f1b", *SPLIT)),
-    *(Case(schedule, ours=RECOMPUTED) for schedule in ("1f1b", *SPLIT)),
-    *(Case(schedule, ours=SELECTIVE) for schedule in SPLIT),
+    *(Case(family, model="two more heads") for family in ("1f1b", *SPLIT)),
+    *(Case(family, model="a repeated head", both=NOT_FUSED) for family in ("1f1b", *SPLIT)),
+    *(Case(family, model="fused operations") for family in ("1f1b", *SPLIT)),
+    *(Case(family, model="latent attention") for family in ("1f1b", *SPLIT)),
+    *(Case(family, ours=RECOMPUTED) for family in ("1f1b", *SPLIT)),
+    *(Case(family, ours=SELECTIVE) for family in SPLIT),
     Case("zb-h1", model="no biases", ours=f"{SELECTIVE} --recompute-modules mlp layernorm"),
 )
-ROUNDED = tuple(Case(schedule, model="llama", both="--bf16") for schedule in ("1f1b", *SPLIT))
+ROUNDED = tuple(Case(family, model="llama", both="--bf16") for family in ("1f1b", *SPLIT))
 
 
 @cache
@@ -130,7 +130,7 @@ def check(case: Case, record: Record, **tolerances: float) -> None:
     load = ("--load", str(weights(case.model)), *FROM_WEIGHTS)
     sizes = {"pp": case.pp, "tp": case.tp, "dp": case.dp}
     ours = train(case.model, *load, *words(case.both), *case.flags, **sizes)
-    assert f"method {case.method}, schedule {case.schedule}" in ours.text
+    assert f"method {case.method}, family {case.family}" in ours.text
     assert len(ours.losses) == len(ours.norms) == ITERATIONS
     assert len(ours.evaluations) > 0
     compare(ours, expected, record, **tolerances)
@@ -166,7 +166,7 @@ def test_trains_as_stock_in_16_bits(case: Case, record_property: Record) -> None
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("recipe", "schedule", "dp"),
+    ("recipe", "family", "dp"),
     [
         *product(("delayed", "tensorwise", "blockwise", "mxfp8"), ("zb-h1", "v-half"), (1,)),
         (f"delayed {EIGHT_BITS_GATHERED}", "zb-h1", 2),
@@ -184,7 +184,7 @@ def test_trains_as_stock_in_16_bits(case: Case, record_property: Record) -> None
         (f"{FOUR_BITS_GATHERED} {OVERLAPPED}", "interleaved", 2),
     ],
 )
-def test_trains_as_stock_in_few_bits(recipe: str, schedule: str, dp: int, record_property: Record) -> None:
+def test_trains_as_stock_in_few_bits(recipe: str, family: str, dp: int, record_property: Record) -> None:
     """With whole vocabulary layers each operand is stock's, and so is each of its roundings to 8 or 4 bits.
 
     Delayed scales follow from what a process has multiplied before, so stock runs on the same stages.
@@ -204,7 +204,7 @@ def test_trains_as_stock_in_few_bits(recipe: str, schedule: str, dp: int, record
     if four and RECOMPUTED in recipe and version == "0.16":
         pytest.skip("stock stops: Transformer Engine 2.11 has no columns of a recomputed layer's weights")
     bits = "--fp4-format e2m1 --fp4-recipe" if four else "--fp8-format hybrid --fp8-recipe"
-    case = Case(schedule, "baseline", both=f"{bits} {recipe}")
+    case = Case(family, "baseline", both=f"{bits} {recipe}")
     load = ("--load", str(weights(case.model)), *FROM_WEIGHTS, *words(case.both))
     theirs, ours = (train(case.model, *load, *flags, pp=2, dp=dp) for flags in ((), case.flags))
     exact = stock(case.model, "--bf16" if "--bf16" in recipe else "")

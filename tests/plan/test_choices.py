@@ -117,7 +117,7 @@ def test_our_flags_read_the_launch_line(method: str, family: str) -> None:
     line = launch_line(asked, choice).replace("\\\n", " ")
     words = line.split("pretrain_gpt.py")[1].split()
     config = config_from_argv(words)
-    assert (config.method, config.schedule) == (method, family)
+    assert (config.method, config.family) == (method, family)
     assert ("--num-virtual-stages-per-pipeline-rank 2" in line) == (family == "v-zb")
     if method == "redis":
         assert config.final_stage_layers == choice.layers[-1] < choice.layers[0]
