@@ -65,14 +65,14 @@ class Nodes:
 
 
 def method_arguments(experiment: Experiment) -> list[str]:
-    """The flags of method and schedule; none for stock Megatron."""
-    chunks = family_named(experiment.schedule).chunks
+    """The flags of method and family; none for stock Megatron."""
+    chunks = family_named(experiment.family).chunks
     virtual = ["--num-virtual-stages-per-pipeline-rank", str(chunks)] if chunks > 1 else []
-    if experiment.method == "baseline" and experiment.schedule == "1f1b":
+    if experiment.method == "baseline" and experiment.family == "1f1b":
         return []
     return [
         *("--enable-vocab-parallel", "--vocab-parallel-method", experiment.method),
-        *("--vocab-parallel-family", experiment.schedule, *virtual),
+        *("--vocab-parallel-family", experiment.family, *virtual),
     ]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions, option
 from megatron_vocabpar.schedule.make.families import SEARCH, Family, families, family_named
-from megatron_vocabpar.schedule.words.methods import METHODS, method_named
+from megatron_vocabpar.schedule.words.methods import BASELINE, METHODS, method_named
 from megatron_vocabpar.schedule.words.placement import Placement
 
 AUTO = "auto"
@@ -38,7 +38,7 @@ class FlagConfig:
 
     enabled: bool = False
     method: str = option(
-        "baseline",
+        BASELINE,
         "How they are computed; vocab-2 by default.",
         page=f"One of {', '.join(f'`{name}`' for name in METHODS)}; `redis` only moves transformer layers, "
         "`baseline` moves nothing.",

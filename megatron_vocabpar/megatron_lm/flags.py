@@ -23,7 +23,15 @@ from megatron_vocabpar.pipeline.options import (
     options_of,
 )
 from megatron_vocabpar.pipeline.rules.options import conflicts, wrong_values
-from megatron_vocabpar.schedule.words.methods import METHODS, method_named
+from megatron_vocabpar.schedule.words.methods import (
+    BASELINE,
+    DEFAULT,
+    INTERLACED,
+    METHODS,
+    REDIS,
+    VOCAB_1,
+    method_named,
+)
 
 ENABLE = "--enable-vocab-parallel"
 OVERLAP = "--overlap-moe-expert-parallel-comm"
@@ -151,19 +159,19 @@ def config_from(args: Any) -> FlagConfig:
     options = VocabOptions(**_values(VocabOptions, args))
     values = _values(FlagConfig, args)
     methods = _methods(args)
-    redistribute = args.enable_layer_redistribution or args.vocab_parallel_method == "redis"
+    redistribute = args.enable_layer_redistribution or args.vocab_parallel_method == REDIS
     if args.final_stage_num_layers is not None and not redistribute:
         raise ValueError("--final-stage-num-layers needs --enable-layer-redistribution; add it")
     if args.enable_vocab_parallel:
-        method = next(iter(methods.values()), "vocab-2")
+        method = next(iter(methods.values()), DEFAULT)
     else:
         _check_enabled(args, options, [*methods])
-        method = "redis" if redistribute else "baseline"
+        method = REDIS if redistribute else BASELINE
     if args.vocab_parallel_costs is not None:
         values.setdefault("profile_iterations", 0)
     values["method"] = method
     config = FlagConfig(
-        enabled=method != "baseline" or args.vocab_parallel_family != "1f1b",
+        enabled=method != BASELINE or args.vocab_parallel_family != "1f1b",
         options=options,
         methods=_open_methods(options, methods) if args.vocab_parallel_family == AUTO else (),
         redistribute=redistribute,
@@ -196,8 +204,8 @@ def _methods(args: Any) -> dict[str, str]:
     """The methods that flags name, by flag."""
     named = [
         ("--vocab-parallel-method", args.vocab_parallel_method),
-        ("--use-interlaced-schedule", "interlaced" if args.use_interlaced_schedule else None),
-        ("--disable-backward-fusion", "vocab-1" if args.disable_backward_fusion else None),
+        ("--use-interlaced-schedule", INTERLACED if args.use_interlaced_schedule else None),
+        ("--disable-backward-fusion", VOCAB_1 if args.disable_backward_fusion else None),
     ]
     methods = {flag: method for flag, method in named if method is not None}
     if args.enable_vocab_parallel and len(set(methods.values())) > 1:

@@ -39,7 +39,7 @@ from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.times.per_rank import spread
-from megatron_vocabpar.schedule.words.methods import method_named
+from megatron_vocabpar.schedule.words.methods import BASELINE, VOCAB_2, method_named
 
 _EXCHANGE = 0.4
 """What a pair is taken to hide before anything is measured: this part of the shorter of F and B."""
@@ -219,7 +219,7 @@ def plan_request(
         return asked, ""
     cap = asked.max_activations
     if cap is None:
-        cap = claimed_peak(method_named("vocab-2"), p, family_named("1f1b"), 1)
+        cap = claimed_peak(method_named(VOCAB_2), p, family_named("1f1b"), 1)
     known = [name for name in config.methods if costs is None or name in costs.methods]
     requests = [
         replace(asked, method=method, family=family, max_activations=cap)
@@ -244,7 +244,7 @@ def planned(family: str, plan: Plan) -> str:
     schedule, costs = plan.schedule, plan.costs
     if costs is not None and schedule.chunks > 1:
         costs = replace(costs, mtp_stage=None)  # 1F1B has fewer stages
-    stock = make_plan("baseline", schedule.p, schedule.m, costs=costs)
+    stock = make_plan(BASELINE, schedule.p, schedule.m, costs=costs)
     return (
         f"{schedule.method.name} in {family}, {schedule.m} microbatches: planned {_idle_and_peak(plan)}; "
         f"stock's 1F1B with the same times: {_idle_and_peak(stock)}"

@@ -15,11 +15,11 @@ from megatron_vocabpar.plan.job import OVERLAP
 from megatron_vocabpar.plan.stock import written
 from megatron_vocabpar.plan.write_arguments import job_arguments, model_arguments
 from megatron_vocabpar.schedule.make.families import family_named
-from megatron_vocabpar.schedule.words.methods import method_named
+from megatron_vocabpar.schedule.words.methods import BASELINE, REDIS, VOCAB_1, VOCAB_2, method_named
 
 _SUFFICES = 1.03  # redistribution suffices if its time over the best choice's is at most this
 _CLOSE = 1.02  # choices are named if their time over the best choice's is at most this
-_LEAN = (("vocab-2", "1f1b"), ("vocab-2", "v-half"), ("vocab-2", "v-min"))  # tried with each remedy
+_LEAN = tuple((VOCAB_2, family) for family in ("1f1b", "v-half", "v-min"))  # tried with each remedy
 
 
 def launch_line(request: Request, choice: Choice) -> str:
@@ -55,13 +55,13 @@ def placing_flags(request: Request, choice: Choice) -> list[str]:
         return list(choice.flags)
     family = family_named(choice.family)
     flags = []
-    if choice.method == "redis":
+    if choice.method == REDIS:
         flags.append(f"--final-stage-num-layers {choice.layers[-1]}")
     elif len(set(choice.layers)) > 1:
         flags.append(written(choice.layers, request.model.mtp_depths))
     elif family.chunks > 1:
         flags.append(f"--num-virtual-stages-per-pipeline-rank {family.chunks}")
-    if (choice.method, choice.family) == ("baseline", "1f1b"):
+    if (choice.method, choice.family) == (BASELINE, "1f1b"):
         return flags
     if family.pairs:
         flags += OVERLAP[:1] if family.splits_w else OVERLAP  # W in B may be delayed within the pair
@@ -97,7 +97,7 @@ def reasons(request: Request, choices: Sequence[Choice], best: Choice) -> list[s
             + (f"; {', '.join(even[-3:])} ranks would be even." if even else ".")
         )
     fitting = [one for one in choices if one.fits(request)]
-    baseline = _find(choices, "baseline", "1f1b")
+    baseline = _find(choices, BASELINE, "1f1b")
     if baseline is not None and best is not baseline and not baseline.problem:
         gain = baseline.iteration_ms / best.iteration_ms
         unfit = "" if baseline.fits(request) else ", which does not fit"
@@ -124,8 +124,8 @@ def reasons(request: Request, choices: Sequence[Choice], best: Choice) -> list[s
 
 def redistribution(request: Request, choices: Sequence[Choice]) -> list[str]:
     """A sentence if moving layers away from the last stage is enough; else none."""
-    moved = _find(choices, "redis", "1f1b")
-    partitioned = [one for one in choices if one.family == "1f1b" and one.method.startswith("vocab-")]
+    moved = _find(choices, REDIS, "1f1b")
+    partitioned = [one for one in choices if one.family == "1f1b" and one.method in (VOCAB_1, VOCAB_2)]
     if moved is None or moved.problem or not partitioned:
         return []
     best = min(partitioned, key=lambda one: one.iteration_ms)

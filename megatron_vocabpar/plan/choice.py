@@ -15,6 +15,7 @@ from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.times import after_ms, estimated_costs
 from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import BASELINE
 
 STOCK = "stock"  # the method of a choice that is Megatron's own
 _LEAST = 16  # microbatches, if two a rank are not more
@@ -76,7 +77,7 @@ class Choice:
     @property
     def stock(self) -> bool:
         """Whether Megatron runs it without this package."""
-        return self.method == STOCK or (self.method, self.family) == ("baseline", "1f1b")
+        return self.method == STOCK or (self.method, self.family) == (BASELINE, "1f1b")
 
     @property
     def pairs(self) -> bool:

@@ -32,13 +32,21 @@ from megatron_vocabpar.schedule.simulate import Simulation
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.times.per_rank import PerRank
 from megatron_vocabpar.schedule.times.redistribution import redistribute, with_final_stage
-from megatron_vocabpar.schedule.words.methods import Method, method_named
+from megatron_vocabpar.schedule.words.methods import (
+    BASELINE,
+    INTERLACED,
+    REDIS,
+    VOCAB_1,
+    VOCAB_2,
+    Method,
+    method_named,
+)
 from megatron_vocabpar.schedule.words.passes import PassType
 from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
-METHODS = ("baseline", "redis", "vocab-1", "vocab-2", "interlaced")
-ONLY_1F1B = ("redis", "interlaced")  # redis moves layers between whole stages; interlaced stops all ranks
+METHODS = (BASELINE, REDIS, VOCAB_1, VOCAB_2, INTERLACED)
+ONLY_1F1B = (REDIS, INTERLACED)  # redis moves layers between whole stages; interlaced stops all ranks
 _PASSES = 3_000  # passes that the choice of a candidate may play
 _LIGHTER = 1.02  # factor on the memory limit, as the whole schedule may hold a little less
 
@@ -55,7 +63,7 @@ def all_choices(
     Raises:
         ValueError: if none can run: the costs list another number of ranks, or layers cannot fill the stages.
     """
-    hides = request.costs("baseline").hides
+    hides = request.costs(BASELINE).hides
     known = [name for name, family in families().items() if hides or not family.pairs]
     both = [
         (method, family)
@@ -160,7 +168,7 @@ def layers_of(request: Request, method: Method, family: Family) -> tuple[int, ..
         raise ValueError("heads of multi-token prediction need a partitioned vocabulary in a V")
     if layers < p * family.chunks:
         raise ValueError(f"{layers} layers cannot fill {p * family.chunks} stages")
-    if method.name == "redis" and p > 1:
+    if method.name == REDIS and p > 1:
         return with_final_stage(layers, p, _redistributed(request)[-1])
     share, longer = divmod(layers, p)
     # Later ranks hold fewer microbatches, so they get the longer stages: 10 layers on 4 ranks become 2, 2, 3,
@@ -196,7 +204,7 @@ def costs_of(request: Request, method: str, family: Family, layers: tuple[int, .
 
 
 def _redistributed(request: Request) -> tuple[int, ...]:
-    costs, p, layers = request.costs("redis"), request.job.p, request.model.layers
+    costs, p, layers = request.costs(REDIS), request.job.p, request.model.layers
     times = (costs.F_ms, costs.B_ms, costs.W_ms)
     work = sum(sum(time) / p if isinstance(time, tuple) else time for time in times)
     first = sum(costs.first_rank_extra.values())

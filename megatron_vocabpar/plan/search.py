@@ -30,14 +30,14 @@ from megatron_vocabpar.plan.stock_choices import stock_choices
 from megatron_vocabpar.plan.times import estimated_costs, layer_ms, step_ms
 from megatron_vocabpar.plan.workers import mapping
 from megatron_vocabpar.schedule.make.families import family_named
-from megatron_vocabpar.schedule.words.methods import method_named
+from megatron_vocabpar.schedule.words.methods import BASELINE, INTERLACED, VOCAB_1, VOCAB_2, method_named
 from megatron_vocabpar.schedule.words.placement import Placement
 
 MOST = 32  # ways to divide a model that are played
 _NEAR = 1.01  # estimates are mostly too high, by little
 BEST = 10
-OURS = tuple(("vocab-1", family) for family in ("1f1b", "v-min", "v-half", "v-zb", "dualpipev"))
-OTHERS = ("vocab-2", "interlaced")  # methods that only the best ways are played with
+OURS = tuple((VOCAB_1, family) for family in ("1f1b", "v-min", "v-half", "v-zb", "dualpipev"))
+OTHERS = (VOCAB_2, INTERLACED)  # methods that only the best ways are played with
 LADDER = tuple(product((False, True), ("none", "selective", "full")))
 """(The optimizer is on the host, what is recomputed)."""
 _BATCH_TOKENS = 2**22  # of an iteration by default: 4 M, as for the models of the presets
@@ -136,7 +136,7 @@ def bound_ms(question: Question, job: Job) -> float:
     """The ms that no schedule can undercut: the passes of the mean rank, and the optimizer's step."""
     model, gpu = question.model, question.hardware
     layer = layer_ms(model, job, gpu)
-    costs = estimated_costs(model, job, gpu, "baseline")
+    costs = estimated_costs(model, job, gpu, BASELINE)
     output = sum(costs.last_rank_extra.values()) + sum(costs.last_stage_extra.values())
     hidden = layer.hidden if can_pair(model, job) else 0.0
     work = (layer.forward + layer.backward + layer.weights - hidden) * model.layers / job.p + output / job.p
@@ -152,7 +152,7 @@ def _fits_with(question: Question, job: Job, held: float) -> bool:
     """
     model, p = question.model, job.p
     layers = tuple(model.layers // p + (stage < model.layers % p) for stage in range(p))
-    method = method_named("vocab-1" if p > 1 else "baseline")
+    method = method_named(VOCAB_1 if p > 1 else BASELINE)
     placement = Placement(p, 1, "standard")
     stages = stage_memory(model, job, method, placement, layers, [Held(max(1.0, held))] * p)
     return min(stage.total for stage in stages) <= question.limit_gib * GIB

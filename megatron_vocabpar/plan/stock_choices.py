@@ -12,7 +12,7 @@ from math import inf
 from megatron_vocabpar.plan.choice import STOCK, Choice, Request, longest_after_ms
 from megatron_vocabpar.plan.memory import Bytes, Held, parameters_of, stage_memory
 from megatron_vocabpar.plan.stock import Layout, held_layers, layouts, play, stages_of
-from megatron_vocabpar.schedule.words.methods import method_named
+from megatron_vocabpar.schedule.words.methods import BASELINE, method_named
 from megatron_vocabpar.schedule.words.placement import Placement
 
 
@@ -23,7 +23,7 @@ def stock_choices(request: Request, *, shorter: bool = False) -> list[Choice]:
     ``shorter`` plays those that fit for a few microbatches, as ``choice_of`` does; others take ``inf``.
     """
     tried: dict[str, list[Choice]] = {}
-    for placed in layouts(request.model.layers, request.job.p, request.costs("baseline")):
+    for placed in layouts(request.model.layers, request.job.p, request.costs(BASELINE)):
         if placed.chunks > 1 and request.job.m % request.job.p:
             continue
         kind = re.sub(r" x\d+", "", placed.name)
@@ -38,8 +38,8 @@ def stock_choices(request: Request, *, shorter: bool = False) -> list[Choice]:
 
 def stock_choice(request: Request, placed: Layout, shorter: bool) -> Choice:
     """Megatron's own schedule with its layers placed so, played for a few microbatches or for all."""
-    model, job, baseline = request.model, request.job, method_named("baseline")
-    costs = request.costs("baseline")
+    model, job, baseline = request.model, request.job, method_named(BASELINE)
+    costs = request.costs(BASELINE)
     few = -(-request.few // job.p) * job.p  # whole rounds of the interleaved schedule
     m = min(job.m, few) if shorter else job.m
     times = stages_of(placed, job.p, costs)

@@ -24,6 +24,7 @@ from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.stock_choices import stock_choices
 from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import BASELINE
 
 PARTS = {
     "weights": "weights",
@@ -210,7 +211,7 @@ def advice_json(advice: Advice) -> str:
 def passes_of(request: Request, choice: Choice) -> PassCosts:
     """The times of the choice's passes, as ``vocabpar schedule --costs`` reads them."""
     if choice.method == STOCK:
-        return request.costs("baseline")
+        return request.costs(BASELINE)
     return costs_of(request, choice.method, family_named(choice.family), choice.layers)
 
 

@@ -11,7 +11,16 @@ from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import OVERLAP, Job
 from megatron_vocabpar.plan.read_config import model_preset
-from megatron_vocabpar.plan.stock import Layout, Stages, Step, held_layers, layouts, order, play, stages_of
+from megatron_vocabpar.plan.stock import (
+    Layout,
+    Stages,
+    StockPass,
+    held_layers,
+    layouts,
+    order,
+    play,
+    stages_of,
+)
 from megatron_vocabpar.plan.stock_choices import stock_choices
 from megatron_vocabpar.plan.times import estimated_costs
 from megatron_vocabpar.schedule.times.costs import PassCosts
@@ -24,11 +33,11 @@ from tests.schedule.simulated import simulated
 H100 = hardware_named("h100")
 
 
-def named(steps: tuple[Step, ...]) -> str:
+def named(steps: tuple[StockPass, ...]) -> str:
     return "+".join(f"{'F' if one.forward else 'B'}{one.stage}.{one.microbatch}" for one in steps)
 
 
-def pass_of(step: Step) -> Pass:
+def pass_of(step: StockPass) -> Pass:
     return Pass(PassType.F if step.forward else PassType.B, step.stage, step.microbatch)
 
 
@@ -43,7 +52,7 @@ def test_the_order_is_megatrons() -> None:
     assert warm_up == ["F0.0", "F0.1", "F2.0", "F2.1"]
     assert rest[:4] == ["F0.2", "B2.0", "F0.3", "B2.1"]
     assert rest[-4:] == ["B2.2", "B2.3", "B0.2", "B0.3"]
-    assert list(order(3, 4, 1, 3))[:2] == [(Step(True, 3, 0),), (Step(False, 3, 0),)]
+    assert list(order(3, 4, 1, 3))[:2] == [(StockPass(True, 3, 0),), (StockPass(False, 3, 0),)]
 
 
 def test_with_overlap_the_warm_up_is_one_longer_and_f_runs_with_b() -> None:
