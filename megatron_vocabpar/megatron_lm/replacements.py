@@ -254,7 +254,9 @@ def _partition(
     draws_as_stock = not options.independent_init and vp_stage is None
     return {
         "vocab_size": true_size,
-        "shard": vocab_shard(true_size, divisible_by, invariant=options.invariant, fp8=options.fp8),
+        "shard": vocab_shard(
+            true_size, divisible_by, invariant=options.invariant, fp8_recipe=options.fp8_recipe
+        ),
         "holds_shard": not vp_stage,
         "stock_vocab_size": padded_size if draws_as_stock else None,
         "terms": options.terms,
@@ -285,7 +287,7 @@ def _zeros_of_padding(options: VocabOptions) -> int:
 
     args = get_args()
     true_size, divisible_by = true_vocabulary(args.padded_vocab_size)
-    shard = vocab_shard(true_size, divisible_by, invariant=options.invariant, fp8=options.fp8)
+    shard = vocab_shard(true_size, divisible_by, invariant=options.invariant, fp8_recipe=options.fp8_recipe)
     rows = shard.ranges[-1].stop
     of_input = rows - args.padded_vocab_size if args.untie_embeddings_and_output_weights else 0
     return args.hidden_size * (rows - true_size + of_input)

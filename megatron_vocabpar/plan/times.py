@@ -105,7 +105,7 @@ def layer_ms(model: Model, job: Job, hardware: Hardware, method: str = BASELINE)
     each = tokens / job.t * _BESIDE.get(method, 1.0) / 1e9  # times operations of a token, over 10^12 a second
     half = each / (hardware.tflops * rates.layers)
     if job.fp8:
-        rate, expert_rate = hardware.fp8_tflops * rates.fp8, hardware.fp8_tflops * rates.fp8_experts
+        rate, expert_rate = hardware.fp8_tflops * rates.fp8_layers, hardware.fp8_tflops * rates.fp8_experts
     else:
         rate, expert_rate = hardware.tflops * rates.layers, hardware.tflops * rates.experts
     products = (model.matmul_flops - model.expert_flops) * each / rate

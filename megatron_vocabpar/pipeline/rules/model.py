@@ -23,8 +23,8 @@ HEADS = (
     Rule("{f.option[kernels]}", lambda f: f.options.kernels == "fused" and f.hidden_size % FUSED_MULTIPLE,
         f"hidden size {{f.hidden_size}} is no multiple of {FUSED_MULTIPLE}"),
     Rule("{f.option[fp8_head]}",
-        lambda f: f.hidden_size % f.options.fp8.multiple and f.options.fp8.multiple if f.options.fp8 else 0,
-        "hidden size {f.hidden_size} is no multiple of {found}"),
+        lambda f: f.options.fp8_recipe and f.hidden_size % f.options.fp8_recipe.multiple,
+        "hidden size {f.hidden_size} is no multiple of {f.options.fp8_recipe.multiple}"),
 )  # fmt: skip
 
 TEACHERS = (
