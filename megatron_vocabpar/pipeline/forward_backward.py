@@ -124,8 +124,8 @@ class ForwardBackward:
         self._untested = listeners.untested
         require(Facts(options=options, method=self.method), OPTIONS, tell=self._tell)
         self.options = options
-        if options.fp8 is not None:
-            check_device(options.fp8, device)
+        if options.fp8_recipe is not None:
+            check_device(options.fp8_recipe, device)
         if options.kernels == "fused":
             fused_product(device)  # raises where there is none
         self._not_finite = listeners.not_finite

@@ -20,24 +20,24 @@ from functools import partial
 from itertools import islice, product
 from math import inf
 
+from megatron_vocabpar.plan.choice import Choice, Request
+from megatron_vocabpar.plan.choices import ONLY_1F1B, choice_of, in_full
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import Job, can_pair, refused
 from megatron_vocabpar.plan.memory import GIB, Held, stage_memory
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.option import Option, Request
-from megatron_vocabpar.plan.options import ONLY_1F1B, in_full, option_of
-from megatron_vocabpar.plan.stock_options import stock_options
+from megatron_vocabpar.plan.stock_choices import stock_choices
 from megatron_vocabpar.plan.times import estimated_costs, layer_ms, step_ms
 from megatron_vocabpar.plan.workers import mapping
 from megatron_vocabpar.schedule.make.families import family_named
-from megatron_vocabpar.schedule.words.methods import method_named
+from megatron_vocabpar.schedule.words.methods import BASELINE, INTERLACED, VOCAB_1, VOCAB_2, method_named
 from megatron_vocabpar.schedule.words.placement import Placement
 
 MOST = 32  # ways to divide a model that are played
 _NEAR = 1.01  # estimates are mostly too high, by little
 BEST = 10
-OURS = tuple(("vocab-1", family) for family in ("1f1b", "v-min", "v-half", "v-zb", "dualpipev"))
-OTHERS = ("vocab-2", "interlaced")  # methods that only the best ways are played with
+OURS = tuple((VOCAB_1, family) for family in ("1f1b", "v-min", "v-half", "v-zb", "dualpipev"))
+OTHERS = (VOCAB_2, INTERLACED)  # methods that only the best ways are played with
 LADDER = tuple(product((False, True), ("none", "selective", "full")))
 """(The optimizer is on the host, what is recomputed)."""
 _BATCH_TOKENS = 2**22  # of an iteration by default: 4 M, as for the models of the presets
@@ -74,13 +74,13 @@ class Found:
     """
 
     request: Request
-    option: Option
+    choice: Choice
     needed_gib: float = 0.0
 
     @property
     def kind(self) -> tuple[object, ...]:
         """The key of which a search keeps the fastest result."""
-        return _kind(self.request.job, self.option.stock)
+        return _kind(self.request.job, self.choice.stock)
 
 
 def usual_batch(model: Model, gpus: int) -> int:
@@ -136,7 +136,7 @@ def bound_ms(question: Question, job: Job) -> float:
     """The ms that no schedule can undercut: the passes of the mean rank, and the optimizer's step."""
     model, gpu = question.model, question.hardware
     layer = layer_ms(model, job, gpu)
-    costs = estimated_costs(model, job, gpu, "baseline")
+    costs = estimated_costs(model, job, gpu, BASELINE)
     output = sum(costs.last_rank_extra.values()) + sum(costs.last_stage_extra.values())
     hidden = layer.hidden if can_pair(model, job) else 0.0
     work = (layer.forward + layer.backward + layer.weights - hidden) * model.layers / job.p + output / job.p
@@ -152,7 +152,7 @@ def _fits_with(question: Question, job: Job, held: float) -> bool:
     """
     model, p = question.model, job.p
     layers = tuple(model.layers // p + (stage < model.layers % p) for stage in range(p))
-    method = method_named("vocab-1" if p > 1 else "baseline")
+    method = method_named(VOCAB_1 if p > 1 else BASELINE)
     placement = Placement(p, 1, "standard")
     stages = stage_memory(model, job, method, placement, layers, [Held(max(1.0, held))] * p)
     return min(stage.total for stage in stages) <= question.limit_gib * GIB
@@ -179,7 +179,7 @@ def tried(question: Question, job: Job, ours_ms: float = inf, stock_ms: float = 
     for method, family in OURS if job.p > 1 else ():
         if can_pair(question.model, job) or not family_named(family).pairs:
             ours = _faster(ours, question, job, method, family, ours_ms)
-    stock = _cheapest(question, job, "stock", lambda one: stock_options(one, shorter=True), stock_ms)
+    stock = _cheapest(question, job, "stock", lambda one: stock_choices(one, shorter=True), stock_ms)
     return [*ours, *(one for one in sorted(stock, key=_ms)[:1] if _ms(one) < stock_ms)]
 
 
@@ -192,14 +192,14 @@ def _faster(
     return [one for one in found if _ms(one) < limit] or best
 
 
-def _only(method: str, family: str, below_ms: float, request: Request) -> list[Option]:
-    return [option_of(request, method, family, below_ms=below_ms)]
+def _only(method: str, family: str, below_ms: float, request: Request) -> list[Choice]:
+    return [choice_of(request, method, family, below_ms=below_ms)]
 
 
 def _cheapest(
-    question: Question, job: Job, family: str, played: Callable[[Request], list[Option]], below_ms: float
+    question: Question, job: Job, family: str, played: Callable[[Request], list[Choice]], below_ms: float
 ) -> list[Found]:
-    """The options that fit on the first rung on which any fits; none if all take ``below_ms`` or longer."""
+    """The choices that fit on the first rung on which any fits; none if all take ``below_ms`` or longer."""
     before = 0.0
     for rung in rungs(question, job):
         if bound_ms(question, rung) >= below_ms:
@@ -208,16 +208,16 @@ def _cheapest(
             before = before or question.limit_gib
             continue
         request = Request(question.model, rung, question.hardware, question.limit_gib)
-        options = [one for one in played(request) if not one.problem]
-        fitting = [Found(request, one, before) for one in options if one.fits(request)]
-        if fitting or not options:
+        choices = [one for one in played(request) if not one.problem]
+        fitting = [Found(request, one, before) for one in choices if one.fits(request)]
+        if fitting or not choices:
             return fitting
-        before = min(one.peak_gib for one in options)
+        before = min(one.peak_gib for one in choices)
     return []
 
 
 def _ms(found: Found) -> float:
-    return found.option.iteration_ms
+    return found.choice.iteration_ms
 
 
 def search(
@@ -248,9 +248,9 @@ def search(
 
 def _by_any_method(question: Question, found: Found) -> Found:
     """The same sizes and family with the fastest method; Megatron's own as it is."""
-    if found.option.stock:
+    if found.choice.stock:
         return found
-    family, best = found.option.family, [found]
+    family, best = found.choice.family, [found]
     for method in OTHERS:
         if family == "1f1b" or method not in ONLY_1F1B:
             best = _faster(best, question, found.request.job, method, family)
@@ -278,10 +278,10 @@ def _exact(found: list[Found]) -> list[Found]:
     For example, an estimate of 1,508 ms behind 1,505 ms is 1,490 ms in full. At most ``BEST`` are simulated.
     """
     for _ in range(BEST):
-        near = [each for each in found if not each.option.exact and _ms(each) <= _NEAR * _ms(found[0])]
+        near = [each for each in found if not each.choice.exact and _ms(each) <= _NEAR * _ms(found[0])]
         if not near:
             break
-        full = replace(near[0], option=in_full(near[0].request, near[0].option))
+        full = replace(near[0], choice=in_full(near[0].request, near[0].choice))
         others = [each for each in found if each is not near[0]]
-        found = sorted([*others, full], key=_ms) if full.option.fits(full.request) else others
+        found = sorted([*others, full], key=_ms) if full.choice.fits(full.request) else others
     return found

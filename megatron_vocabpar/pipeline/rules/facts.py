@@ -214,6 +214,6 @@ class Facts(Settings):
         return self.partitions or self.family != "1f1b"
 
     @property
-    def schedule(self) -> str:
+    def family_flag(self) -> str:
         """The flag of the family, or what stands for it in a program."""
         return f"--vocab-parallel-family {self.family}" if self.family else "this schedule"

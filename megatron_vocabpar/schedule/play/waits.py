@@ -73,7 +73,7 @@ class _Pair(NamedTuple):
     high: int
 
 
-class Step(NamedTuple):
+class Waiting(NamedTuple):
     """A node in words.
 
     Attributes:
@@ -140,11 +140,11 @@ class Waits:
     def is_end(self, node: int) -> bool:
         return node % _PHASES == _ENDED
 
-    def step(self, node: int) -> Step:
+    def step(self, node: int) -> Waiting:
         """A rank's node in words."""
         k, phase = divmod(node, _PHASES)
         rank, item = self.items[k]
-        return Step(rank, item, self.items[k - 1][1] if phase == _ISSUED else item)
+        return Waiting(rank, item, self.items[k - 1][1] if phase == _ISSUED else item)
 
     def _in_every_model(self, row: range) -> Iterator[Edge]:
         last_pass: int | None = None

@@ -1,7 +1,7 @@
-"""The options: every method in every family, with simulated time and memory.
+"""The choices: every method in every family, with simulated time and memory.
 
-Each option is first played for a few microbatches. Its time is then extended as if the busiest rank never
-waited again; all microbatches take about as long, or longer. In the order of these times, the options that
+Each choice is first played for a few microbatches. Its time is then extended as if the busiest rank never
+waited again; all microbatches take about as long, or longer. In the order of these times, the choices that
 fit are played for all microbatches and simulated with their communication, until no other one can be faster
 than the fastest.
 
@@ -16,11 +16,11 @@ from functools import partial
 from itertools import islice, product
 from math import inf
 
+from megatron_vocabpar.plan.choice import STOCK, Choice, Request, longest_after_ms
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.memory import Bytes, Held, parameters_of, stage_memory
-from megatron_vocabpar.plan.option import STOCK, Option, Request, longest_after_ms
 from megatron_vocabpar.plan.stock import Layout
-from megatron_vocabpar.plan.stock_options import stock_option
+from megatron_vocabpar.plan.stock_choices import stock_choice
 from megatron_vocabpar.plan.workers import mapping
 from megatron_vocabpar.schedule.make.families import Family, families, family_named
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
@@ -32,30 +32,38 @@ from megatron_vocabpar.schedule.simulate import Simulation
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.times.per_rank import PerRank
 from megatron_vocabpar.schedule.times.redistribution import redistribute, with_final_stage
-from megatron_vocabpar.schedule.words.methods import Method, method_named
+from megatron_vocabpar.schedule.words.methods import (
+    BASELINE,
+    INTERLACED,
+    REDIS,
+    VOCAB_1,
+    VOCAB_2,
+    Method,
+    method_named,
+)
 from megatron_vocabpar.schedule.words.passes import PassType
 from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
-METHODS = ("baseline", "redis", "vocab-1", "vocab-2", "interlaced")
-ONLY_1F1B = ("redis", "interlaced")  # redis moves layers between whole stages; interlaced stops all ranks
+METHODS = (BASELINE, REDIS, VOCAB_1, VOCAB_2, INTERLACED)
+ONLY_1F1B = (REDIS, INTERLACED)  # redis moves layers between whole stages; interlaced stops all ranks
 _PASSES = 3_000  # passes that the choice of a candidate may play
 _LIGHTER = 1.02  # factor on the memory limit, as the whole schedule may hold a little less
 
 
-def all_options(
+def all_choices(
     request: Request,
     methods: Sequence[str] = METHODS,
     among: Iterable[str] | None = None,
     *,
     workers: int = 1,
-) -> list[Option]:
+) -> list[Choice]:
     """Every method in every family; the fastest of those that fit is simulated in full.
 
     Raises:
         ValueError: if none can run: the costs list another number of ranks, or layers cannot fill the stages.
     """
-    hides = request.costs("baseline").hides
+    hides = request.costs(BASELINE).hides
     known = [name for name, family in families().items() if hides or not family.pairs]
     both = [
         (method, family)
@@ -63,7 +71,7 @@ def all_options(
         if family == "1f1b" or method not in ONLY_1F1B
     ]
     with mapping(workers) as each:
-        tried = list(each(partial(option_of, request), *zip(*both, strict=True)))
+        tried = list(each(partial(choice_of, request), *zip(*both, strict=True)))
         if all(one.problem for one in tried):
             raise ValueError(tried[0].problem)
         nearly, least = replace(request, limit_gib=_LIGHTER * request.limit_gib), inf
@@ -73,25 +81,25 @@ def all_options(
                 if one.iteration_ms >= least:
                     break
                 tried[tried.index(one)] = full
-                if full.fits(request):  # in full, an option may hold more than its first microbatches
+                if full.fits(request):  # in full, a choice may hold more than its first microbatches
                     least = min(least, full.iteration_ms)
     return tried
 
 
-def best_of(request: Request, options: Sequence[Option]) -> Option | None:
-    """The fastest option that fits; if any was simulated in full, only those count."""
-    fitting = [option for option in options if option.fits(request)]
-    exact = [option for option in fitting if option.exact]
-    return min(exact or fitting, key=lambda option: option.iteration_ms, default=None)
+def best_of(request: Request, choices: Sequence[Choice]) -> Choice | None:
+    """The fastest choice that fits; if any was simulated in full, only those count."""
+    fitting = [choice for choice in choices if choice.fits(request)]
+    exact = [choice for choice in fitting if choice.exact]
+    return min(exact or fitting, key=lambda choice: choice.iteration_ms, default=None)
 
 
-def option_of(
+def choice_of(
     request: Request,
     method_name: str,
     name: str,
     microbatches: int | None = None,
     below_ms: float = inf,
-) -> Option:
+) -> Choice:
     """One method in one family, played for ``microbatches``, by default a few.
 
     It is not played, and has a problem, if no order of its passes takes less than ``below_ms``.
@@ -103,10 +111,10 @@ def option_of(
         costs = costs_of(request, method.name, family, layers)
         problem = Problem.of(PlanRequest(method=method, p=job.p, m=m, family=family, costs=costs))
     except ValueError as error:
-        return Option(method.name, family.name, problem=str(error))
+        return Choice(method.name, family.name, problem=str(error))
     least_ms = problem.bound_ms() + (job.m - m) * max(_further_ms(problem, problem.pairs))
     if least_ms >= below_ms:
-        return Option(method.name, family.name, problem=f"takes at least {least_ms:.0f} ms")
+        return Choice(method.name, family.name, problem=f"takes at least {least_ms:.0f} ms")
     played, *_ = problem.played(_PASSES)
     schedule = problem.schedule(played)
     length_ms, idle = _extended(problem, schedule, played.end, job.m - m)
@@ -135,19 +143,19 @@ def _further_ms(problem: Problem, pairs: bool) -> list[float]:
     return [ms - chunks * saved for ms, saved in zip(work, problem.times.hidden, strict=True)]
 
 
-def in_full(request: Request, option: Option) -> Option:
-    """The option as its training would run it: its whole schedule, generated and simulated."""
-    if option.method == STOCK:
-        chunks = len(option.layers) // request.job.p
-        placed = Layout(option.family, chunks, option.layers, option.flags, option.pairs)
-        return stock_option(request, placed, False)
-    job, family = request.job, family_named(option.family)
-    costs = costs_of(request, option.method, family, option.layers)
-    problem = Problem.of(PlanRequest(method=option.method, p=job.p, m=job.m, family=family, costs=costs))
+def in_full(request: Request, choice: Choice) -> Choice:
+    """The choice as its training would run it: its whole schedule, generated and simulated."""
+    if choice.method == STOCK:
+        chunks = len(choice.layers) // request.job.p
+        placed = Layout(choice.family, chunks, choice.layers, choice.flags, choice.pairs)
+        return stock_choice(request, placed, False)
+    job, family = request.job, family_named(choice.family)
+    costs = costs_of(request, choice.method, family, choice.layers)
+    problem = Problem.of(PlanRequest(method=choice.method, p=job.p, m=job.m, family=family, costs=costs))
     schedule = problem.best(TRIAL_PASSES)
     result = Simulation(schedule, run_events(schedule, problem.times, lower(schedule, costs)))
     idle = sum(result.bubble) / job.p
-    done = _measured_out(request, schedule, family, option.layers, result.iteration_ms, idle)
+    done = _measured_out(request, schedule, family, choice.layers, result.iteration_ms, idle)
     return replace(done, exact=True)
 
 
@@ -160,7 +168,7 @@ def layers_of(request: Request, method: Method, family: Family) -> tuple[int, ..
         raise ValueError("heads of multi-token prediction need a partitioned vocabulary in a V")
     if layers < p * family.chunks:
         raise ValueError(f"{layers} layers cannot fill {p * family.chunks} stages")
-    if method.name == "redis" and p > 1:
+    if method.name == REDIS and p > 1:
         return with_final_stage(layers, p, _redistributed(request)[-1])
     share, longer = divmod(layers, p)
     # Later ranks hold fewer microbatches, so they get the longer stages: 10 layers on 4 ranks become 2, 2, 3,
@@ -196,7 +204,7 @@ def costs_of(request: Request, method: str, family: Family, layers: tuple[int, .
 
 
 def _redistributed(request: Request) -> tuple[int, ...]:
-    costs, p, layers = request.costs("redis"), request.job.p, request.model.layers
+    costs, p, layers = request.costs(REDIS), request.job.p, request.model.layers
     times = (costs.F_ms, costs.B_ms, costs.W_ms)
     work = sum(sum(time) / p if isinstance(time, tuple) else time for time in times)
     first = sum(costs.first_rank_extra.values())
@@ -211,8 +219,8 @@ def _measured_out(
     layers: tuple[int, ...],
     length_ms: float,
     idle: float,
-) -> Option:
-    """The option of a schedule that takes ``length_ms``, with its memory and the optimizer's step."""
+) -> Choice:
+    """The choice of a schedule that takes ``length_ms``, with its memory and the optimizer's step."""
     model, job = request.model, request.job
     placement = Placement(job.p, family.chunks, family.shape)
     shards = _softmax_shards(schedule)
@@ -221,7 +229,7 @@ def _measured_out(
     parameters = parameters_of(model, job, schedule.method, placement, layers)
     costs = request.costs(schedule.method.name)
     after = longest_after_ms(job_in(job, family), request.hardware, parameters, costs)
-    return Option(
+    return Choice(
         schedule.method.name,
         family.name,
         layers,
