@@ -105,6 +105,9 @@ SELECTIVE = "--recompute-granularity selective"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 GATHERED = f"--fp8-param-gather {DISTRIBUTED} --bf16"
 OVERLAPPED = "--overlap-grad-reduce --overlap-param-gather"
+REDUCED = "--overlap-grad-reduce --ddp-bucket-size 20000"
+SHARDED = f"{REDUCED} --overlap-param-gather {DISTRIBUTED}"
+EXCHANGED = "--expert-model-parallel-size 2"
 FOUR_BITS = "nvfp4 --bf16"
 """Hadamard transforms are of 16 bits."""
 GATHERED_FOUR_BITS = f"{FOUR_BITS} --fp4-param-gather {DISTRIBUTED}"
@@ -120,10 +123,18 @@ MATRIX = (
     *(Case(schedule, tp=2) for schedule in ("1f1b", *SPLIT)),
     Case("zb-h1", tp=2, model="no biases"),
     *(Case(schedule, "vocab-1", dp=2, ours=DISTRIBUTED) for schedule in ("1f1b", *SPLIT)),
-    *(
-        Case("1f1b", dp=2, ours=f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather{buckets}")
-        for buckets in ("", " --ddp-bucket-size 20000")
-    ),
+    Case("1f1b", dp=2, ours=f"{DISTRIBUTED} {OVERLAPPED}"),
+    *(Case(schedule, dp=2, ours=SHARDED) for schedule in ("1f1b", *SPLIT)),
+    Case("v-half", "vocab-1", dp=2, model="tied", ours=f"{SHARDED} --no-align-param-gather"),
+    Case("v-zb", dp=2, model="no biases", both=NOT_FUSED, ours=REDUCED),
+    Case("v-min", dp=2, model="grouped experts", ours=f"{EXCHANGED} {SHARDED}"),
+    Case("zb-h1", dp=2, model="sequential experts", both=NOT_FUSED, ours=f"{EXCHANGED} {REDUCED}"),
+    Case("zb-h1", "baseline", dp=2, model="tied", ours=REDUCED),
+    Case("v-half", dp=2, model="two more heads", ours=SHARDED),
+    Case("zb-h1", dp=2, model="a repeated head", both=NOT_FUSED, ours=SHARDED),
+    Case("zb-h1", dp=2, model="fused operations", ours=REDUCED),
+    Case("v-zb", pp=4, dp=2, both="--global-batch-size 4", ours=REDUCED),
+    Case("zb-h1", dp=2, both="--global-batch-size 4", ours=SHARDED),
     Case("v-zb", tp=2, dp=2, model="tied"),
     *(Case(schedule, "vocab-1", model="tied") for schedule in ("1f1b", *SPLIT)),
     *(Case(schedule, model="llama") for schedule in SCHEDULES),
@@ -135,7 +146,7 @@ MATRIX = (
         for options in ("", NOT_FUSED)
     ),
     *(
-        Case("zb-h1", dp=2, model=model, ours="--expert-model-parallel-size 2")
+        Case("zb-h1", dp=2, model=model, ours=EXCHANGED)
         for model in ("grouped experts", "sequential experts")
     ),
     *(Case(schedule, model="two more heads") for schedule in ("1f1b", *SPLIT)),
@@ -243,10 +254,11 @@ def test_trains_as_stock_in_16_bits(case: Case, record_property: Record) -> None
         *product((f"tensorwise {GATHERED}", f"blockwise {GATHERED}"), ("zb-h1", "v-half"), (2,)),
         *product((f"mxfp8 {GATHERED} {REUSED}",), ("zb-h1", "v-half"), (2,)),
         *product((f"delayed {RECOMPUTED}", f"mxfp8 {RECOMPUTED}"), ("zb-h1", "v-half"), (1,)),
-        (f"tensorwise {GATHERED} {OVERLAPPED}", "interleaved", 2),
+        *((f"tensorwise {GATHERED} {OVERLAPPED}", schedule, 2) for schedule in ("interleaved", "zb-h1")),
+        (f"mxfp8 {GATHERED} {REUSED} {OVERLAPPED}", "v-half", 2),
         *product((FOUR_BITS, f"{FOUR_BITS} {RECOMPUTED}"), ("zb-h1", "v-half"), (1,)),
         *product((GATHERED_FOUR_BITS,), ("zb-h1", "v-half"), (2,)),
-        (f"{GATHERED_FOUR_BITS} {OVERLAPPED}", "interleaved", 2),
+        *((f"{GATHERED_FOUR_BITS} {OVERLAPPED}", schedule, 2) for schedule in ("interleaved", "v-half")),
     ],
 )
 def test_trains_as_stock_in_few_bits(recipe: str, schedule: str, dp: int, record_property: Record) -> None:

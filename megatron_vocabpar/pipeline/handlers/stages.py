@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.pipeline import compat
+from megatron_vocabpar.pipeline.gradients import Writer
 from megatron_vocabpar.pipeline.graphs.layer_graphs import kept, kept_gradient
 from megatron_vocabpar.pipeline.iteration import Iteration, LayerHandlers
 from megatron_vocabpar.pipeline.recording import ModelCall
@@ -148,9 +150,10 @@ class Stages(LayerHandlers):
 
     def weight_backward(self, instruction: Pass) -> None:
         """W: the weight gradients that B left out."""
-        chunk = self.rank.placement.chunk_of(instruction.stage)
-        self.weight_gradients[chunk].compute(instruction.microbatch)
-        self.gradients.wrote(PassType.W)
+        writer = Writer(PassType.W, self.rank.placement.chunk_of(instruction.stage))
+        added = partial(self.gradients.added, writer)
+        self.weight_gradients[writer.chunk].compute(instruction.microbatch, added)
+        self.gradients.wrote(writer)
 
 
 def _replay(recorded: ModelCall) -> Callable[..., tuple[torch.Tensor, Callable[..., Any]]]:

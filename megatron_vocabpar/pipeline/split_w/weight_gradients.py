@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from megatron_vocabpar.pipeline.split_w.delayed_products import DelayedProducts
+from megatron_vocabpar.pipeline.split_w.left_product import LeftProduct
 from megatron_vocabpar.pipeline.split_w.local_products import LocalProducts
 
 
@@ -40,7 +41,7 @@ class WeightGradients:
     def __init__(self, chunk: torch.nn.Module) -> None:
         self._delayed = DelayedProducts(chunk)
         self._local = LocalProducts(chunk)
-        self._left: dict[int, list[Callable[[], None]]] = {}
+        self._left: dict[int, list[LeftProduct]] = {}
         self._begun = False
 
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -55,11 +56,14 @@ class WeightGradients:
     @contextmanager
     def left_by(self, microbatch: int) -> Iterator[None]:
         """The context of this microbatch's B."""
-        yield
+        with self._delayed.hidden_from_ddp():
+            yield
         self._left[microbatch] = self._local.take() + self._delayed.take()
 
-    def compute(self, microbatch: int) -> None:
-        """W: add this microbatch's weight gradients.
+    def compute(
+        self, microbatch: int, added: Callable[[torch.nn.Parameter], None] = lambda parameter: None
+    ) -> None:
+        """W: add this microbatch's weight gradients, and call ``added`` with each when it is.
 
         Raises:
             ValueError: if the first microbatch's gradients would later overwrite this one's.
@@ -71,6 +75,12 @@ class WeightGradients:
                 "it, --no-gradient-accumulation-fusion, or local layers"
             )
         self._begun = True
+        products = self._left.pop(microbatch)
+        # A layer that runs several times has several products.
+        last = {parameter: product for product in products for parameter in product.parameters}
         with torch.no_grad():
-            for add in self._left.pop(microbatch):
-                add()
+            for product in products:
+                product.add()
+                for parameter in product.parameters:
+                    if last[parameter] is product:
+                        added(parameter)
