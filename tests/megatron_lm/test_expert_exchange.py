@@ -85,6 +85,7 @@ stock = cache(train)
         ("dualpipev", "vocab-1", 4, "--moe-shared-expert-intermediate-size 32", REDUCED),
         ("1f1b-overlap", "baseline", 2, "", REDUCED),
         ("dualpipev", "baseline", 2, "", ""),
+        ("dualpipev", "vocab-2", 2, "", f"{REDUCED} --ddp-bucket-size 20000"),
     ],
 )
 def test_trains_as_stock(family: str, method: str, pp: int, given: str, options: str) -> None:

@@ -76,6 +76,9 @@ METHODS = ("vocab-1", "vocab-2")
 SELECTIVE = "--recompute-granularity selective"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 OVERLAPPED = "--overlap-grad-reduce --overlap-param-gather"
+REDUCED = "--overlap-grad-reduce --ddp-bucket-size 20000"
+SHARDED = f"{REDUCED} --overlap-param-gather {DISTRIBUTED}"
+EXCHANGED = "--expert-model-parallel-size 2"
 FOUR_BITS = "nvfp4 --bf16"
 """Hadamard transforms are of 16 bits."""
 FOUR_BITS_GATHERED = f"{FOUR_BITS} --fp4-param-gather {DISTRIBUTED}"
@@ -90,10 +93,18 @@ MATRIX = (
     *(Case(family, tp=2) for family in ("1f1b", *SPLIT)),
     Case("zb-h1", tp=2, model="no biases"),
     *(Case(family, "vocab-1", dp=2, ours=DISTRIBUTED) for family in ("1f1b", *SPLIT)),
-    *(
-        Case("1f1b", dp=2, ours=f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather{buckets}")
-        for buckets in ("", " --ddp-bucket-size 20000")
-    ),
+    Case("1f1b", dp=2, ours=f"{DISTRIBUTED} {OVERLAPPED}"),
+    *(Case(family, dp=2, ours=SHARDED) for family in ("1f1b", *SPLIT)),
+    Case("v-half", "vocab-1", dp=2, model="tied", ours=f"{SHARDED} --no-align-param-gather"),
+    Case("v-zb", dp=2, model="no biases", both=NOT_FUSED, ours=REDUCED),
+    Case("v-min", dp=2, model="grouped experts", ours=f"{EXCHANGED} {SHARDED}"),
+    Case("zb-h1", dp=2, model="sequential experts", both=NOT_FUSED, ours=f"{EXCHANGED} {REDUCED}"),
+    Case("zb-h1", "baseline", dp=2, model="tied", ours=REDUCED),
+    Case("v-half", dp=2, model="two more heads", ours=SHARDED),
+    Case("zb-h1", dp=2, model="a repeated head", both=NOT_FUSED, ours=SHARDED),
+    Case("zb-h1", dp=2, model="fused operations", ours=REDUCED),
+    Case("v-zb", pp=4, dp=2, both="--global-batch-size 4", ours=REDUCED),
+    Case("zb-h1", dp=2, both="--global-batch-size 4", ours=SHARDED),
     Case("v-zb", tp=2, dp=2, model="tied"),
     *(Case(family, "vocab-1", model="tied") for family in ("1f1b", *SPLIT)),
     *(Case(family, model="llama") for family in FAMILIES),
@@ -105,7 +116,7 @@ MATRIX = (
         for options in ("", NOT_FUSED)
     ),
     *(
-        Case("zb-h1", dp=2, model=model, ours="--expert-model-parallel-size 2")
+        Case("zb-h1", dp=2, model=model, ours=EXCHANGED)
         for model in ("grouped experts", "sequential experts")
     ),
     *(Case(family, model="two more heads") for family in ("1f1b", *SPLIT)),
@@ -178,10 +189,14 @@ def test_trains_as_stock_in_16_bits(case: Case, record_property: Record) -> None
         ),
         *product((f"mxfp8 {EIGHT_BITS_GATHERED} {REUSED}",), ("zb-h1", "v-half"), (2,)),
         *product((f"delayed {RECOMPUTED}", f"mxfp8 {RECOMPUTED}"), ("zb-h1", "v-half"), (1,)),
-        (f"tensorwise {EIGHT_BITS_GATHERED} {OVERLAPPED}", "interleaved", 2),
+        *(
+            (f"tensorwise {EIGHT_BITS_GATHERED} {OVERLAPPED}", family, 2)
+            for family in ("interleaved", "zb-h1")
+        ),
+        (f"mxfp8 {EIGHT_BITS_GATHERED} {REUSED} {OVERLAPPED}", "v-half", 2),
         *product((FOUR_BITS, f"{FOUR_BITS} {RECOMPUTED}"), ("zb-h1", "v-half"), (1,)),
         *product((FOUR_BITS_GATHERED,), ("zb-h1", "v-half"), (2,)),
-        (f"{FOUR_BITS_GATHERED} {OVERLAPPED}", "interleaved", 2),
+        *product((f"{FOUR_BITS_GATHERED} {OVERLAPPED}",), ("interleaved", "v-half"), (2,)),
     ],
 )
 def test_trains_as_stock_in_few_bits(recipe: str, family: str, dp: int, record_property: Record) -> None:

@@ -379,7 +379,7 @@ def train(
         modules = build_chunks(case)
         config = modules[0].config
         ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, overlap_grad_reduce=case.overlap_grad_reduce, bucket_size=4000
+            grad_reduce_in_fp32=True, overlap_grad_reduce=case.overlap_grad_reduce, bucket_size=1000
         )
         half = config.bf16 or config.fp16
         wrapped = [Float16Module(config, module) if half else module for module in modules]

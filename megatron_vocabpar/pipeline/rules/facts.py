@@ -74,7 +74,6 @@ class Settings:
     transformer_impl = Setting("")
     tp_comm_overlap = Setting(False)
     tp_comm_bulk_wgrad = Setting(True)
-    overlap_grad_reduce = Setting(False)
     overlap_param_gather = Setting(False)
     reuse_grad_buf_for_mxfp8_param_ag = Setting(False)
     overlap_p2p_comm = Setting(True)

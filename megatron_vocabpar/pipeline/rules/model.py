@@ -52,11 +52,6 @@ SPLIT_W = (
         lambda f: f.splits_w and f.transformer_impl not in ("local", "transformer_engine"),
         "{f.family_flag} splits weight gradients off layers of megatron-core and Transformer Engine",
         "give --transformer-impl local or transformer_engine, or use 1f1b or interleaved"),
-    Rule("--overlap-grad-reduce",
-        lambda f: _of_engine(f) and f.overlap_grad_reduce,
-        "{f.family_flag} computes weight gradients of Transformer Engine's layers after they would be "
-        "reduced by DistributedDataParallel (with overlap_grad_reduce or delay_wgrad_compute)",
-        "leave it out, or use local layers, 1f1b or interleaved"),
     Rule("--tp-comm-overlap",
         lambda f: _of_engine(f) and f.tp_comm_overlap and f.tp_comm_bulk_wgrad,
         "{f.family_flag} has Transformer Engine delay weight gradients, which it cannot overlap",
