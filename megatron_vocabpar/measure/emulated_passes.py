@@ -25,6 +25,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
+from megatron_vocabpar.runtime.between_layers import BetweenLayers
 from megatron_vocabpar.runtime.comm import (
     PointToPoint,
     VocabGroups,
@@ -89,7 +90,8 @@ class EmulatedRank:
         iteration = _Iteration(self, plan, times)
         dist.barrier()
         self.timeline.start()
-        execute(self.groups.stage, plan.program[self.groups.stage], iteration.handlers(), self.observers)
+        program, between = plan.program[self.groups.stage], iteration.between
+        execute(self.groups.stage, program, iteration.handlers(), self.observers, plan.late, between)
         self.point_to_point.drain()
         for event in iteration.events.values():
             event.wait()
@@ -102,6 +104,7 @@ class _Iteration:
     def __init__(self, rank: EmulatedRank, plan: Plan, times: PassTimes) -> None:
         self.rank, self.groups, self.schedule, self.times = rank, rank.groups, plan.schedule, times
         self.events: dict[Instruction, Event[None]] = {}
+        self.between = BetweenLayers(range(plan.schedule.placement.num_stages))
 
     def handlers(self) -> dict[InstructionType, Callable[..., None]]:
         in_step = self.schedule.method.in_step
@@ -113,8 +116,13 @@ class _Iteration:
         }
 
     def _pass(self, item: Pass | Pair) -> None:
+        """Sleep in parts: up to each launch inside the pass, and to its end."""
         self._wait_for_needs(item)
-        _sleep(self._ms(item))
+        begin_s, ms = time.monotonic(), self._ms(item)
+        for share in self.between.shares:
+            _sleep_until(begin_s, share * ms)
+            self.between.reached(share)
+        _sleep_until(begin_s, ms)
 
     def _in_step(self, pass_: Pass) -> None:
         """A pass that all ranks run together, with two collectives inside."""
@@ -242,5 +250,5 @@ def _sleep(ms: float) -> None:
 
 
 def _sleep_until(since_s: float, ms: float) -> None:
-    """Sleep until ``ms`` have passed since ``since_s``."""
-    time.sleep(max(since_s + ms / 1e3 - time.monotonic(), 0.0))
+    """Sleep until ``ms`` have passed since ``since_s``, and at least a nanosecond."""
+    _sleep((since_s - time.monotonic()) * 1e3 + ms)

@@ -30,8 +30,8 @@ class BetweenLayers:
         stages: those whose layers tell when they end.
     """
 
-    def __init__(self) -> None:
-        self.stages: set[int] = set()
+    def __init__(self, stages: Iterable[int] = ()) -> None:
+        self.stages = set(stages)
         self._due: deque[tuple[float, Launch]] = deque()
         self._ended: dict[PassType, float] = {}
 
@@ -45,7 +45,12 @@ class BetweenLayers:
         self._due.extend(launches)
         self._ended = {part.type: 0.0 for part in parts_of(item) if isinstance(part.type, PassType)}
         yield
-        self._launch(1.0)
+        self.reached(1.0)
+
+    @property
+    def shares(self) -> list[float]:
+        """After which shares of the layers there is something to launch."""
+        return [share for share, _ in self._due]
 
     def layer_ended(self, type_: PassType, share: float) -> None:
         """A layer has ended, with which ``share`` of the layers in F, B or W are done.
@@ -56,8 +61,9 @@ class BetweenLayers:
         if not self._due or type_ not in self._ended:
             return
         self._ended[type_] = max(self._ended[type_], share)
-        self._launch(sum(self._ended.values()) / len(self._ended))
+        self.reached(sum(self._ended.values()) / len(self._ended))
 
-    def _launch(self, share: float) -> None:
+    def reached(self, share: float) -> None:
+        """Launch what is due when this share of the layers is done."""
         while self._due and self._due[0][0] <= share + _ROUNDING:
             self._due.popleft()[1]()
