@@ -95,7 +95,7 @@ def _other(times: PassTimes, draw: Random) -> PassTimes:
 
 
 def table() -> Iterator[str]:
-    """The rows of docs/simulate.md, for every size, family and method."""
+    """The rows of docs/schedules.md, for every size, family and method."""
     names = " | ".join(f"{method}, between passes | between layers" for method in _PUBLISHED)
     yield f"| ranks | family | {names} | iteration | times off by 5 % |"
     yield "|---|---|---|---|---|---|---|---|"
