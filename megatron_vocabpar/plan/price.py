@@ -48,7 +48,7 @@ class Use:
         transferring: collectives with large messages that transfer beside layers, on average.
     """
 
-    busy: float
+    busy: float = 1.0
     resident: float = 0.0
     transferring: float = 0.0
 

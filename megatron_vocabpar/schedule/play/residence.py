@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from megatron_vocabpar.schedule.play.events import Events
 from megatron_vocabpar.schedule.play.memory import Interval
-from megatron_vocabpar.schedule.words.passes import COLLECTIVES, LAYERS, CommType
+from megatron_vocabpar.schedule.words.passes import COLLECTIVES, LAYERS, CommType, PassType
 
 QUEUES: tuple[frozenset[CommType], ...] = (COLLECTIVES,)
 """Types of communication that share a queue, by default the collectives of both vocabulary layers."""
