@@ -35,7 +35,7 @@ def request(name: str, layers: int, limit_gib: float, p: int = 4, m: int = 40) -
 
 @cache
 def simulated_ms(model: Model, job: Job, method: str, family: str) -> float:
-    costs = estimated_costs(model, job, H200, method)
+    costs = estimated_costs(model, job, H200)
     return simulate(make_plan(method, job.p, job.m, family=family, costs=costs)).iteration_ms
 
 
@@ -174,10 +174,10 @@ def test_pairs_are_compared_where_an_exchange_can_be_hidden() -> None:
 
 
 def test_measured_pairs_count_where_megatron_can_run_them() -> None:
-    measured = replace(EXPERTS.costs("vocab-2"), hidden_ms=1.0)
+    measured = replace(EXPERTS.costs(), hidden_ms=1.0)
     asked = replace(EXPERTS, measured=measured)
-    assert asked.costs("vocab-2") == measured
-    assert not replace(asked, job=replace(asked.job, e=1)).costs("vocab-2").hides
+    assert asked.costs() == measured
+    assert not replace(asked, job=replace(asked.job, e=1)).costs().hides
 
 
 def test_the_estimate_of_pairs_is_about_what_the_whole_schedule_takes() -> None:
@@ -196,9 +196,9 @@ def test_pairs_hide_what_v_zb_waits_for() -> None:
 
 def test_uneven_layers_hide_in_proportion() -> None:
     uneven = replace(EXPERTS, model=replace(EXPERTS.model, layers=18))
-    costs, family = uneven.costs("vocab-2"), families()["dualpipev"]
+    costs, family = uneven.costs(), families()["dualpipev"]
     layers = layers_of(uneven, method_named("vocab-2"), family)
-    shared = costs_of(uneven, "vocab-2", family, layers)
+    shared = costs_of(uneven, family, layers)
     assert layers == (2, 2, 3, 3, 2, 2, 2, 2)
     assert shared.hidden_ms == pytest.approx([costs.hidden_ms * n * 4 / 18 for n in (4, 4, 5, 5)])  # type: ignore[operator]
 
