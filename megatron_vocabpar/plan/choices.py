@@ -30,6 +30,7 @@ from megatron_vocabpar.schedule.make.families import Family, families, family_na
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
 from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.play.events import run_events
+from megatron_vocabpar.schedule.play.launches import launch_late
 from megatron_vocabpar.schedule.play.lower import lower
 from megatron_vocabpar.schedule.play.peaks import peak_activations
 from megatron_vocabpar.schedule.simulate import Simulation
@@ -47,7 +48,7 @@ from megatron_vocabpar.schedule.words.methods import (
 )
 from megatron_vocabpar.schedule.words.passes import LAYERS, PassType
 from megatron_vocabpar.schedule.words.placement import Placement
-from megatron_vocabpar.schedule.words.schedule import Schedule
+from megatron_vocabpar.schedule.words.schedule import NONE_LATE, Schedule
 
 METHODS = (BASELINE, REDIS, VOCAB_1, VOCAB_2, INTERLACED)
 ONLY_1F1B = (REDIS, INTERLACED)  # redis moves layers between whole stages; interlaced stops all ranks
@@ -126,9 +127,9 @@ def choice_of(
     schedule = problem.schedule(played)
     length_ms, idle = _extended(problem, schedule, played.end, job.m - m)
     use = Use(1.0 - idle)
-    if method.vocabulary_parallel:
-        beside = Use.of(run_events(schedule, problem.times, lower(schedule, costs)))
-        use = replace(beside, busy=use.busy)
+    if method.vocabulary_parallel:  # launched between layers, collectives wait little: taken as not at all
+        moving = Use.of(run_events(schedule, problem.times, lower(schedule, costs))).transferring
+        use = Use(1.0 - idle, moving, moving)
     lengths_ms = priced_ms(request, length_ms, layers_share, use)
     return _measured_out(request, schedule, family, layers, lengths_ms, use)
 
@@ -172,12 +173,14 @@ def in_full(request: Request, choice: Choice) -> Choice:
     costs = costs_of(request, family, choice.layers)
     problem = Problem.of(PlanRequest(method=choice.method, p=job.p, m=job.m, family=family, costs=costs))
     schedule = problem.best(TRIAL_PASSES)
-    program = lower(schedule, costs)
-    use = Use.of(run_events(schedule, problem.times, program))
+    program, late = lower(schedule, costs), NONE_LATE
+    if schedule.method.collectives:
+        program, late = launch_late(schedule, program, problem.times, choice.layers)
+    use = Use.of(run_events(schedule, problem.times, program, late))
     lengths_ms = []
     for factor in request.factors(use):
         times = PassTimes.of(costs_of(request, family, choice.layers, factor), schedule)
-        lengths_ms.append(Simulation(schedule, run_events(schedule, times, program)).iteration_ms)
+        lengths_ms.append(Simulation(schedule, run_events(schedule, times, program, late)).iteration_ms)
     return replace(_measured_out(request, schedule, family, choice.layers, lengths_ms, use), exact=True)
 
 
