@@ -30,7 +30,7 @@ from megatron_vocabpar.schedule.make.families import Family, families, family_na
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
 from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.play.events import run_events
-from megatron_vocabpar.schedule.play.launches import launch_late
+from megatron_vocabpar.schedule.play.launches import launch_late, launch_when_ready
 from megatron_vocabpar.schedule.play.lower import lower
 from megatron_vocabpar.schedule.play.peaks import peak_activations
 from megatron_vocabpar.schedule.simulate import Simulation
@@ -127,9 +127,9 @@ def choice_of(
     schedule = problem.schedule(played)
     length_ms, idle = _extended(problem, schedule, played.end, job.m - m)
     use = Use(1.0 - idle)
-    if method.vocabulary_parallel:  # launched between layers, collectives wait little: taken as not at all
-        moving = Use.of(run_events(schedule, problem.times, lower(schedule, costs))).transferring
-        use = Use(1.0 - idle, moving, moving)
+    if method.vocabulary_parallel:
+        launched = launch_when_ready(schedule, lower(schedule, costs), problem.times, layers)
+        use = replace(Use.of(run_events(schedule, problem.times, *launched)), busy=use.busy)
     lengths_ms = priced_ms(request, length_ms, layers_share, use)
     return _measured_out(request, schedule, family, layers, lengths_ms, use)
 
