@@ -30,7 +30,6 @@ from megatron_vocabpar.schedule.play.lower import lower
 from megatron_vocabpar.schedule.play.peaks import peak_activations
 from megatron_vocabpar.schedule.simulate import Simulation
 from megatron_vocabpar.schedule.times.costs import PassCosts
-from megatron_vocabpar.schedule.times.per_rank import PerRank
 from megatron_vocabpar.schedule.times.redistribution import redistribute, with_final_stage
 from megatron_vocabpar.schedule.words.methods import Method, method_named
 from megatron_vocabpar.schedule.words.passes import PassType
@@ -100,7 +99,7 @@ def option_of(
     m = min(job.m, microbatches or request.few)
     try:
         layers = layers_of(request, method, family)
-        costs = costs_of(request, method.name, family, layers)
+        costs = costs_of(request, method.name, layers)
         problem = Problem.of(PlanRequest(method=method, p=job.p, m=m, family=family, costs=costs))
     except ValueError as error:
         return Option(method.name, family.name, problem=str(error))
@@ -118,12 +117,11 @@ def _extended(problem: Problem, schedule: Schedule, end_ms: float, further: int)
 
     If any F runs together with a B, those of further microbatches all do.
     """
-    p, hidden = schedule.p, problem.times.hidden
     each = _further_ms(problem, bool(schedule.pairs))
     length_ms = end_ms + further * max(each)
-    saved = sum(hidden[schedule.placement.rank_of(pair.forward.stage)] for pair in schedule.pairs)
+    saved = sum(map(problem.times.saved, schedule.pairs))
     done = schedule.m * sum(problem.graph.duration.values()) - saved + further * sum(each)
-    return length_ms, 1.0 - done / p / length_ms
+    return length_ms, 1.0 - done / schedule.p / length_ms
 
 
 def _further_ms(problem: Problem, pairs: bool) -> list[float]:
@@ -131,8 +129,10 @@ def _further_ms(problem: Problem, pairs: bool) -> list[float]:
     work = [0.0] * problem.shape.p
     for node, duration in problem.graph.duration.items():
         work[problem.graph.rank[node]] += duration
-    chunks = problem.shape.chunks if pairs else 0
-    return [ms - chunks * saved for ms, saved in zip(work, problem.times.hidden, strict=True)]
+    for (forward, backward), saved in problem.times.hidden.items():
+        if pairs and forward == backward:  # of all ways to pair a rank's stages, this one hides the most
+            work[problem.shape.placement.rank_of(forward)] -= saved
+    return work
 
 
 def in_full(request: Request, option: Option) -> Option:
@@ -142,7 +142,7 @@ def in_full(request: Request, option: Option) -> Option:
         placed = Layout(option.family, chunks, option.layers, option.flags, option.pairs)
         return stock_option(request, placed, False)
     job, family = request.job, family_named(option.family)
-    costs = costs_of(request, option.method, family, option.layers)
+    costs = costs_of(request, option.method, option.layers)
     problem = Problem.of(PlanRequest(method=option.method, p=job.p, m=job.m, family=family, costs=costs))
     schedule = problem.best(TRIAL_PASSES)
     result = Simulation(schedule, run_events(schedule, problem.times, lower(schedule, costs)))
@@ -176,23 +176,10 @@ def layers_of(request: Request, method: Method, family: Family) -> tuple[int, ..
     )
 
 
-def costs_of(request: Request, method: str, family: Family, layers: tuple[int, ...]) -> PassCosts:
-    """The request's costs with each rank's share of the layers; a rank's chunks count as equally long."""
-    costs, p = request.costs(method), request.job.p
-    placement = Placement(p, family.chunks, family.shape)
-    shares = [0.0] * p
-    for stage, count in enumerate(layers):
-        shares[placement.rank_of(stage)] += count * p / sum(layers)
-    if set(shares) == {1.0}:
-        return costs
-
-    def shared(time: PerRank) -> PerRank:
-        times = time if isinstance(time, tuple) else (time,) * p
-        return tuple(ms * share for ms, share in zip(times, shares, strict=True))
-
-    layers_per_stage = (1,) * p if family.chunks == 1 else None  # the times are of the layers that a rank has
-    times = {name: shared(getattr(costs, name)) for name in ("F_ms", "B_ms", "W_ms", "hidden_ms")}
-    return replace(costs, **times, layers_per_stage=layers_per_stage)  # type: ignore[arg-type]
+def costs_of(request: Request, method: str, layers: tuple[int, ...]) -> PassCosts:
+    """The request's costs with the layers of each stage."""
+    costs = request.costs(method)
+    return costs if len(set(layers)) == 1 else replace(costs, layers_per_stage=layers)
 
 
 def _redistributed(request: Request) -> tuple[int, ...]:
@@ -216,7 +203,10 @@ def _measured_out(
     model, job = request.model, request.job
     placement = Placement(job.p, family.chunks, family.shape)
     shards = _softmax_shards(schedule)
-    held = [Held(*pair) for pair in zip(peak_activations(schedule), shards, strict=True)]
+    weights = list(layers)
+    if len(set(layers)) > 1:
+        weights[placement.last_stage] += model.mtp_depths
+    held = [Held(*pair) for pair in zip(peak_activations(schedule, weights), shards, strict=True)]
     stages = stage_memory(model, job, schedule.method, placement, layers, held, Bytes())
     parameters = parameters_of(model, job, schedule.method, placement, layers)
     costs = request.costs(schedule.method.name)

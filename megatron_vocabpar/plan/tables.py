@@ -22,7 +22,6 @@ from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.option import STOCK, Option, Request
 from megatron_vocabpar.plan.options import all_options, best_of, costs_of
 from megatron_vocabpar.plan.stock_options import stock_options
-from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.times.costs import PassCosts
 
 PARTS = {
@@ -211,7 +210,7 @@ def passes_of(request: Request, option: Option) -> PassCosts:
     """The times of the option's passes, as ``vocabpar schedule --costs`` reads them."""
     if option.method == STOCK:
         return request.costs("baseline")
-    return costs_of(request, option.method, family_named(option.family), option.layers)
+    return costs_of(request, option.method, option.layers)
 
 
 def _option_json(option: Option, request: Request) -> dict[str, Any]:

@@ -19,9 +19,12 @@ from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.plan.times import estimated_costs
 from megatron_vocabpar.schedule.make.families import families
 from megatron_vocabpar.schedule.make.generate import make_plan
+from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.simulate import simulate
+from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.times.redistribution import layout
 from megatron_vocabpar.schedule.words.methods import method_named
+from megatron_vocabpar.schedule.words.passes import PassType
 
 H200 = hardware_named("h200")
 ON_A100S_RATES = replace(hardware_named("h100"), rates=hardware_named("a100").rates)
@@ -198,9 +201,13 @@ def test_uneven_layers_hide_in_proportion() -> None:
     uneven = replace(EXPERTS, model=replace(EXPERTS.model, layers=18))
     costs, family = uneven.costs("vocab-2"), families()["dualpipev"]
     layers = layers_of(uneven, method_named("vocab-2"), family)
-    shared = costs_of(uneven, "vocab-2", family, layers)
     assert layers == (2, 2, 3, 3, 2, 2, 2, 2)
-    assert shared.hidden_ms == pytest.approx([costs.hidden_ms * n * 4 / 18 for n in (4, 4, 5, 5)])  # type: ignore[operator]
+    frame = PlanRequest(method="vocab-2", p=4, m=8, family=family).frame()
+    times = PassTimes.of(costs_of(uneven, "vocab-2", layers), frame, splits_w=True)
+    layer = costs.hidden_ms * 4 / 18  # type: ignore[operator]
+    assert times.hidden[3, 3] == pytest.approx(3 * layer)
+    assert times.hidden[3, 4] == times.hidden[4, 3] == pytest.approx(2 * layer)
+    assert times.passes[PassType.F][3] == pytest.approx(1.5 * times.passes[PassType.F][4])
 
 
 def test_heads_of_whole_layers_are_not_offered_in_a_v() -> None:
