@@ -17,6 +17,7 @@ from itertools import islice, product
 from math import inf
 
 from megatron_vocabpar.plan.job import Job
+from megatron_vocabpar.plan.layer_counts import layer_counts
 from megatron_vocabpar.plan.memory import Bytes, Held, parameters_of, stage_memory
 from megatron_vocabpar.plan.option import STOCK, Option, Request, longest_after_ms
 from megatron_vocabpar.plan.stock import Layout
@@ -30,7 +31,6 @@ from megatron_vocabpar.schedule.play.lower import lower
 from megatron_vocabpar.schedule.play.peaks import peak_activations
 from megatron_vocabpar.schedule.simulate import Simulation
 from megatron_vocabpar.schedule.times.costs import PassCosts
-from megatron_vocabpar.schedule.times.redistribution import redistribute, with_final_stage
 from megatron_vocabpar.schedule.words.methods import Method, method_named
 from megatron_vocabpar.schedule.words.passes import PassType
 from megatron_vocabpar.schedule.words.placement import Placement
@@ -91,21 +91,51 @@ def option_of(
     microbatches: int | None = None,
     below_ms: float = inf,
 ) -> Option:
-    """One method in one family, played for ``microbatches``, by default a few.
+    """One method in one family, with the fastest layout: of those that fit, if any does.
 
-    It is not played, and has a problem, if no order of its passes takes less than ``below_ms``.
+    Arguments as for ``options_of``.
     """
-    method, family, job = method_named(method_name), family_named(name), request.job
-    m = min(job.m, microbatches or request.few)
+    played = options_of(request, method_name, name, microbatches, below_ms)
+    return min(played, key=lambda one: (bool(one.problem), not one.fits(request), one.iteration_ms))
+
+
+def options_of(
+    request: Request,
+    method_name: str,
+    name: str,
+    microbatches: int | None = None,
+    below_ms: float = inf,
+    most: int | None = None,
+) -> list[Option]:
+    """One method in one family with each of its layouts, or the ``most`` likeliest, but at least one.
+
+    They are played for ``microbatches``, by default a few. What cannot take less than ``below_ms``, in
+    whatever order its passes run, is not played, and has a problem.
+    """
+    method, family = method_named(method_name), family_named(name)
     try:
-        layers = layers_of(request, method, family)
-        costs = costs_of(request, method.name, layers)
-        problem = Problem.of(PlanRequest(method=method, p=job.p, m=m, family=family, costs=costs))
+        layouts = layer_counts(request, method, family)[:most]
+        return [_played(request, method, family, layers, microbatches, below_ms) for layers in layouts]
     except ValueError as error:
-        return Option(method.name, family.name, problem=str(error))
-    least_ms = problem.bound_ms() + (job.m - m) * max(_further_ms(problem, problem.pairs))
+        return [Option(method.name, family.name, problem=str(error))]
+
+
+def _played(
+    request: Request,
+    method: Method,
+    family: Family,
+    layers: tuple[int, ...],
+    microbatches: int | None,
+    below_ms: float,
+) -> Option:
+    job = request.job
+    m = min(job.m, microbatches or request.few)
+    costs = costs_of(request, method.name, layers)
+    problem = Problem.of(PlanRequest(method=method, p=job.p, m=m, family=family, costs=costs))
+    work = job.m * max(_further_ms(problem, problem.pairs))  # most often this suffices, and it is quick
+    least_ms = work if work >= below_ms else problem.bound_ms() + (job.m - m) * work / job.m
     if least_ms >= below_ms:
-        return Option(method.name, family.name, problem=f"takes at least {least_ms:.0f} ms")
+        return Option(method.name, family.name, layers, problem=f"takes at least {least_ms:.0f} ms")
     played, *_ = problem.played(_PASSES)
     schedule = problem.schedule(played)
     length_ms, idle = _extended(problem, schedule, played.end, job.m - m)
@@ -151,44 +181,10 @@ def in_full(request: Request, option: Option) -> Option:
     return replace(done, exact=True)
 
 
-def layers_of(request: Request, method: Method, family: Family) -> tuple[int, ...]:
-    """Transformer layers of each stage."""
-    p, layers = request.job.p, request.model.layers
-    if family.name != "1f1b" and p < 2:
-        raise ValueError("needs at least two stages")
-    if request.model.mtp_depths and family.shape == "vshape" and not method.vocabulary_parallel:
-        raise ValueError("heads of multi-token prediction need a partitioned vocabulary in a V")
-    if layers < p * family.chunks:
-        raise ValueError(f"{layers} layers cannot fill {p * family.chunks} stages")
-    if method.name == "redis" and p > 1:
-        return with_final_stage(layers, p, _redistributed(request)[-1])
-    share, longer = divmod(layers, p)
-    # Later ranks hold fewer microbatches, so they get the longer stages: 10 layers on 4 ranks become 2, 2, 3,
-    # 3. If the output layer is not partitioned, the last rank holds all of it: 2, 3, 3, 2.
-    end = p if method.vocabulary_parallel or not longer else p - 1
-    counts = [share + (end - longer <= rank < end) for rank in range(p)]
-    placement = Placement(p, family.chunks, family.shape)
-    stages = range(placement.num_stages)
-    return tuple(
-        counts[placement.rank_of(stage)] // family.chunks
-        + (placement.chunk_of(stage) < counts[placement.rank_of(stage)] % family.chunks)
-        for stage in stages
-    )
-
-
 def costs_of(request: Request, method: str, layers: tuple[int, ...]) -> PassCosts:
     """The request's costs with the layers of each stage."""
     costs = request.costs(method)
     return costs if len(set(layers)) == 1 else replace(costs, layers_per_stage=layers)
-
-
-def _redistributed(request: Request) -> tuple[int, ...]:
-    costs, p, layers = request.costs("redis"), request.job.p, request.model.layers
-    times = (costs.F_ms, costs.B_ms, costs.W_ms)
-    work = sum(sum(time) / p if isinstance(time, tuple) else time for time in times)
-    first = sum(costs.first_rank_extra.values())
-    last = sum(costs.last_rank_extra.values()) + sum(costs.last_stage_extra.values())
-    return redistribute(layers, p, first, last, work * p / layers)
 
 
 def _measured_out(

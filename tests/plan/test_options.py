@@ -11,10 +11,11 @@ from megatron_vocabpar.megatron_lm.flags import config_from_argv
 from megatron_vocabpar.plan.advice import launch_line, redistribution, remedies
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
+from megatron_vocabpar.plan.layer_counts import layer_counts
 from megatron_vocabpar.plan.memory import GIB, StageMemory
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.option import Option, Request
-from megatron_vocabpar.plan.options import all_options, best_of, costs_of, layers_of, option_of
+from megatron_vocabpar.plan.options import all_options, best_of, costs_of, option_of
 from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.plan.times import estimated_costs
 from megatron_vocabpar.schedule.make.families import families
@@ -200,7 +201,7 @@ def test_pairs_hide_what_v_zb_waits_for() -> None:
 def test_uneven_layers_hide_in_proportion() -> None:
     uneven = replace(EXPERTS, model=replace(EXPERTS.model, layers=18))
     costs, family = uneven.costs("vocab-2"), families()["dualpipev"]
-    layers = layers_of(uneven, method_named("vocab-2"), family)
+    layers = layer_counts(uneven, method_named("vocab-2"), family)[0]
     assert layers == (2, 2, 3, 3, 2, 2, 2, 2)
     frame = PlanRequest(method="vocab-2", p=4, m=8, family=family).frame()
     times = PassTimes.of(costs_of(uneven, "vocab-2", layers), frame, splits_w=True)
@@ -210,12 +211,20 @@ def test_uneven_layers_hide_in_proportion() -> None:
     assert times.passes[PassType.F][3] == pytest.approx(1.5 * times.passes[PassType.F][4])
 
 
-def test_heads_of_whole_layers_are_not_offered_in_a_v() -> None:
-    """The doors refuse them (``pipeline/rules/model.py``)."""
-    asked = replace(EXPERTS, model=replace(EXPERTS.model, mtp_depths=1))
-    assert "partitioned vocabulary" in option_of(asked, "baseline", "dualpipev").problem
-    assert not option_of(asked, "vocab-1", "dualpipev").problem
-    assert not option_of(asked, "baseline", "1f1b-overlap").problem
+def test_the_rank_of_a_whole_output_layer_and_its_heads_gets_fewer_layers() -> None:
+    """In a V it is the first rank; no rank is longer than the mean by more than a layer."""
+    asked = replace(EXPERTS, model=replace(EXPERTS.model, layers=19, mtp_depths=1))
+    costs = asked.costs("baseline")
+    layer = (costs.F_ms + costs.B_ms + costs.W_ms) * 4 / 19  # type: ignore[operator]
+    ends = (costs.last_stage_extra, costs.last_rank_extra, costs.first_rank_extra)
+    whole = sum(sum(extra.values()) for extra in ends)
+    *by_hand, even = layer_counts(asked, method_named("baseline"), families()["v-zb"])
+    assert even == (2, 3, 3, 2, 2, 2, 3, 2)
+    for layers in by_hand:
+        assert sum(layers) == 19
+        assert min(layers[:-1]) >= 1
+        ranks = [(layers[rank] + layers[7 - rank]) * layer + (rank == 0) * whole for rank in range(4)]
+        assert max(ranks) < (19 * layer + whole) / 4 + layer
 
 
 def test_several_workers_give_the_same() -> None:
