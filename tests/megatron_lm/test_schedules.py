@@ -249,7 +249,7 @@ def test_flags_that_do_not_fit_the_schedule(schedule: str, changes: dict[str, ob
     ("asked", "message"),
     [
         ({"hybrid_layer_pattern": "*|*|*|*|*|*|*|*/*"}, "whole .* v-half have labels"),
-        ({"mtp_num_layers": 1, "mtp_detach_heads": True}, "--mtp-detach-heads: v-half computes"),
+        ({"mtp_num_layers": 1, "mtp_detach_heads": True}, "--mtp-detach-heads: .* computes the losses"),
         ({"mtp_num_layers": 1, "position_embedding_type": "learned_absolute"}, "a copy of its own"),
     ],
 )
