@@ -46,10 +46,10 @@ def row(name: str, gpus: int) -> str:
     if not found:
         return "nothing fits | – | – | – | – | –"
     best, stock = found[0], stock_best(found)
-    gain = f"{stock.option.iteration_ms / best.option.iteration_ms:.2f}" if stock else "–"
+    gain = f"{stock.choice.iteration_ms / best.choice.iteration_ms:.2f}" if stock else "–"
     return (
-        f"{best.option.name}: {sizes_of(best.request.job)} | {best.option.iteration_ms / 1e3:,.2f} | "
-        f"{100 * best.option.mfu(best.request):.1f} | {best.option.peak_gib:.0f} | {binds(best)} | {gain}"
+        f"{best.choice.name}: {sizes_of(best.request.job)} | {best.choice.iteration_ms / 1e3:,.2f} | "
+        f"{100 * best.choice.mfu(best.request):.1f} | {best.choice.peak_gib:.0f} | {binds(best)} | {gain}"
     )
 
 
@@ -72,10 +72,10 @@ def in_short(table: list[str]) -> Iterator[str]:
 
 
 def _in_short(recommended: str, gain: str) -> str:
-    option, _, sizes = recommended.partition(": ")
+    choice, _, sizes = recommended.partition(": ")
     if not sizes:
         return "–"
     pipeline = sizes.split(",")[0]
-    if option.startswith("stock"):
+    if choice.startswith("stock"):
         return "stock, no pipeline" if pipeline == "p 1" else f"stock, {pipeline}"
-    return f"**{option}**, {pipeline}: {gain}"
+    return f"**{choice}**, {pipeline}: {gain}"

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
+from megatron_vocabpar.plan.choice import Request, longest_after_ms
+from megatron_vocabpar.plan.choices import choice_of, in_full
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.memory import parameters_of
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.option import Request, longest_after_ms
-from megatron_vocabpar.plan.options import in_full, option_of
 from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.plan.stock import layouts, play, stages_of
 from megatron_vocabpar.plan.times import estimated_costs
@@ -127,7 +127,7 @@ def schedules() -> Iterator[tuple[str, float, float]]:
     )  # fmt: skip
     request = Request(model, Job(p=8, m=32), hardware_named("MI300X"), limit_gib=192.0)
     times = {
-        family: in_full(request, option_of(request, "baseline", family)).iteration_ms
+        family: in_full(request, choice_of(request, "baseline", family)).iteration_ms
         for family in ("1f1b", *PRIMUS)
     }
     for family, published in PRIMUS.items():

@@ -64,7 +64,7 @@ def computed(
     """What S leaves, and the softmax, on one shard."""
     shard = VocabRange(0, len(weight), len(weight))
     quantised = None if recipe is None else Fp8Weight.of(weight, shard, recipe)
-    options = ShardOptions(with_input_gradient=True, fp8=quantised)
+    options = ShardOptions(with_input_gradient=True, fp8_weight=quantised)
     state, stats = output_forward(x, weight, targets, shard, options)
     assert state is not None
     return state, merge_stats(stats.unsqueeze(0))

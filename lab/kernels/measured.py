@@ -67,7 +67,7 @@ def shapes(device: torch.device, quick: bool) -> list[Shape]:
 
 
 @dataclass(frozen=True)
-class Row:
+class LayerTiming:
     """One row of the table; times are medians in milliseconds, None where not measured.
 
     Speedups are medians over the rounds of the contender's time over ours; ``ratio_to_gemms`` is ours over
@@ -120,7 +120,7 @@ def _where(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, 
 
 def measure_output(
     shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int, with_scaling: bool
-) -> list[Row]:
+) -> list[LayerTiming]:
     """S and T of every method on one shard, beside all contenders.
 
     Args:
@@ -150,7 +150,7 @@ def measure_output(
         rms, dx_errors = wrong[method]
         reason = refusal(rms, dx_errors)
         ours_ms = statistics.median(times[method])
-        row = Row(
+        row = LayerTiming(
             kind="output",
             method=method,
             **_where(shape, device, dtype),
@@ -229,7 +229,7 @@ def _halves(layer: OutputLayer, method: str, rounds: int, device: torch.device) 
     return statistics.median(s_ms), statistics.median(t_ms)
 
 
-def measure_input(shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int) -> list[Row]:
+def measure_input(shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int) -> list[LayerTiming]:
     """IF and IB of rank 0's shard, beside the published dense [n, H] and the whole layer over p."""
     layer = InputLayer(shape.n, shape.hidden, shape.vocab_size, shape.p, device, dtype)
     published = input_contenders(layer.tokens, layer.weight, layer.shard, layer.grad, layer.main_grad)
@@ -239,7 +239,7 @@ def measure_input(shape: Shape, device: torch.device, dtype: torch.dtype, rounds
         runs = {name: _in_turn([by[each] for each in passes]) for name, by in contenders.items()}
         times = time_rounds(runs, rounds, device, calls=INPUT_CALLS)
         rows.append(
-            Row(
+            LayerTiming(
                 kind="input",
                 method="+".join(passes),
                 **_where(shape, device, dtype),

@@ -9,10 +9,10 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from lab.kernels.measured import Row
+from lab.kernels.measured import LayerTiming
 
 
-def print_kernels(rows: Sequence[Row], where: Mapping[str, str]) -> None:
+def print_kernels(rows: Sequence[LayerTiming], where: Mapping[str, str]) -> None:
     """One table per shape: milliseconds, and ratios as medians over the rounds."""
     console = Console(width=150)
     console.print(", ".join(f"{name} {value}" for name, value in where.items()))

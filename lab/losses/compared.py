@@ -59,7 +59,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Row:
+class Comparison:
     """One function; times are medians, differences are relative to the largest value of theirs.
 
     Attributes:
@@ -85,7 +85,7 @@ class Row:
     theirs_writes_input: bool
 
 
-def measure_losses(setting: Setting) -> list[Row]:
+def measure_losses(setting: Setting) -> list[Comparison]:
     """Compare on ``setting.ranks`` new processes.
 
     Raises:
@@ -177,7 +177,7 @@ def _ramp(value: Tensor) -> Tensor:
     return torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype, device=value.device).view_as(value)
 
 
-def _compare(case: Case, theirs: ModuleType, data: Data, setting: Setting) -> Row:
+def _compare(case: Case, theirs: ModuleType, data: Data, setting: Setting) -> Comparison:
     contenders: dict[str, Function] = {
         "ours": getattr(OURS[case.framework], case.function),
         "theirs": getattr(theirs, case.function),
@@ -210,7 +210,7 @@ def _compare(case: Case, theirs: ModuleType, data: Data, setting: Setting) -> Ro
             return found
 
         memory[name] = peak_mib(once, data.logits.device)
-    return Row(
+    return Comparison(
         framework=case.framework,
         function=case.name,
         dtype=setting.dtype,

@@ -32,7 +32,7 @@ class Check:
 
 def published(e: Experiment) -> Cell | None:
     """The paper's result for this experiment; None if it has none, or one with other sizes."""
-    cell = _cells().get((e.schedule, e.gpus, e.method, e.vocab_k, e.seq_length))
+    cell = _cells().get((e.family, e.gpus, e.method, e.vocab_k, e.seq_length))
     if cell is None or (e.tp, e.micro_batch, e.microbatches) != (1, 1, cell.job.m):
         return None
     model = cell.model
@@ -103,7 +103,7 @@ def _start(e: Experiment) -> str:
 
     Megatron draws weights stage by stage, so they depend on where layers are.
     """
-    if family_named(e.schedule).chunks > 1:
+    if family_named(e.family).chunks > 1:
         return "partitioned" if METHODS[e.method].vocabulary_parallel else "whole"
     return "redis" if e.method == "redis" else "stock"
 

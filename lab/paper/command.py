@@ -14,7 +14,7 @@ from pathlib import Path
 from lab.paper.experiments import Experiment
 from megatron_vocabpar.schedule.make.families import family_named
 
-_ADDS_NO_ID = ("0.18", "0.19", "main")  # here --vocab-size counts the NullTokenizer's end-of-document id
+_ADDS_AN_ID = ("0.14", "0.15", "0.16", "0.17")  # to --vocab-size: the NullTokenizer's end of a document
 _REPORTS_MEMORY_ONCE = ("0.14", "0.15")
 
 _TRAINING = shlex.split(
@@ -65,14 +65,14 @@ class Nodes:
 
 
 def method_arguments(experiment: Experiment) -> list[str]:
-    """The flags of method and schedule; none for stock Megatron."""
-    chunks = family_named(experiment.schedule).chunks
+    """The flags of method and family; none for stock Megatron."""
+    chunks = family_named(experiment.family).chunks
     virtual = ["--num-virtual-stages-per-pipeline-rank", str(chunks)] if chunks > 1 else []
-    if experiment.method == "baseline" and experiment.schedule == "1f1b":
+    if experiment.method == "baseline" and experiment.family == "1f1b":
         return []
     return [
         *("--enable-vocab-parallel", "--vocab-parallel-method", experiment.method),
-        *("--vocab-parallel-family", experiment.schedule, *virtual),
+        *("--vocab-parallel-family", experiment.family, *virtual),
     ]
 
 
@@ -84,7 +84,7 @@ def script_arguments(experiment: Experiment, data: Path, version: str, on_cpu: b
         version: the checkout's version, as ``version_of`` gives it.
         on_cpu: the arguments are for CPU processes, in float32.
     """
-    ids = experiment.vocab_size - (0 if version in _ADDS_NO_ID else 1)
+    ids = experiment.vocab_size - (version in _ADDS_AN_ID)
     sizes = {
         "--num-layers": experiment.layers,
         "--hidden-size": experiment.hidden,

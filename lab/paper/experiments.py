@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lab.paper.rows import Row, read_rows
+from lab.paper.rows import CsvRow, read_rows
 from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.words.methods import METHODS
 
@@ -38,7 +38,7 @@ class Experiment:
     name: str  # its folder among the results; unique in a file
     gpus: int  # pipeline stages times tp
     tp: int
-    schedule: str  # family of schedules; baseline in 1f1b is stock Megatron
+    family: str  # baseline in 1f1b is stock Megatron
     method: str
     layers: int
     hidden: int
@@ -54,7 +54,7 @@ class Experiment:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"unknown method {self.method!r}; choose one of {', '.join(METHODS)}")
-        family_named(self.schedule)
+        family_named(self.family)
         for name, value in vars(self).items():
             if not isinstance(value, str) and not (math.isfinite(value) and (value > 0 or name == "warmup")):
                 raise ValueError(f"{name} is {value}; give a number above 0")
@@ -93,14 +93,14 @@ def read_experiments(path: Path) -> list[Experiment]:
 
 
 def small(experiments: list[Experiment]) -> list[Experiment]:
-    """The experiments of ``--smoke``: each schedule and method of the rows once, for two CPU processes."""
+    """The experiments of ``--smoke``: each family and method of the rows once, for two CPU processes."""
     return [
-        Experiment(name=f"{schedule}-{method}", schedule=schedule, method=method, micro_batch=1, **_SMALL)
-        for schedule, method in dict.fromkeys((e.schedule, e.method) for e in experiments)
+        Experiment(name=f"{family}-{method}", family=family, method=method, micro_batch=1, **_SMALL)
+        for family, method in dict.fromkeys((e.family, e.method) for e in experiments)
     ]
 
 
-def _experiment(row: Row) -> Experiment:
+def _experiment(row: CsvRow) -> Experiment:
     values: dict[str, Any] = {}
     for name, kind in typing.get_type_hints(Experiment).items():
         try:

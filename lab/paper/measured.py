@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.paper.rows import Row, read_rows
+from lab.paper.rows import CsvRow, read_rows
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.play.events import run_events
@@ -148,7 +148,7 @@ def read_measured(path: str | Path) -> list[MeasuredRow]:
     return [_row(row) for row in read_rows(path, "measured passes", COLUMNS)]
 
 
-def _row(row: Row) -> MeasuredRow:
+def _row(row: CsvRow) -> MeasuredRow:
     method = row.cells["method"]
     if method not in METHODS:
         row.refuse("method", f"one of {', '.join(METHODS)}")
@@ -161,14 +161,14 @@ def _row(row: Row) -> MeasuredRow:
     return MeasuredRow(method, p, m, seq_length, hidden, vocab, layers, iteration_ms, passes, comm_ms)
 
 
-def _count(row: Row, column: str) -> int:
+def _count(row: CsvRow, column: str) -> int:
     text = row.cells[column]
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         row.refuse(column, "a whole number of at least 1")
     return int(text)
 
 
-def _times(row: Row, column: str, count: int, unit: float) -> tuple[float, ...]:
+def _times(row: CsvRow, column: str, count: int, unit: float) -> tuple[float, ...]:
     try:
         values = tuple(float(word) * unit for word in row.cells[column].split())
     except ValueError:

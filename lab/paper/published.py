@@ -17,7 +17,7 @@ from importlib import resources
 from pathlib import Path
 
 from lab.paper.measured import MeasuredRow, read_measured
-from lab.paper.rows import Row, read_rows
+from lab.paper.rows import CsvRow, read_rows
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.memory import GIB, PUBLISHED, Held, stage_memory
 from megatron_vocabpar.plan.model import Model
@@ -82,7 +82,7 @@ def cells(table: str) -> tuple[Cell, ...]:
     return tuple(_cell(row) for row in _data("cells") if row.cells["table"] == table)
 
 
-def _cell(row: Row) -> Cell:
+def _cell(row: CsvRow) -> Cell:
     gpus, seq_length, vocab_k = (int(row.cells[name]) for name in ("gpus", "seq_length", "vocab_k"))
     mfu, peak = (row.number(name) if row.cells[name] else None for name in ("mfu_percent", "peak_memory_gb"))
     return Cell(gpus, seq_length, row.cells["method"], vocab_k, mfu, peak, row.cells["table"])
@@ -111,7 +111,7 @@ def published_passes() -> list[MeasuredRow]:
     return read_measured(_path("measured_passes"))
 
 
-def _data(name: str) -> list[Row]:
+def _data(name: str) -> list[CsvRow]:
     return read_rows(_path(name), "published results", ())
 
 

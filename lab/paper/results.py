@@ -124,4 +124,4 @@ def merge(parts: Iterable[Result]) -> Result:
 
 
 def _setting(e: Experiment) -> tuple[Any, ...]:
-    return e.gpus, e.tp, e.schedule, e.seq_length, e.vocab_k, e.iterations
+    return e.gpus, e.tp, e.family, e.seq_length, e.vocab_k, e.iterations

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 
 @dataclass(frozen=True)
-class Row:
+class CsvRow:
     """One line: its cells by column, and ``where`` it stands, such as ``runs.csv, line 3``."""
 
     cells: dict[str, str]
@@ -28,7 +28,7 @@ class Row:
             self.refuse(column, "a number")
 
 
-def read_rows(path: str | Path, what: str, columns: Sequence[str]) -> list[Row]:
+def read_rows(path: str | Path, what: str, columns: Sequence[str]) -> list[CsvRow]:
     """The lines of a CSV file whose header names at least these columns; ``what`` names its content.
 
     Raises:
@@ -52,6 +52,6 @@ def read_rows(path: str | Path, what: str, columns: Sequence[str]) -> list[Row]:
         if None in cells or None in cells.values():
             raise ValueError(f"{path}, line {number}: give {len(header)} cells")
     return [
-        Row({name: text.strip() for name, text in cells.items()}, f"{path}, line {number}")
+        CsvRow({name: text.strip() for name, text in cells.items()}, f"{path}, line {number}")
         for number, cells in lines
     ]

@@ -77,7 +77,7 @@ def run(experiments: Sequence[Experiment], site: Site, about: dict[str, str], sa
         say(f"{len(experiments) - len(rows)} of {len(experiments)} experiments are finished already")
     failed = False
     for number, experiment in enumerate(rows, 1):
-        say(f"[{number}/{len(rows)}] {experiment.name}: {experiment.method} in {experiment.schedule}")
+        say(f"[{number}/{len(rows)}] {experiment.name}: {experiment.method} in {experiment.family}")
         result = _train(experiment, site, about)
         failed |= result.outcome == "failed"
         speed = "" if result.median_ms is None else f", {result.median_ms:.1f} ms an iteration"

@@ -21,9 +21,9 @@ from lab.paper.published import (
     published_passes,
     published_scaling,
 )
+from megatron_vocabpar.plan.choice import Request
+from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.hardware import hardware_named
-from megatron_vocabpar.plan.option import Request
-from megatron_vocabpar.plan.options import option_of
 
 MEASURED, ESTIMATED = "measured passes", "estimated passes"
 
@@ -65,9 +65,9 @@ def estimated_ms(cell: Cell) -> float:
     """The ms of a cell's iteration, from estimated passes."""
     gpu = hardware_named("A100")
     request = Request(cell.model, cell.job, gpu, gpu.memory_gib)
-    option = option_of(request, cell.method, cell.family.name, cell.job.m)
-    assert not option.problem, option.problem
-    return option.iteration_ms
+    choice = choice_of(request, cell.method, cell.family.name, cell.job.m)
+    assert not choice.problem, choice.problem
+    return choice.iteration_ms
 
 
 def mfu_percent(cell: Cell, length_ms: float) -> float:

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from lab.kernels.tables import number, table
-from lab.losses.compared import Row, Setting, measure_losses
+from lab.losses.compared import Comparison, Setting, measure_losses
 from megatron_vocabpar.cli.files import FORMAT
 from megatron_vocabpar.measure.environment import commit_of, environment
 
@@ -57,7 +57,7 @@ def losses_command(output_format: str, **options: Any) -> None:
         print_losses(rows, about)
 
 
-def print_losses(rows: Sequence[Row], about: Mapping[str, str]) -> None:
+def print_losses(rows: Sequence[Comparison], about: Mapping[str, str]) -> None:
     """One table: differences, milliseconds of forward and backward, peak MiB beyond the inputs."""
     console = Console(width=170)
     console.print(", ".join(f"{name} {value}" for name, value in about.items()))

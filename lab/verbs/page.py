@@ -26,7 +26,13 @@ def _recipes() -> Iterator[str]:
     return page()
 
 
-PAGES = {"published": _published, "plans": _plans, "recipes": _recipes}
+def _launches() -> Iterator[str]:
+    from lab.launches import table
+
+    return table()
+
+
+PAGES = {"published": _published, "plans": _plans, "recipes": _recipes, "launches": _launches}
 
 
 @click.command("page")
@@ -35,7 +41,7 @@ def page_command(name: str) -> None:
     """Print it as Markdown.
 
     published: the planner beside published trainings (docs/plan.md); plans: what it recommends (docs/plan.md,
-    minutes); recipes: docs/recipes.md.
+    minutes); recipes: docs/recipes.md; launches: what is beside layers (docs/simulate.md, a minute).
     """
     for line in PAGES[name]():
         click.echo(line)

@@ -19,9 +19,9 @@ from megatron_vocabpar.schedule.make.families import SEARCH, families
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.times.costs import PassCosts
-from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.schedule.words.methods import BASELINE, INTERLACED, METHODS, REDIS, VOCAB_1, VOCAB_2
 
-_DEFAULT = ("baseline", "redis", "interlaced", "vocab-1", "vocab-2", "v-half:vocab-2")
+_DEFAULT = (BASELINE, REDIS, INTERLACED, VOCAB_1, VOCAB_2, f"v-half:{VOCAB_2}")
 
 
 def _svg(context: click.Context, option: click.Parameter, path: str | None) -> str | None:

@@ -19,7 +19,7 @@ def table() -> Iterator[str]:
     """The lines of the table."""
     yield "# What is replaced in Megatron"
     yield ""
-    yield "Made by `vocabpar patches`. Nothing is replaced unless one of our options is on the command line."
+    yield "Made by `vocabpar patches`. Nothing is replaced unless one of our flags is on the command line."
     yield ""
     yield "| name | where it is taken by value | why | when |"
     yield "| --- | --- | --- | --- |"

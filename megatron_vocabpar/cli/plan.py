@@ -15,11 +15,11 @@ import click
 from rich.console import Console
 
 from megatron_vocabpar.cli.files import FORMAT, completing, will_be_written, write_output
+from megatron_vocabpar.plan.choice import Request
 from megatron_vocabpar.plan.given import Given, read_script, read_words
 from megatron_vocabpar.plan.hardware import Hardware, hardware_named, hardware_presets
 from megatron_vocabpar.plan.job import RECOMPUTE
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.option import Request
 from megatron_vocabpar.plan.read_arguments import (
     job_from_arguments,
     model_from_arguments,

@@ -20,7 +20,7 @@ from megatron_vocabpar.schedule.play.memory import BufferSizes
 from megatron_vocabpar.schedule.serialize import plan_to_csv, plan_to_json, to_json
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
-from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.schedule.words.methods import DEFAULT, METHODS
 from megatron_vocabpar.schedule.words.schedule import MOST_FORWARDS
 
 _FILE_WIDTH = 160  # columns of the text form where it is not shown on a terminal
@@ -31,7 +31,7 @@ _LARGE = 8192  # microbatches of all ranks: planning takes more than a few secon
 @click.command("schedule")
 @click.option(
     "--method",
-    default="vocab-2",
+    default=DEFAULT,
     shell_complete=completing(METHODS),
     help=f"One of {', '.join(METHODS)}.",
 )

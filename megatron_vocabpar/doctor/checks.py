@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_vocabpar.doctor.result import Check
-from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.schedule.words.methods import BASELINE, DEFAULT, METHODS
 
 MOST_PROCESSES, MOST_STAGES = 8, 4
 DTYPES = ("bfloat16", "float16", "float32")
@@ -55,10 +55,10 @@ def checks(
     for what in ("all-reduce", "all-to-all"):
         target = f"overlap:{what.replace('-', '_')}_beside_products"
         add(f"an {what} beside products", target, 240, warm, processes=processes)
-    for dtype, methods in (("fp32", METHODS), ("bf16", ("baseline", "vocab-2"))):
+    for dtype, methods in (("fp32", METHODS), ("bf16", (BASELINE, DEFAULT))):
         for method in methods:
-            name, stock = (f"training {which}, {dtype}" for which in (method, "baseline"))
-            after = None if method == "baseline" else stock
+            name, stock = (f"training {which}, {dtype}" for which in (method, BASELINE))
+            after = None if method == BASELINE else stock
             arguments = {"method": method, "dtype": dtype, "pp": pp, "folder": folder}
             add(name, "training:train", 300, after, **arguments)
     return rows

@@ -37,7 +37,7 @@ def communicators(rank: Rank, small_kib: int = 16, large_mib: int = 64) -> Findi
 
     def all_reduce_ms(elements: int) -> float:
         tensor = torch.zeros(elements, device=device)
-        return median_ms(device, lambda: all_reduce(groups, groups.output, tensor), ready=dist.barrier)
+        return median_ms(device, lambda: all_reduce(groups, tensor), ready=dist.barrier)
 
     small_ms, large_ms = all_reduce_ms(small_kib * 2**8), all_reduce_ms(large_mib * 2**18)
     return Finding(
@@ -52,17 +52,17 @@ def wrong_collectives(groups: VocabGroups, device: torch.device) -> list[str]:
     size, me = len(groups.ranks), groups.member
     number = torch.tensor([float(me)], device=device)
     pieces = [number.clone() if member == me else torch.full_like(number, -1) for member in range(size)]
-    broadcast(groups, groups.input, pieces, range(size))
+    broadcast(groups, pieces, range(size))
     rows = torch.tensor([[100.0 * me + k] for k in range(size)], device=device)
     received = torch.full_like(rows, -1)
     exchange_rows(groups, received, rows, [1] * size, [1] * size)
     everyone = [float(k) for k in range(size)]
     results = {
         "broadcast": (torch.cat(pieces), everyone),
-        "all-gather": (all_gather(groups, groups.output, number).flatten(), everyone),
-        "all-reduce, sum": (all_reduce(groups, groups.output, number.clone()), [sum(everyone)]),
+        "all-gather": (all_gather(groups, number).flatten(), everyone),
+        "all-reduce, sum": (all_reduce(groups, number.clone()), [sum(everyone)]),
         "all-reduce, maximum": (
-            all_reduce(groups, groups.output, number.clone(), dist.ReduceOp.MAX),
+            all_reduce(groups, number.clone(), dist.ReduceOp.MAX),
             [everyone[-1]],
         ),
         "all-to-all": (received.flatten(), [100.0 * k + me for k in range(size)]),

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from megatron_vocabpar.doctor.result import Finding, within
+from megatron_vocabpar.schedule.words.methods import BASELINE
 from megatron_vocabpar.train.check import require_modules
 from megatron_vocabpar.train.compare import differences, loss_curve
 from megatron_vocabpar.train.config import TrainConfig
@@ -13,7 +14,6 @@ from megatron_vocabpar.train.job import run_job
 from megatron_vocabpar.train.metrics import read_metrics
 from megatron_vocabpar.train.output import METRICS_FILE
 
-BASELINE = "baseline"
 LIMITS = {"fp32": 1e-4, "bf16": 2e-2}
 """Largest relative difference of a loss: after six steps on the CPU in fp32 it is 1e-7."""
 

@@ -18,8 +18,8 @@ from typing import Any
 from megatron_vocabpar.megatron_lm.bindings import Binding
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.layouts import layout_notice
+from megatron_vocabpar.megatron_lm.rules.arguments import REVIEW_OF, UNREAD
 from megatron_vocabpar.megatron_lm.rules.check import check
-from megatron_vocabpar.megatron_lm.rules.options import ROW_OF, UNREAD
 from megatron_vocabpar.pipeline.rules.facts import plain
 from megatron_vocabpar.pipeline.rules.rule import UNTESTED, Rule
 
@@ -85,7 +85,7 @@ BRIDGE = (
     Rule(
         "peft",
         lambda f: f.is_set("peft") and f.splits_w,
-        "{f.schedule} splits off weight gradients, which frozen layers do not have",
+        "{f.family_flag} splits off weight gradients, which frozen layers do not have",
         "use 1f1b or interleaved",
     ),
 )
@@ -124,7 +124,7 @@ def unread(container: Any) -> Iterator[str]:
         config = getattr(container, section)
         for field in dataclasses.fields(config):
             name = _NAMES.get(field.name, field.name)
-            if not (name.startswith("_") or name in ROW_OF or field.name in _READ or name in _READ):
+            if not (name.startswith("_") or name in REVIEW_OF or field.name in _READ or name in _READ):
                 value = getattr(config, field.name)
                 if value and value != _default(field):
                     yield f"{section}.{field.name} {str(value)[:40]}"

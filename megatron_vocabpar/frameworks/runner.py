@@ -14,7 +14,7 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.frameworks.bridge import check_door
-from megatron_vocabpar.frameworks.steps import Step, as_megatron, begin_step
+from megatron_vocabpar.frameworks.steps import BegunStep, as_megatron, begin_step
 from megatron_vocabpar.megatron_lm.capture import capture_order_of
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.planning import plan_request
@@ -82,7 +82,7 @@ class StepRunner:
 
     def _begin(
         self, arguments: dict[str, Any], chunks: list[torch.nn.Module], shards: PartitionedModel
-    ) -> deque[Step]:
+    ) -> deque[BegunStep]:
         """The steps of all microbatches, on the rank of the loss stage."""
         last: Any = unwrap_model(chunks[-1])
         if not last.post_process:
@@ -96,7 +96,7 @@ class StepRunner:
             for _ in range(arguments["num_microbatches"])
         )
 
-    def _options(self, run: ForwardBackward, steps: deque[Step], forward_only: bool) -> VocabOptions:
+    def _options(self, run: ForwardBackward, steps: deque[BegunStep], forward_only: bool) -> VocabOptions:
         """This call's options on all ranks: the temperature and the entropies that the steps ask for."""
         groups, options = run.groups, self._config.options
         requests = {
@@ -108,7 +108,7 @@ class StepRunner:
                 f"temperature, entropy and its gradient {sorted(requests)} in one iteration; use one of each"
             )
         shared = torch.tensor(next(iter(requests), (1.0, 0.0, 0.0)), dtype=torch.float64, device=run.device)
-        broadcast(groups, groups.output, [shared], [groups.members_of(groups.pipeline - 1)[0]])
+        broadcast(groups, [shared], [groups.members_of(groups.pipeline - 1)[0]])
         temperature, entropy, gradient = shared.tolist()
         return replace(
             options,

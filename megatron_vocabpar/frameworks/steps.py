@@ -80,7 +80,7 @@ def _token_shape(call: ModelCall) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Step:
+class BegunStep:
     """One microbatch of a framework, up to its question for log-probabilities.
 
     Attributes:
@@ -96,7 +96,7 @@ class Step:
 
 def begin_step(
     forward_step: ForwardStep, data_iterator: Any, model: torch.nn.Module, width: int, device: torch.device
-) -> Step:
+) -> BegunStep:
     """Run a framework's ``forward_step``, and its loss function, until one asks for log-probabilities.
 
     Raises:
@@ -109,7 +109,9 @@ def begin_step(
         output, loss_func = returned = forward_step(batch, stand_in)
         labels = stand_in.only_call().labels
         if labels is not None:
-            return Step(stand_in.only_call(), Request(labels), lambda answer: loss_func(-answer.logprobs))
+            return BegunStep(
+                stand_in.only_call(), Request(labels), lambda answer: loss_func(-answer.logprobs)
+            )
         loss_func(output)
     except Wanted as wanted:
         request = wanted.request
@@ -128,10 +130,10 @@ def begin_step(
         output, loss_func = forward_step(iter(batch.batches), answering)
         return loss_func(output)
 
-    return Step(stand_in.only_call(), request, finish)
+    return BegunStep(stand_in.only_call(), request, finish)
 
 
-def as_megatron(step: Step, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+def as_megatron(step: BegunStep, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
     """What Megatron's own ``forward_step`` would return for this step.
 
     Tokens whose labels are no ids have NaN as numbers: a framework doesn't read them.

@@ -35,7 +35,7 @@ class ShardOptions:
         terms: how logits are transformed.
         gradients: the names of extras that have a slope; with ``with_input_gradient`` S computes the products
             of their curves, too.
-        fp8: the weight in 8 bits; all products are then of 8-bit numbers (``fp8.py``).
+        fp8_weight: the weight in 8 bits; all products are then of 8-bit numbers (``fp8.py``).
         fused: whether one kernel makes the exponentials with the product (``dispatch.fused_product``); for
             bf16 operands, without a softcap, and not for gradients of extras.
     """
@@ -46,7 +46,7 @@ class ShardOptions:
     rows_per_chunk: int | None = None
     terms: LossTerms = PLAIN
     gradients: tuple[str, ...] = ()
-    fp8: Fp8Weight | None = None
+    fp8_weight: Fp8Weight | None = None
     fused: bool = False
 
 
@@ -73,34 +73,35 @@ class Tokens:
     options: ShardOptions
 
     @property
-    def fp8(self) -> Fp8Weight | None:
-        return self.options.fp8
+    def fp8_weight(self) -> Fp8Weight | None:
+        return self.options.fp8_weight
 
     @property
     def storage(self) -> torch.dtype:
         """The dtype of the exponentials."""
-        return E4M3 if self.fp8 is not None and self.fp8.recipe.keeps_exponentials else self.x.dtype
+        eight_bits = self.fp8_weight is not None and self.fp8_weight.recipe.keeps_exponentials
+        return E4M3 if eight_bits else self.x.dtype
 
     def logits(self, weight: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
         """[c, P] logits of a chunk of tokens."""
         x, valid = self.x[rows], self.shard.valid_rows
-        if self.fp8 is not None:
-            return self.fp8.logits(x, weight, self.target_row[rows], valid)
+        if self.fp8_weight is not None:
+            return self.fp8_weight.logits(x, weight, self.target_row[rows], valid)
         return product(x, weight.t(), out=out)
 
     def input_gradient(self, e: Tensor, weight: Tensor, out: Tensor) -> None:
         """Write ``E W`` to ``out`` [c, H], for exponentials [c, P] of any tokens."""
         valid = self.shard.valid_rows
-        if self.fp8 is not None:
-            out.copy_(self.fp8.input_gradient(e))
+        if self.fp8_weight is not None:
+            out.copy_(self.fp8_weight.input_gradient(e))
         else:
             product(e[:, :valid], weight[:valid], out=out)
 
     def add_weight_gradient_(self, main_grad: Tensor, e: Tensor, x: Tensor, factor: Tensor | None) -> None:
         """``main_grad += factor * E^T x``, for exponentials [c, P] of any tokens and scaled rows x [c, H]."""
         valid = self.shard.valid_rows
-        if self.fp8 is not None:
-            self.fp8.add_weight_gradient_(main_grad, e, x, valid, factor)
+        if self.fp8_weight is not None:
+            self.fp8_weight.add_weight_gradient_(main_grad, e, x, valid, factor)
         else:
             add_product_(main_grad[:valid], e[:, :valid].t(), x, factor)
 

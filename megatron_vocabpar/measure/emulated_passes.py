@@ -25,6 +25,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
+from megatron_vocabpar.runtime.between_layers import BetweenLayers
 from megatron_vocabpar.runtime.comm import (
     PointToPoint,
     VocabGroups,
@@ -35,13 +36,13 @@ from megatron_vocabpar.runtime.comm import (
 )
 from megatron_vocabpar.runtime.executor import Observer, execute
 from megatron_vocabpar.runtime.streams import Event, Stream, side_stream
-from megatron_vocabpar.runtime.timeline import INPUT, OUTPUT, Span, Timeline
+from megatron_vocabpar.runtime.timeline import COLLECTIVES as LANE
+from megatron_vocabpar.runtime.timeline import Span, Timeline
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.dependencies import prerequisites
 from megatron_vocabpar.schedule.words.passes import (
     COLLECTIVES,
-    INPUT_COLLECTIVES,
     RECEIVE_OF,
     Comm,
     CommType,
@@ -63,7 +64,7 @@ _STEP_OF_RECEIVE = dict(RECEIVE_OF.values())
 
 
 class EmulatedRank:
-    """One rank of the emulation: its connections and side streams, for any number of plans.
+    """One rank of the emulation: its connections and its streams, for any number of plans.
 
     Args:
         groups: of this rank; their connections have been made (``comm.warm_up``).
@@ -75,8 +76,7 @@ class EmulatedRank:
         self.timeline = Timeline(_CPU)
         self.observers = (*observers, self.timeline.observe)
         self.point_to_point = PointToPoint(groups)
-        self.output_stream = self.timeline.watch(side_stream(_CPU, "output-collectives"), OUTPUT)
-        self.input_stream = self.timeline.watch(side_stream(_CPU, "input-collectives"), INPUT)
+        self.side_stream = self.timeline.watch(side_stream(_CPU, LANE), LANE)
         peers = (rank for rank in range(groups.pipeline) if rank != groups.stage)
         self.links: dict[int, Stream] = {rank: side_stream(_CPU, f"link-{rank}") for rank in peers}
         self.free_s: dict[Stream, float] = {}  # when what a stream has run last ended
@@ -90,7 +90,8 @@ class EmulatedRank:
         iteration = _Iteration(self, plan, times)
         dist.barrier()
         self.timeline.start()
-        execute(self.groups.stage, plan.program[self.groups.stage], iteration.handlers(), self.observers)
+        program, between = plan.program[self.groups.stage], iteration.between
+        execute(self.groups.stage, program, iteration.handlers(), self.observers, plan.late, between)
         self.point_to_point.drain()
         for event in iteration.events.values():
             event.wait()
@@ -103,6 +104,7 @@ class _Iteration:
     def __init__(self, rank: EmulatedRank, plan: Plan, times: PassTimes) -> None:
         self.rank, self.groups, self.schedule, self.times = rank, rank.groups, plan.schedule, times
         self.events: dict[Instruction, Event[None]] = {}
+        self.between = BetweenLayers(range(plan.schedule.placement.num_stages))
 
     def handlers(self) -> dict[InstructionType, Callable[..., None]]:
         in_step = self.schedule.method.in_step
@@ -114,8 +116,13 @@ class _Iteration:
         }
 
     def _pass(self, item: Pass | Pair) -> None:
+        """Sleep in parts: up to each launch inside the pass, and to its end."""
         self._wait_for_needs(item)
-        _sleep(self._ms(item))
+        begin_s, ms = time.monotonic(), self._ms(item)
+        for share in self.between.shares:
+            _sleep_until(begin_s, share * ms)
+            self.between.reached(share)
+        _sleep_until(begin_s, ms)
 
     def _in_step(self, pass_: Pass) -> None:
         """A pass that all ranks run together, with two collectives inside."""
@@ -125,9 +132,7 @@ class _Iteration:
         for exchange in (partial(_gather, self.groups), partial(_sum, self.groups)):
             message = self._message(pass_.microbatch)
             with self.rank.timeline.waiting():
-                last_s = self.rank.output_stream.submit(
-                    partial(self._issued, exchange, message, pass_)
-                ).wait()
+                last_s = self.rank.side_stream.submit(partial(self._issued, exchange, message, pass_)).wait()
             _sleep_until(last_s, third)
 
     def _ms(self, instruction: Instruction) -> float:
@@ -152,10 +157,8 @@ class _Iteration:
         self._submit(self.rank.links[peer], lambda _: posted.wait(), instruction)
 
     def _collective(self, instruction: Comm) -> None:
-        of_input = instruction.type in INPUT_COLLECTIVES
-        stream = self.rank.input_stream if of_input else self.rank.output_stream
         exchange = _exchange_of(instruction.type, self.groups, self.schedule)
-        self._submit(stream, exchange, instruction)
+        self._submit(self.rank.side_stream, exchange, instruction)
 
     def _submit(self, stream: Stream, exchange: Exchange, instruction: Comm) -> None:
         """Run ``exchange`` on ``stream``, for as long as the costs say."""
@@ -192,7 +195,7 @@ class _Iteration:
 
 def _exchange_of(type_: CommType, groups: VocabGroups, schedule: Schedule) -> Exchange:
     """The exchange of a collective, chosen by the passes that wait for it, as in ``pipeline/handlers/``."""
-    if type_ in INPUT_COLLECTIVES:
+    if type_ in (CommType.CI, CommType.CIB):
         return partial(_rows, groups, first=schedule.placement.first_rank, to_first=type_ is CommType.CI)
     sources = {CommType.C0: schedule.placement.last_rank, CommType.CG: schedule.p - 1}
     if type_ in sources:
@@ -208,20 +211,20 @@ def _exchange_of(type_: CommType, groups: VocabGroups, schedule: Schedule) -> Ex
 
 
 def _broadcast(groups: VocabGroups, message: torch.Tensor, *, source: int) -> torch.Tensor:
-    broadcast(groups, groups.output, [message], [source])
+    broadcast(groups, [message], [source])
     return message
 
 
 def _maximum(groups: VocabGroups, message: torch.Tensor) -> torch.Tensor:
-    return all_reduce(groups, groups.output, message, dist.ReduceOp.MAX)
+    return all_reduce(groups, message, dist.ReduceOp.MAX)
 
 
 def _gather(groups: VocabGroups, message: torch.Tensor) -> torch.Tensor:
-    return all_gather(groups, groups.output, message[0])
+    return all_gather(groups, message[0])
 
 
 def _sum(groups: VocabGroups, message: torch.Tensor) -> torch.Tensor:
-    total = all_reduce(groups, groups.output, message)
+    total = all_reduce(groups, message)
     total[:, 0] /= len(groups.ranks)
     return total
 
@@ -247,5 +250,5 @@ def _sleep(ms: float) -> None:
 
 
 def _sleep_until(since_s: float, ms: float) -> None:
-    """Sleep until ``ms`` have passed since ``since_s``."""
-    time.sleep(max(since_s + ms / 1e3 - time.monotonic(), 0.0))
+    """Sleep until ``ms`` have passed since ``since_s``, and at least a nanosecond."""
+    _sleep((since_s - time.monotonic()) * 1e3 + ms)

@@ -24,7 +24,7 @@ from megatron_vocabpar.measure.input_layer import INPUT_CALLS, InputLayer
 from megatron_vocabpar.measure.timing import time_rounds
 from megatron_vocabpar.runtime.streams import machine
 from megatron_vocabpar.schedule.times.costs import PassCosts
-from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.schedule.words.methods import METHODS, VOCAB_1, VOCAB_2
 from megatron_vocabpar.train.check import check_run, count_gpus, resolve_device
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.output import open_method
@@ -60,9 +60,9 @@ def profile(config: TrainConfig) -> dict[str, Any]:
     comms = dict.fromkeys(_COMMUNICATION, 0.0)
     if processes > 1:
         comms = _measured(replace(config, pp=processes))
-    one_by_one = passes["vocab-1"]
+    one_by_one = passes[VOCAB_1]
     third = p * (one_by_one["S"] + one_by_one["T"] + one_by_one["TW"]) / 3
-    transformer = passes["vocab-2"]
+    transformer = passes[VOCAB_2]
     costs = PassCosts(
         F_ms=transformer["F"],
         B_ms=transformer["B"],

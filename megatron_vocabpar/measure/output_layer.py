@@ -26,6 +26,7 @@ from megatron_vocabpar.layers.output.plain import (
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.softmax_stats import merge_stats
 from megatron_vocabpar.measure.timing import ROTATED
+from megatron_vocabpar.schedule.words.methods import VOCAB_1, VOCAB_2
 
 BUCKETS = (0.0, 0.1, 0.5, 0.9, 0.99, 0.999, 1.0)
 """Edges of the target's probability, within which errors of dX are reported."""
@@ -46,8 +47,8 @@ class Mode:
 
 
 METHODS = {
-    "vocab-1": Mode(),
-    "vocab-2": Mode(with_a=True),
+    VOCAB_1: Mode(),
+    VOCAB_2: Mode(with_a=True),
     "vocab-1-recompute": Mode(recompute=True),
     "vocab-1-fused": Mode(fused=True),
     "vocab-1-invariant": Mode(invariant=True),

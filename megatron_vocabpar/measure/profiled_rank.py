@@ -86,15 +86,15 @@ def measure_communication(config: TrainConfig, groups: VocabGroups, device: torc
     gradient, statistics = hidden.float(), torch.zeros((n, _STATISTICS), device=device)
 
     def barrier_of_vocab_2() -> None:
-        all_gather(groups, groups.output, statistics)
-        all_reduce(groups, groups.output, gradient)
+        all_gather(groups, statistics)
+        all_reduce(groups, gradient)
 
     slowest = transfer_ms(groups, lambda: torch.zeros_like(hidden))
     trips: list[float | None] = [None] * groups.pipeline
     dist.all_gather_object(trips, slowest)
     return {
         "p2p_ms": median(trip for trip in trips if trip is not None),
-        "broadcast_ms": _slowest_ms(lambda: broadcast(groups, groups.output, [hidden], [0]), config, device),
+        "broadcast_ms": _slowest_ms(lambda: broadcast(groups, [hidden], [0]), config, device),
         "all_reduce_ms": _slowest_ms(barrier_of_vocab_2, config, device),
     }
 

@@ -45,7 +45,7 @@ class Binding:
     name: str
     copies: tuple[str, ...]
     reason: str
-    when: Literal["any of our options", "a schedule of ours", "a V placement"] = "a schedule of ours"
+    when: Literal["any of our flags", "a schedule of ours", "a V placement"] = "a schedule of ours"
     since: str = VERSIONS[0]
     until: str = VERSIONS[-1]
 
@@ -65,7 +65,7 @@ class Binding:
         """Whether these flags need the replacement."""
         if self.when == "a V placement":
             return config.is_placed
-        return self.when == "any of our options" or config.runs_our_schedule
+        return self.when == "any of our flags" or config.runs_our_schedule
 
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -201,15 +201,15 @@ BINDINGS = (
         _ARGUMENTS,
         "parse_args",
         ("megatron.training.initialize",),
-        "adds our options after the script's own extra_args_provider",
-        when="any of our options",
+        "adds our flags after the script's own extra_args_provider",
+        when="any of our flags",
     ),
     Binding(
         _ARGUMENTS,
         "validate_args",
         ("megatron.training.initialize",),
         "checks all flags together before process groups start, and places redistributed layers",
-        when="any of our options",
+        when="any of our flags",
     ),
 )
 

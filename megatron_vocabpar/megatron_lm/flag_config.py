@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions, option
 from megatron_vocabpar.schedule.make.families import SEARCH, Family, families, family_named
-from megatron_vocabpar.schedule.words.methods import METHODS, method_named
+from megatron_vocabpar.schedule.words.methods import BASELINE, METHODS, method_named
 from megatron_vocabpar.schedule.words.placement import Placement
 
 AUTO = "auto"
-SCHEDULES = (*families(), SEARCH, AUTO)
+FAMILIES = (*families(), SEARCH, AUTO)
 """Families; ``search``, the fastest family for the number of chunks; ``auto``, the fastest method, too."""
 
 PROFILE_ITERATIONS = 5
@@ -27,7 +27,7 @@ class FlagConfig:
     Attributes:
         enabled: the flags change where layers are, or their schedule.
         method: a name of ``schedule.words.methods``; ``baseline`` if no flag changes anything.
-        schedule: one of ``SCHEDULES``; ``baseline`` and ``redis`` on 1f1b run Megatron's own schedule.
+        family: one of ``FAMILIES``; ``baseline`` and ``redis`` on 1f1b run Megatron's own schedule.
         options: how the vocabulary layers are computed.
         methods: the methods that ``auto`` chooses from.
         hides_exchange: Megatron is asked to hide the exchange between experts, so ``search`` and ``auto`` may
@@ -38,18 +38,17 @@ class FlagConfig:
 
     enabled: bool = False
     method: str = option(
-        "baseline",
+        BASELINE,
         "How they are computed; vocab-2 by default.",
         page=f"One of {', '.join(f'`{name}`' for name in METHODS)}; `redis` only moves transformer layers, "
         "`baseline` moves nothing.",
         choices=tuple(METHODS),
     )
-    schedule: str = option(
+    family: str = option(
         "1f1b",
         "Which family of pipeline schedules they are woven into.",
-        flag="family",
-        page=f"One of {', '.join(f'`{name}`' for name in SCHEDULES)}; see [Schedules](#schedules).",
-        metavar=f"{{{','.join(SCHEDULES)}}}",
+        page=f"One of {', '.join(f'`{name}`' for name in FAMILIES)}; see [Schedules](#schedules).",
+        metavar=f"{{{','.join(FAMILIES)}}}",
         unset="1f1b",
     )
     costs: str | None = option(
@@ -99,7 +98,7 @@ class FlagConfig:
     @property
     def runs_our_schedule(self) -> bool:
         """Whether Megatron's own schedule is replaced."""
-        return self.partitions_vocabulary or self.schedule != "1f1b"
+        return self.partitions_vocabulary or self.family != "1f1b"
 
     @property
     def is_placed(self) -> bool:
@@ -119,8 +118,8 @@ class FlagConfig:
 
         The model is built before a search, so a search keeps to one placement: the V shape for two chunks.
         """
-        if self.schedule not in (SEARCH, AUTO):
-            return (family_named(self.schedule),)
+        if self.family not in (SEARCH, AUTO):
+            return (family_named(self.family),)
         shape = "vshape" if chunks == 2 else "standard"
         fitting = (f for f in families().values() if f.shape == shape and f.allows(chunks))
         return tuple(family for family in fitting if self.hides_exchange or not family.pairs)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_vocabpar.megatron_lm.flag_config import AUTO, SCHEDULES, FlagConfig
+from megatron_vocabpar.megatron_lm.flag_config import AUTO, FAMILIES, FlagConfig
 from megatron_vocabpar.pipeline.options import (
     Option,
     VocabOptions,
@@ -23,7 +23,15 @@ from megatron_vocabpar.pipeline.options import (
     options_of,
 )
 from megatron_vocabpar.pipeline.rules.options import conflicts, wrong_values
-from megatron_vocabpar.schedule.words.methods import METHODS, method_named
+from megatron_vocabpar.schedule.words.methods import (
+    BASELINE,
+    DEFAULT,
+    INTERLACED,
+    METHODS,
+    REDIS,
+    VOCAB_1,
+    method_named,
+)
 
 ENABLE = "--enable-vocab-parallel"
 OVERLAP = "--overlap-moe-expert-parallel-comm"
@@ -100,7 +108,7 @@ PUBLISHED = tuple(
 )
 """The spellings of the published scripts, so that their launch lines run."""
 
-OPTIONS = (
+FLAGS = (
     Flag(ENABLE, _arguments(Option(help="Partition the vocabulary layers over all pipeline stages."), bool)),
     *_flags_of(FlagConfig),
     *_flags_of(VocabOptions),
@@ -109,15 +117,15 @@ OPTIONS = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our options to Megatron's parser, as its ``extra_args_provider`` would."""
+    """Add our flags to Megatron's parser, as its ``extra_args_provider`` would."""
     group = parser.add_argument_group(title="vocabulary parallelism")
-    for flag in OPTIONS:
+    for flag in FLAGS:
         group.add_argument(flag.flag, **flag.arguments)
     return parser
 
 
 def chain(provider: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
-    """An ``extra_args_provider`` that runs ``provider`` and then adds our options."""
+    """An ``extra_args_provider`` that runs ``provider`` and then adds our flags."""
 
     def both(parser: Any) -> Any:
         return add_options(provider(parser) if provider is not None else parser)
@@ -126,13 +134,13 @@ def chain(provider: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
 
 
 def is_asked_for(argv: Sequence[str]) -> bool:
-    """Whether the command line holds one of our options, or asks for help."""
-    names = {flag.flag for flag in OPTIONS} | set(_HELP)
+    """Whether the command line holds one of our flags, or asks for help."""
+    names = {flag.flag for flag in FLAGS} | set(_HELP)
     return any(word.partition("=")[0] in names for word in argv)
 
 
 def config_from_argv(argv: Sequence[str]) -> FlagConfig:
-    """The configuration that our options in a command line with Megatron's arguments ask for.
+    """The configuration that our flags in a command line with Megatron's arguments ask for.
 
     Raises:
         ValueError: if they contradict each other, naming flags and remedy.
@@ -146,24 +154,24 @@ def config_from(args: Any) -> FlagConfig:
     """The configuration that parsed arguments ask for.
 
     Raises:
-        ValueError: if our options contradict each other, naming flags and remedy.
+        ValueError: if our flags contradict each other, naming flags and remedy.
     """
     options = VocabOptions(**_values(VocabOptions, args))
     values = _values(FlagConfig, args)
     methods = _methods(args)
-    redistribute = args.enable_layer_redistribution or args.vocab_parallel_method == "redis"
+    redistribute = args.enable_layer_redistribution or args.vocab_parallel_method == REDIS
     if args.final_stage_num_layers is not None and not redistribute:
         raise ValueError("--final-stage-num-layers needs --enable-layer-redistribution; add it")
     if args.enable_vocab_parallel:
-        method = next(iter(methods.values()), "vocab-2")
+        method = next(iter(methods.values()), DEFAULT)
     else:
         _check_enabled(args, options, [*methods])
-        method = "redis" if redistribute else "baseline"
+        method = REDIS if redistribute else BASELINE
     if args.vocab_parallel_costs is not None:
         values.setdefault("profile_iterations", 0)
     values["method"] = method
     config = FlagConfig(
-        enabled=method != "baseline" or args.vocab_parallel_family != "1f1b",
+        enabled=method != BASELINE or args.vocab_parallel_family != "1f1b",
         options=options,
         methods=_open_methods(options, methods) if args.vocab_parallel_family == AUTO else (),
         redistribute=redistribute,
@@ -177,7 +185,7 @@ def config_from(args: Any) -> FlagConfig:
 def _values(record: type, args: Any) -> dict[str, Any]:
     """The values that flags set, by the fields of a record."""
     options, values = options_of(record), {}
-    for flag in OPTIONS:
+    for flag in FLAGS:
         value = getattr(args, flag.attribute)
         if flag.field in options and value is not None:
             values[flag.field] = tuple(value) if isinstance(value, list) else value
@@ -196,8 +204,8 @@ def _methods(args: Any) -> dict[str, str]:
     """The methods that flags name, by flag."""
     named = [
         ("--vocab-parallel-method", args.vocab_parallel_method),
-        ("--use-interlaced-schedule", "interlaced" if args.use_interlaced_schedule else None),
-        ("--disable-backward-fusion", "vocab-1" if args.disable_backward_fusion else None),
+        ("--use-interlaced-schedule", INTERLACED if args.use_interlaced_schedule else None),
+        ("--disable-backward-fusion", VOCAB_1 if args.disable_backward_fusion else None),
     ]
     methods = {flag: method for flag, method in named if method is not None}
     if args.enable_vocab_parallel and len(set(methods.values())) > 1:
@@ -221,18 +229,18 @@ def _check_enabled(args: Any, options: VocabOptions, flags: list[str]) -> None:
     flags += [spell(name, getattr(options, name)) for name in asked_for(options, options_of(options))]
     if flags:
         raise ValueError(f"{' and '.join(flags)}: needs {ENABLE}; add it")
-    schedule = args.vocab_parallel_family
-    if schedule in SCHEDULES and schedule != "1f1b":
+    family = args.vocab_parallel_family
+    if family in FAMILIES and family != "1f1b":
         raise ValueError(
-            f"--vocab-parallel-family {schedule}: needs {ENABLE}; add it, with "
+            f"--vocab-parallel-family {family}: needs {ENABLE}; add it, with "
             "--vocab-parallel-method baseline to leave the vocabulary layers whole"
         )
 
 
 def _check(config: FlagConfig, args: Any) -> None:
-    if config.schedule not in SCHEDULES:
+    if config.family not in FAMILIES:
         raise ValueError(
-            f"--vocab-parallel-family {config.schedule}: unknown schedule; use one of {', '.join(SCHEDULES)}"
+            f"--vocab-parallel-family {config.family}: unknown family; use one of {', '.join(FAMILIES)}"
         )
     problems = conflicts(config.options, method_named(config.method), spell=spell)
     problems += [f"{found.asked}: {found.against}" for found in wrong_values(config, spell)]

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from megatron_vocabpar.megatron_lm.flags import OPTIONS, PUBLISHED, Flag
+from megatron_vocabpar.megatron_lm.flags import FLAGS, PUBLISHED, Flag
 from megatron_vocabpar.megatron_lm.rules.check import TABLES as RULES
 from megatron_vocabpar.megatron_lm.rules.check import spelled
 from megatron_vocabpar.pipeline.rules.options import APART, Apart
@@ -23,7 +23,7 @@ from megatron_vocabpar.schedule.words.methods import METHODS
 def flags_table() -> Iterator[str]:
     """The lines of the table of flags, without the published scripts' spellings."""
     yield from ("| flag | meaning | not with |", "| --- | --- | --- |")
-    for flag in OPTIONS:
+    for flag in FLAGS:
         if flag not in PUBLISHED:
             meaning = f"{_code(flag.arguments['help'])} {flag.page}".strip()
             against = dict.fromkeys(each for row in APART for each in _against(flag, row))
@@ -40,7 +40,7 @@ def warnings_table() -> Iterator[str]:
 def _shown(text: str) -> str:
     """A text of a rule with flags as code, and without the facts that it fills in."""
     text = re.sub(r"\{f\.option\[(\w+)\]\}", lambda match: spelled(match[1], True), text)
-    return _code(re.sub(r"\{.*?\}", "…", text.replace("{f.schedule}", "the family")))
+    return _code(re.sub(r"\{.*?\}", "…", text.replace("{f.family_flag}", "the family")))
 
 
 def _against(flag: Flag, rule: Apart) -> Iterator[str]:
@@ -58,7 +58,7 @@ def _against(flag: Flag, rule: Apart) -> Iterator[str]:
 
 def _flags_of(names: Iterable[str]) -> Iterator[str]:
     """The flags of options, as code."""
-    flags = {flag.field: flag.flag for flag in OPTIONS}
+    flags = {flag.field: flag.flag for flag in FLAGS}
     flags["gradients"] = f"{flags['metrics']} entropy-gradient"
     yield from (f"`{flags[name]}`" for name in names if name in flags)
 

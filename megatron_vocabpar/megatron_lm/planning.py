@@ -20,14 +20,16 @@ from megatron.core.utils import get_model_config
 
 from megatron_vocabpar import __version__
 from megatron_vocabpar.megatron_lm.flag_config import AUTO, FlagConfig
-from megatron_vocabpar.megatron_lm.flags import OPTIONS
+from megatron_vocabpar.megatron_lm.flags import FLAGS
 from megatron_vocabpar.megatron_lm.watchers import IdleTime, TimelineFile, iteration
 from megatron_vocabpar.pipeline import heads
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, vocab_groups
+from megatron_vocabpar.pipeline.layer_hooks import layers_of
 from megatron_vocabpar.pipeline.tuning.kept_plan import PLAN_FILE, digest, keep_plan, kept_plan
 from megatron_vocabpar.pipeline.tuning.measured_plan import MeasuredPlan, Plans, WriteOrder
 from megatron_vocabpar.pipeline.tuning.watched import Watched, Watcher
 from megatron_vocabpar.runtime.agreement import agree, program_digest, versions
+from megatron_vocabpar.runtime.comm import VocabGroups
 from megatron_vocabpar.runtime.pass_times import transfer_ms
 from megatron_vocabpar.runtime.streams import machine
 from megatron_vocabpar.runtime.timeline import Timeline
@@ -39,7 +41,8 @@ from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.times.per_rank import spread
-from megatron_vocabpar.schedule.words.methods import method_named
+from megatron_vocabpar.schedule.words.methods import BASELINE, VOCAB_2, method_named
+from megatron_vocabpar.schedule.words.placement import Placement
 
 _EXCHANGE = 0.4
 """What a pair is taken to hide before anything is measured: this part of the shorter of F and B."""
@@ -65,7 +68,7 @@ def check_same_everywhere() -> None:
     from megatron.training import get_args
 
     args = get_args()
-    flags = {option.flag: getattr(args, option.attribute) for option in OPTIONS}
+    flags = {flag.flag: getattr(args, flag.attribute) for flag in FLAGS}
     ours = versions() | {"megatron-core": megatron_version}
     agree("flags and versions", flags | ours, _patience(args) / 2)
 
@@ -100,6 +103,7 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
     request, why = plan_request(config, groups.pipeline, m, len(chunks), costs)
     if why:
         say(why)
+    request = replace(request, layers=layers_of_stages(request.frame().placement, groups, chunks))
     plans = Plans(request, WriteOrder.of(chunks))
     timeline = Timeline(device)
     run = ForwardBackward(
@@ -180,6 +184,18 @@ def _stage_output(model: Any, call: dict[str, Any], device: torch.device) -> tor
     return torch.zeros(shape, dtype=config.pipeline_dtype or config.params_dtype, device=device)
 
 
+def layers_of_stages(
+    placement: Placement, groups: VocabGroups, chunks: Sequence[torch.nn.Module]
+) -> tuple[int, ...]:
+    """The number of layers of each stage, which its rank knows; all ranks call this."""
+    counts = [len(layers_of(chunk)) for chunk in chunks]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (groups.stage, counts))
+    of_rank = dict(everyone)
+    stages = range(placement.num_stages)
+    return tuple(of_rank[placement.rank_of(stage)][placement.chunk_of(stage)] for stage in stages)
+
+
 def with_exchange(costs: PassCosts, p: int) -> PassCosts:
     """Costs with something for pairs to hide, a part of the shorter of F and B where they know of nothing."""
     if costs.hides:
@@ -209,17 +225,17 @@ def plan_request(
         method=config.method,
         p=p,
         m=m,
-        family=config.schedule,
+        family=config.family,
         chunks=chunks,
         costs=costs,
         max_activations=config.max_activations,
         among=fitting,
     )
-    if config.schedule != AUTO:
+    if config.family != AUTO:
         return asked, ""
     cap = asked.max_activations
     if cap is None:
-        cap = claimed_peak(method_named("vocab-2"), p, family_named("1f1b"), 1)
+        cap = claimed_peak(method_named(VOCAB_2), p, family_named("1f1b"), 1)
     known = [name for name in config.methods if costs is None or name in costs.methods]
     requests = [
         replace(asked, method=method, family=family, max_activations=cap)
@@ -244,7 +260,7 @@ def planned(family: str, plan: Plan) -> str:
     schedule, costs = plan.schedule, plan.costs
     if costs is not None and schedule.chunks > 1:
         costs = replace(costs, mtp_stage=None)  # 1F1B has fewer stages
-    stock = make_plan("baseline", schedule.p, schedule.m, costs=costs)
+    stock = make_plan(BASELINE, schedule.p, schedule.m, costs=costs)
     return (
         f"{schedule.method.name} in {family}, {schedule.m} microbatches: planned {_idle_and_peak(plan)}; "
         f"stock's 1F1B with the same times: {_idle_and_peak(stock)}"
@@ -265,8 +281,8 @@ def check_costs(args: Any, config: FlagConfig) -> None:
     """
     if config.costs is not None:
         costs = PassCosts.load(config.costs)
-        for method in config.methods if config.schedule == AUTO else (config.method,):
-            if config.schedule != AUTO or method in costs.methods:
+        for method in config.methods if config.family == AUTO else (config.method,):
+            if config.family != AUTO or method in costs.methods:
                 try:
                     make_plan(method, args.pipeline_model_parallel_size, 1, costs=costs)
                 except ValueError as error:

@@ -22,8 +22,8 @@ from megatron_vocabpar.megatron_lm.flags import chain
 from megatron_vocabpar.megatron_lm.layouts import layout_notice, model_chunks, place_layers
 from megatron_vocabpar.megatron_lm.patch import installed
 from megatron_vocabpar.megatron_lm.planning import build, check_costs, check_same_everywhere
+from megatron_vocabpar.megatron_lm.rules.arguments import Declared, declared, not_run
 from megatron_vocabpar.megatron_lm.rules.check import check
-from megatron_vocabpar.megatron_lm.rules.options import Declared, declared, not_run
 from megatron_vocabpar.megatron_lm.saved_logits import SavedLogits, save_without_hooks
 from megatron_vocabpar.megatron_lm.scripts import check_script
 from megatron_vocabpar.megatron_lm.stored_teacher import (
@@ -61,19 +61,19 @@ def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
         "LogitsSaverHooks.attach_hooks": save_without_hooks,
         "CachedLogitsKDLoss.__call__": divergence_of_the_pipeline,
         "training_log": _log_without_padding,
-        "parse_args": _parse_with_our_options,
+        "parse_args": _parse_with_our_flags,
         "validate_args": _check_first,
     }
     return makers[binding.name](original, config)
 
 
-def _parse_with_our_options(original: Callable[..., Any], config: FlagConfig) -> Callable[..., Any]:
+def _parse_with_our_flags(original: Callable[..., Any], config: FlagConfig) -> Callable[..., Any]:
     @wraps(original)
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
         megatrons: dict[str, Declared] = {}
 
         def provider(parser: Any) -> Any:
-            megatrons.update(declared(parser))  # before the script adds options
+            megatrons.update(declared(parser))  # before the script adds its own
             return chain(extra_args_provider)(parser)
 
         args = original(provider, ignore_unknown_args)
@@ -122,9 +122,9 @@ def leave_to_w(args: Any, config: FlagConfig) -> None:
 
 
 def _announcement(args: Any, config: FlagConfig) -> str:
-    text = f"> vocabulary parallelism: method {config.method}, schedule {config.schedule}"
-    family = families().get(config.schedule)
-    several_chunks = family is None or family.chunks > 1
+    text = f"> vocabulary parallelism: method {config.method}, family {config.family}"
+    known = families().get(config.family)
+    several_chunks = known is None or known.chunks > 1
     if config.partitions_vocabulary and several_chunks and starting_checkpoint(args) is None:
         text += (
             "\n> initial weights: with several model chunks per rank they are not those that the same seed "
@@ -269,7 +269,9 @@ def _partition(
     draws_as_stock = not options.independent_init and vp_stage is None
     return {
         "vocab_size": true_size,
-        "shard": vocab_shard(true_size, divisible_by, invariant=options.invariant, fp8=options.fp8),
+        "shard": vocab_shard(
+            true_size, divisible_by, invariant=options.invariant, fp8_recipe=options.fp8_recipe
+        ),
         "holds_shard": not vp_stage,
         "stock_vocab_size": padded_size if draws_as_stock else None,
         "terms": options.terms,
@@ -300,7 +302,7 @@ def _zeros_of_padding(options: VocabOptions) -> int:
 
     args = get_args()
     true_size, divisible_by = true_vocabulary(args.padded_vocab_size)
-    shard = vocab_shard(true_size, divisible_by, invariant=options.invariant, fp8=options.fp8)
+    shard = vocab_shard(true_size, divisible_by, invariant=options.invariant, fp8_recipe=options.fp8_recipe)
     rows = shard.ranges[-1].stop
     of_input = rows - args.padded_vocab_size if args.untie_embeddings_and_output_weights else 0
     return args.hidden_size * (rows - true_size + of_input)

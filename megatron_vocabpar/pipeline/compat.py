@@ -8,7 +8,7 @@ the order of passes and the vocabulary layers are ours. Versions are told apart 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -149,6 +149,21 @@ def report_gradient(chunk: Any, parameter: torch.nn.Parameter) -> None:
     if parameter in bucket_groups and chunk.ddp_config.overlap_grad_reduce:
         forced = [chunk.force_all_reduce] if hasattr(chunk, "force_all_reduce") else []
         bucket_groups[parameter].register_grad_ready(parameter, *forced)
+
+
+@contextmanager
+def without_hooks(chunk: Any, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """In this context the hooks of a DDP ``chunk``, which look for a parameter's bucket, pass over these."""
+    buckets = getattr(chunk, "param_to_bucket_group", None)
+    if buckets is None:
+        yield
+        return
+    hidden = set(parameters)
+    chunk.param_to_bucket_group = {p: bucket for p, bucket in buckets.items() if p not in hidden}
+    try:
+        yield
+    finally:
+        chunk.param_to_bucket_group = buckets
 
 
 def call_arguments(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 ``ForwardBackward`` is what ``get_forward_backward_func`` would return: called once per iteration, for
 training or evaluation, with an unchanged ``forward_step``. It owns what outlives an iteration: the
-groups, the side streams and the lowered schedules.
+groups, the side stream and the lowered schedules.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from megatron_vocabpar.pipeline.graphs.engine_graphs import EngineGraphs
 from megatron_vocabpar.pipeline.graphs.layer_graphs import LayerGraphs
 from megatron_vocabpar.pipeline.handlers import handlers_of
 from megatron_vocabpar.pipeline.iteration import Call, Iteration, Rank
+from megatron_vocabpar.pipeline.layer_hooks import watched_layers
 from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions
 from megatron_vocabpar.pipeline.preparation import chunk_with_shards, prepare
 from megatron_vocabpar.pipeline.rules.facts import Facts
@@ -42,13 +43,13 @@ from megatron_vocabpar.pipeline.split_w.weight_gradients import split_weight_gra
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_groups, warm_up
 from megatron_vocabpar.runtime.executor import Observer, execute
 from megatron_vocabpar.runtime.streams import named_range, side_stream
-from megatron_vocabpar.runtime.timeline import INPUT, OUTPUT, Timeline
+from megatron_vocabpar.runtime.timeline import COLLECTIVES, Timeline
 from megatron_vocabpar.schedule.make.generate import make_plan as generate_plan
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import method_named
 from megatron_vocabpar.schedule.words.passes import Instruction
-from megatron_vocabpar.schedule.words.schedule import Schedule
+from megatron_vocabpar.schedule.words.schedule import NONE_LATE, Late, Schedule
 
 
 def vocab_groups(timeout: timedelta | None = None) -> VocabGroups:
@@ -123,8 +124,8 @@ class ForwardBackward:
         self._untested = listeners.untested
         require(Facts(options=options, method=self.method), OPTIONS, tell=self._tell)
         self.options = options
-        if options.fp8 is not None:
-            check_device(options.fp8, device)
+        if options.fp8_recipe is not None:
+            check_device(options.fp8_recipe, device)
         if options.kernels == "fused":
             fused_product(device)  # raises where there is none
         self._not_finite = listeners.not_finite
@@ -135,11 +136,9 @@ class ForwardBackward:
         self._timeline = timeline = listeners.timeline
         named: Observer = partial(_profiler_range, device)
         self._observers = (*listeners.observers, named, *([timeline.observe] if timeline else []))
-        self._output_stream = side_stream(device, "output-collectives")
-        self._input_stream = side_stream(device, "input-collectives")
+        self._side_stream = side_stream(device, COLLECTIVES)
         if timeline is not None:
-            self._output_stream = timeline.watch(self._output_stream, OUTPUT)
-            self._input_stream = timeline.watch(self._input_stream, INPUT)
+            self._side_stream = timeline.watch(self._side_stream, COLLECTIVES)
         self._point_to_point = PointToPoint(groups)
         warm_up(groups, device)
         self._plans: dict[int, Plan] = {}
@@ -188,9 +187,8 @@ class ForwardBackward:
             raise ValueError(f"the plan has {'; '.join(differ)}; make it for this method and pipeline")
 
     def close(self) -> None:
-        """Release the side streams without waiting for the work in them."""
-        self._output_stream.close()
-        self._input_stream.close()
+        """Release the side stream without waiting for the work in it."""
+        self._side_stream.close()
 
     def __call__(
         self,
@@ -302,9 +300,13 @@ class ForwardBackward:
             rank = self._rank(schedule, options)
             iteration = prepare(rank, call, schedule, model_with_shards, weight_gradients)
             handlers, finish = handlers_of(iteration, model_with_shards, weight_gradients)
+            # Graphs of layers hide the layers: communication is launched before the pass.
+            late = NONE_LATE if Facts(settings=call.config).captures_layers else plan.late
+            program = plan.program[rank.pipeline_rank]
             try:
-                with torch.set_grad_enabled(not call.forward_only):
-                    execute(dist.get_rank(), plan.program[rank.pipeline_rank], handlers, self._observers)
+                with torch.set_grad_enabled(not call.forward_only), self._watched(iteration, late):
+                    between = iteration.between
+                    execute(dist.get_rank(), program, handlers, self._observers, late, between)
                     finish()
             except BaseException:
                 iteration.gradients.abandon()
@@ -315,14 +317,24 @@ class ForwardBackward:
                 iteration.gradients.finish()
         return iteration
 
+    @contextmanager
+    def _watched(self, iteration: Iteration, late: Late) -> Iterator[None]:
+        """The context of an iteration that launches ``late`` between layers."""
+        if not late:
+            yield
+            return
+        chunks, placement = iteration.call.chunks, iteration.rank.placement
+        stages = [placement.stage_of(iteration.rank.pipeline_rank, k) for k in range(len(chunks))]
+        with watched_layers(chunks, stages, iteration.between):
+            yield
+
     def _rank(self, schedule: Schedule, options: VocabOptions) -> Rank:
         return Rank(
             method=schedule.method,
             placement=schedule.placement,
             groups=self.groups,
             device=self.device,
-            output_stream=self._output_stream,
-            input_stream=self._input_stream,
+            side_stream=self._side_stream,
             point_to_point=self._point_to_point,
             waiting=self._timeline.waiting if self._timeline else contextlib.nullcontext,
             output_options=options,

@@ -1,20 +1,32 @@
 """Gradients that bypass autograd, and when data parallelism may reduce them.
 
-T (or TW), IB and a split-off W add directly into the fp32 ``main_grad`` of a weight. Megatron's
-DistributedDataParallel reduces a bucket when autograd has reported, in the last microbatch, the gradients of
-all its parameters. For the weights that bypass autograd we report that ourselves, after their last write.
+T (or TW), IB and a split-off W add directly into the ``main_grad`` of a weight. Megatron's
+DistributedDataParallel reduces a bucket when, in the last microbatch, the gradients of all its parameters
+have been reported: by autograd, and for the weights that bypass it by us, after their last write. Example,
+two chunks on the first rank, each with buckets of its later and of its earlier layers:
+
+    B of chunk 1 | W of chunk 1                | B of chunk 0 | W of chunk 0                | IB
+    norms        | weights    -> both buckets  | norms        | weights -> the later layers | embedding -> all
+                   one by one, last layer first                 (last W: not IB's bucket)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_vocabpar.pipeline import compat
 from megatron_vocabpar.schedule.words.passes import PassType
+
+
+class Writer(NamedTuple):
+    """The passes of one type on one model chunk, which add to gradients that bypass autograd."""
+
+    type: PassType
+    chunk: int = 0
 
 
 def main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -37,8 +49,8 @@ class GradientSync:
             chunk; then only the first stage reduces before the end.
         starts_early: whether this rank may reduce as soon as its last backward runs.
         num_microbatches: backwards per chunk.
-        written: the parameters that bypass autograd, by the type of pass that adds to their gradients.
-        runs: how often each of these types runs on this rank.
+        written: the parameters that bypass autograd, by the passes that add to their gradients.
+        runs: how often each writer runs on this rank.
     """
 
     def __init__(
@@ -49,8 +61,8 @@ class GradientSync:
         grad_sync_funcs: Sequence[Callable[[Iterable[torch.nn.Parameter]], None]],
         starts_early: bool,
         num_microbatches: int,
-        written: Mapping[PassType, Sequence[torch.nn.Parameter]],
-        runs: Mapping[PassType, int],
+        written: Mapping[Writer, Iterable[torch.nn.Parameter]],
+        runs: Mapping[Writer, int],
     ) -> None:
         self._chunks = chunks
         self._grad_sync_funcs = grad_sync_funcs
@@ -60,13 +72,9 @@ class GradientSync:
         for context in self._suspended:
             if context is not None:
                 context.__enter__()
-        self._parameters = written
         self._runs_left = dict(runs)
-        self._types_left: dict[torch.nn.Parameter, int] = {}
-        for parameters in written.values():
-            for parameter in parameters:
-                self._types_left[parameter] = self._types_left.get(parameter, 0) + 1
-        self._written: list[torch.nn.Parameter] = []
+        self._unwritten = {writer: dict.fromkeys(parameters) for writer, parameters in written.items()}
+        self._complete: list[list[torch.nn.Parameter]] = [[] for _ in chunks]
 
     def before_backward(self, chunk: int) -> None:
         """A backward of ``chunk`` is about to run."""
@@ -76,20 +84,24 @@ class GradientSync:
 
     def after_backward(self, chunk: int) -> None:
         """A backward of ``chunk`` has run."""
-        if not any(self._backwards_left):
-            self._report_written()
+        if not self._backwards_left[chunk]:
+            self._report(chunk)
 
-    def wrote(self, pass_type: PassType) -> None:
-        """A pass of this type has added its part into its parameters' gradients."""
-        self._runs_left[pass_type] -= 1
-        if self._runs_left[pass_type] > 0:
+    def added(self, writer: Writer, parameter: torch.nn.Parameter) -> None:
+        """A pass of this writer has added all that it adds to one of its parameters."""
+        if self._runs_left[writer] > 1:
             return
-        for parameter in self._parameters[pass_type]:
-            self._types_left[parameter] -= 1
-            if self._types_left[parameter] == 0:
-                self._written.append(parameter)
-        if not any(self._backwards_left):
-            self._report_written()
+        self._unwritten[writer].pop(parameter, None)
+        if not any(parameter in parameters for parameters in self._unwritten.values()):
+            self._complete[writer.chunk].append(parameter)
+            if not self._backwards_left[writer.chunk]:
+                self._report(writer.chunk)
+
+    def wrote(self, writer: Writer) -> None:
+        """A pass of this writer has added its part into its parameters' gradients."""
+        for parameter in list(self._unwritten[writer]):
+            self.added(writer, parameter)
+        self._runs_left[writer] -= 1
 
     def finish(self) -> None:
         """Resume reduction in all chunks, and report the parameters that are left."""
@@ -99,8 +111,8 @@ class GradientSync:
                 if self._grad_sync_funcs:
                     # This reduces all gradients of the chunk, so none is reported on its own.
                     self._grad_sync_funcs[chunk](self._chunks[chunk].parameters())
-                    self._written.clear()
-        self._report_written()
+                    self._complete[chunk].clear()
+            self._report(chunk)
 
     def abandon(self) -> None:
         """Resume reduction in all chunks without reducing anything."""
@@ -112,10 +124,8 @@ class GradientSync:
         if context is not None:
             context.__exit__(None, None, None)
 
-    def _report_written(self) -> None:
-        if any(context is not None for context in self._suspended):
+    def _report(self, chunk: int) -> None:
+        if self._suspended[chunk] is not None:
             return
-        while self._written:
-            parameter = self._written.pop()
-            for chunk in self._chunks:
-                compat.report_gradient(chunk, parameter)
+        while self._complete[chunk]:
+            compat.report_gradient(self._chunks[chunk], self._complete[chunk].pop())

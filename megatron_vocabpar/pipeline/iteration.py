@@ -23,6 +23,7 @@ from megatron_vocabpar.pipeline.gradients import GradientSync
 from megatron_vocabpar.pipeline.microbatches import Microbatches, no_microbatches
 from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions
 from megatron_vocabpar.pipeline.recording import ForwardStep, ModelCall
+from megatron_vocabpar.runtime.between_layers import BetweenLayers
 from megatron_vocabpar.runtime.buffers import Buffers, Slot
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, broadcast
 from megatron_vocabpar.runtime.streams import Event, Stream, Waitable
@@ -44,8 +45,7 @@ class Rank:
     placement: Placement
     groups: VocabGroups
     device: torch.device
-    output_stream: Stream
-    input_stream: Stream
+    side_stream: Stream
     point_to_point: PointToPoint
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
     output_options: VocabOptions = DEFAULTS
@@ -112,12 +112,14 @@ class Iteration:
         buffers: tensors and events between instructions.
         reported: what the loss function reported, in order (Megatron's forward_data_store).
         num_tokens: tokens of the loss, on the rank that computes it.
+        between: launches inside passes.
         checks: called when everything is queued, because they wait for the device; each may raise.
     """
 
     rank: Rank
     call: Call
     gradients: GradientSync
+    between: BetweenLayers = field(default_factory=BetweenLayers)
     microbatches: Microbatches = field(default_factory=no_microbatches)
     recorded: Mapping[int, Sequence[ModelCall]] = field(default_factory=dict)
     with_loss: Sequence[ModelCall] = ()
@@ -211,7 +213,7 @@ class LayerHandlers:
         tensor = values
 
         def run() -> torch.Tensor:
-            broadcast(groups, groups.output, [tensor], [source])
+            broadcast(groups, [tensor], [source])
             return tensor
 
-        return self.rank.output_stream.submit(run)
+        return self.rank.side_stream.submit(run)

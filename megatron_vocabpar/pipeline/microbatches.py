@@ -257,7 +257,7 @@ def share_microbatches(
     def share(flat: torch.Tensor, values: list[torch.Tensor] | None, member: int) -> torch.Tensor:
         if values is not None:
             flat.copy_(queue_to_device(torch.cat([value.reshape(-1) for value in values]), device))
-        broadcast(groups, groups.input, [flat], [member])
+        broadcast(groups, [flat], [member])
         return flat
 
     sizes = None

@@ -191,7 +191,7 @@ class VocabOptions:
         return LossTerms(**{name: getattr(self, name) for name in TERMS})
 
     @property
-    def fp8(self) -> Fp8Recipe | None:
+    def fp8_recipe(self) -> Fp8Recipe | None:
         """The recipe of 8-bit operands, or None."""
         return None if self.fp8_head is None else RECIPES[self.fp8_head]
 

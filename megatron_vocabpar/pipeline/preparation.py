@@ -10,14 +10,15 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.pipeline import heads
-from megatron_vocabpar.pipeline.gradients import GradientSync
+from megatron_vocabpar.pipeline.gradients import GradientSync, Writer
 from megatron_vocabpar.pipeline.iteration import Call, Iteration, Rank
 from megatron_vocabpar.pipeline.microbatches import DROPPED, Batches, share_microbatches
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
 from megatron_vocabpar.pipeline.recording import ModelCall, record_calls
 from megatron_vocabpar.pipeline.split_w.weight_gradients import WeightGradients
 from megatron_vocabpar.schedule.words.methods import Method
-from megatron_vocabpar.schedule.words.passes import PassType
+from megatron_vocabpar.schedule.words.passes import Pass, PassType
+from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
 
@@ -46,9 +47,9 @@ def prepare(
     weight_gradients: Sequence[WeightGradients],
 ) -> Iteration:
     """Record and share the microbatches, and suspend gradient reduction."""
-    written: dict[PassType, list[torch.nn.Parameter]] = {}
-    if weight_gradients:
-        written[PassType.W] = [p for gradients in weight_gradients for p in gradients.parameters()]
+    written = {
+        Writer(PassType.W, chunk): gradients.parameters() for chunk, gradients in enumerate(weight_gradients)
+    }
     placement = rank.placement
     if not rank.method.chain:
         return Iteration(rank, call, _gradient_sync(rank, call, schedule, written))
@@ -76,8 +77,8 @@ def prepare(
             replayed[placement.last_stage][i] = recorded_call.with_argument("labels", true_labels)
     else:
         written |= {
-            PassType.IB: [model.word_embeddings.weight],
-            rank.method.weight_pass: [model.output_weight],
+            Writer(PassType.IB): [model.word_embeddings.weight],
+            Writer(rank.method.weight_pass): [model.output_weight],
         }
     return Iteration(
         rank,
@@ -175,11 +176,13 @@ def _masked(recorded: ModelCall, call: Call) -> torch.Tensor:
 
 
 def _gradient_sync(
-    rank: Rank, call: Call, schedule: Schedule, written: dict[PassType, list[torch.nn.Parameter]]
+    rank: Rank, call: Call, schedule: Schedule, written: Mapping[Writer, Sequence[torch.nn.Parameter]]
 ) -> GradientSync:
     config = call.config
     no_sync = _per_chunk(config.no_sync_func or contextlib.nullcontext, len(call.chunks))
-    grad_sync = _per_chunk(config.grad_sync_func, len(call.chunks)) if config.grad_sync_func else []
+    # Megatron aligns stages because all but the first reduce in a bubble, which no family with W has.
+    aligned = config.grad_sync_func and not schedule.splits_w
+    grad_sync = _per_chunk(config.grad_sync_func, len(call.chunks)) if aligned else []
     passes = schedule.ranks[rank.pipeline_rank]
     return GradientSync(
         chunks=call.chunks,
@@ -188,8 +191,15 @@ def _gradient_sync(
         starts_early=not grad_sync or rank.is_first,
         num_microbatches=call.num_microbatches,
         written=written,
-        runs={kind: sum(p.type is kind for p in passes) for kind in written},
+        runs={writer: sum(_is_of(writer, pass_, rank.placement) for pass_ in passes) for writer in written},
     )
+
+
+def _is_of(writer: Writer, pass_: Pass, placement: Placement) -> bool:
+    """Whether a pass is one of a writer's; passes of the vocabulary have a rank in the place of a stage."""
+    if pass_.type is not writer.type:
+        return False
+    return pass_.type is not PassType.W or placement.chunk_of(pass_.stage) == writer.chunk
 
 
 def _per_chunk(value: Any, chunks: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Turns a table of options into advice: the best one, its launch line, why, and what would make one fit.
+"""Turns a table of choices into advice: the best one, its launch line, why, and what would make one fit.
 
 Next: ``tables.py``.
 """
@@ -8,22 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from megatron_vocabpar.plan.choice import STOCK, Choice, Request
+from megatron_vocabpar.plan.choices import choice_of, job_in
 from megatron_vocabpar.plan.hardware import hardware_presets
 from megatron_vocabpar.plan.job import OVERLAP
-from megatron_vocabpar.plan.option import STOCK, Option, Request
-from megatron_vocabpar.plan.options import job_in, option_of
 from megatron_vocabpar.plan.stock import written
 from megatron_vocabpar.plan.write_arguments import job_arguments, model_arguments
 from megatron_vocabpar.schedule.make.families import family_named
-from megatron_vocabpar.schedule.words.methods import method_named
+from megatron_vocabpar.schedule.words.methods import BASELINE, REDIS, VOCAB_1, VOCAB_2, method_named
 
-_SUFFICES = 1.03  # redistribution suffices if its time over the best option's is at most this
-_CLOSE = 1.02  # options are named if their time over the best option's is at most this
-_LEAN = (("vocab-2", "1f1b"), ("vocab-2", "v-half"), ("vocab-2", "v-min"))  # tried with each remedy
+_SUFFICES = 1.03  # redistribution suffices if its time over the best choice's is at most this
+_CLOSE = 1.02  # choices are named if their time over the best choice's is at most this
+_LEAN = tuple((VOCAB_2, family) for family in ("1f1b", "v-half", "v-min"))  # tried with each remedy
 
 
-def launch_line(request: Request, option: Option) -> str:
-    """A torchrun command for ``pretrain_gpt.py`` that runs the option, on mock data."""
+def launch_line(request: Request, choice: Choice) -> str:
+    """A torchrun command for ``pretrain_gpt.py`` that runs the choice, on mock data."""
     job, model = request.job, request.model
     least = -(-job.gpus // request.hardware.per_host)
     nodes = next(count for count in range(least, job.gpus + 1) if job.gpus % count == 0)
@@ -36,39 +36,39 @@ def launch_line(request: Request, option: Option) -> str:
     # The tokenizer adds one id for the end of a document.
     data = ["--mock-data", "--tokenizer-type NullTokenizer", f"--vocab-size {model.vocab - 1}"]
     training = ["--bf16", "--lr 1e-4", "--train-iters 50"]
-    runs = job if option.method == STOCK else job_in(job, family_named(option.family))
+    runs = job if choice.method == STOCK else job_in(job, family_named(choice.family))
     words = [
         *model_arguments(model),
         *job_arguments(model, runs),
         *data,
         *training,
-        *placing_flags(request, option),
+        *placing_flags(request, choice),
     ]
     return _folded(
-        [start, "pretrain_gpt.py" if option.stock else "-m megatron_vocabpar.launch pretrain_gpt.py", *words]
+        [start, "pretrain_gpt.py" if choice.stock else "-m megatron_vocabpar.launch pretrain_gpt.py", *words]
     )
 
 
-def placing_flags(request: Request, option: Option) -> list[str]:
+def placing_flags(request: Request, choice: Choice) -> list[str]:
     """The flags of this package, and Megatron's flags that place the layers."""
-    if option.method == STOCK:
-        return list(option.flags)
-    family = family_named(option.family)
+    if choice.method == STOCK:
+        return list(choice.flags)
+    family = family_named(choice.family)
     flags = []
-    if option.method == "redis":
-        flags.append(f"--final-stage-num-layers {option.layers[-1]}")
-    elif len(set(option.layers)) > 1:
-        flags.append(written(option.layers, request.model.mtp_depths))
+    if choice.method == REDIS:
+        flags.append(f"--final-stage-num-layers {choice.layers[-1]}")
+    elif len(set(choice.layers)) > 1:
+        flags.append(written(choice.layers, request.model.mtp_depths))
     elif family.chunks > 1:
         flags.append(f"--num-virtual-stages-per-pipeline-rank {family.chunks}")
-    if (option.method, option.family) == ("baseline", "1f1b"):
+    if (choice.method, choice.family) == (BASELINE, "1f1b"):
         return flags
     if family.pairs:
         flags += OVERLAP[:1] if family.splits_w else OVERLAP  # W in B may be delayed within the pair
-    flags += ["--enable-vocab-parallel", f"--vocab-parallel-method {option.method}"]
-    softcap = request.model.softcap if method_named(option.method).vocabulary_parallel else 0.0
+    flags += ["--enable-vocab-parallel", f"--vocab-parallel-method {choice.method}"]
+    softcap = request.model.softcap if method_named(choice.method).vocabulary_parallel else 0.0
     flags += [f"--vocab-parallel-logit-softcap {softcap:g}"] if softcap else []
-    return [*flags, *([] if option.family == "1f1b" else [f"--vocab-parallel-family {option.family}"])]
+    return [*flags, *([] if choice.family == "1f1b" else [f"--vocab-parallel-family {choice.family}"])]
 
 
 def _folded(words: Sequence[str], width: int = 96) -> str:
@@ -80,7 +80,7 @@ def _folded(words: Sequence[str], width: int = 96) -> str:
     return " \\\n".join(lines)
 
 
-def reasons(request: Request, options: Sequence[Option], best: Option) -> list[str]:
+def reasons(request: Request, choices: Sequence[Choice], best: Choice) -> list[str]:
     """Sentences on why ``best`` is the best."""
     model, job = request.model, request.job
     outputs, layer = (1 + model.mtp_depths) * model.output_flops, model.matmul_flops + model.attention_flops
@@ -96,8 +96,8 @@ def reasons(request: Request, options: Sequence[Option], best: Option) -> list[s
             f"{100 * (most * job.p / model.layers - 1):.0f} % more than the mean, except where layers move"
             + (f"; {', '.join(even[-3:])} ranks would be even." if even else ".")
         )
-    fitting = [one for one in options if one.fits(request)]
-    baseline = _find(options, "baseline", "1f1b")
+    fitting = [one for one in choices if one.fits(request)]
+    baseline = _find(choices, BASELINE, "1f1b")
     if baseline is not None and best is not baseline and not baseline.problem:
         gain = baseline.iteration_ms / best.iteration_ms
         unfit = "" if baseline.fits(request) else ", which does not fit"
@@ -114,18 +114,18 @@ def reasons(request: Request, options: Sequence[Option], best: Option) -> list[s
         )
     faster = [
         one
-        for one in options
+        for one in choices
         if not one.problem and not one.fits(request) and one.iteration_ms < best.iteration_ms
     ]
     if faster:
         lines.append(f"Faster, but too large: {', '.join(one.name for one in faster)}.")
-    return lines + redistribution(request, options)
+    return lines + redistribution(request, choices)
 
 
-def redistribution(request: Request, options: Sequence[Option]) -> list[str]:
+def redistribution(request: Request, choices: Sequence[Choice]) -> list[str]:
     """A sentence if moving layers away from the last stage is enough; else none."""
-    moved = _find(options, "redis", "1f1b")
-    partitioned = [one for one in options if one.family == "1f1b" and one.method.startswith("vocab-")]
+    moved = _find(choices, REDIS, "1f1b")
+    partitioned = [one for one in choices if one.family == "1f1b" and one.method in (VOCAB_1, VOCAB_2)]
     if moved is None or moved.problem or not partitioned:
         return []
     best = min(partitioned, key=lambda one: one.iteration_ms)
@@ -143,16 +143,16 @@ def redistribution(request: Request, options: Sequence[Option]) -> list[str]:
 
 
 def remedies(request: Request) -> list[str]:
-    """Changes that would make an option fit, the cheapest first.
+    """Changes that would make a choice fit, the cheapest first.
 
     If no single change suffices, they are added up: the one line then names all of them.
     """
     fits = []
     grown = request
     for words, changed in _changes(request):
-        option = _fitting(changed)
-        if option is not None:
-            fits.append(f"{words}: {option.name}, {option.peak_gib:.1f} GiB")
+        choice = _fitting(changed)
+        if choice is not None:
+            fits.append(f"{words}: {choice.name}, {choice.peak_gib:.1f} GiB")
             if changed.limit_gib > request.limit_gib:
                 break  # larger ones would do too
     if fits:
@@ -163,9 +163,9 @@ def remedies(request: Request) -> list[str]:
         if not words:
             break
         lines.append(words)
-        option = _fitting(grown)
-        if option is not None:
-            return [f"{' and '.join(lines)}: {option.name}, {option.peak_gib:.1f} GiB"]
+        choice = _fitting(grown)
+        if choice is not None:
+            return [f"{' and '.join(lines)}: {choice.name}, {choice.peak_gib:.1f} GiB"]
     return []
 
 
@@ -193,11 +193,11 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
         yield f"GPUs with {gpu.memory_gib:.0f} GiB ({gpu.name})", replace(request, limit_gib=gpu.memory_gib)
 
 
-def _fitting(request: Request) -> Option | None:
-    """The fastest of the lean options that fits."""
-    tried = [option_of(request, method, family) for method, family in _LEAN]
+def _fitting(request: Request) -> Choice | None:
+    """The fastest of the lean choices that fits."""
+    tried = [choice_of(request, method, family) for method, family in _LEAN]
     return min((one for one in tried if one.fits(request)), key=lambda one: one.iteration_ms, default=None)
 
 
-def _find(options: Sequence[Option], method: str, family: str) -> Option | None:
-    return next((one for one in options if (one.method, one.family) == (method, family)), None)
+def _find(choices: Sequence[Choice], method: str, family: str) -> Choice | None:
+    return next((one for one in choices if (one.method, one.family) == (method, family)), None)

@@ -20,7 +20,7 @@ class Rates:
 
     Attributes:
         layers, output: products and attention in layers, and the output layer, in bfloat16.
-        fp8: layers' products in 8 bits.
+        fp8_layers: layers' products in 8 bits.
         experts, fp8_experts: experts' products, in bfloat16 and in 8 bits.
         moved, moved_flex: how often sorting and gathering move an expert's tokens, [tokens, H] in 16 bits, at
             the memory's bandwidth, in a forward pass; as often again for each of the two backward passes. The
@@ -31,7 +31,7 @@ class Rates:
 
     layers: float
     output: float
-    fp8: float
+    fp8_layers: float
     experts: float
     fp8_experts: float
     moved: float

@@ -2,12 +2,12 @@
 
 A rank that holds the whole output layer, the embedding or heads of multi-token prediction gets fewer layers.
 Which of its chunks has fewer, and which ranks get the layers that are left over, decides how well a schedule
-fits together; no formula says that, so several ways are played (``options.py``).
+fits together; no formula says that, so several ways are played (``choices.py``).
 
 An example: a V of 2 ranks with 8 layers, and an output layer of 2 layers' work behind the last stage, on rank
 0. Rank 0 gets 3 layers and rank 1 gets 5: ``2 3 2 1`` or ``2 2 3 1`` by stage, and by turns ``1 3 2 2``.
 
-Next: ``options.py``.
+Next: ``choices.py``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from megatron_vocabpar.plan.option import Request
+from megatron_vocabpar.plan.choice import Request
 from megatron_vocabpar.schedule.make.families import Family
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.times.per_rank import mean_of
 from megatron_vocabpar.schedule.times.redistribution import redistribute, with_final_stage
-from megatron_vocabpar.schedule.words.methods import Method
+from megatron_vocabpar.schedule.words.methods import REDIS, Method
 from megatron_vocabpar.schedule.words.placement import Placement
 
 _ROUNDING = 1e-6  # ms
@@ -46,7 +46,7 @@ def layer_counts(request: Request, method: Method, family: Family) -> list[tuple
     if layers < p * family.chunks:
         raise ValueError(f"{layers} layers cannot fill {p * family.chunks} stages")
     costs = request.costs(method.name)
-    if method.name == "redis" and p > 1:
+    if method.name == REDIS and p > 1:
         return [with_final_stage(layers, p, _redistributed(costs, p, layers)[-1])]
     placement = Placement(p, family.chunks, family.shape)
     even = [_even(method, placement, layers)]

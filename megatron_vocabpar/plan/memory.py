@@ -21,7 +21,7 @@ table5``):
 A parameter takes 18 bytes: weight 2, gradient 4, Adam 12, of which the optimizer's are divided over the
 replicas with a distributed optimizer. The published runs had gradients in 16 bits: 16.
 
-Next: ``option.py``.
+Next: ``choice.py``.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron_vocabpar.plan.advice import launch_line
+from megatron_vocabpar.plan.choice import STOCK, Choice
 from megatron_vocabpar.plan.memory import GIB
-from megatron_vocabpar.plan.option import STOCK, Option
 from megatron_vocabpar.plan.search import Found, Question
 from megatron_vocabpar.plan.search_tables import cells, gain, headline, nothing_fits, shown, stock_best
 from megatron_vocabpar.plan.tables import PARTS, Advice, model_notes, passes_of, sizes_of, summary
@@ -17,7 +17,7 @@ from megatron_vocabpar.schedule.simulate import simulate
 
 _DRAWN = 12  # microbatches of a picture, but at least one and a half for each rank
 _WIDEST = 1400.0  # pixels of a picture's time axis
-_OPTION_COLUMNS = ("family", "method", "ms", "MFU %", "tokens/s", "idle %", "GiB a rank", "fits")
+_CHOICE_COLUMNS = ("family", "method", "ms", "MFU %", "tokens/s", "idle %", "GiB a rank", "fits")
 _FOUND_COLUMNS = (
     *("t", "p", "d", "c", "e", "b", "m", "schedule", "saves memory", "ms", "MFU %", "GiB"),
     "what binds it",
@@ -44,8 +44,8 @@ def _plan(advice: Advice) -> Iterator[Html]:
     if advice.launch:
         yield element("pre", advice.launch)
     yield element("h2", "Every method in every family")
-    yield table([headings(_OPTION_COLUMNS, _TEXTS), *(_option(one, advice) for one in advice.options)])
-    bars = [one for one in dict.fromkeys((advice.best, advice.options[0])) if one and not one.problem]
+    yield table([headings(_CHOICE_COLUMNS, _TEXTS), *(_choice(one, advice) for one in advice.choices)])
+    bars = [one for one in dict.fromkeys((advice.best, advice.choices[0])) if one and not one.problem]
     yield from _memory(bars, request.limit_gib)
     yield element("h2", "Schedules")
     yield from _pictures(advice, bars)
@@ -55,24 +55,24 @@ def _plan(advice: Advice) -> Iterator[Html]:
     )
 
 
-def _recommended(option: Option, beside: str = "") -> Html:
-    return element("h2", "Recommended: ", element("span", option.name, class_="best-name"), beside)
+def _recommended(choice: Choice, beside: str = "") -> Html:
+    return element("h2", "Recommended: ", element("span", choice.name, class_="best-name"), beside)
 
 
-def _option(option: Option, advice: Advice) -> Html:
+def _choice(choice: Choice, advice: Advice) -> Html:
     """The row of a method in a family."""
     request = advice.request
-    names = [element("td", name, class_="left") for name in (option.family, option.method)]
-    if option.problem:
-        problem = element("td", option.problem, class_="left", colspan="6")
+    names = [element("td", name, class_="left") for name in (choice.family, choice.method)]
+    if choice.problem:
+        problem = element("td", choice.problem, class_="left", colspan="6")
         return element("tr", *names, problem, class_="large")
-    is_best, fits = option == advice.best, option.fits(request)
+    is_best, fits = choice == advice.best, choice.fits(request)
     numbers = (
-        f"{option.iteration_ms:,.0f}",
-        f"{100 * option.mfu(request):.1f}",
-        f"{option.tokens_per_s(request):,.0f}",
-        f"{100 * option.idle:.1f}",
-        f"{min(stage.total for stage in option.stages) / GIB:.1f}–{option.peak_gib:.1f}",
+        f"{choice.iteration_ms:,.0f}",
+        f"{100 * choice.mfu(request):.1f}",
+        f"{choice.tokens_per_s(request):,.0f}",
+        f"{100 * choice.idle:.1f}",
+        f"{min(stage.total for stage in choice.stages) / GIB:.1f}–{choice.peak_gib:.1f}",
     )
     verdict = element("td", "best" if is_best else "yes" if fits else "no", class_="left")
     kind = "best" if is_best else "" if fits else "large"
@@ -92,10 +92,10 @@ def _search(question: Question, found: Sequence[Found], notes: Sequence[str]) ->
         yield element("h2", "Nothing fits")
         yield element("p", nothing_fits(question))
     else:
-        yield _recommended(best.option, f" with {sizes_of(best.request.job)}")
+        yield _recommended(best.choice, f" with {sizes_of(best.request.job)}")
         if more := gain(found):
             yield element("p", more)
-        yield element("pre", launch_line(best.request, best.option))
+        yield element("pre", launch_line(best.request, best.choice))
         yield element("h2", "The best ways to divide the model")
         rows = (_found(one, number == 0) for number, one in enumerate(shown(found)))
         yield table([headings(_FOUND_COLUMNS, _TEXTS), *rows])
@@ -105,10 +105,10 @@ def _search(question: Question, found: Sequence[Found], notes: Sequence[str]) ->
         )
     if stock is not None and stock != best:
         yield element("h2", "Megatron by itself")
-        yield element("pre", launch_line(stock.request, stock.option))
+        yield element("pre", launch_line(stock.request, stock.choice))
     if every := [*notes, *model_notes(question.model)]:
         yield items(every)
-    drawn = [one.option for one in dict.fromkeys((best, stock)) if one is not None]
+    drawn = [one.choice for one in dict.fromkeys((best, stock)) if one is not None]
     yield from _memory(drawn, question.limit_gib)
 
 
@@ -123,19 +123,19 @@ def _found(one: Found, is_best: bool) -> Html:
     )
 
 
-def _memory(options: Sequence[Option], limit_gib: float) -> Iterator[Html]:
-    """A bar for each rank of each option, on one scale with the limit."""
-    if not options:
+def _memory(choices: Sequence[Choice], limit_gib: float) -> Iterator[Html]:
+    """A bar for each rank of each choice, on one scale with the limit."""
+    if not choices:
         return
-    most = max([limit_gib, *(one.peak_gib for one in options)]) * GIB
+    most = max([limit_gib, *(one.peak_gib for one in choices)]) * GIB
     limit = element(
         "i", style=f"left: {100 * limit_gib * GIB / most:.2f}%", title=f"limit: {limit_gib:.1f} GiB"
     )
     yield element("h2", "Memory of each rank at its peak, GiB")
-    for option in options:
-        yield element("h3", option.name)
-        used = [name for name in PARTS if any(getattr(stage, name) >= 0.05 * GIB for stage in option.stages)]
-        for rank, stage in enumerate(option.stages):
+    for choice in choices:
+        yield element("h3", choice.name)
+        used = [name for name in PARTS if any(getattr(stage, name) >= 0.05 * GIB for stage in choice.stages)]
+        for rank, stage in enumerate(choice.stages):
             amount = f"{stage.total / GIB:.1f} GiB"
             parts = [
                 element(
@@ -157,11 +157,11 @@ def _memory(options: Sequence[Option], limit_gib: float) -> Iterator[Html]:
     yield quiet(f"The line is the limit, {limit_gib:.1f} GiB.")
 
 
-def _pictures(advice: Advice, shown: Sequence[Option]) -> Iterator[Html]:
+def _pictures(advice: Advice, shown: Sequence[Choice]) -> Iterator[Html]:
     job = advice.request.job
     m = min(job.m, max(_DRAWN, 3 * job.p // 2))
-    for option in (one for one in shown if one.method != STOCK):
-        costs = passes_of(advice.request, option)
-        plan = make_plan(option.method, job.p, m, family=option.family, costs=costs)
-        chart = planned_chart(simulate(plan), title=f"{option.name}, {m} of {job.m} microbatches")
+    for choice in (one for one in shown if one.method != STOCK):
+        costs = passes_of(advice.request, choice)
+        plan = make_plan(choice.method, job.p, m, family=choice.family, costs=costs)
+        chart = planned_chart(simulate(plan), title=f"{choice.name}, {m} of {job.m} microbatches")
         yield element("figure", Html(draw_svg(lay_out([chart], _WIDEST))))

@@ -3,8 +3,8 @@
 Each way (t, p, c, e and the microbatch's size) has a bound: the work of the mean rank without any waiting.
 Ways are played in the order of their bounds, until no other can be among the ten best, or ``MOST`` have been
 played. For each way, our schedules with vocab-1, those with whole vocabulary layers and layers by hand, and
-Megatron's are played. For the best ten, what comes near the best is played with all layouts and with our other
-methods. What cannot be faster than the known best of its kind, by a bound of its own, is not played.
+Megatron's are played. For the best ten, what comes near the best is played with all layouts, and with our
+other methods. What cannot be faster than the known best of its kind, by its bound, is not played.
 
 Estimates are mostly too high, by up to 7 % at few microbatches. So of ours and of Megatron's at least
 ``LEAST_WHOLE`` are simulated in full, in the order of their estimates, until no estimate is below the best.
@@ -25,30 +25,30 @@ from functools import partial
 from itertools import islice, product
 from math import inf
 
+from megatron_vocabpar.plan.choice import Choice, Request
+from megatron_vocabpar.plan.choices import LEAST_WHOLE, ONLY_1F1B, choices_of, in_full
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import Job, can_pair, refused
 from megatron_vocabpar.plan.memory import GIB, Held, stage_memory
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.option import Option, Request
-from megatron_vocabpar.plan.options import ONLY_1F1B, in_full, options_of
-from megatron_vocabpar.plan.stock_options import stock_options
+from megatron_vocabpar.plan.stock_choices import stock_choices
 from megatron_vocabpar.plan.times import estimated_costs, layer_ms, step_ms
 from megatron_vocabpar.plan.workers import mapping
 from megatron_vocabpar.schedule.make.families import family_named
-from megatron_vocabpar.schedule.words.methods import method_named
+from megatron_vocabpar.schedule.words.methods import BASELINE, INTERLACED, VOCAB_1, VOCAB_2, method_named
 from megatron_vocabpar.schedule.words.placement import Placement
 
 MOST = 32  # ways to divide a model that are played
 _NEAR = 1.03  # estimates over their kind's best that are kept
 BEST = 10
-LEAST_WHOLE, _MOST_WHOLE = 3, 12  # simulated in full
+_MOST_WHOLE = 12  # simulated in full
 _ALIKE = 2  # of them, the most with the same sizes, method and family
 _LAYOUTS = 2  # that every way is played with
 OURS = (
-    *(("vocab-1", family) for family in ("1f1b", "zb-h1", "v-min", "v-half", "v-zb", "dualpipev")),
-    *(("baseline", family) for family in ("zb-h1", "v-half", "v-zb", "dualpipev")),
+    *((VOCAB_1, family) for family in ("1f1b", "zb-h1", "v-min", "v-half", "v-zb", "dualpipev")),
+    *((BASELINE, family) for family in ("zb-h1", "v-half", "v-zb", "dualpipev")),
 )
-OTHERS = ("vocab-2", "interlaced")  # methods that only the best ways are played with
+OTHERS = (VOCAB_2, INTERLACED)  # methods that only the best ways are played with
 LADDER = tuple(product((False, True), ("none", "selective", "full")))
 """(The optimizer is on the host, what is recomputed)."""
 _BATCH_TOKENS = 2**22  # of an iteration by default: 4 M, as for the models of the presets
@@ -56,14 +56,8 @@ _TENSOR, _CONTEXT, _MICRO_BATCH = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4)
 # Larger microbatches help if the start of kernels limits the speed; otherwise they hold more and fill worse.
 _DEEPEST = 32  # ranks of a pipeline: longer ones are slow to play
 _LEAST_HELD = {
-    "1f1b": 0.9,
-    "zb-h1": 0.9,
-    "v-min": 0.33,
-    "v-half": 0.5,
-    "v-zb": 0.8,
-    "dualpipev": 0.9,
-    "stock": 0.5,
-}
+    "1f1b": 0.9, "zb-h1": 0.9, "v-min": 0.33, "v-half": 0.5, "v-zb": 0.8, "dualpipev": 0.9, "stock": 0.5
+}  # fmt: skip
 """The least microbatches that a schedule holds, over the ranks; without that room it is not played."""
 
 
@@ -93,13 +87,13 @@ class Found:
     """
 
     request: Request
-    option: Option
+    choice: Choice
     needed_gib: float = 0.0
 
     @property
     def kind(self) -> tuple[object, ...]:
         """The key of which a search keeps the fastest result."""
-        return _kind(self.request.job, self.option.stock)
+        return _kind(self.request.job, self.choice.stock)
 
 
 def usual_batch(model: Model, gpus: int) -> int:
@@ -155,7 +149,7 @@ def bound_ms(question: Question, job: Job) -> float:
     """The ms that no schedule can undercut: the passes of the mean rank, and the optimizer's step."""
     model, gpu = question.model, question.hardware
     layer = layer_ms(model, job, gpu)
-    costs = estimated_costs(model, job, gpu, "baseline")
+    costs = estimated_costs(model, job, gpu, BASELINE)
     output = sum(costs.last_rank_extra.values()) + sum(costs.last_stage_extra.values())
     hidden = layer.hidden if can_pair(model, job) else 0.0
     work = (layer.forward + layer.backward + layer.weights - hidden) * model.layers / job.p + output / job.p
@@ -171,7 +165,7 @@ def _fits_with(question: Question, job: Job, held: float) -> bool:
     """
     model, p = question.model, job.p
     layers = tuple(model.layers // p + (stage < model.layers % p) for stage in range(p))
-    method = method_named("vocab-1" if p > 1 else "baseline")
+    method = method_named(VOCAB_1 if p > 1 else BASELINE)
     placement = Placement(p, 1, "standard")
     stages = stage_memory(model, job, method, placement, layers, [Held(max(1.0, held))] * p)
     return min(stage.total for stage in stages) <= question.limit_gib * GIB
@@ -198,7 +192,7 @@ def tried(question: Question, job: Job, ours_ms: float = inf, stock_ms: float = 
     for method, family in OURS if job.p > 1 else ():
         if can_pair(question.model, job) or not family_named(family).pairs:
             ours += _fitting(question, job, method, family, min([ours_ms, *map(_ms, ours)]), _LAYOUTS)
-    stock = _cheapest(question, job, "stock", lambda one: stock_options(one, shorter=True), stock_ms)
+    stock = _cheapest(question, job, "stock", lambda one: stock_choices(one, shorter=True), stock_ms)
     return [*_near(ours), *(one for one in sorted(stock, key=_ms)[:1] if _ms(one) < stock_ms)]
 
 
@@ -213,16 +207,16 @@ def _fitting(
 ) -> list[Found]:
     """One method in one family with its layouts, or the ``most`` likeliest, unless a bound is too high."""
 
-    def played(request: Request) -> list[Option]:
-        return options_of(request, method, family, below_ms=below_ms, most=most)
+    def played(request: Request) -> list[Choice]:
+        return choices_of(request, method, family, below_ms=below_ms, most=most)
 
     return _cheapest(question, job, family, played, below_ms)
 
 
 def _cheapest(
-    question: Question, job: Job, family: str, played: Callable[[Request], list[Option]], below_ms: float
+    question: Question, job: Job, family: str, played: Callable[[Request], list[Choice]], below_ms: float
 ) -> list[Found]:
-    """The options that fit on the first rung on which any fits; none if all take ``below_ms`` or longer."""
+    """The choices that fit on the first rung on which any fits; none if all take ``below_ms`` or longer."""
     before = 0.0
     for rung in rungs(question, job):
         if bound_ms(question, rung) >= below_ms:
@@ -231,16 +225,16 @@ def _cheapest(
             before = before or question.limit_gib
             continue
         request = Request(question.model, rung, question.hardware, question.limit_gib)
-        options = [one for one in played(request) if not one.problem]
-        fitting = [Found(request, one, before) for one in options if one.fits(request)]
-        if fitting or not options:
+        choices = [one for one in played(request) if not one.problem]
+        fitting = [Found(request, one, before) for one in choices if one.fits(request)]
+        if fitting or not choices:
             return fitting
-        before = min(one.peak_gib for one in options)
+        before = min(one.peak_gib for one in choices)
     return []
 
 
 def _ms(found: Found) -> float:
-    return found.option.iteration_ms
+    return found.choice.iteration_ms
 
 
 def search(
@@ -266,7 +260,7 @@ def search(
             progress(done, most)
             if len(best) >= 2 * BEST and batch[-1][0] > _times(best)[BEST - 1]:
                 break
-        few = sorted((one for one in best.values() if not one.option.stock), key=_ms)[:BEST]
+        few = sorted((one for one in best.values() if not one.choice.stock), key=_ms)[:BEST]
         of_kinds = [[one for one in found if one.kind == kind] for kind in (one.kind for one in _near(few))]
         for more in each(_in_other_ways, [question] * len(of_kinds), of_kinds):
             found += more
@@ -278,8 +272,8 @@ def _in_other_ways(question: Question, found: list[Found]) -> list[Found]:
     more: list[Found] = []
     near, known = _near(found), set()
     for one in near:
-        family, job = one.option.family, one.request.job
-        for method in dict.fromkeys((one.option.method, *OTHERS)):
+        family, job = one.choice.family, one.request.job
+        for method in dict.fromkeys((one.choice.method, *OTHERS)):
             if family == "1f1b" or method not in ONLY_1F1B:
                 key = method, family, replace(job, offload=False, recompute="none")
                 if key not in known:
@@ -312,15 +306,15 @@ def _whole(found: list[Found]) -> list[Found]:
     checked: list[Found] = []
     for stock in (False, True):
         least, done, alike = inf, 0, Counter[tuple[object, ...]]()
-        for one in sorted((each for each in found if each.option.stock == stock), key=_ms):
+        for one in sorted((each for each in found if each.choice.stock == stock), key=_ms):
             enough = done >= LEAST_WHOLE and _ms(one) >= least
-            same = one.request.job, one.option.method, one.option.family
+            same = one.request.job, one.choice.method, one.choice.family
             if enough:
                 checked.append(one)
             elif done < _MOST_WHOLE and alike[same] < _ALIKE:
                 done, alike[same] = done + 1, alike[same] + 1
-                full = replace(one, option=in_full(one.request, one.option))
-                if full.option.fits(full.request):
+                full = replace(one, choice=in_full(one.request, one.choice))
+                if full.choice.fits(full.request):
                     least = min(least, _ms(full))
                     checked.append(full)
     return checked
@@ -329,6 +323,6 @@ def _whole(found: list[Found]) -> list[Found]:
 def _best_of_kinds(found: list[Found]) -> list[Found]:
     """The fastest of each kind, in order; one that was simulated in full comes before one that was not."""
     best: dict[tuple[object, ...], Found] = {}
-    for one in sorted(found, key=lambda one: (_ms(one), not one.option.exact)):
+    for one in sorted(found, key=lambda one: (_ms(one), not one.choice.exact)):
         best.setdefault(one.kind, one)
     return list(best.values())

@@ -26,17 +26,17 @@ _SAYS = 0.02  # parts of the time that are at least this share of it are named
 
 def shares(found: Found) -> dict[str, float]:
     """The losses of time in an iteration of the mean rank, as shares of it."""
-    request, option = found.request, found.option
+    request, choice = found.request, found.choice
     model, job = request.model, request.job
     layer = layer_ms(model, job, request.hardware)
-    of_all = job.m * model.layers / job.p / option.iteration_ms
+    of_all = job.m * model.layers / job.p / choice.iteration_ms
     return {
-        "idle ranks": option.idle,
+        "idle ranks": choice.idle,
         "tensor parallelism": 2 * layer.tensor * of_all,
         "context parallelism": 3 * layer.context * of_all,
-        "the exchange of experts": (2 * layer.exchange - (layer.hidden if option.pairs else 0.0)) * of_all,
+        "the exchange of experts": (2 * layer.exchange - (layer.hidden if choice.pairs else 0.0)) * of_all,
         "recomputation": layer.repeated * of_all,
-        "gradients and the step": option.after_ms / option.iteration_ms,
+        "gradients and the step": choice.after_ms / choice.iteration_ms,
     }
 
 
@@ -51,7 +51,7 @@ def binds(found: Found) -> str:
 
 def stock_best(found: Sequence[Found]) -> Found | None:
     """The fastest that Megatron can run without this package."""
-    return next((one for one in found if one.option.stock), None)
+    return next((one for one in found if one.choice.stock), None)
 
 
 def shown(found: Sequence[Found]) -> list[Found]:
@@ -76,7 +76,7 @@ def print_search(question: Question, found: Sequence[Found], notes: Sequence[str
         return
     console.print(_table(shown(found)))
     best, stock = found[0], stock_best(found)
-    console.print(Text(f"Recommended: {best.option.name} with {sizes_of(best.request.job)}"))
+    console.print(Text(f"Recommended: {best.choice.name} with {sizes_of(best.request.job)}"))
     if gain(found):
         console.print(Text(f"- {gain(found)}"))
     console.print(
@@ -85,10 +85,10 @@ def print_search(question: Question, found: Sequence[Found], notes: Sequence[str
     for line in (*notes, *model_notes(question.model)):
         console.print(Text(f"- {line}"))
     console.print()
-    print(launch_line(best.request, best.option))  # as it is, for copying
+    print(launch_line(best.request, best.choice))  # as it is, for copying
     if stock is not None and stock is not best:
         console.print(Text("\nMegatron by itself:"))
-        print(launch_line(stock.request, stock.option))
+        print(launch_line(stock.request, stock.choice))
 
 
 def headline(question: Question) -> str:
@@ -105,9 +105,9 @@ def gain(found: Sequence[Found]) -> str:
     stock = stock_best(found)
     if stock is None or stock is found[0]:
         return ""
-    times = stock.option.iteration_ms / found[0].option.iteration_ms
+    times = stock.choice.iteration_ms / found[0].choice.iteration_ms
     return (
-        f"{times:.2f} times as fast as the best that Megatron does by itself: {stock.option.name} "
+        f"{times:.2f} times as fast as the best that Megatron does by itself: {stock.choice.name} "
         f"with {sizes_of(stock.request.job)}"
     )
 
@@ -143,16 +143,16 @@ def _table(found: Sequence[Found]) -> Table:
 
 def cells(one: Found) -> list[str]:
     """A row of the table: seven sizes, the schedule, what saves memory, ms, MFU, GiB, what binds it."""
-    job, option = one.request.job, one.option
+    job, choice = one.request.job, one.choice
     saved = [job.recompute] if job.recompute != "none" else []
     saved += ["host step"] if job.offload else []
     return [
         *map(str, (job.t, job.p, job.d, job.c, job.e, job.micro_batch, job.m)),
-        option.name,
+        choice.name,
         ", ".join(saved) or "-",
-        f"{option.iteration_ms:,.0f}",
-        f"{100 * option.mfu(one.request):.1f}",
-        f"{option.peak_gib:.0f}",
+        f"{choice.iteration_ms:,.0f}",
+        f"{100 * choice.mfu(one.request):.1f}",
+        f"{choice.peak_gib:.0f}",
         binds(one),
     ]
 
@@ -175,19 +175,19 @@ def search_json(question: Question, found: Sequence[Found], notes: Sequence[str]
 
 
 def _found_json(one: Found) -> dict[str, Any]:
-    option, request = one.option, one.request
+    choice, request = one.choice, one.request
     return {
         "job": asdict(request.job),
-        "method": option.method,
-        "family": option.family,
-        "stock": option.stock,
-        "layers_per_stage": option.layers,
-        "iteration_ms": option.iteration_ms,
-        "mfu": option.mfu(request),
-        "tokens_per_s": option.tokens_per_s(request),
-        "peak_gib": option.peak_gib,
+        "method": choice.method,
+        "family": choice.family,
+        "stock": choice.stock,
+        "layers_per_stage": choice.layers,
+        "iteration_ms": choice.iteration_ms,
+        "mfu": choice.mfu(request),
+        "tokens_per_s": choice.tokens_per_s(request),
+        "peak_gib": choice.peak_gib,
         "shares": shares(one),
         "binds": binds(one),
-        "exact": option.exact,
-        "launch": launch_line(request, option),
+        "exact": choice.exact,
+        "launch": launch_line(request, choice),
     }

@@ -9,7 +9,7 @@ Layers are placed so that the longest stage is as short as can be; the time of t
 Megatron's word for a placement is a layout, such as ``Et|ttt|ttt|tL``.
 
 Source: Megatron-LM, ``forward_backward_pipelining_with_interleaving``; Narayanan et al. (2021), section 2.2.
-Next: ``stock_options.py``.
+Next: ``stock_choices.py``.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Stages(NamedTuple):
     backward: tuple[float, ...]
     hidden: float = 0.0
 
-    def taken_ms(self, steps: Sequence[Step]) -> float:
+    def taken_ms(self, steps: Sequence[StockPass]) -> float:
         """The time of a pass, or of an F and a B together."""
         alone = sum((self.forward if one.forward else self.backward)[one.stage] for one in steps)
         return alone - (len(steps) - 1) * self.hidden * min(self.layers[one.stage] for one in steps)
 
 
-class Step(NamedTuple):
+class StockPass(NamedTuple):
     """A pass of a rank: forward or backward of a stage with a microbatch."""
 
     forward: bool
@@ -156,7 +156,7 @@ def stages_of(placed: Layout, p: int, costs: PassCosts) -> Stages:
     return Stages(placed.layers, tuple(forward), tuple(backward), hidden)
 
 
-def order(rank: int, p: int, chunks: int, m: int, overlaps: bool = False) -> Iterator[tuple[Step, ...]]:
+def order(rank: int, p: int, chunks: int, m: int, overlaps: bool = False) -> Iterator[tuple[StockPass, ...]]:
     """The passes of a rank as Megatron runs them; an F and a B that run together are one entry."""
     turns = [
         (chunk, microbatch)
@@ -166,8 +166,8 @@ def order(rank: int, p: int, chunks: int, m: int, overlaps: bool = False) -> Ite
     ]
     ahead = p - rank - 1 if chunks == 1 else 2 * (p - rank - 1) + (chunks - 1) * p
     warm_up = min(ahead + overlaps, len(turns))
-    forward = [Step(True, chunk * p + rank, microbatch) for chunk, microbatch in turns]
-    backward = [Step(False, (chunks - 1 - chunk) * p + rank, microbatch) for chunk, microbatch in turns]
+    forward = [StockPass(True, chunk * p + rank, microbatch) for chunk, microbatch in turns]
+    backward = [StockPass(False, (chunks - 1 - chunk) * p + rank, microbatch) for chunk, microbatch in turns]
     for step in forward[:warm_up]:
         yield (step,)
     for step, back in zip(forward[warm_up:], backward, strict=False):
@@ -180,7 +180,7 @@ def play(stages: Stages, p: int, m: int, transfer_ms: float) -> Played:
     """Every rank runs its passes in order; a transfer between stages takes ``transfer_ms`` beside them."""
     number = len(stages.layers)
     lists = [list(order(rank, p, number // p, m, stages.hidden > 0.0)) for rank in range(p)]
-    ends: dict[Step, float] = {}
+    ends: dict[StockPass, float] = {}
     at, clock, work = [0] * p, [0.0] * p, [0.0] * p
     moved = True
     while moved:
@@ -221,13 +221,13 @@ def held_layers(layers: tuple[int, ...], p: int, m: int, overlaps: bool) -> tupl
 def _further_ms(stages: Stages, of_rank: Sequence[int]) -> float:
     """A rank's work for one more microbatch; each F runs together with a B, if any does."""
     pairs = zip(of_rank, reversed(of_rank), strict=True)
-    return sum(stages.taken_ms((Step(True, f, 0), Step(False, b, 0))) for f, b in pairs)
+    return sum(stages.taken_ms((StockPass(True, f, 0), StockPass(False, b, 0))) for f, b in pairs)
 
 
-def _ready(step: Step, ends: dict[Step, float], stages: int, transfer_ms: float) -> float | None:
+def _ready(step: StockPass, ends: dict[StockPass, float], stages: int, transfer_ms: float) -> float | None:
     """When the pass's input arrives; None if the pass that makes it has not run yet."""
     first = 0 if step.forward else stages - 1
     if step.stage == first:
-        return 0.0 if step.forward else ends.get(Step(True, step.stage, step.microbatch))
-    before = Step(step.forward, step.stage + (-1 if step.forward else 1), step.microbatch)
+        return 0.0 if step.forward else ends.get(StockPass(True, step.stage, step.microbatch))
+    before = StockPass(step.forward, step.stage + (-1 if step.forward else 1), step.microbatch)
     return ends[before] + transfer_ms if before in ends else None

@@ -16,13 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_vocabpar.plan.advice import launch_line, reasons, redistribution, remedies
+from megatron_vocabpar.plan.choice import STOCK, Choice, Request
+from megatron_vocabpar.plan.choices import all_choices, best_of, costs_of
 from megatron_vocabpar.plan.job import Job, refused
 from megatron_vocabpar.plan.memory import GIB
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.option import STOCK, Option, Request
-from megatron_vocabpar.plan.options import all_options, best_of, costs_of
-from megatron_vocabpar.plan.stock_options import stock_options
+from megatron_vocabpar.plan.stock_choices import stock_choices
 from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import BASELINE
 
 PARTS = {
     "weights": "weights",
@@ -53,8 +54,8 @@ class Advice:
     """
 
     request: Request
-    options: tuple[Option, ...]
-    best: Option | None
+    choices: tuple[Choice, ...]
+    best: Choice | None
     launch: str
     reasons: tuple[str, ...]
     remedies: tuple[str, ...]
@@ -62,20 +63,20 @@ class Advice:
 
 
 def advise(request: Request, notes: Sequence[str] = (), *, workers: int = 1) -> Advice:
-    """Try every option, in ``workers`` processes; the best of them, or what would make one fit.
+    """Try every choice, in ``workers`` processes; the best of them, or what would make one fit.
 
     Raises:
         ValueError: if Megatron would refuse the model with these sizes; the message has a remedy.
     """
     for problem in refused(request.model, request.job):
         raise ValueError(problem)
-    options = (*all_options(request, workers=workers), *stock_options(request))
-    best, all_notes = best_of(request, options), (*notes, *model_notes(request.model))
+    choices = (*all_choices(request, workers=workers), *stock_choices(request))
+    best, all_notes = best_of(request, choices), (*notes, *model_notes(request.model))
     if best is None:
-        why, changes = redistribution(request, options), remedies(request)
-        return Advice(request, options, None, "", tuple(why), tuple(changes), all_notes)
-    why = reasons(request, options, best)
-    return Advice(request, options, best, launch_line(request, best), tuple(why), (), all_notes)
+        why, changes = redistribution(request, choices), remedies(request)
+        return Advice(request, choices, None, "", tuple(why), tuple(changes), all_notes)
+    why = reasons(request, choices, best)
+    return Advice(request, choices, best, launch_line(request, best), tuple(why), (), all_notes)
 
 
 def model_notes(model: Model) -> list[str]:
@@ -117,14 +118,14 @@ def print_advice(advice: Advice, console: Console) -> None:
     request, best = advice.request, advice.best
     for line in summary(request):
         console.print(Text(line))
-    console.print(_options_table(advice))
-    for option in advice.options:
-        if option.problem:
-            console.print(Text(f"{option.name}: {option.problem}"))
-    for option in dict.fromkeys(filter(None, (best, advice.options[0]))):
-        if not option.problem:
-            console.print(Text(f"{option.name}: GiB of each rank at its peak"))
-            console.print(_memory_table(option))
+    console.print(_choices_table(advice))
+    for choice in advice.choices:
+        if choice.problem:
+            console.print(Text(f"{choice.name}: {choice.problem}"))
+    for choice in dict.fromkeys(filter(None, (best, advice.choices[0]))):
+        if not choice.problem:
+            console.print(Text(f"{choice.name}: GiB of each rank at its peak"))
+            console.print(_memory_table(choice))
     if best is None:
         console.print(Text("Nothing fits. What would:"))
         for line in advice.remedies or ("nothing that was tried; use more GPUs or a smaller model",):
@@ -139,7 +140,7 @@ def print_advice(advice: Advice, console: Console) -> None:
     print(advice.launch)  # as it is, for copying
 
 
-def _options_table(advice: Advice) -> Table:
+def _choices_table(advice: Advice) -> Table:
     request = advice.request
     table = _table()
     table.add_column("family")  # the one that may take two lines: no number is cut
@@ -147,9 +148,9 @@ def _options_table(advice: Advice) -> Table:
     for name in ("ms", "MFU %", "tokens/s", "idle %", "GiB a rank"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("fits")
-    for option in advice.options:
-        if not option.problem:
-            table.add_row(*_cells(option, request, advice.best))
+    for choice in advice.choices:
+        if not choice.problem:
+            table.add_row(*_cells(choice, request, advice.best))
     return table
 
 
@@ -157,29 +158,29 @@ def _table() -> Table:
     return Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
 
 
-def _cells(option: Option, request: Request, best: Option | None) -> list[str]:
-    totals = [stage.total / GIB for stage in option.stages]
-    mark = "best" if option == best else "yes" if option.fits(request) else "no"
+def _cells(choice: Choice, request: Request, best: Choice | None) -> list[str]:
+    totals = [stage.total / GIB for stage in choice.stages]
+    mark = "best" if choice == best else "yes" if choice.fits(request) else "no"
     return [
-        option.family,
-        option.method,
-        f"{option.iteration_ms:,.0f}",
-        f"{100 * option.mfu(request):.1f}",
-        f"{option.tokens_per_s(request):,.0f}",
-        f"{100 * option.idle:.1f}",
+        choice.family,
+        choice.method,
+        f"{choice.iteration_ms:,.0f}",
+        f"{100 * choice.mfu(request):.1f}",
+        f"{choice.tokens_per_s(request):,.0f}",
+        f"{100 * choice.idle:.1f}",
         f"{min(totals):.1f}–{max(totals):.1f}",
         mark,
     ]
 
 
-def _memory_table(option: Option) -> Table:
+def _memory_table(choice: Choice) -> Table:
     """A row for each rank, so that any number of them can be read."""
     table = _table()
     table.add_column("rank", justify="right", no_wrap=True)
-    used = [name for name in PARTS if any(getattr(stage, name) / GIB >= 0.05 for stage in option.stages)]
+    used = [name for name in PARTS if any(getattr(stage, name) / GIB >= 0.05 for stage in choice.stages)]
     for name in (*used, "sum"):
         table.add_column(_HEADS.get(name, name), justify="right", no_wrap=True)
-    for rank, stage in enumerate(option.stages):
+    for rank, stage in enumerate(choice.stages):
         values = (*(getattr(stage, name) for name in used), stage.total)
         table.add_row(str(rank), *(f"{value / GIB:.1f}" for value in values))
     return table
@@ -194,7 +195,7 @@ def advice_json(advice: Advice) -> str:
             "job": asdict(request.job),
             "hardware": asdict(request.hardware),
             "limit_gib": request.limit_gib,
-            "options": [_option_json(option, request) for option in advice.options],
+            "choices": [_choice_json(choice, request) for choice in advice.choices],
             "recommended": advice.best and {"method": advice.best.method, "family": advice.best.family},
             "costs": advice.best and passes_of(request, advice.best).to_dict(),
             "why": advice.reasons,
@@ -206,26 +207,26 @@ def advice_json(advice: Advice) -> str:
     )
 
 
-def passes_of(request: Request, option: Option) -> PassCosts:
-    """The times of the option's passes, as ``vocabpar schedule --costs`` reads them."""
-    if option.method == STOCK:
-        return request.costs("baseline")
-    return costs_of(request, option.method, option.layers)
+def passes_of(request: Request, choice: Choice) -> PassCosts:
+    """The times of the choice's passes, as ``vocabpar schedule --costs`` reads them."""
+    if choice.method == STOCK:
+        return request.costs(BASELINE)
+    return costs_of(request, choice.method, choice.layers)
 
 
-def _option_json(option: Option, request: Request) -> dict[str, Any]:
-    head = {"method": option.method, "family": option.family, "layers_per_stage": option.layers}
-    if option.problem:
-        return {**head, "problem": option.problem}
+def _choice_json(choice: Choice, request: Request) -> dict[str, Any]:
+    head = {"method": choice.method, "family": choice.family, "layers_per_stage": choice.layers}
+    if choice.problem:
+        return {**head, "problem": choice.problem}
     return {
         **head,
-        "iteration_ms": option.iteration_ms,
-        "mfu": option.mfu(request),
-        "tokens_per_s": option.tokens_per_s(request),
-        "idle": option.idle,
-        "fits": option.fits(request),
-        "peak_gib": option.peak_gib,
-        "stages_gib": [_gib(vars(stage)) for stage in option.stages],
+        "iteration_ms": choice.iteration_ms,
+        "mfu": choice.mfu(request),
+        "tokens_per_s": choice.tokens_per_s(request),
+        "idle": choice.idle,
+        "fits": choice.fits(request),
+        "peak_gib": choice.peak_gib,
+        "stages_gib": [_gib(vars(stage)) for stage in choice.stages],
     }
 
 

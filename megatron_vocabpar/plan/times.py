@@ -24,6 +24,7 @@ from megatron_vocabpar.plan.links import context_ms, exchange_ms, gradients_ms, 
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.times.flops import product_flops
+from megatron_vocabpar.schedule.words.methods import BASELINE, INTERLACED, NAIVE, VOCAB_1, VOCAB_2
 
 _HALF, _GRADIENT = 2, 4  # bytes of an element
 _HOST_MEMORY_GB_S = (
@@ -31,13 +32,13 @@ _HOST_MEMORY_GB_S = (
 )
 # Table 3, sequence length 2048: the rate of a shard over that of the whole output layer, by log2 of p.
 _SHARD_REACHES: Mapping[str, tuple[tuple[float, float], ...]] = {
-    "vocab-1": ((0, 1.0), (3, 0.9129), (4, 0.8422), (5, 0.8059)),
-    "vocab-2": ((0, 1.0), (3, 0.8672), (4, 0.7984), (5, 0.7593)),
+    VOCAB_1: ((0, 1.0), (3, 0.9129), (4, 0.8422), (5, 0.8059)),
+    VOCAB_2: ((0, 1.0), (3, 0.8672), (4, 0.7984), (5, 0.7593)),
 }
 _INTERLACED_GAINS = 1.03  # over vocab-1: nothing is rescaled; published passes
 # How much longer a rank's layers take with collectives of the vocabulary layers beside them; published passes
 # of ranks 1 to 6 over the baseline's in the same setting, 1.05 to 1.08 and 1.01 to 1.04.
-_BESIDE = {"naive": 1.066, "vocab-1": 1.066, "vocab-2": 1.066, "interlaced": 1.028}
+_BESIDE = {NAIVE: 1.066, VOCAB_1: 1.066, VOCAB_2: 1.066, INTERLACED: 1.028}
 _NAIVE_S2 = 0.1  # of S: exponentials and their sum
 # Bytes that the input layer moves for an element of the embedded tokens (first) and of the weight (second).
 _IF_BYTES, _IB_BYTES = 146.0, (97.0, 10.2)
@@ -90,7 +91,7 @@ class Layer:
         return _HIDDEN * sum(min(self.exchange, ms) for ms in computing)
 
 
-def layer_ms(model: Model, job: Job, hardware: Hardware, method: str = "baseline") -> Layer:
+def layer_ms(model: Model, job: Job, hardware: Hardware, method: str = BASELINE) -> Layer:
     """The mean layer's times, while a method's collectives run beside its passes.
 
     Raises:
@@ -104,7 +105,7 @@ def layer_ms(model: Model, job: Job, hardware: Hardware, method: str = "baseline
     each = tokens / job.t * _BESIDE.get(method, 1.0) / 1e9  # times operations of a token, over 10^12 a second
     half = each / (hardware.tflops * rates.layers)
     if job.fp8:
-        rate, expert_rate = hardware.fp8_tflops * rates.fp8, hardware.fp8_tflops * rates.fp8_experts
+        rate, expert_rate = hardware.fp8_tflops * rates.fp8_layers, hardware.fp8_tflops * rates.fp8_experts
     else:
         rate, expert_rate = hardware.tflops * rates.layers, hardware.tflops * rates.experts
     products = (model.matmul_flops - model.expert_flops) * each / rate
@@ -179,12 +180,12 @@ def step_ms(parameters: float, hardware: Hardware, *, offload: bool = False) -> 
 
 def _output_times(shard_ms: float, p: int, transfer: float) -> dict[str, dict[str, float]]:
     """Times of S and T by method; ``shard_ms`` is one of the three products at the whole layer's rate."""
-    one, two = (shard_ms / _shard_reaches(method, p) for method in ("vocab-1", "vocab-2"))
+    one, two = (shard_ms / _shard_reaches(method, p) for method in (VOCAB_1, VOCAB_2))
     return {
-        "naive": {"S_ms": one, "S2_ms": _NAIVE_S2 * one, "T_ms": 2 * one},
-        "vocab-1": {"S_ms": one, "T_ms": 2 * one},
-        "vocab-2": {"S_ms": 2 * two, "T_ms": two},
-        "interlaced": {"S_ms": 3 * one / _INTERLACED_GAINS, "T_ms": 0.0, "synchronous_ms": 3 * transfer},
+        NAIVE: {"S_ms": one, "S2_ms": _NAIVE_S2 * one, "T_ms": 2 * one},
+        VOCAB_1: {"S_ms": one, "T_ms": 2 * one},
+        VOCAB_2: {"S_ms": 2 * two, "T_ms": two},
+        INTERLACED: {"S_ms": 3 * one / _INTERLACED_GAINS, "T_ms": 0.0, "synchronous_ms": 3 * transfer},
     }
 
 

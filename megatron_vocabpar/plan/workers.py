@@ -1,6 +1,6 @@
 """``map`` over processes.
 
-Next: ``options.py``.
+Next: ``choices.py``.
 """
 
 from __future__ import annotations

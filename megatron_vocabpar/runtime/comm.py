@@ -2,9 +2,10 @@
 
 Groups and peers come in as arguments. A pipeline of ``p`` stages with ``t`` tensor-parallel ranks each
 has one vocabulary group of ``p * t`` ranks: member ``stage * t + tensor_rank`` owns that shard. It has
-two communicators for collectives, one for the output layer and one for the input layer, and two for
-point-to-point, one towards higher and one towards lower ranks, so that no two directions share a queue.
-Each communicator is used in one order, the schedule's, on every rank.
+one communicator for the collectives of both vocabulary layers: a second one would let two kernels wait at a
+time, and no iteration is shorter for it. For point-to-point it has two, towards higher and towards lower
+ranks, so that no two directions share a queue. Each communicator is used in one order, the schedule's, on
+every rank.
 
 A collective fills memory that its caller has allocated: see ``streams.py``, whose side streams run it.
 """
@@ -23,8 +24,7 @@ from megatron_vocabpar.runtime.streams import communicator_options
 
 # Names of the communicators in NCCL's messages and flight recorder, in the order of VocabGroups.
 _DESCRIPTIONS = (
-    "VOCAB_OUTPUT_COLLECTIVES",
-    "VOCAB_INPUT_COLLECTIVES",
+    "VOCAB_COLLECTIVES",
     "VOCAB_STAGES_UPWARD",
     "VOCAB_STAGES_DOWNWARD",
 )
@@ -39,7 +39,7 @@ class VocabGroups:
         pipeline: number of stages ``p``.
         tensor: tensor-parallel size ``t``.
         member: this rank's number among them.
-        output, input: communicators for the collectives of the output and the input layer.
+        collectives: the communicator for the collectives of both vocabulary layers.
         upward, downward: communicators for point-to-point towards higher and lower stages.
     """
 
@@ -47,8 +47,7 @@ class VocabGroups:
     pipeline: int
     tensor: int
     member: int
-    output: dist.ProcessGroup
-    input: dist.ProcessGroup
+    collectives: dist.ProcessGroup
     upward: dist.ProcessGroup
     downward: dist.ProcessGroup
 
@@ -116,11 +115,10 @@ def warm_up(groups: VocabGroups, device: torch.device) -> None:
     if size == 1:
         return
     token, received = torch.zeros((size, 1), device=device), torch.empty((size, 1), device=device)
-    for group in (groups.output, groups.input):
-        broadcast(groups, group, [token], [0])
-    all_gather(groups, groups.output, token[0])
+    broadcast(groups, [token], [0])
+    all_gather(groups, token[0])
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
-        all_reduce(groups, groups.output, token, op)
+        all_reduce(groups, token, op)
     exchange_rows(groups, received, token, [1] * size, [1] * size)
     point_to_point = PointToPoint(groups)
     for low, high in links(groups.pipeline):
@@ -190,31 +188,28 @@ class Receive:
         return self.tensor
 
 
-def broadcast(
-    groups: VocabGroups, group: dist.ProcessGroup, pieces: Sequence[torch.Tensor], members: Sequence[int]
-) -> None:
+def broadcast(groups: VocabGroups, pieces: Sequence[torch.Tensor], members: Sequence[int]) -> None:
     """Fill each of ``pieces`` on every rank from the member of the same position in ``members``."""
     if len(groups.ranks) > 1:
         for piece, member in zip(pieces, members, strict=True):
-            dist.broadcast(piece, groups.ranks[member], group=group)
+            dist.broadcast(piece, groups.ranks[member], group=groups.collectives)
 
 
-def all_gather(groups: VocabGroups, group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:
+def all_gather(groups: VocabGroups, tensor: torch.Tensor) -> torch.Tensor:
     """``tensor [...]`` of every member, stacked in member order: ``[members, ...]``."""
     if len(groups.ranks) == 1:
         return tensor.unsqueeze(0).clone()
-    return collectives.all_gather(tensor, group)
+    return collectives.all_gather(tensor, groups.collectives)
 
 
 def all_reduce(
     groups: VocabGroups,
-    group: dist.ProcessGroup,
     tensor: torch.Tensor,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> torch.Tensor:
     """Reduce in place over all members; returns ``tensor``."""
     if len(groups.ranks) > 1:
-        dist.all_reduce(tensor, op, group=group)
+        dist.all_reduce(tensor, op, group=groups.collectives)
     return tensor
 
 
@@ -234,4 +229,5 @@ def exchange_rows(
     if len(groups.ranks) == 1:
         received.copy_(rows)
     else:
-        dist.all_to_all_single(received, rows, list(receive_counts), list(send_counts), group=groups.input)
+        counts = list(receive_counts), list(send_counts)
+        dist.all_to_all_single(received, rows, *counts, group=groups.collectives)

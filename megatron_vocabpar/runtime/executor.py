@@ -2,7 +2,7 @@
 
 1. Take the next instruction of this rank.
 2. Tell the observers which one it is (progress record, profiler range, timeline).
-3. Call its handler.
+3. Call its handler. What the schedule launches inside a pass runs the same way, within the pass.
 4. If that fails, say on which rank, in which pass, of which microbatch.
 
 Handlers launch communication and wait for what they consume; the order in which they are called is the
@@ -13,8 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 
+from megatron_vocabpar.runtime.between_layers import BetweenLayers
 from megatron_vocabpar.schedule.words.passes import Instruction, InstructionType
+from megatron_vocabpar.schedule.words.schedule import NONE_LATE, Late, split_late
 
 Handler = Callable[[Instruction], None]
 Handlers = Mapping[InstructionType, Handler]
@@ -34,7 +37,12 @@ class InstructionError(RuntimeError):
 
 
 def execute(
-    rank: int, instructions: Sequence[Instruction], handlers: Handlers, observers: Sequence[Observer] = ()
+    rank: int,
+    instructions: Sequence[Instruction],
+    handlers: Handlers,
+    observers: Sequence[Observer] = (),
+    late: Late = NONE_LATE,
+    between: BetweenLayers | None = None,
 ) -> None:
     """Run one rank's instructions in order.
 
@@ -43,15 +51,31 @@ def execute(
         instructions: this rank's part of a lowered schedule.
         handlers: what to do for each type of instruction.
         observers: context managers to hold around each instruction.
+        late: what is launched inside the pass behind it; before the pass, where ``between`` does not know
+            the pass's layers.
+        between: launches inside passes.
 
     Raises:
         InstructionError: if a handler raises.
     """
-    for instruction in instructions:
+    between = between or BetweenLayers()
+
+    def run(instruction: Instruction) -> None:
         with ExitStack() as stack:
             for observer in observers:
                 stack.enter_context(observer(instruction))
             try:
                 handlers[instruction.type](instruction)
+            except InstructionError:
+                raise  # of what was launched inside it
             except Exception as cause:
                 raise InstructionError(rank, instruction, cause) from cause
+
+    for instruction, inside in split_late(instructions, late):
+        if not between.knows(instruction):
+            for launch in inside:
+                run(launch)
+            run(instruction)
+            continue
+        with between.within(instruction, [(late[launch], partial(run, launch)) for launch in inside]):
+            run(instruction)

@@ -1,7 +1,7 @@
 """Measured timelines: when each rank computed, waited and communicated.
 
-A ``Timeline`` observes instructions on the main stream and, through ``watch``, the work on side streams. It
-separates waits for messages from computation, so that measured passes compare with planned ones.
+A ``Timeline`` observes instructions on the main stream and, through ``watch``, the work on the side stream.
+It separates waits for messages from computation, so that measured passes compare with planned ones.
 
 The trace opens in any viewer of the Chrome trace-event format (Perfetto, chrome://tracing).
 """
@@ -21,9 +21,9 @@ from megatron_vocabpar.schedule.words.passes import Comm, Instruction
 
 T = TypeVar("T")
 
-COMPUTE, OUTPUT, INPUT = "compute", "output collectives", "input collectives"
+COMPUTE, COLLECTIVES = "compute", "collectives"
 WAIT = "wait"
-_LANES = (COMPUTE, OUTPUT, INPUT)
+_LANES = (COMPUTE, COLLECTIVES)
 _COLOURS = {
     "F": "thread_state_running",
     "B": "rail_response",
@@ -44,7 +44,7 @@ class Span:
     Attributes:
         name: text form of the instruction.
         kind: its type, or ``wait``.
-        lane: ``compute``, ``output collectives`` or ``input collectives``.
+        lane: ``compute`` or ``collectives``.
         start_s, end_s: seconds on the machine's monotonic clock.
     """
 
@@ -62,7 +62,8 @@ class Timeline:
         self._mark = clock(device)
         self._spans: list[tuple[str, str, str, Mark, Mark]] = []
         self._recording = False
-        self._current: Instruction | None = None
+        self._open = 0  # instructions under way: two while one is launched inside a pass
+        self._current: Instruction | None = None  # the innermost, or the last
         self._computing_since: Mark | None = None
         self._part: Mark | None = None  # the end of the instruction's last wait, if it has waited
 
@@ -78,16 +79,19 @@ class Timeline:
 
     @contextmanager
     def observe(self, instruction: Instruction) -> Iterator[None]:
-        """Around an instruction: an observer for the executor."""
-        self._current = instruction
-        if not self._recording:
-            yield
-            return
-        self._computing_since = self._mark()
+        """Around an instruction, perhaps a launch inside another: an observer for the executor."""
+        outer = self._current, self._computing_since, self._part
+        self._current, self._part = instruction, None
+        self._open += 1
+        if self._recording:
+            self._computing_since = self._mark()
         yield
-        if not isinstance(instruction, Comm):
+        if self._recording and not isinstance(instruction, Comm) and self._computing_since is not None:
             self._add(instruction, instruction.type.value, COMPUTE, self._computing_since)
         self._part = None
+        self._open -= 1
+        if self._open:
+            self._current, self._computing_since, self._part = outer
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -7,7 +7,8 @@ are the same. Multi-token prediction adds ``mtp_depths``. An F that runs togethe
 adds ``"pair": true``.
 
 A plan: ``"program": [["0IF0", "0CI0", ...]]`` in place of ``"ranks"``, each rank's instructions in order,
-with communication, a pair as one (``"0F5+2B1"``); and ``"costs"``, as in a cost file.
+with communication, a pair as one (``"0F5+2B1"``); and ``"costs"``, as in a cost file. What is launched inside
+the pass behind it is in ``"late": {"0C1.5": 0.25}``, by the share of the pass's layers that come before.
 
 CSV: one line an instruction of a plan. A pair has the type ``FB``, and the stage and microbatch of its F.
 """
@@ -26,6 +27,7 @@ from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import METHODS, Method, placed
 from megatron_vocabpar.schedule.words.passes import (
     VOCABULARY_PASSES,
+    Comm,
     Instruction,
     Pair,
     Pass,
@@ -34,7 +36,7 @@ from megatron_vocabpar.schedule.words.passes import (
     parts_of,
 )
 from megatron_vocabpar.schedule.words.placement import Placement
-from megatron_vocabpar.schedule.words.schedule import Program, Schedule, passes_of
+from megatron_vocabpar.schedule.words.schedule import Late, Program, Schedule, passes_of
 
 _PASS_TYPES = {type_.value: type_ for type_ in PassType}
 Methods = Mapping[str, Method]
@@ -53,7 +55,8 @@ def to_json(schedule: Schedule) -> str:
 def plan_to_json(plan: Plan) -> str:
     """The JSON form of a plan, one line a rank."""
     rows = [json.dumps([str(item) for item in row]) for row in plan.program]
-    return _json(plan.schedule, {"costs": plan.costs.to_dict()}, "program", rows)
+    late = {"late": {str(item): share for item, share in plan.late.items()}} if plan.late else {}
+    return _json(plan.schedule, {"costs": plan.costs.to_dict(), **late}, "program", rows)
 
 
 def plan_to_csv(plan: Plan) -> str:
@@ -116,7 +119,17 @@ def plan_from_json(text: str, costs: PassCosts | None = None, methods: Methods =
     if program is None:
         return Plan.of(schedule, costs)
     planned = PassCosts.from_dict(data["costs"], methods) if "costs" in data else None
-    return Plan.with_program(schedule, planned, program)
+    return Plan.with_program(schedule, planned, program, _late(data.get("late", {}), schedule))
+
+
+def _late(shares: Mapping[str, float], frame: Schedule) -> Late:
+    late: dict[Comm, float] = {}
+    for word, share in shares.items():
+        item = _known(word, "late", frame)
+        if not isinstance(item, Comm):
+            raise ValueError(f"schedule, late: {word!r} is no communication; give one, such as 0C1.5")
+        late[item] = float(share)
+    return late
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -150,17 +163,20 @@ def _read(data: Mapping[str, Any], methods: Methods) -> tuple[Schedule, Program 
             for rank, (row, passes) in enumerate(zip(rows, ranks, strict=True))
         )
         return replace(frame, ranks=ranks, pairs=frozenset(chain.from_iterable(marked))), None
-    program = tuple(tuple(_from_text(word, rank, frame) for word in row) for rank, row in enumerate(rows))
+    program = tuple(
+        tuple(_known(word, f"rank {rank}", frame) for word in row) for rank, row in enumerate(rows)
+    )
     pairs = frozenset(item for row in program for item in row if isinstance(item, Pair))
     return replace(frame, ranks=tuple(map(passes_of, program)), pairs=pairs), program
 
 
-def _from_text(word: str, rank: int, frame: Schedule) -> Instruction:
+def _known(word: str, where: str, frame: Schedule) -> Instruction:
+    """The instruction of a word, whose stage and microbatch the frame has."""
     item = parse(word)
     for part in parts_of(item):
         if part.stage >= frame.placement.num_stages or part.microbatch >= frame.m:
             raise ValueError(
-                f"schedule, rank {rank}: {word!r}, but stages end at {frame.placement.last_stage} and "
+                f"schedule, {where}: {word!r}, but stages end at {frame.placement.last_stage} and "
                 f"microbatches at {frame.m - 1}"
             )
     return item

@@ -18,7 +18,7 @@ from megatron_vocabpar.schedule.play.events import NOTHING, Events, run_events
 from megatron_vocabpar.schedule.play.memory import Interval, lifetimes, most_alive
 from megatron_vocabpar.schedule.play.peaks import peak_activations
 from megatron_vocabpar.schedule.times.costs import PassTimes
-from megatron_vocabpar.schedule.words.passes import Atom, Comm, CommType, Pass, parts_of
+from megatron_vocabpar.schedule.words.passes import COLLECTIVES, Atom, Comm, CommType, Pass, parts_of
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
 TAIL = "end"  # a rank's idle time after its last pass
@@ -51,11 +51,11 @@ class Simulation:
         items = ((numbering.item(k), k) for k in range(first, numbering.size) if events.ends[k] >= 0.0)
         return {item: (events.starts[k], events.ends[k]) for item, k in items if isinstance(item, Comm)}
 
-    def comms_of(self, rank: int, group: frozenset[CommType]) -> dict[Comm, Interval]:
-        """One rank's parts in one group's collectives."""
+    def collectives_of(self, rank: int) -> dict[Comm, Interval]:
+        """One rank's parts in collectives."""
         events, m = self.events, self.schedule.m
         parts: dict[Comm, Interval] = {}
-        for type_ in group:
+        for type_ in COLLECTIVES:
             first = (events.numbering.first_node[type_] + rank) * m
             for mb, k in enumerate(range(first, first + m)):
                 if events.ends[k] >= 0.0:
@@ -135,4 +135,4 @@ def simulate(plan: Plan, times: PassTimes | None = None) -> Simulation:
         ValueError: if the plan's costs do not fit its schedule.
     """
     times = times or PassTimes.of(plan.costs, plan.schedule)
-    return Simulation(plan.schedule, run_events(plan.schedule, times, plan.program))
+    return Simulation(plan.schedule, run_events(plan.schedule, times, plan.program, plan.late))

@@ -21,7 +21,7 @@ from megatron_vocabpar.pipeline.model.chunks import chunk_positions
 from megatron_vocabpar.pipeline.model.stage_model import VocabParallelGPTModel
 from megatron_vocabpar.pipeline.model.vocab_layers import vocab_shard
 from megatron_vocabpar.schedule.times.redistribution import redistribute_by_flops, with_final_stage
-from megatron_vocabpar.schedule.words.methods import method_named
+from megatron_vocabpar.schedule.words.methods import REDIS, method_named
 from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.weights import initialise_weights
@@ -48,7 +48,7 @@ def build(config: TrainConfig, placement: Placement, device: torch.device) -> Tr
 def layers_per_stage(config: TrainConfig, placement: Placement) -> tuple[int, ...]:
     """Transformer layers of each virtual stage: even, but for ``redis``."""
     stages = placement.num_stages
-    if config.method != "redis" or config.pp == 1:
+    if config.method != REDIS or config.pp == 1:
         return (config.layers // stages,) * stages
     if config.final_stage_layers is not None:
         return with_final_stage(config.layers, config.pp, config.final_stage_layers)

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.schedule.words.methods import METHODS, REDIS
 from megatron_vocabpar.train.config import TrainConfig, flag
 from megatron_vocabpar.train.output import check_output
 from megatron_vocabpar.train.schedules import fitting_families
@@ -112,7 +112,7 @@ def _check_layers(config: TrainConfig) -> None:
             f"--pp {config.pp} is larger than --layers {config.layers}; every stage needs a layer: "
             f"give --pp {config.layers} or fewer, or --layers {config.pp} or more"
         )
-    even = [name for name in config.methods if name != "redis"]
+    even = [name for name in config.methods if name != REDIS]
     if even and config.layers % config.pp:
         below = config.layers // config.pp * config.pp
         raise ValueError(
@@ -120,7 +120,7 @@ def _check_layers(config: TrainConfig) -> None:
             f"needs; give --layers {below} or {below + config.pp}"
         )
     if config.final_stage_layers is not None:
-        if "redis" not in config.methods:
+        if REDIS not in config.methods:
             raise ValueError(
                 f"--final-stage-layers {config.final_stage_layers} is for the method redis, "
                 f"which is not among {', '.join(config.methods)}; leave it out"

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_vocabpar.schedule.words.methods import BASELINE
+
 Curve = Mapping[int, float]
 """Loss by step."""
 
@@ -40,7 +42,7 @@ def loss_curve(records: Sequence[Mapping[str, Any]], name: str = "loss") -> dict
 
 def reference_method(methods: Sequence[str]) -> str:
     """The method that the others are compared with: baseline where it is there, else the first."""
-    return "baseline" if "baseline" in methods else methods[0]
+    return BASELINE if BASELINE in methods else methods[0]
 
 
 def differences(curves: Mapping[str, Curve], reference: str) -> Iterator[Difference]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vocabpar.schedule.make.families import SEARCH, families
-from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.schedule.words.methods import DEFAULT, METHODS
 
 _ONCE = ("resume", "overwrite")  # options of one run, not of the job
 TRAINED_VOCABULARY = 8192  # a megabyte of text fills it
@@ -35,7 +35,7 @@ class TrainConfig:
     """One training job. Sizes are counts; None means that the default is derived from other fields."""
 
     method: str = _option(
-        "vocab-2", "How the vocabulary layers are placed and scheduled.", "Method", choices=tuple(METHODS)
+        DEFAULT, "How the vocabulary layers are placed and scheduled.", "Method", choices=tuple(METHODS)
     )
     compare: tuple[str, ...] = _option(
         (),

@@ -6,20 +6,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_vocabpar.schedule.words.methods import BASELINE, INTERLACED, NAIVE, REDIS, VOCAB_1, VOCAB_2
 from megatron_vocabpar.train.compare import Curve
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito; grey for black, which a dark page would
 # turn into white), by method; dashes let a curve below show.
 COLOURS = {
-    "baseline": "#7F7F7F",
-    "redis": "#E69F00",
-    "naive": "#009E73",
-    "vocab-1": "#0072B2",
-    "vocab-2": "#D55E00",
-    "interlaced": "#CC79A7",
+    BASELINE: "#7F7F7F",
+    REDIS: "#E69F00",
+    NAIVE: "#009E73",
+    VOCAB_1: "#0072B2",
+    VOCAB_2: "#D55E00",
+    INTERLACED: "#CC79A7",
 }
 OTHER_COLOUR = "#56B4E9"
-_DASHES = {"redis": (0, (6, 2)), "naive": (0, (1, 1)), "vocab-1": (0, (4, 4)), "vocab-2": (3, (2, 4))}
+_DASHES = {REDIS: (0, (6, 2)), NAIVE: (0, (1, 1)), VOCAB_1: (0, (4, 4)), VOCAB_2: (3, (2, 4))}
 _REFERENCE_WIDTH, _WIDTH = 3.5, 1.6
 
 

@@ -12,6 +12,7 @@ from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.play.peaks import peak_activations
 from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import BASELINE, REDIS
 from megatron_vocabpar.schedule.words.schedule import Schedule
 from megatron_vocabpar.train.config import TrainConfig
 
@@ -25,7 +26,7 @@ def misfit(config: TrainConfig, method: str, family: Family) -> str | None:
     one_chunk = ", ".join(name for name, other in families().items() if other.allows(1))
     if config.pp == 1:
         return f"{several}, which need --pp 2 or more; give that, or --family {one_chunk.split(', ')[0]}"
-    if method == "redis":
+    if method == REDIS:
         return f"{several}, and redis moves whole layers between stages of one; give --family {one_chunk}"
     stages = config.pp * chunks
     if config.layers % stages:
@@ -34,7 +35,7 @@ def misfit(config: TrainConfig, method: str, family: Family) -> str | None:
             f"--layers {config.layers} cannot be divided over --pp {config.pp} × {chunks} chunks = {stages} "
             f"stages of {family.name}; give --layers {more}, or --family {one_chunk}"
         )
-    if method == "baseline" and config.tied and family.shape == "vshape":
+    if method == BASELINE and config.tied and family.shape == "vshape":
         return (
             f"{family.name} puts the first and the last stage on one rank, where stock Megatron's baseline "
             "cannot tie their weights; give --untied, or leave baseline out"
@@ -56,7 +57,9 @@ def plan_method(config: TrainConfig, method: str) -> Plan:
         max_activations=config.max_activations,
         among=fitting,
     )
-    return plan_for(request)
+    plan = plan_for(request)
+    stages = plan.schedule.placement.num_stages
+    return plan.launched_late([config.layers // stages] * stages)
 
 
 def fitting_families(config: TrainConfig, method: str) -> list[Family]:

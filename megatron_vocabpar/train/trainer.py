@@ -118,6 +118,7 @@ class _Trainer:
             make_plan={self.plan.schedule.m: self.plan}.__getitem__,
             listeners=Listeners(observers=(self._observe,), timeline=self.timeline),
         )
+        self._under_way: list[Instruction] = []
         self.placement = self.plan.schedule.placement
         self.held_before_mib = held_memory_mib(device)
         self.state = build(config, self.placement, device)
@@ -132,9 +133,16 @@ class _Trainer:
 
     @contextmanager
     def _observe(self, instruction: Instruction) -> Iterator[None]:
+        self._under_way.append(instruction)
+        self._note(instruction)
+        yield
+        self._under_way.pop()
+        if self._under_way:
+            self._note(self._under_way[-1])  # a pass, inside which this instruction was launched
+
+    def _note(self, instruction: Instruction) -> None:
         self.record.write(str(instruction))
         self.watch.instruction = instruction
-        yield
 
     def train(self) -> bool:
         """Train to the last step and leave the results; returns whether SIGTERM has ended it before."""

@@ -47,12 +47,12 @@ def test_a_plan_is_a_table_a_launch_line_and_reasons(tmp_path: Path) -> None:
         assert sum(map(float, re.findall(r'style="width: ([\d.]+)%', bar))) <= 100.1
 
 
-def test_json_holds_every_option_and_its_stages() -> None:
+def test_json_holds_every_choice_and_its_stages() -> None:
     data = json.loads(run("plan", "--format", "json", *SMALL).output)
     best = data["recommended"]
-    times = {(one["method"], one["family"]): one["iteration_ms"] for one in data["options"] if one["fits"]}
+    times = {(one["method"], one["family"]): one["iteration_ms"] for one in data["choices"] if one["fits"]}
     assert times[best["method"], best["family"]] == min(times.values())
-    for one in data["options"]:
+    for one in data["choices"]:
         assert one["peak_gib"] == pytest.approx(
             max(sum(stage.values()) for stage in one["stages_gib"]), abs=0.01
         )

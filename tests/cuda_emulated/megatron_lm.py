@@ -35,8 +35,8 @@ from megatron_vocabpar import launch
 from megatron_vocabpar.megatron_lm.bindings import find_version
 from megatron_vocabpar.megatron_lm.checkout import source_signatures
 from tests.cuda_emulated import STREAMS
-from tests.megatron_lm.test_training import FROM_WEIGHTS
 from tests.megatron_lm.training import LOCAL, MODEL, TRAINING, added_ids, build_dataset_helpers, words
+from tests.support.launch_options import FROM_WEIGHTS
 from tests.transformer_engine import hook
 
 ITERATIONS = 4

@@ -212,7 +212,7 @@ def _run(case: Case) -> None:
             with_input_gradient=case.method == "vocab-2",
             recompute=case.recompute,
             terms=case.terms,
-            fp8=Fp8Weight.of(weight, shard, case.fp8) if case.fp8 else None,
+            fp8_weight=Fp8Weight.of(weight, shard, case.fp8) if case.fp8 else None,
         ),
         owned=owned,
         extras=extras,

@@ -170,7 +170,7 @@ def run(
                 recompute=recompute,
                 rows_per_chunk=40,
                 terms=terms,
-                fp8=Fp8Weight.of(part, shard, recipe),
+                fp8_weight=Fp8Weight.of(part, shard, recipe),
             ),
         )
         for part, shard in zip(weights, ranges, strict=True)

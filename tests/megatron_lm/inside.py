@@ -22,9 +22,9 @@ from typing import Any
 import typing_extensions
 
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, find_version
-from megatron_vocabpar.megatron_lm.flags import OPTIONS, config_from_argv
+from megatron_vocabpar.megatron_lm.flags import FLAGS, config_from_argv
 from megatron_vocabpar.megatron_lm.patch import apply, installed, live_signature
-from megatron_vocabpar.megatron_lm.rules.options import declared
+from megatron_vocabpar.megatron_lm.rules.arguments import declared
 
 if not hasattr(typing, "override"):
     typing.override = typing_extensions.override  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ def arguments(argv: list[str]) -> dict[str, Any]:
     args = module.parse_args(lambda parser: (parser.add_argument("--of-the-script"), parser)[1])
     assert hasattr(args, "of_the_script")
     module.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
-    shown = [option.attribute for option in OPTIONS] + ["pipeline_model_parallel_layout"]
+    shown = [option.attribute for option in FLAGS] + ["pipeline_model_parallel_layout"]
     return {
         "method": patch.config.method,
         "version": patch.version,

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.megatron_lm.test_schedules import CHUNKS, EIGHT_LAYERS, SETTINGS, weights
-from tests.megatron_lm.test_training import FROM_WEIGHTS
 from tests.megatron_lm.training import Log, pretrain
+from tests.support.launch_options import CHUNKS, EIGHT_LAYERS, FROM_WEIGHTS
+from tests.support.stock_weights import SETTINGS, weights
 
 SCRIPT = Path(__file__).with_name("with_ppo_loss.py")
 V_HALF = ("--vocab-parallel-family", "v-half", *CHUNKS)

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.megatron_lm.training import Log, checkout, pretrain, words
+from tests.support.launch_options import EMBEDDINGS
+from tests.support.saved_tensors import SAVED, STANDING_STILL, VOCAB_SIZE, tensors
 
-VOCAB_SIZE = 4603
-SAVED, LAST = 3, 5
+LAST = 5
 OURS = ("--enable-vocab-parallel",)
 V_HALF = (*OURS, *words("--vocab-parallel-family v-half --num-virtual-stages-per-pipeline-rank 2"))
 LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
@@ -30,10 +28,6 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
     "v-half whole": ((*V_HALF, "--vocab-parallel-method", "baseline"), {"pp": 2}),
 }
 FIVE = tuple(LAYOUTS)[:5]
-EMBEDDINGS = {"untied": ("--untie-embeddings-and-output-weights",), "tied": ()}
-# The learning rate is zero from here on, so that weights can be compared bitwise after an iteration.
-STANDING_STILL = ("--override-opt_param-scheduler", "--lr-decay-iters", str(SAVED))
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def run(layout: str, *options: str, until: int) -> Log:
@@ -47,19 +41,6 @@ def run(layout: str, *options: str, until: int) -> Log:
         vocab_size=VOCAB_SIZE,
         **sizes,
     )
-
-
-def tensors(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, whole, by their keys, without the padding of the vocabulary."""
-    reader = dcp.FileSystemReader(str(folder / f"iter_{iteration:07d}"))
-    stored = reader.read_metadata().state_dict_metadata
-    whole: dict[str, Any] = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    dcp.load(whole, storage_reader=reader, no_dist=True)
-    return {key: t[:VOCAB_SIZE] if key.endswith(VOCABULARY) else t for key, t in whole.items()}
 
 
 @cache

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import json
 import os
 import re
 import shlex
@@ -12,7 +10,6 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,43 +30,8 @@ from megatron_vocabpar.megatron_lm.rules.check import check
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.schedule.times.redistribution import layout
 from tests.megatron_lm.training import ROOT, checkout, words
-
-ENABLE = "--enable-vocab-parallel"
-PLAIN = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 1, "ckpt_format": "torch_dist"}
-
-
-@cache
-def _interpreter(megatron: Path, loaded: bool) -> subprocess.Popen[str]:
-    """One that runs ``inside.py`` for the whole session; ``loaded``: it has imported Megatron."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "8",
-    }
-    process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("inside.py")), str(megatron), *["loaded"] * loaded],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    atexit.register(process.kill)
-    return process
-
-
-def inside(program: str, argv: tuple[str, ...] = (), world_size: int = 4) -> dict[str, Any]:
-    """The result of a program of ``inside.py`` in the checkout."""
-    process = _interpreter(checkout(), program != "adaptor_first")
-    assert process.stdin is not None
-    assert process.stdout is not None
-    environment = {"WORLD_SIZE": str(world_size), "RANK": "0"}
-    process.stdin.write(json.dumps({"program": program, "argv": argv, "environment": environment}) + "\n")
-    process.stdin.flush()
-    result = json.loads(process.stdout.readline() or '{"error": "the interpreter has ended"}')
-    assert "error" not in result, result["error"]
-    return result
+from tests.support.launch_options import ENABLE
+from tests.support.megatron_parser import PLAIN, inside
 
 
 @pytest.mark.parametrize("argv", [(), ("--num-layers", "4")])
@@ -211,7 +173,7 @@ def test_graphs_of_layers_go_with_what_was_shown() -> None:
     config = FlagConfig(enabled=True, method="vocab-2", profile_iterations=0, strict=True)
     check(SimpleNamespace(**plain), config)
     for arguments, flags, message in (
-        ({}, {"schedule": "zb-h1"}, "layers with --vocab-parallel-family zb-h1: a graph of B holds"),
+        ({}, {"family": "zb-h1"}, "layers with --vocab-parallel-family zb-h1: a graph of B holds"),
         ({}, {"profile_iterations": 3}, "give --vocab-parallel-profile-iterations 0"),
         ({"hidden_dropout": 0.1}, {}, "with --hidden-dropout other than 0:"),
         ({"num_experts": 8, "fp4": "e2m1"}, {}, "with --num-experts, --fp4-format: they have not been"),
@@ -231,7 +193,7 @@ def test_graphs_of_transformer_engine_go_with_our_order() -> None:
     old = {"cuda_graph_impl": "none", "external_cuda_graph": True}
     check(SimpleNamespace(**plain | old), config)
     for arguments, flags, message in (
-        ({}, {"schedule": "v-half"}, "v-half: a graph of B holds the weight gradients"),
+        ({}, {"family": "v-half"}, "v-half: a graph of B holds the weight gradients"),
         ({}, {"profile_iterations": 3}, "give --vocab-parallel-profile-iterations 0"),
         ({"pipeline_model_parallel_size": 1}, {}, "with --pipeline-model-parallel-size 1:"),
         ({"hybrid_layer_pattern": "M*"}, {}, "with --hybrid-layer-pattern:"),
@@ -343,7 +305,7 @@ def test_a_checkpoint_of_modelopt_is_refused(tmp_path: Path) -> None:
         (f"{ENABLE} --vocab-parallel-max-activations 0.5", "max-activations 0.5: give 1 or more"),
         (f"{ENABLE} --vocab-parallel-timeline 0", "timeline 0: give 1 or more"),
         ("--vocab-parallel-costs costs.json", "costs.json: method baseline runs Megatron's own"),
-        (f"{ENABLE} --vocab-parallel-family 2f2b", "2f2b: unknown schedule; use one of 1f1b"),
+        (f"{ENABLE} --vocab-parallel-family 2f2b", "2f2b: unknown family; use one of 1f1b"),
         ("--vocab-parallel-invariant", "invariant: needs --enable-vocab-parallel"),
         (
             f"{ENABLE} --vocab-parallel-fp8-head --vocab-parallel-fp32-head",

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.megatron_lm.test_training import FROM_WEIGHTS
 from tests.megatron_lm.training import Log, is_since, pretrain, words
 from tests.megatron_lm.with_layer_graphs import STOCKS_ORDER
+from tests.support.launch_options import FROM_WEIGHTS
 
 UNTIED = "--untie-embeddings-and-output-weights"
 GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 1"

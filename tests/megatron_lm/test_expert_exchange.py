@@ -27,10 +27,10 @@ from megatron_vocabpar.megatron_lm.rules.pairs import DELAY
 from megatron_vocabpar.pipeline.tuning.kept_plan import PLAN_FILE
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.times.costs import PassCosts
-from tests.megatron_lm.test_doors import PLAIN
-from tests.megatron_lm.test_training import FROM_WEIGHTS
 from tests.megatron_lm.training import Log, is_since, pretrain, words
 from tests.megatron_lm.with_slow_exchange import ALONE_S, TOGETHER_S
+from tests.support.launch_options import FROM_WEIGHTS
+from tests.support.megatron_parser import PLAIN
 
 IN_FLOAT32 = Path(__file__).with_name("with_fp32_plans.py")
 MODEL = words(
@@ -85,13 +85,14 @@ stock = cache(train)
         ("dualpipev", "vocab-1", 4, "--moe-shared-expert-intermediate-size 32", REDUCED),
         ("1f1b-overlap", "baseline", 2, "", REDUCED),
         ("dualpipev", "baseline", 2, "", ""),
+        ("dualpipev", "vocab-2", 2, "", f"{REDUCED} --ddp-bucket-size 20000"),
     ],
 )
 def test_trains_as_stock(family: str, method: str, pp: int, given: str, options: str) -> None:
     expected = stock(given=words(given))
     flags = (*OURS, "--vocab-parallel-family", family, "--vocab-parallel-method", method, *words(options))
     ours = train(*flags, given=words(given), pp=pp)
-    assert f"method {method}, schedule {family}" in ours.text
+    assert f"method {method}, family {family}" in ours.text
     assert len(ours.losses) == len(ours.norms) == 6
     for name in ("losses", "norms", "evaluations"):
         np.testing.assert_allclose(getattr(ours, name), getattr(expected, name), rtol=1e-5, err_msg=name)

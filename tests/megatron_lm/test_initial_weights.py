@@ -9,9 +9,8 @@ import pytest
 
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.replacements import _announcement
-from tests.megatron_lm.test_doors import ENABLE
-from tests.megatron_lm.test_training import EMBEDDINGS
 from tests.megatron_lm.training import Log, pretrain, words
+from tests.support.launch_options import EMBEDDINGS, ENABLE
 
 # Divides over two tensor-parallel ranks without padding, over two stages of them with some.
 VOCAB_SIZE = 4656
@@ -58,9 +57,9 @@ def test_says_by_how_many_padding_ids_the_losses_differ() -> None:
     assert "> padding of the vocabulary" not in stock.text
 
 
-@pytest.mark.parametrize(("schedule", "differ"), [("interleaved", True), ("zb-h1", False), ("1f1b", False)])
-def test_says_where_weights_differ(schedule: str, differ: bool) -> None:
-    config = FlagConfig(enabled=True, method="vocab-2", schedule=schedule)
+@pytest.mark.parametrize(("family", "differ"), [("interleaved", True), ("zb-h1", False), ("1f1b", False)])
+def test_says_where_weights_differ(family: str, differ: bool) -> None:
+    config = FlagConfig(enabled=True, method="vocab-2", family=family)
     assert (DIFFERENT in _announcement(SimpleNamespace(load=None), config)) == differ
     assert DIFFERENT not in _announcement(SimpleNamespace(load=None), FlagConfig(True, "redis"))
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.megatron_lm.test_training import FROM_WEIGHTS
 from tests.megatron_lm.training import Log, is_since, pretrain, words
+from tests.support.launch_options import FROM_WEIGHTS
 
 SCRIPT = Path(__file__).with_name("with_gathered_attention.py")
 UNTIED = "--untie-embeddings-and-output-weights"

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.megatron_lm.test_training import FROM_WEIGHTS
 from tests.megatron_lm.training import checkout, pretrain, words
+from tests.support.launch_options import FROM_WEIGHTS
 
 SCRIPT = Path(__file__).with_name("with_metrics.py")
 LEARNS = words("--lr 0.03 --min-lr 0.02 --untie-embeddings-and-output-weights")

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.megatron_lm.test_doors import ENABLE
-from tests.megatron_lm.test_training import EMBEDDINGS
 from tests.megatron_lm.training import Log, is_since, pretrain, words
+from tests.support.launch_options import EMBEDDINGS, ENABLE
 
 VOCAB_SIZE = 4608  # no padding in stock's softmax
 SCRIPT = Path(__file__).parent / "with_printed_groups.py"

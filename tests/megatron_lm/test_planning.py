@@ -125,7 +125,7 @@ def test_a_measured_plan_changes_no_bit_and_is_used_again(tmp_path: Path) -> Non
     assert "planned idle time" in lines(plain)[1]
     trace = json.loads((tmp_path / "logs" / "vocab_parallel_timeline_0000003" / "timeline.json").read_text())
     rows = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"]
-    assert {"rank 0", "rank 1 output collectives"} <= set(rows)
+    assert {"rank 0", "rank 1 collectives"} <= set(rows)
 
 
 @pytest.mark.long

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.megatron_lm.test_checkpoints import STANDING_STILL, VOCAB_SIZE, tensors
 from tests.megatron_lm.training import Log, checkout, pretrain, words
+from tests.support.saved_tensors import SAVED, STANDING_STILL, VOCAB_SIZE, tensors
 
-SAVED, LAST = 3, 6
+LAST = 6
 MODEL = words(
     "--untie-embeddings-and-output-weights --make-vocab-size-divisible-by 1 --eval-iters 0 --min-lr 0"
 )

@@ -11,18 +11,9 @@ import pytest
 
 from lab.combinations import Combination, frequent
 from lab.recipes import recipes
-from tests.megatron_lm.test_training import FROM_WEIGHTS
-from tests.megatron_lm.test_transformer_engine import (
-    DISTRIBUTED,
-    LATENT,
-    LLAMA,
-    REUSED,
-    Record,
-    compare,
-    train,
-    weights,
-)
 from tests.megatron_lm.training import is_since, words
+from tests.support.engine_models import Record, compare, train, weights
+from tests.support.launch_options import DISTRIBUTED, FROM_WEIGHTS, LATENT, LLAMA, REUSED
 
 FOUND = [found for found, _ in frequent(recipes()[1])]
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.megatron_lm.test_schedules import CHUNKS, EIGHT_LAYERS, OVERLAP, UNTIED
-from tests.megatron_lm.test_transformer_engine import GATHERED as EIGHT_BITS
-from tests.megatron_lm.test_transformer_engine import REUSED
 from tests.megatron_lm.training import Log, is_since, pretrain, words
+from tests.support.launch_options import CHUNKS, EIGHT_BITS_GATHERED, EIGHT_LAYERS, OVERLAP, REUSED, UNTIED
 
 DEFERRED = "--defer-embedding-wgrad-compute"
 GATHERED = "--overlap-param-gather-with-optimizer-step"
@@ -44,7 +42,7 @@ def test_gathered_parameters_where_gradients_will_be(family: str) -> None:
     """In 8 bits weights are gathered into the buffer of their gradients, now beside the first F passes."""
     if not is_since("0.19"):
         pytest.skip("refused before 0.19")
-    options = words(f"--fp8-format hybrid --fp8-recipe mxfp8 {EIGHT_BITS} {REUSED}")
+    options = words(f"--fp8-format hybrid --fp8-recipe mxfp8 {EIGHT_BITS_GATHERED} {REUSED}")
     plain = train(family, *options, transformer_engine=True)
     overlapped = train(
         family, *options, "--overlap-grad-reduce", "--overlap-param-gather", transformer_engine=True

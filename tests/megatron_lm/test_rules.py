@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
+from megatron_vocabpar.megatron_lm.rules.arguments import REVIEW_OF, RULED
 from megatron_vocabpar.megatron_lm.rules.check import TABLES, check, facts_of, said_of
-from megatron_vocabpar.megatron_lm.rules.options import ROW_OF, RULED
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.pipeline.rules.rule import IMPOSSIBLE, UNTESTED, Rule
-from tests.megatron_lm.test_doors import PLAIN
+from tests.support.megatron_parser import PLAIN
 
 RULES = [rule for table in TABLES for rule in table]
 
@@ -96,7 +96,7 @@ FP32, FP8, FUSED = (
 REDIS = {"method": "redis", "redistribute": True, "final_stage_layers": 1}
 
 COMBINED: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
-    (LOCAL_GRAPHS, {"schedule": "zb-h1", "profile_iterations": 0}),
+    (LOCAL_GRAPHS, {"family": "zb-h1", "profile_iterations": 0}),
     (LOCAL_GRAPHS | {"pipeline_model_parallel_size": 1}, {"profile_iterations": 0}),
     (LOCAL_GRAPHS, {}),
     (LOCAL_GRAPHS | {"rampup_batch_size": [4, 4, 64]}, {}),
@@ -104,24 +104,24 @@ COMBINED: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     (LOCAL_GRAPHS | {"attention_dropout": 0.1}, {}),
     (LOCAL_GRAPHS | {"recompute_granularity": "full"}, {}),
     ({"hybrid_layer_pattern": "*-|*-|*-"}, {}),
-    ({}, {"schedule": "v-half"}),
-    (TWO | {"pipeline_model_parallel_size": 1}, {"schedule": "interleaved"}),
-    (TWO | {"pipeline_model_parallel_size": 2, "overlap_p2p_comm": False}, {"schedule": "v-zb"}),
-    (TWO | {"pipeline_model_parallel_layout": "Et|t|t|t|t|t|tm|L"}, {"schedule": "v-half"}),
+    ({}, {"family": "v-half"}),
+    (TWO | {"pipeline_model_parallel_size": 1}, {"family": "interleaved"}),
+    (TWO | {"pipeline_model_parallel_size": 2, "overlap_p2p_comm": False}, {"family": "v-zb"}),
+    (TWO | {"pipeline_model_parallel_layout": "Et|t|t|t|t|t|tm|L"}, {"family": "v-half"}),
     ({"dataloader_inter_document_masking": True}, {}),
     ({"iterations_to_skip": [3]}, {}),
-    (TWO | {"heterogeneous_layers_config_path": "a.json"}, {"schedule": "interleaved"}),
+    (TWO | {"heterogeneous_layers_config_path": "a.json"}, {"family": "interleaved"}),
     ({"num_layers": 7}, {}),
-    ({"transformer_impl": "inference_optimized"}, {"schedule": "zb-h1"}),
-    (TE | {"overlap_grad_reduce": True, "tp_comm_overlap": True}, {"schedule": "zb-h1"}),
-    (TE | {"overlap_dispatch_backward_with_experts_wgrad": True}, {"schedule": "zb-h1"}),
-    (TWO | {"mtp_num_layers": 1}, {"schedule": "v-half", "method": "baseline"}),
-    (TWO | {"defer_embedding_wgrad_compute": True}, {"schedule": "v-half", "method": "baseline"}),
-    (TWO | {"variable_seq_lengths": True}, {"schedule": "v-half", "method": "baseline"}),
-    (TWO, {"schedule": "dualpipev"}),
-    (PAIRED, {"schedule": "interleaved"}),
+    ({"transformer_impl": "inference_optimized"}, {"family": "zb-h1"}),
+    (TE | {"overlap_grad_reduce": True, "tp_comm_overlap": True}, {"family": "zb-h1"}),
+    (TE | {"overlap_dispatch_backward_with_experts_wgrad": True}, {"family": "zb-h1"}),
+    (TWO | {"mtp_num_layers": 1}, {"family": "v-half", "method": "baseline"}),
+    (TWO | {"defer_embedding_wgrad_compute": True}, {"family": "v-half", "method": "baseline"}),
+    (TWO | {"variable_seq_lengths": True}, {"family": "v-half", "method": "baseline"}),
+    (TWO, {"family": "dualpipev"}),
+    (PAIRED, {"family": "interleaved"}),
     *(
-        (PAIRED | more, {"schedule": "dualpipev"})
+        (PAIRED | more, {"family": "dualpipev"})
         for more in (
             {"bf16": False},
             {"num_experts": None},
@@ -243,5 +243,5 @@ def test_rules_look_at_the_options_that_are_said_to_be_ruled() -> None:
         args = Asked(**PLAIN | settings)
         said_of(args, config)
         asked |= vars(args).pop("asked", set()) | set(settings)
-    ruled = {name for name, row in ROW_OF.items() if row.verdict == RULED}
+    ruled = {name for name, row in REVIEW_OF.items() if row.verdict == RULED}
     assert sorted(ruled - asked - {"yaml_cfg", "wgrad_deferral_limit", "pretrained_checkpoint"}) == []

@@ -14,15 +14,14 @@ import pytest
 from megatron_vocabpar.megatron_lm.bindings import find_version
 from megatron_vocabpar.megatron_lm.checkout import source_signatures
 from tests.megatron_lm.training import ROOT, Log, checkout, pretrain, words
+from tests.support.launch_options import EMBEDDINGS, FROM_WEIGHTS
 
-FROM_WEIGHTS = ("--finetune", "--no-load-optim", "--no-load-rng")
 LAYOUTS = {
     "pp4": {"pp": 4},
     "pp2 tp2": {"pp": 2, "tp": 2},
     "pp2 dp2": {"pp": 2, "dp": 2},
 }
 OPTIONS = {"pp2 dp2": ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")}
-EMBEDDINGS = {"untied": ("--untie-embeddings-and-output-weights",), "tied": ()}
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +84,7 @@ def test_patched_script_trains(tmp_path: Path) -> None:
     script = tmp_path / "pretrain_gpt.py"
     v_half = words("--vocab-parallel-family v-half --num-virtual-stages-per-pipeline-rank 2")
     log = pretrain("--enable-vocab-parallel", *v_half, pp=2, iterations=3, script=script, fresh=True)
-    assert "vocabulary parallelism: method vocab-2, schedule v-half" in log.text
+    assert "vocabulary parallelism: method vocab-2, family v-half" in log.text
     assert len(log.losses) == 3
     assert "vocabulary parallelism" not in pretrain(iterations=3, script=script, fresh=True).text
 

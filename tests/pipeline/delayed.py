@@ -3,7 +3,8 @@
 As megatron-core uses it, on one tensor-parallel rank: B puts a product into ``wgrad_store``, and
 ``backward_dw`` takes the oldest and computes the weight's gradient: into ``main_grad`` with gradient
 accumulation fusion, over what is there in a layer's first run, else into ``grad``; and that of a bias that
-the layer adds by itself. As there, it asks for a gradient of a bias that is returned, too.
+the layer adds by itself. As there, it asks for a gradient of a bias that is returned, too, and B gives
+autograd nothing for a weight's gradient, or memory that nobody is to read.
 Transformer Engine's own layers are in ``test_transformer_engine.py``.
 """
 
@@ -42,12 +43,17 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input_: torch.Tensor, hidden: tuple[DelayedLinear], overwrites: bool, bias_in_b: Any
+        ctx: Any,
+        input_: torch.Tensor,
+        weight: torch.Tensor,
+        hidden: tuple[DelayedLinear],
+        overwrites: bool,
+        bias_in_b: Any,
     ) -> torch.Tensor:
         ctx.save_for_backward(input_)
         (ctx.layer,), ctx.overwrites = hidden, overwrites
         ctx.bias_in_b = bias_in_b is not None
-        return input_ @ ctx.layer.weight.t() + (0 if ctx.layer.skip_bias_add else ctx.layer.bias)
+        return input_ @ weight.t() + (0 if ctx.layer.skip_bias_add else ctx.layer.bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -63,7 +69,8 @@ class _Product(torch.autograd.Function):
         if layer.weight.requires_grad:
             layer.wgrad_store.put([ctx.saved_tensors[0].flatten(0, -2), grad.flatten(0, -2)], product)
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.bias_in_b else None
-        return grad @ layer.weight, None, None, grad_bias
+        memory = torch.full_like(layer.weight, torch.nan) if layer.fuse_wgrad_accumulation else None
+        return grad @ layer.weight, memory, None, None, grad_bias
 
 
 class DelayedLinear(torch.nn.Module):
@@ -96,7 +103,7 @@ class DelayedLinear(torch.nn.Module):
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         first, self.is_first_microbatch = self.is_first_microbatch, False
-        output = _Product.apply(input_, (self,), first, self.bias if self.bias_in_b else None)
+        output = _Product.apply(input_, self.weight, (self,), first, self.bias if self.bias_in_b else None)
         return output, self.bias if self.skip_bias_add else None
 
     def backward_dw(self) -> None:

@@ -379,7 +379,7 @@ def train(
         modules = build_chunks(case)
         config = modules[0].config
         ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, overlap_grad_reduce=case.overlap_grad_reduce, bucket_size=4000
+            grad_reduce_in_fp32=True, overlap_grad_reduce=case.overlap_grad_reduce, bucket_size=1000
         )
         half = config.bf16 or config.fp16
         wrapped = [Float16Module(config, module) if half else module for module in modules]
@@ -519,11 +519,24 @@ def _generated(method: str, p: int, m: int, mtp: int) -> Schedule:
     return generate(method, p, m, costs=PassCosts.default(p, mtp))
 
 
-def plan_maker(case: Case) -> Callable[[int], Plan] | None:
-    """How the case's plans are made; ``sequential`` is one microbatch after the other, W split off."""
-    if isinstance(case.schedule, Schedule):
-        return {case.m: Plan.of(case.schedule, PassCosts.default(case.pp, case.mtp))}.__getitem__
-    return (lambda m: Plan.of(sequential(case, m))) if case.schedule == "sequential" else None
+def plan_maker(case: Case) -> Callable[[int], Plan]:
+    """How the case's plans are made; ``sequential`` is one microbatch after the other, W split off.
+
+    All launch communication between layers, where a stage has several.
+    """
+    costs, stages = PassCosts.default(case.pp, case.mtp), case.placement.num_stages
+
+    @cache
+    def plan(m: int) -> Plan:
+        schedule = case.schedule
+        if schedule == "sequential":
+            schedule = sequential(case, m)
+        elif schedule == "1f1b":
+            schedule = generate(case.method, case.pp, m, costs=costs)
+        assert isinstance(schedule, Schedule)
+        return Plan.of(schedule, costs).launched_late([case.layers // stages] * stages)
+
+    return plan
 
 
 def case_of(schedule: Schedule, **options: Any) -> Case:

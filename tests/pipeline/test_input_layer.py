@@ -18,10 +18,10 @@ from megatron_vocabpar.schedule.words.placement import Placement
 def test_rows_wait_for_those_of_two_microbatches_before() -> None:
     events, waited = count(), []
     rank = SimpleNamespace(
-        groups=VocabGroups((0, 1), 2, 1, 1, *[Mock()] * 4),
+        groups=VocabGroups((0, 1), 2, 1, 1, *[Mock()] * 3),
         placement=Placement(2),
         pipeline_rank=1,
-        input_stream=SimpleNamespace(submit=lambda work: next(events)),
+        side_stream=SimpleNamespace(submit=lambda work: next(events)),
     )
     owned = torch.tensor([0])
     tokens = SimpleNamespace(rank=0, owned=owned, plan=SimpleNamespace(counts=(1, 1)))

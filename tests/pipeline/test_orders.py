@@ -82,8 +82,8 @@ def _work_is_not_held(_: type) -> AbstractContextManager[Any]:
 def _result_of_the_side_stream(_: type) -> AbstractContextManager[Any]:
     def joined(self: OutputCollectives, sent: Sent, _: Any) -> Any:
         groups = self.groups
-        return self.rank.output_stream.submit(
-            lambda: Joined(merge_stats(all_gather(groups, groups.output, sent.statistics)), sent.extras, None)
+        return self.rank.side_stream.submit(
+            lambda: Joined(merge_stats(all_gather(groups, sent.statistics)), sent.extras, None)
         )
 
     return patch.object(OutputCollectives, "joined", joined)

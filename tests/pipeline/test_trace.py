@@ -244,7 +244,7 @@ def _forward_step(data_iterator: Any, model: Any) -> Any:
 
 
 def _build(schedule: Schedule, rank: int, waits: _Waits) -> tuple[ForwardBackward, Any]:
-    groups = VocabGroups(tuple(range(P)), P, 1, rank, *[dist.group.WORLD] * 4)
+    groups = VocabGroups(tuple(range(P)), P, 1, rank, *[dist.group.WORLD] * 3)
     model = VocabParallelGPTModel(
         _config(),
         ModuleSpec(module=_Layer),

@@ -19,18 +19,18 @@ import pytest
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
 from megatron_vocabpar.megatron_lm.rules.check import check
 from megatron_vocabpar.plan.advice import launch_line, placing_flags
+from megatron_vocabpar.plan.choice import Choice, Request
+from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.given import read_words
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.option import Option, Request
-from megatron_vocabpar.plan.options import option_of
 from megatron_vocabpar.plan.read_config import model_preset, model_presets
-from megatron_vocabpar.plan.stock_options import stock_options
+from megatron_vocabpar.plan.stock_choices import stock_choices
 from megatron_vocabpar.plan.write_arguments import model_arguments
-from tests.megatron_lm.test_doors import PLAIN
-from tests.megatron_lm.test_option_rows import recorded
 from tests.megatron_lm.training import LOCAL, ROOT, checkout
+from tests.support.megatron_parser import PLAIN
+from tests.support.recorded_arguments import recorded
 from tests.transformer_engine import hook
 
 H100 = hardware_named("h100")
@@ -60,7 +60,7 @@ def test_every_flag_is_one_of_megatrons(name: str) -> None:
         p=2, t=2, c=2, d=d, e=d if model.experts else 1, m=4, distributed_optimizer=True, offload=True,
         recompute="selective", fp8=True,
     )  # fmt: skip
-    line = launch_line(Request(model, job, H100, 1e6), Option("baseline", "1f1b", (1, 1)))
+    line = launch_line(Request(model, job, H100, 1e6), Choice("baseline", "1f1b", (1, 1)))
     words = line.replace("\\\n", " ").split("pretrain_gpt.py")[1]
     names = names_of(re.findall(r"--[\w-]+", words))
     for version, known in recorded().items():
@@ -98,10 +98,10 @@ def test_reductions_overlap_where_w_is_not_split_off(family: str, overlaps: bool
     """``SPLIT_W`` refuses them with Transformer Engine's layers; the times know it too."""
     model = replace(model_preset("llama-3.1-8b"), layers=16)
     request = Request(model, Job(p=4, d=2, m=8, distributed_optimizer=True), H100, 80.0)
-    option = option_of(request, "vocab-2", family)
-    assert ("--overlap-grad-reduce" in launch_line(request, option)) is overlaps
-    apart = option_of(replace(request, job=replace(request.job, overlap=False)), "vocab-2", family)
-    assert (option.after_ms < apart.after_ms) is overlaps
+    choice = choice_of(request, "vocab-2", family)
+    assert ("--overlap-grad-reduce" in launch_line(request, choice)) is overlaps
+    apart = choice_of(replace(request, job=replace(request.job, overlap=False)), "vocab-2", family)
+    assert (choice.after_ms < apart.after_ms) is overlaps
 
 
 def _value(text: str) -> bool | int | str:
@@ -116,7 +116,7 @@ def test_flags_of_pairs_are_taken_at_the_door(method: str, family: str, delays: 
     """Transformer Engine's layers, which Megatron takes by default, let Megatron delay W within a pair."""
     model = replace(model_preset("qwen3-30b-a3b"), layers=16)
     request = Request(model, Job(p=4, d=8, e=8, m=8), H100, 80.0)
-    line = launch_line(request, option_of(request, method, family)).replace("\\\n", " ")
+    line = launch_line(request, choice_of(request, method, family)).replace("\\\n", " ")
     words = shlex.split(line.split("pretrain_gpt.py")[1])
     assert "--overlap-moe-expert-parallel-comm" in words
     assert ("--delay-wgrad-compute" in words) is delays
@@ -131,10 +131,10 @@ def test_flags_of_pairs_are_taken_at_the_door(method: str, family: str, delays: 
 @pytest.mark.parametrize("p", [1, 4])
 def test_stock_with_overlap_has_its_flags(p: int) -> None:
     request = Request(replace(model_preset("qwen3-30b-a3b"), layers=16), Job(p=p, d=8, e=8, m=8), H100, 1e6)
-    together = [one for one in stock_options(request) if "with overlap" in one.family]
+    together = [one for one in stock_choices(request) if "with overlap" in one.family]
     assert together
-    for option in together:
-        line = launch_line(request, option)
+    for choice in together:
+        line = launch_line(request, choice)
         assert "--overlap-moe-expert-parallel-comm" in line
         assert "--delay-wgrad-compute" in line
         assert "vocab-parallel" not in line
@@ -144,15 +144,15 @@ def test_what_no_flag_says_is_said() -> None:
     assert any("softcap" in one for one in model_preset("gemma-2-9b").beyond)
     assert model_preset("llama-3.1-8b").beyond == ()
     request = Request(replace(model_preset("gemma-2-9b"), layers=8), Job(p=4), H100, 80.0)
-    assert "--vocab-parallel-logit-softcap 30" in placing_flags(request, Option("vocab-2", "1f1b", (2,) * 4))
-    assert placing_flags(request, Option("baseline", "1f1b", (2,) * 4)) == []
+    assert "--vocab-parallel-logit-softcap 30" in placing_flags(request, Choice("vocab-2", "1f1b", (2,) * 4))
+    assert placing_flags(request, Choice("baseline", "1f1b", (2,) * 4)) == []
 
 
 def test_heads_of_multi_token_prediction_stand_in_a_layout() -> None:
     request = Request(replace(model_preset("deepseek-v3"), layers=13), Job(p=4, m=8), H100, 1e6)
-    (flag,) = placing_flags(request, Option("vocab-2", "1f1b", (3, 3, 3, 4)))[:1]
+    (flag,) = placing_flags(request, Choice("vocab-2", "1f1b", (3, 3, 3, 4)))[:1]
     assert flag == "--pipeline-model-parallel-layout 'Ettt|ttt|ttt|ttttmL'"
-    by_hand = [one for one in stock_options(request) if "by hand" in one.family]
+    by_hand = [one for one in stock_choices(request) if "by hand" in one.family]
     assert by_hand
     assert all("mL'" in one.flags[0] for one in by_hand)
 
@@ -186,7 +186,7 @@ def shrunk(model: Model) -> Model:
 def shrunk_line(name: str) -> str:
     """A job for ``build_models.py``: the preset's launch line, shrunk."""
     line = launch_line(
-        Request(shrunk(model_preset(name)), Job(p=1, m=2), H100, 1e6), Option("baseline", "1f1b", (2,))
+        Request(shrunk(model_preset(name)), Job(p=1, m=2), H100, 1e6), Choice("baseline", "1f1b", (2,))
     )
     words = shlex.split(line.replace("\\\n", " ").split("pretrain_gpt.py")[1])
     # Only GPUs have kernels for groups of experts.

@@ -18,12 +18,12 @@ from click.testing import CliRunner
 
 from megatron_vocabpar.cli.main import main
 from megatron_vocabpar.plan import search as searching
-from megatron_vocabpar.plan import stock_options as playing
+from megatron_vocabpar.plan import stock_choices as playing
+from megatron_vocabpar.plan.choice import Request
+from megatron_vocabpar.plan.choices import choice_of, choices_of
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import RECOMPUTE, Job
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.option import Request
-from megatron_vocabpar.plan.options import option_of
 from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.plan.search import (
     Found,
@@ -36,7 +36,7 @@ from megatron_vocabpar.plan.search import (
     usual_batch,
 )
 from megatron_vocabpar.plan.search_tables import binds, shares, shown, sources, stock_best
-from megatron_vocabpar.plan.stock_options import stock_options
+from megatron_vocabpar.plan.stock_choices import stock_choices
 from megatron_vocabpar.plan.workers import mapping
 from megatron_vocabpar.schedule.make.problem import Problem
 
@@ -67,44 +67,44 @@ def test_the_best_of_all_ways_is_found() -> None:
         if offload and not job.distributed_optimizer:
             continue
         request = Request(asked.model, job, H100, 20.0)
-        options = stock_options(request)
-        options += [option_of(request, *pair, job.m) for pair in every] if p > 1 else []
-        times += [one.iteration_ms for one in options if one.fits(request)]
+        choices = stock_choices(request)
+        choices += [choice_of(request, *pair, job.m) for pair in every] if p > 1 else []
+        times += [one.iteration_ms for one in choices if one.fits(request)]
     assert found
-    assert found[0].option.iteration_ms <= 1.03 * min(times)
-    assert found[0].option.fits(found[0].request)
-    assert found[0].option.exact
+    assert found[0].choice.iteration_ms <= 1.03 * min(times)
+    assert found[0].choice.fits(found[0].request)
+    assert found[0].choice.exact
 
 
 def test_the_best_sizes_are_played_with_every_method() -> None:
     """Each of the found is no slower than the other methods in its family, with the same sizes."""
     asked = question(small(), p=4, t=1, c=1)
     for one in search(asked):
-        if not one.option.stock:
-            methods = ("vocab-1", "vocab-2", "interlaced")[: 3 if one.option.family == "1f1b" else 2]
-            times = [option_of(one.request, method, one.option.family).iteration_ms for method in methods]
-            assert one.option.iteration_ms <= 1.001 * min(times)
+        if not one.choice.stock:
+            methods = ("vocab-1", "vocab-2", "interlaced")[: 3 if one.choice.family == "1f1b" else 2]
+            times = [choice_of(one.request, method, one.choice.family).iteration_ms for method in methods]
+            assert one.choice.iteration_ms <= 1.001 * min(times)
 
 
 def test_pairs_are_found_where_they_hide_an_exchange() -> None:
     """Without a search: dualpipev with vocab-1 is faster than all else on these sizes."""
     asked = replace(question(small("qwen3-30b-a3b", 16), gpus=16, p=4, t=1, c=1, e=4), batch=64)
     first, *_ = search(asked)
-    assert first.option.family == "dualpipev"
-    alone = replace(first, option=replace(first.option, family="v-zb"))
+    assert first.choice.family == "dualpipev"
+    alone = replace(first, choice=replace(first.choice, family="v-zb"))
     rest, whole = (shares(one)["the exchange of experts"] for one in (first, alone))
     assert rest == pytest.approx(0.07 * whole)
-    options = stock_options(first.request)
-    options += [option_of(first.request, *each, first.request.job.m) for each in searching.OURS]
-    assert min(options, key=lambda one: one.iteration_ms).family == "dualpipev"
+    choices = stock_choices(first.request)
+    choices += [choice_of(first.request, *each, first.request.job.m) for each in searching.OURS]
+    assert min(choices, key=lambda one: one.iteration_ms).family == "dualpipev"
 
 
 def test_bounds_are_below_what_is_played() -> None:
     asked = question(small())
     for bound, job in candidates(asked):
         for one in tried(asked, job):
-            assert bound <= 1.0001 * one.option.iteration_ms
-            assert bound_ms(asked, one.request.job) <= 1.0001 * one.option.iteration_ms
+            assert bound <= 1.0001 * one.choice.iteration_ms
+            assert bound_ms(asked, one.request.job) <= 1.0001 * one.choice.iteration_ms
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -131,7 +131,7 @@ def test_what_is_left_out_is_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     plays = counted(monkeypatch)
     found, needed = search(asked), len(plays)
     monkeypatch.setattr(searching, "_known_ms", lambda *_: inf)
-    monkeypatch.setattr(searching, "option_of", lambda *given, below_ms: option_of(*given))
+    monkeypatch.setattr(searching, "choices_of", lambda *given, below_ms, most: choices_of(*given, most=most))
     assert search(asked) == found
     assert needed < 0.8 * (len(plays) - needed)
 
@@ -144,7 +144,7 @@ def test_a_rung_that_is_too_slow_does_not_hide_a_faster_one() -> None:
     recomputed = bound_ms(asked, replace(job, recompute="full"))
     (found,) = tried(asked, job, ours_ms=0.0, stock_ms=recomputed)
     assert (found.request.job.offload, found.request.job.recompute) == (True, "none")
-    assert found.option.iteration_ms < 0.8 * recomputed
+    assert found.choice.iteration_ms < 0.8 * recomputed
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_experts_are_exchanged_within_a_node_if_they_can_be() -> None:
     )
     slow, fast = (shares(found[0])["the exchange of experts"] for found in (across, faster))
     assert slow > 2.5 * fast
-    assert faster[0].option.iteration_ms < across[0].option.iteration_ms
+    assert faster[0].choice.iteration_ms < across[0].choice.iteration_ms
 
 
 def test_kinds_differ_and_megatrons_best_is_shown() -> None:
@@ -201,7 +201,7 @@ def test_kinds_differ_and_megatrons_best_is_shown() -> None:
     stock = stock_best(found)
     assert stock in rows
     assert stock is not None
-    assert stock.option.stock
+    assert stock.choice.stock
 
 
 def test_a_batch_is_four_million_tokens_or_two_sequences_a_gpu() -> None:
@@ -278,12 +278,12 @@ def test_what_is_near_the_first_is_simulated_in_full(monkeypatch: pytest.MonkeyP
     request: Any = SimpleNamespace()
 
     def found(name: str, ms: float, exact: bool = False) -> Found:
-        option: Any = SimpleNamespace(name=name, iteration_ms=ms, exact=exact, fits=lambda _: True)
-        return Found(request, option)
+        choice: Any = SimpleNamespace(name=name, iteration_ms=ms, exact=exact, fits=lambda _: True)
+        return Found(request, choice)
 
     monkeypatch.setattr(
-        searching, "in_full", lambda _, option: found(option.name, full[option.name], True).option
+        searching, "in_full", lambda _, choice: found(choice.name, full[choice.name], True).choice
     )
     estimates = [found("stock", 1505.0), found("near", 1508.0), found("far", 1530.0)]
-    names = [(one.option.name, one.option.exact) for one in searching._exact(estimates)]
+    names = [(one.choice.name, one.choice.exact) for one in searching._exact(estimates)]
     assert names == [("near", True), ("stock", True), ("far", False)]

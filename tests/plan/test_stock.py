@@ -6,13 +6,22 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_vocabpar.plan.choice import Request
+from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import OVERLAP, Job
-from megatron_vocabpar.plan.option import Request
-from megatron_vocabpar.plan.options import option_of
 from megatron_vocabpar.plan.read_config import model_preset
-from megatron_vocabpar.plan.stock import Layout, Stages, Step, held_layers, layouts, order, play, stages_of
-from megatron_vocabpar.plan.stock_options import stock_options
+from megatron_vocabpar.plan.stock import (
+    Layout,
+    Stages,
+    StockPass,
+    held_layers,
+    layouts,
+    order,
+    play,
+    stages_of,
+)
+from megatron_vocabpar.plan.stock_choices import stock_choices
 from megatron_vocabpar.plan.times import estimated_costs
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import method_named
@@ -24,11 +33,11 @@ from tests.schedule.simulated import simulated
 H100 = hardware_named("h100")
 
 
-def named(steps: tuple[Step, ...]) -> str:
+def named(steps: tuple[StockPass, ...]) -> str:
     return "+".join(f"{'F' if one.forward else 'B'}{one.stage}.{one.microbatch}" for one in steps)
 
 
-def pass_of(step: Step) -> Pass:
+def pass_of(step: StockPass) -> Pass:
     return Pass(PassType.F if step.forward else PassType.B, step.stage, step.microbatch)
 
 
@@ -43,7 +52,7 @@ def test_the_order_is_megatrons() -> None:
     assert warm_up == ["F0.0", "F0.1", "F2.0", "F2.1"]
     assert rest[:4] == ["F0.2", "B2.0", "F0.3", "B2.1"]
     assert rest[-4:] == ["B2.2", "B2.3", "B0.2", "B0.3"]
-    assert list(order(3, 4, 1, 3))[:2] == [(Step(True, 3, 0),), (Step(False, 3, 0),)]
+    assert list(order(3, 4, 1, 3))[:2] == [(StockPass(True, 3, 0),), (StockPass(False, 3, 0),)]
 
 
 def test_with_overlap_the_warm_up_is_one_longer_and_f_runs_with_b() -> None:
@@ -115,8 +124,8 @@ def test_a_transfer_delays_the_first_and_the_last_microbatch() -> None:
 def test_1f1b_takes_as_long_as_the_simulators_baseline() -> None:
     model = replace(model_preset("llama-3.1-8b"), layers=32)
     request = Request(model, Job(p=4, m=24), H100, 1e6)
-    stock = next(one for one in stock_options(request) if one.family == "1f1b")
-    ours = option_of(request, "baseline", "1f1b", 24)
+    stock = next(one for one in stock_choices(request) if one.family == "1f1b")
+    ours = choice_of(request, "baseline", "1f1b", 24)
     assert stock.iteration_ms == pytest.approx(ours.iteration_ms, rel=0.005)
     assert [one.total for one in stock.stages] == pytest.approx([one.total for one in ours.stages])
 
@@ -126,16 +135,16 @@ def test_several_chunks_need_microbatches_that_divide(shorter: bool) -> None:
     """Megatron refuses others: 30 microbatches on 6 ranks make whole rounds, 32 do not."""
     for m, several in ((30, True), (32, False)):
         request = Request(model_preset("gemma-2-9b"), Job(p=6, m=m), H100, 1e6)
-        kinds = [one.family for one in stock_options(request, shorter=shorter)]
+        kinds = [one.family for one in stock_choices(request, shorter=shorter)]
         assert any(kind.startswith("interleaved") for kind in kinds) == several
         assert any(kind.startswith("1f1b") for kind in kinds)
 
 
 def test_layers_move_away_from_the_output_layer() -> None:
     request = Request(model_preset("gemma-2-9b"), Job(p=4, m=32), H100, 1e6)
-    options = {one.family: one for one in stock_options(request)}
-    by_hand = next(one for name, one in options.items() if name.startswith("interleaved") and "hand" in name)
-    baseline = option_of(request, "baseline", "1f1b", 32)
+    choices = {one.family: one for one in stock_choices(request)}
+    by_hand = next(one for name, one in choices.items() if name.startswith("interleaved") and "hand" in name)
+    baseline = choice_of(request, "baseline", "1f1b", 32)
     assert by_hand.iteration_ms < 0.85 * baseline.iteration_ms
     assert sum(by_hand.layers) == 42
     assert by_hand.layers[-1] < max(by_hand.layers)

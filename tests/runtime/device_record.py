@@ -92,8 +92,7 @@ class Recorder(TorchDispatchMode):
         self.log = Log()
         self.stream = MAIN
         self._names = {
-            id(groups.output): "output",
-            id(groups.input): "input",
+            id(groups.collectives): "collectives",
             id(groups.upward): "upward",
             id(groups.downward): "downward",
         }

@@ -66,7 +66,7 @@ def _groups_of_two_replicas(rank: int) -> tuple[Any, list[tuple[str, float]]]:
     # Ranks as Megatron lays them out for tp 2, dp 2, pp 2: tensor fastest, then data, then pipeline.
     coordinates = (rank // 2 % 2, rank // 4, rank % 2)
     groups = create_groups(coordinates, pipeline=2, tensor=2, timeout=timedelta(minutes=7))
-    made = (groups.output, groups.input, groups.upward, groups.downward)
+    made = (groups.collectives, groups.upward, groups.downward)
     named = [(group.group_desc, group._get_backend(CPU).options._timeout.total_seconds()) for group in made]
     return (groups.ranks, groups.member, groups.stage, groups.tensor_rank), named
 
@@ -76,23 +76,23 @@ def test_members_are_stage_major_within_a_replica_and_groups_have_names_and_the_
     assert results[0] == ((0, 1, 4, 5), 0, 0, 0)
     assert results[3] == ((2, 3, 6, 7), 1, 0, 1)
     assert results[6] == ((2, 3, 6, 7), 2, 1, 0)
-    names = ("OUTPUT_COLLECTIVES", "INPUT_COLLECTIVES", "STAGES_UPWARD", "STAGES_DOWNWARD")
+    names = ("COLLECTIVES", "STAGES_UPWARD", "STAGES_DOWNWARD")
     assert all(each == [(f"VOCAB_{name}", 420) for name in names] for each in named)
 
 
 def _collectives(rank: int) -> dict[str, list[float]]:
     groups = create_groups((0, rank, 0), pipeline=3, tensor=1)
     piece = torch.full((2,), float(rank)) if rank == 2 else torch.empty(2)
-    broadcast(groups, groups.output, [piece], [2])
+    broadcast(groups, [piece], [2])
     rows = torch.full((rank + 1, 2), float(rank))
     counts = [1, 2, 3] if rank == 0 else [0, 0, 0]
     received = torch.empty(sum(counts), 2)
     exchange_rows(groups, received, rows, counts, [rank + 1, 0, 0])
     return {
         "broadcast": piece.tolist(),
-        "gather": all_gather(groups, groups.output, torch.tensor([rank, rank + 0.5])).flatten().tolist(),
-        "reduce": all_reduce(groups, groups.output, torch.tensor([float(rank)])).tolist(),
-        "maximum": all_reduce(groups, groups.output, torch.tensor([float(rank)]), dist.ReduceOp.MAX).tolist(),
+        "gather": all_gather(groups, torch.tensor([rank, rank + 0.5])).flatten().tolist(),
+        "reduce": all_reduce(groups, torch.tensor([float(rank)])).tolist(),
+        "maximum": all_reduce(groups, torch.tensor([float(rank)]), dist.ReduceOp.MAX).tolist(),
         "rows": received[:, 0].tolist(),
     }
 
@@ -105,19 +105,6 @@ def test_collectives() -> None:
         assert result["reduce"] == [3.0]
         assert result["maximum"] == [2.0]
         assert result["rows"] == ([0.0, 1.0, 1.0, 2.0, 2.0, 2.0] if rank == 0 else [])
-
-
-def _communicator_of_rows(rank: int) -> str:
-    groups = create_groups((0, rank, 0), pipeline=2, tensor=1)
-    with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
-        exchange_rows(groups, torch.empty(2, 1), torch.ones(2, 1), [1, 1], [1, 1])
-    name: str = exchange.call_args.kwargs["group"].group_desc
-    return name
-
-
-def test_input_rows_have_the_input_layers_communicator() -> None:
-    """In the output layer's, whose order is another, they would meet its collectives."""
-    assert run_ranks(2, _communicator_of_rows) == ["VOCAB_INPUT_COLLECTIVES"] * 2
 
 
 def _ring(rank: int) -> list[float]:

@@ -17,14 +17,14 @@ SOON_S = 120
 IN_A_COLLECTIVE = """
 import sys, time, torch
 import torch.distributed as dist
-from megatron_vocabpar.runtime.comm import all_reduce, create_groups
+from megatron_vocabpar.runtime.comm import create_groups
 from megatron_vocabpar.runtime.streams import side_stream
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
 groups = create_groups((0, rank, 0), 2, 1)
-group = (groups.output, groups.input)[rank]
-event = side_stream(torch.device("cpu"), "side").submit(lambda: all_reduce(groups, group, torch.ones(1)))
+group = (groups.collectives, groups.upward)[rank]
+event = side_stream(torch.device("cpu"), "side").submit(lambda: dist.all_reduce(torch.ones(1), group=group))
 time.sleep(0.3)
 assert not event.done()
 if rank == 1:

@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 
 from megatron_vocabpar.runtime.pass_times import IterationTimes, RankTimes, pass_costs
-from megatron_vocabpar.runtime.timeline import COMPUTE, INPUT, OUTPUT, WAIT, Span
+from megatron_vocabpar.runtime.timeline import COLLECTIVES, COMPUTE, WAIT, Span
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.words.passes import (
-    INPUT_COLLECTIVES,
     CommType,
     Instruction,
     Pass,
@@ -50,8 +49,7 @@ def spans_of(simulation: Simulation, rank: int) -> list[Span]:
         times[item] = simulation.passes[first]
     for item, (start, end) in times.items():
         if schedule.rank_of(item) == rank and item.type not in TRANSFERS:
-            lane = OUTPUT if isinstance(item.type, CommType) else COMPUTE
-            lane = INPUT if item.type in INPUT_COLLECTIVES else lane
+            lane = COLLECTIVES if isinstance(item.type, CommType) else COMPUTE
             spans.append(Span(str(item), item.type.value, lane, start / 1e3, end / 1e3))
     return spans
 
@@ -133,7 +131,7 @@ def test_what_a_synchronous_pass_waits_for_is_told_apart() -> None:
         Span("0B0", "B", COMPUTE, 0.020, 0.040),
         Span("0S0", "S", COMPUTE, 0.010, 0.012),
         Span("0S0", WAIT, COMPUTE, 0.012, 0.015),
-        Span("0S0", "S", OUTPUT, 0.0125, 0.0145),
+        Span("0S0", "S", COLLECTIVES, 0.0125, 0.0145),
         Span("0S0", "S", COMPUTE, 0.015, 0.016),
     ]
     times = RankTimes.of([spans])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_vocabpar.runtime.streams import side_stream
-from megatron_vocabpar.runtime.timeline import COMPUTE, OUTPUT, Span, Timeline, trace_events
+from megatron_vocabpar.runtime.timeline import COLLECTIVES, COMPUTE, Span, Timeline, trace_events
 from megatron_vocabpar.schedule.words.passes import parse
 
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def test_a_pass_that_waits_twice_computes_in_two_parts(take: Callable[[float], N
 def test_side_streams_are_recorded_under_the_instruction_that_submitted() -> None:
     """From the start on, and not before."""
     timeline = Timeline(CPU)
-    stream = timeline.watch(side_stream(CPU, "test"), OUTPUT)
+    stream = timeline.watch(side_stream(CPU, "test"), COLLECTIVES)
     with timeline.observe(parse("0F0")):
         stream.submit(lambda: None).wait()
     assert timeline.stop() == []
@@ -67,16 +67,16 @@ def test_side_streams_are_recorded_under_the_instruction_that_submitted() -> Non
         event = stream.submit(lambda: None)
     event.wait()
     (span,) = timeline.stop()
-    assert (span.name, span.kind, span.lane) == ("1C1.3", "C1", OUTPUT)
+    assert (span.name, span.kind, span.lane) == ("1C1.3", "C1", COLLECTIVES)
     stream.close()
 
 
 def test_trace_has_a_named_row_for_every_rank_and_lane() -> None:
-    spans = [[Span("0F0", "F", COMPUTE, 10.0, 10.5)], [Span("1C0.0", "C0", OUTPUT, 10.5, 10.75)]]
+    spans = [[Span("0F0", "F", COMPUTE, 10.0, 10.5)], [Span("1C0.0", "C0", COLLECTIVES, 10.5, 10.75)]]
     events = trace_events(spans)["traceEvents"]
     rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     drawn = [(rows[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
     assert drawn == [
         ("rank 0", "0F0", 0.0, 500000.0),
-        ("rank 1 output collectives", "1C0.0", 500000.0, 250000.0),
+        ("rank 1 collectives", "1C0.0", 500000.0, 250000.0),
     ]

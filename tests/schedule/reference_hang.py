@@ -94,14 +94,14 @@ class _Play:
     def _communicator(self, rank: int, word: str) -> str:
         name = parts(word)[1]
         if name.startswith("C"):
-            return "input" if name.startswith("CI") else "output"
+            return "collectives"
         peer = self._peer(word)[0]
         source, target = (rank, peer) if name.startswith("SEND") else (peer, rank)
         return f"{'up' if source < target else 'down'} {min(rank, peer)} {max(rank, peer)}"
 
     def _stream(self, rank: int, word: str) -> str:
         if self._is_together(word):
-            return "output"
+            return "collectives"
         if not self._is_comm(word):
             return "compute"
         name = self._communicator(rank, word)

@@ -7,7 +7,8 @@ the package: what is sent where, and what a pass waits for, is read off the name
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from tests.schedule import reference
 from tests.schedule.random_schedules import Shape
@@ -29,10 +30,12 @@ def parts(word: str) -> tuple[int, str, int]:
     return int(found[1]), found[2] + (found[3] or ""), int(found[4])
 
 
-def ends(program: Words, shape: Shape, ms: dict[str, float]) -> dict[str, float]:
+def ends(
+    program: Words, shape: Shape, ms: dict[str, float], late: Mapping[str, float] = MappingProxyType({})
+) -> dict[str, float]:
     """The end of every pass, transfer (by its receive) and part in a collective.
 
-    A pair takes ``ms["hidden"]`` less than F and B.
+    A pair takes ``ms["hidden"]`` less than F and B. What is ``late`` is issued inside the pass behind it.
     """
     data, last = shape.data, shape.p * shape.chunks - 1
     where = [reference.rank_of(stage, data) for stage in range(last + 1)]
@@ -43,6 +46,7 @@ def ends(program: Words, shape: Shape, ms: dict[str, float]) -> dict[str, float]
         issued: dict[str, float] = {}
         for rank, row in enumerate(program):
             free = 0.0
+            held: list[str] = []
             for word in row:
                 _, name, mb = parts(word)
                 if name in ms and not name.startswith(("C", "RECV")):
@@ -53,15 +57,21 @@ def ends(program: Words, shape: Shape, ms: dict[str, float]) -> dict[str, float]
                     free = start + sum(ms[parts(part)[1]] for part in both)
                     free -= ms["hidden"] if len(both) > 1 else 0.0
                     end |= dict.fromkeys(both, free)
+                    issued |= {f"{rank} {w}": start + late[w] * (free - start) for w in held}
+                    held = []
+                elif word in late:
+                    held.append(word)
                 else:
                     issued[f"{rank} {word}"] = free
         _transfers(program, issued, end, where, ms)
-        for group in ({"C0", "C1", "C2", "C3", "CG"}, {"CI", "CIB"}):
-            free = 0.0
-            for word in [w for w in program[0] if parts(w)[1] in group]:
-                same = [word.replace("0", str(rank), 1) for rank in range(shape.p)]
-                free = max([free, *(issued[f"{r} {w}"] for r, w in enumerate(same))]) + ms[parts(word)[1]]
-                end |= dict.fromkeys(same, free)
+        free = 0.0
+        together = "S" if shape.algorithm == "interlaced" else ""
+        for word in [w for w in program[0] if parts(w)[1].startswith("C") or parts(w)[1] == together]:
+            same = [word.replace("0", str(rank), 1) for rank in range(shape.p)]
+            took = ms[parts(word)[1]]
+            came = [issued.get(f"{r} {w}", end.get(w, 0.0) - took) for r, w in enumerate(same)]
+            free = max([free, *came]) + took
+            end |= dict.fromkeys(same, free)
         if end == before:
             return end
     raise AssertionError("the equations have no solution")

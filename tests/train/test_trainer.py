@@ -192,7 +192,7 @@ def test_results_folder(base: TrainConfig, tmp_path: Path) -> None:
     names = {event["name"] for event in trace if event["ph"] == "X"}
     rows = {event["args"]["name"] for event in trace if event["name"] == "thread_name"}
     assert {"0S0", "1T2", "1B2", "0C0.1", "1C1.0", "0C2.2", "0CI0", "1CIB2"} <= names
-    assert {"rank 0", "rank 1", "rank 1 output collectives", "rank 0 input collectives"} <= rows
+    assert {"rank 0", "rank 1", "rank 0 collectives", "rank 1 collectives"} <= rows
     assert (tmp_path / "job" / "schedule.svg").read_text().startswith("<svg")
     schedule = from_json((tmp_path / "job" / "schedule.json").read_text())
     passes = sum(map(len, schedule.ranks))

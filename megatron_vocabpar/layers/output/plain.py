@@ -182,8 +182,8 @@ def output_forward(
         options: how to compute, and what to keep.
         owned: the tokens with a target in this shard; None finds them, which on a GPU waits for the device.
         extras: the further numbers; one that reads exponentials needs ``keep_state``.
-        e: [n, P] memory for the exponentials in the operands' dtype (with ``fp8`` its recipe's storage), such
-            as that of a microbatch that is done; None allocates.
+        e: [n, P] memory for the exponentials in the operands' dtype (with ``fp8_weight`` its recipe's
+            storage), such as that of a microbatch that is done; None allocates.
 
     Returns:
         ``(state, stats)``: the state is None without ``keep_state``; stats is [n, 4], and the extras'
@@ -270,7 +270,7 @@ def _scaled_exponentials(
     if d_y.curves:
         return _mixed(state.stored, softmax, d_y)
     x, pieces, row, kept = state.x, _exponentials(state), d_y.row, state.e is not None
-    exact_enough = x.dtype != torch.float16 and state.tokens.fp8 is None
+    exact_enough = x.dtype != torch.float16 and state.tokens.fp8_weight is None
     if not exact_enough or state.tokens.shard.rows * x.element_size() >= x.shape[1] * item_bytes:
         return row, pieces
     return None, ((rows, scale_rows(e, row[rows], None if kept else e)) for rows, e in pieces)

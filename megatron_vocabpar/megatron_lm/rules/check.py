@@ -52,7 +52,7 @@ def facts_of(args: Any, config: FlagConfig) -> Facts:
         options=_with_stored(config.options, known),
         method=method_named(config.method),
         spell=spelled,
-        family=config.schedule,
+        family=config.family,
         p=args.pipeline_model_parallel_size,
         chunks=chunks,
         splits_w=config.splits_w(n),

@@ -9,7 +9,7 @@ import torch
 
 from megatron_vocabpar.layers.embedding import assemble, embedding_backward, split_gradient
 from megatron_vocabpar.pipeline import heads
-from megatron_vocabpar.pipeline.gradients import main_grad
+from megatron_vocabpar.pipeline.gradients import Writer, main_grad
 from megatron_vocabpar.pipeline.iteration import Iteration, LayerHandlers
 from megatron_vocabpar.pipeline.microbatches import Microbatch
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
@@ -69,7 +69,7 @@ class InputLayer(LayerHandlers):
             exchange_rows(groups, received, rows, receive, send)
             return received
 
-        return self.rank.input_stream.submit(run)
+        return self.rank.side_stream.submit(run)
 
     @property
     def _embedding_stages(self) -> list[int]:
@@ -121,7 +121,7 @@ class InputLayer(LayerHandlers):
         if weight.requires_grad:
             owned = self.microbatches[i].owned_tokens
             embedding_backward(rows, owned, self.model.shard.range, main_grad(weight))
-        self.gradients.wrote(PassType.IB)
+        self.gradients.wrote(Writer(PassType.IB))
 
 
 def _parts(microbatch: Microbatch, rows: torch.Tensor) -> Sequence[torch.Tensor]:

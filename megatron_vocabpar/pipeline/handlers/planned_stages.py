@@ -74,7 +74,8 @@ class PlannedStages(Stages):
         computes_loss = with_loss or self.gives_losses_of_heads(stage)
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            planned = _Planned(ChunkPlan(model, args, kwargs, bool(self.weight_gradients)))
+            ended = self.iteration.between.layer_ended
+            planned = _Planned(ChunkPlan(model, args, kwargs, bool(self.weight_gradients), ended))
             beside, self._beside = self._beside, None
             output = planned.plan.forward(beside)
             if computes_loss:

@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.pipeline import compat, heads
+from megatron_vocabpar.pipeline.gradients import Writer
 from megatron_vocabpar.pipeline.graphs.layer_graphs import kept, kept_gradient
 from megatron_vocabpar.pipeline.iteration import Iteration, LayerHandlers
 from megatron_vocabpar.pipeline.recording import ModelCall
@@ -160,9 +161,15 @@ class Stages(LayerHandlers):
 
     def weight_backward(self, instruction: Pass) -> None:
         """W: the weight gradients that B left out."""
-        chunk = self.rank.placement.chunk_of(instruction.stage)
-        self.weight_gradients[chunk].compute(instruction.microbatch)
-        self.gradients.wrote(PassType.W)
+        writer = Writer(PassType.W, self.rank.placement.chunk_of(instruction.stage))
+
+        def after(share: float, complete: Sequence[torch.nn.Parameter]) -> None:
+            for parameter in complete:
+                self.gradients.added(writer, parameter)
+            self.iteration.between.layer_ended(PassType.W, share)
+
+        self.weight_gradients[writer.chunk].compute(instruction.microbatch, after)
+        self.gradients.wrote(writer)
 
 
 def _replay(recorded: ModelCall) -> Callable[..., tuple[torch.Tensor, Callable[..., Any]]]:

@@ -194,7 +194,7 @@ def _forward_of(chain: OutputChain) -> Forward:
         owned = microbatch.owned_targets
         return invariant.output_forward(x, weight, microbatch.labels, shard, options, owned=owned)
 
-    recipe = chain.iteration.rank.output_options.fp8
+    recipe = chain.iteration.rank.output_options.fp8_recipe
 
     @cache
     def quantised() -> Fp8Weight | None:
@@ -209,7 +209,7 @@ def _forward_of(chain: OutputChain) -> Forward:
             weight,
             microbatch.labels,
             shard,
-            replace(options, fp8=quantised()),
+            replace(options, fp8_weight=quantised()),
             owned=microbatch.owned_targets,
             extras=extras,
             e=spare.take(microbatch.tokens),

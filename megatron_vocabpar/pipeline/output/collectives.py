@@ -37,9 +37,7 @@ class OutputCollectives(LayerHandlers):
         """naive's C1: the maximal offset of every token."""
         groups = self.groups
         offsets = self.buffers.take(_of(PassType.S, instruction), OFFSETS)
-        event = self.rank.output_stream.submit(
-            lambda: all_reduce(groups, groups.output, offsets, dist.ReduceOp.MAX)
-        )
+        event = self.rank.side_stream.submit(lambda: all_reduce(groups, offsets, dist.ReduceOp.MAX))
         self.hand_on(instruction, ARRIVAL, event)
 
     def gather_statistics(self, instruction: Comm) -> None:
@@ -62,7 +60,7 @@ class OutputCollectives(LayerHandlers):
             assert state is not None
             parts = (1 + len(chain.gradients),) if chain.gradients else ()
             hidden_grad = state.x.new_empty((*parts, *state.x.shape), dtype=place.total.dtype)
-        exchange = Exchange(partial(all_gather, self.groups, self.groups.output), self._all_reduce)
+        exchange = Exchange(partial(all_gather, self.groups), self._all_reduce)
 
         def run() -> Joined:
             softmax = join(exchange.gather(sent.statistics), extras, place)
@@ -72,7 +70,7 @@ class OutputCollectives(LayerHandlers):
                 total(chain.unscaled_input_gradient(state, softmax, hidden_grad), self._all_reduce)
             return Joined(softmax, extras, hidden_grad)
 
-        return self.rank.output_stream.submit(run)
+        return self.rank.side_stream.submit(run)
 
     def reduce_input_gradient(self, instruction: Comm) -> None:
         """C2 of vocab-1, C3 of naive: the sum of all ranks' parts of the input gradient, in float32."""
@@ -80,16 +78,16 @@ class OutputCollectives(LayerHandlers):
 
     def sum(self, part: Part) -> Event[torch.Tensor]:
         """The sum of all ranks' parts of the input gradient."""
-        return self.rank.output_stream.submit(partial(total, with_place(part), self._all_reduce))
+        return self.rank.side_stream.submit(partial(total, with_place(part), self._all_reduce))
 
     def sum_counts(self, instruction: Comm) -> None:
         """C2 of an evaluation: every target's rank, from the counts of all shards."""
         counts = self.buffers.take(_of(PassType.R, instruction), COUNTS)
-        event = self.rank.output_stream.submit(partial(self._all_reduce, counts))
+        event = self.rank.side_stream.submit(partial(self._all_reduce, counts))
         self.hand_on(instruction, ARRIVAL, event)
 
     def _all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        return all_reduce(self.groups, self.groups.output, tensor)
+        return all_reduce(self.groups, tensor)
 
 
 def _of(type_: PassType, instruction: Comm) -> Pass:

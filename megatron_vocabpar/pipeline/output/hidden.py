@@ -48,10 +48,10 @@ class HiddenStates(LayerHandlers):
                 torch.index_select(source, 0, counted, out=pieces[part])
             elif source is not None and not sends_all:
                 pieces[part].copy_(source)
-            broadcast(groups, groups.output, pieces, members)
+            broadcast(groups, pieces, members)
             return rows
 
-        self.buffers.put(instruction, ARRIVAL, rank.output_stream.submit(run))
+        self.buffers.put(instruction, ARRIVAL, rank.side_stream.submit(run))
 
     def of(self, instruction: Pass) -> torch.Tensor:
         """The hidden states ``[n, H]`` that C0 brought for a pass."""

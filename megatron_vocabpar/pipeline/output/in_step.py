@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_vocabpar.pipeline.gradients import Writer
 from megatron_vocabpar.pipeline.output.chain import OutputChain
 from megatron_vocabpar.pipeline.output.collectives import OutputCollectives
 from megatron_vocabpar.pipeline.output.hidden import HiddenStates, scaled
@@ -31,4 +32,4 @@ class InStep(SoftmaxPasses):
         if self.rank.is_last:
             self.buffers.put(instruction, HIDDEN_GRAD, scaled(hidden_grad, grads))
         self.add_weight_gradient(i, state, joined.softmax, grads)
-        self.gradients.wrote(PassType.S)
+        self.gradients.wrote(Writer(PassType.S))

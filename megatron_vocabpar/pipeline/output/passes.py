@@ -19,7 +19,7 @@ from megatron_vocabpar.layers.extras.rivals import likelier_ids
 from megatron_vocabpar.layers.numbers import Softmax
 from megatron_vocabpar.layers.output.naive import naive_maximum, naive_sum
 from megatron_vocabpar.layers.output.shard_state import ShardState
-from megatron_vocabpar.pipeline.gradients import main_grad
+from megatron_vocabpar.pipeline.gradients import Writer, main_grad
 from megatron_vocabpar.pipeline.iteration import LayerHandlers
 from megatron_vocabpar.pipeline.model.vocab_layers import ShardPass
 from megatron_vocabpar.pipeline.output.chain import OutputChain
@@ -94,7 +94,7 @@ class SoftmaxPasses(LayerHandlers):
         grads = self.arrived(Comm(CommType.CG, instruction.stage, i), ARRIVAL)
         self.add_weight_gradient(i, state, joined.softmax, grads)
         self.chain.spare.keep(state)
-        self.gradients.wrote(instruction.type)
+        self.gradients.wrote(Writer(instruction.type))
 
     def add_weight_gradient(self, i: int, state: ShardState, softmax: Softmax, grads: torch.Tensor) -> None:
         """Add what gradients [k, n] give: of the losses, and of extras on which the loss may depend.

@@ -30,6 +30,7 @@ from megatron.core.enums import Fp8Recipe
 from megatron.core.pipeline_parallel import utils
 
 from megatron_vocabpar.pipeline.model.chunks import shown_as_rank
+from megatron_vocabpar.schedule.words.passes import PassType
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,19 @@ class ChunkPlan:
         args, kwargs: the arguments of the chunk's ``forward``.
         leaves_weight_gradients: a pass W computes the weight gradients that layers delay; otherwise B does,
             as in Megatron.
+        ended: told when a layer of F or B has ended, with the share of the layers that are done.
 
     Raises:
         ValueError: for an argument that Megatron's plans ignore.
     """
 
     def __init__(
-        self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves_weight_gradients: bool
+        self,
+        model: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        leaves_weight_gradients: bool,
+        ended: Callable[[PassType, float], None],
     ) -> None:
         if kwargs.get("padding_mask") is not None:
             raise ValueError(
@@ -71,6 +78,7 @@ class ChunkPlan:
             self._multiply_in_4_bits()
         if leaves_weight_gradients:
             self._leave_weight_gradients()
+        self._tell_of_layers(ended)
         self.output: Any = None
 
     def forward(self, beside: BackwardRun | None = None) -> torch.Tensor:
@@ -114,6 +122,16 @@ class ChunkPlan:
             layer = self._plan.get_layer(number)
             layer.get_fp8_context = partial(context, self._model.config, layer.layer.layer_number - 1)
 
+    def _tell_of_layers(self, ended: Callable[[PassType, float], None]) -> None:
+        """A layer's F ends with its combine, and its B begins with it, when the layer above has ended."""
+        layers = self._plan.num_layers()
+        for number in range(layers):
+            node = self._plan.get_layer(number).moe_combine
+            forward_ended = partial(ended, PassType.F, (number + 1) / layers)
+            above_ended = partial(ended, PassType.B, 1 - (number + 1) / layers)
+            node.forward = partial(_call_then, node.forward, forward_ended)
+            node.backward = partial(_call_behind, above_ended, node.backward)
+
     def _leave_weight_gradients(self) -> None:
         for number in range(self._plan.num_layers()):
             for node in vars(self._plan.get_layer(number)).values():
@@ -127,6 +145,17 @@ def _make_streams(config: Any) -> None:
         utils.set_streams(high_priority=True)
     else:
         utils.set_streams()
+
+
+def _call_then(function: Callable[..., Any], then: Callable[[], None], *args: Any) -> Any:
+    result = function(*args)
+    then()
+    return result
+
+
+def _call_behind(first: Callable[[], None], function: Callable[..., Any], *args: Any) -> Any:
+    first()
+    return function(*args)
 
 
 def _then(function: Callable[..., Any], norm: torch.nn.Module) -> Callable[..., Any]:

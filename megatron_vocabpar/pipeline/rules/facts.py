@@ -76,7 +76,6 @@ class Settings:
     transformer_impl = Setting("")
     tp_comm_overlap = Setting(False)
     tp_comm_bulk_wgrad = Setting(True)
-    overlap_grad_reduce = Setting(False)
     overlap_param_gather = Setting(False)
     reuse_grad_buf_for_mxfp8_param_ag = Setting(False)
     overlap_p2p_comm = Setting(True)
@@ -216,6 +215,6 @@ class Facts(Settings):
         return self.partitions or self.family != "1f1b"
 
     @property
-    def schedule(self) -> str:
+    def family_flag(self) -> str:
         """The flag of the family, or what stands for it in a program."""
         return f"--vocab-parallel-family {self.family}" if self.family else "this schedule"

@@ -75,7 +75,7 @@ GRAPHS = (
     Rule(f"{_LOCAL} with Megatron 0.16, 0.17, 0.19 or later",
         lambda f: f.graphs_by_megatron and f.graphs_are_wrong, "emulated, its graphs gave wrong gradients: "
         "before B reads it, a stage's first input was overwritten, or memory was freed"),
-    Rule(f"{_GRAPHS} with {{f.schedule}}", lambda f: f.captures_layers and f.splits_w,
+    Rule(f"{_GRAPHS} with {{f.family_flag}}", lambda f: f.captures_layers and f.splits_w,
         "a graph of B holds the weight gradients, which it may split off",
         "use 1f1b, interleaved or 1f1b-overlap, or leave the graphs out"),
     Rule(f"{_GRAPHS} with --pipeline-model-parallel-size 1", lambda f: f.captures_layers and f.p == 1,

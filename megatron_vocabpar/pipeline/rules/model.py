@@ -23,8 +23,8 @@ HEADS = (
     Rule("{f.option[kernels]}", lambda f: f.options.kernels == "fused" and f.hidden_size % FUSED_MULTIPLE,
         f"hidden size {{f.hidden_size}} is no multiple of {FUSED_MULTIPLE}"),
     Rule("{f.option[fp8_head]}",
-        lambda f: f.hidden_size % f.options.fp8.multiple and f.options.fp8.multiple if f.options.fp8 else 0,
-        "hidden size {f.hidden_size} is no multiple of {found}"),
+        lambda f: f.options.fp8_recipe and f.hidden_size % f.options.fp8_recipe.multiple,
+        "hidden size {f.hidden_size} is no multiple of {f.options.fp8_recipe.multiple}"),
 )  # fmt: skip
 
 TEACHERS = (
@@ -50,26 +50,21 @@ def _of_engine(facts: Facts) -> bool:
 SPLIT_W = (
     Rule("--transformer-impl {f.transformer_impl}",
         lambda f: f.splits_w and f.transformer_impl not in ("local", "transformer_engine"),
-        "{f.schedule} splits weight gradients off layers of megatron-core and Transformer Engine",
+        "{f.family_flag} splits weight gradients off layers of megatron-core and Transformer Engine",
         "give --transformer-impl local or transformer_engine, or use 1f1b or interleaved"),
-    Rule("--overlap-grad-reduce",
-        lambda f: _of_engine(f) and f.overlap_grad_reduce,
-        "{f.schedule} computes weight gradients of Transformer Engine's layers after they would be reduced "
-        "by DistributedDataParallel (with overlap_grad_reduce or delay_wgrad_compute)",
-        "leave it out, or use local layers, 1f1b or interleaved"),
     Rule("--tp-comm-overlap",
         lambda f: _of_engine(f) and f.tp_comm_overlap and f.tp_comm_bulk_wgrad,
-        "{f.schedule} has Transformer Engine delay weight gradients, which it cannot overlap",
+        "{f.family_flag} has Transformer Engine delay weight gradients, which it cannot overlap",
         "give --disable-tp-comm-bulk-wgrad, or use 1f1b or interleaved"),
     Rule("--overlap-dispatch-backward-with-experts-wgrad",
         lambda f: f.splits_w and f.overlap_dispatch_backward_with_experts_wgrad,
-        "Megatron asks the experts for weight gradients that {f.schedule} keeps for W",
+        "Megatron asks the experts for weight gradients that {f.family_flag} keeps for W",
         "leave it out, or use 1f1b or interleaved"),
 )  # fmt: skip
 """Where weight gradients are passes of their own."""
 
 PLACED = (
-    Rule("{f.schedule} with --pipeline-model-parallel-size 1", lambda f: f.chunks > 1 and f.p == 1,
+    Rule("{f.family_flag} with --pipeline-model-parallel-size 1", lambda f: f.chunks > 1 and f.p == 1,
         "megatron-core would build all layers in each of {f.chunks} model chunks",
         "give --pipeline-model-parallel-size of at least 2, or use a family with one chunk"),
 )  # fmt: skip
@@ -78,10 +73,10 @@ PLACED = (
 WHOLE = (
     Rule("--hybrid-layer-pattern with heads of multi-token prediction",
         lambda f: f.in_v and not f.partitions and "/" in f.pattern,
-        "whole vocabulary layers in {f.schedule} have labels and the last stage on different ranks",
+        "whole vocabulary layers in {f.family_flag} have labels and the last stage on different ranks",
         "use vocab-1 or vocab-2, or 1f1b or interleaved"),
     Rule("--mtp-detach-heads", lambda f: f.in_v and not f.partitions and f.mtp_detach_heads,
-        "{f.schedule} computes the losses of all heads with whole vocabulary layers alike",
+        "{f.family_flag} computes the losses of all heads with whole vocabulary layers alike",
         "leave it out, or use vocab-1 or vocab-2"),
     Rule("--mtp-num-layers with learned positions",
         lambda f: f.in_v and not f.partitions and f.mtp_num_layers

@@ -2,7 +2,7 @@
 
 A row is ``impossible`` if numbers would be wrong, or the job would hang or end by itself later: it ends the
 job at once, with one sentence. It is ``untested`` if nobody has run it: the job goes on, and one warning
-lists all such rows. An option that nobody has read is untested too: most options of tomorrow's Megatron are
+lists all such rows. An argument of Megatron's that nobody has read is untested too: most of tomorrow's are
 harmless.
 
 Standard library only. Next: ``facts.py``.

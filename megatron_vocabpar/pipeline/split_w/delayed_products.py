@@ -9,17 +9,16 @@ operation fuser computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from megatron_vocabpar.pipeline import compat
 from megatron_vocabpar.pipeline.gradients import main_grad
-from megatron_vocabpar.pipeline.rules.facts import Facts
-from megatron_vocabpar.pipeline.rules.model import SPLIT_W
-from megatron_vocabpar.pipeline.rules.rule import require
+from megatron_vocabpar.pipeline.split_w.left_product import LeftProduct
 
 Product = Callable[..., Any]
 """From the tensors that were put with it to gradients: of the weights, then of the biases or None."""
@@ -29,7 +28,7 @@ class DelayedProducts:
     """Weight gradients of the Transformer Engine layers in a chunk.
 
     Raises:
-        ValueError: if the layers compute them in B, or megatron-core would reduce them before W.
+        ValueError: if the layers compute them in B, or would report them to DDP by themselves.
     """
 
     def __init__(self, chunk: torch.nn.Module) -> None:
@@ -37,16 +36,32 @@ class DelayedProducts:
         if layers:
             _check(chunk, layers)
         self._layers = [_Layer(layer) for layer in layers]
+        self._chunk = chunk
         self.overwrite = any(getattr(layer, "fuse_wgrad_accumulation", False) for layer in layers)
         """Whether the product of a layer's first run may overwrite its ``main_grad``."""
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The parameters whose gradients are added here."""
-        return [parameter for layer in self._layers for parameter in layer.parameters()]
+        return [parameter for layer in self._layers for parameter in layer.parameters]
 
-    def take(self) -> list[Callable[[], None]]:
-        """The products since the last call; each function adds one to its layer's gradients."""
-        return [add for layer in self._layers for add in layer.take()]
+    def take(self) -> list[LeftProduct]:
+        """The products since the last call, of the last layer first: so DDP has filled its buckets."""
+        return [product for layer in reversed(self._layers) for product in layer.take()]
+
+    @contextmanager
+    def hidden_from_ddp(self) -> Iterator[None]:
+        """The context of a B: DDP's hooks do not report these parameters, whose gradients W will complete.
+
+        They would add what autograd has of them, too: some biases' gradients. Of a weight it has at most
+        memory, which its product has filled or will fill.
+        """
+        parameters = self.parameters()
+        with compat.without_hooks(self._chunk, parameters):
+            yield
+        for parameter in parameters:
+            grad, parameter.grad = parameter.grad, None
+            if grad is not None and not getattr(parameter, "grad_added_to_main_grad", False):
+                main_grad(parameter).add_(grad)
 
     def restore(self) -> None:
         """Let the layers put their products into their stores again."""
@@ -59,17 +74,15 @@ class _Layer:
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
+        self.parameters = _trained(layer)
         self._left: list[tuple[Sequence[Any], Product]] = []
         self._put = layer.wgrad_store.put
         layer.wgrad_store.put = self._keep
 
-    def parameters(self) -> list[torch.nn.Parameter]:
-        return _trained(self._layer)
-
-    def take(self) -> list[Callable[[], None]]:
+    def take(self) -> list[LeftProduct]:
         """Last in, first out: B comes to the layer's first run last, and only that run may overwrite."""
         left, self._left = self._left[::-1], []
-        return [partial(self._add, *product) for product in left]
+        return [LeftProduct(self.parameters, partial(self._add, *product)) for product in left]
 
     def restore(self) -> None:
         del self._layer.wgrad_store.put
@@ -123,7 +136,8 @@ def _check(chunk: torch.nn.Module, layers: Sequence[Any]) -> None:
         )
     if any(not hasattr(parameter, "main_grad") for layer in layers for parameter in _trained(layer)):
         raise ValueError("delayed weight gradients need main_grad: wrap the model in DistributedDataParallel")
-    buffers = getattr(chunk, "ddp_config", None)
-    early = getattr(buffers, "overlap_grad_reduce", False) or getattr(buffers, "delay_wgrad_compute", False)
-    settings = SimpleNamespace(transformer_impl="transformer_engine", overlap_grad_reduce=early)
-    require(Facts(settings=settings, splits_w=True), SPLIT_W)
+    if getattr(getattr(chunk, "ddp_config", None), "delay_wgrad_compute", False):
+        raise ValueError(
+            "W reports weight gradients to DistributedDataParallel itself: leave delay_wgrad_compute out of "
+            "the DistributedDataParallelConfig"
+        )

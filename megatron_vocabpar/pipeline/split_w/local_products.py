@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.mappings import _gather_along_first_dim, _red
 
 from megatron_vocabpar.layers.gemm import add_product_
 from megatron_vocabpar.pipeline.gradients import main_grad
+from megatron_vocabpar.pipeline.split_w.left_product import LeftProduct
 
 Keep = Callable[[torch.nn.Parameter, torch.Tensor, torch.Tensor], None]
 """Called in a layer's backward with its weight, input and output gradient, ``[..., features]``."""
@@ -27,7 +28,7 @@ class LocalProducts:
 
     def __init__(self, chunk: torch.nn.Module) -> None:
         self._layers = list(_layers(chunk))
-        self._left: list[Callable[[], None]] = []
+        self._left: list[LeftProduct] = []
         for layer in self._layers:
             layer._forward_impl = partial(_split_linear, self._keep)
 
@@ -35,8 +36,8 @@ class LocalProducts:
         """The parameters whose gradients are added here."""
         return [layer.weight for layer in self._layers]
 
-    def take(self) -> list[Callable[[], None]]:
-        """The products since the last call; each function adds one to its weight's gradient."""
+    def take(self) -> list[LeftProduct]:
+        """The products since the last call."""
         left, self._left = self._left, []
         return left
 
@@ -46,7 +47,8 @@ class LocalProducts:
             del layer._forward_impl
 
     def _keep(self, weight: torch.nn.Parameter, input_: torch.Tensor, grad_output: torch.Tensor) -> None:
-        self._left.append(partial(_add, weight, input_.flatten(0, -2), grad_output.flatten(0, -2)))
+        add = partial(_add, weight, input_.flatten(0, -2), grad_output.flatten(0, -2))
+        self._left.append(LeftProduct([weight], add))
 
 
 def _add(weight: torch.nn.Parameter, input_: torch.Tensor, grad_output: torch.Tensor) -> None:

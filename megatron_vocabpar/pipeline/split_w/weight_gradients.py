@@ -15,7 +15,11 @@ from contextlib import contextmanager
 import torch
 
 from megatron_vocabpar.pipeline.split_w.delayed_products import DelayedProducts
+from megatron_vocabpar.pipeline.split_w.left_product import LeftProduct
 from megatron_vocabpar.pipeline.split_w.local_products import LocalProducts
+
+After = Callable[[float, Sequence[torch.nn.Parameter]], None]
+"""Called after a product, with the share of the products that are done and the complete parameters."""
 
 
 @contextmanager
@@ -40,7 +44,7 @@ class WeightGradients:
     def __init__(self, chunk: torch.nn.Module) -> None:
         self._delayed = DelayedProducts(chunk)
         self._local = LocalProducts(chunk)
-        self._left: dict[int, list[Callable[[], None]]] = {}
+        self._left: dict[int, list[LeftProduct]] = {}
         self._begun = False
 
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -55,11 +59,17 @@ class WeightGradients:
     @contextmanager
     def left_by(self, microbatch: int) -> Iterator[None]:
         """The context of this microbatch's B."""
-        yield
+        with self._delayed.hidden_from_ddp():
+            yield
         self._left[microbatch] = self._local.take() + self._delayed.take()
 
-    def compute(self, microbatch: int) -> None:
+    def compute(self, microbatch: int, after: After = lambda share, complete: None) -> None:
         """W: add this microbatch's weight gradients.
+
+        Args:
+            microbatch: whose B has left them.
+            after: called after each product, with the share of the products that are done and the parameters
+                whose gradients are complete.
 
         Raises:
             ValueError: if the first microbatch's gradients would later overwrite this one's.
@@ -71,6 +81,11 @@ class WeightGradients:
                 "it, --no-gradient-accumulation-fusion, or local layers"
             )
         self._begun = True
+        products = self._left.pop(microbatch)
+        # A layer that runs several times has several products.
+        last = {parameter: product for product in products for parameter in product.parameters}
         with torch.no_grad():
-            for add in self._left.pop(microbatch):
-                add()
+            for number, product in enumerate(products, 1):
+                product.add()
+                complete = [parameter for parameter in product.parameters if last[parameter] is product]
+                after(number / len(products), complete)

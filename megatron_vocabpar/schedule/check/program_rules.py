@@ -9,7 +9,7 @@ until all others have joined (``play/hang.py``).
 from __future__ import annotations
 
 from collections import Counter
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 from megatron_vocabpar.schedule.check.violations import grid, missing, violation
 from megatron_vocabpar.schedule.play.hang import STRICTEST, find_hangs, runs_in_step
@@ -17,6 +17,7 @@ from megatron_vocabpar.schedule.play.numbering import Numbering, in_numbers
 from megatron_vocabpar.schedule.words.dependencies import collectives, prerequisites
 from megatron_vocabpar.schedule.words.passes import (
     COLLECTIVES,
+    LAYERS,
     POINT_TO_POINT,
     RECEIVE_OF,
     Comm,
@@ -24,11 +25,19 @@ from megatron_vocabpar.schedule.words.passes import (
     Pair,
     parts_of,
 )
-from megatron_vocabpar.schedule.words.schedule import Program, Schedule, ScheduleError, passes_of
+from megatron_vocabpar.schedule.words.schedule import (
+    NONE_LATE,
+    Late,
+    Program,
+    Schedule,
+    ScheduleError,
+    passes_of,
+    split_late,
+)
 
 
-def validate_program(schedule: Schedule, program: Program) -> None:
-    """Check a program that a valid ``schedule`` was lowered to.
+def validate_program(schedule: Schedule, program: Program, late: Late = NONE_LATE) -> None:
+    """Check a program that a valid ``schedule`` was lowered to, and what it launches inside passes.
 
     Raises:
         ScheduleError: naming the first broken rule, the rank, the instruction, and showing where it is.
@@ -41,6 +50,7 @@ def validate_program(schedule: Schedule, program: Program) -> None:
     for rank in range(schedule.p):
         check_communication(program, rank, expected[rank])
     check_program_order(Numbering(schedule), program)
+    check_late(schedule, program, late)
     check_collective_order(program)
     check_point_to_point_order(schedule, program)
     check_hang(schedule, program)
@@ -120,6 +130,33 @@ def check_program_order(numbering: Numbering, program: Program) -> None:
                             raise violation("order", program, rank, item, f"{need} must come before it")
             for part in parts:
                 seen[numbering.number(part)] = 1
+
+
+def check_late(schedule: Schedule, program: Program, late: Late) -> None:
+    """What is launched inside a pass stands right before it, by rising shares, and the pass needs none of it.
+
+    An example: in ``0C1.5 0F7`` C1 may be launched inside 0F7, but in ``0C1.5 0T5`` T waits for it.
+    """
+    if not late:
+        return
+    for rank, row in enumerate(program):
+        for item, inside in split_late(row, late):
+            for first, second in pairwise(inside):
+                if late[first] > late[second]:
+                    reason = f"{second} is launched inside {item} behind it, but earlier"
+                    raise violation("late launch", program, rank, first, reason)
+            needed = {need for part in parts_of(item) for need in prerequisites(part, schedule)}
+            for launch in inside:
+                if not 0.0 < late[launch] < 1.0:
+                    reason = f"it has the share {late[launch]:g} of {item}; give one between 0 and 1"
+                    raise violation("late launch", program, rank, launch, reason)
+                if isinstance(item, Comm) or parts_of(item)[0].type not in LAYERS:
+                    reason = f"{item} comes behind it, which has no layers"
+                    raise violation("late launch", program, rank, launch, reason)
+                if launch in needed:
+                    raise violation("late launch", program, rank, launch, f"{item} waits for it")
+        if row and row[-1] in late:
+            raise violation("late launch", program, rank, row[-1], "no pass comes behind it")
 
 
 def check_collective_order(program: Program) -> None:

@@ -19,11 +19,8 @@ from megatron_vocabpar.schedule.play.memory import (
 )
 from megatron_vocabpar.schedule.simulate import Simulation
 from megatron_vocabpar.schedule.words.passes import (
-    INPUT_COLLECTIVES,
-    OUTPUT_COLLECTIVES,
     VOCABULARY_PASSES,
     Comm,
-    CommType,
     Instruction,
     Pass,
     PassType,
@@ -52,14 +49,13 @@ class Row:
     Attributes:
         label: such as ``rank 3``.
         passes: its passes in time.
-        output, input: its collectives of the output and of the input layer in time.
+        collectives: its parts in collectives in time.
         memory: what it holds, as (time in ms, amount from then on); empty if unknown.
     """
 
     label: str
     passes: tuple[Bar, ...]
-    output: tuple[Bar, ...] = ()
-    input: tuple[Bar, ...] = ()
+    collectives: tuple[Bar, ...] = ()
     memory: tuple[tuple[float, float], ...] = ()
 
 
@@ -134,8 +130,7 @@ def planned_chart(
             Row(
                 f"rank {rank}",
                 tuple(_passes(schedule.rows[rank], simulation)),
-                tuple(_collectives(simulation, rank, OUTPUT_COLLECTIVES)),
-                tuple(_collectives(simulation, rank, INPUT_COLLECTIVES)),
+                tuple(_collectives(simulation, rank)),
                 tuple(_memory(simulation, rank, sizes)),
             )
             for rank in range(schedule.p)
@@ -158,8 +153,8 @@ def _passes(row: Sequence[Instruction], simulation: Simulation) -> Iterator[Bar]
         free = end
 
 
-def _collectives(simulation: Simulation, rank: int, group: frozenset[CommType]) -> list[Bar]:
-    comms = simulation.comms_of(rank, group)
+def _collectives(simulation: Simulation, rank: int) -> list[Bar]:
+    comms = simulation.collectives_of(rank)
     return sorted((Bar(item, *times) for item, times in comms.items()), key=lambda bar: bar.start_ms)
 
 

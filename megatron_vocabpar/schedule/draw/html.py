@@ -64,8 +64,7 @@ def _row(row: Row, chart: Chart) -> dict[str, Any]:
     return {
         "label": row.label,
         "passes": [_bar(bar, chart) for bar in row.passes],
-        "output": [_bar(bar, chart) for bar in row.output],
-        "input": [_bar(bar, chart) for bar in row.input],
+        "collectives": [_bar(bar, chart) for bar in row.collectives],
         "memory": [[round(time * _US_PER_MS), round(value, 3)] for time, value in row.memory],
     }
 

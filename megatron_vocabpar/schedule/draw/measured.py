@@ -1,7 +1,7 @@
 """Reads the timeline that a training run measured (``timeline.json``): as a chart, and as times to plan with.
 
 The file is the trace-event JSON that ``runtime/timeline.py`` writes: a row for each rank's passes, and one
-for each group of collectives, with the names of ``trace.py``. Waiting inside a pass is a separate event.
+for its collectives, with the names of ``trace.py``. Waiting inside a pass is a separate event.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WHY_THEY_DIFFER = (
     "passes, which the plan does not know."
 )
 _WAIT = "wait"
-_LANES = {"": "passes", " output collectives": "output", " input collectives": "input"}
+_LANES = {"": "passes", " collectives": "collectives"}
 _US_PER_MS = 1e3
 
 
@@ -79,7 +79,7 @@ def measured_chart(trace: Mapping[str, Any], schedule: Schedule, title: str = "m
         foreign = [bar.item for bar in lanes.get("passes", ()) if not known.issuperset(parts_of(bar.item))]
         if foreign:
             raise ValueError(f"the schedule has no pass {foreign[0]}")
-        rows.append(Row(label, lanes.get("passes", ()), lanes.get("output", ()), lanes.get("input", ())))
+        rows.append(Row(label, lanes.get("passes", ()), lanes.get("collectives", ())))
     length = max(bar.end_ms for row in rows for bar in row.passes)
     return Chart(title, tuple(rows), length, schedule.placement)
 
@@ -100,7 +100,7 @@ def measured_times(chart: Chart, schedule: Schedule) -> PassTimes:
     for row in chart.rows:
         alone: dict[Kind, list[float]] = {}
         together: dict[Pair, float] = {}
-        for bar in (*row.passes, *row.output, *row.input):
+        for bar in (*row.passes, *row.collectives):
             took, item = bar.end_ms - bar.start_ms, bar.item
             if isinstance(item, Pass):
                 alone.setdefault((item.type, item.stage), []).append(took)

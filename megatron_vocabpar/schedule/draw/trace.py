@@ -1,6 +1,6 @@
 """Writes a schedule as Chrome trace-event JSON (Perfetto, chrome://tracing).
 
-Each rank has a row of its passes, with a pair as one event, and below it a row for each group of collectives.
+Each rank has a row of its passes, with a pair as one event, and below it one of its collectives.
 Times are in microseconds, as the format demands. The measured timeline of a training run has the same rows
 and names.
 """
@@ -12,15 +12,13 @@ from typing import Any
 
 from megatron_vocabpar.schedule.simulate import Simulation
 from megatron_vocabpar.schedule.words.passes import (
-    INPUT_COLLECTIVES,
-    OUTPUT_COLLECTIVES,
-    Comm,
+    COLLECTIVES,
     Instruction,
     Pass,
     parts_of,
 )
 
-_LANES = ("compute", "output collectives", "input collectives")
+_LANES = ("compute", "collectives")
 
 
 def draw_trace(sim: Simulation) -> str:
@@ -39,14 +37,9 @@ def draw_trace(sim: Simulation) -> str:
             assert isinstance(first, Pass)
             events.append(_event(item, rank * len(_LANES), *sim.passes[first]))
     for comm, (start, end) in sim.comms.items():
-        lane_of = _lane(comm)
-        if lane_of is not None:
-            events.append(_event(comm, schedule.rank_of(comm) * len(_LANES) + lane_of, start, end))
+        if comm.type in COLLECTIVES:
+            events.append(_event(comm, schedule.rank_of(comm) * len(_LANES) + 1, start, end))
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-
-
-def _lane(item: Comm) -> int | None:
-    return 1 if item.type in OUTPUT_COLLECTIVES else 2 if item.type in INPUT_COLLECTIVES else None
 
 
 def _event(item: Instruction, tid: int, start_ms: float, end_ms: float) -> dict[str, Any]:

@@ -5,7 +5,7 @@
 // Of a pair, a bar is its F, and BESIDE has the first four entries of its B; else a bar ends with CRITICAL.
 const [TYPE, STAGE, CHUNK, MICROBATCH, START, LENGTH, WAITED, CRITICAL, BESIDE] = [0, 1, 2, 3, 4, 5, 6, 7, 8];
 const LEFT = 62, RIGHT = 12, LANE = 5, GAP = 4, AXIS = 22, MEMORY = 110;
-const LANES = [["output", "#b5651d"], ["input", "#7d5ba6"]];
+const LANES = [["collectives", "#b5651d"]];
 
 // The index of the first bar that ends after a time; bars are in order and do not overlap.
 function firstAfter(bars, time) {

@@ -40,7 +40,8 @@ def schedule_for(request: PlanRequest, progress: Progress | None = None) -> Sche
 
 def plan_for(request: PlanRequest, progress: Progress | None = None) -> Plan:
     """The request's schedule with its program; errors are those of ``schedule_for``."""
-    return Plan.of(schedule_for(request, progress), request.costs)
+    plan = Plan.of(schedule_for(request, progress), request.costs)
+    return plan if request.layers is None else plan.launched_late(request.layers)
 
 
 def generate(

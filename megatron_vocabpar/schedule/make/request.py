@@ -30,6 +30,8 @@ class PlanRequest:
         max_activations: the most microbatches whose activations a rank may hold, at least 1; by default
             what the method claims in this family (``families.claimed_peak``), in a search its claim in 1F1B.
         among: the families to search; by default all.
+        layers: of each stage, between which communication may be launched (``play/launches.py``); by default
+            it is launched between passes alone.
     """
 
     method: str | Method
@@ -40,6 +42,7 @@ class PlanRequest:
     costs: PassCosts | None = None
     max_activations: float | None = None
     among: Sequence[str | Family] | None = None
+    layers: Sequence[int] | None = None
 
     @property
     def method_name(self) -> str:

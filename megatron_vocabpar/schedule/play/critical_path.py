@@ -2,7 +2,7 @@
 
 It is found from its end: first the pass that ends last, then what that waited for last (its cause in
 ``events.py``), and so on. Every step starts when the one before it ends. So shortening a pass that is not on
-the path gains nothing.
+the path gains nothing. Of a pass inside which the next step was launched, the path has the part before.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ def critical_path(events: Events) -> tuple[Step, ...]:
         part: pair for pair in numbering.schedule.pairs for part in parts_of(pair)
     }
     steps = []
+    until = float("inf")
     while number != NOTHING:
         item: Instruction = numbering.item(number)
         item = pairs.get(item, item)
-        steps.append(Step(item, numbering.schedule.rank_of(item), events.starts[number], ends[number]))
-        number = events.causes[number]
+        start, end = events.starts[number], min(ends[number], until)
+        steps.append(Step(item, numbering.schedule.rank_of(item), start, end))
+        number, until = events.causes[number], start
     return tuple(reversed(steps))
 
 

@@ -5,10 +5,11 @@ for has ended. Communication runs beside the passes and takes its turn in a queu
 
 - a *link* for each pair of ranks and direction. A transfer starts when it has been sent, its receive has been
   posted and the transfer before it on the link has ended; the order is that of the sends;
-- one queue for the collectives of the output layer and one for those of the input layer. The next starts when
-  all ranks have launched it and the one before has ended; the order is that of rank 0's launches.
+- one queue for the collectives of both vocabulary layers, and interlaced's S, which holds collectives. The
+  next starts when all ranks have launched it and the one before has ended, in the order of rank 0's launches.
 
-Sends, receives and launches take no time of their rank: they are issued when the pass before them ends.
+Sends, receives and launches take no time of their rank: they are issued when the pass before them ends, or
+inside the pass behind them, after a share of its layers (``launches.py``).
 
 A pair, F of one microbatch beside B of another, starts when both passes can start. Both end together, after
 the sum of their times less what they hide of each other.
@@ -25,23 +26,22 @@ Next: ``simulate.py``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron_vocabpar.schedule.play.numbering import TYPES, Numbering, in_numbers
 from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.dependencies import collectives
 from megatron_vocabpar.schedule.words.passes import (
-    INPUT_COLLECTIVES,
-    OUTPUT_COLLECTIVES,
+    COLLECTIVES,
     POINT_TO_POINT,
     RECEIVE_OF,
-    Comm,
     CommType,
+    Instruction,
     Pair,
     PassType,
 )
-from megatron_vocabpar.schedule.words.schedule import Deadlock, Program, Schedule
+from megatron_vocabpar.schedule.words.schedule import NONE_LATE, Deadlock, Late, Program, Schedule, split_late
 
 NEVER = -1.0
 NOTHING = -1
@@ -57,21 +57,23 @@ class Events:
             it did not run.
         ends: the end of each.
         causes: the number of the item that each waited for last; ``NOTHING`` if it started at once.
+        launches: when its rank issued each part in a collective, send and receive; ``NEVER`` for others.
     """
 
     numbering: Numbering
     starts: list[float]
     ends: list[float]
     causes: list[int]
+    launches: list[float]
 
 
-def run_events(schedule: Schedule, times: PassTimes, program: Program) -> Events:
-    """Play ``program``.
+def run_events(schedule: Schedule, times: PassTimes, program: Program, late: Late = NONE_LATE) -> Events:
+    """Play ``program``, of which ``late`` is launched inside passes.
 
     Raises:
         Deadlock: naming for the first stuck rank the instruction and what it waits for.
     """
-    return _loop(schedule, times, program).run()
+    return _loop(schedule, times, program, late).run()
 
 
 def run_passes(schedule: Schedule, times: PassTimes) -> Events:
@@ -83,7 +85,7 @@ def run_passes(schedule: Schedule, times: PassTimes) -> Events:
     Raises:
         Deadlock: naming for the first stuck rank the pass and what it waits for.
     """
-    return _loop(schedule, times, schedule.rows, alone=True).run()
+    return _loop(schedule, times, schedule.rows, NONE_LATE, alone=True).run()
 
 
 @dataclass
@@ -97,11 +99,14 @@ class _Queue:
 
 class _Loop:
     def __init__(
-        self, schedule: Schedule, times: PassTimes, program: Program, *, alone: bool = False
+        self, schedule: Schedule, times: PassTimes, program: Program, late: Late, *, alone: bool = False
     ) -> None:
+        # What is launched inside a pass is played behind it, when its times are known.
+        program = tuple(tuple(_behind_passes(row, late)) for row in program) if late else program
         self.schedule, self.program, self.alone = schedule, program, alone
         self.numbering = numbering = Numbering(schedule)
         self.m, self.p = schedule.m, schedule.p
+        self.left = {numbering.number(item): 1.0 - share for item, share in late.items()}
         # A pair stands in its row as the number of its F.
         self.rows = [
             [numbering.number(item.forward if isinstance(item, Pair) else item) for item in row]
@@ -111,7 +116,7 @@ class _Loop:
         self.carried = _carried(numbering) if alone else [[] for _ in numbering.needs]
         self.durations = _durations(numbering, times)
         self.starts, self.ends = [NEVER] * numbering.size, [NEVER] * numbering.size
-        self.causes = [NOTHING] * numbering.size
+        self.causes, self.launches = [NOTHING] * numbering.size, [NEVER] * numbering.size
         self.position, self.free = [0] * self.p, [0.0] * self.p
         self.last = [NOTHING] * self.p  # each rank's latest pass
         self.sleepers: dict[int, list[int]] = {}  # ranks, by the number that they wait for
@@ -122,14 +127,14 @@ class _Loop:
             **dict.fromkeys(PassType, self._pass),
             **dict.fromkeys(schedule.method.in_step, self._together),
             **dict.fromkeys(CommType, self._launch),
-            **dict.fromkeys((CommType.RECV_F, CommType.RECV_B), self._post),
+            **dict.fromkeys((CommType.RECV_F, CommType.RECV_B), self._receive),
             **dict.fromkeys(RECEIVE_OF, self._send),
         }
         self.acts = [acts[type_] for type_ in TYPES]
         # For what needs several parts: how many have come, when the latest came, and after which pass.
         self.gathered: dict[int, tuple[int, float, int]] = {}
         self.links = _links(numbering)
-        self.queues = _queues(numbering, program)
+        self.queue = _queue(numbering, program)
 
     def run(self) -> Events:
         while self.awake:
@@ -146,7 +151,7 @@ class _Loop:
                 # Without a program the transfer has no instruction to name: name the pass that sends.
                 (node,) = self.numbering.producers(node)
             raise Deadlock(stopped, self.numbering.item_of(node, mb))
-        return Events(self.numbering, self.starts, self.ends, self.causes)
+        return Events(self.numbering, self.starts, self.ends, self.causes, self.launches)
 
     def _advance(self, rank: int) -> None:
         """Run the instructions of ``rank`` up to the first that has to wait."""
@@ -187,12 +192,10 @@ class _Loop:
             start, cause = self._ready(rank, number)
             if start < 0.0:
                 return cause
-            first = number - rank * self.m
-            if not self._gather(first, self.p, start, cause):
+            if self._gather(number - rank * self.m, self.p, start, cause):
+                self._serve(self.queue, self.p, self.p)
+            if self.ends[number] < 0.0:
                 return number
-            _, start, cause = self.gathered.pop(first)
-            for part in range(first, first + self.p * self.m, self.m):
-                self._finish(part, start, cause)
         self.free[rank], self.last[rank] = self.ends[number], number
         return NOTHING
 
@@ -203,20 +206,32 @@ class _Loop:
         first_node = self.numbering.first_node
         transfer = number + (first_node[receive] - first_node[type_] + step) * self.m
         self.links[transfer // self.m].waiting.append(transfer)
-        return self._post(rank, transfer)
+        self._issue(rank, number)
+        return self._post(rank, transfer, number)
 
-    def _post(self, rank: int, transfer: int) -> int:
+    def _receive(self, rank: int, number: int) -> int:
+        self._issue(rank, number)
+        return self._post(rank, number, number)
+
+    def _issue(self, rank: int, number: int) -> float:
+        """Note when a rank issues a communication: now, or inside the pass that it ran last."""
+        now, last = self.free[rank], self.last[rank]
+        if number in self.left:
+            now -= self.left[number] * (self.ends[last] - self.starts[last])
+        self.launches[number] = now
+        return now
+
+    def _post(self, rank: int, transfer: int, part: int) -> int:
         """Note that a transfer's send or receive has been issued; start the transfer if both have."""
-        if self._gather(transfer, 2, self.free[rank], self.last[rank]):
+        if self._gather(transfer, 2, self.launches[part], self.last[rank]):
             self._serve(self.links[transfer // self.m], 2, 1)
         return NOTHING
 
     def _launch(self, rank: int, number: int) -> int:
         """Note that one rank's part in a collective has been issued; rank 0's part names the collective."""
-        if self._gather(number - rank * self.m, self.p, self.free[rank], self.last[rank]):
-            type_ = TYPES[number // self.m // self.numbering.width]
-            assert isinstance(type_, CommType)
-            self._serve(self.queues[type_], self.p, self.p)
+        now = self._issue(rank, number)
+        if self._gather(number - rank * self.m, self.p, now, self.last[rank]):
+            self._serve(self.queue, self.p, self.p)
         return NOTHING
 
     def _gather(self, key: int, parts: int, now: float, cause: int) -> bool:
@@ -238,8 +253,8 @@ class _Loop:
             queue.waiting.popleft()
             if queue.free > start:
                 start, cause = queue.free, queue.last
-            for part in range(key, key + parts * self.m, self.m):
-                queue.free = self._finish(part, start, cause)
+            numbers = range(key, key + parts * self.m, self.m)
+            queue.free = max(self._finish(number, start, cause) for number in numbers)
             queue.last = key
 
     def _finish(self, number: int, start: float, cause: int, took: float | None = None) -> float:
@@ -268,9 +283,9 @@ class _PairLoop(_Loop):
     """The event loop for a schedule with pairs."""
 
     def __init__(
-        self, schedule: Schedule, times: PassTimes, program: Program, *, alone: bool = False
+        self, schedule: Schedule, times: PassTimes, program: Program, late: Late, *, alone: bool = False
     ) -> None:
-        super().__init__(schedule, times, program, alone=alone)
+        super().__init__(schedule, times, program, late, alone=alone)
         number = self.numbering.number
         self.beside = {
             number(pair.forward): (number(pair.backward), times.saved(pair)) for pair in schedule.pairs
@@ -293,18 +308,24 @@ class _PairLoop(_Loop):
         return NOTHING
 
 
-def _loop(schedule: Schedule, times: PassTimes, program: Program, *, alone: bool = False) -> _Loop:
+def _loop(
+    schedule: Schedule, times: PassTimes, program: Program, late: Late, *, alone: bool = False
+) -> _Loop:
     kind = _PairLoop if schedule.pairs else _Loop
-    return kind(schedule, times, program, alone=alone)
+    return kind(schedule, times, program, late, alone=alone)
 
 
-def _queues(numbering: Numbering, program: Program) -> dict[CommType, _Queue]:
-    """One queue for each layer's collectives, in the order of rank 0's launches."""
-    queues: dict[CommType, _Queue] = {}
-    for group in (OUTPUT_COLLECTIVES, INPUT_COLLECTIVES):
-        launches = (item for item in program[0] if isinstance(item, Comm) and item.type in group)
-        queues |= dict.fromkeys(group, _Queue(deque(map(numbering.number, launches))))
-    return queues
+def _behind_passes(row: Sequence[Instruction], late: Late) -> Iterator[Instruction]:
+    for item, inside in split_late(row, late):
+        yield item
+        yield from inside
+
+
+def _queue(numbering: Numbering, program: Program) -> _Queue:
+    """The queue of all collectives, in the order of rank 0's launches."""
+    queued = COLLECTIVES | numbering.schedule.method.in_step
+    launches = (item for item in program[0] if item.type in queued and not isinstance(item, Pair))
+    return _Queue(deque(map(numbering.number, launches)))
 
 
 def _carried(numbering: Numbering) -> list[list[tuple[int, int, int]]]:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from megatron_vocabpar.schedule.play.waits import Model, Waits, shared_name
 from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.passes import POINT_TO_POINT, Comm, Instruction
-from megatron_vocabpar.schedule.words.schedule import Program, Schedule
+from megatron_vocabpar.schedule.words.schedule import NONE_LATE, Late, Program, Schedule
 
 MODELS = (
     Model("streams", "every communicator exists, and each pair of ranks has its streams"),
@@ -75,22 +75,25 @@ class Wait:
 
 
 def find_hangs(
-    schedule: Schedule, program: Program, models: Sequence[Model] = MODELS
+    schedule: Schedule, program: Program, models: Sequence[Model] = MODELS, *, late: Late = NONE_LATE
 ) -> dict[Model, tuple[Wait, ...]]:
     """For each model a circle of ranks that wait for each other; empty if the program runs to its end.
 
-    The program was lowered from the schedule, and keeps all other rules of ``validate_program``.
+    The program was lowered from the schedule, and keeps all other rules of ``validate_program``; ``late`` of
+    it is launched inside passes.
     """
-    waits = Waits(schedule, program)
+    waits = Waits(schedule, program, late)
     return {model: _hang(waits, model) for model in models}
 
 
-def iteration_ms(schedule: Schedule, program: Program, times: PassTimes, model: Model) -> float:
+def iteration_ms(
+    schedule: Schedule, program: Program, times: PassTimes, model: Model, *, late: Late = NONE_LATE
+) -> float:
     """The ms that an iteration takes in a model in which it does not hang.
 
     If the model holds one rank, it is the rank that costs most.
     """
-    waits = Waits(schedule, program)
+    waits = Waits(schedule, program, late)
     lengths = waits.lengths(times)
     longest = 0.0
     for held in _held(schedule.p, model):
@@ -110,6 +113,7 @@ def _held(p: int, model: Model) -> list[tuple[int, ...]]:
 def runs_in_step(schedule: Schedule, program: Program) -> bool:
     """Whether a program runs to its end if each rank stops at each communication until all have come.
 
+    What is launched inside a pass comes in the same order, so it does not matter here.
     ``find_hangs`` says the same for ``STRICTEST``, but takes many times as long.
     """
     waiting: dict[Hashable, list[int]] = {}
@@ -137,7 +141,7 @@ def places_in_step(schedule: Schedule, program: Program) -> dict[Instruction, in
     The parts of one communication share a place. Say some ranks stand still. The rank whose instruction has
     the first place does not wait for the others that stand: it waits for a rank that has yet to join.
     """
-    waits, places = Waits(schedule, program), dict[Hashable, int]()
+    waits, places = Waits(schedule, program, NONE_LATE), dict[Hashable, int]()
     for node in _in_order(waits.under(STRICTEST, range(schedule.p))):
         if waits.is_end(node):
             places.setdefault(shared_name(waits.step(node).item), len(places))

@@ -22,24 +22,33 @@ first that ends after 20. So both receives stand before it, in the order of the 
 The F and B of a pair end at one moment, so no communication comes between them: they are one instruction of
 the program, and one item of that list.
 
-Next: ``plan.py``, then ``simulate.py``.
+Next: ``launches.py``, then ``plan.py`` and ``simulate.py``.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_vocabpar.schedule.play.events import Events, run_passes
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.words.dependencies import collectives
-from megatron_vocabpar.schedule.words.passes import RECEIVE_OF, Atom, Comm, CommType, PassType, join_pairs
-from megatron_vocabpar.schedule.words.schedule import Program, Schedule
+from megatron_vocabpar.schedule.words.passes import (
+    LAYERS,
+    RECEIVE_OF,
+    Atom,
+    Comm,
+    CommType,
+    Pass,
+    PassType,
+    join_pairs,
+)
+from megatron_vocabpar.schedule.words.schedule import Late, Program, Schedule
 
 _RANKING = {type_: number for number, type_ in enumerate(CommType)}
 _TRANSFERS = frozenset(_RANKING[send] for send in RECEIVE_OF)
-_LEAST_MS = 1e-5  # of a pass or a transfer, so that "after" never means "at the same time"
+_LEAST_MS = 1e-5  # of a pass or a transfer
 
 
 def lower(schedule: Schedule, costs: PassCosts | None = None) -> Program:
@@ -52,7 +61,7 @@ def lower(schedule: Schedule, costs: PassCosts | None = None) -> Program:
         Deadlock: if the order of the passes cannot be kept.
     """
     played = play_passes(schedule, PassTimes.of(costs or PassCosts.default(schedule.p), schedule))
-    return insert(played, sorted(communications(played)))
+    return insert(played, sorted(communications(played)))[0]
 
 
 def play_passes(schedule: Schedule, times: PassTimes) -> Events:
@@ -61,9 +70,14 @@ def play_passes(schedule: Schedule, times: PassTimes) -> Events:
     Raises:
         Deadlock: if the order of the passes cannot be kept.
     """
+    return run_passes(schedule, padded(times))
+
+
+def padded(times: PassTimes) -> PassTimes:
+    """The times, none of them 0, so that "after" never means "at the same time"."""
     passes = {type_: tuple(max(time, _LEAST_MS) for time in row) for type_, row in times.passes.items()}
     comms = {type_: max(time, _LEAST_MS) for type_, time in times.comms.items()}
-    return run_passes(schedule, PassTimes(passes, comms, times.hidden))
+    return PassTimes(passes, comms, times.hidden)
 
 
 class Communication(NamedTuple):
@@ -101,12 +115,20 @@ def communications(played: Events) -> Iterator[Communication]:
                 yield Communication(ready, _RANKING[comm], 0, mb, parts)
 
 
-def insert(played: Events, order: Iterable[Communication]) -> Program:
-    """Each rank's passes, with its parts in the sorted communications between them."""
+def insert(
+    played: Events, order: Iterable[Communication], layers: Sequence[int] = ()
+) -> tuple[Program, Late]:
+    """Each rank's passes, with its parts in the sorted communications between them.
+
+    A part whose moment falls inside a pass stands before it. ``layers``, the number of each stage, lets it
+    be launched inside, after the last layer that has ended by then: in a list in which every layer is an
+    item, it has the same place, so nothing can hang for it.
+    """
     schedule = played.numbering.schedule
     ranks = [schedule.placement.rank_of(stage) for stage in range(schedule.placement.num_stages)]
     moments = _moments(played)
     out: list[list[Atom]] = [[] for _ in schedule.ranks]
+    late: dict[Comm, float] = {}
     position = [0] * schedule.p
     for communication in order:
         is_transfer = communication.kind in _TRANSFERS
@@ -117,8 +139,26 @@ def insert(played: Events, order: Iterable[Communication]) -> Program:
             out[rank] += schedule.ranks[rank][first:behind]
             out[rank].append(part)
             position[rank] = behind
+            if layers and behind < len(schedule.ranks[rank]):
+                share = _layers_done(played, schedule.ranks[rank][behind], communication.ready_ms, layers)
+                if share > 0.0:
+                    late[part] = share
     rows = ((*row, *schedule.ranks[rank][position[rank] :]) for rank, row in enumerate(out))
-    return tuple(join_pairs(row, schedule.pairs) for row in rows)
+    return tuple(join_pairs(row, schedule.pairs) for row in rows), late
+
+
+def layer_ends(played: Events, pass_: Pass, layers: Sequence[int]) -> list[float]:
+    """When each layer of a pass ends but for the last, in ms; none of passes that have no layers."""
+    count = layers[pass_.stage] if pass_.type in LAYERS else 1
+    number = played.numbering.number(pass_)
+    start, end = played.starts[number], played.ends[number]
+    return [start + (end - start) * k / count for k in range(1, count)]
+
+
+def _layers_done(played: Events, pass_: Pass, moment: float, layers: Sequence[int]) -> float:
+    """The share of a pass's layers that have ended at a moment."""
+    ends = layer_ends(played, pass_, layers)
+    return bisect_right(ends, moment) / (len(ends) + 1)
 
 
 def _moments(played: Events) -> list[list[float]]:

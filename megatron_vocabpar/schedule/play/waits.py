@@ -2,12 +2,13 @@
 
 A graph of numbers: item k of the program, counted over all ranks, has four *nodes*: the host has issued it,
 it has started, it has ended, and, for one rank's part of each communication, all ranks have joined it. A
-pair is one item, which waits for what both its passes wait for.
+pair is one item, which waits for what both its passes wait for. A pass inside which communication is launched
+is several items: the layers before, between and behind the launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise, product
 from typing import Literal, NamedTuple
@@ -15,8 +16,7 @@ from typing import Literal, NamedTuple
 from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.dependencies import prerequisites
 from megatron_vocabpar.schedule.words.passes import (
-    INPUT_COLLECTIVES,
-    OUTPUT_COLLECTIVES,
+    COLLECTIVES,
     POINT_TO_POINT,
     RECEIVE_OF,
     Comm,
@@ -25,7 +25,7 @@ from megatron_vocabpar.schedule.words.passes import (
     Pass,
     parts_of,
 )
-from megatron_vocabpar.schedule.words.schedule import Program, Schedule
+from megatron_vocabpar.schedule.words.schedule import Late, Program, Schedule, split_late
 
 Blocking = Literal["nothing", "collectives", "communication", "everything"]
 
@@ -54,7 +54,7 @@ class Model:
     one_rank: bool = False
 
 
-_OUTPUT, _INPUT = "output", "input"
+_COLLECTIVES = "collectives"  # the communicator of both vocabulary layers, and its stream
 _STEP_TO_PEER = {
     **{send: step for send, (_, step) in RECEIVE_OF.items()},
     **{receive: -step for receive, step in RECEIVE_OF.values()},
@@ -73,7 +73,7 @@ class _Pair(NamedTuple):
     high: int
 
 
-class Step(NamedTuple):
+class Waiting(NamedTuple):
     """A node in words.
 
     Attributes:
@@ -93,20 +93,23 @@ class Waits:
     Args:
         schedule: what ``program`` was lowered from.
         program: of all ranks, valid but for hangs.
+        late: what is launched inside passes.
 
     Attributes:
         common: for each node the nodes that it waits for in every model.
     """
 
-    def __init__(self, schedule: Schedule, program: Program) -> None:
+    def __init__(self, schedule: Schedule, program: Program, late: Late) -> None:
         self.schedule = schedule
-        self.items = [(rank, item) for rank, row in enumerate(program) for item in row]
+        rows = [list(_cut(row, late)) for row in program]
+        self.items = [(rank, item) for rank, row in enumerate(rows) for item, _ in row]
+        self.shares = [share for row in rows for _, share in row]
         self.index = {(rank, part): k for k, (rank, item) in enumerate(self.items) for part in parts_of(item)}
         self.first_part: dict[Hashable, int] = {}  # of each communication, by what its parts have in common
         self.communicators = [
             self._communicator(rank, item) if isinstance(item, Comm) else None for rank, item in self.items
         ]
-        starts = list(accumulate(map(len, program), initial=0))
+        starts = list(accumulate(map(len, rows), initial=0))
         self.rows = [range(start, stop) for start, stop in pairwise(starts)]
         self.common: list[list[int]] = [[] for _ in range(_PHASES * len(self.items))]
         for node, need in chain.from_iterable(map(self._in_every_model, self.rows)):
@@ -127,7 +130,7 @@ class Waits:
         """For each node, the ms that it takes after the last event that it waits for; only ends take time."""
         lengths = [0.0] * len(self.common)
         for k, (_, item) in enumerate(self.items):
-            lengths[_node(_ENDED, k)] = times.of_instruction(item)
+            lengths[_node(_ENDED, k)] = self.shares[k] * times.of_instruction(item)
         return lengths
 
     def is_joined(self, node: int) -> bool:
@@ -137,11 +140,11 @@ class Waits:
     def is_end(self, node: int) -> bool:
         return node % _PHASES == _ENDED
 
-    def step(self, node: int) -> Step:
+    def step(self, node: int) -> Waiting:
         """A rank's node in words."""
         k, phase = divmod(node, _PHASES)
         rank, item = self.items[k]
-        return Step(rank, item, self.items[k - 1][1] if phase == _ISSUED else item)
+        return Waiting(rank, item, self.items[k - 1][1] if phase == _ISSUED else item)
 
     def _in_every_model(self, row: range) -> Iterator[Edge]:
         last_pass: int | None = None
@@ -199,16 +202,14 @@ class Waits:
     def _stream(self, k: int, model: Model) -> Hashable:
         communicator, item = self.communicators[k], self.items[k][1]
         if not isinstance(item, Comm):
-            return _OUTPUT if item.type in self.schedule.method.in_step else None
+            return _COLLECTIVES if item.type in self.schedule.method.in_step else None
         if isinstance(communicator, _Pair) and not model.pairs:
             return communicator.upward
         return communicator
 
     def _communicator(self, rank: int, item: Comm) -> Hashable:
-        if item.type in OUTPUT_COLLECTIVES:
-            return _OUTPUT
-        if item.type in INPUT_COLLECTIVES:
-            return _INPUT
+        if item.type in COLLECTIVES:
+            return _COLLECTIVES
         peer = self.schedule.placement.rank_of(item.stage + _STEP_TO_PEER[item.type])
         source, target = (rank, peer) if item.type in RECEIVE_OF else (peer, rank)
         return _Pair(target > source, min(rank, peer), max(rank, peer))
@@ -224,6 +225,17 @@ def shared_name(item: Instruction) -> Hashable:
         receive, step = RECEIVE_OF[item.type]
         return receive, item.stage + step, item.microbatch
     return item.type, item.stage, item.microbatch
+
+
+def _cut(row: Sequence[Instruction], late: Late) -> Iterator[tuple[Instruction, float]]:
+    """A rank's items, each with its share of the instruction: 0F7 with a launch after a quarter is two."""
+    for item, inside in split_late(row, late):
+        done = 0.0
+        for launched in inside:
+            yield item, late[launched] - done
+            yield launched, 1.0
+            done = late[launched]
+        yield item, 1.0 - done
 
 
 def _node(phase: int, k: int) -> int:

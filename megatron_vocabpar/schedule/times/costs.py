@@ -25,7 +25,15 @@ from typing import Any, ClassVar
 from megatron_vocabpar.schedule.data.schema import check, read_costs
 from megatron_vocabpar.schedule.times.per_rank import PerRank, halves_of_t, per_rank_of, spread
 from megatron_vocabpar.schedule.times.redistribution import redistribute
-from megatron_vocabpar.schedule.words.methods import METHODS, Method
+from megatron_vocabpar.schedule.words.methods import (
+    INTERLACED,
+    METHODS,
+    NAIVE,
+    REDIS,
+    VOCAB_1,
+    VOCAB_2,
+    Method,
+)
 from megatron_vocabpar.schedule.words.passes import (
     VOCABULARY_PASSES,
     CommType,
@@ -118,10 +126,10 @@ class PassCosts:
         """
         heads = 1 + mtp_depths
         methods = {
-            "naive": {"S_ms": 2.5, "S2_ms": 0.5, "T_ms": 5.0},
-            "vocab-1": {"S_ms": 2.5, "T_ms": 5.0},
-            "vocab-2": {"S_ms": 5.0, "T_ms": 2.5},
-            "interlaced": {"S_ms": 7.5, "T_ms": 0.0, "synchronous_ms": 1.0},
+            NAIVE: {"S_ms": 2.5, "S2_ms": 0.5, "T_ms": 5.0},
+            VOCAB_1: {"S_ms": 2.5, "T_ms": 5.0},
+            VOCAB_2: {"S_ms": 5.0, "T_ms": 2.5},
+            INTERLACED: {"S_ms": 7.5, "T_ms": 0.0, "synchronous_ms": 1.0},
         }
         layers = {"F_ms": 10.0, "B_ms": 11.0, "W_ms": 9.0}
         return PassCosts(
@@ -341,7 +349,7 @@ def _shares(costs: PassCosts, schedule: Schedule) -> list[float]:
                 f"give {stages} numbers, or leave it out"
             )
         return [count * stages / sum(counts) for count in counts]
-    if schedule.method.name != "redis":
+    if schedule.method.name != REDIS:
         return [1.0] * stages
     layers = costs.layers or _LAYERS_PER_RANK * p
     names = [f"{type_.value}_ms" for type_ in _TRANSFORMER]

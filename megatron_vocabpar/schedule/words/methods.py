@@ -188,30 +188,35 @@ def _type(method: Method, word: str) -> Word:
     return _WORDS[name]
 
 
+BASELINE, REDIS, NAIVE, INTERLACED = "baseline", "redis", "naive", "interlaced"
+VOCAB_1, VOCAB_2 = "vocab-1", "vocab-2"
+DEFAULT = VOCAB_2
+"""The method of those who name none: it holds one microbatch less than ``VOCAB_1``."""
+
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method("baseline", "input layer on the first stage, output layer on the last"),
-        Method("redis", "baseline with transformer layers moved away from the last stage"),
+        Method(BASELINE, "input layer on the first stage, output layer on the last"),
+        Method(REDIS, "baseline with transformer layers moved away from the last stage"),
         Method(
-            "naive",
+            NAIVE,
             "partitioned; maximum, sum and input gradient reduced one by one",
             "C0 S C1 S2 C2 T C3 B",
             "C2 L CG B, C2 TW, CG TW",
         ),
         Method(
-            "vocab-1",
+            VOCAB_1,
             "partitioned, Algorithm 1: statistics, then the input gradient",
             "C0 S C1 T C2 B",
             "C1 L CG B, C1 TW, CG TW",
         ),
         Method(
-            "vocab-2",
+            VOCAB_2,
             "partitioned, Algorithm 2: one barrier, T delayed at will",
             "C0 S C1 B",
             "C1 L CG B, C1 T, CG T",
         ),
-        Method("interlaced", "partitioned; all ranks stop for a synchronous output layer", "C0 [S] B"),
+        Method(INTERLACED, "partitioned; all ranks stop for a synchronous output layer", "C0 [S] B"),
     )
 }
 

@@ -69,10 +69,9 @@ class CommType(_Name):
 POINT_TO_POINT = frozenset({CommType.SEND_F, CommType.RECV_F, CommType.SEND_B, CommType.RECV_B})
 # The receive of each send, and how many stages further it stands.
 RECEIVE_OF = {CommType.SEND_F: (CommType.RECV_F, 1), CommType.SEND_B: (CommType.RECV_B, -1)}
-OUTPUT_COLLECTIVES = frozenset({CommType.C0, CommType.C1, CommType.C2, CommType.C3, CommType.CG})
-INPUT_COLLECTIVES = frozenset({CommType.CI, CommType.CIB})
-COLLECTIVES = OUTPUT_COLLECTIVES | INPUT_COLLECTIVES
-VOCABULARY_PASSES = frozenset(PassType) - {PassType.F, PassType.B, PassType.W}
+COLLECTIVES = frozenset(CommType) - POINT_TO_POINT
+LAYERS = frozenset({PassType.F, PassType.B, PassType.W})  # passes of transformer layers
+VOCABULARY_PASSES = frozenset(PassType) - LAYERS
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from megatron_vocabpar.schedule.words.methods import Method, without_gradients
 from megatron_vocabpar.schedule.words.passes import (
     COLLECTIVES,
     VOCABULARY_PASSES,
+    Comm,
     Instruction,
     Pair,
     Pass,
@@ -23,6 +24,11 @@ from megatron_vocabpar.schedule.words.passes import (
 from megatron_vocabpar.schedule.words.placement import Placement
 
 Program = tuple[tuple[Instruction, ...], ...]
+Late = Mapping[Comm, float]
+"""Communication that its rank launches inside the pass behind it in its program, by the share of the pass's
+layers that come before: with 0.25 for ``0C1.5``, a rank that runs ``0C1.5 0F7`` launches it after two of the
+eight layers of 0F7. What is not in the map is launched before the pass begins."""
+NONE_LATE: Late = {}
 
 FORWARD = frozenset({PassType.IF, PassType.F, PassType.S, PassType.S2})  # what an evaluation keeps
 BACKWARD = frozenset({PassType.B, PassType.W, PassType.IB})  # what an evaluation leaves out
@@ -118,6 +124,17 @@ class Schedule:
     def to_text(self) -> str:
         """One line a rank, the passes in order, as in ``0F0 0F1 0B0``; a pair as in ``0F2+0B1``."""
         return "\n".join(" ".join(map(str, row)) for row in self.rows)
+
+
+def split_late(row: Iterable[Instruction], late: Late) -> Iterator[tuple[Instruction, tuple[Comm, ...]]]:
+    """A rank's instructions, each with the communication that is launched inside it."""
+    held: list[Comm] = []
+    for item in row:
+        if isinstance(item, Comm) and item in late:
+            held.append(item)
+        else:
+            yield item, tuple(held)
+            held.clear()
 
 
 def passes_of(instructions: Iterable[Instruction]) -> tuple[Pass, ...]:

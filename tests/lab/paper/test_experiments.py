@@ -45,7 +45,7 @@ def test_a_published_cell_is_that_of_the_table() -> None:
     assert published(replace(row, hidden=5120)) is None
 
 
-def test_smoke_takes_each_schedule_and_method_once() -> None:
+def test_smoke_takes_each_family_and_method_once() -> None:
     rows = small(read_experiments(TABLES / "exp_one_host.csv"))
     assert [row.name for row in rows] == [
         *(f"1f1b-{method}" for method in ("baseline", "redis", "interlaced", "vocab-1", "vocab-2", "naive")),

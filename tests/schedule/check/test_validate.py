@@ -20,8 +20,7 @@ from megatron_vocabpar.schedule.play.peaks import peak_activations
 from megatron_vocabpar.schedule.serialize import from_json
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.passes import (
-    INPUT_COLLECTIVES,
-    OUTPUT_COLLECTIVES,
+    COLLECTIVES,
     Comm,
     Instruction,
     Pair,
@@ -351,8 +350,7 @@ def test_another_order_of_collectives_on_one_rank(draw: st.DataObject, shape: Sh
     schedule = random_schedule(shape, 1)
     program = lower(schedule)
     rank = draw.draw(st.integers(0, shape.p - 1))
-    group = draw.draw(st.sampled_from([OUTPUT_COLLECTIVES, INPUT_COLLECTIVES]))
-    launches = [str(item) for item in program[rank] if item.type in group]
+    launches = [str(item) for item in program[rank] if item.type in COLLECTIVES]
     one, other = draw.draw(st.permutations(launches))[:2]
     with pytest.raises(ScheduleError, match=r"^(collective order|order): rank"):
         validate_program(schedule, edited(program, rank, swapped(one, other)))

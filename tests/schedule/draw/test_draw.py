@@ -123,8 +123,8 @@ def test_trace_has_every_pass_and_barrier_on_its_row() -> None:
         event = spans[str(pass_)]
         assert rows[event["tid"]] == f"rank {schedule.rank_of(pass_)}"
         assert (event["ts"], event["dur"]) == pytest.approx((start * 1e3, (end - start) * 1e3), abs=0.01)
-    assert rows[spans["1C2.0"]["tid"]] == "rank 1 output collectives"
-    assert rows[spans["0CIB2"]["tid"]] == "rank 0 input collectives"
+    assert rows[spans["1C2.0"]["tid"]] == "rank 1 collectives"
+    assert rows[spans["0CIB2"]["tid"]] == "rank 0 collectives"
     for tid in rows:
         busy = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans.values() if e["tid"] == tid)
         assert all(before[1] <= after[0] + 0.01 for before, after in pairwise(busy))
@@ -160,7 +160,7 @@ def test_a_page_holds_every_pass_and_collective(shape: Shape) -> None:
             times = result.passes[pass_]
             assert (start / 1e3, (start + length) / 1e3) == pytest.approx(times, abs=0.001)
         output = 4 if shape.algorithm == "vocab-1" else 3
-        assert (len(row["output"]), len(row["input"])) == (output * shape.m, 2 * shape.m)
+        assert len(row["collectives"]) == (output + 2) * shape.m
         assert max(amount for _, amount in row["memory"]) == pytest.approx(
             result.peak_activations[chart["rows"].index(row)]
         )
@@ -262,7 +262,7 @@ def test_a_trace_reads_back_as_a_measured_chart(shape: Shape) -> None:
     planned = planned_chart(result)
     assert [row.label for row in chart.rows] == [row.label for row in planned.rows]
     for found, expected in zip(chart.rows, planned.rows, strict=True):
-        for lane in ("passes", "output", "input"):
+        for lane in ("passes", "collectives"):
             bars, wanted = getattr(found, lane), getattr(expected, lane)
             assert [bar.item for bar in bars] == [bar.item for bar in wanted]
             assert [bar.start_ms for bar in bars] == pytest.approx([bar.start_ms for bar in wanted], abs=0.01)

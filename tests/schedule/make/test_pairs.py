@@ -26,7 +26,7 @@ from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.schedule.words.passes import CommType, PassType
 from tests.cases import covering, rest_is_slow
 from tests.schedule import reference
-from tests.schedule.test_loss_pass import PAPERS
+from tests.support.claims import PAPERS
 
 PAIRED = [name for name, family in families().items() if family.pairs]
 ALONE = {"dualpipev": "v-zb", "1f1b-overlap": "interleaved"}

@@ -1,6 +1,6 @@
-"""Options of Megatron's own schedules, with simulated time and memory.
+"""Choices of Megatron's own schedules, with simulated time and memory.
 
-Next: ``options.py``.
+Next: ``choices.py``.
 """
 
 from __future__ import annotations
@@ -9,37 +9,37 @@ import re
 from dataclasses import replace
 from math import inf
 
+from megatron_vocabpar.plan.choice import STOCK, Choice, Request, longest_after_ms
 from megatron_vocabpar.plan.memory import Bytes, Held, parameters_of, stage_memory
-from megatron_vocabpar.plan.option import STOCK, Option, Request, longest_after_ms
 from megatron_vocabpar.plan.stock import Layout, held_layers, layouts, play, stages_of
-from megatron_vocabpar.schedule.words.methods import method_named
+from megatron_vocabpar.schedule.words.methods import BASELINE, method_named
 from megatron_vocabpar.schedule.words.placement import Placement
 
 
-def stock_options(request: Request, *, shorter: bool = False) -> list[Option]:
+def stock_choices(request: Request, *, shorter: bool = False) -> list[Choice]:
     """Megatron's own schedules: for each way to place layers the fastest that fits, or the smallest.
 
     Megatron refuses several chunks a rank where the microbatches do not divide by the pipeline size.
-    ``shorter`` plays those that fit for a few microbatches, as ``option_of`` does; others take ``inf``.
+    ``shorter`` plays those that fit for a few microbatches, as ``choice_of`` does; others take ``inf``.
     """
-    tried: dict[str, list[Option]] = {}
-    for placed in layouts(request.model.layers, request.job.p, request.costs("baseline")):
+    tried: dict[str, list[Choice]] = {}
+    for placed in layouts(request.model.layers, request.job.p, request.costs(BASELINE)):
         if placed.chunks > 1 and request.job.m % request.job.p:
             continue
         kind = re.sub(r" x\d+", "", placed.name)
-        tried.setdefault(kind, []).append(stock_option(request, placed, shorter))
+        tried.setdefault(kind, []).append(stock_choice(request, placed, shorter))
 
-    def rank(one: Option) -> tuple[bool, float]:
+    def rank(one: Choice) -> tuple[bool, float]:
         fits = one.fits(request)
         return not fits, one.iteration_ms if fits else one.peak_gib
 
     return [min(some, key=rank) for some in tried.values()]
 
 
-def stock_option(request: Request, placed: Layout, shorter: bool) -> Option:
+def stock_choice(request: Request, placed: Layout, shorter: bool) -> Choice:
     """Megatron's own schedule with its layers placed so, played for a few microbatches or for all."""
-    model, job, baseline = request.model, request.job, method_named("baseline")
-    costs = request.costs("baseline")
+    model, job, baseline = request.model, request.job, method_named(BASELINE)
+    costs = request.costs(BASELINE)
     few = -(-request.few // job.p) * job.p  # whole rounds of the interleaved schedule
     m = min(job.m, few) if shorter else job.m
     times = stages_of(placed, job.p, costs)
@@ -48,16 +48,16 @@ def stock_option(request: Request, placed: Layout, shorter: bool) -> Option:
     most = held_layers(placed.layers, job.p, m, times.hidden > 0.0)
     held = [Held(of_all / max(1, count)) for of_all, count in zip(most, of_ranks, strict=True)]
     stages = stage_memory(model, job, baseline, placement, placed.layers, held, Bytes())
-    option = Option(STOCK, placed.name, placed.layers, inf, stages=tuple(stages), flags=placed.flags)
-    if shorter and not option.fits(request):
-        return option
+    choice = Choice(STOCK, placed.name, placed.layers, inf, stages=tuple(stages), flags=placed.flags)
+    if shorter and not choice.fits(request):
+        return choice
     played = play(times, job.p, m, costs.p2p_ms)
     length_ms = played.length_ms + (job.m - m) * max(played.further_ms)
     work_ms = sum(played.work_ms) + (job.m - m) * sum(played.further_ms)
     parameters = parameters_of(model, job, baseline, placement, placed.layers)
     after = longest_after_ms(job, request.hardware, parameters, costs)
     return replace(
-        option,
+        choice,
         iteration_ms=length_ms + after,
         idle=1.0 - work_ms / job.p / length_ms,
         exact=not shorter,

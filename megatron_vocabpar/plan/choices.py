@@ -1,7 +1,7 @@
-"""The options: every method in every family, with simulated time and memory.
+"""The choices: every method in every family with several layouts, with simulated time and memory.
 
-Each option is first played for a few microbatches. Its time is then extended as if the busiest rank never
-waited again; all microbatches take about as long, or longer. In the order of these times, the options that
+Each choice is first played for a few microbatches. Its time is then extended as if the busiest rank never
+waited again; all microbatches take about as long, or longer. In the order of these times, the choices that
 fit are played for all microbatches and simulated with their communication, until no other one can be faster
 than the fastest.
 
@@ -16,12 +16,12 @@ from functools import partial
 from itertools import islice, product
 from math import inf
 
+from megatron_vocabpar.plan.choice import STOCK, Choice, Request, longest_after_ms
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.layer_counts import layer_counts
 from megatron_vocabpar.plan.memory import Bytes, Held, parameters_of, stage_memory
-from megatron_vocabpar.plan.option import STOCK, Option, Request, longest_after_ms
 from megatron_vocabpar.plan.stock import Layout
-from megatron_vocabpar.plan.stock_options import stock_option
+from megatron_vocabpar.plan.stock_choices import stock_choice
 from megatron_vocabpar.plan.workers import mapping
 from megatron_vocabpar.schedule.make.families import Family, families, family_named
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
@@ -31,30 +31,39 @@ from megatron_vocabpar.schedule.play.lower import lower
 from megatron_vocabpar.schedule.play.peaks import peak_activations
 from megatron_vocabpar.schedule.simulate import Simulation
 from megatron_vocabpar.schedule.times.costs import PassCosts
-from megatron_vocabpar.schedule.words.methods import Method, method_named
+from megatron_vocabpar.schedule.words.methods import (
+    BASELINE,
+    INTERLACED,
+    REDIS,
+    VOCAB_1,
+    VOCAB_2,
+    Method,
+    method_named,
+)
 from megatron_vocabpar.schedule.words.passes import PassType
 from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
-METHODS = ("baseline", "redis", "vocab-1", "vocab-2", "interlaced")
-ONLY_1F1B = ("redis", "interlaced")  # redis moves layers between whole stages; interlaced stops all ranks
+METHODS = (BASELINE, REDIS, VOCAB_1, VOCAB_2, INTERLACED)
+ONLY_1F1B = (REDIS, INTERLACED)  # redis moves layers between whole stages; interlaced stops all ranks
+LEAST_WHOLE = 3  # simulated in full, as estimates may be wrong by some percent
 _PASSES = 3_000  # passes that the choice of a candidate may play
 _LIGHTER = 1.02  # factor on the memory limit, as the whole schedule may hold a little less
 
 
-def all_options(
+def all_choices(
     request: Request,
     methods: Sequence[str] = METHODS,
     among: Iterable[str] | None = None,
     *,
     workers: int = 1,
-) -> list[Option]:
-    """Every method in every family; the fastest of those that fit is simulated in full.
+) -> list[Choice]:
+    """Every method in every family, with its fastest layout; what could be the fastest is simulated in full.
 
     Raises:
         ValueError: if none can run: the costs list another number of ranks, or layers cannot fill the stages.
     """
-    hides = request.costs("baseline").hides
+    hides = request.costs(BASELINE).hides
     known = [name for name, family in families().items() if hides or not family.pairs]
     both = [
         (method, family)
@@ -62,51 +71,62 @@ def all_options(
         if family == "1f1b" or method not in ONLY_1F1B
     ]
     with mapping(workers) as each:
-        tried = list(each(partial(option_of, request), *zip(*both, strict=True)))
+        tried = [
+            one for layouts in each(partial(choices_of, request), *zip(*both, strict=True)) for one in layouts
+        ]
         if all(one.problem for one in tried):
             raise ValueError(tried[0].problem)
-        nearly, least = replace(request, limit_gib=_LIGHTER * request.limit_gib), inf
+        nearly, least, done = replace(request, limit_gib=_LIGHTER * request.limit_gib), inf, 0
         fitting = iter(sorted((one for one in tried if one.fits(nearly)), key=lambda one: one.iteration_ms))
-        while promising := [one for one in islice(fitting, workers) if one.iteration_ms < least]:
+        while promising := [
+            one for one in islice(fitting, workers) if done < LEAST_WHOLE or one.iteration_ms < least
+        ]:
             for one, full in zip(promising, each(partial(in_full, request), promising), strict=True):
-                if one.iteration_ms >= least:
+                if done >= LEAST_WHOLE and one.iteration_ms >= least:
                     break
+                done += 1
                 tried[tried.index(one)] = full
-                if full.fits(request):  # in full, an option may hold more than its first microbatches
+                if full.fits(request):  # in full, a choice may hold more than its first microbatches
                     least = min(least, full.iteration_ms)
-    return tried
+    return [
+        _best_layout(request, [one for one in tried if (one.method, one.family) == pair]) for pair in both
+    ]
 
 
-def best_of(request: Request, options: Sequence[Option]) -> Option | None:
-    """The fastest option that fits; if any was simulated in full, only those count."""
-    fitting = [option for option in options if option.fits(request)]
-    exact = [option for option in fitting if option.exact]
-    return min(exact or fitting, key=lambda option: option.iteration_ms, default=None)
+def _best_layout(request: Request, layouts: Sequence[Choice]) -> Choice:
+    """The fastest that fits, or the fastest; of those simulated in full, if any fits."""
+    return best_of(request, layouts) or min(layouts, key=lambda one: (bool(one.problem), one.iteration_ms))
 
 
-def option_of(
+def best_of(request: Request, choices: Sequence[Choice]) -> Choice | None:
+    """The fastest choice that fits; if any was simulated in full, only those count."""
+    fitting = [choice for choice in choices if choice.fits(request)]
+    exact = [choice for choice in fitting if choice.exact]
+    return min(exact or fitting, key=lambda choice: choice.iteration_ms, default=None)
+
+
+def choice_of(
     request: Request,
     method_name: str,
     name: str,
     microbatches: int | None = None,
     below_ms: float = inf,
-) -> Option:
+) -> Choice:
     """One method in one family, with the fastest layout: of those that fit, if any does.
 
-    Arguments as for ``options_of``.
+    Arguments as for ``choices_of``.
     """
-    played = options_of(request, method_name, name, microbatches, below_ms)
-    return min(played, key=lambda one: (bool(one.problem), not one.fits(request), one.iteration_ms))
+    return _best_layout(request, choices_of(request, method_name, name, microbatches, below_ms))
 
 
-def options_of(
+def choices_of(
     request: Request,
     method_name: str,
     name: str,
     microbatches: int | None = None,
     below_ms: float = inf,
     most: int | None = None,
-) -> list[Option]:
+) -> list[Choice]:
     """One method in one family with each of its layouts, or the ``most`` likeliest, but at least one.
 
     They are played for ``microbatches``, by default a few. What cannot take less than ``below_ms``, in
@@ -117,7 +137,7 @@ def options_of(
         layouts = layer_counts(request, method, family)[:most]
         return [_played(request, method, family, layers, microbatches, below_ms) for layers in layouts]
     except ValueError as error:
-        return [Option(method.name, family.name, problem=str(error))]
+        return [Choice(method.name, family.name, problem=str(error))]
 
 
 def _played(
@@ -127,7 +147,7 @@ def _played(
     layers: tuple[int, ...],
     microbatches: int | None,
     below_ms: float,
-) -> Option:
+) -> Choice:
     job = request.job
     m = min(job.m, microbatches or request.few)
     costs = costs_of(request, method.name, layers)
@@ -135,7 +155,7 @@ def _played(
     work = job.m * max(_further_ms(problem, problem.pairs))  # most often this suffices, and it is quick
     least_ms = work if work >= below_ms else problem.bound_ms() + (job.m - m) * work / job.m
     if least_ms >= below_ms:
-        return Option(method.name, family.name, layers, problem=f"takes at least {least_ms:.0f} ms")
+        return Choice(method.name, family.name, layers, problem=f"takes at least {least_ms:.0f} ms")
     played, *_ = problem.played(_PASSES)
     schedule = problem.schedule(played)
     length_ms, idle = _extended(problem, schedule, played.end, job.m - m)
@@ -165,19 +185,19 @@ def _further_ms(problem: Problem, pairs: bool) -> list[float]:
     return work
 
 
-def in_full(request: Request, option: Option) -> Option:
-    """The option as its training would run it: its whole schedule, generated and simulated."""
-    if option.method == STOCK:
-        chunks = len(option.layers) // request.job.p
-        placed = Layout(option.family, chunks, option.layers, option.flags, option.pairs)
-        return stock_option(request, placed, False)
-    job, family = request.job, family_named(option.family)
-    costs = costs_of(request, option.method, option.layers)
-    problem = Problem.of(PlanRequest(method=option.method, p=job.p, m=job.m, family=family, costs=costs))
+def in_full(request: Request, choice: Choice) -> Choice:
+    """The choice as its training would run it: its whole schedule, generated and simulated."""
+    if choice.method == STOCK:
+        chunks = len(choice.layers) // request.job.p
+        placed = Layout(choice.family, chunks, choice.layers, choice.flags, choice.pairs)
+        return stock_choice(request, placed, False)
+    job, family = request.job, family_named(choice.family)
+    costs = costs_of(request, choice.method, choice.layers)
+    problem = Problem.of(PlanRequest(method=choice.method, p=job.p, m=job.m, family=family, costs=costs))
     schedule = problem.best(TRIAL_PASSES)
     result = Simulation(schedule, run_events(schedule, problem.times, lower(schedule, costs)))
     idle = sum(result.bubble) / job.p
-    done = _measured_out(request, schedule, family, option.layers, result.iteration_ms, idle)
+    done = _measured_out(request, schedule, family, choice.layers, result.iteration_ms, idle)
     return replace(done, exact=True)
 
 
@@ -194,8 +214,8 @@ def _measured_out(
     layers: tuple[int, ...],
     length_ms: float,
     idle: float,
-) -> Option:
-    """The option of a schedule that takes ``length_ms``, with its memory and the optimizer's step."""
+) -> Choice:
+    """The choice of a schedule that takes ``length_ms``, with its memory and the optimizer's step."""
     model, job = request.model, request.job
     placement = Placement(job.p, family.chunks, family.shape)
     shards = _softmax_shards(schedule)
@@ -207,7 +227,7 @@ def _measured_out(
     parameters = parameters_of(model, job, schedule.method, placement, layers)
     costs = request.costs(schedule.method.name)
     after = longest_after_ms(job_in(job, family), request.hardware, parameters, costs)
-    return Option(
+    return Choice(
         schedule.method.name,
         family.name,
         layers,

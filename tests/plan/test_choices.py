@@ -9,13 +9,13 @@ import pytest
 
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
 from megatron_vocabpar.plan.advice import launch_line, redistribution, remedies
+from megatron_vocabpar.plan.choice import Choice, Request
+from megatron_vocabpar.plan.choices import all_choices, best_of, choice_of, costs_of
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.layer_counts import layer_counts
 from megatron_vocabpar.plan.memory import GIB, StageMemory
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.option import Option, Request
-from megatron_vocabpar.plan.options import all_options, best_of, costs_of, option_of
 from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.plan.times import estimated_costs
 from megatron_vocabpar.schedule.make.families import families
@@ -43,14 +43,14 @@ def simulated_ms(model: Model, job: Job, method: str, family: str) -> float:
     return simulate(make_plan(method, job.p, job.m, family=family, costs=costs)).iteration_ms
 
 
-def check_best(asked: Request, methods: tuple[str, ...], among: tuple[str, ...]) -> Option:
-    """Compare the recommended option with full simulations of all options that fit."""
-    options = all_options(asked, methods, among)
-    best = best_of(asked, options)
+def check_best(asked: Request, methods: tuple[str, ...], among: tuple[str, ...]) -> Choice:
+    """Compare the recommended choice with full simulations of all choices that fit."""
+    choices = all_choices(asked, methods, among)
+    best = best_of(asked, choices)
     assert best is not None
     times = {
         (one.method, one.family): simulated_ms(asked.model, asked.job, one.method, one.family)
-        for one in options
+        for one in choices
         if one.peak_gib <= asked.limit_gib
     }
     assert times[best.method, best.family] <= 1.002 * min(times.values())
@@ -71,11 +71,11 @@ def test_the_best_is_the_fastest_that_fits_of_those_simulated_in_full() -> None:
     asked = request("llama-3.1-8b", 32, 139.0)
     large = StageMemory(*(140.0 * GIB, *(0.0,) * 6))
     tried = [
-        Option("vocab-1", "1f1b", iteration_ms=4.0, exact=True),
-        Option("vocab-2", "1f1b", iteration_ms=3.0, exact=True),
-        Option("vocab-2", "v-half", iteration_ms=2.0),
-        Option("vocab-2", "v-zb", iteration_ms=1.0, stages=(large,), exact=True),
-        Option("vocab-2", "v-min", problem="impossible", exact=True),
+        Choice("vocab-1", "1f1b", iteration_ms=4.0, exact=True),
+        Choice("vocab-2", "1f1b", iteration_ms=3.0, exact=True),
+        Choice("vocab-2", "v-half", iteration_ms=2.0),
+        Choice("vocab-2", "v-zb", iteration_ms=1.0, stages=(large,), exact=True),
+        Choice("vocab-2", "v-min", problem="impossible", exact=True),
     ]
     assert best_of(asked, tried) is tried[1]
     assert best_of(asked, tried[2:]) is tried[2]
@@ -85,8 +85,8 @@ def test_the_best_is_the_fastest_that_fits_of_those_simulated_in_full() -> None:
 def test_one_whose_whole_schedule_is_lighter_is_chosen() -> None:
     asked = replace(request("llama-3.1-8b", 32, 117.7, p=4, m=16), hardware=ON_A100S_RATES)
     faster, slower = "interleaved", "1f1b"
-    assert option_of(asked, "vocab-1", faster).peak_gib > asked.limit_gib
-    best = best_of(asked, all_options(asked, ("vocab-1",), (faster, slower)))
+    assert choice_of(asked, "vocab-1", faster).peak_gib > asked.limit_gib
+    best = best_of(asked, all_choices(asked, ("vocab-1",), (faster, slower)))
     assert best is not None
     assert best.family == faster
 
@@ -100,16 +100,16 @@ def test_a_llama_like_request_over_all_families(limit_gib: float) -> None:
 
 def test_uneven_layers_are_placed_and_written_into_the_launch_line() -> None:
     asked = request("gemma-2-9b", 10, 139.0)
-    option = option_of(asked, "vocab-2", "1f1b")
-    assert option.layers == (2, 2, 3, 3)
-    assert f"--pipeline-model-parallel-layout '{layout(option.layers)}'" in launch_line(asked, option)
+    choice = choice_of(asked, "vocab-2", "1f1b")
+    assert choice.layers == (2, 2, 3, 3)
+    assert f"--pipeline-model-parallel-layout '{layout(choice.layers)}'" in launch_line(asked, choice)
     # Megatron counts stages along the pipeline; rank 3 of the V holds the fourth and the fifth of them.
-    shaped = option_of(asked, "vocab-2", "v-half")
+    shaped = choice_of(asked, "vocab-2", "v-half")
     assert shaped.layers == (1, 1, 2, 2, 1, 1, 1, 1)
     # Megatron takes the number of chunks from the layout, and refuses both.
     assert "--num-virtual-stages" not in launch_line(asked, shaped)
-    assert option_of(asked, "baseline", "1f1b").layers == (2, 3, 3, 2)
-    assert option_of(replace(asked, job=Job(p=16)), "vocab-2", "1f1b").problem
+    assert choice_of(asked, "baseline", "1f1b").layers == (2, 3, 3, 2)
+    assert choice_of(replace(asked, job=Job(p=16)), "vocab-2", "1f1b").problem
 
 
 @pytest.mark.parametrize(
@@ -117,23 +117,23 @@ def test_uneven_layers_are_placed_and_written_into_the_launch_line() -> None:
 )
 def test_our_flags_read_the_launch_line(method: str, family: str) -> None:
     asked = request("llama-3.1-8b", 8, 139.0)
-    option = option_of(asked, method, family)
-    line = launch_line(asked, option).replace("\\\n", " ")
+    choice = choice_of(asked, method, family)
+    line = launch_line(asked, choice).replace("\\\n", " ")
     words = line.split("pretrain_gpt.py")[1].split()
     config = config_from_argv(words)
-    assert (config.method, config.schedule) == (method, family)
+    assert (config.method, config.family) == (method, family)
     assert ("--num-virtual-stages-per-pipeline-rank 2" in line) == (family == "v-zb")
     if method == "redis":
-        assert config.final_stage_layers == option.layers[-1] < option.layers[0]
+        assert config.final_stage_layers == choice.layers[-1] < choice.layers[0]
 
 
 def test_an_impossible_request_says_what_fits_and_it_does() -> None:
     asked = request("llama-3.1-8b", 32, 50.0, p=4, m=8)
-    assert best_of(asked, all_options(asked, ("vocab-2",), SOME)) is None
+    assert best_of(asked, all_choices(asked, ("vocab-2",), SOME)) is None
     said = remedies(asked)
     assert said[0].startswith("--recompute")
     recomputed = replace(asked, job=replace(asked.job, recompute="full"))
-    assert any(option_of(recomputed, "vocab-2", family).fits(recomputed) for family in SOME)
+    assert any(choice_of(recomputed, "vocab-2", family).fits(recomputed) for family in SOME)
 
 
 def test_what_one_change_cannot_do_changes_do_together() -> None:
@@ -146,7 +146,7 @@ def test_what_one_change_cannot_do_changes_do_together() -> None:
 def test_redistribution_suffices_for_large_mixtures_of_experts() -> None:
     def said(name: str, layers: int) -> list[str]:
         asked = replace(request(name, layers, 1e6), job=Job(p=8, m=32))
-        return redistribution(asked, all_options(asked, ("redis", "vocab-2"), SOME[:1]))
+        return redistribution(asked, all_choices(asked, ("redis", "vocab-2"), SOME[:1]))
 
     assert "Redistribution suffices for the time" in said("kimi-k2", 61)[0]
     assert said("gemma-3-4b", 32) == []
@@ -154,9 +154,9 @@ def test_redistribution_suffices_for_large_mixtures_of_experts() -> None:
 
 def test_a_larger_shard_of_experts_and_replicas_saves_memory() -> None:
     asked = replace(request("qwen3-30b-a3b", 48, 139.0), job=Job(p=4, d=8, m=8))
-    plain = option_of(asked, "vocab-2", SOME[0]).stages[0]
+    plain = choice_of(asked, "vocab-2", SOME[0]).stages[0]
     divided = replace(asked, job=replace(asked.job, e=8, distributed_optimizer=True))
-    stage = option_of(divided, "vocab-2", SOME[0]).stages[0]
+    stage = choice_of(divided, "vocab-2", SOME[0]).stages[0]
     assert stage.weights < plain.weights / 4
     # Experts have one replica, all other weights have eight.
     assert stage.weights * 6 / 8 < stage.optimizer < stage.weights * 6
@@ -170,7 +170,7 @@ EXPERTS = Request(
 def test_pairs_are_compared_where_an_exchange_can_be_hidden() -> None:
     def tried(e: int) -> set[str]:
         asked = replace(EXPERTS, job=replace(EXPERTS.job, e=e))
-        return {one.family for one in all_options(asked, ("baseline",))}
+        return {one.family for one in all_choices(asked, ("baseline",))}
 
     paired = {"dualpipev", "1f1b-overlap"}
     assert paired < tried(8)
@@ -187,13 +187,13 @@ def test_measured_pairs_count_where_megatron_can_run_them() -> None:
 def test_the_estimate_of_pairs_is_about_what_the_whole_schedule_takes() -> None:
     asked = replace(EXPERTS, job=replace(EXPERTS.job, m=64))
     for family in ("dualpipev", "1f1b-overlap"):
-        few, whole = (option_of(asked, "vocab-2", family, m) for m in (16, 64))
+        few, whole = (choice_of(asked, "vocab-2", family, m) for m in (16, 64))
         assert few.iteration_ms == pytest.approx(whole.iteration_ms, rel=0.04)
         assert few.idle == pytest.approx(whole.idle, abs=0.04)
 
 
 def test_pairs_hide_what_v_zb_waits_for() -> None:
-    alone, together = (option_of(EXPERTS, "vocab-2", family) for family in ("v-zb", "dualpipev"))
+    alone, together = (choice_of(EXPERTS, "vocab-2", family) for family in ("v-zb", "dualpipev"))
     assert together.iteration_ms < 0.95 * alone.iteration_ms
     assert together.peak_gib > alone.peak_gib
 
@@ -229,6 +229,6 @@ def test_the_rank_of_a_whole_output_layer_and_its_heads_gets_fewer_layers() -> N
 
 def test_several_workers_give_the_same() -> None:
     asked = request("gemma-2-9b", 40, 170.0, m=12)
-    alone = all_options(asked, ("vocab-1", "vocab-2"), SOME)
-    assert all_options(asked, ("vocab-1", "vocab-2"), SOME, workers=2) == alone
-    assert any(option.exact for option in alone)
+    alone = all_choices(asked, ("vocab-1", "vocab-2"), SOME)
+    assert all_choices(asked, ("vocab-1", "vocab-2"), SOME, workers=2) == alone
+    assert any(choice.exact for choice in alone)

@@ -1,27 +1,26 @@
-"""The table of Megatron's options: it has every option of every version, and says what is so."""
+"""The table of Megatron's arguments: it has every argument of every version, and says what is so."""
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_vocabpar.megatron_lm import replacements
+from megatron_vocabpar.megatron_lm.arguments_page import page
 from megatron_vocabpar.megatron_lm.bindings import VERSIONS, find_version
 from megatron_vocabpar.megatron_lm.checkout import source_signatures
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
-from megatron_vocabpar.megatron_lm.options_page import page
-from megatron_vocabpar.megatron_lm.replacements import _check_first, _parse_with_our_options
-from megatron_vocabpar.megatron_lm.rules import options
-from megatron_vocabpar.megatron_lm.rules.options import ROW_OF, ROWS, declared
-from tests.megatron_lm.test_doors import PLAIN, inside
+from megatron_vocabpar.megatron_lm.replacements import _check_first, _parse_with_our_flags
+from megatron_vocabpar.megatron_lm.rules import arguments
+from megatron_vocabpar.megatron_lm.rules.arguments import REVIEW_OF, REVIEWS, declared
 from tests.megatron_lm.training import ROOT, checkout, words
+from tests.support.megatron_parser import PLAIN, inside
+from tests.support.recorded_arguments import recorded
 
 FOUND = words(
     "add_bias_linear moe_grouped_gemm mtp_use_repeated_layer freeze_all_layers "
@@ -32,36 +31,20 @@ FOUND = words(
 """What was found to be wrong, or late, or neither supported nor refused, before there was a table."""
 
 
-@cache
-def recorded() -> dict[str, set[str]]:
-    """The options of each version that was read, by version."""
-    versions: dict[str, set[str]] = {}
-    now: set[str] = set()
-    for line in Path(__file__).with_name("recorded_options.txt").read_text().splitlines():
-        sign, *names = line.split() or ["#"]
-        if sign.startswith("["):
-            versions[sign.strip("[]")] = now = set(now)
-        elif sign == "+":
-            now |= set(names)
-        elif sign == "-":
-            now -= set(names)
-    return versions
-
-
 def without_a_row(names: set[str], rows: set[str]) -> list[str]:
     return sorted(names - rows)
 
 
-def test_every_option_of_every_version_has_one_row() -> None:
+def test_every_argument_of_every_version_has_one_row() -> None:
     read = {".".join(version.split(".")[:2]) for version in recorded()}
     assert read <= set(VERSIONS)
     assert min(map(len, recorded().values())) > 500
     everywhere = set().union(*recorded().values())
-    assert without_a_row(everywhere, set(ROW_OF)) == []
-    # Rows of a version whose options are not recorded yet are in no other.
-    assert read != set(VERSIONS) or sorted(set(ROW_OF) - everywhere) == []
+    assert without_a_row(everywhere, set(REVIEW_OF)) == []
+    # Rows of a version whose arguments are not recorded yet are in no other.
+    assert read != set(VERSIONS) or sorted(set(REVIEW_OF) - everywhere) == []
     assert [
-        name for name, count in Counter(n for row in ROWS for n in row.options).items() if count > 1
+        name for name, count in Counter(n for row in REVIEWS for n in row.arguments).items() if count > 1
     ] == []
 
 
@@ -70,21 +53,21 @@ def test_what_was_found_is_found_again(name: str) -> None:
     in_versions = [version for version, names in recorded().items() if name in names]
     assert in_versions
     for version in in_versions:
-        assert without_a_row(recorded()[version], set(ROW_OF) - {name}) == [name]
+        assert without_a_row(recorded()[version], set(REVIEW_OF) - {name}) == [name]
 
 
-def test_the_checkout_has_no_option_without_a_row() -> None:
+def test_the_checkout_has_no_argument_without_a_row() -> None:
     version = find_version(source_signatures(checkout()))
     names = set(inside("parser")["options"])
-    assert without_a_row(names, set(ROW_OF)) == []
+    assert without_a_row(names, set(REVIEW_OF)) == []
     for of_version in (known for key, known in recorded().items() if key.startswith(version)):
-        assert len(names ^ of_version) < 20, "another release: record its options"
+        assert len(names ^ of_version) < 20, "another release: record its arguments"
     for name in names & set(FOUND):
-        assert without_a_row(names, set(ROW_OF) - {name}) == [name]
+        assert without_a_row(names, set(REVIEW_OF) - {name}) == [name]
 
 
 def _megatrons(provider: Any, ignore_unknown_args: bool) -> Any:
-    """As Megatron's ``parse_args``, of a version with an option that nobody has read."""
+    """As Megatron's ``parse_args``, of a version with an argument that nobody has read."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--hidden-size", type=int)
     parser.add_argument("--fresh-idea", type=int, default="3")
@@ -101,7 +84,7 @@ def parse(monkeypatch: pytest.MonkeyPatch, argv: str, config: FlagConfig) -> Any
         parser.add_argument("--of-the-script", default=1, type=int)
         return parser
 
-    parse_args = _parse_with_our_options(_megatrons, config)
+    parse_args = _parse_with_our_flags(_megatrons, config)
     parse_args(of_the_script, False)  # a start of Megatron parses more than once
     return _check_first(lambda args: args, config)(parse_args(of_the_script, False))
 
@@ -110,7 +93,7 @@ OURS = FlagConfig(enabled=True, method="vocab-2")
 FRESH = "--fresh-idea 4: nobody has read what it does to partitioned vocabulary layers; leave it out"
 
 
-def test_an_option_without_a_row_is_a_warning_and_strictly_an_error(
+def test_an_argument_without_a_row_is_a_warning_and_strictly_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = "--hidden-size 8 --no-fresh-trick --fresh-idea 4 --batch-invariant-mode"
@@ -121,7 +104,7 @@ def test_an_option_without_a_row_is_a_warning_and_strictly_an_error(
     *_, one, two, three = printed.splitlines()
     assert one == f"  {FRESH}"
     assert two.startswith("  --no-fresh-trick False: nobody has read")
-    assert three.startswith(f"  --batch-invariant-mode: {ROW_OF['batch_invariant_mode'].reason}")
+    assert three.startswith(f"  --batch-invariant-mode: {REVIEW_OF['batch_invariant_mode'].reason}")
     with pytest.raises(ValueError, match="refuses these flags") as error:
         parse(monkeypatch, argv, replace(OURS, strict=True))
     assert FRESH in str(error.value)
@@ -150,11 +133,11 @@ def test_defaults_and_what_the_script_adds_pass(
 
 
 def test_the_page_is_current() -> None:
-    assert (ROOT / "docs" / "options.md").read_text() == "\n".join(page()) + "\n"
+    assert (ROOT / "docs" / "arguments.md").read_text() == "\n".join(page()) + "\n"
 
 
 def test_verdicts_have_reasons() -> None:
-    known = {options.WORKS, options.RULED, options.NOT_RUN, options.CANNOT_MATTER}
-    assert {row.verdict for row in ROWS} == known
-    assert all(len(row.reason) > 10 and row.options for row in ROWS)
+    known = {arguments.WORKS, arguments.RULED, arguments.NOT_RUN, arguments.CANNOT_MATTER}
+    assert {row.verdict for row in REVIEWS} == known
+    assert all(len(row.reason) > 10 and row.arguments for row in REVIEWS)
     assert declared(argparse.ArgumentParser()) == {}

@@ -1,8 +1,8 @@
-"""Megatron's options: each that somebody has read has a row in ``data/options.txt``.
+"""Megatron's arguments: each that somebody has read has a row in ``data/arguments.txt``.
 
-An option without a row comes from a Megatron that is newer than the table. At its default it passes; where
-it is set, the warning names it, as it does those that were read and not run. Options that the training script
-itself adds pass. Rows of a new version are added by hand, name by name.
+An argument without a row comes from a Megatron that is newer than the table. At its default it passes; where
+it is set, the warning names it, as it does those that were read and not run. What the training script itself
+adds passes. Rows of a new version are added by hand, name by name.
 
 Standard library only.
 """
@@ -25,66 +25,68 @@ UNREAD = "nobody has read what it does to partitioned vocabulary layers; leave i
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """The verdict on some options.
+class Review:
+    """The verdict on some arguments.
 
     Attributes:
         verdict: ``works``, as a run beside stock has shown; ``ruled``, if a rule looks at it; ``cannot
             matter`` to embedding, output layer, loss, batch, gradients or checkpoint; ``not run``, if it may
             matter and nobody has tried.
         reason: what it was run with, why it cannot matter, or what it would touch.
-        options: their names in Megatron's parsed arguments.
+        arguments: their names in Megatron's parsed arguments.
     """
 
     verdict: Verdict
     reason: str
-    options: tuple[str, ...]
+    arguments: tuple[str, ...]
 
 
-def _read(text: str) -> tuple[Row, ...]:
-    """Rows of the file: a line ``verdict: reason``, then indented ones with the options."""
-    rows: list[Row] = []
+def _read(text: str) -> tuple[Review, ...]:
+    """Rows of the file: a line ``verdict: reason``, then indented ones with the arguments."""
+    rows: list[Review] = []
     for line in text.splitlines():
         if line.startswith(" "):
-            rows[-1] = replace(rows[-1], options=(*rows[-1].options, *line.split()))
+            rows[-1] = replace(rows[-1], arguments=(*rows[-1].arguments, *line.split()))
         else:
             verdict, _, reason = line.partition(": ")
-            rows.append(Row(_VERDICTS[verdict], reason, ()))
+            rows.append(Review(_VERDICTS[verdict], reason, ()))
     return tuple(rows)
 
 
-ROWS = _read(resources.files("megatron_vocabpar.megatron_lm").joinpath("data/options.txt").read_text("utf-8"))
+_FILE = resources.files("megatron_vocabpar.megatron_lm").joinpath("data/arguments.txt")
 
-ROW_OF: Mapping[str, Row] = {name: row for row in ROWS for name in row.options}
-"""The row of each option."""
+REVIEWS = _read(_FILE.read_text("utf-8"))
+
+REVIEW_OF: Mapping[str, Review] = {name: row for row in REVIEWS for name in row.arguments}
+"""The row of each argument."""
 
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """An option of a parser: its first spelling, and its default."""
+    """An argument of a parser: its first spelling, and its default."""
 
     flag: str
     default: Any
 
 
 def declared(parser: argparse.ArgumentParser) -> dict[str, Declared]:
-    """The options of ``parser``, by their names in parsed arguments."""
-    options: dict[str, Declared] = {}
+    """The arguments of ``parser``, by their names in its result."""
+    arguments: dict[str, Declared] = {}
     for action in parser._actions:  # argparse has no public list of them
         default = parser.get_default(action.dest)
         if isinstance(default, str) and callable(action.type):
             default = action.type(default)  # as parsing does
         if action.option_strings and action.dest != "help":
-            options.setdefault(action.dest, Declared(action.option_strings[0], default))
-    return options
+            arguments.setdefault(action.dest, Declared(action.option_strings[0], default))
+    return arguments
 
 
-def not_run(options: Mapping[str, Declared], args: Any) -> Iterator[str]:
-    """A sentence for each option of Megatron's that a user set and that nobody has read or run."""
-    for name, each in options.items():
+def not_run(arguments: Mapping[str, Declared], args: Any) -> Iterator[str]:
+    """A sentence for each argument of Megatron's that a user set and that nobody has read or run."""
+    for name, each in arguments.items():
         value = getattr(args, name, each.default)
         if value != each.default:
-            row = ROW_OF.get(name)
+            row = REVIEW_OF.get(name)
             if row is None:
                 yield f"{each.flag} {value}: {UNREAD}"
             elif row.verdict == NOT_RUN:

@@ -1,4 +1,4 @@
-"""A request to the planner, and an option: one schedule that could answer it, with its time and memory.
+"""A request to the planner, and a choice: one schedule that could answer it, with its time and memory.
 
 Next: ``stock.py``.
 """
@@ -15,8 +15,9 @@ from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.times import after_ms, estimated_costs
 from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import BASELINE
 
-STOCK = "stock"  # the method of an option that is Megatron's own
+STOCK = "stock"  # the method of a choice that is Megatron's own
 _LEAST = 16  # microbatches, if two a rank are not more
 
 
@@ -43,12 +44,12 @@ class Request:
 
     @property
     def few(self) -> int:
-        """The microbatches that every option is played for at first."""
+        """The microbatches that every choice is played for at first."""
         return min(self.job.m, max(_LEAST, 2 * self.job.p))
 
 
 @dataclass(frozen=True)
-class Option:
+class Choice:
     """One method in one family.
 
     Attributes:
@@ -76,7 +77,7 @@ class Option:
     @property
     def stock(self) -> bool:
         """Whether Megatron runs it without this package."""
-        return self.method == STOCK or (self.method, self.family) == ("baseline", "1f1b")
+        return self.method == STOCK or (self.method, self.family) == (BASELINE, "1f1b")
 
     @property
     def pairs(self) -> bool:

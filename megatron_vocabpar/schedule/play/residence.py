@@ -1,0 +1,104 @@
+"""How long communication is resident on a rank: from its launch to its end, most of it waiting for others.
+
+A kernel of NCCL that waits holds a multiprocessor for each of its channels, so layers beside it have fewer.
+It is resident once its rank has launched it and the one before it in its queue has ended. For example, rank
+0 launches C1 at 10 ms and C2 at 12 ms, rank 1 both at 15 ms, and each takes 1 ms: on rank 0 C1 is resident
+from 10 to 16 ms, and C2, queued behind it, from 16 to 17 ms. Layers from 8 to 17 ms have 7 / 9 kernels
+beside them.
+
+What counts are the collectives of the vocabulary layers, in every queue: two kernels that wait at the same
+time hold two sets of channels. Receives wait too; ``queues`` counts them if it names them.
+
+Next: ``simulate.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from megatron_vocabpar.schedule.play.events import Events
+from megatron_vocabpar.schedule.play.memory import Interval
+from megatron_vocabpar.schedule.words.passes import COLLECTIVES, LAYERS, CommType
+
+QUEUES: tuple[frozenset[CommType], ...] = (COLLECTIVES,)
+"""Types of communication that share a queue, by default the collectives of both vocabulary layers."""
+
+
+def resident_share(events: Events, queues: Sequence[Collection[CommType]] = QUEUES) -> tuple[float, ...]:
+    """For each rank, how many communications are resident, on average over the iteration."""
+    whole = [(0.0, max(events.ends, default=0.0))]
+    return tuple(shared(resident(events, rank, queues), whole) for rank in range(events.numbering.schedule.p))
+
+
+def resident_beside_layers(
+    events: Events, queues: Sequence[Collection[CommType]] = QUEUES
+) -> tuple[float, ...]:
+    """For each rank, how many communications are resident, on average over the time of its layers."""
+    ranks = range(events.numbering.schedule.p)
+    return tuple(shared(resident(events, rank, queues), layers(events, rank)) for rank in ranks)
+
+
+def busy_share(events: Events) -> tuple[float, ...]:
+    """For each rank, the share of the iteration in which it runs passes."""
+    schedule, number, whole = events.numbering.schedule, events.numbering.number, max(events.ends)
+    rows = [joined((events.starts[k], events.ends[k]) for k in map(number, row)) for row in schedule.ranks]
+    return tuple(sum(end - start for start, end in row) / whole for row in rows)
+
+
+def resident(
+    events: Events, rank: int, queues: Sequence[Collection[CommType]] = QUEUES
+) -> list[list[Interval]]:
+    """For each queue, when one of its communications is resident on a rank: ms, in order, disjoint."""
+    found = []
+    for types in queues:
+        held: list[Interval] = []
+        for end, launch in sorted(_parts(events, rank, types)):
+            held.append((max(launch, held[-1][1] if held else 0.0), end))
+        found.append(held)
+    return found
+
+
+def _parts(events: Events, rank: int, types: Collection[CommType]) -> Iterable[Interval]:
+    """End and launch of each part in a collective, and of each receive, of a rank."""
+    numbering, schedule = events.numbering, events.numbering.schedule
+    here = [stage for stage in range(numbering.width) if schedule.placement.rank_of(stage) == rank]
+    for type_ in types:
+        for stage in [rank] if type_ in COLLECTIVES else here:
+            first = (numbering.first_node[type_] + stage) * schedule.m
+            for number in range(first, first + schedule.m):
+                if events.launches[number] >= 0.0:
+                    yield events.ends[number], events.launches[number]
+
+
+def layers(events: Events, rank: int) -> list[Interval]:
+    """When a rank's layers run: ms, in order, disjoint."""
+    row = events.numbering.schedule.ranks[rank]
+    numbers = (events.numbering.number(item) for item in row if item.type in LAYERS)
+    return joined((events.starts[k], events.ends[k]) for k in numbers)
+
+
+def joined(intervals: Iterable[Interval]) -> list[Interval]:
+    """Their union, as disjoint intervals in order."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def shared(held: Iterable[Sequence[Interval]], during: Sequence[Interval]) -> float:
+    """How many of ``held`` are open, on average over ``during``; each is disjoint and in order."""
+    length = sum(end - start for start, end in during)
+    return sum(_common(row, during) for row in held) / length if length else 0.0
+
+
+def _common(one: Sequence[Interval], other: Sequence[Interval]) -> float:
+    """The length that two lists of disjoint intervals share."""
+    i = j = 0
+    total = 0.0
+    while i < len(one) and j < len(other):
+        total += max(0.0, min(one[i][1], other[j][1]) - max(one[i][0], other[j][0]))
+        i, j = (i + 1, j) if one[i][1] < other[j][1] else (i, j + 1)
+    return total

@@ -1,0 +1,94 @@
+"""Models of Transformer Engine's layers, their stock weights and trainings."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.megatron_lm.training import Log, is_since, pretrain, words
+from tests.support.launch_options import (
+    EIGHT_LAYERS,
+    LATENT,
+    LLAMA,
+    UNTIED,
+)
+
+ITERATIONS = 4
+
+NOT_FUSED = "--no-gradient-accumulation-fusion"
+
+EXPERTS = (
+    "--disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 "
+    "--moe-token-dispatcher-type alltoall --moe-layer-freq [0,1,1,0,1,0,0,1]"
+)
+
+MODELS = {
+    "default": "",
+    "no biases": "--disable-bias-linear",
+    "tied": "",
+    "llama": LLAMA,
+    "grouped experts": f"{EXPERTS} --moe-grouped-gemm",
+    "sequential experts": EXPERTS,
+    "two more heads": "--mtp-num-layers 2 --position-embedding-type rope",
+    "a repeated head": (
+        "--mtp-num-layers 2 --mtp-use-repeated-layer --position-embedding-type rope --disable-bias-linear"
+    ),
+    "latent attention": LATENT,
+    "fused operations": (
+        "--use-transformer-engine-op-fuser --normalization RMSNorm --swiglu --disable-bias-linear"
+    ),
+}
+"""By name, the options of an architecture."""
+
+SINCE = {
+    "grouped experts": "0.15",  # 0.14 has them in 16 bits only
+    "a repeated head": "0.17",
+    "fused operations": "0.18",
+}
+"""The first version of Megatron that has an architecture; for others any."""
+
+Record = Callable[[str, object], None]
+"""pytest's ``record_property``."""
+
+
+@cache
+def weights(model: str) -> Path:
+    """A stock checkpoint after three iterations on one process."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    train(model, "--save", str(folder), iterations=3)
+    return folder
+
+
+def train(
+    model: str, *options: str, iterations: int = ITERATIONS, script: Path | None = None, **sizes: int
+) -> Log:
+    """``model`` is a key of ``MODELS`` or the options of an architecture."""
+    if not is_since(SINCE.get(model, "0.14")):
+        pytest.skip("this Megatron has no such model")
+    tied = () if model == "tied" else UNTIED
+    return pretrain(
+        *EIGHT_LAYERS,
+        *tied,
+        *words(MODELS.get(model, model)),
+        *options,
+        iterations=iterations,
+        script=script,
+        transformer_engine=True,
+        **sizes,
+    )
+
+
+def compare(ours: Log, expected: Log, record: Record, **tolerances: float) -> None:
+    """Each to its relative tolerance; the largest difference goes to the record (``--junit-xml``)."""
+    for name, tolerance in tolerances.items():
+        found, wanted = (np.array(getattr(log, name)) for log in (ours, expected))
+        np.testing.assert_allclose(found, wanted, tolerance, err_msg=name)
+        record(name, float(abs(found / wanted - 1).max()))
