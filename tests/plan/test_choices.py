@@ -64,7 +64,7 @@ def test_a_gemma_like_request_with_room_and_without() -> None:
     methods = ("vocab-1", "vocab-2")
     first = check_best(roomy, methods, SOME)
     second = check_best(replace(roomy, limit_gib=first.peak_gib - 1.0), methods, SOME)
-    assert (first.name, second.name) == ("vocab-2 in interleaved", "vocab-2 in 1f1b")
+    assert (first.name, second.name) == ("vocab-1 in interleaved", "vocab-2 in interleaved")
 
 
 def test_the_best_is_the_fastest_that_fits_of_those_simulated_in_full() -> None:
@@ -102,7 +102,7 @@ def test_uneven_layers_are_placed_and_written_into_the_launch_line() -> None:
     asked = request("gemma-2-9b", 10, 139.0)
     choice, *others = choices_of(asked, "vocab-2", "1f1b")
     assert choice.layers == (2, 2, 3, 3)
-    assert [one.layers for one in others] == [(3, 3, 2, 2), (2, 3, 3, 2)]
+    assert [one.layers for one in others] == [(3, 3, 2, 2), (3, 3, 3, 1)]
     assert choice_of(asked, "vocab-2", "1f1b") == min((choice, *others), key=lambda one: one.iteration_ms)
     assert f"--pipeline-model-parallel-layout '{layout(choice.layers)}'" in launch_line(asked, choice)
     # Megatron counts stages along the pipeline; rank 3 of the V holds the fourth and the fifth of them.
