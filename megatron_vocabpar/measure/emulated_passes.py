@@ -136,7 +136,7 @@ class _Iteration:
             _sleep_until(last_s, third)
 
     def _ms(self, instruction: Instruction) -> float:
-        return self.times.of_instruction(instruction, self.groups.stage)
+        return self.times.of_instruction(instruction)
 
     def _wait_for_needs(self, item: Pass | Pair) -> None:
         for needed in chain.from_iterable(prerequisites(part, self.schedule) for part in parts_of(item)):

@@ -6,6 +6,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import cache, wraps
 from math import log
 from typing import Any
@@ -30,7 +31,7 @@ from megatron_vocabpar.megatron_lm.stored_teacher import (
     capture_without_hooks,
     divergence_of_the_pipeline,
 )
-from megatron_vocabpar.pipeline import compat
+from megatron_vocabpar.pipeline import compat, heads
 from megatron_vocabpar.pipeline.model.chunks import ChunkPosition, chunk_position, shown_as_rank
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
 from megatron_vocabpar.pipeline.model.vocab_layers import vocab_shard
@@ -204,6 +205,7 @@ def model_class(
 
         # The first chunk's input layer, if tied to it; in a tuple, which torch.nn.Module does not register.
         tied_to: tuple[Any, ...] = ()
+        whole_in_v = False
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             compare_once()
@@ -215,28 +217,41 @@ def model_class(
             position = _position(flags, options.get("vp_stage"), options.get(compat.GROUPS_ARGUMENT))
             options |= {k: v for k, v in position.options.items() if k in signature.parameters}
             # In a V placement both whole layers are on one rank: Megatron's all-reduce has nothing to do.
-            tied_here = not flags.partitions_vocabulary and position.is_v and options.get(_TIED, False)
+            self.whole_in_v = not flags.partitions_vocabulary and position.is_v
+            tied_here = self.whole_in_v and options.get(_TIED, False)
             if tied_here:
                 options[_TIED] = False
+            embeds_again = self.whole_in_v and heads.depths(options["config"]) > 0
             self.shown_rank: int = position.shown_rank
             with shown_as_rank(self.shown_rank):
                 super().__init__(**options)
-            if tied_here and self.pre_process:
+            if (tied_here or embeds_again) and self.pre_process:
                 embeddings.append(self.embedding.word_embeddings)
-            elif tied_here and self.post_process:
-                self.tied_to = (embeddings.pop(),)
-                self.share_embeddings_and_output_weights = True
-                self.output_layer.weight = None
+            elif (tied_here or embeds_again) and self.post_process:
+                first = embeddings.pop()
+                if embeds_again:
+                    self.embedding.word_embeddings = heads.SameEmbedding(first)
+                if tied_here:
+                    self.tied_to = (first,)
+                    self.share_embeddings_and_output_weights = True
+                    self.output_layer.weight = None
 
         def shared_embedding_or_output_weight(self) -> Any:
-            return self.tied_to[0].weight if self.tied_to else super().shared_embedding_or_output_weight()
+            if self.tied_to:
+                return self.tied_to[0].weight
+            return None if self.whole_in_v else super().shared_embedding_or_output_weight()
+
+        def setup_embeddings_and_output_layer(self) -> None:
+            with heads.none_in(self.config) if self.whole_in_v else nullcontext():
+                super().setup_embeddings_and_output_layer()
 
         def tie_embeddings_and_output_weights_state_dict(self, *args: Any, **kwargs: Any) -> None:
             if not self.tied_to:  # else the checkpoint has the weight from the first chunk
                 super().tie_embeddings_and_output_weights_state_dict(*args, **kwargs)
 
         def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            with shown_as_rank(self.shown_rank):
+            without = heads.no_copy_in(self) if self.whole_in_v else nullcontext()
+            with without, shown_as_rank(self.shown_rank):
                 return super().sharded_state_dict(*args, **kwargs)
 
     Model.__name__ = Model.__qualname__ = original.__qualname__

@@ -42,6 +42,82 @@ def stage_of(config: Any) -> int | None:
     return found[0] if found else None
 
 
+class SameEmbedding(torch.nn.Module):
+    """The word embeddings of another chunk of this rank, whose parameters they stay.
+
+    In a V the first and the last stage are on one rank, so further heads there need no copy of the embedding.
+    """
+
+    def __init__(self, embeddings: torch.nn.Module) -> None:
+        super().__init__()
+        self._of = (embeddings,)  # in a tuple, which torch.nn.Module does not register
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._of[0](*args, **kwargs)
+
+
+@contextmanager
+def none_in(config: Any) -> Iterator[None]:
+    """In this context Megatron knows of no further heads."""
+    depths_, config.mtp_num_layers = config.mtp_num_layers, None
+    try:
+        yield
+    finally:
+        config.mtp_num_layers = depths_
+
+
+@contextmanager
+def no_copy_in(model: Any) -> Iterator[None]:
+    """In this context Megatron does not take a chunk for one with a copy of the embedding for its heads."""
+    before, model.mtp_process = getattr(model, "mtp_process", False), False
+    try:
+        yield
+    finally:
+        model.mtp_process = before
+
+
+@contextmanager
+def returning_losses(model: Any, labels: torch.Tensor) -> Iterator[None]:
+    """In this context a last stage with whole layers returns the token losses of all heads.
+
+    Stock's returns those of the first head, after it has added the gradients of the others. Here the loss
+    function, and with it the others' share, is on another rank.
+
+    Args:
+        model: the last stage, unwrapped.
+        labels: ``[1 + D, b, s]``.
+    """
+    own = dict(vars(model))  # a plan of the layers may stand in for ``forward`` already
+    hidden_of, post_process = model.forward, model.post_process
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        model.post_process = False
+        try:
+            hidden = hidden_of(*args, **kwargs)
+        finally:
+            model.post_process = post_process
+        return all_losses(model, hidden, labels)
+
+    model.forward = forward
+    try:
+        yield
+    finally:
+        del model.forward
+        if "forward" in own:
+            model.forward = own["forward"]
+
+
+def all_losses(model: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The token losses ``[1 + D, b, s]`` float32 of hidden states ``[(1 + D) s, b, H]``, by whole layers."""
+    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+    losses = []
+    for of_head, target in zip(hidden.chunk(len(labels)), labels, strict=True):
+        logits, _ = model.output_layer(of_head, weight=weight)
+        scaled = getattr(model, "_scale_logits", lambda given: given)(logits)  # muP: from 0.17 on
+        losses.append(model.compute_language_model_loss(target, scaled))
+    return torch.stack(losses)
+
+
 def embedded_tokens(model: torch.nn.Module, call: ModelCall) -> torch.Tensor:
     """Token ids ``[1 + D, b, s]``: those that the first stage embeds, then those of each further head."""
     inner: Any = unwrap_model(model)

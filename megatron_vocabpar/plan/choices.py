@@ -1,4 +1,4 @@
-"""The choices: every method in every family, with simulated time and memory.
+"""The choices: every method in every family with several layouts, with simulated time and memory.
 
 Each choice is first played for a few microbatches. Its time is then extended as if the busiest rank never
 waited again; all microbatches take about as long, or longer. In the order of these times, the choices that
@@ -21,6 +21,7 @@ from math import inf
 
 from megatron_vocabpar.plan.choice import STOCK, Choice, Request, longest_after_ms, priced_ms
 from megatron_vocabpar.plan.job import Job
+from megatron_vocabpar.plan.layer_counts import layer_counts
 from megatron_vocabpar.plan.memory import Bytes, Held, parameters_of, stage_memory
 from megatron_vocabpar.plan.price import Use
 from megatron_vocabpar.plan.stock import Layout
@@ -35,8 +36,6 @@ from megatron_vocabpar.schedule.play.lower import lower
 from megatron_vocabpar.schedule.play.peaks import peak_activations
 from megatron_vocabpar.schedule.simulate import Simulation
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
-from megatron_vocabpar.schedule.times.per_rank import PerRank
-from megatron_vocabpar.schedule.times.redistribution import redistribute, with_final_stage
 from megatron_vocabpar.schedule.words.methods import (
     BASELINE,
     INTERLACED,
@@ -52,6 +51,7 @@ from megatron_vocabpar.schedule.words.schedule import NONE_LATE, Schedule
 
 METHODS = (BASELINE, REDIS, VOCAB_1, VOCAB_2, INTERLACED)
 ONLY_1F1B = (REDIS, INTERLACED)  # redis moves layers between whole stages; interlaced stops all ranks
+LEAST_WHOLE = 3  # simulated in full, as estimates may be wrong by some percent
 _PASSES = 3_000  # passes that the choice of a candidate may play
 _LIGHTER = 1.02  # factor on the memory limit, as the whole schedule may hold a little less
 
@@ -63,7 +63,7 @@ def all_choices(
     *,
     workers: int = 1,
 ) -> list[Choice]:
-    """Every method in every family; the fastest of those that fit is simulated in full.
+    """Every method in every family, with its fastest layout; what could be the fastest is simulated in full.
 
     Raises:
         ValueError: if none can run: the costs list another number of ranks, or layers cannot fill the stages.
@@ -76,19 +76,31 @@ def all_choices(
         if family == "1f1b" or method not in ONLY_1F1B
     ]
     with mapping(workers) as each:
-        tried = list(each(partial(choice_of, request), *zip(*both, strict=True)))
+        tried = [
+            one for layouts in each(partial(choices_of, request), *zip(*both, strict=True)) for one in layouts
+        ]
         if all(one.problem for one in tried):
             raise ValueError(tried[0].problem)
-        nearly, least = replace(request, limit_gib=_LIGHTER * request.limit_gib), inf
+        nearly, least, done = replace(request, limit_gib=_LIGHTER * request.limit_gib), inf, 0
         fitting = iter(sorted((one for one in tried if one.fits(nearly)), key=lambda one: one.iteration_ms))
-        while promising := [one for one in islice(fitting, workers) if one.iteration_ms < least]:
+        while promising := [
+            one for one in islice(fitting, workers) if done < LEAST_WHOLE or one.iteration_ms < least
+        ]:
             for one, full in zip(promising, each(partial(in_full, request), promising), strict=True):
-                if one.iteration_ms >= least:
+                if done >= LEAST_WHOLE and one.iteration_ms >= least:
                     break
+                done += 1
                 tried[tried.index(one)] = full
                 if full.fits(request):  # in full, a choice may hold more than its first microbatches
                     least = min(least, full.iteration_ms)
-    return tried
+    return [
+        _best_layout(request, [one for one in tried if (one.method, one.family) == pair]) for pair in both
+    ]
+
+
+def _best_layout(request: Request, layouts: Sequence[Choice]) -> Choice:
+    """The fastest that fits, or the fastest; of those simulated in full, if any fits."""
+    return best_of(request, layouts) or min(layouts, key=lambda one: (bool(one.problem), one.iteration_ms))
 
 
 def best_of(request: Request, choices: Sequence[Choice]) -> Choice | None:
@@ -105,24 +117,54 @@ def choice_of(
     microbatches: int | None = None,
     below_ms: float = inf,
 ) -> Choice:
-    """One method in one family, played for ``microbatches``, by default a few.
+    """One method in one family, with the fastest layout: of those that fit, if any does.
 
-    It is not played, and has a problem, if no order of its passes takes less than ``below_ms``.
+    Arguments as for ``choices_of``.
     """
-    method, family, job = method_named(method_name), family_named(name), request.job
-    m = min(job.m, microbatches or request.few)
+    return _best_layout(request, choices_of(request, method_name, name, microbatches, below_ms))
+
+
+def choices_of(
+    request: Request,
+    method_name: str,
+    name: str,
+    microbatches: int | None = None,
+    below_ms: float = inf,
+    most: int | None = None,
+) -> list[Choice]:
+    """One method in one family with each of its layouts, or the ``most`` likeliest, but at least one.
+
+    They are played for ``microbatches``, by default a few. What cannot take less than ``below_ms``, in
+    whatever order its passes run, is not played, and has a problem.
+    """
+    method, family = method_named(method_name), family_named(name)
     try:
-        layers = layers_of(request, method, family)
-        costs = costs_of(request, family, layers)
-        problem = Problem.of(PlanRequest(method=method, p=job.p, m=m, family=family, costs=costs))
+        layouts = layer_counts(request, method, family)[:most]
+        return [_played(request, method, family, layers, microbatches, below_ms) for layers in layouts]
     except ValueError as error:
-        return Choice(method.name, family.name, problem=str(error))
-    least_ms = problem.bound_ms() + (job.m - m) * max(_further_ms(problem, problem.pairs))
-    work_ms = job.m * sum(_further_ms(problem, problem.pairs)) / job.p
-    layers_share = _layers_share(problem)
-    least_ms = priced_ms(request, least_ms, layers_share, Use(work_ms / least_ms))[0]
+        return [Choice(method.name, family.name, problem=str(error))]
+
+
+def _played(
+    request: Request,
+    method: Method,
+    family: Family,
+    layers: tuple[int, ...],
+    microbatches: int | None,
+    below_ms: float,
+) -> Choice:
+    job = request.job
+    m = min(job.m, microbatches or request.few)
+    costs = costs_of(request, layers)
+    problem = Problem.of(PlanRequest(method=method, p=job.p, m=m, family=family, costs=costs))
+    each, layers_share = _further_ms(problem, problem.pairs), _layers_share(problem)
+    least_ms = job.m * max(each)  # most often this suffices, and it is quick
+    if least_ms < below_ms:
+        least_ms = problem.bound_ms() + (job.m - m) * max(each)
+        busy = Use(job.m * sum(each) / job.p / least_ms)
+        least_ms = priced_ms(request, least_ms, layers_share, busy)[0]
     if least_ms >= below_ms:
-        return Choice(method.name, family.name, problem=f"takes at least {least_ms:.0f} ms")
+        return Choice(method.name, family.name, layers, problem=f"takes at least {least_ms:.0f} ms")
     played, *_ = problem.played(_PASSES)
     schedule = problem.schedule(played)
     length_ms, idle = _extended(problem, schedule, played.end, job.m - m)
@@ -146,12 +188,11 @@ def _extended(problem: Problem, schedule: Schedule, end_ms: float, further: int)
 
     If any F runs together with a B, those of further microbatches all do.
     """
-    p, hidden = schedule.p, problem.times.hidden
     each = _further_ms(problem, bool(schedule.pairs))
     length_ms = end_ms + further * max(each)
-    saved = sum(hidden[schedule.placement.rank_of(pair.forward.stage)] for pair in schedule.pairs)
+    saved = sum(map(problem.times.saved, schedule.pairs))
     done = schedule.m * sum(problem.graph.duration.values()) - saved + further * sum(each)
-    return length_ms, 1.0 - done / p / length_ms
+    return length_ms, 1.0 - done / schedule.p / length_ms
 
 
 def _further_ms(problem: Problem, pairs: bool) -> list[float]:
@@ -159,8 +200,10 @@ def _further_ms(problem: Problem, pairs: bool) -> list[float]:
     work = [0.0] * problem.shape.p
     for node, duration in problem.graph.duration.items():
         work[problem.graph.rank[node]] += duration
-    chunks = problem.shape.chunks if pairs else 0
-    return [ms - chunks * saved for ms, saved in zip(work, problem.times.hidden, strict=True)]
+    for (forward, backward), saved in problem.times.hidden.items():
+        if pairs and forward == backward:  # of all ways to pair a rank's stages, this one hides the most
+            work[problem.shape.placement.rank_of(forward)] -= saved
+    return work
 
 
 def in_full(request: Request, choice: Choice) -> Choice:
@@ -170,7 +213,7 @@ def in_full(request: Request, choice: Choice) -> Choice:
         placed = Layout(choice.family, chunks, choice.layers, choice.flags, choice.pairs)
         return stock_choice(request, placed, False)
     job, family = request.job, family_named(choice.family)
-    costs = costs_of(request, family, choice.layers)
+    costs = costs_of(request, choice.layers)
     problem = Problem.of(PlanRequest(method=choice.method, p=job.p, m=job.m, family=family, costs=costs))
     schedule = problem.best(TRIAL_PASSES)
     program, late = lower(schedule, costs), NONE_LATE
@@ -179,62 +222,15 @@ def in_full(request: Request, choice: Choice) -> Choice:
     use = Use.of(run_events(schedule, problem.times, program, late))
     lengths_ms = []
     for factor in request.factors(use):
-        times = PassTimes.of(costs_of(request, family, choice.layers, factor), schedule)
+        times = PassTimes.of(costs_of(request, choice.layers, factor), schedule)
         lengths_ms.append(Simulation(schedule, run_events(schedule, times, program, late)).iteration_ms)
     return replace(_measured_out(request, schedule, family, choice.layers, lengths_ms, use), exact=True)
 
 
-def layers_of(request: Request, method: Method, family: Family) -> tuple[int, ...]:
-    """Transformer layers of each stage."""
-    p, layers = request.job.p, request.model.layers
-    if family.name != "1f1b" and p < 2:
-        raise ValueError("needs at least two stages")
-    if request.model.mtp_depths and family.shape == "vshape" and not method.vocabulary_parallel:
-        raise ValueError("heads of multi-token prediction need a partitioned vocabulary in a V")
-    if layers < p * family.chunks:
-        raise ValueError(f"{layers} layers cannot fill {p * family.chunks} stages")
-    if method.name == REDIS and p > 1:
-        return with_final_stage(layers, p, _redistributed(request)[-1])
-    share, longer = divmod(layers, p)
-    # Later ranks hold fewer microbatches, so they get the longer stages: 10 layers on 4 ranks become 2, 2, 3,
-    # 3. If the output layer is not partitioned, the last rank holds all of it: 2, 3, 3, 2.
-    end = p if method.vocabulary_parallel or not longer else p - 1
-    counts = [share + (end - longer <= rank < end) for rank in range(p)]
-    placement = Placement(p, family.chunks, family.shape)
-    stages = range(placement.num_stages)
-    return tuple(
-        counts[placement.rank_of(stage)] // family.chunks
-        + (placement.chunk_of(stage) < counts[placement.rank_of(stage)] % family.chunks)
-        for stage in stages
-    )
-
-
-def costs_of(request: Request, family: Family, layers: tuple[int, ...], factor: float = 1.0) -> PassCosts:
-    """The request's costs with each rank's share of the layers; a rank's chunks count as equally long."""
-    costs, p = request.costs(factor), request.job.p
-    placement = Placement(p, family.chunks, family.shape)
-    shares = [0.0] * p
-    for stage, count in enumerate(layers):
-        shares[placement.rank_of(stage)] += count * p / sum(layers)
-    if set(shares) == {1.0}:
-        return costs
-
-    def shared(time: PerRank) -> PerRank:
-        times = time if isinstance(time, tuple) else (time,) * p
-        return tuple(ms * share for ms, share in zip(times, shares, strict=True))
-
-    layers_per_stage = (1,) * p if family.chunks == 1 else None  # the times are of the layers that a rank has
-    times = {name: shared(getattr(costs, name)) for name in ("F_ms", "B_ms", "W_ms", "hidden_ms")}
-    return replace(costs, **times, layers_per_stage=layers_per_stage)  # type: ignore[arg-type]
-
-
-def _redistributed(request: Request) -> tuple[int, ...]:
-    costs, p, layers = request.costs(), request.job.p, request.model.layers
-    times = (costs.F_ms, costs.B_ms, costs.W_ms)
-    work = sum(sum(time) / p if isinstance(time, tuple) else time for time in times)
-    first = sum(costs.first_rank_extra.values())
-    last = sum(costs.last_rank_extra.values()) + sum(costs.last_stage_extra.values())
-    return redistribute(layers, p, first, last, work * p / layers)
+def costs_of(request: Request, layers: tuple[int, ...], factor: float = 1.0) -> PassCosts:
+    """The request's costs with the layers of each stage."""
+    costs = request.costs(factor)
+    return costs if len(set(layers)) == 1 else replace(costs, layers_per_stage=layers)
 
 
 def _measured_out(
@@ -249,7 +245,10 @@ def _measured_out(
     model, job = request.model, request.job
     placement = Placement(job.p, family.chunks, family.shape)
     shards = _softmax_shards(schedule)
-    held = [Held(*pair) for pair in zip(peak_activations(schedule), shards, strict=True)]
+    weights = list(layers)
+    if len(set(layers)) > 1:
+        weights[placement.last_stage] += model.mtp_depths
+    held = [Held(*pair) for pair in zip(peak_activations(schedule, weights), shards, strict=True)]
     stages = stage_memory(model, job, schedule.method, placement, layers, held, Bytes())
     parameters = parameters_of(model, job, schedule.method, placement, layers)
     after = longest_after_ms(job_in(job, family), request.hardware, parameters, request.costs())

@@ -2,8 +2,12 @@
 
 Each way (t, p, c, e and the microbatch's size) has a bound: the work of the mean rank without any waiting.
 Ways are played in the order of their bounds, until no other can be among the ten best, or ``MOST`` have been
-played. For each way, our schedules with vocab-1 and Megatron's are played, and for the ten best our other
-methods. What cannot be faster than the known best of its kind, by a bound of its own, is not played.
+played. For each way, our schedules with vocab-1, those with whole vocabulary layers and layers by hand, and
+Megatron's are played. For the best ten, what comes near the best is played with all layouts, and with our
+other methods. What cannot be faster than the known best of its kind, by its bound, is not played.
+
+Estimates are mostly too high, by up to 7 % at few microbatches. So of ours and of Megatron's at least
+``LEAST_WHOLE`` are simulated in full, in the order of their estimates, until no estimate is below the best.
 
 Recomputation and an optimizer on the host save memory and cost time. A schedule takes the first rung of
 ``LADDER`` with which it fits, in the order of their bounds.
@@ -14,6 +18,7 @@ Next: ``search_tables.py``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +26,7 @@ from itertools import islice, product
 from math import inf
 
 from megatron_vocabpar.plan.choice import Choice, Request
-from megatron_vocabpar.plan.choices import ONLY_1F1B, choice_of, in_full
+from megatron_vocabpar.plan.choices import LEAST_WHOLE, ONLY_1F1B, choices_of, in_full
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import Job, can_pair, refused
 from megatron_vocabpar.plan.memory import GIB, Held, stage_memory
@@ -34,9 +39,15 @@ from megatron_vocabpar.schedule.words.methods import BASELINE, INTERLACED, VOCAB
 from megatron_vocabpar.schedule.words.placement import Placement
 
 MOST = 32  # ways to divide a model that are played
-_NEAR = 1.01  # estimates are mostly too high, by little
+_NEAR = 1.03  # estimates over their kind's best that are kept
 BEST = 10
-OURS = tuple((VOCAB_1, family) for family in ("1f1b", "v-min", "v-half", "v-zb", "dualpipev"))
+_MOST_WHOLE = 12  # simulated in full
+_ALIKE = 2  # of them, the most with the same sizes, method and family
+_LAYOUTS = 2  # that every way is played with
+OURS = (
+    *((VOCAB_1, family) for family in ("1f1b", "zb-h1", "v-min", "v-half", "v-zb", "dualpipev")),
+    *((BASELINE, family) for family in ("zb-h1", "v-half", "v-zb", "dualpipev")),
+)
 OTHERS = (VOCAB_2, INTERLACED)  # methods that only the best ways are played with
 LADDER = tuple(product((False, True), ("none", "selective", "full")))
 """(The optimizer is on the host, what is recomputed)."""
@@ -44,7 +55,9 @@ _BATCH_TOKENS = 2**22  # of an iteration by default: 4 M, as for the models of t
 _TENSOR, _CONTEXT, _MICRO_BATCH = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4)
 # Larger microbatches help if the start of kernels limits the speed; otherwise they hold more and fill worse.
 _DEEPEST = 32  # ranks of a pipeline: longer ones are slow to play
-_LEAST_HELD = {"1f1b": 0.9, "v-min": 0.33, "v-half": 0.5, "v-zb": 0.8, "dualpipev": 0.9, "stock": 0.5}
+_LEAST_HELD = {
+    "1f1b": 0.9, "zb-h1": 0.9, "v-min": 0.33, "v-half": 0.5, "v-zb": 0.8, "dualpipev": 0.9, "stock": 0.5
+}  # fmt: skip
 """The least microbatches that a schedule holds, over the ranks; without that room it is not played."""
 
 
@@ -171,29 +184,33 @@ def rungs(question: Question, job: Job) -> list[Job]:
 
 
 def tried(question: Question, job: Job, ours_ms: float = inf, stock_ms: float = inf) -> list[Found]:
-    """The best of our schedules and of Megatron's that fit, for this way to divide the model.
+    """Our schedules that fit and the best of Megatron's, for this way to divide the model.
 
     Ours are left out if they take ``ours_ms`` or longer, and Megatron's if they take ``stock_ms``.
     """
     ours: list[Found] = []
     for method, family in OURS if job.p > 1 else ():
         if can_pair(question.model, job) or not family_named(family).pairs:
-            ours = _faster(ours, question, job, method, family, ours_ms)
+            ours += _fitting(question, job, method, family, min([ours_ms, *map(_ms, ours)]), _LAYOUTS)
     stock = _cheapest(question, job, "stock", lambda one: stock_choices(one, shorter=True), stock_ms)
-    return [*ours, *(one for one in sorted(stock, key=_ms)[:1] if _ms(one) < stock_ms)]
+    return [*_near(ours), *(one for one in sorted(stock, key=_ms)[:1] if _ms(one) < stock_ms)]
 
 
-def _faster(
-    best: list[Found], question: Question, job: Job, method: str, family: str, below_ms: float = inf
+def _near(found: list[Found]) -> list[Found]:
+    """Those that may be the fastest, if estimates are a little too high."""
+    least = min(map(_ms, found), default=inf)
+    return [one for one in found if _ms(one) <= _NEAR * least]
+
+
+def _fitting(
+    question: Question, job: Job, method: str, family: str, below_ms: float, most: int | None = None
 ) -> list[Found]:
-    """One method in one family in place of the best, if it is faster."""
-    limit = min([below_ms, *map(_ms, best)])
-    found = _cheapest(question, job, family, partial(_only, method, family, limit), limit)
-    return [one for one in found if _ms(one) < limit] or best
+    """One method in one family with its layouts, or the ``most`` likeliest, unless a bound is too high."""
 
+    def played(request: Request) -> list[Choice]:
+        return choices_of(request, method, family, below_ms=below_ms, most=most)
 
-def _only(method: str, family: str, below_ms: float, request: Request) -> list[Choice]:
-    return [choice_of(request, method, family, below_ms=below_ms)]
+    return _cheapest(question, job, family, played, below_ms)
 
 
 def _cheapest(
@@ -229,32 +246,40 @@ def search(
     """
     ways = candidates(question)
     best: dict[tuple[object, ...], Found] = {}
+    found: list[Found] = []
     waiting, done, most = iter(ways[:MOST]), 0, min(MOST, len(ways))
     with mapping(workers) as each:
         while batch := list(islice(waiting, 2 * workers)):
             limits = ([_known_ms(best, job, stock) for _, job in batch] for stock in (False, True))
-            for found in each(tried, [question] * len(batch), [job for _, job in batch], *limits):
-                for one in found:
+            for of_way in each(tried, [question] * len(batch), [job for _, job in batch], *limits):
+                found += of_way
+                for one in of_way:
                     if one.kind not in best or _ms(one) < _ms(best[one.kind]):
                         best[one.kind] = one
             done += len(batch)
             progress(done, most)
             if len(best) >= 2 * BEST and batch[-1][0] > _times(best)[BEST - 1]:
                 break
-        fastest = sorted(best.values(), key=_ms)
-        fastest[:BEST] = each(_by_any_method, [question] * BEST, fastest[:BEST])
-    return _exact(sorted(fastest, key=_ms))
+        few = sorted((one for one in best.values() if not one.choice.stock), key=_ms)[:BEST]
+        of_kinds = [[one for one in found if one.kind == kind] for kind in (one.kind for one in _near(few))]
+        for more in each(_in_other_ways, [question] * len(of_kinds), of_kinds):
+            found += more
+    return _best_of_kinds(_whole(found))
 
 
-def _by_any_method(question: Question, found: Found) -> Found:
-    """The same sizes and family with the fastest method; Megatron's own as it is."""
-    if found.choice.stock:
-        return found
-    family, best = found.choice.family, [found]
-    for method in OTHERS:
-        if family == "1f1b" or method not in ONLY_1F1B:
-            best = _faster(best, question, found.request.job, method, family)
-    return best[0]
+def _in_other_ways(question: Question, found: list[Found]) -> list[Found]:
+    """The families that came near the best of one kind, with our other methods and layouts."""
+    more: list[Found] = []
+    near, known = _near(found), set()
+    for one in near:
+        family, job = one.choice.family, one.request.job
+        for method in dict.fromkeys((one.choice.method, *OTHERS)):
+            if family == "1f1b" or method not in ONLY_1F1B:
+                key = method, family, replace(job, offload=False, recompute="none")
+                if key not in known:
+                    known.add(key)
+                    more += _fitting(question, job, method, family, min(map(_ms, near)))
+    return more
 
 
 def _known_ms(best: Mapping[tuple[object, ...], Found], job: Job, stock: bool) -> float:
@@ -272,32 +297,39 @@ def _times(best: Mapping[tuple[object, ...], Found]) -> list[float]:
     return sorted(map(_ms, best.values()))
 
 
-def _exact(found: list[Found]) -> list[Found]:
-    """The list, sorted again: its first is simulated in full, and so is what is within ``_NEAR`` of it.
+def _whole(found: list[Found]) -> list[Found]:
+    """The list with what could be the fastest of ours and of Megatron's simulated in full.
 
-    So are the best of ours and of Megatron's own, by either reading of ``price.py``. For example, an estimate
-    of 1,508 ms behind 1,505 ms is 1,490 ms in full. At most ``BEST`` are simulated.
+    For example, an estimate of 1,396 ms behind one of 1,388 ms is 1,362 ms in full, and the first 1,374 ms.
+    The best by the other reading of ``price.py`` is simulated, too. What then does not fit, or is estimated
+    below the best and was not simulated, is left out.
     """
-    for _ in range(BEST):
-        bests = _bests(found)
-        near = [
-            each
-            for each in found
-            if not each.choice.exact and (_ms(each) <= _NEAR * _ms(found[0]) or each in bests)
-        ]
-        if not near:
-            break
-        full = replace(near[0], choice=in_full(near[0].request, near[0].choice))
-        others = [each for each in found if each is not near[0]]
-        found = sorted([*others, full], key=_ms) if full.choice.fits(full.request) else others
-    return found
-
-
-def _bests(found: Sequence[Found]) -> list[Found]:
-    """The fastest of ours and of Megatron's own, by each reading."""
-    sides = [[each for each in found if each.choice.stock is stock] for stock in (False, True)]
-    return [min(side, key=key) for side in sides if side for key in (_ms, _other_ms)]
+    checked: list[Found] = []
+    for stock in (False, True):
+        least, done, alike = inf, 0, Counter[tuple[object, ...]]()
+        side = sorted((each for each in found if each.choice.stock == stock), key=_ms)
+        other = min(side, key=_other_ms, default=None)
+        for one in sorted(side, key=lambda one: one is not other):
+            enough = done >= LEAST_WHOLE and _ms(one) >= least
+            same = one.request.job, one.choice.method, one.choice.family
+            if enough:
+                checked.append(one)
+            elif done < _MOST_WHOLE and alike[same] < _ALIKE:
+                done, alike[same] = done + 1, alike[same] + 1
+                full = replace(one, choice=in_full(one.request, one.choice))
+                if full.choice.fits(full.request):
+                    least = min(least, _ms(full))
+                    checked.append(full)
+    return checked
 
 
 def _other_ms(found: Found) -> float:
     return found.choice.other_ms
+
+
+def _best_of_kinds(found: list[Found]) -> list[Found]:
+    """The fastest of each kind, in order; one that was simulated in full comes before one that was not."""
+    best: dict[tuple[object, ...], Found] = {}
+    for one in sorted(found, key=lambda one: (_ms(one), not one.choice.exact)):
+        best.setdefault(one.kind, one)
+    return list(best.values())

@@ -20,7 +20,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from megatron_vocabpar.plan.job import OVERLAP
-from megatron_vocabpar.schedule.times.costs import PassCosts, PerRank
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.times.per_rank import mean_of
 from megatron_vocabpar.schedule.times.redistribution import layout, redistribute
 
 CHUNKS = (1, 2, 3, 4, 5, 6, 8, 12, 24)
@@ -79,10 +80,10 @@ def written(counts: tuple[int, ...], depths: int) -> str:
 
 def layouts(layers: int, p: int, costs: PassCosts) -> Iterator[Layout]:
     """The layouts worth trying for each number of chunks: by hand, and by Megatron's own rules."""
-    layer = sum(map(_mean, (costs.F_ms, costs.B_ms, costs.W_ms))) * p / layers
+    layer = sum(map(mean_of, (costs.F_ms, costs.B_ms, costs.W_ms))) * p / layers
     first = sum(costs.first_rank_extra.values())
     last = sum(costs.last_rank_extra.values()) + sum(costs.last_stage_extra.values())
-    hidden = _mean(costs.hidden_ms) * p / layers
+    hidden = mean_of(costs.hidden_ms) * p / layers
     for chunks in CHUNKS:
         if p * chunks - 2 > layers or (chunks > 1 and p < 2):
             return
@@ -144,14 +145,14 @@ def _by_rank(layers: int, p: int, chunks: int, work: tuple[float, float, float])
 def stages_of(placed: Layout, p: int, costs: PassCosts) -> Stages:
     """The times of a layout's stages: equal layers, and the extra work of the first and the last stage."""
     total = sum(placed.layers)
-    forward_ms = _mean(costs.F_ms) * p / total
-    backward_ms = (_mean(costs.B_ms) + _mean(costs.W_ms)) * p / total
+    forward_ms = mean_of(costs.F_ms) * p / total
+    backward_ms = (mean_of(costs.B_ms) + mean_of(costs.W_ms)) * p / total
     forward = [count * forward_ms for count in placed.layers]
     backward = [count * backward_ms for count in placed.layers]
     for at, extra in ((0, costs.first_rank_extra), (-1, costs.last_rank_extra), (-1, costs.last_stage_extra)):
         forward[at] += extra.get("F_ms", 0.0)
         backward[at] += extra.get("B_ms", 0.0) + extra.get("W_ms", 0.0)
-    hidden = _mean(costs.hidden_ms) * p / total if placed.overlaps else 0.0
+    hidden = mean_of(costs.hidden_ms) * p / total if placed.overlaps else 0.0
     return Stages(placed.layers, tuple(forward), tuple(backward), hidden)
 
 
@@ -230,7 +231,3 @@ def _ready(step: StockPass, ends: dict[StockPass, float], stages: int, transfer_
         return 0.0 if step.forward else ends.get(StockPass(True, step.stage, step.microbatch))
     before = StockPass(step.forward, step.stage + (-1 if step.forward else 1), step.microbatch)
     return ends[before] + transfer_ms if before in ends else None
-
-
-def _mean(time: PerRank) -> float:
-    return sum(time) / len(time) if isinstance(time, Sequence) else time

@@ -23,7 +23,6 @@ from megatron_vocabpar.plan.memory import GIB
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.stock_choices import stock_choices
 from megatron_vocabpar.plan.verdict import verdict
-from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.times.costs import PassCosts
 
 PARTS = {
@@ -214,7 +213,7 @@ def passes_of(request: Request, choice: Choice) -> PassCosts:
     factor = request.factors(choice.use)[0]
     if choice.method == STOCK:
         return request.costs(factor)
-    return costs_of(request, family_named(choice.family), choice.layers, factor)
+    return costs_of(request, choice.layers, factor)
 
 
 def _choice_json(choice: Choice, request: Request) -> dict[str, Any]:

@@ -9,7 +9,8 @@ Next: ``pipeline/tuning/measured_plan.py``, which collects them while training g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import fsum
 from statistics import mean, median
 
 import torch
@@ -19,10 +20,11 @@ from megatron_vocabpar.runtime.streams import clock
 from megatron_vocabpar.runtime.timeline import COMPUTE, WAIT, Span
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.times.pair_times import Kind, alone_ms, hidden_ms
-from megatron_vocabpar.schedule.words.methods import Method
 from megatron_vocabpar.schedule.words.passes import CommType, Pair, Pass, PassType, parse
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 _ROUNDS = 5
+_TRANSFORMER = (PassType.F, PassType.B, PassType.W)
 
 
 @dataclass(frozen=True)
@@ -30,20 +32,20 @@ class RankTimes:
     """Medians of one rank, in ms.
 
     Attributes:
-        passes: the time of a microbatch by type of pass, summed over the rank's chunks; not those in pairs.
+        passes: the time of a microbatch by type of pass and stage; not those in pairs.
         collectives: by type, with the wait for other ranks; a collective inside a pass has the pass's type.
         iteration_ms: from the start of the first pass to the end of the last.
         busy_ms: the time of all its passes.
         transfer_ms: of a send to the next stage; None on the last rank.
-        hidden_ms: what F and B of all chunks hide of each other in pairs, negative if they take longer.
+        hidden_ms: what F and B hide of each other in pairs, by their stages; negative if they take longer.
     """
 
-    passes: Mapping[str, float]
+    passes: Mapping[Kind, float]
     collectives: Mapping[str, float]
     iteration_ms: float
     busy_ms: float
     transfer_ms: float | None = None
-    hidden_ms: float = 0.0
+    hidden_ms: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     @staticmethod
     def of(iterations: Sequence[Sequence[Span]], transfer_ms: float | None = None) -> RankTimes:
@@ -61,14 +63,13 @@ class RankTimes:
                 elif isinstance(item, Pass):
                     alone.setdefault((item.type, item.stage), []).append(took)
         passes = alone_ms(alone, together)
-        chunks = sum(type_ is PassType.F for type_, _ in passes)
         return RankTimes(
-            _by_type((type_.value, ms) for (type_, _), ms in passes.items()),
+            passes,
             _by_type((kind, median(took_each)) for (kind, _), took_each in beside.items()),
             median(map(_length_ms, iterations)),
             median(sum(pass_ms(spans)) for spans in iterations),
             transfer_ms,
-            chunks * hidden_ms(passes, {pair: median(took_each) for pair, took_each in together.items()}),
+            hidden_ms(passes, {pair: median(took_each) for pair, took_each in together.items()}),
         )
 
 
@@ -124,31 +125,36 @@ class IterationTimes:
         return IterationTimes(length, 1.0 - average / length, most / average - 1.0)
 
 
-def pass_costs(stages: Sequence[Sequence[RankTimes]], method: Method, splits_w: bool) -> PassCosts:
-    """One cost table from the measurements of all ranks with one method; ``stages`` is by pipeline rank.
+def pass_costs(ranks: Sequence[Sequence[RankTimes]], schedule: Schedule) -> PassCosts:
+    """One cost table from the measurements of all ranks with one schedule; ``ranks`` is by pipeline rank.
 
     A pass of a pipeline rank takes the median over its ranks (tensor and data parallel). A collective takes
     its shortest time on any rank: longer ones contain waits for others. The rest is estimated. If W is not
-    split off, B is divided as in ``PassCosts.default``. For an output layer that is not partitioned, F, B and
-    W get a third each of the partitioned layer's passes on all ranks. Pairs that take longer than their two
-    passes one after the other hide nothing.
+    split off, B is divided as in ``PassCosts.default``. Each of several chunks has its own times. For an
+    output layer that is not partitioned, F, B and W get a third each of the partitioned layer's passes on all
+    ranks. Pairs that take longer than their two passes one after the other hide nothing.
     """
-    everyone = [times for replicas in stages for times in replicas]
+    everyone = [times for replicas in ranks for times in replicas]
+    method, placement = schedule.method, schedule.placement
+
+    def of_stage(type_: PassType, stage: int) -> float:
+        """The time of a stage; those of vocabulary passes are ranks."""
+        replicas = ranks[placement.rank_of(stage) if type_ in _TRANSFORMER else stage]
+        return median(times.passes.get((type_, stage), 0.0) for times in replicas)
 
     def per_rank(type_: PassType) -> tuple[float, ...]:
-        return tuple(median(t.passes.get(type_.value, 0.0) for t in replicas) for replicas in stages)
+        return tuple(of_stage(type_, rank) for rank in range(placement.p))
 
     def shortest(types: Iterable[CommType | PassType]) -> float:
         """Each type's shortest time on any rank; of these the longest."""
         seen = ([t.collectives[k.value] for t in everyone if k.value in t.collectives] for k in types)
         return max((min(times) for times in seen if times), default=0.0)
 
-    backward, weight = per_rank(PassType.B), per_rank(PassType.W)
-    if not splits_w:
-        default = PassCosts.default(1)
-        share = float(default.W_ms) / (float(default.B_ms) + float(default.W_ms))  # type: ignore[arg-type]
-        backward, weight = tuple(b * (1 - share) for b in backward), tuple(b * share for b in backward)
-    hidden = tuple(max(median(t.hidden_ms for t in replicas), 0.0) for replicas in stages)
+    stage_ms = _stage_ms(ranks, schedule, of_stage)
+    of_ranks = {
+        name: tuple(fsum(row[stage] for stage in placement.stages_of(rank)) for rank in range(placement.p))
+        for name, row in stage_ms.items()
+    }
     broadcasts = {CommType.C0, CommType.CG, CommType.CIB}
     output = {f"{type_.value}_ms": per_rank(type_) for type_ in method.passes}
     third = sum(map(sum, output.values())) / 3
@@ -156,9 +162,9 @@ def pass_costs(stages: Sequence[Sequence[RankTimes]], method: Method, splits_w: 
     if method.in_step:
         times["synchronous_ms"] = shortest(method.in_step)
     return PassCosts(
-        F_ms=per_rank(PassType.F),
-        B_ms=backward,
-        W_ms=weight,
+        F_ms=of_ranks["F_ms"],
+        B_ms=of_ranks["B_ms"],
+        W_ms=of_ranks["W_ms"],
         IF_ms=per_rank(PassType.IF),
         IB_ms=per_rank(PassType.IB),
         methods={method.name: times} if method.vocabulary_parallel else {},
@@ -167,8 +173,32 @@ def pass_costs(stages: Sequence[Sequence[RankTimes]], method: Method, splits_w: 
         all_reduce_ms=shortest(set(CommType) - broadcasts),
         last_rank_extra={"F_ms": third, "B_ms": third, "W_ms": third},
         first_rank_extra={"B_ms": sum(per_rank(PassType.IB))},
-        hidden_ms=tuple(map(min, hidden, per_rank(PassType.F), backward)) if any(hidden) else 0.0,
+        hidden_ms=of_ranks["hidden_ms"] if any(of_ranks["hidden_ms"]) else 0.0,
+        stage_ms=stage_ms if placement.chunks > 1 else {},
     )
+
+
+def _stage_ms(
+    ranks: Sequence[Sequence[RankTimes]], schedule: Schedule, of_stage: Callable[[PassType, int], float]
+) -> dict[str, tuple[float, ...]]:
+    """F, B, W of each stage, and what its F or B can hide: the most that it did with any stage's."""
+    placement = schedule.placement
+    stages = range(placement.num_stages)
+    forward, backward, weight = ([of_stage(type_, stage) for stage in stages] for type_ in _TRANSFORMER)
+    if not schedule.splits_w:
+        default = PassCosts.default(1)
+        share = float(default.W_ms) / (float(default.B_ms) + float(default.W_ms))  # type: ignore[arg-type]
+        backward, weight = [b * (1 - share) for b in backward], [b * share for b in backward]
+    hidden = []
+    for stage in stages:
+        replicas = ranks[placement.rank_of(stage)]
+        most = median(
+            max((ms for both, ms in times.hidden_ms.items() if stage in both), default=0.0)
+            for times in replicas
+        )
+        hidden.append(min(max(most, 0.0), forward[stage], backward[stage]))
+    rows = {"F_ms": forward, "B_ms": backward, "W_ms": weight, "hidden_ms": hidden}
+    return {name: tuple(row) for name, row in rows.items()}
 
 
 def transfer_ms(groups: VocabGroups, make: Callable[[], torch.Tensor]) -> float | None:

@@ -151,7 +151,7 @@ def test_a_pair_sleeps_less_by_what_it_hides() -> None:
     for rank, slept in enumerate(run_ranks(2, _slept, plan)):
         pairs = sum(plan.schedule.rank_of(pair) == rank for pair in plan.schedule.pairs)
         times = PassTimes.of(HIDING, plan.schedule)
-        passes = sum(times.of_instruction(pass_, rank) for pass_ in plan.schedule.ranks[rank])
+        passes = sum(times.of_instruction(pass_) for pass_ in plan.schedule.ranks[rank])
         transfers = 0.3 * sum(item.type in (CommType.RECV_F, CommType.RECV_B) for item in plan.program[rank])
         assert sum(slept) == pytest.approx(passes - 3.0 * pairs + transfers)
 

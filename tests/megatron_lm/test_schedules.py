@@ -216,10 +216,17 @@ def test_flags_that_do_not_fit_the_schedule(family: str, changes: dict[str, obje
         check(SimpleNamespace(**(PLAIN | changes)), config)
 
 
-@pytest.mark.parametrize("asked", [{"mtp_num_layers": 1}, {"hybrid_layer_pattern": "*|*|*|*|*|*|*|*/*"}])
-def test_heads_of_whole_layers_in_a_v(asked: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"hybrid_layer_pattern": "*|*|*|*|*|*|*|*/*"}, "whole .* v-half have labels"),
+        ({"mtp_num_layers": 1, "mtp_detach_heads": True}, "--mtp-detach-heads: .* computes the losses"),
+        ({"mtp_num_layers": 1, "position_embedding_type": "learned_absolute"}, "a copy of its own"),
+    ],
+)
+def test_heads_of_whole_layers_in_a_v(asked: dict[str, object], message: str) -> None:
     config = FlagConfig(enabled=True, method="baseline", family="v-half")
-    with pytest.raises(ValueError, match=r"--mtp-num-layers: whole .* v-half have labels"):
+    with pytest.raises(ValueError, match=message):
         check(SimpleNamespace(**(PLAIN | TWO | asked)), config)
 
 

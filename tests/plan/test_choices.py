@@ -10,18 +10,22 @@ import pytest
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
 from megatron_vocabpar.plan.advice import launch_line, redistribution, remedies
 from megatron_vocabpar.plan.choice import Choice, Request
-from megatron_vocabpar.plan.choices import all_choices, best_of, choice_of, costs_of, layers_of
+from megatron_vocabpar.plan.choices import all_choices, best_of, choice_of, choices_of, costs_of
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
+from megatron_vocabpar.plan.layer_counts import layer_counts
 from megatron_vocabpar.plan.memory import GIB, StageMemory
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.plan.times import estimated_costs
 from megatron_vocabpar.schedule.make.families import families
 from megatron_vocabpar.schedule.make.generate import make_plan
+from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.simulate import simulate
+from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.times.redistribution import layout
 from megatron_vocabpar.schedule.words.methods import method_named
+from megatron_vocabpar.schedule.words.passes import PassType
 
 H200 = hardware_named("h200")
 ON_A100S_RATES = replace(hardware_named("h100"), rates=hardware_named("a100").rates)
@@ -57,10 +61,10 @@ def check_best(asked: Request, methods: tuple[str, ...], among: tuple[str, ...])
 
 def test_a_gemma_like_request_with_room_and_without() -> None:
     roomy = request("gemma-2-9b", 40, 170.0, m=12)
-    methods = ("baseline", "vocab-2")
+    methods = ("vocab-1", "vocab-2")
     first = check_best(roomy, methods, SOME)
     second = check_best(replace(roomy, limit_gib=first.peak_gib - 1.0), methods, SOME)
-    assert (first.name, second.name) == ("vocab-2 in interleaved", "vocab-2 in 1f1b")
+    assert (first.name, second.name) == ("vocab-1 in interleaved", "vocab-2 in interleaved")
 
 
 def test_the_best_is_the_fastest_that_fits_of_those_simulated_in_full() -> None:
@@ -96,11 +100,13 @@ def test_a_llama_like_request_over_all_families(limit_gib: float) -> None:
 
 def test_uneven_layers_are_placed_and_written_into_the_launch_line() -> None:
     asked = request("gemma-2-9b", 10, 139.0)
-    choice = choice_of(asked, "vocab-2", "1f1b")
+    choice, *others = choices_of(asked, "vocab-2", "1f1b")
     assert choice.layers == (2, 2, 3, 3)
+    assert [one.layers for one in others] == [(3, 3, 2, 2), (3, 3, 3, 1)]
+    assert choice_of(asked, "vocab-2", "1f1b") == min((choice, *others), key=lambda one: one.iteration_ms)
     assert f"--pipeline-model-parallel-layout '{layout(choice.layers)}'" in launch_line(asked, choice)
     # Megatron counts stages along the pipeline; rank 3 of the V holds the fourth and the fifth of them.
-    shaped = choice_of(asked, "vocab-2", "v-half")
+    shaped = choices_of(asked, "vocab-2", "v-half")[0]
     assert shaped.layers == (1, 1, 2, 2, 1, 1, 1, 1)
     # Megatron takes the number of chunks from the layout, and refuses both.
     assert "--num-virtual-stages" not in launch_line(asked, shaped)
@@ -197,18 +203,30 @@ def test_pairs_hide_what_v_zb_waits_for() -> None:
 def test_uneven_layers_hide_in_proportion() -> None:
     uneven = replace(EXPERTS, model=replace(EXPERTS.model, layers=18))
     costs, family = uneven.costs(), families()["dualpipev"]
-    layers = layers_of(uneven, method_named("vocab-2"), family)
-    shared = costs_of(uneven, family, layers)
+    layers = layer_counts(uneven, method_named("vocab-2"), family)[0]
     assert layers == (2, 2, 3, 3, 2, 2, 2, 2)
-    assert shared.hidden_ms == pytest.approx([costs.hidden_ms * n * 4 / 18 for n in (4, 4, 5, 5)])  # type: ignore[operator]
+    frame = PlanRequest(method="vocab-2", p=4, m=8, family=family).frame()
+    times = PassTimes.of(costs_of(uneven, layers), frame, splits_w=True)
+    layer = costs.hidden_ms * 4 / 18  # type: ignore[operator]
+    assert times.hidden[3, 3] == pytest.approx(3 * layer)
+    assert times.hidden[3, 4] == times.hidden[4, 3] == pytest.approx(2 * layer)
+    assert times.passes[PassType.F][3] == pytest.approx(1.5 * times.passes[PassType.F][4])
 
 
-def test_heads_of_whole_layers_are_not_offered_in_a_v() -> None:
-    """The doors refuse them (``pipeline/rules/model.py``)."""
-    asked = replace(EXPERTS, model=replace(EXPERTS.model, mtp_depths=1))
-    assert "partitioned vocabulary" in choice_of(asked, "baseline", "dualpipev").problem
-    assert not choice_of(asked, "vocab-1", "dualpipev").problem
-    assert not choice_of(asked, "baseline", "1f1b-overlap").problem
+def test_the_rank_of_a_whole_output_layer_and_its_heads_gets_fewer_layers() -> None:
+    """In a V it is the first rank; no rank is longer than the mean by more than a layer."""
+    asked = replace(EXPERTS, model=replace(EXPERTS.model, layers=19, mtp_depths=1))
+    costs = asked.costs()
+    layer = (costs.F_ms + costs.B_ms + costs.W_ms) * 4 / 19  # type: ignore[operator]
+    ends = (costs.last_stage_extra, costs.last_rank_extra, costs.first_rank_extra)
+    whole = sum(sum(extra.values()) for extra in ends)
+    *by_hand, even = layer_counts(asked, method_named("baseline"), families()["v-zb"])
+    assert even == (3, 3, 3, 2, 2, 2, 2, 2)
+    for layers in by_hand:
+        assert sum(layers) == 19
+        assert min(layers[:-1]) >= 1
+        ranks = [(layers[rank] + layers[7 - rank]) * layer + (rank == 0) * whole for rank in range(4)]
+        assert max(ranks) < (19 * layer + whole) / 4 + layer
 
 
 def test_several_workers_give_the_same() -> None:

@@ -20,7 +20,7 @@ from megatron_vocabpar.cli.main import main
 from megatron_vocabpar.plan import search as searching
 from megatron_vocabpar.plan import stock_choices as playing
 from megatron_vocabpar.plan.choice import Request
-from megatron_vocabpar.plan.choices import choice_of
+from megatron_vocabpar.plan.choices import choice_of, choices_of
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import RECOMPUTE, Job
 from megatron_vocabpar.plan.model import Model
@@ -131,7 +131,7 @@ def test_what_is_left_out_is_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     plays = counted(monkeypatch)
     found, needed = search(asked), len(plays)
     monkeypatch.setattr(searching, "_known_ms", lambda *_: inf)
-    monkeypatch.setattr(searching, "choice_of", lambda *given, below_ms: choice_of(*given))
+    monkeypatch.setattr(searching, "choices_of", lambda *given, below_ms, most: choices_of(*given, most=most))
     assert search(asked) == found
     assert needed < 0.8 * (len(plays) - needed)
 
@@ -272,18 +272,22 @@ def test_what_ends_the_search_ends_its_workers() -> None:
         worker.join()
 
 
-def test_what_is_near_the_first_is_simulated_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Estimates of 1,505, 1,508 and 1,530 ms; in full the second takes 1,490."""
-    full = {"stock": 1505.0, "near": 1490.0, "far": 1000.0}
-    request: Any = SimpleNamespace()
+def test_what_could_be_the_fastest_is_simulated_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At least three, at most two of one family, and what is estimated below the best; b does not fit."""
+    full = {"a": 1390.0, "b": 1362.0, "c": 1374.0, "d": 1300.0, "e": 1385.0, "f": 1380.0}
+    request: Any = SimpleNamespace(job=None)
 
     def found(name: str, ms: float, exact: bool = False) -> Found:
-        choice: Any = SimpleNamespace(name=name, iteration_ms=ms, exact=exact, fits=lambda _: True)
+        family = "v-zb" if name in "acd" else "zb-h1"
+        choice: Any = SimpleNamespace(
+            name=name, iteration_ms=ms, exact=exact, fits=lambda _: name != "b", stock=False, method="",
+            family=family,
+        )  # fmt: skip
         return Found(request, choice)
 
     monkeypatch.setattr(
         searching, "in_full", lambda _, choice: found(choice.name, full[choice.name], True).choice
     )
-    estimates = [found("stock", 1505.0), found("near", 1508.0), found("far", 1530.0)]
-    names = [(one.choice.name, one.choice.exact) for one in searching._exact(estimates)]
-    assert names == [("near", True), ("stock", True), ("far", False)]
+    estimates = [found(name, 1370.0 + i) for i, name in enumerate("abcdef")]
+    names = [(one.choice.name, one.choice.exact) for one in searching._whole(estimates)]
+    assert names == [("a", True), ("c", True), ("e", False), ("f", False)]

@@ -81,7 +81,7 @@ def measured(plan: Plan) -> list[list[RankTimes]]:
 )
 def test_costs_of_a_simulated_iteration_are_its_own(method: str, family: str, chunks: int) -> None:
     plan = make_plan(method, P, 6, family=family, chunks=chunks, costs=COSTS)
-    costs = pass_costs(measured(plan), plan.schedule.method, plan.schedule.splits_w)
+    costs = pass_costs(measured(plan), plan.schedule)
     found, given = (PassTimes.of(each, plan.schedule) for each in (costs, COSTS))
     for type_, times in given.passes.items():
         assert found.passes[type_] == pytest.approx(times), type_
@@ -96,7 +96,7 @@ def test_what_pairs_hide_is_measured(family: str) -> None:
     """F + B - FB of each rank, although some passes ran in pairs alone."""
     hiding = replace(COSTS, hidden_ms=(4.0, 6.0, 5.0))
     plan = make_plan("vocab-2", P, 8, family=family, costs=hiding)
-    costs = pass_costs(measured(plan), plan.schedule.method, plan.schedule.splits_w)
+    costs = pass_costs(measured(plan), plan.schedule)
     found, given = (PassTimes.of(each, plan.schedule) for each in (costs, hiding))
     assert plan.schedule.pairs
     assert found.hidden == pytest.approx(given.hidden)
@@ -114,12 +114,12 @@ def costs_of_pairs_that_are_slow(plan: Plan) -> PassCosts:
             for span in spans_of(simulate(plan), rank)
         ]
         stages.append([RankTimes.of([spans])])
-    return pass_costs(stages, plan.schedule.method, plan.schedule.splits_w)
+    return pass_costs(stages, plan.schedule)
 
 
 def test_the_whole_output_layer_is_all_shards_together() -> None:
     plan = make_plan("vocab-2", P, 6, costs=COSTS)
-    costs = pass_costs(measured(plan), plan.schedule.method, False)
+    costs = pass_costs(measured(plan), plan.schedule)
     assert sum(costs.last_rank_extra.values()) == pytest.approx(3 + 4 + 5 + 2 + 1 + 3)
     assert costs.first_rank_extra == {"B_ms": pytest.approx(1.75)}
     simulate(make_plan("baseline", P, 6, costs=costs))
@@ -135,8 +135,7 @@ def test_what_a_synchronous_pass_waits_for_is_told_apart() -> None:
         Span("0S0", "S", COMPUTE, 0.015, 0.016),
     ]
     times = RankTimes.of([spans])
-    method = make_plan("interlaced", 1, 1).schedule.method
-    costs = pass_costs([[times]], method, False)
+    costs = pass_costs([[times]], make_plan("interlaced", 1, 1).schedule)
     found = costs.methods["interlaced"]
     assert found["S_ms"] == pytest.approx((3.0,))
     assert (found["T_ms"], found["synchronous_ms"]) == pytest.approx((0.0, 2.0))

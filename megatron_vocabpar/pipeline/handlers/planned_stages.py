@@ -70,7 +70,8 @@ class PlannedStages(Stages):
     def _plan_instead(self, model: Any, instruction: Pass) -> Iterator[None]:
         """In this context ``model.forward`` builds and runs a plan."""
         stage, i = instruction.stage, instruction.microbatch
-        computes_loss = stage == self.rank.placement.last_stage and self.output_gradient is None
+        with_loss = stage == self.rank.placement.last_stage and self.output_gradient is None
+        computes_loss = with_loss or self.gives_losses_of_heads(stage)
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             ended = self.iteration.between.layer_ended

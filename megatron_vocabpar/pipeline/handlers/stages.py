@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
 
-from megatron_vocabpar.pipeline import compat
+from megatron_vocabpar.pipeline import compat, heads
 from megatron_vocabpar.pipeline.gradients import Writer
 from megatron_vocabpar.pipeline.graphs.layer_graphs import kept, kept_gradient
 from megatron_vocabpar.pipeline.iteration import Iteration, LayerHandlers
@@ -64,7 +64,7 @@ class Stages(LayerHandlers):
         stage_input = self._stage_input(stage, i) if stage > 0 else None
         rows = self.embedded_rows(stage, i) if self.embedded_rows is not None else None
         model: Any = unwrap_model(call.chunks[chunk])
-        with model.in_schedule(rows) if partitioned else nullcontext():
+        with model.in_schedule(rows) if partitioned else self._losses_of_heads(model, stage, i):
             (output,), num_tokens = schedules.forward_step(
                 self._forward_step(stage, i),
                 call.data_iterators[chunk],
@@ -99,6 +99,18 @@ class Stages(LayerHandlers):
         if stage not in self.iteration.recorded:
             return self.call.forward_step_func
         return _replay(self.iteration.recorded[stage][i])
+
+    def _losses_of_heads(self, model: Any, stage: int, i: int) -> AbstractContextManager[None]:
+        """A context in which a last stage returns the losses of all heads, for a loss function far away."""
+        if not self.gives_losses_of_heads(stage):
+            return nullcontext()
+        return heads.returning_losses(model, self.microbatches.labels(i))
+
+    def gives_losses_of_heads(self, stage: int) -> bool:
+        """Whether a stage has whole layers and further heads, but not the loss function."""
+        is_last = stage == self.rank.placement.last_stage
+        apart = self.embedded_rows is None and self.output_gradient is not None
+        return is_last and apart and heads.depths(self.call.config) > 0
 
     def _stage_input(self, stage: int, i: int) -> torch.Tensor:
         before = Pass(PassType.F, stage - 1, i)

@@ -25,7 +25,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.models.gpt import GPTModel
 
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
-from megatron_vocabpar.pipeline import compat
+from megatron_vocabpar.pipeline import compat, heads
 from megatron_vocabpar.pipeline.model.vocab_layers import (
     VocabShard,
     VocabShardEmbedding,
@@ -198,9 +198,8 @@ class PartitionedModel(LanguageModule):
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Mark parameters as megatron-core does, but without a copy of the embedding for the last stage."""
-        depths, self.config.mtp_num_layers = self.config.mtp_num_layers, None
-        super().setup_embeddings_and_output_layer()
-        self.config.mtp_num_layers = depths
+        with heads.none_in(self.config):
+            super().setup_embeddings_and_output_layer()
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
         """The weight for a call outside the schedule; None if stages have nothing to all-reduce."""

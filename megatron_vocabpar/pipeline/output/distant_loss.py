@@ -24,7 +24,7 @@ class DistantLoss(LayerHandlers):
         self._reports = LossReports(iteration)
 
     def send_losses(self, instruction: Comm) -> None:
-        """C0: the tokens' losses ``[b * s]``, float32, from the last stage to the loss function's rank."""
+        """C0: the tokens' losses ``[(1 + D) b s]``, float32, from the last stage to the loss's rank."""
         i, placement = instruction.microbatch, self.rank.placement
         losses: torch.Tensor | None = None
         if self.rank.is_last:
@@ -40,16 +40,20 @@ class DistantLoss(LayerHandlers):
             self.buffers.put(instruction, GRADIENT, grads[0].flatten())
 
     def send_gradient(self, instruction: Comm) -> None:
-        """CG: the gradient of every token's loss, ``[b * s]`` float32, back to the last stage."""
+        """CG: the gradient of every token's losses, ``[(1 + D) b s]`` float32, back to the last stage."""
         i, grad = instruction.microbatch, None
         if self.rank.has_loss:
             grad = self.buffers.take(Pass(PassType.L, instruction.stage, i), GRADIENT)
         self.hand_on(instruction, ARRIVAL, self.sent(grad, self._tokens(i), self.rank.placement.p - 1))
 
     def of_losses(self, i: int) -> torch.Tensor:
-        """The gradient of the token losses of microbatch ``i``: ``[b, s]``, for the last stage's B."""
+        """The gradient of the token losses of microbatch ``i``, for the last stage's B.
+
+        ``[b, s]``, or ``[1 + D, b, s]`` with further heads.
+        """
         grad = self.arrived(Comm(CommType.CG, self.rank.pipeline_rank, i), ARRIVAL)
-        return grad.view(self.microbatches.shapes[i][1:])
+        k, b, s = self.microbatches.shapes[i]
+        return grad.view(k, b, s) if k > 1 else grad.view(b, s)
 
     def finish(self) -> None:
         """Have losses checked when everything is queued."""

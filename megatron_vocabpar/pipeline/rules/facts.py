@@ -68,6 +68,8 @@ class Settings:
     moe_layer_freq = Setting[int | Sequence[int]](1)
     moe_token_dispatcher_type = Setting("")
     mtp_num_layers = Setting(0)
+    mtp_detach_heads = Setting(False)
+    position_embedding_type = Setting("")
     expert_model_parallel_size = Setting(1)
     hybrid_layer_pattern = Setting("")
     hybrid_override_pattern = Setting("")

@@ -71,10 +71,18 @@ PLACED = (
 """Where model chunks are."""
 
 WHOLE = (
-    Rule("--mtp-num-layers",
-        lambda f: f.in_v and not f.partitions and (f.mtp_num_layers or "/" in f.pattern),
+    Rule("--hybrid-layer-pattern with heads of multi-token prediction",
+        lambda f: f.in_v and not f.partitions and "/" in f.pattern,
         "whole vocabulary layers in {f.family_flag} have labels and the last stage on different ranks",
         "use vocab-1 or vocab-2, or 1f1b or interleaved"),
+    Rule("--mtp-detach-heads", lambda f: f.in_v and not f.partitions and f.mtp_detach_heads,
+        "{f.family_flag} computes the losses of all heads with whole vocabulary layers alike",
+        "leave it out, or use vocab-1 or vocab-2"),
+    Rule("--mtp-num-layers with learned positions",
+        lambda f: f.in_v and not f.partitions and f.mtp_num_layers
+        and f.position_embedding_type == "learned_absolute",
+        "the last stage would learn a copy of its own of them",
+        "give --position-embedding-type rope or none"),
     Rule("--defer-embedding-wgrad-compute", lambda f: not f.partitions and f.defer_embedding_wgrad_compute,
         "Megatron's own schedule computes what a whole output layer defers",
         "use vocab-1 or vocab-2, whose pass T is delayed anyway, or leave it out"),

@@ -174,7 +174,7 @@ class MeasuredPlan:
             return
         plan = self._run.plan(self._m)
         schedule = plan.schedule
-        costs = pass_costs(times, schedule.method, schedule.splits_w)
+        costs = pass_costs(times, schedule)
         self._costs = replace(costs, mtp_depths=schedule.mtp_depths, mtp_stage=schedule.placement.mtp)
         self._before_ms, self._planned_m = length, self._m
 

@@ -95,7 +95,7 @@ def measured_times(chart: Chart, schedule: Schedule) -> PassTimes:
         ValueError: naming a pass of the schedule that was never measured.
     """
     seen: dict[Kind, float] = {}
-    hidden = []
+    hidden: dict[tuple[int, int], float] = {}
     shortest = dict.fromkeys(CommType, float("inf"))
     for row in chart.rows:
         alone: dict[Kind, list[float]] = {}
@@ -109,7 +109,7 @@ def measured_times(chart: Chart, schedule: Schedule) -> PassTimes:
             else:
                 shortest[item.type] = min(shortest[item.type], took)
         of_rank = alone_ms(alone, together)
-        hidden.append(hidden_ms(of_rank, together))
+        hidden |= hidden_ms(of_rank, together)
         seen |= of_rank
     kinds = {(pass_.type, pass_.stage) for passes in schedule.ranks for pass_ in passes}
     for type_, stage in sorted(kinds, key=lambda key: (key[0].value, key[1])):
@@ -118,7 +118,7 @@ def measured_times(chart: Chart, schedule: Schedule) -> PassTimes:
     stages = range(schedule.placement.num_stages)
     passes = {type_: tuple(seen.get((type_, stage), 0.0) for stage in stages) for type_ in PassType}
     comms = {type_: 0.0 if ms == float("inf") else ms for type_, ms in shortest.items()}
-    return PassTimes(passes, comms, tuple(hidden))
+    return PassTimes(passes, comms, hidden)
 
 
 def _row(name: str) -> tuple[str, str]:

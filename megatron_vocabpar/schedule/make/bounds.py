@@ -16,15 +16,15 @@ Next: ``polish.py``, which stops when it reaches the bound.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from graphlib import TopologicalSorter
-from math import ceil, inf
+from math import ceil, fsum, inf
 
 from megatron_vocabpar.schedule.make.candidates import INPUT_GRADIENTS, SOFTMAX_SHARDS
 from megatron_vocabpar.schedule.make.pass_graph import PassGraph, build_graph
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.play.numbering import Numbering
-from megatron_vocabpar.schedule.play.peaks import peak_activations
+from megatron_vocabpar.schedule.play.peaks import Cap, peak_activations
 from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.passes import PassType
 
@@ -32,21 +32,22 @@ _SHARDS, _GRADIENTS = SOFTMAX_SHARDS + 1, INPUT_GRADIENTS + 1
 WAITING = {PassType.T: _SHARDS, PassType.TW: _SHARDS, PassType.IB: _GRADIENTS}  # the most that wait on a rank
 _EARLY_INPUTS = 4  # IF of a rank before any F has ended: two embedded inputs, and the two after them
 Arcs = Mapping[int, list[tuple[int, float]]]
+Hidden = Mapping[tuple[int, int], float]
 
 
-def lower_bound_ms(graph: PassGraph, m: int, room: int, hidden: Sequence[float] = ()) -> float:
-    """The least time of an iteration of ``m`` microbatches, if ranks hold activations of ``room`` chunks.
+def lower_bound_ms(graph: PassGraph, m: int, cap: Cap, hidden: Hidden | None = None) -> float:
+    """The least time of an iteration of ``m`` microbatches under a cap on activations.
 
-    ``hidden`` says for each rank what a pair hides; it is empty where passes do not run together.
+    ``hidden`` says what the F and the B of two stages hide; it is None where passes do not run together.
     """
     order, arcs = _arcs(graph)
     head = _longest(order, arcs, dict.fromkeys(order, 0.0))
     tail = _tails(graph, order, arcs)
     least = max(head[node] + graph.duration.get(node, 0.0) + tail[node] for node in order)
     for rank in range(max(graph.rank.values()) + 1):
-        saved = hidden[rank] * _most_pairs(graph, rank, m) if hidden else 0.0
+        saved = _most_saved(graph, rank, m, hidden) if hidden else 0.0
         least = max(least, _work(graph, rank, m, head, tail) - saved)
-        least = max(least, _memory(graph, rank, m, room, order, arcs, head))
+        least = max(least, _memory(graph, rank, m, cap, order, arcs, head))
     return least
 
 
@@ -55,16 +56,18 @@ def least_ms(plan: Plan) -> float:
     schedule = plan.schedule
     times = PassTimes.of(plan.costs, schedule)
     graph = build_graph(Numbering(schedule), times, splits_w=schedule.splits_w)
-    room = round(max(peak_activations(schedule)) * schedule.chunks)
-    return lower_bound_ms(graph, schedule.m, room, times.hidden if schedule.pairs else ())
+    cap = Cap.of(max(peak_activations(schedule)), schedule.placement)
+    return lower_bound_ms(graph, schedule.m, cap, times.hidden if schedule.pairs else None)
 
 
-def _most_pairs(graph: PassGraph, rank: int, m: int) -> int:
-    """The most F that can have a partner: all of a rank's but its first, which no B can precede.
+def _most_saved(graph: PassGraph, rank: int, m: int, hidden: Hidden) -> float:
+    """The most ms that pairs can hide: all F of a rank run in pairs but one, as no B precedes the first.
 
     One microbatch alone makes no pair.
     """
-    return m * sum(graph.rank[node] == rank for node in graph.of_type(PassType.F)) - 1 if m > 1 else 0
+    forward = [graph.stage_of(node) for node in graph.of_type(PassType.F) if graph.rank[node] == rank]
+    most = [max(hidden.get((f, b), 0.0) for b in forward) for f in forward]
+    return m * fsum(most) - min(most) if m > 1 else 0.0
 
 
 def _work(
@@ -101,14 +104,14 @@ def _on_the_way(way: float, step: float) -> float:
 
 
 def _memory(
-    graph: PassGraph, rank: int, m: int, room: int, order: list[int], arcs: Arcs, head: Mapping[int, float]
+    graph: PassGraph, rank: int, m: int, cap: Cap, order: list[int], arcs: Arcs, head: Mapping[int, float]
 ) -> float:
-    held, first = 0.0, inf
+    held, first, room = 0.0, inf, cap.room(rank, m)
     release = graph.of_type(PassType.W) or graph.of_type(PassType.B)
     for node, last in zip(graph.of_type(PassType.F), release, strict=True):
         if graph.rank[node] == rank:
             start = _longest(order, arcs, {node: 0.0})
-            held += start[last] + graph.duration[last]
+            held += cap.weights[graph.stage_of(node)] * (start[last] + graph.duration[last])
             first = min(first, head[node])
     return first + m * held / room
 

@@ -21,8 +21,10 @@ from megatron_vocabpar.schedule.make.building_block import BuildingBlock, Hops, 
 from megatron_vocabpar.schedule.make.families import Family
 from megatron_vocabpar.schedule.make.pass_graph import PassGraph, build_graph
 from megatron_vocabpar.schedule.make.rules import NEVER, Rules
+from megatron_vocabpar.schedule.play.peaks import Cap
 from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.passes import PassType
+from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
 SOFTMAX_SHARDS = 3  # may wait for a delayed T when S makes another
@@ -97,7 +99,7 @@ _TEXTBOOK = Recipe(None, 1.0, 0.0, None, ahead=0.0)
 
 
 def candidates(
-    shape: Schedule, graph: PassGraph, times: PassTimes, family: Family, cap: float
+    shape: Schedule, graph: PassGraph, times: PassTimes, family: Family, cap: Cap
 ) -> Iterator[Candidate]:
     """An endless list of candidates, or only the textbook's; ``shape`` is the schedule's frame."""
     blocks: dict[tuple[Hops, float | None, float, bool], BuildingBlock] = {}
@@ -116,8 +118,8 @@ def is_textbook(shape: Schedule, family: Family) -> bool:
     return not shape.method.vocabulary_parallel and family.name == "1f1b"
 
 
-def _plans(shape: Schedule, family: Family, cap: float) -> Iterator[tuple[Hops, Recipe]]:
-    known = family.hops(shape.p, shape.chunks, cap)
+def _plans(shape: Schedule, family: Family, cap: Cap) -> Iterator[tuple[Hops, Recipe]]:
+    known = family.hops(shape.p, shape.chunks, cap.most)
     if is_textbook(shape, family):
         yield known[0], _TEXTBOOK
         return
@@ -158,17 +160,17 @@ def _random_recipe(random: Random) -> Recipe:
     )
 
 
-def rules(shape: Schedule, graph: PassGraph, block: BuildingBlock, recipe: Recipe, cap: float) -> Rules:
+def rules(shape: Schedule, graph: PassGraph, block: BuildingBlock, recipe: Recipe, cap: Cap) -> Rules:
     """The rules of a recipe: IF and L are eager, passes that nothing waits for are lazy, and so on.
 
     Activations live from F to B (or W).
     """
-    chunk = 1.0 / shape.chunks
     forward, backward, weight = (graph.of_type(type_) for type_ in (PassType.F, PassType.B, PassType.W))
     limits = dict.fromkeys((PassType.T, PassType.TW), SOFTMAX_SHARDS)
     limits |= {PassType.IB: INPUT_GRADIENTS, PassType.W: shape.chunks * shape.m}
     lazy = sorted(graph.sinks)
-    later_chunks = {n: shape.chunks - 1 - shape.placement.chunk_of(graph.stage_of(n)) for n in forward}
+    later_chunks = {n: _later(graph.stage_of(n), shape.placement) for n in forward}
+    holds = {n: cap.share(graph.stage_of(n)) for n in forward}
     in_flight = {}
     if recipe.spare is not None:
         for (node, lifespan), partner in zip(lifespans(block, graph).items(), backward, strict=True):
@@ -179,20 +181,25 @@ def rules(shape: Schedule, graph: PassGraph, block: BuildingBlock, recipe: Recip
         pending={node: limits[graph.type_of(node)] for node in lazy},
         overlap=recipe.overlap,
         ahead=recipe.ahead,
-        hold=dict.fromkeys(forward, chunk) | dict.fromkeys(weight or backward, -chunk),
-        max_activations=cap,
-        reserve={} if recipe.banker else {node: chunk * later for node, later in later_chunks.items()},
+        hold=holds | {end: -holds[n] for n, end in zip(forward, weight or backward, strict=True)},
+        max_activations=cap.most,
+        reserve={} if recipe.banker else {node: cap.share(*later) for node, later in later_chunks.items()},
         chunks=_in_chunks(forward, graph, later_chunks) if recipe.banker else {},
         in_flight=in_flight,
     )
 
 
+def _later(stage: int, placement: Placement) -> list[int]:
+    """The stages of the same rank that come after this one in the pipeline."""
+    return [later for later in placement.stages_of(placement.rank_of(stage)) if later > stage]
+
+
 def _in_chunks(
-    forward: Sequence[int], graph: PassGraph, later_chunks: Mapping[int, int]
+    forward: Sequence[int], graph: PassGraph, later_chunks: Mapping[int, Sequence[int]]
 ) -> dict[int, list[int]]:
     """For each F node, those of its rank, first chunk first."""
     ranks: dict[int, list[int]] = {}
-    for node in sorted(forward, key=lambda node: -later_chunks[node]):
+    for node in sorted(forward, key=lambda node: -len(later_chunks[node])):
         ranks.setdefault(graph.rank[node], []).append(node)
     return {node: ranks[graph.rank[node]] for node in forward}
 

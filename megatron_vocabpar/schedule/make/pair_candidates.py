@@ -22,6 +22,7 @@ from megatron_vocabpar.schedule.make.candidates import Candidate, Recipe, candid
 from megatron_vocabpar.schedule.make.families import Family
 from megatron_vocabpar.schedule.make.pass_graph import PassGraph, build_graph
 from megatron_vocabpar.schedule.make.rules import NEVER
+from megatron_vocabpar.schedule.play.peaks import Cap
 from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.passes import PassType
 from megatron_vocabpar.schedule.words.schedule import Schedule
@@ -93,7 +94,7 @@ _WAYS = (
 
 
 def pair_candidates(
-    shape: Schedule, graph: PassGraph, times: PassTimes, family: Family, cap: float
+    shape: Schedule, graph: PassGraph, times: PassTimes, family: Family, cap: Cap
 ) -> Iterator[Candidate]:
     """An endless list of candidates; ``shape`` is the schedule's frame, and pairs hide some of ``times``."""
     apart = candidates(shape, graph, times, family, cap)
@@ -104,7 +105,7 @@ def pair_candidates(
 
 
 def _together(
-    shape: Schedule, graph: PassGraph, times: PassTimes, family: Family, cap: float
+    shape: Schedule, graph: PassGraph, times: PassTimes, family: Family, cap: Cap
 ) -> Iterator[Candidate]:
     together = _in_pairs(times, shape)
     plan = build_graph(graph.numbering, together, splits_w=family.splits_w)
@@ -168,7 +169,7 @@ def _in_pairs(times: PassTimes, shape: Schedule) -> PassTimes:
     passes = {type_: list(row) for type_, row in times.passes.items()}
     for stage in range(shape.placement.num_stages):
         both = times.passes[PassType.F][stage] + times.passes[PassType.B][stage]
-        hidden = times.hidden[shape.placement.rank_of(stage)]
+        hidden = min(ms for (forward, _), ms in times.hidden.items() if forward == stage)
         for type_ in (PassType.F, PassType.B):
             passes[type_][stage] *= 1.0 - hidden / both if both else 1.0
     return replace(times, passes={type_: tuple(row) for type_, row in passes.items()})
@@ -178,7 +179,7 @@ def _hidden(graph: PassGraph, times: PassTimes) -> dict[tuple[int, int], float]:
     """For each F node and B node of one rank, the ms that they hide of each other."""
     forward, backward = graph.of_type(PassType.F), graph.of_type(PassType.B)
     return {
-        (f, b): times.hidden[graph.rank[f]]
+        (f, b): times.hidden[graph.stage_of(f), graph.stage_of(b)]
         for f in forward
         for b in backward
         if graph.rank[f] == graph.rank[b]

@@ -35,9 +35,13 @@ _ROUNDING = 1e-9
 
 
 class Caps(NamedTuple):
-    """The most that a rank may hold: chunks' activations, softmax shards, input gradients."""
+    """The most that a rank may hold: activations by their weight, softmax shards, input gradients.
 
-    chunks: int
+    ``activations`` has a number for each rank, ``weights`` for each stage, as in ``peaks.Cap``.
+    """
+
+    activations: tuple[int, ...]
+    weights: tuple[int, ...]
     shards: int
     gradients: int
 
@@ -79,13 +83,19 @@ class _Net:
         release = set(graph.of_type(PassType.W) or graph.of_type(PassType.B))
         weight_pass = graph.numbering.schedule.method.weight_pass
         shards = (graph.of_type(PassType.S), graph.of_type(weight_pass))
-        hold = [(node in graph.of_type(PassType.F)) - (node in release) for node in nodes]
+        hold = [
+            ((node in graph.of_type(PassType.F)) - (node in release)) * self._weight(graph, node)
+            for node in nodes
+        ]
         waiting = [(node in shards[0]) - (node in shards[1]) if shards[1] else 0 for node in nodes]
         self.hold, self.shards = ([change for change in each for _ in range(m)] for each in (hold, waiting))
         self.waiting = [
             (self.index[n], self.index[graph.needs[n][0].node]) for n in graph.of_type(PassType.IB)
         ]
         self.later = self._needing()
+
+    def _weight(self, graph: PassGraph, node: int) -> int:
+        return self.caps.weights[graph.stage_of(node)] if node in graph.passes else 0
 
     def _needing(self) -> list[int]:
         """For each item those that need it, directly or not: a set of bits, ``1 << item`` for each."""
@@ -165,6 +175,7 @@ class _Net:
         What comes later in its row holds as much as in the old order.
         """
         m, last, passed = self.m, dict[int, int](), 0
+        most = self.caps.activations[self.rank[moved[0] // m]]
         held = sum(map(self.hold.__getitem__, before))
         shards = sum(map(self.shards.__getitem__, before))
         for item in moved:
@@ -174,7 +185,7 @@ class _Net:
             passed |= 1 << item
             held += self.hold[item]
             shards += self.shards[item]
-            if held > self.caps.chunks or shards > self.caps.shards:
+            if held > most or shards > self.caps.shards:
                 return False
         return True
 

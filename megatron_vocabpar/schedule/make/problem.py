@@ -20,7 +20,7 @@ from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.play.events import run_events
 from megatron_vocabpar.schedule.play.lower import lower
 from megatron_vocabpar.schedule.play.numbering import Numbering
-from megatron_vocabpar.schedule.play.peaks import check_cap
+from megatron_vocabpar.schedule.play.peaks import Cap, check_cap
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.words.passes import Pair, Pass, PassType
 from megatron_vocabpar.schedule.words.schedule import Schedule, passes_of
@@ -34,7 +34,6 @@ _WHOLE = 6  # ways to play pairs: if the budget allows these with all microbatch
 _FEWEST = 4  # trials; fewer are not worth their time
 _POLISHED = 2  # best trials that are polished, if the schedule is small
 _QUEUED = 1.3  # factor on communication for polishing the best trial once more
-_ROUNDING = 1e-9  # of sums of 1/chunks
 _FINALISTS = 3  # best trials that are played for all microbatches, if the budget allows
 
 
@@ -48,7 +47,8 @@ class Problem:
         times: the times of all passes, in ms.
         costs: the costs that the times were read from.
         graph: the rules, with the times.
-        cap: the most microbatches whose activations a rank may hold.
+        cap: the most microbatches whose activations a rank may hold. One that is given weighs chunks by
+            their layers; the family's claim counts chunks.
     """
 
     shape: Schedule
@@ -56,7 +56,7 @@ class Problem:
     times: PassTimes
     costs: PassCosts
     graph: PassGraph
-    cap: float
+    cap: Cap
 
     @staticmethod
     def of(request: PlanRequest) -> Problem:
@@ -65,14 +65,16 @@ class Problem:
         Raises:
             ValueError: naming the argument that is wrong, and what to give instead.
         """
-        cap, family = request.max_activations, family_named(request.family)
-        if cap is not None:
-            check_cap(cap)
+        most, family = request.max_activations, family_named(request.family)
+        if most is not None:
+            check_cap(most)
         costs = request.costs or PassCosts.default(request.p)
         shape = request.frame()
         times = PassTimes.of(costs, shape, splits_w=family.splits_w)
-        if cap is None:
-            cap = claimed_peak(shape.method, shape.p, family, shape.chunks)
+        if most is None:
+            cap = Cap.of(claimed_peak(shape.method, shape.p, family, shape.chunks), shape.placement)
+        else:
+            cap = Cap.of(most, shape.placement, costs.layers_per_stage)
         graph = build_graph(Numbering(shape), times, splits_w=family.splits_w)
         return Problem(shape, family, times, costs, graph, cap)
 
@@ -91,13 +93,13 @@ class Problem:
 
     def bound_ms(self) -> float:
         """The time that no order under the caps can undercut."""
-        hidden = self.times.hidden if self.pairs else ()
-        return lower_bound_ms(self.graph, self.shape.m, self._caps.chunks, hidden)
+        hidden = self.times.hidden if self.pairs else None
+        return lower_bound_ms(self.graph, self.shape.m, self.cap, hidden)
 
     @property
     def pairs(self) -> bool:
         """Whether F and B run together: the family has pairs, and the costs say that these hide time."""
-        return self.family.pairs and any(self.times.hidden)
+        return self.family.pairs and any(self.times.hidden.values())
 
     @property
     def _in_queues(self) -> PassGraph:
@@ -110,8 +112,8 @@ class Problem:
 
     @property
     def _caps(self) -> Caps:
-        room = int(min(self.cap, self.shape.m) * self.shape.chunks + _ROUNDING)
-        return Caps(room, WAITING[PassType.T], WAITING[PassType.IB])
+        room = tuple(self.cap.room(rank, self.shape.m) for rank in range(self.shape.p))
+        return Caps(room, self.cap.weights, WAITING[PassType.T], WAITING[PassType.IB])
 
     def simulated_ms(self, schedule: Schedule) -> float:
         """The simulated iteration of a schedule with its communication."""

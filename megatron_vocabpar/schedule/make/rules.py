@@ -87,10 +87,10 @@ class Rules:
         oldest = counts[chunks[-1]]
         if counts[node] <= oldest:
             return False
-        younger = 1
+        younger = self.hold[node]
         for chunk in chunks:
-            younger += max(counts[chunk] - oldest - 1, 0)
-        return 1.0 + younger * self.hold[node] > self.max_activations + _ROUNDING
+            younger += max(counts[chunk] - oldest - 1, 0) * self.hold[chunk]
+        return 1.0 + younger > self.max_activations + _ROUNDING
 
     def is_full(self, node: int, counts: Sequence[int], more: int = 0) -> bool:
         """Whether the most microbatches that may be between an F and its B have been reached.

@@ -287,19 +287,21 @@ class _PairLoop(_Loop):
     ) -> None:
         super().__init__(schedule, times, program, late, alone=alone)
         number = self.numbering.number
-        self.beside = {number(pair.forward): number(pair.backward) for pair in schedule.pairs}
-        self.hidden = times.hidden
+        self.beside = {
+            number(pair.forward): (number(pair.backward), times.saved(pair)) for pair in schedule.pairs
+        }
 
     def _pass(self, rank: int, number: int) -> int:
         if number not in self.beside:
             return super()._pass(rank, number)
-        both = number, self.beside[number]
+        beside, saved = self.beside[number]
+        both = number, beside
         starts = [self._ready(rank, part) for part in both]
         for start, cause in starts:
             if start < 0.0:
                 return cause
         start, cause = max(starts)
-        took = sum(self.durations[part // self.m] for part in both) - self.hidden[rank]
+        took = sum(self.durations[part // self.m] for part in both) - saved
         for part in both:
             self.free[rank] = self._finish(part, start, cause, took)
             self.last[rank] = part

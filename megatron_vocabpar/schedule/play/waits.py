@@ -129,8 +129,8 @@ class Waits:
     def lengths(self, times: PassTimes) -> list[float]:
         """For each node, the ms that it takes after the last event that it waits for; only ends take time."""
         lengths = [0.0] * len(self.common)
-        for k, (rank, item) in enumerate(self.items):
-            lengths[_node(_ENDED, k)] = self.shares[k] * times.of_instruction(item, rank)
+        for k, (_, item) in enumerate(self.items):
+            lengths[_node(_ENDED, k)] = self.shares[k] * times.of_instruction(item)
         return lengths
 
     def is_joined(self, node: int) -> bool:

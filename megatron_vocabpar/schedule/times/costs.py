@@ -17,6 +17,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import resources
+from itertools import product
 from math import fsum
 from pathlib import Path
 from typing import Any, ClassVar
@@ -80,10 +81,12 @@ class PassCosts:
         mtp_stage: the stage of these layers; by default the last.
         layers: transformer layers of the whole model, if known.
         layers_per_stage: transformer layers of each stage if they are uneven, for instance by Megatron's
-            layout. Any method may have them, with one chunk a rank. See ``redistribution.py``.
+            layout; the times above stay those of an even share. See ``redistribution.py``.
         hidden_ms: what F and B of a rank's whole share hide of each other when they run together, mostly
             their exchange between experts: F + B - FB, where FB is the time of the pair. One number, or one
-            per rank; at most the shorter of F and B.
+            per rank; at most the shorter of F and B. Stages of unequal length hide what the shorter can.
+        stage_ms: ``F_ms``, ``B_ms``, ``W_ms`` and ``hidden_ms`` of each stage as they are, with heads and an
+            undivided layer, in place of all that is said of them above; empty, or all of the first three.
     """
 
     F_ms: PerRank
@@ -103,6 +106,7 @@ class PassCosts:
     layers: int | None = None
     layers_per_stage: tuple[int, ...] | None = None
     hidden_ms: PerRank = 0.0
+    stage_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     PAPER_SIZES: ClassVar = (8, 16, 32)
 
@@ -119,6 +123,8 @@ class PassCosts:
     @property
     def hides(self) -> bool:
         """On some rank, F and B take less time together than one after the other."""
+        if self.stage_ms:
+            return any(self.stage_ms.get("hidden_ms", ()))
         return any(self.hidden_ms) if isinstance(self.hidden_ms, tuple) else self.hidden_ms > 0.0
 
     @staticmethod
@@ -171,7 +177,10 @@ class PassCosts:
         times = {name: per_rank_of(values[name]) for name in _TIMES if name in values}
         tables = {name: {key: per_rank_of(time) for key, time in row.items()} for name, row in rows.items()}
         extras = {name: {key: float(time) for key, time in values.get(name, {}).items()} for name in _EXTRAS}
-        stages = {name: tuple(values[name]) for name in ("layers_per_stage",) if name in values}
+        stages: dict[str, Any] = {
+            name: tuple(values[name]) for name in ("layers_per_stage",) if name in values
+        }
+        stages["stage_ms"] = {key: tuple(map(float, row)) for key, row in values.get("stage_ms", {}).items()}
         return PassCosts(**{**values, **times, **extras, **stages, "methods": tables})
 
     def to_dict(self) -> dict[str, Any]:
@@ -179,7 +188,7 @@ class PassCosts:
         data = {
             _FILE_NAMES.get(field_.name, field_.name): getattr(self, field_.name) for field_ in fields(self)
         }
-        seldom = ("last_stage_extra", "mtp_depths", "hidden_ms")
+        seldom = ("last_stage_extra", "mtp_depths", "hidden_ms", "stage_ms")
         return {k: value for k, value in data.items() if value is not None and (value or k not in seldom)}
 
     @staticmethod
@@ -211,12 +220,13 @@ class PassTimes:
     Attributes:
         passes: for each type, the time on each stage (F, B, W) or rank (vocabulary passes).
         comms: for each type of communication, its time.
-        hidden: for each rank, what a chunk's F and a chunk's B hide of each other when they run together.
+        hidden: what the F of a stage and the B of a stage of the same rank hide of each other when they run
+            together, by both stages; empty if nothing.
     """
 
     passes: Mapping[PassType, tuple[float, ...]]
     comms: Mapping[CommType, float]
-    hidden: tuple[float, ...]
+    hidden: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     @staticmethod
     def of(costs: PassCosts, schedule: Schedule, *, splits_w: bool | None = None) -> PassTimes:
@@ -228,20 +238,9 @@ class PassTimes:
             ValueError: if a list of times does not have one entry per rank, or the costs say nothing
                 about the schedule's method.
         """
-        p, placement = schedule.p, schedule.placement
+        placement = schedule.placement
         split = schedule.splits_w if splits_w is None else splits_w
-        share = _shares(costs, schedule)
-        transformer: dict[PassType, list[float]] = {}
-        for type_ in _TRANSFORMER:
-            name = f"{type_.value}_ms"
-            per_rank = spread(getattr(costs, name), p, name)
-            ranks = [placement.rank_of(stage) for stage in range(placement.num_stages)]
-            times = [per_rank[rank] * share[rank] / schedule.chunks for rank in ranks]
-            times[placement.mtp_stage] += costs.last_stage_extra.get(name, 0.0)
-            if not schedule.method.vocabulary_parallel:
-                times[-1] += costs.last_rank_extra.get(name, 0.0)
-                times[0] += costs.first_rank_extra.get(name, 0.0)
-            transformer[type_] = times
+        transformer = _transformer_times(costs, schedule)
         if not split:
             w = transformer[PassType.W]
             transformer[PassType.B] = [b + w for b, w in zip(transformer[PassType.B], w, strict=True)]
@@ -268,14 +267,17 @@ class PassTimes:
                 **{type_: (time,) * ranks for type_, time in vocabulary.items()},
             },
             dict.fromkeys(CommType, 0.0),
-            (0.0,) * ranks,
         )
 
-    def of_instruction(self, item: Instruction, rank: int) -> float:
-        """The ms that an instruction of a rank takes; a pair takes less than its two passes in turn."""
+    def of_instruction(self, item: Instruction) -> float:
+        """The ms that an instruction takes; a pair takes less than its two passes in turn."""
         if isinstance(item, Pair):
-            return self._of_pass(item.forward) + self._of_pass(item.backward) - self.hidden[rank]
+            return self._of_pass(item.forward) + self._of_pass(item.backward) - self.saved(item)
         return self._of_pass(item) if isinstance(item, Pass) else self.comms[item.type]
+
+    def saved(self, pair: Pair) -> float:
+        """The ms that the passes of a pair hide of each other."""
+        return self.hidden.get((pair.forward.stage, pair.backward.stage), 0.0)
 
     def _of_pass(self, pass_: Pass) -> float:
         return self.passes[pass_.type][pass_.stage]
@@ -285,47 +287,87 @@ class PassTimes:
         return PassTimes(
             {type_: tuple(passes * time for time in times) for type_, times in self.passes.items()},
             {type_: comm * time for type_, time in self.comms.items()},
-            tuple(passes * time for time in self.hidden),
+            {stages: passes * time for stages, time in self.hidden.items()},
         )
+
+
+def _transformer_times(costs: PassCosts, schedule: Schedule) -> dict[PassType, list[float]]:
+    """F, B and W of each stage, B without W."""
+    placement, names = schedule.placement, {type_: f"{type_.value}_ms" for type_ in _TRANSFORMER}
+    if costs.stage_ms:
+        return {type_: list(_of_stages(costs, schedule, name)) for type_, name in names.items()}
+    shares, transformer = _shares(costs, schedule), {}
+    for type_, name in names.items():
+        per_rank = spread(getattr(costs, name), schedule.p, name)
+        times = [
+            per_rank[placement.rank_of(stage)] * share / schedule.chunks for stage, share in enumerate(shares)
+        ]
+        times[placement.mtp_stage] += costs.last_stage_extra.get(name, 0.0)
+        if not schedule.method.vocabulary_parallel:
+            times[-1] += costs.last_rank_extra.get(name, 0.0)
+            times[0] += costs.first_rank_extra.get(name, 0.0)
+        transformer[type_] = times
+    return transformer
+
+
+def _of_stages(costs: PassCosts, schedule: Schedule, name: str) -> tuple[float, ...]:
+    """A row of ``stage_ms``; nothing is hidden unless it says so."""
+    stages = schedule.placement.num_stages
+    row = costs.stage_ms.get(name, (0.0,) * stages if name == "hidden_ms" else ())
+    if len(row) != stages:
+        raise ValueError(
+            f"costs: stage_ms lists {len(row)} {name}, but there are {stages} stages; give {stages}"
+        )
+    return row
 
 
 def _hidden(
     costs: PassCosts, schedule: Schedule, passes: Mapping[PassType, Sequence[float]]
-) -> tuple[float, ...]:
-    """For each rank, the ms that F and B of one chunk hide of each other: 1/chunks of the whole share's."""
-    p, chunks, shares = schedule.p, schedule.chunks, _shares(costs, schedule)
-    whole = spread(costs.hidden_ms, p, "hidden_ms")
-    hidden = tuple(ms * share / chunks for ms, share in zip(whole, shares, strict=True))
-    for rank, ms in enumerate(hidden):
-        stages = [schedule.placement.stage_of(rank, chunk) for chunk in range(chunks)]
-        least = min(passes[type_][stage] for type_ in (PassType.F, PassType.B) for stage in stages)
-        if ms > least * (1.0 + _ROUNDING):
-            raise ValueError(
-                f"costs: hidden_ms lets F and B of a chunk on rank {rank} hide {ms:g} ms of each other, but "
-                f"the shorter takes {least:g} ms; give F + B - FB, where FB is the time of both together"
-            )
+) -> dict[tuple[int, int], float]:
+    """What F of a stage and B of a stage of one rank hide of each other: as much as the shorter stage can.
+
+    If 3 layers hide 6 ms of each other and 2 layers hide 4, then F of the 3 and B of the 2 hide 4.
+    """
+    if not costs.hides:
+        return {}
+    placement, chunks = schedule.placement, schedule.chunks
+    if costs.stage_ms:
+        of_stage = list(_of_stages(costs, schedule, "hidden_ms"))
+    else:
+        whole, shares = spread(costs.hidden_ms, schedule.p, "hidden_ms"), _shares(costs, schedule)
+        of_stage = [whole[placement.rank_of(stage)] * share / chunks for stage, share in enumerate(shares)]
+    hidden = {}
+    for rank in range(schedule.p):
+        for forward, backward in product(placement.stages_of(rank), repeat=2):
+            ms = hidden[forward, backward] = min(of_stage[forward], of_stage[backward])
+            least = min(passes[PassType.F][forward], passes[PassType.B][backward])
+            if ms > least * (1.0 + _ROUNDING):
+                raise ValueError(
+                    f"costs: hidden_ms lets F and B of a chunk on rank {rank} hide {ms:g} ms of each other, "
+                    f"but the shorter takes {least:g} ms; give F + B - FB, where FB is their time together"
+                )
     return hidden
 
 
 def _shares(costs: PassCosts, schedule: Schedule) -> list[float]:
-    """For each rank, its number of layers over the even share."""
-    p, counts = schedule.p, costs.layers_per_stage
+    """For each stage, its number of layers over the even share."""
+    p, counts, stages = schedule.p, costs.layers_per_stage, schedule.placement.num_stages
     if counts is not None:
-        if len(counts) != p or schedule.chunks > 1:
+        if len(counts) != stages:
             raise ValueError(
-                f"costs: layers_per_stage lists {len(counts)} stages, but there are "
-                f"{schedule.placement.num_stages} on {p} ranks; it is for one stage a rank: give {p} "
-                "numbers, or leave it out"
+                f"costs: layers_per_stage lists {len(counts)} stages, but there are {stages} on {p} ranks; "
+                f"give {stages} numbers, or leave it out"
             )
-        return [count * p / sum(counts) for count in counts]
+        return [count * stages / sum(counts) for count in counts]
     if schedule.method.name != REDIS:
-        return [1.0] * p
+        return [1.0] * stages
     layers = costs.layers or _LAYERS_PER_RANK * p
     names = [f"{type_.value}_ms" for type_ in _TRANSFORMER]
     layer_work = fsum(fsum(spread(getattr(costs, name), p, name)) for name in names) / layers
     first = fsum(costs.first_rank_extra.values())
     last = fsum((*costs.last_rank_extra.values(), *costs.last_stage_extra.values()))
-    return [count * p / layers for count in redistribute(layers, p, first, last, layer_work)]
+    counts = redistribute(layers, p, first, last, layer_work)
+    return [counts[schedule.placement.rank_of(stage)] * p / layers for stage in range(stages)]
 
 
 def _vocabulary_times(costs: PassCosts, schedule: Schedule) -> dict[PassType, tuple[float, ...]]:

@@ -25,18 +25,21 @@ def alone_ms(alone: Mapping[Kind, Sequence[float]], pairs: Iterable[Pair]) -> di
     return times
 
 
-def hidden_ms(alone: Mapping[Kind, float], together: Mapping[Pair, float]) -> float:
-    """What F and B of a chunk hide of each other on one rank, the median of its pairs: F + B - FB.
+def hidden_ms(alone: Mapping[Kind, float], together: Mapping[Pair, float]) -> dict[tuple[int, int], float]:
+    """What F and B of two stages hide of each other on one rank, the medians of its pairs: F + B - FB.
 
     Args:
         alone: the ms of each type and stage alone, as ``alone_ms`` gives them.
         together: the ms of each pair.
 
     Returns:
-        ms; 0 without pairs, negative if pairs take longer than their passes one after the other.
+        ms by the stages of F and B; negative if pairs take longer than their passes one after the other.
     """
-    saved = [_ms(alone, pair.forward) + _ms(alone, pair.backward) - ms for pair, ms in together.items()]
-    return median(saved) if saved else 0.0
+    saved: dict[tuple[int, int], list[float]] = {}
+    for pair, ms in together.items():
+        stages = pair.forward.stage, pair.backward.stage
+        saved.setdefault(stages, []).append(_ms(alone, pair.forward) + _ms(alone, pair.backward) - ms)
+    return {stages: median(each) for stages, each in saved.items()}
 
 
 def _ms(alone: Mapping[Kind, float], pass_: Pass) -> float:

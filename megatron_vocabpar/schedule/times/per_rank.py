@@ -12,6 +12,11 @@ def per_rank_of(value: float | Sequence[float]) -> PerRank:
     return tuple(map(float, value)) if isinstance(value, Sequence) else float(value)
 
 
+def mean_of(value: PerRank) -> float:
+    """The mean time of all ranks."""
+    return sum(value) / len(value) if isinstance(value, tuple) else value
+
+
 def spread(value: PerRank, p: int, name: str) -> tuple[float, ...]:
     """The time of each of ``p`` ranks.
 

@@ -88,5 +88,9 @@ class Placement:
     def stage_of(self, rank: int, chunk: int = 0) -> int:
         return chunk * self.p + (self.p - 1 - rank if self._backwards(chunk) else rank)
 
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, first chunk first."""
+        return tuple(self.stage_of(rank, chunk) for chunk in range(self.chunks))
+
     def _backwards(self, chunk: int) -> bool:
         return self.shape == "vshape" and chunk % 2 == 1

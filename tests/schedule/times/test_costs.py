@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -165,16 +166,18 @@ def test_unknown_setting_of_the_paper() -> None:
 def test_a_pair_takes_less_by_what_it_hides() -> None:
     """The whole share hides 6 ms on rank 0 and 4 ms on rank 1; each of two chunks hides half."""
     given = times("vocab-2", FILE | {"hidden_ms": [6, 4]}, chunks=2, split=True)
-    assert given.hidden == (3, 2)
+    assert given.hidden == {
+        (f, b): 2 if f % 2 else 3 for f, b in product(range(4), repeat=2) if (f - b) % 2 == 0
+    }
     pair = Pair(Pass(PassType.F, 1, 5), Pass(PassType.B, 3, 2))
-    assert given.of_instruction(pair, 1) == 20 / 2 + 6 / 2 - 2
-    assert given.of_instruction(pair.forward, 1) == 10
-    assert given.of_instruction(Comm(CommType.RECV_F, 1, 0), 1) == 0.5
-    assert given.scaled(3.0, 2.0).hidden == (6, 4)
+    assert given.of_instruction(pair) == 20 / 2 + 6 / 2 - 2
+    assert given.of_instruction(pair.forward) == 10
+    assert given.of_instruction(Comm(CommType.RECV_F, 1, 0)) == 0.5
+    assert given.scaled(3.0, 2.0).saved(pair) == 4
 
 
 def test_nothing_is_hidden_unless_the_file_says_so() -> None:
-    assert times("vocab-2").hidden == (0, 0)
+    assert times("vocab-2").hidden == {}
     assert not PassCosts.from_dict(FILE).hides
     assert "hidden_ms" not in PassCosts.from_dict(FILE).to_dict()
     costs = PassCosts.from_dict(FILE | {"hidden_ms": [0, 4]})

@@ -1,0 +1,146 @@
+"""How many transformer layers each stage of a family gets: even ones, or so that ranks take equally long.
+
+A rank that holds the whole output layer, the embedding or heads of multi-token prediction gets fewer layers.
+Which of its chunks has fewer, and which ranks get the layers that are left over, decides how well a schedule
+fits together; no formula says that, so several ways are played (``choices.py``).
+
+An example: a V of 2 ranks with 8 layers, and an output layer of 2 layers' work behind the last stage, on rank
+0. Rank 0 gets 3 layers and rank 1 gets 5: ``2 3 2 1`` or ``2 2 3 1`` by stage, and by turns ``1 3 2 2``.
+
+Next: ``choices.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from megatron_vocabpar.plan.choice import Request
+from megatron_vocabpar.schedule.make.families import Family
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.times.per_rank import mean_of
+from megatron_vocabpar.schedule.times.redistribution import redistribute, with_final_stage
+from megatron_vocabpar.schedule.words.methods import REDIS, Method
+from megatron_vocabpar.schedule.words.placement import Placement
+
+_ROUNDING = 1e-6  # ms
+
+
+class _Work(NamedTuple):
+    """What a layer takes, and what each stage takes besides its layers, in ms of one microbatch."""
+
+    layer: float
+    besides: tuple[float, ...]
+
+
+def layer_counts(request: Request, method: Method, family: Family) -> list[tuple[int, ...]]:
+    """The layers of each stage, in several ways that are worth playing; the first is the likeliest to win.
+
+    Raises:
+        ValueError: if the layers cannot fill the stages, or there is one rank for a family that needs two.
+    """
+    p, layers = request.job.p, request.model.layers
+    if family.name != "1f1b" and p < 2:
+        raise ValueError("needs at least two stages")
+    if layers < p * family.chunks:
+        raise ValueError(f"{layers} layers cannot fill {p * family.chunks} stages")
+    costs = request.costs()
+    if method.name == REDIS and p > 1:
+        return [with_final_stage(layers, p, _redistributed(costs, p, layers)[-1])]
+    placement = Placement(p, family.chunks, family.shape)
+    even = [_even(method, placement, layers)]
+    if family.name == "1f1b" and not method.vocabulary_parallel:
+        return even  # Megatron's own, whose layouts ``stock.py`` has
+    if method.vocabulary_parallel and not layers % placement.num_stages and not request.model.mtp_depths:
+        return even
+    work = _work(costs, method, placement, layers, pairs=family.pairs and costs.hides)
+    ways = list(_by_work(work, placement, layers))
+    return list(dict.fromkeys([*even, *ways] if method.vocabulary_parallel else [*ways, *even]))
+
+
+def _even(method: Method, placement: Placement, layers: int) -> tuple[int, ...]:
+    """As many layers on every rank as can be.
+
+    Later ranks hold fewer microbatches, so they get the longer stages: 10 layers on 4 ranks become 2, 2, 3,
+    3. If the output layer is not partitioned, the last rank holds all of it: 2, 3, 3, 2.
+    """
+    p, chunks = placement.p, placement.chunks
+    share, longer = divmod(layers, p)
+    end = p if method.vocabulary_parallel or not longer else p - 1
+    counts = [share + (end - longer <= rank < end) for rank in range(p)]
+    return tuple(
+        counts[placement.rank_of(stage)] // chunks
+        + (placement.chunk_of(stage) < counts[placement.rank_of(stage)] % chunks)
+        for stage in range(placement.num_stages)
+    )
+
+
+def _work(costs: PassCosts, method: Method, placement: Placement, layers: int, *, pairs: bool) -> _Work:
+    times = (costs.F_ms, costs.B_ms, costs.W_ms)
+    whole = sum(map(mean_of, times)) - (mean_of(costs.hidden_ms) if pairs else 0.0)
+    besides = [0.0] * placement.num_stages
+    besides[placement.mtp_stage] += sum(costs.last_stage_extra.values())
+    if not method.vocabulary_parallel:
+        besides[-1] += sum(costs.last_rank_extra.values())
+        besides[0] += sum(costs.first_rank_extra.values())
+    return _Work(whole * placement.p / layers, tuple(besides))
+
+
+def _by_work(work: _Work, placement: Placement, layers: int) -> Iterator[tuple[int, ...]]:
+    """Layers of each stage so that the longest rank is as short as can be; the last stage may have none."""
+    besides = [sum(work.besides[stage] for stage in placement.stages_of(rank)) for rank in range(placement.p)]
+    fewest = [placement.chunks] * placement.p
+    fewest[placement.last_rank] -= 1
+    for of_ranks in dict.fromkeys(_of_ranks(work.layer, besides, fewest, placement, layers)):
+        for balanced, longer_first in product((True, False), (True, False)):
+            rows = [0] * placement.num_stages
+            for rank, count in enumerate(of_ranks):
+                stages = placement.stages_of(rank)
+                lengths = [work.besides[stage] if balanced else 0.0 for stage in stages]
+                smallest = [int(stage < placement.last_stage) for stage in stages]
+                for stage, number in zip(
+                    stages, _of_chunks(count, lengths, smallest, work.layer, longer_first), strict=True
+                ):
+                    rows[stage] = number
+            yield tuple(rows)
+
+
+def _of_ranks(
+    layer: float, besides: Sequence[float], fewest: Sequence[int], placement: Placement, layers: int
+) -> Iterator[tuple[int, ...]]:
+    """Layers of each rank: those left over go to first ranks, to last ones, or not to the last stage's."""
+    ranks = range(placement.p)
+    first = _filled(layer, besides, fewest, layers, list(ranks))
+    yield first
+    yield _filled(layer, besides, fewest, layers, [*reversed(ranks)])
+    top = max(count * layer + ms for count, ms in zip(first, besides, strict=True))
+    full = [int((top - ms) / layer + _ROUNDING) for ms in besides]
+    full[placement.last_rank] -= sum(full) - layers
+    if all(count >= some for count, some in zip(full, fewest, strict=True)):
+        yield tuple(full)
+
+
+def _filled(
+    layer: float, lengths: Sequence[float], fewest: Sequence[int], layers: int, order: Sequence[int]
+) -> tuple[int, ...]:
+    """One layer after another to what is shortest then; of equally short ones to the first in ``order``."""
+    counts = list(fewest)
+    for _ in range(layers - sum(counts)):
+        at = min(order, key=lambda k: (round(counts[k] * layer + lengths[k], 6), order.index(k)))
+        counts[at] += 1
+    return tuple(counts)
+
+
+def _of_chunks(
+    layers: int, lengths: Sequence[float], fewest: Sequence[int], layer: float, longer_first: bool
+) -> tuple[int, ...]:
+    order = list(range(len(lengths)))
+    return _filled(layer, lengths, fewest, layers, order if longer_first else order[::-1])
+
+
+def _redistributed(costs: PassCosts, p: int, layers: int) -> tuple[int, ...]:
+    work = sum(map(mean_of, (costs.F_ms, costs.B_ms, costs.W_ms)))
+    first = sum(costs.first_rank_extra.values())
+    last = sum(costs.last_rank_extra.values()) + sum(costs.last_stage_extra.values())
+    return redistribute(layers, p, first, last, work * p / layers)
