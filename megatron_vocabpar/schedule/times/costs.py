@@ -111,14 +111,19 @@ class PassCosts:
     PAPER_SIZES: ClassVar = (8, 16, 32)
 
     def with_layers(self, factor: float) -> PassCosts:
-        """These costs with F, B and W of layers ``factor`` times as long."""
+        """These costs with F, B and W of layers (in ``stage_ms`` of whole stages) ``factor`` times as long."""
         if factor == 1.0:
             return self
 
         def longer(time: PerRank) -> PerRank:
             return tuple(factor * ms for ms in time) if isinstance(time, tuple) else factor * time
 
-        return replace(self, F_ms=longer(self.F_ms), B_ms=longer(self.B_ms), W_ms=longer(self.W_ms))
+        stages = {
+            name: row if name == "hidden_ms" else tuple(factor * ms for ms in row)
+            for name, row in self.stage_ms.items()
+        }
+        times = {name: longer(getattr(self, name)) for name in ("F_ms", "B_ms", "W_ms")}
+        return replace(self, **times, stage_ms=stages)  # type: ignore[arg-type]
 
     @property
     def hides(self) -> bool:
