@@ -111,7 +111,7 @@ class PassCosts:
     PAPER_SIZES: ClassVar = (8, 16, 32)
 
     def with_layers(self, factor: float) -> PassCosts:
-        """These costs with F, B and W of layers (in ``stage_ms`` of whole stages) ``factor`` times as long."""
+        """These costs with F, B and W of layers (of stages, in ``stage_ms``) ``factor`` times as long."""
         if factor == 1.0:
             return self
 
