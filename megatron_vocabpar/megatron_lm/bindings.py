@@ -349,8 +349,3 @@ def _news(key: tuple[str, str], signature: Parameters) -> str:
     known = {parameter for parameters in SIGNATURES[key].values() for parameter in parameters}
     new = [parameter for parameter in signature if parameter not in known]
     return f"{'.'.join(key)} with {', '.join(new or signature)}"
-
-
-def find_version(signature_of: Callable[[str, str], Parameters | None], package: str = "megatron") -> str:
-    """The name of ``recognise``."""
-    return recognise(signature_of, package).version

@@ -20,15 +20,15 @@ from click.testing import CliRunner
 from megatron_vocabpar.cli.doctor import PATCHED, doctor_command
 from megatron_vocabpar.cli.patches import table
 from megatron_vocabpar.megatron_lm import bindings
-from megatron_vocabpar.megatron_lm.bindings import BINDINGS, SIGNATURES, VERSIONS, find_version, recognise
-from megatron_vocabpar.megatron_lm.checkout import importable, source_signatures
+from megatron_vocabpar.megatron_lm.bindings import BINDINGS, SIGNATURES, VERSIONS, recognise
+from megatron_vocabpar.megatron_lm.checkout import importable
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import config_from_argv, is_asked_for
 from megatron_vocabpar.megatron_lm.flags_page import written
 from megatron_vocabpar.megatron_lm.rules.check import check
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.schedule.times.redistribution import layout
-from tests.megatron_lm.training import ROOT, checkout, words
+from tests.megatron_lm.training import ROOT, checkout, version_of, words
 from tests.support.launch_options import ENABLE
 from tests.support.megatron_parser import PLAIN, inside
 
@@ -403,7 +403,7 @@ def test_the_table_file_is_current() -> None:
 
 
 def test_patch_of_this_version_applies_and_reverses(tmp_path: Path) -> None:
-    version = find_version(source_signatures(checkout()))
+    version = version_of()
     patches = sorted((ROOT / "patches").glob(f"core_v{version}*.patch"))
     assert patches or version not in PATCHED
     shutil.copy(checkout() / "pretrain_gpt.py", tmp_path)
@@ -451,7 +451,7 @@ def test_doctor_notices_two_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_doctor_names_version_and_every_replaced_name() -> None:
     result = CliRunner().invoke(doctor_command, ["--megatron", str(checkout())])
     assert result.exit_code == 0, result.output
-    assert f"Megatron core {find_version(source_signatures(checkout()))}, by its signatures" in result.output
-    version = find_version(source_signatures(checkout()))
+    assert f"Megatron core {version_of()}, by its signatures" in result.output
+    version = version_of()
     for binding in BINDINGS:
         assert (f"  {binding.module}.{binding.name}\n" in result.output) == binding.is_in(version)
