@@ -61,7 +61,7 @@ class StepRunner:
         return self._run(**compat.call_arguments(arguments), options=options)
 
     def capture_order(self, num_microbatches: int) -> list[int]:
-        """As that of ``ForwardBackward``.
+        """The order in which layers are captured, as ``ForwardBackward.capture_order``.
 
         Raises:
             ValueError: before the first iteration, or as there.

@@ -169,7 +169,7 @@ class ScheduleRunner:
         return reported
 
     def capture_order(self, num_microbatches: int) -> list[int]:
-        """As that of ``ForwardBackward``.
+        """The order in which layers are captured, as ``ForwardBackward.capture_order``.
 
         Raises:
             ValueError: before the first iteration, or as there.
@@ -188,7 +188,7 @@ def model_class(
     true_size: Callable[[int], tuple[int, int]] | None = None,
     compare: Callable[[], None] | None = None,
 ) -> type:
-    """A subclass of ``original`` whose stages are where the schedule has them.
+    """A subclass of ``original`` that places its stages as the schedule does.
 
     Args:
         true_size: returns the numbers of ``true_vocabulary``, the default.

@@ -57,7 +57,7 @@ def options_of(record: Any) -> dict[str, Option]:
 
 
 def asked_for(record: Any, names: Iterable[str]) -> list[str]:
-    """The names, of these, whose field has another value than its default, or whose property is not empty."""
+    """The ``names`` whose field differs from its default, or whose property is not empty."""
     defaults = {each.name: each.default for each in fields(record)}
     return [name for name in names if getattr(record, name) != defaults.get(name, ())]
 

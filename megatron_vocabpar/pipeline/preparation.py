@@ -196,7 +196,7 @@ def _gradient_sync(
 
 
 def _is_of(writer: Writer, pass_: Pass, placement: Placement) -> bool:
-    """Whether a pass is one of a writer's; passes of the vocabulary have a rank in the place of a stage."""
+    """Whether this pass is one of ``writer``'s; a vocabulary pass has a rank where others have a stage."""
     if pass_.type is not writer.type:
         return False
     return pass_.type is not PassType.W or placement.chunk_of(pass_.stage) == writer.chunk

@@ -23,7 +23,7 @@ from tests.cases import rest_is_slow
 from tests.pipeline import gpt
 from tests.pipeline.experts import Experts
 from tests.pipeline.gpt import Case, case_of
-from tests.pipeline.test_pairs import case as paired_case
+from tests.support.paired_cases import case as paired_case
 
 CASES: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     "v-half": ("v-half", "vocab-2", 2, 3, {}),

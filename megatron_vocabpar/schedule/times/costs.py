@@ -127,7 +127,7 @@ class PassCosts:
 
     @property
     def hides(self) -> bool:
-        """On some rank, F and B take less time together than one after the other."""
+        """Whether F and B take less time together than one after the other, on any rank."""
         if self.stage_ms:
             return any(self.stage_ms.get("hidden_ms", ()))
         return any(self.hidden_ms) if isinstance(self.hidden_ms, tuple) else self.hidden_ms > 0.0
