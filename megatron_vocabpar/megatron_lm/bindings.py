@@ -199,13 +199,6 @@ BINDINGS = (
     ),
     Binding(
         _TRAINING,
-        "wrap_model_chunks_with_ddp",
-        (),
-        "lays them out in the first rank's first chunk alone",
-        since="0.19",
-    ),
-    Binding(
-        _TRAINING,
         "training_log",
         (),
         "reports zeros in gradients, among them those of the rows that pad our shards; here without these",

@@ -24,7 +24,7 @@ from megatron_vocabpar.pipeline.model.chunks import shown_as_rank
 def buckets_on_any_rank() -> Iterator[None]:
     """In this context DistributedDataParallel takes this process's pipeline rank for the first."""
     before: Any = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP
-    parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = _First(before)
+    parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = First(before)
     try:
         with shown_as_rank(0):
             yield
@@ -32,7 +32,7 @@ def buckets_on_any_rank() -> Iterator[None]:
         parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = before
 
 
-class _First:
+class First:
     """A process group in which this process is the first."""
 
     def __init__(self, group: Any) -> None:
