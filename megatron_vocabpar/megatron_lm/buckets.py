@@ -48,8 +48,9 @@ def _everywhere(flags: FlagConfig, ddp_config: Any) -> bool:
     from megatron.training import get_args
 
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-    kept = any(getattr(get_args(), name, False) for name in _KEPT)
-    return ddp_config.overlap_grad_reduce and flags.splits_w(chunks) and not kept
+    if not (ddp_config.overlap_grad_reduce and flags.splits_w(chunks)):
+        return False
+    return not any(getattr(get_args(), name, False) for name in _KEPT)
 
 
 def _layout(module: torch.nn.Module, ddp_config: Any) -> Any:
