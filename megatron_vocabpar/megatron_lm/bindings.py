@@ -192,6 +192,12 @@ BINDINGS = (
         since="0.19",
     ),
     Binding(
+        "megatron.core.distributed.distributed_data_parallel",
+        "DistributedDataParallel.__init__",
+        (),
+        "has buckets of gradients on the first pipeline rank alone; with W split off all ranks need them",
+    ),
+    Binding(
         _TRAINING,
         "training_log",
         (),

@@ -180,7 +180,7 @@ def _gradient_sync(
 ) -> GradientSync:
     config = call.config
     no_sync = _per_chunk(config.no_sync_func or contextlib.nullcontext, len(call.chunks))
-    # Megatron aligns stages because all but the first reduce in a bubble, which no family with W has.
+    # Megatron aligns stages as all but the first reduce in a bubble; with W there is none (``buckets.py``).
     aligned = config.grad_sync_func and not schedule.splits_w
     grad_sync = _per_chunk(config.grad_sync_func, len(call.chunks)) if aligned else []
     passes = schedule.ranks[rank.pipeline_rank]

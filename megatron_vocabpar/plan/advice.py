@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_vocabpar.plan.choice import STOCK, Choice, Request
-from megatron_vocabpar.plan.choices import choice_of, job_in
+from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.hardware import hardware_presets
 from megatron_vocabpar.plan.job import OVERLAP
 from megatron_vocabpar.plan.stock import written
@@ -36,10 +36,9 @@ def launch_line(request: Request, choice: Choice) -> str:
     # The tokenizer adds one id for the end of a document.
     data = ["--mock-data", "--tokenizer-type NullTokenizer", f"--vocab-size {model.vocab - 1}"]
     training = ["--bf16", "--lr 1e-4", "--train-iters 50"]
-    runs = job if choice.method == STOCK else job_in(job, family_named(choice.family))
     words = [
         *model_arguments(model),
-        *job_arguments(model, runs),
+        *job_arguments(model, job),
         *data,
         *training,
         *placing_flags(request, choice),

@@ -137,7 +137,9 @@ def priced_ms(request: Request, length_ms: float, layers: float, use: Use) -> li
 
 
 def longest_after_ms(
-    job: Job, hardware: Hardware, parameters: Sequence[Parameters], costs: PassCosts
+    job: Job, hardware: Hardware, parameters: Sequence[Parameters], costs: PassCosts, w_chunks: int = 0
 ) -> float:
-    """The ms after the schedule, on the rank that takes longest."""
-    return max(after_ms(*held, held.updated(job), job, hardware, costs) for held in parameters)
+    """The ms after the schedule, on the rank that takes longest; ``w_chunks`` as in ``after_ms``."""
+    return max(
+        after_ms(*held, held.updated(job), job, hardware, costs, w_chunks=w_chunks) for held in parameters
+    )

@@ -20,7 +20,6 @@ from itertools import islice, product
 from math import inf
 
 from megatron_vocabpar.plan.choice import STOCK, Choice, Request, longest_after_ms, priced_ms
-from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.layer_counts import layer_counts
 from megatron_vocabpar.plan.memory import Bytes, Held, parameters_of, stage_memory
 from megatron_vocabpar.plan.price import Use
@@ -251,7 +250,8 @@ def _measured_out(
     held = [Held(*pair) for pair in zip(peak_activations(schedule, weights), shards, strict=True)]
     stages = stage_memory(model, job, schedule.method, placement, layers, held, Bytes())
     parameters = parameters_of(model, job, schedule.method, placement, layers)
-    after = longest_after_ms(job_in(job, family), request.hardware, parameters, request.costs())
+    w_chunks = family.chunks if family.splits_w else 0
+    after = longest_after_ms(job, request.hardware, parameters, request.costs(), w_chunks)
     return Choice(
         schedule.method.name,
         family.name,
@@ -263,11 +263,6 @@ def _measured_out(
         after_ms=after,
         use=use,
     )
-
-
-def job_in(job: Job, family: Family) -> Job:
-    """The job as a family runs it: Transformer Engine cannot overlap reductions with W split off."""
-    return replace(job, overlap=job.overlap and not family.splits_w)
 
 
 def _softmax_shards(schedule: Schedule) -> list[int]:
