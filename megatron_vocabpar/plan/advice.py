@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from megatron_vocabpar.plan.channels import CHANNEL_GB_S
 from megatron_vocabpar.plan.choice import STOCK, Choice, Request
 from megatron_vocabpar.plan.choices import choice_of, job_in
 from megatron_vocabpar.plan.hardware import hardware_presets
@@ -85,8 +86,8 @@ def channels(best: Choice) -> list[str]:
     if not best.channels:
         return []
     return [
-        f"Its collectives delay no pass with --vocab-parallel-channels {best.channels}, at 20 GB/s a channel, "
-        "which is assumed"
+        f"Its collectives delay no pass with --vocab-parallel-channels {best.channels}, if a channel carries "
+        f"{CHANNEL_GB_S:g} GB/s, which is assumed"
     ]
 
 
