@@ -70,7 +70,8 @@ class StepRunner:
 
     def _build(self, model: PartitionedModel, m: int, chunks: int) -> ForwardBackward:
         check_door()
-        config, groups = self._config, vocab_groups()
+        config = self._config
+        groups = vocab_groups(channels=config.options.channels)
         request, _ = plan_request(config, groups.pipeline, m, chunks, None)
         return ForwardBackward(
             request.method_name,

@@ -92,7 +92,7 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
     model, m = call["model"], call["num_microbatches"]
     chunks: Sequence[Any] = model if isinstance(model, list) else [model]
     device = next(chunks[0].parameters()).device
-    groups = vocab_groups(_patience(args))
+    groups = vocab_groups(_patience(args), config.options.channels)
     costs, name, kept = _from_rank_0(config, args, chunks[0], device)
     model_config = get_model_config(chunks[0])
     if depths := heads.depths(model_config):

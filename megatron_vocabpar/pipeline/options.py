@@ -176,6 +176,13 @@ class VocabOptions:
         flag=None,
         least=0,
     )
+    channels: int | None = option(
+        None,
+        "The most channels of NCCL, each on one multiprocessor, of the vocabulary layers' collectives; by "
+        "default as many as NCCL chooses.",
+        page="Nothing without NCCL. [plan.md](plan.md#channels) says how many suffice.",
+        least=1,
+    )
     independent_init: bool = option(
         False,
         "Draw the initial vocabulary weights on each rank, not as whole layers on the first and last stage; "

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from megatron_vocabpar.plan.channels import CHANNEL_GB_S
 from megatron_vocabpar.plan.choice import STOCK, Choice, Request
 from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.hardware import hardware_presets
@@ -79,6 +80,16 @@ def _folded(words: Sequence[str], width: int = 96) -> str:
     return " \\\n".join(lines)
 
 
+def channels(best: Choice) -> list[str]:
+    """A sentence on how few channels of NCCL suffice for our collectives, if that is known."""
+    if not best.channels:
+        return []
+    return [
+        f"Its collectives delay no pass with --vocab-parallel-channels {best.channels}, if a channel carries "
+        f"{CHANNEL_GB_S:g} GB/s, which is assumed"
+    ]
+
+
 def reasons(request: Request, choices: Sequence[Choice], best: Choice) -> list[str]:
     """Sentences on why ``best`` is the best."""
     model, job = request.model, request.job
@@ -118,7 +129,7 @@ def reasons(request: Request, choices: Sequence[Choice], best: Choice) -> list[s
     ]
     if faster:
         lines.append(f"Faster, but too large: {', '.join(one.name for one in faster)}.")
-    return lines + redistribution(request, choices)
+    return lines + channels(best) + redistribution(request, choices)
 
 
 def redistribution(request: Request, choices: Sequence[Choice]) -> list[str]:

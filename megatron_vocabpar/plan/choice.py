@@ -79,6 +79,7 @@ class Choice:
         flags: for stock Megatron, the flags that place its layers.
         after_ms: the part of the iteration after the schedule: gradients, weights and the optimizer's step.
         use: what runs beside layers.
+        channels: how many of NCCL suffice for our collectives; 0 where there are none, or nobody has asked.
     """
 
     method: str
@@ -93,6 +94,7 @@ class Choice:
     flags: tuple[str, ...] = ()
     after_ms: float = 0.0
     use: Use = field(default_factory=Use)
+    channels: int = 0
 
     @property
     def stock(self) -> bool:

@@ -19,6 +19,7 @@ from functools import partial
 from itertools import islice, product
 from math import inf
 
+from megatron_vocabpar.plan.channels import allowed_ms, fewest_channels
 from megatron_vocabpar.plan.choice import STOCK, Choice, Request, longest_after_ms, priced_ms
 from megatron_vocabpar.plan.layer_counts import layer_counts
 from megatron_vocabpar.plan.memory import Bytes, Held, parameters_of, stage_memory
@@ -218,12 +219,17 @@ def in_full(request: Request, choice: Choice) -> Choice:
     program, late = lower(schedule, costs), NONE_LATE
     if schedule.method.collectives:
         program, late = launch_late(schedule, program, problem.times, choice.layers)
-    use = Use.of(run_events(schedule, problem.times, program, late))
+    events = run_events(schedule, problem.times, program, late)
+    use, channels = Use.of(events), 0
+    if schedule.method.vocabulary_parallel:
+        allowed = allowed_ms(events, problem.times)
+        channels = fewest_channels(request.model, job, request.hardware, allowed)
     lengths_ms = []
     for factor in request.factors(use):
         times = PassTimes.of(costs_of(request, choice.layers, factor), schedule)
         lengths_ms.append(Simulation(schedule, run_events(schedule, times, program, late)).iteration_ms)
-    return replace(_measured_out(request, schedule, family, choice.layers, lengths_ms, use), exact=True)
+    done = _measured_out(request, schedule, family, choice.layers, lengths_ms, use)
+    return replace(done, exact=True, channels=channels)
 
 
 def costs_of(request: Request, layers: tuple[int, ...], factor: float = 1.0) -> PassCosts:
